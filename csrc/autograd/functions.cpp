@@ -1,0 +1,173 @@
+#include "autograd/functions.h"
+
+#include "redistribute/redistribute.h"
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace shardtensor {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Held final : torch::CustomClassHolder {
+  explicit Held(LayoutPtr l) : layout(std::move(l)) {}
+  LayoutPtr layout;
+};
+
+c10::IValue hold(LayoutPtr layout) {
+  return c10::IValue::make_capsule(c10::make_intrusive<Held>(std::move(layout)));
+}
+const LayoutPtr& held(const c10::IValue& value) {
+  return c10::static_intrusive_pointer_cast<Held>(value.toCapsule())->layout;
+}
+
+at::Tensor as_dtype(const at::Tensor& t, const std::optional<at::ScalarType>& dtype) {
+  return dtype && *dtype != t.scalar_type() ? t.to(*dtype) : t;
+}
+
+// No autograd: the data moves, the result is fresh.
+at::Tensor move(const at::Tensor& t, const LayoutPtr& layout) {
+  const auto& self = shard_tensor(t, "redistribute");
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  auto local = redistribute(self.local(), self.layout(), *layout, t.sizes());
+  // Never a silent alias: writing to the result must not reach the input.
+  if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
+    local = local.clone();
+  }
+  return wrap(std::move(local), layout, t.sizes(), t.strides());
+}
+
+struct Redistribute : torch::autograd::Function<Redistribute> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue to, c10::IValue dtypes) {
+    const auto& self = shard_tensor(t, "redistribute");
+    const auto pair = dtypes.toList();
+    const auto dtype_at = [&](size_t i) {
+      const c10::IValue v = pair.get(i);
+      return v.isNone() ? std::nullopt : std::optional(v.toScalarType());
+    };
+    ctx->saved_data["from"] = hold(without_partial(self.layout_ptr()));
+    ctx->saved_data["dtype"] = t.scalar_type();
+    ctx->saved_data["backward_dtype"] = pair.get(1);
+    return move(as_dtype(t, dtype_at(0)), held(to));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) {
+      return {at::Tensor(), at::Tensor(), at::Tensor()};
+    }
+    const auto& backward_dtype = ctx->saved_data["backward_dtype"];
+    auto grad = as_dtype(
+        grads[0], backward_dtype.isNone() ? std::nullopt : std::optional(backward_dtype.toScalarType()));
+    grad = redistribute(grad, held(ctx->saved_data["from"]));
+    return {as_dtype(grad, ctx->saved_data["dtype"].toScalarType()), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct FromLocal : torch::autograd::Function<FromLocal> {
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& local,
+      c10::IValue layout,
+      std::vector<int64_t> sizes,
+      std::vector<int64_t> strides,
+      c10::IValue grad_layout) {
+    ctx->saved_data["grad_layout"] = grad_layout;
+    return wrap(local.detach(), held(layout), sizes, strides);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto grad = grads[0];
+    if (grad.defined()) {
+      const auto& want = held(ctx->saved_data["grad_layout"]);
+      grad = to_local(redistribute(grad, want));
+    }
+    return {grad, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct ToLocal : torch::autograd::Function<ToLocal> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue grad_layout) {
+    const auto& self = shard_tensor(t, "to_local");
+    ctx->saved_data["grad_layout"] = grad_layout;
+    ctx->saved_data["sizes"] = t.sizes().vec();
+    ctx->saved_data["strides"] = t.strides().vec();
+    return self.local().view_as(self.local());
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto grad = grads[0];
+    if (grad.defined()) {
+      const auto sizes = ctx->saved_data["sizes"].toIntVector();
+      const auto strides = ctx->saved_data["strides"].toIntVector();
+      const auto& layout = held(ctx->saved_data["grad_layout"]);
+      const auto want = layout->local_sizes(sizes);
+      TORCH_CHECK(
+          grad.sizes() == c10::IntArrayRef(want),
+          "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ", grad.sizes(), ", but under ", layout->str(),
+          " a tensor of sizes ", sizes, " has ", c10::IntArrayRef(want), " there; pass grad_placements that fit");
+      grad = from_local(grad, layout, sizes, strides);
+    }
+    return {grad, at::Tensor()};
+  }
+};
+
+} // namespace
+
+LayoutPtr without_partial(const LayoutPtr& layout) {
+  auto out = layout;
+  for (int64_t m = 0; m < layout->ndim(); ++m) {
+    if (layout->placement(m).is_partial()) {
+      out = out->with(m, Placement::replicate());
+    }
+  }
+  return out;
+}
+
+at::Tensor from_local(
+    const at::Tensor& local,
+    LayoutPtr layout,
+    c10::IntArrayRef sizes,
+    c10::IntArrayRef strides,
+    LayoutPtr grad_layout) {
+  if (!grad_layout) {
+    grad_layout = without_partial(layout);
+  }
+  return FromLocal::apply(local, hold(std::move(layout)), sizes.vec(), strides.vec(), hold(std::move(grad_layout)));
+}
+
+at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout) {
+  const auto& self = shard_tensor(t, "to_local");
+  if (!t.requires_grad()) {
+    return self.local();
+  }
+  if (!grad_layout) {
+    grad_layout = without_partial(self.layout_ptr());
+  }
+  return ToLocal::apply(t, hold(std::move(grad_layout)));
+}
+
+at::Tensor redistribute(
+    const at::Tensor& t,
+    LayoutPtr layout,
+    std::optional<at::ScalarType> forward_dtype,
+    std::optional<at::ScalarType> backward_dtype) {
+  const auto& self = shard_tensor(t, "redistribute");
+  const bool cast = forward_dtype && *forward_dtype != t.scalar_type();
+  if (&self.layout() == layout.get() && !cast && !backward_dtype) {
+    return t;
+  }
+  if (!t.requires_grad() || !at::GradMode::is_enabled()) {
+    return move(as_dtype(t, forward_dtype), layout);
+  }
+  c10::List<c10::IValue> dtypes(c10::AnyType::get());
+  dtypes.push_back(forward_dtype ? c10::IValue(*forward_dtype) : c10::IValue());
+  dtypes.push_back(backward_dtype ? c10::IValue(*backward_dtype) : c10::IValue());
+  return Redistribute::apply(t, hold(std::move(layout)), c10::IValue(dtypes));
+}
+
+} // namespace shardtensor

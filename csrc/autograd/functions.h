@@ -1,0 +1,34 @@
+// The differentiable doors of the type: into it, out of it, and from one layout to another.
+// Uses tensor/, redistribute/. Used by bindings/.
+#pragma once
+
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace shardtensor {
+
+// The gradient arrives in `grad_layout` (default: `layout`, with Replicate for Partial) and is handed back as a local tensor.
+at::Tensor from_local(
+    const at::Tensor& local,
+    LayoutPtr layout,
+    c10::IntArrayRef sizes,
+    c10::IntArrayRef strides,
+    LayoutPtr grad_layout = {});
+
+// The gradient, a plain local tensor, is taken to have `grad_layout` (default: the tensor's, with Replicate for Partial).
+at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout = {});
+
+// Moves to another layout, casting to `forward_dtype` first; the gradient moves back in `backward_dtype`.
+at::Tensor redistribute(
+    const at::Tensor& t,
+    LayoutPtr layout,
+    std::optional<at::ScalarType> forward_dtype = std::nullopt,
+    std::optional<at::ScalarType> backward_dtype = std::nullopt);
+
+// A layout with every Partial replaced by Replicate.
+LayoutPtr without_partial(const LayoutPtr& layout);
+
+} // namespace shardtensor

@@ -1,0 +1,17 @@
+// One register function per file of this folder; the module's body is their list. No logic here: convert and forward.
+#pragma once
+
+#include "layout/layout.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace shardtensor::bindings {
+
+namespace py = pybind11;
+
+void register_layout(py::module& m);
+void register_tensor(py::module& m);
+void register_dispatch(py::module& m);
+void register_comm(py::module& m);
+
+} // namespace shardtensor::bindings

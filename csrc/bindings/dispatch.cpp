@@ -1,0 +1,48 @@
+#include "bindings/bindings.h"
+
+#include "dispatch/handler.h"
+#include "rules/registry.h"
+
+namespace shardtensor::bindings {
+
+namespace {
+
+py::object& listener() {
+  static auto* object = new py::object();
+  return *object;
+}
+
+void tell_listener(const std::string& op, const std::string& layouts) {
+  py::gil_scoped_acquire gil;
+  if (listener() && !listener().is_none()) {
+    listener()(op, layouts);
+  }
+}
+
+} // namespace
+
+void register_dispatch(py::module& m) {
+  m.def("install_handler", &install_handler);
+  m.def("promotion_mode", [] { return static_cast<int>(promotion_mode()); });
+  m.def("set_promotion_mode", [](int mode) { set_promotion_mode(static_cast<Promotion>(mode)); });
+  m.def("strict_mode", &strict_mode);
+  m.def("set_strict_mode", &set_strict_mode);
+  m.def("set_fallback_log", [](py::object f) {
+    listener() = std::move(f);
+    set_fallback_log(listener().is_none() ? nullptr : &tell_listener);
+  });
+  m.def("cache_info", [] {
+    const auto i = cache_info();
+    return py::dict(py::arg("hits") = i.hits, py::arg("misses") = i.misses, py::arg("entries") = i.entries);
+  });
+  m.def("clear_cache", &clear_cache);
+  m.def("rules", [] {
+    py::dict out;
+    for (const auto& [name, entry] : rules::registry().entries()) {
+      out[py::str(name)] = entry.family;
+    }
+    return out;
+  });
+}
+
+} // namespace shardtensor::bindings

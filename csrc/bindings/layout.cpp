@@ -1,0 +1,144 @@
+#include "bindings/bindings.h"
+
+namespace shardtensor::bindings {
+
+namespace {
+
+// Python's side of a placement: (kind, dim, split_factor, reduce, norm_order).
+using Tuple = std::tuple<int, int64_t, int64_t, std::string, double>;
+
+Placement placement_from(const Tuple& t) {
+  const auto& [kind, dim, split_factor, reduce, norm_order] = t;
+  switch (static_cast<Placement::Kind>(kind)) {
+    case Placement::Kind::Replicate:
+      return Placement::replicate();
+    case Placement::Kind::Shard:
+      return Placement::shard(dim, split_factor);
+    case Placement::Kind::Partial:
+      return Placement::partial(reduce_op_from(reduce), norm_order);
+  }
+  return {};
+}
+
+Tuple tuple_of(const Placement& p) {
+  return {static_cast<int>(p.kind), p.dim, p.split_factor, name_of(p.reduce), p.norm_order};
+}
+
+std::vector<std::pair<int64_t, int64_t>> pairs(const Intervals& runs) {
+  std::vector<std::pair<int64_t, int64_t>> out;
+  for (const auto& r : runs) {
+    out.emplace_back(r.start, r.length);
+  }
+  return out;
+}
+
+Coordinate coordinate_or_mine(const Layout& l, const std::optional<std::vector<int64_t>>& c) {
+  return c ? Coordinate(c->begin(), c->end()) : l.mesh().coordinate();
+}
+
+} // namespace
+
+void register_layout(py::module& m) {
+  py::class_<Mesh, c10::intrusive_ptr<Mesh>>(m, "Mesh")
+      .def(
+          py::init([](std::string device_type,
+                      std::vector<int64_t> shape,
+                      std::vector<int64_t> ranks,
+                      std::vector<std::string> dim_names,
+                      std::vector<std::string> groups,
+                      int64_t rank) {
+            auto mesh = Mesh::make(
+                {std::move(device_type), std::move(shape), std::move(ranks), std::move(dim_names), std::move(groups), rank});
+            return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
+          }),
+          py::arg("device_type"), py::arg("shape"), py::arg("ranks"), py::arg("dim_names"), py::arg("groups"), py::arg("rank"))
+      .def_property_readonly("id", &Mesh::id)
+      .def_property_readonly("shape", [](const Mesh& self) { return self.description().shape; })
+      .def_property_readonly("ranks", [](const Mesh& self) { return self.description().ranks; })
+      .def_property_readonly("dim_names", [](const Mesh& self) { return self.description().dim_names; })
+      .def_property_readonly("groups", [](const Mesh& self) { return self.description().groups; })
+      .def_property_readonly("device_type", [](const Mesh& self) { return self.description().device_type; })
+      .def_property_readonly("rank", &Mesh::rank)
+      .def_property_readonly("has_me", &Mesh::has_me)
+      .def_property_readonly(
+          "coordinate", [](const Mesh& self) { return std::vector<int64_t>(self.coordinate().begin(), self.coordinate().end()); })
+      .def("__repr__", &Mesh::str);
+
+  py::class_<Layout, c10::intrusive_ptr<Layout>>(m, "Layout")
+      .def(
+          py::init([](const c10::intrusive_ptr<Mesh>& mesh,
+                      const std::vector<Tuple>& placements,
+                      const std::vector<std::optional<std::vector<int64_t>>>& cuts) {
+            Placements p;
+            for (const auto& t : placements) {
+              p.push_back(placement_from(t));
+            }
+            Cuts c;
+            for (const auto& sizes : cuts) {
+              c.push_back(sizes ? std::make_shared<const std::vector<int64_t>>(*sizes) : nullptr);
+            }
+            auto layout = Layout::make(MeshPtr(mesh), std::move(p), std::move(c));
+            return c10::intrusive_ptr<Layout>::reclaim(const_cast<Layout*>(layout.release()));
+          }),
+          py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<std::vector<int64_t>>>{})
+      .def_property_readonly("id", &Layout::id)
+      .def_property_readonly(
+          "mesh",
+          [](const Layout& self) {
+            auto mesh = self.mesh_ptr();
+            return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
+          })
+      .def_property_readonly(
+          "placements",
+          [](const Layout& self) {
+            std::vector<Tuple> out;
+            for (const auto& p : self.placements()) {
+              out.push_back(tuple_of(p));
+            }
+            return out;
+          })
+      .def_property_readonly(
+          "cuts",
+          [](const Layout& self) {
+            std::vector<std::optional<std::vector<int64_t>>> out;
+            for (const auto& cut : self.cuts()) {
+              out.push_back(cut ? std::optional(*cut) : std::nullopt);
+            }
+            return out;
+          })
+      .def_property_readonly("is_even", &Layout::is_even)
+      .def_property_readonly("is_replicated", &Layout::is_replicated)
+      .def_property_readonly("is_sharded", &Layout::is_sharded)
+      .def_property_readonly("has_partial", &Layout::has_partial)
+      .def(
+          "local_sizes",
+          [](const Layout& self, const std::vector<int64_t>& sizes, const std::optional<std::vector<int64_t>>& c) {
+            const auto out = self.local_sizes(sizes, coordinate_or_mine(self, c));
+            return std::vector<int64_t>(out.begin(), out.end());
+          },
+          py::arg("sizes"), py::arg("coordinate") = py::none())
+      .def(
+          "intervals",
+          [](const Layout& self, int64_t dim, int64_t size, const std::optional<std::vector<int64_t>>& c) {
+            return pairs(self.intervals(dim, size, coordinate_or_mine(self, c)));
+          },
+          py::arg("dim"), py::arg("size"), py::arg("coordinate") = py::none())
+      .def(
+          "boxes",
+          [](const Layout& self, const std::vector<int64_t>& sizes, const std::optional<std::vector<int64_t>>& c) {
+            std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> out;
+            for (const auto& box : self.boxes(sizes, coordinate_or_mine(self, c))) {
+              out.emplace_back(
+                  std::vector<int64_t>(box.offsets.begin(), box.offsets.end()),
+                  std::vector<int64_t>(box.sizes.begin(), box.sizes.end()));
+            }
+            return out;
+          },
+          py::arg("sizes"), py::arg("coordinate") = py::none())
+      .def("misfit", [](const Layout& self, const std::vector<int64_t>& sizes) { return self.misfit(sizes); })
+      .def("__eq__", [](const Layout& a, const Layout& b) { return &a == &b; })
+      .def("__hash__", [](const Layout& a) { return a.id(); })
+      .def("__repr__", &Layout::str);
+}
+
+} // namespace shardtensor::bindings

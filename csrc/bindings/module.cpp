@@ -1,0 +1,9 @@
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+  using namespace shardtensor::bindings;
+  register_layout(m);
+  register_tensor(m);
+  register_dispatch(m);
+  register_comm(m);
+}

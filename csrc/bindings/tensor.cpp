@@ -1,0 +1,72 @@
+#include "bindings/bindings.h"
+
+#include "autograd/functions.h"
+#include "tensor/shard_tensor.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace shardtensor::bindings {
+
+namespace {
+
+using MutableLayout = c10::intrusive_ptr<Layout>;
+
+LayoutPtr as_const(const MutableLayout& l) {
+  return LayoutPtr(l);
+}
+
+MutableLayout as_mutable(LayoutPtr l) {
+  return MutableLayout::reclaim(const_cast<Layout*>(l.release()));
+}
+
+} // namespace
+
+void register_tensor(py::module& m) {
+  m.def("set_python_class", [](const py::type& type) { set_python_class(reinterpret_cast<PyTypeObject*>(type.ptr())); });
+  m.def("is_shard_tensor", [](const at::Tensor& t) { return as_shard_tensor(t) != nullptr; });
+  m.def("local", [](const at::Tensor& t) { return shard_tensor(t, "_local_tensor").local(); });
+  m.def("set_local", [](const at::Tensor& t, const at::Tensor& local) { shard_tensor(t, "_local_tensor").set_local(local); });
+  m.def("layout", [](const at::Tensor& t) { return as_mutable(shard_tensor(t, "layout").layout_ptr()); });
+  m.def("is_traced", [](const at::Tensor& t) { return shard_tensor(t, "is_traced").traced(); });
+  m.def(
+      "wrap",
+      [](const at::Tensor& local, const MutableLayout& layout, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+        return wrap(local, as_const(layout), sizes, strides);
+      },
+      py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"));
+  m.def(
+      "strides_like",
+      [](const std::vector<int64_t>& sizes, const at::Tensor& local) {
+        const auto s = strides_like(sizes, local);
+        return std::vector<int64_t>(s.begin(), s.end());
+      });
+  m.def(
+      "from_local",
+      [](const at::Tensor& local,
+         const MutableLayout& layout,
+         const std::vector<int64_t>& sizes,
+         const std::vector<int64_t>& strides,
+         const std::optional<MutableLayout>& grad_layout) {
+        return from_local(local, as_const(layout), sizes, strides, grad_layout ? as_const(*grad_layout) : LayoutPtr());
+      },
+      py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("grad_layout") = py::none(),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "to_local",
+      [](const at::Tensor& t, const std::optional<MutableLayout>& grad_layout) {
+        return to_local(t, grad_layout ? as_const(*grad_layout) : LayoutPtr());
+      },
+      py::arg("tensor"), py::arg("grad_layout") = py::none(), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "redistribute",
+      [](const at::Tensor& t,
+         const MutableLayout& layout,
+         std::optional<at::ScalarType> forward_dtype,
+         std::optional<at::ScalarType> backward_dtype) {
+        return redistribute(t, as_const(layout), forward_dtype, backward_dtype);
+      },
+      py::arg("tensor"), py::arg("layout"), py::arg("forward_dtype") = py::none(), py::arg("backward_dtype") = py::none(),
+      py::call_guard<py::gil_scoped_release>());
+}
+
+} // namespace shardtensor::bindings

@@ -1,0 +1,50 @@
+// Collectives along one mesh dim, with pieces of any size. The only place that talks to process groups.
+// Uses layout/ (Mesh) and c10d. Used by redistribute/ and by rules whose sharded form needs a reduction.
+//
+// Every call is made by all ranks along the mesh dim, whatever they hold: pieces may be empty, the call is made still.
+#pragma once
+
+#include "layout/mesh.h"
+#include "layout/placement.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+
+namespace shardtensor::comm {
+
+// Reduces in place; the result is the same on every rank along the mesh dim. `tensor` must be contiguous.
+// Norm is the caller's affair: it raises to the power before and takes the root after.
+void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
+// The same over several mesh dims (bit m set: over mesh dim m).
+void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, ReduceOp op);
+
+// pieces[i] receives what coordinate i sends as `mine`. All contiguous; ranks agree on the sizes beforehand.
+void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
+
+// to[i] goes to coordinate i, from[i] comes from it. All contiguous; empty tensors cost nothing on the wire.
+void all_to_all(
+    std::vector<at::Tensor>& from,
+    std::vector<at::Tensor>& to,
+    const Mesh& mesh,
+    int64_t mesh_dim);
+
+// to[i] is this rank's summand of coordinate i's piece; the result is this rank's piece, reduced.
+at::Tensor reduce_scatter(std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
+
+void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate);
+
+// `mine` receives this rank's piece; `pieces` is read on `from_coordinate` alone.
+void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate);
+
+// What this process has sent through the calls above since reset(): one count per kind, and payload bytes it contributed.
+enum class Kind : uint8_t { AllReduce, AllGather, AllToAll, ReduceScatter, Broadcast, Scatter, kCount };
+const char* name_of(Kind kind);
+struct Counts {
+  std::array<int64_t, static_cast<size_t>(Kind::kCount)> calls{};
+  std::array<int64_t, static_cast<size_t>(Kind::kCount)> bytes{};
+};
+Counts counts();
+void reset_counts();
+
+} // namespace shardtensor::comm

@@ -1,0 +1,110 @@
+#include "dispatch/cache.h"
+
+#include "dispatch/handler.h"
+
+#include <atomic>
+
+namespace shardtensor {
+
+namespace {
+
+constexpr size_t kLimit = 4096;
+
+std::atomic<int64_t> g_generation{0};
+
+struct ThreadCaches {
+  std::vector<std::unique_ptr<Cache>> by_op;
+  int64_t generation = 0;
+  CacheInfo info{0, 0, 0};
+};
+
+ThreadCaches& caches() {
+  // Leaked: Python may run ops while the process ends, after thread-locals with destructors are gone.
+  thread_local auto* all = new ThreadCaches();
+  return *all;
+}
+
+} // namespace
+
+Cache& Cache::of(int32_t op) {
+  auto& all = caches();
+  const auto generation = g_generation.load(std::memory_order_relaxed);
+  if (all.generation != generation) {
+    all.by_op.clear();
+    all.info = {0, 0, 0};
+    all.generation = generation;
+  }
+  if (static_cast<size_t>(op) >= all.by_op.size()) {
+    all.by_op.resize(op + 1);
+  }
+  auto& cache = all.by_op[op];
+  if (!cache) {
+    cache = std::make_unique<Cache>();
+  }
+  return *cache;
+}
+
+const rules::SolutionPtr* Cache::find(const Key& key) {
+  auto& info = caches().info;
+  if (!slots_.empty()) {
+    const auto mask = slots_.size() - 1;
+    for (auto i = key.hash() & mask; slots_[i]; i = (i + 1) & mask) {
+      if (slots_[i]->key == key) {
+        ++info.hits;
+        return &slots_[i]->solution;
+      }
+    }
+  }
+  ++info.misses;
+  return nullptr;
+}
+
+void Cache::put(Key key, rules::SolutionPtr solution) {
+  auto& info = caches().info;
+  if (used_ >= kLimit) {
+    info.entries -= static_cast<int64_t>(used_);
+    slots_.clear();
+    used_ = 0;
+  }
+  if (used_ * 2 >= slots_.size()) {
+    grow();
+  }
+  const auto mask = slots_.size() - 1;
+  auto i = key.hash() & mask;
+  while (slots_[i]) {
+    if (slots_[i]->key == key) {
+      slots_[i]->solution = std::move(solution);
+      return;
+    }
+    i = (i + 1) & mask;
+  }
+  slots_[i] = std::make_unique<Entry>(Entry{std::move(key), std::move(solution)});
+  ++used_;
+  ++info.entries;
+}
+
+void Cache::grow() {
+  auto old = std::move(slots_);
+  slots_.clear();
+  slots_.resize(std::max<size_t>(8, old.size() * 2));
+  const auto mask = slots_.size() - 1;
+  for (auto& entry : old) {
+    if (entry) {
+      auto i = entry->key.hash() & mask;
+      while (slots_[i]) {
+        i = (i + 1) & mask;
+      }
+      slots_[i] = std::move(entry);
+    }
+  }
+}
+
+CacheInfo cache_info() {
+  return caches().info;
+}
+
+void clear_cache() {
+  ++g_generation;
+}
+
+} // namespace shardtensor

@@ -1,0 +1,67 @@
+#include "dispatch/errors.h"
+
+#include <sstream>
+
+namespace shardtensor::errors {
+
+namespace {
+const std::string& argument_name(const Op& op, int64_t arg) {
+  return op.schema().arguments()[arg].name();
+}
+} // namespace
+
+std::string layouts_of(const rules::Call& call) {
+  std::ostringstream out;
+  for (size_t i = 0; i < call.tensors.size() && i < 8; ++i) {
+    const auto& t = call.tensors[i];
+    out << (i ? ", " : "") << call.schema.arguments()[t.arg].name();
+    if (t.index >= 0) {
+      out << "[" << t.index << "]";
+    }
+    out << ": " << t.sizes << " " << t.layout->str();
+  }
+  out << (call.tensors.size() > 8 ? ", ..." : "") << "; rank " << call.mesh.rank();
+  return out.str();
+}
+
+std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t) {
+  std::ostringstream out;
+  out << op.name << ": argument '" << argument_name(op, arg) << "' is a plain torch.Tensor of sizes " << t.sizes()
+      << " among ShardTensors. Distribute it first (shardtensor.distribute_tensor), or allow plain tensors to be taken as "
+         "replicated: shardtensor.set_promotion_mode(\"replicate\") or `with shardtensor.implicit_replication():`.";
+  return out.str();
+}
+
+void plain_tensor(const Op& op, int64_t arg, const at::Tensor& t) {
+  TORCH_CHECK(false, plain_tensor_text(op, arg, t), " got mixed torch.Tensor and DTensor");
+}
+
+void different_meshes(const Op& op, const Layout& a, const Layout& b) {
+  TORCH_CHECK(
+      false, op.name, ": arguments live on different meshes, ", a.str(), " and ", b.str(), "; rank ", a.mesh().rank(),
+      ". Redistribute one of them first.");
+}
+
+void refused(const Op& op, const std::string& why, const rules::Call& call) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.name, ": cannot be done on a ShardTensor: ", why, ". (", layouts_of(call), ")");
+}
+
+void no_rule(const Op& op, const rules::Call& call) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.name, ": no sharding rule, and strict mode forbids gathering its inputs. Register one with "
+      "ShardTensor.register_dispatch_handler, redistribute the inputs to Replicate, or leave strict mode. (", layouts_of(call), ")");
+}
+
+void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl) {
+  TORCH_CHECK(
+      impl, op.name, ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ", t.sizes(),
+      "; pass a ShardTensor there (shardtensor.distribute_tensor)");
+  TORCH_CHECK(
+      !impl->broken_view(), op.name, ": argument '", argument_name(op, arg), "' (", impl->layout().str(), ", rank ",
+      impl->layout().mesh().rank(),
+      ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the base "
+      "tensor, redistribute it before the view, or clone() the view.");
+}
+
+} // namespace shardtensor::errors

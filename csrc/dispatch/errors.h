@@ -1,0 +1,18 @@
+// The texts of the handler's errors, so that all read alike: op, argument, layouts, rank, way out.
+#pragma once
+
+#include "dispatch/op.h"
+#include "tensor/shard_tensor.h"
+
+namespace shardtensor::errors {
+
+std::string layouts_of(const rules::Call& call);
+std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t);
+[[noreturn]] void plain_tensor(const Op& op, int64_t arg, const at::Tensor& t);
+[[noreturn]] void different_meshes(const Op& op, const Layout& a, const Layout& b);
+[[noreturn]] void refused(const Op& op, const std::string& why, const rules::Call& call);
+[[noreturn]] void no_rule(const Op& op, const rules::Call& call);
+// Raises where the op may not write to the tensor: a plain one, or a view that had to move data.
+void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);
+
+} // namespace shardtensor::errors

@@ -1,0 +1,33 @@
+// The dispatch key's handler and its registration. Uses everything below. Used by bindings/ and autograd/.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+namespace shardtensor {
+
+// Registers the handler for every aten op that takes a tensor and does not decompose by itself, and as the key's fallback.
+// Called once at import; returns the number of ops.
+int64_t install_handler();
+
+// Plain tensors of one dim or more among ShardTensors.
+enum class Promotion : uint8_t { Error, Warn, Replicate };
+Promotion promotion_mode();
+void set_promotion_mode(Promotion mode); // process-wide, so that autograd's threads see it
+
+// Whether an op without a rule raises (strict) or gathers its inputs.
+bool strict_mode();
+void set_strict_mode(bool strict);
+// Called (under the GIL, if Python set it) with the op's name and layouts when the fallback gathers; null: nobody listens.
+using FallbackLog = void (*)(const std::string& op, const std::string& layouts);
+void set_fallback_log(FallbackLog log);
+
+struct CacheInfo {
+  int64_t hits, misses, entries;
+};
+CacheInfo cache_info(); // of this thread
+void clear_cache();
+
+} // namespace shardtensor

@@ -1,0 +1,364 @@
+#include "layout/layout.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <sstream>
+#include <unordered_map>
+
+namespace shardtensor {
+
+namespace {
+
+struct Table {
+  std::mutex mutex;
+  std::unordered_multimap<size_t, const Layout*> layouts;
+  std::atomic<int64_t> next_id{1};
+};
+
+Table& table() {
+  static Table* t = new Table();
+  return *t;
+}
+
+size_t hash_of(const Mesh& mesh, const Placements& placements, const Cuts& cuts) {
+  size_t h = static_cast<size_t>(mesh.id()) * 0x9e3779b97f4a7c15ULL;
+  for (const auto& p : placements) {
+    h = c10::hash_combine(h, p.hash());
+  }
+  for (const auto& cut : cuts) {
+    if (cut) {
+      for (auto s : *cut) {
+        h = c10::hash_combine(h, static_cast<size_t>(s));
+      }
+    }
+    h = c10::hash_combine(h, cut != nullptr);
+  }
+  return h;
+}
+
+bool same(const Cuts& a, const Cuts& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Cut& x, const Cut& y) {
+    return x == y || (x && y && *x == *y);
+  });
+}
+
+bool is_even(const std::vector<int64_t>& sizes, int64_t pieces) {
+  for (size_t row = 0; row < sizes.size(); row += pieces) {
+    int64_t extent = 0;
+    for (int64_t i = 0; i < pieces; ++i) {
+      extent += sizes[row + i];
+    }
+    for (int64_t i = 0; i < pieces; ++i) {
+      if (chunk(extent, pieces, i).length != sizes[row + i]) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Takes [start, start + length) of the concatenation of `runs`.
+void take(const Intervals& runs, int64_t start, int64_t length, Intervals& out) {
+  int64_t at = 0;
+  for (const auto& run : runs) {
+    const int64_t from = std::max(start, at);
+    const int64_t to = std::min(start + length, at + run.length);
+    if (from < to) {
+      const Interval next{run.start + from - at, to - from};
+      if (!out.empty() && out.back().start + out.back().length == next.start) {
+        out.back().length += next.length;
+      } else {
+        out.push_back(next);
+      }
+    }
+    at += run.length;
+  }
+}
+
+int64_t total(const Intervals& runs) {
+  int64_t n = 0;
+  for (const auto& run : runs) {
+    n += run.length;
+  }
+  return n;
+}
+
+} // namespace
+
+LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
+  TORCH_CHECK_VALUE(
+      static_cast<int64_t>(placements.size()) == mesh->ndim(),
+      "placements: ", placements.size(), " given for a mesh of ", mesh->ndim(), " dims; give one per mesh dim");
+  cuts.resize(placements.size());
+  for (int64_t m = 0; m < mesh->ndim(); ++m) {
+    auto& cut = cuts[m];
+    if (!cut) {
+      continue;
+    }
+    TORCH_CHECK_VALUE(
+        placements[m].is_shard() && placements[m].split_factor == 1,
+        "sharding_shapes: mesh dim ", m, " has explicit sizes but its placement is ", placements[m].str(), ", not Shard");
+    int64_t rows = 1;
+    for (int64_t i = 0; i < m; ++i) {
+      if (placements[i].is_shard(placements[m].dim)) {
+        rows *= mesh->size(i);
+      }
+    }
+    const auto want = rows * mesh->size(m);
+    if (rows > 1 && static_cast<int64_t>(cut->size()) == mesh->size(m)) { // one row that holds for all
+      std::vector<int64_t> all;
+      for (int64_t r = 0; r < rows; ++r) {
+        all.insert(all.end(), cut->begin(), cut->end());
+      }
+      cut = std::make_shared<const std::vector<int64_t>>(std::move(all));
+    }
+    TORCH_CHECK_VALUE(
+        static_cast<int64_t>(cut->size()) == want,
+        "sharding_shapes: mesh dim ", m, " needs ", want, " sizes, got ", cut->size());
+    for (auto s : *cut) {
+      TORCH_CHECK_VALUE(s >= 0, "sharding_shapes: mesh dim ", m, " has the negative size ", s);
+    }
+    if (shardtensor::is_even(*cut, mesh->size(m))) {
+      cut = nullptr;
+    }
+  }
+  const auto hash = hash_of(*mesh, placements, cuts);
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto [begin, end] = t.layouts.equal_range(hash);
+  for (auto it = begin; it != end; ++it) {
+    const Layout* l = it->second;
+    if (l->mesh_ == mesh && l->placements_ == placements && same(l->cuts_, cuts)) {
+      // The table holds no reference. A layout whose last reference is being dropped waits for our lock in its
+      // destructor; lock() refuses to revive it.
+      auto weak = c10::weak_intrusive_ptr<const Layout>::reclaim_copy(l);
+      if (auto strong = weak.lock()) {
+        return strong;
+      }
+    }
+  }
+  auto layout = c10::make_intrusive<Layout>(std::move(mesh), std::move(placements), std::move(cuts), hash, t.next_id++);
+  t.layouts.emplace(hash, layout.get());
+  return layout;
+}
+
+LayoutPtr Layout::replicated(const MeshPtr& mesh) {
+  return make(mesh, Placements(mesh->ndim(), Placement::replicate()));
+}
+
+Layout::Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int64_t id)
+    : mesh_(std::move(mesh)), placements_(std::move(placements)), cuts_(std::move(cuts)), hash_(hash), id_(id) {
+  for (size_t m = 0; m < placements_.size(); ++m) {
+    const auto& p = placements_[m];
+    partial_ |= p.is_partial();
+    sharded_ |= p.is_shard();
+    even_ &= !cuts_[m];
+    if (p.is_shard()) {
+      TORCH_CHECK_VALUE(p.dim >= 0 && p.dim < 64, "placements: Shard(", p.dim, ") must name a dim in [0, 64)");
+      sharded_dims_ |= uint64_t{1} << p.dim;
+    }
+  }
+}
+
+Layout::~Layout() {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto [begin, end] = t.layouts.equal_range(hash_);
+  for (auto it = begin; it != end; ++it) {
+    if (it->second == this) {
+      t.layouts.erase(it);
+      return;
+    }
+  }
+}
+
+int64_t Layout::innermost(int64_t dim) const {
+  for (int64_t m = ndim() - 1; m >= 0; --m) {
+    if (placements_[m].is_shard(dim)) {
+      return m;
+    }
+  }
+  return -1;
+}
+
+int64_t Layout::row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const {
+  int64_t row = 0;
+  for (int64_t i = 0; i < mesh_dim; ++i) {
+    if (placements_[i].is_shard(placements_[mesh_dim].dim)) {
+      row = row * mesh_->size(i) + coordinate[i];
+    }
+  }
+  return row;
+}
+
+Intervals Layout::split(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
+  const auto pieces = mesh_->size(m);
+  const auto index = coordinate[m];
+  if (const auto& cut = cuts_[m]) {
+    const auto* row = cut->data() + row_of(m, coordinate) * pieces;
+    int64_t start = 0;
+    for (int64_t i = 0; i < index; ++i) {
+      start += row[i];
+    }
+    return {Interval{start, row[index]}};
+  }
+  const int64_t factor = placements_[m].split_factor;
+  if (factor == 1) {
+    return {chunk(extent, pieces, index)};
+  }
+  Intervals out;
+  const Intervals whole{Interval{0, extent}};
+  for (int64_t f = 0; f < factor; ++f) {
+    const auto outer = chunk(extent, factor, f);
+    const auto inner = chunk(outer.length, pieces, index);
+    take(whole, outer.start + inner.start, inner.length, out);
+  }
+  return out;
+}
+
+int64_t Layout::split_size(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
+  if (const auto& cut = cuts_[m]) {
+    return (*cut)[row_of(m, coordinate) * mesh_->size(m) + coordinate[m]];
+  }
+  if (placements_[m].split_factor == 1) {
+    return chunk(extent, mesh_->size(m), coordinate[m]).length;
+  }
+  return total(split(m, extent, coordinate));
+}
+
+Intervals Layout::intervals(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const {
+  Intervals runs{Interval{0, size}};
+  for (int64_t m = 0; m < ndim(); ++m) {
+    if (!placements_[m].is_shard(dim)) {
+      continue;
+    }
+    Intervals next;
+    for (const auto& piece : split(m, total(runs), coordinate)) {
+      take(runs, piece.start, piece.length, next);
+    }
+    if (next.empty()) { // an empty shard still has a place
+      const auto piece = split(m, total(runs), coordinate);
+      const int64_t at = piece.empty() ? 0 : piece[0].start;
+      next.push_back({runs.empty() ? 0 : std::min(runs[0].start + at, size), 0});
+    }
+    runs = std::move(next);
+  }
+  return runs;
+}
+
+int64_t Layout::local_size(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const {
+  for (int64_t m = 0; m < ndim(); ++m) {
+    if (placements_[m].is_shard(dim)) {
+      size = split_size(m, size, coordinate);
+    }
+  }
+  return size;
+}
+
+Sizes Layout::local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const {
+  Sizes local(sizes.begin(), sizes.end());
+  for (int64_t m = 0; m < ndim(); ++m) {
+    const auto& p = placements_[m];
+    if (p.is_shard() && p.dim < static_cast<int64_t>(sizes.size())) {
+      local[p.dim] = split_size(m, local[p.dim], coordinate);
+    }
+  }
+  return local;
+}
+
+std::vector<Box> Layout::boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const {
+  std::vector<Box> out(1);
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    std::vector<Box> next;
+    for (const auto& run : intervals(static_cast<int64_t>(d), sizes[d], coordinate)) {
+      for (auto box : out) {
+        box.offsets.push_back(run.start);
+        box.sizes.push_back(run.length);
+        next.push_back(std::move(box));
+      }
+    }
+    out = std::move(next);
+  }
+  return out;
+}
+
+std::string Layout::misfit(c10::ArrayRef<int64_t> sizes) const {
+  std::ostringstream why;
+  for (int64_t m = 0; m < ndim(); ++m) {
+    const auto& p = placements_[m];
+    if (!p.is_shard()) {
+      continue;
+    }
+    if (p.dim >= static_cast<int64_t>(sizes.size())) {
+      why << "mesh dim " << m << " shards tensor dim " << p.dim << " of a tensor with " << sizes.size() << " dims";
+      return why.str();
+    }
+    if (!cuts_[m]) {
+      continue;
+    }
+    // Each row must add up to what the outer mesh dims leave it.
+    Coordinate c(ndim(), 0);
+    const auto n = mesh_->size(m);
+    const auto rows = static_cast<int64_t>(cuts_[m]->size()) / n;
+    for (int64_t row = 0; row < rows; ++row) {
+      int64_t rest = row;
+      for (int64_t i = m - 1; i >= 0; --i) {
+        if (placements_[i].is_shard(p.dim)) {
+          c[i] = rest % mesh_->size(i);
+          rest /= mesh_->size(i);
+        }
+      }
+      int64_t extent = sizes[p.dim];
+      for (int64_t i = 0; i < m; ++i) {
+        if (placements_[i].is_shard(p.dim)) {
+          extent = split_size(i, extent, c);
+        }
+      }
+      int64_t sum = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        sum += (*cuts_[m])[row * n + i];
+      }
+      if (sum != extent) {
+        why << "the pieces along mesh dim " << m << " add up to " << sum << ", but tensor dim " << p.dim << " has "
+            << extent;
+        return why.str();
+      }
+    }
+  }
+  return {};
+}
+
+LayoutPtr Layout::with(int64_t mesh_dim, Placement placement, Cut cut) const {
+  auto placements = placements_;
+  auto cuts = cuts_;
+  for (int64_t m = mesh_dim + 1; m < ndim(); ++m) {
+    if (placements[m].is_shard() && (placements[mesh_dim].is_shard(placements[m].dim) || placement.is_shard(placements[m].dim))) {
+      cuts[m] = nullptr;
+    }
+  }
+  placements[mesh_dim] = placement;
+  cuts[mesh_dim] = std::move(cut);
+  return make(mesh_, std::move(placements), std::move(cuts));
+}
+
+std::string Layout::str() const {
+  std::ostringstream out;
+  for (size_t m = 0; m < placements_.size(); ++m) {
+    out << (m ? " " : "") << placements_[m].str();
+    if (const auto& cut = cuts_[m]) {
+      out << "[";
+      for (size_t i = 0; i < cut->size() && i < 8; ++i) {
+        out << (i ? "," : "") << (*cut)[i];
+      }
+      out << (cut->size() > 8 ? ",...]" : "]");
+    }
+  }
+  out << " on " << mesh_->str();
+  return out.str();
+}
+
+} // namespace shardtensor

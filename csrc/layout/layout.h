@@ -1,0 +1,147 @@
+// Where the pieces of a tensor are: mesh + placements + cuts, immutable and interned, and what follows from them
+// (intervals, local sizes, boxes of any rank) without communication. Plain C++ over c10 containers.
+// Used by everything above; knows nothing of tensors.
+#pragma once
+
+#include "layout/mesh.h"
+#include "layout/placement.h"
+
+#include <c10/util/ArrayRef.h>
+
+#include <memory>
+#include <optional>
+
+namespace shardtensor {
+
+// A half-open run [start, start + length) of indices along one tensor dim.
+struct Interval {
+  int64_t start;
+  int64_t length;
+  bool operator==(const Interval& o) const {
+    return start == o.start && length == o.length;
+  }
+};
+using Intervals = c10::SmallVector<Interval, 2>;
+
+struct Box {
+  c10::SmallVector<int64_t, 5> offsets;
+  c10::SmallVector<int64_t, 5> sizes;
+};
+
+using Sizes = c10::SmallVector<int64_t, 5>;
+
+// The sizes along one mesh dim. Null is even: torch.chunk's rule, whatever the size. Explicit: one size per coordinate of
+// the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim.
+using Cut = std::shared_ptr<const std::vector<int64_t>>;
+using Cuts = c10::SmallVector<Cut, 2>;
+using Placements = c10::SmallVector<Placement, 2>;
+
+// torch.chunk's rule.
+inline Interval chunk(int64_t size, int64_t pieces, int64_t index) {
+  const int64_t full = (size + pieces - 1) / pieces;
+  const int64_t start = std::min(size, full * index);
+  return {start, std::min(full, size - start)};
+}
+
+class Layout;
+using LayoutPtr = c10::intrusive_ptr<const Layout>;
+
+class Layout final : public c10::intrusive_ptr_target {
+ public:
+  // Explicit cuts that equal torch.chunk's become even, so equal layouts are one object. `cuts` may be empty: all even.
+  static LayoutPtr make(MeshPtr mesh, Placements placements, Cuts cuts = {});
+  static LayoutPtr replicated(const MeshPtr& mesh);
+
+  Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int64_t id);
+  ~Layout() override;
+  Layout(const Layout&) = delete;
+  Layout& operator=(const Layout&) = delete;
+
+  const Mesh& mesh() const {
+    return *mesh_;
+  }
+  const MeshPtr& mesh_ptr() const {
+    return mesh_;
+  }
+  const Placements& placements() const {
+    return placements_;
+  }
+  const Placement& placement(int64_t mesh_dim) const {
+    return placements_[mesh_dim];
+  }
+  const Cut& cut(int64_t mesh_dim) const {
+    return cuts_[mesh_dim];
+  }
+  const Cuts& cuts() const {
+    return cuts_;
+  }
+  int64_t ndim() const {
+    return static_cast<int64_t>(placements_.size());
+  }
+  // Distinct for each layout ever made; a key for caches.
+  int64_t id() const {
+    return id_;
+  }
+  bool is_replicated() const {
+    return !sharded_ && !partial_;
+  }
+  bool has_partial() const {
+    return partial_;
+  }
+  bool is_sharded() const {
+    return sharded_;
+  }
+  bool is_even() const {
+    return even_;
+  }
+  // Bit d is set where some mesh dim cuts tensor dim d.
+  uint64_t sharded_dims() const {
+    return sharded_dims_;
+  }
+  bool shards(int64_t dim) const {
+    return dim < 64 && (sharded_dims_ >> dim & 1);
+  }
+  // The last mesh dim that cuts tensor dim `dim`, or -1.
+  int64_t innermost(int64_t dim) const;
+
+  // What coordinate[mesh_dim] holds of the `extent` that the earlier mesh dims leave it.
+  Intervals split(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
+  int64_t split_size(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
+
+  // What a rank holds along tensor dim `dim`, in global indices, in the order in which its local tensor has them.
+  Intervals intervals(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
+  int64_t local_size(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
+  // This rank's; the hot path.
+  int64_t local_size(int64_t dim, int64_t size) const {
+    return shards(dim) ? local_size(dim, size, mesh_->coordinate()) : size;
+  }
+  Sizes local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
+  Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
+    return local_sizes(sizes, mesh_->coordinate());
+  }
+  std::vector<Box> boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
+
+  // Why a tensor of these sizes cannot have this layout; empty if it can.
+  std::string misfit(c10::ArrayRef<int64_t> sizes) const;
+
+  // The same with one mesh dim's placement replaced; explicit cuts that nest in what changed turn even.
+  LayoutPtr with(int64_t mesh_dim, Placement placement, Cut cut = nullptr) const;
+
+  // "R S(0)[5,3] on cpu mesh (2, 2)"
+  std::string str() const;
+
+ private:
+  int64_t row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const;
+
+  MeshPtr mesh_;
+  Placements placements_;
+  Cuts cuts_;
+  size_t hash_;
+  int64_t id_;
+  bool partial_ = false;
+  bool sharded_ = false;
+  bool even_ = true;
+  uint64_t sharded_dims_ = 0;
+};
+
+} // namespace shardtensor

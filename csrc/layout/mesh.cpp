@@ -1,0 +1,104 @@
+#include "layout/mesh.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
+
+#include <mutex>
+#include <sstream>
+#include <unordered_map>
+
+namespace shardtensor {
+
+namespace {
+
+struct Table {
+  std::mutex mutex;
+  std::unordered_multimap<size_t, MeshPtr> meshes;
+};
+
+Table& table() {
+  static Table* t = new Table(); // never destroyed: tensors may outlive static destruction
+  return *t;
+}
+
+size_t hash_of(const Mesh::Description& d) {
+  size_t h = std::hash<std::string>()(d.device_type) ^ static_cast<size_t>(d.rank * 0x9e3779b97f4a7c15ULL);
+  for (auto n : d.shape) {
+    h = c10::hash_combine(h, static_cast<size_t>(n));
+  }
+  for (auto r : d.ranks) {
+    h = c10::hash_combine(h, static_cast<size_t>(r));
+  }
+  for (const auto& g : d.groups) {
+    h = c10::hash_combine(h, std::hash<std::string>()(g));
+  }
+  return h;
+}
+
+} // namespace
+
+MeshPtr Mesh::make(Description d) {
+  int64_t count = 1;
+  for (auto n : d.shape) {
+    TORCH_CHECK_VALUE(n > 0, "Mesh: a mesh dim has size ", n, "; sizes must be positive");
+    count *= n;
+  }
+  TORCH_CHECK_VALUE(
+      count == static_cast<int64_t>(d.ranks.size()), "Mesh: shape holds ", count, " ranks but ", d.ranks.size(), " are given");
+  TORCH_CHECK_VALUE(d.groups.size() == d.shape.size(), "Mesh: one group name per mesh dim is needed");
+  const auto hash = hash_of(d);
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto [begin, end] = t.meshes.equal_range(hash);
+  for (auto it = begin; it != end; ++it) {
+    if (it->second->description() == d) {
+      return it->second;
+    }
+  }
+  auto mesh = c10::make_intrusive<Mesh>(std::move(d), static_cast<int64_t>(t.meshes.size()));
+  t.meshes.emplace(hash, mesh);
+  return mesh;
+}
+
+Mesh::Mesh(Description description, int64_t id) : d_(std::move(description)), id_(id) {
+  coordinate_.assign(d_.shape.size(), 0);
+  for (size_t i = 0; i < d_.ranks.size(); ++i) {
+    if (d_.ranks[i] == d_.rank) {
+      mine_ = true;
+      coordinate_ = coordinate_at(static_cast<int64_t>(i));
+    }
+  }
+}
+
+int64_t Mesh::index_of(c10::ArrayRef<int64_t> coordinate) const {
+  int64_t index = 0;
+  for (int64_t i = 0; i < ndim(); ++i) {
+    index = index * d_.shape[i] + coordinate[i];
+  }
+  return index;
+}
+
+Coordinate Mesh::coordinate_at(int64_t index) const {
+  Coordinate c(d_.shape.size(), 0);
+  for (int64_t i = ndim() - 1; i >= 0; --i) {
+    c[i] = index % d_.shape[i];
+    index /= d_.shape[i];
+  }
+  return c;
+}
+
+std::string Mesh::str() const {
+  std::ostringstream out;
+  out << d_.device_type << " mesh (";
+  for (size_t i = 0; i < d_.shape.size(); ++i) {
+    out << (i ? ", " : "");
+    if (i < d_.dim_names.size()) {
+      out << d_.dim_names[i] << "=";
+    }
+    out << d_.shape[i];
+  }
+  out << ")";
+  return out.str();
+}
+
+} // namespace shardtensor

@@ -1,0 +1,83 @@
+// The ranks a tensor lives on, seen from one of them. Plain data, interned: equal meshes are one object.
+// Uses placement-free standard C++ and c10's containers. Used by layouts and by comm, which finds groups by name.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <string>
+#include <vector>
+
+namespace shardtensor {
+
+using Coordinate = c10::SmallVector<int64_t, 4>;
+
+class Mesh;
+using MeshPtr = c10::intrusive_ptr<const Mesh>;
+
+class Mesh final : public c10::intrusive_ptr_target {
+ public:
+  struct Description {
+    std::string device_type;
+    std::vector<int64_t> shape;
+    std::vector<int64_t> ranks; // row-major over shape
+    std::vector<std::string> dim_names; // empty: unnamed
+    std::vector<std::string> groups; // a process group's name per mesh dim; empty where this rank has none
+    int64_t rank = 0; // this process's global rank; threads that act as several ranks have a mesh each
+
+    bool operator==(const Description& o) const {
+      return device_type == o.device_type && shape == o.shape && ranks == o.ranks && dim_names == o.dim_names &&
+          groups == o.groups && rank == o.rank;
+    }
+  };
+
+  // Meshes are few and live as long as the process.
+  static MeshPtr make(Description description);
+
+  explicit Mesh(Description description, int64_t id);
+
+  int64_t ndim() const {
+    return static_cast<int64_t>(d_.shape.size());
+  }
+  int64_t size(int64_t dim) const {
+    return d_.shape[dim];
+  }
+  int64_t size() const {
+    return static_cast<int64_t>(d_.ranks.size());
+  }
+  int64_t rank() const {
+    return d_.rank;
+  }
+  int64_t rank_at(c10::ArrayRef<int64_t> coordinate) const {
+    return d_.ranks[index_of(coordinate)];
+  }
+  int64_t index_of(c10::ArrayRef<int64_t> coordinate) const;
+  Coordinate coordinate_at(int64_t index) const;
+  // Is this rank one of the mesh's?
+  bool has_me() const {
+    return mine_;
+  }
+  // This rank's coordinate; all zeros where the mesh does not hold it.
+  const Coordinate& coordinate() const {
+    return coordinate_;
+  }
+  const Description& description() const {
+    return d_;
+  }
+  const std::string& group(int64_t dim) const {
+    return d_.groups[dim];
+  }
+  int64_t id() const {
+    return id_;
+  }
+  std::string str() const;
+
+ private:
+  Description d_;
+  int64_t id_;
+  bool mine_ = false;
+  Coordinate coordinate_;
+};
+
+} // namespace shardtensor

@@ -1,0 +1,383 @@
+#include "redistribute/redistribute.h"
+
+#include "comm/comm.h"
+
+#include <ATen/ATen.h>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::IntArrayRef;
+
+struct State {
+  at::Tensor local;
+  LayoutPtr layout;
+  IntArrayRef sizes;
+
+  const Mesh& mesh() const {
+    return layout->mesh();
+  }
+};
+
+// What mesh dim `m` finds along tensor dim `dim` on this rank before it cuts: what the earlier mesh dims leave.
+int64_t extent_before(const Layout& layout, int64_t m, int64_t dim, IntArrayRef sizes) {
+  int64_t extent = sizes[dim];
+  for (int64_t i = 0; i < m; ++i) {
+    if (layout.placement(i).is_shard(dim)) {
+      extent = layout.split_size(i, extent, layout.mesh().coordinate());
+    }
+  }
+  return extent;
+}
+
+// The intervals that each coordinate of mesh dim `m` holds of what the earlier mesh dims leave on this rank.
+std::vector<Intervals> pieces_along(const Layout& layout, int64_t m, int64_t extent) {
+  auto coordinate = layout.mesh().coordinate();
+  std::vector<Intervals> out;
+  for (int64_t c = 0; c < layout.mesh().size(m); ++c) {
+    coordinate[m] = c;
+    out.push_back(layout.split(m, extent, coordinate));
+  }
+  return out;
+}
+
+int64_t length_of(const Intervals& runs) {
+  int64_t n = 0;
+  for (const auto& run : runs) {
+    n += run.length;
+  }
+  return n;
+}
+
+at::Tensor take(const at::Tensor& t, int64_t dim, const Intervals& runs) {
+  if (runs.empty()) {
+    return t.narrow(dim, 0, 0);
+  }
+  if (runs.size() == 1) {
+    return t.narrow(dim, runs[0].start, runs[0].length);
+  }
+  std::vector<at::Tensor> parts;
+  for (const auto& run : runs) {
+    parts.push_back(t.narrow(dim, run.start, run.length));
+  }
+  return at::cat(parts, dim);
+}
+
+void put(at::Tensor& into, int64_t dim, const Intervals& runs, const at::Tensor& piece) {
+  int64_t at = 0;
+  for (const auto& run : runs) {
+    if (run.length) {
+      into.narrow(dim, run.start, run.length).copy_(piece.narrow(dim, at, run.length));
+      at += run.length;
+    }
+  }
+}
+
+Sizes with_size(const at::Tensor& t, int64_t dim, int64_t size) {
+  Sizes out(t.sizes().begin(), t.sizes().end());
+  out[dim] = size;
+  return out;
+}
+
+at::Tensor norm_power(const at::Tensor& t, double order) {
+  return order == 2.0 ? t * t : at::pow(at::abs(t), order);
+}
+at::Tensor norm_root(const at::Tensor& t, double order) {
+  return order == 2.0 ? at::sqrt(t) : at::pow(t, 1.0 / order);
+}
+
+void reduce_everywhere(State& s, int64_t m) {
+  const auto p = s.layout->placement(m);
+  auto next = p.reduce == ReduceOp::Norm ? norm_power(s.local, p.norm_order) : s.local.clone(at::MemoryFormat::Contiguous);
+  comm::all_reduce(next, s.mesh(), m, p.reduce);
+  s.local = p.reduce == ReduceOp::Norm ? norm_root(next, p.norm_order) : next;
+  s.layout = s.layout->with(m, Placement::replicate());
+}
+
+void reduce_into_pieces(State& s, int64_t m, const Layout& to) {
+  const auto p = s.layout->placement(m);
+  const auto dim = to.placement(m).dim;
+  s.layout = s.layout->with(m, to.placement(m), to.cut(m));
+  const auto extent = s.local.size(dim);
+  auto source = p.reduce == ReduceOp::Norm ? norm_power(s.local, p.norm_order) : s.local;
+  std::vector<at::Tensor> out;
+  for (const auto& piece : pieces_along(*s.layout, m, extent)) {
+    out.push_back(take(source, dim, piece).contiguous());
+  }
+  s.local = comm::reduce_scatter(out, s.mesh(), m, p.reduce);
+  if (p.reduce == ReduceOp::Norm) {
+    s.local = norm_root(s.local, p.norm_order);
+  }
+}
+
+void gather(State& s, int64_t m) {
+  const auto dim = s.layout->placement(m).dim;
+  const auto extent = extent_before(*s.layout, m, dim, s.sizes);
+  const auto pieces = pieces_along(*s.layout, m, extent);
+  const auto n = s.mesh().size(m);
+  const auto whole_sizes = with_size(s.local, dim, extent);
+  auto whole = at::empty(whole_sizes, s.local.options());
+  // Cut on the outermost dim that has more than one index: every piece is one contiguous run of the result.
+  bool direct = true;
+  for (int64_t d = 0; d < dim; ++d) {
+    direct &= whole.size(d) == 1;
+  }
+  std::vector<at::Tensor> received(n);
+  for (int64_t c = 0; c < n; ++c) {
+    direct &= pieces[c].size() <= 1;
+  }
+  for (int64_t c = 0; c < n; ++c) {
+    received[c] = direct ? take(whole, dim, pieces[c])
+                         : at::empty(with_size(s.local, dim, length_of(pieces[c])), s.local.options());
+  }
+  comm::all_gather(received, s.local.contiguous(), s.mesh(), m);
+  if (!direct) {
+    for (int64_t c = 0; c < n; ++c) {
+      put(whole, dim, pieces[c], received[c]);
+    }
+  }
+  s.local = std::move(whole);
+  s.layout = s.layout->with(m, Placement::replicate());
+}
+
+void slice(State& s, int64_t m, const Layout& to) {
+  const auto dim = to.placement(m).dim;
+  s.layout = s.layout->with(m, to.placement(m), to.cut(m));
+  s.local = take(s.local, dim, s.layout->split(m, s.local.size(dim), s.mesh().coordinate()));
+}
+
+// One mesh dim changes from one cut to another, on the same tensor dim or not, with no gather between.
+void exchange(State& s, int64_t m, const Layout& to) {
+  const auto src = s.layout->placement(m).dim;
+  const auto dst = to.placement(m).dim;
+  const auto next = s.layout->with(m, to.placement(m), to.cut(m));
+  const auto extent = extent_before(*s.layout, m, src, s.sizes);
+  const auto me = s.mesh().coordinate()[m];
+  const auto held = pieces_along(*s.layout, m, extent);
+  const auto wanted = pieces_along(*next, m, src == dst ? extent : s.local.size(dst));
+  const auto n = s.mesh().size(m);
+  std::vector<at::Tensor> to_them(n), from_them(n);
+  auto result = at::empty(
+      src == dst ? with_size(s.local, src, length_of(wanted[me])) : [&] {
+        auto sizes = with_size(s.local, src, extent);
+        sizes[dst] = length_of(wanted[me]);
+        return sizes;
+      }(),
+      s.local.options());
+  if (src != dst) {
+    for (int64_t c = 0; c < n; ++c) {
+      to_them[c] = take(s.local, dst, wanted[c]).contiguous();
+      from_them[c] = at::empty(with_size(result, src, length_of(held[c])), s.local.options());
+    }
+    comm::all_to_all(from_them, to_them, s.mesh(), m);
+    for (int64_t c = 0; c < n; ++c) {
+      put(result, src, held[c], from_them[c]);
+    }
+  } else {
+    const auto overlap = [](const Interval& a, const Interval& b) {
+      const auto start = std::max(a.start, b.start);
+      return Interval{start, std::max<int64_t>(0, std::min(a.start + a.length, b.start + b.length) - start)};
+    };
+    for (int64_t c = 0; c < n; ++c) {
+      const auto out = overlap(held[me][0], wanted[c][0]);
+      const auto in = overlap(held[c][0], wanted[me][0]);
+      to_them[c] = s.local.narrow(src, out.length ? out.start - held[me][0].start : 0, out.length).contiguous();
+      from_them[c] = at::empty(with_size(result, src, in.length), s.local.options());
+    }
+    comm::all_to_all(from_them, to_them, s.mesh(), m);
+    for (int64_t c = 0; c < n; ++c) {
+      const auto in = overlap(held[c][0], wanted[me][0]);
+      if (in.length) {
+        result.narrow(src, in.start - wanted[me][0].start, in.length).copy_(from_them[c]);
+      }
+    }
+  }
+  s.local = std::move(result);
+  s.layout = next;
+}
+
+// A replicated value as summands: coordinate 0 keeps it, the others hold what changes nothing.
+void make_partial(State& s, int64_t m, const Placement& p) {
+  const bool first = s.mesh().coordinate()[m] == 0;
+  switch (p.reduce) {
+    case ReduceOp::Sum:
+    case ReduceOp::Norm:
+    case ReduceOp::Bor:
+    case ReduceOp::Bxor:
+      if (!first) {
+        const bool number = s.local.unsafeGetTensorImpl()->is_wrapped_number();
+        s.local = at::zeros_like(s.local);
+        if (number) { // type promotion must not tell the ranks apart
+          s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
+        }
+      }
+      break;
+    case ReduceOp::Product:
+      if (!first) {
+        s.local = at::ones_like(s.local);
+      }
+      break;
+    case ReduceOp::Avg:
+    case ReduceOp::Min:
+    case ReduceOp::Max:
+    case ReduceOp::Band:
+      break;
+  }
+  s.layout = s.layout->with(m, p);
+}
+
+bool nests(const Layout& layout, int64_t m, int64_t dim) {
+  for (int64_t i = m + 1; i < layout.ndim(); ++i) {
+    if (layout.placement(i).is_shard(dim)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool same_at(const Layout& a, const Layout& b, int64_t m) {
+  return a.placement(m) == b.placement(m) && (a.cut(m) == b.cut(m) || (a.cut(m) && b.cut(m) && *a.cut(m) == *b.cut(m)));
+}
+
+// The mesh dims whose piece changes: their own placement does, or that of an earlier mesh dim which cuts the same tensor dim.
+uint64_t changing(const Layout& from, const Layout& to) {
+  uint64_t out = 0;
+  for (int64_t m = 0; m < from.ndim(); ++m) {
+    bool moves = !same_at(from, to, m);
+    for (int64_t i = 0; i < m && !moves && from.placement(m).is_shard(); ++i) {
+      const auto dim = from.placement(m).dim;
+      moves = (out >> i & 1) && (from.placement(i).is_shard(dim) || to.placement(i).is_shard(dim));
+    }
+    if (moves) {
+      out |= uint64_t{1} << m;
+    }
+  }
+  return out;
+}
+
+// Whether mesh dim m can go from its cut to the wanted one in a single exchange: no other changing mesh dim touches the two
+// tensor dims, and nothing nests inside either.
+bool can_exchange(const Layout& now, const Layout& to, int64_t m, uint64_t open) {
+  const auto& a = now.placement(m);
+  const auto& b = to.placement(m);
+  if (!a.is_shard() || !b.is_shard()) {
+    return false;
+  }
+  if (a.dim == b.dim && (a.split_factor > 1 || b.split_factor > 1)) {
+    return false;
+  }
+  for (int64_t i = 0; i < now.ndim(); ++i) {
+    const bool touches = now.placement(i).is_shard(a.dim) || now.placement(i).is_shard(b.dim) ||
+        to.placement(i).is_shard(a.dim) || to.placement(i).is_shard(b.dim);
+    if (i != m && touches && ((open >> i & 1) || i > m)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
+at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes) {
+  if (&from == &to) {
+    return local;
+  }
+  TORCH_CHECK_VALUE(
+      &from.mesh() == &to.mesh(),
+      "redistribute: from ", from.str(), " to ", to.str(), ": another mesh; both layouts must be on one mesh");
+  State s{local, from.with(0, from.placement(0), from.cut(0)), sizes};
+  const auto n = from.ndim();
+  for (int64_t m = 0; m < n; ++m) {
+    const auto& p = s.layout->placement(m);
+    const auto& want = to.placement(m);
+    if (!p.is_partial() || p == want) {
+      continue;
+    }
+    bool outer_agree = true;
+    if (want.is_shard()) {
+      for (int64_t i = 0; i < n; ++i) {
+        const bool touches = s.layout->placement(i).is_shard(want.dim) || to.placement(i).is_shard(want.dim);
+        outer_agree &= i == m || !touches || (i < m && same_at(*s.layout, to, i));
+      }
+    }
+    if (want.is_shard() && outer_agree && !nests(*s.layout, m, want.dim)) {
+      reduce_into_pieces(s, m, to);
+    } else {
+      reduce_everywhere(s, m);
+    }
+  }
+  auto open = changing(*s.layout, to);
+  for (int64_t m = n - 1; m >= 0; --m) {
+    if (!(open >> m & 1) || !s.layout->placement(m).is_shard()) {
+      continue;
+    }
+    if (can_exchange(*s.layout, to, m, open)) {
+      exchange(s, m, to);
+      open &= ~(uint64_t{1} << m);
+    } else {
+      gather(s, m);
+    }
+  }
+  for (int64_t m = 0; m < n; ++m) {
+    if (!(open >> m & 1)) {
+      continue;
+    }
+    const auto& want = to.placement(m);
+    if (want.is_shard()) {
+      slice(s, m, to);
+    } else if (want.is_partial()) {
+      make_partial(s, m, want);
+    }
+  }
+  TORCH_INTERNAL_ASSERT(s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
+  return s.local;
+}
+
+double redistribute_cost(const Layout& from, const Layout& to, double bytes) {
+  if (&from == &to) {
+    return 0;
+  }
+  constexpr double kLatency = 4096; // a call costs about as much as this many bytes
+  double held = bytes;
+  for (int64_t m = 0; m < from.ndim(); ++m) {
+    if (from.placement(m).is_shard()) {
+      held /= static_cast<double>(from.mesh().size(m));
+    }
+  }
+  double cost = 0;
+  const auto open = changing(from, to);
+  for (int64_t m = from.ndim() - 1; m >= 0; --m) {
+    const double n = static_cast<double>(from.mesh().size(m));
+    const auto& p = from.placement(m);
+    const auto& want = to.placement(m);
+    if (!(open >> m & 1) || n == 1) {
+      continue;
+    }
+    if (p.is_partial()) {
+      cost += kLatency + held * (n - 1) / n * (want.is_shard() ? 1 : 2);
+    } else if (p.is_shard()) {
+      if (want.is_shard() && p != want) {
+        cost += kLatency + held * (n - 1) / n;
+      } else if (want.is_shard()) {
+        cost += kLatency + held / 2;
+      } else {
+        cost += kLatency + held * (n - 1);
+        held *= n;
+      }
+    }
+  }
+  return cost;
+}
+
+bool needs_communication(const Layout& from, const Layout& to) {
+  const auto open = &from == &to ? 0 : changing(from, to);
+  for (int64_t m = 0; m < from.ndim(); ++m) {
+    if ((open >> m & 1) && from.mesh().size(m) > 1 && !from.placement(m).is_replicate()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+} // namespace shardtensor

@@ -1,0 +1,23 @@
+// Moves a tensor's pieces from one layout to another on the same mesh. The one mechanism behind redistribute(), full_tensor()
+// and every op that needs other placements than it was given.
+// Uses layout/ and comm/. Used by tensor/, rules/, dispatch/, autograd/.
+#pragma once
+
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace shardtensor {
+
+// `local` is this rank's piece under `from` of a tensor of global `sizes`; returns its piece under `to`.
+// The result may alias `local` where nothing had to move.
+at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
+
+// Bytes this rank would send and receive, roughly, for a tensor of `bytes` in all; 0 exactly where nothing moves between
+// ranks. The same on every rank.
+double redistribute_cost(const Layout& from, const Layout& to, double bytes);
+
+// Whether redistribute() needs the process group, as opposed to slicing or zeroing locally.
+bool needs_communication(const Layout& from, const Layout& to);
+
+} // namespace shardtensor

@@ -1,0 +1,83 @@
+// Copies and factories: ops that keep a tensor's layout, whatever it is.
+#include "rules/registry.h"
+
+namespace shardtensor::rules {
+
+namespace {
+
+// Values pass unchanged, so every Partial does.
+Rule copy_of_first(const Call& call) {
+  auto rule = broadcast(call);
+  rule.passes_partial((uint64_t{1} << call.tensors.size()) - 1);
+  return rule;
+}
+
+// A cast. Rounding summands is not rounding the sum, so an integral result needs the value itself.
+Rule cast(const Call& call) {
+  auto rule = broadcast(call);
+  const auto& x = call.tensors[0];
+  const auto arg = call.schema.argumentIndexWithName("dtype");
+  const auto to = arg && call.has(*arg) ? call.args[*arg].toScalarType() : x.dtype;
+  const bool exact = to == x.dtype || (c10::isIntegralType(x.dtype, false) && c10::isFloatingType(to));
+  if (exact) {
+    rule.passes_partial((uint64_t{1} << call.tensors.size()) - 1);
+  } else if (c10::isFloatingType(to) || c10::isComplexType(to)) {
+    rule.linear_in({0});
+  }
+  return rule;
+}
+
+// self.copy_(src): src takes self's layout, casting and broadcasting on the way.
+Rule copy_into(const Call& call) {
+  auto rule = broadcast(call);
+  if (call.tensors[0].dtype == call.tensors[1].dtype) {
+    rule.passes_partial(0b11);
+  } else if (!c10::isIntegralType(call.tensors[0].dtype, true)) {
+    rule.jointly_linear(0b11);
+  }
+  return rule;
+}
+
+// zeros_like, empty_like: the shape and the shards of the operand, none of its values.
+Rule like(const Call& call) {
+  Rule rule;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.emplace_back(rule.factor());
+  }
+  rule.operands.emplace_back(dims);
+  rule.operands[0].free = true;
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    rule.operands.emplace_back(dims);
+  }
+  rule.results.emplace_back(dims);
+  return rule;
+}
+
+// fill_ writes the same value everywhere. Into summands: refused by no linear group, so self is gathered and carried back.
+Rule fill(const Call& call) {
+  return broadcast(call);
+}
+
+Rule zero(const Call& call) {
+  auto rule = broadcast(call);
+  rule.jointly_linear(1); // zero everywhere sums to zero
+  return rule;
+}
+
+} // namespace
+
+void register_copies(Registry& r) {
+  Options o;
+  o.any_args = true;
+  r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first, o);
+  r.add("copies", {"_to_copy"}, cast);
+  r.add("copies", {"copy_", "copy"}, copy_into, o);
+  r.add("copies", {
+    "empty_like", "full_like", "ones_like", "zeros_like",
+  }, like, o);
+  r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill, o);
+  r.add("copies", {"zero_", "zero"}, zero, o);
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,159 @@
+// Elementwise ops: every dim is a factor of its own, broadcast dims stay whole.
+// To add one: put its name in the table of its kind; add_forms brings the in-place and out= forms along.
+#include "rules/registry.h"
+
+namespace shardtensor::rules {
+
+namespace {
+
+// Summands do not pass: f(a + b) is not f(a) + f(b).
+Rule pointwise(const Call& call) {
+  return broadcast(call);
+}
+
+// Linear in the first operand, the others whole: neg, division, the gradient in every *_backward.
+Rule linear_in_first(const Call& call) {
+  auto rule = broadcast(call);
+  rule.linear_in({0});
+  return rule;
+}
+
+// x + y holds summands if both do.
+Rule linear_jointly(const Call& call) {
+  auto rule = broadcast(call);
+  rule.jointly_linear((uint64_t{1} << call.tensors.size()) - 1);
+  return rule;
+}
+
+// x * y is linear in each, the other whole.
+Rule linear_in_each(const Call& call) {
+  auto rule = broadcast(call);
+  rule.linear_in({0, 1});
+  return rule;
+}
+
+// out= forms write a further operand, which holds summands where the result does.
+uint64_t with_out(const Call& call, uint64_t operands, size_t inputs) {
+  return call.tensors.size() > inputs ? operands | uint64_t{1} << inputs : operands;
+}
+
+Rule where(const Call& call) {
+  auto rule = broadcast(call);
+  rule.passes_partial(with_out(call, 0b110, 3));
+  return rule;
+}
+
+Rule addcmul(const Call& call) {
+  auto rule = broadcast(call);
+  rule.jointly_linear(with_out(call, 0b011, 3));
+  rule.jointly_linear(with_out(call, 0b101, 3));
+  return rule;
+}
+
+Rule addcdiv(const Call& call) {
+  auto rule = broadcast(call);
+  rule.jointly_linear(with_out(call, 0b011, 3));
+  return rule;
+}
+
+template <ReduceOp op>
+Rule commutes_with(const Call& call) {
+  auto rule = broadcast(call);
+  Linear group;
+  group.operands = (uint64_t{1} << call.tensors.size()) - 1;
+  group.reductions = 1u << static_cast<int>(op);
+  rule.linear.push_back(group);
+  return rule;
+}
+
+Rule lerp_tensor(const Call& call) {
+  auto rule = broadcast(call);
+  rule.jointly_linear(with_out(call, 0b011, 3)); // in start and end together, the weight whole
+  return rule;
+}
+
+} // namespace
+
+void register_pointwise(Registry& r) {
+  Options o;
+  o.any_args = true;
+  r.add_forms("pointwise", {
+    "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor", "bitwise_and.Tensor",
+    "bitwise_left_shift.Scalar_Tensor", "bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar",
+    "bitwise_not",
+    "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "bitwise_or.Tensor",
+    "bitwise_right_shift.Scalar_Tensor", "bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar",
+    "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor", "bitwise_xor.Tensor",
+    "ceil", "celu", "clamp", "clamp.Tensor", "clamp_max", "clamp_max.Tensor", "clamp_min", "clamp_min.Tensor",
+    "complex", "copysign.Scalar", "copysign.Tensor", "cos", "cosh",
+    "digamma", "div.Scalar_mode", "div.Tensor_mode", "elu",
+    "eq.Scalar", "eq.Tensor", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
+    "floor", "floor_divide", "floor_divide.Scalar", "fmax", "fmin", "fmod.Scalar", "fmod.Tensor", "frac", "frexp.Tensor",
+    "gcd", "ge.Scalar", "ge.Tensor", "gelu", "gt.Scalar", "gt.Tensor",
+    "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "hypot",
+    "i0", "igamma", "igammac", "isinf", "isnan", "isneginf", "isposinf",
+    "lcm", "ldexp.Tensor", "le.Scalar", "le.Tensor", "leaky_relu", "lgamma", "log", "log10", "log1p", "log2",
+    "log_sigmoid_forward", "logaddexp", "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit",
+    "lt.Scalar", "lt.Tensor", "masked_fill.Scalar", "masked_fill.Tensor", "mish", "mvlgamma",
+    "nan_to_num", "ne.Scalar", "ne.Tensor", "nextafter",
+    "polar", "polygamma", "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
+    "reciprocal", "relu", "relu6", "remainder.Scalar", "remainder.Scalar_Tensor", "remainder.Tensor",
+    "round", "round.decimals", "rsqrt", "rsub.Scalar", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh",
+    "softplus", "softshrink", "add.Scalar", "sub.Scalar",
+    "special_airy_ai", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0", "special_bessel_y1",
+    "special_chebyshev_polynomial_t", "special_chebyshev_polynomial_t.n_scalar", "special_chebyshev_polynomial_t.x_scalar",
+    "special_chebyshev_polynomial_u", "special_chebyshev_polynomial_u.n_scalar", "special_chebyshev_polynomial_u.x_scalar",
+    "special_chebyshev_polynomial_v", "special_chebyshev_polynomial_v.n_scalar", "special_chebyshev_polynomial_v.x_scalar",
+    "special_chebyshev_polynomial_w", "special_chebyshev_polynomial_w.n_scalar", "special_chebyshev_polynomial_w.x_scalar",
+    "special_entr", "special_erfcx",
+    "special_hermite_polynomial_h", "special_hermite_polynomial_h.n_scalar", "special_hermite_polynomial_h.x_scalar",
+    "special_hermite_polynomial_he", "special_hermite_polynomial_he.n_scalar", "special_hermite_polynomial_he.x_scalar",
+    "special_i0e", "special_i1", "special_i1e",
+    "special_laguerre_polynomial_l", "special_laguerre_polynomial_l.n_scalar", "special_laguerre_polynomial_l.x_scalar",
+    "special_legendre_polynomial_p", "special_legendre_polynomial_p.n_scalar", "special_legendre_polynomial_p.x_scalar",
+    "special_log_ndtr", "special_modified_bessel_i0", "special_modified_bessel_i1", "special_modified_bessel_k0",
+    "special_modified_bessel_k1", "special_ndtri", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1",
+    "special_shifted_chebyshev_polynomial_t", "special_shifted_chebyshev_polynomial_t.n_scalar",
+    "special_shifted_chebyshev_polynomial_t.x_scalar", "special_shifted_chebyshev_polynomial_u",
+    "special_shifted_chebyshev_polynomial_u.n_scalar", "special_shifted_chebyshev_polynomial_u.x_scalar",
+    "special_shifted_chebyshev_polynomial_v", "special_shifted_chebyshev_polynomial_v.n_scalar",
+    "special_shifted_chebyshev_polynomial_v.x_scalar", "special_shifted_chebyshev_polynomial_w",
+    "special_shifted_chebyshev_polynomial_w.n_scalar", "special_shifted_chebyshev_polynomial_w.x_scalar",
+    "special_spherical_bessel_j0", "special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar",
+    "special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar",
+    "sqrt", "square", "tan", "tanh", "threshold", "trunc",
+    "xlogy.Scalar_Other", "xlogy.Scalar_Self", "xlogy.Tensor", "xlogy.OutTensor",
+  }, pointwise, o);
+  r.add("pointwise", {
+    "__ilshift__.Scalar", "__ilshift__.Tensor", "__irshift__.Scalar", "__irshift__.Tensor",
+    "__lshift__.Scalar", "__lshift__.Tensor", "__rshift__.Scalar", "__rshift__.Tensor",
+    "xlogy.OutScalar_Other", "xlogy.OutScalar_Self", "log_sigmoid_forward.output", "clamp.Minmax",
+  }, pointwise, o);
+
+  r.add_forms("pointwise", {
+    "_conj_physical", "conj_physical", "deg2rad", "div.Scalar", "div.Tensor", "mul.Scalar", "neg", "positive", "rad2deg",
+  }, linear_in_first, o);
+  r.add("pointwise", {
+    "elu_backward", "gelu_backward", "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
+    "leaky_relu_backward", "log_sigmoid_backward", "logit_backward", "mish_backward", "native_dropout_backward",
+    "sigmoid_backward", "silu_backward", "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward",
+  }, linear_in_first, o);
+  r.add("pointwise", {
+    "elu_backward.grad_input", "gelu_backward.grad_input", "hardshrink_backward.grad_input", "hardsigmoid_backward.grad_input",
+    "hardtanh_backward.grad_input", "leaky_relu_backward.grad_input", "log_sigmoid_backward.grad_input",
+    "logit_backward.grad_input", "sigmoid_backward.grad_input", "silu_backward.grad_input", "softplus_backward.grad_input",
+    "softshrink_backward.grad_input", "tanh_backward.grad_input", "threshold_backward.grad_input",
+  }, pointwise, o);
+
+  r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
+  r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
+  r.add_forms("pointwise", {"lerp.Tensor"}, lerp_tensor, o);
+  r.add_forms("pointwise", {"addcmul"}, addcmul, o);
+  r.add_forms("pointwise", {"addcdiv"}, addcdiv, o);
+  r.add_forms("pointwise", {"where.self"}, where, o);
+  r.add_forms("pointwise", {"maximum"}, commutes_with<ReduceOp::Max>, o);
+  r.add_forms("pointwise", {"minimum"}, commutes_with<ReduceOp::Min>, o);
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,55 @@
+#include "rules/registry.h"
+
+#include <c10/util/Exception.h>
+
+namespace shardtensor::rules {
+
+void Registry::add(const char* family, const std::string& op, RuleFn rule, const Options& options) {
+  const bool fresh = entries_.emplace(op, Entry{rule, options, family}).second;
+  TORCH_INTERNAL_ASSERT(fresh, "two rules for aten::", op);
+}
+
+void Registry::add(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options) {
+  for (const char* op : ops) {
+    add(family, std::string(op), rule, options);
+  }
+}
+
+void Registry::add_forms(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options) {
+  for (const std::string op : ops) {
+    const auto dot = op.find('.');
+    const auto name = op.substr(0, dot);
+    const auto overload = dot == std::string::npos ? "" : op.substr(dot + 1);
+    const auto suffix = overload.empty() ? "" : "." + overload;
+    add(family, op, rule, options);
+    // Forms of several overloads may share a name (clamp.out, clamp.Tensor's .out); the first stands.
+    const Entry entry{rule, options, family};
+    entries_.emplace(name + "_" + suffix, entry);
+    if (overload.empty() || overload == "Tensor" || overload == "self") {
+      entries_.emplace(name + ".out", entry);
+    }
+    if (!overload.empty()) {
+      entries_.emplace(name + "." + overload + "_out", entry);
+    }
+  }
+}
+
+const Entry* Registry::find(const std::string& name) const {
+  auto it = entries_.find(name);
+  return it == entries_.end() ? nullptr : &it->second;
+}
+
+const Registry& registry() {
+  static const Registry* all = [] {
+    auto* r = new Registry();
+    register_pointwise(*r);
+    register_copies(*r);
+    register_reductions(*r);
+    register_matmul(*r);
+    register_views(*r);
+    return r;
+  }();
+  return *all;
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,56 @@
+// The one table from aten ops to rules. Uses rule.h. Filled by the families' register functions below, read by dispatch/.
+#pragma once
+
+#include "rules/rule.h"
+
+#include <string>
+#include <unordered_map>
+
+namespace shardtensor::rules {
+
+struct Options {
+  // The rule reads sizes (not only ndim and which dims have size 1), so they belong in the cache's key.
+  bool sized = false;
+  // No non-tensor argument changes the rule (alpha, a number added), so none belongs in the key.
+  bool any_args = false;
+  // Not a rule: the op's own CompositeExplicit kernel is run on the global tensors, in terms of ops that have rules.
+  bool decompose = false;
+  // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
+  bool lists = false;
+  // Not a rule: the op cannot be done on pieces; this says why and what to do.
+  const char* refuse = nullptr;
+};
+
+struct Entry {
+  RuleFn rule = nullptr;
+  Options options;
+  const char* family = "";
+};
+
+class Registry {
+ public:
+  // Names without "aten::", with the overload: "add.Tensor". A name this torch does not have is fine.
+  void add(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});
+  // The same for each op's other forms too: abs, abs_, abs.out; add.Tensor, add_.Tensor, add.out, add.Tensor_out.
+  void add_forms(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});
+  const Entry* find(const std::string& name) const;
+  const std::unordered_map<std::string, Entry>& entries() const {
+    return entries_;
+  }
+
+ private:
+  void add(const char* family, const std::string& op, RuleFn rule, const Options& options);
+
+  std::unordered_map<std::string, Entry> entries_;
+};
+
+const Registry& registry();
+
+// One per file of this folder.
+void register_pointwise(Registry&);
+void register_copies(Registry&);
+void register_reductions(Registry&);
+void register_matmul(Registry&);
+void register_views(Registry&);
+
+} // namespace shardtensor::rules

@@ -1,0 +1,480 @@
+#include "rules/resolve.h"
+
+#include "redistribute/redistribute.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace shardtensor::rules {
+
+namespace {
+
+// How one mesh dim is used by the op.
+struct Choice {
+  enum class Kind : uint8_t { Shard, Partial, Replicate };
+  Kind kind = Kind::Replicate;
+  int64_t factor = kNone; // Shard
+  int64_t donor = -1; // Shard: the operand whose cut the others follow
+  int64_t donor_dim = -1;
+  int32_t split_factor = 1;
+  const Linear* group = nullptr; // Partial
+  Placement partial; // Partial
+};
+
+int64_t dim_of(const Dims& dims, int64_t factor) {
+  for (size_t d = 0; d < dims.size(); ++d) {
+    if (dims[d].factor == factor) {
+      return static_cast<int64_t>(d);
+    }
+  }
+  return -1;
+}
+
+bool same_cut(const Cut& a, const Cut& b) {
+  return a == b || (a && b && *a == *b);
+}
+
+class Resolver {
+ public:
+  Resolver(const Call& call, const Rule& rule) : call_(call), rule_(rule), mesh_(call.mesh) {
+    for (const auto& t : call.tensors) {
+      bytes_.push_back(
+          static_cast<double>(c10::multiply_integers(t.sizes)) * static_cast<double>(c10::elementSize(t.dtype)));
+    }
+  }
+
+  SolutionPtr run() {
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      choices_.push_back(choose(m));
+      cuts_.push_back(factor_cut(m));
+    }
+    auto s = c10::make_intrusive<Solution>();
+    s->sized = weighed_;
+    s->factor_mesh_dims.assign(rule_.factors.size(), 0);
+    bool kernel = rule_.always_kernel;
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      const auto& c = choices_[m];
+      if (c.kind == Choice::Kind::Shard) {
+        s->factor_mesh_dims[c.factor] |= uint64_t{1} << m;
+        kernel |= rule_.factors[c.factor].kernel;
+      }
+    }
+    s->kernel = kernel ? rule_.kernel : nullptr;
+    s->notes = rule_.notes;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      const auto& t = call_.tensors[i];
+      auto need = operand_layout(i);
+      if (!need || need.get() == t.layout) {
+        s->operands.emplace_back();
+        continue;
+      }
+      s->moves = true;
+      if (t.mutated) {
+        s->write_back |= uint64_t{1} << i;
+      }
+      s->operands.push_back(std::move(need));
+    }
+    for (size_t r = 0; r < rule_.results.size(); ++r) {
+      s->results.push_back(result(rule_.results[r]));
+    }
+    s->replicated = Layout::replicated(call_.tensors[0].layout->mesh_ptr());
+    s->size_args = rule_.size_args;
+    return s;
+  }
+
+ private:
+  Placement placement_of(size_t i, int64_t m, const Choice& c) const {
+    const auto& operand = rule_.operands[i];
+    switch (c.kind) {
+      case Choice::Kind::Shard: {
+        const auto d = dim_of(operand.dims, c.factor);
+        return d < 0 ? Placement::replicate() : Placement::shard(d, c.split_factor);
+      }
+      case Choice::Kind::Partial:
+        return c.group->operands >> i & 1 ? c.partial : Placement::replicate();
+      case Choice::Kind::Replicate:
+        return Placement::replicate();
+    }
+    return {};
+  }
+
+  // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
+  double cost(int64_t m, const Choice& c) const {
+    double sum = 0;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (rule_.operands[i].free) {
+        continue;
+      }
+      const auto& t = call_.tensors[i];
+      const auto want = placement_of(i, m, c);
+      const auto& have = t.layout->placement(m);
+      if (want == have) {
+        if (c.kind == Choice::Kind::Shard && have.is_shard() && !follows_donor(i, m, c)) {
+          sum += recut_cost(i, m);
+        }
+        continue;
+      }
+      sum += step_cost(i, m, have, want);
+      if (t.mutated) {
+        sum += kLatency + step_cost(i, m, want, have);
+      }
+    }
+    return sum;
+  }
+
+  double held(size_t i, int64_t m) const {
+    double b = bytes_[i];
+    for (int64_t k = 0; k < mesh_.ndim(); ++k) {
+      if (k != m && call_.tensors[i].layout->placement(k).is_shard()) {
+        b /= static_cast<double>(mesh_.size(k));
+      }
+    }
+    return b;
+  }
+  double recut_cost(size_t i, int64_t m) const {
+    return kLatency + held(i, m) / static_cast<double>(mesh_.size(m)) / 2;
+  }
+  double step_cost(size_t i, int64_t m, const Placement& have, const Placement& want) const {
+    const double n = static_cast<double>(mesh_.size(m));
+    const double b = held(i, m) * (n - 1) / n;
+    if (n == 1 || have.is_replicate()) {
+      return 0;
+    }
+    if (have.is_partial()) {
+      return kLatency + (want.is_shard() ? b : 2 * b);
+    }
+    return kLatency + (want.is_shard() ? b / n : b);
+  }
+
+  // Whether operand i, sharded on the factor at mesh dim m, already has the donor's cut.
+  bool follows_donor(size_t i, int64_t m, const Choice& c) const {
+    const auto& donor = *call_.tensors[c.donor].layout;
+    const auto& mine = *call_.tensors[i].layout;
+    const auto& donor_dim = rule_.operands[c.donor].dims[c.donor_dim];
+    const auto& my_dim = rule_.operands[i].dims[dim_of(rule_.operands[i].dims, c.factor)];
+    if (donor_dim.inner != 1 || my_dim.inner != 1) {
+      return aligned(static_cast<size_t>(c.donor), c.donor_dim, m);
+    }
+    return same_cut(donor.cut(m), mine.cut(m));
+  }
+
+  // Whether every piece of operand i along dim d holds whole indices of its factor.
+  bool aligned(size_t i, int64_t d, int64_t m) const {
+    const auto inner = rule_.operands[i].dims[d].inner;
+    const auto& t = call_.tensors[i];
+    if (inner <= 1) {
+      return true;
+    }
+    if (t.layout->is_even() && t.sizes[d] % (inner * mesh_.size()) == 0) {
+      return true;
+    }
+    for (const auto s : piece_sizes(*t.layout, d, t.sizes[d], m)) {
+      if (s % inner) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // The sizes of a cut as a table, even ones too: one row per coordinate of the earlier mesh dims that cut the dim.
+  std::vector<int64_t> piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const {
+    std::vector<int64_t> out;
+    each_row(layout, d, m, [&](Coordinate& c) {
+      int64_t extent = size;
+      for (int64_t k = 0; k < m; ++k) {
+        if (layout.placement(k).is_shard(d)) {
+          extent = layout.split_size(k, extent, c);
+        }
+      }
+      for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
+        out.push_back(layout.split_size(m, extent, c));
+      }
+    });
+    return out;
+  }
+
+  template <typename F>
+  void each_row(const Layout& layout, int64_t d, int64_t m, F f) const {
+    Coordinate c(mesh_.ndim(), 0);
+    while (true) {
+      f(c);
+      int64_t k = m - 1;
+      for (; k >= 0; --k) {
+        if (!layout.placement(k).is_shard(d)) {
+          continue;
+        }
+        if (++c[k] < mesh_.size(k)) {
+          break;
+        }
+        c[k] = 0;
+      }
+      if (k < 0) {
+        return;
+      }
+    }
+  }
+
+  bool can_shard(int64_t factor, int32_t split_factor) const {
+    const auto& f = rule_.factors[factor];
+    if (f.whole || (f.kernel && split_factor > 1)) {
+      return false;
+    }
+    if (split_factor > 1) {
+      const auto bent = [&](const Dims& dims) {
+        const auto d = dim_of(dims, factor);
+        return d >= 0 && (dims[d].inner != 1 || dims[d].window);
+      };
+      return std::none_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) { return bent(o.dims); }) &&
+          std::none_of(rule_.results.begin(), rule_.results.end(), [&](const Result& r) { return bent(r.dims); });
+    }
+    return true;
+  }
+
+  Choice choose(int64_t m) {
+    c10::SmallVector<Choice, 4> candidates;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      const auto& p = call_.tensors[i].layout->placement(m);
+      if (p.is_shard() && p.dim < static_cast<int64_t>(rule_.operands[i].dims.size())) {
+        const auto f = rule_.operands[i].dims[p.dim].factor;
+        if (f == kNone || !can_shard(f, p.split_factor)) {
+          continue;
+        }
+        auto* known = std::find_if(candidates.begin(), candidates.end(), [&](const Choice& c) {
+          return c.kind == Choice::Kind::Shard && c.factor == f;
+        });
+        Choice c;
+        c.kind = Choice::Kind::Shard;
+        c.factor = f;
+        c.donor = static_cast<int64_t>(i);
+        c.donor_dim = p.dim;
+        c.split_factor = p.split_factor;
+        if (known == candidates.end()) {
+          candidates.push_back(c);
+        } else if (
+            !call_.tensors[known->donor].mutated && (call_.tensors[i].mutated || bytes_[i] > bytes_[known->donor])) {
+          *known = c;
+        }
+      } else if (p.is_partial() && !rule_.operands[i].free) {
+        for (const auto& group : rule_.linear) {
+          if (!(group.operands >> i & 1) ||
+              !(group.any_reduction || (group.reductions >> static_cast<int>(p.reduce) & 1))) {
+            continue;
+          }
+          Choice c;
+          c.kind = Choice::Kind::Partial;
+          c.group = &group;
+          c.partial = p;
+          candidates.push_back(c);
+        }
+      }
+    }
+    candidates.emplace_back();
+    if (candidates.size() == 1) {
+      return candidates[0];
+    }
+    size_t best = 0;
+    double least = cost(m, candidates[0]);
+    for (size_t i = 1; i < candidates.size() && least > 0; ++i) {
+      const auto next = cost(m, candidates[i]);
+      if (next < least) {
+        least = next;
+        best = i;
+      }
+    }
+    weighed_ |= least > 0;
+    return candidates[best];
+  }
+
+  // The earlier mesh dims that shard the factor must be the ones that cut the donor's dim, for its rows to mean the same.
+  bool nested_alike(int64_t m) const {
+    const auto& c = choices_[m];
+    for (int64_t k = 0; k < m; ++k) {
+      const bool now = call_.tensors[c.donor].layout->placement(k).is_shard(c.donor_dim);
+      const bool then = choices_[k].kind == Choice::Kind::Shard && choices_[k].factor == c.factor;
+      if (now != then || (now && choices_[k].donor != c.donor && !same_cut(
+              call_.tensors[choices_[k].donor].layout->cut(k), call_.tensors[c.donor].layout->cut(k)))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // The cut in units of the factor: null is even in those units.
+  Cut factor_cut(int64_t m) const {
+    const auto& c = choices_[m];
+    if (c.kind != Choice::Kind::Shard || !nested_alike(m)) {
+      return nullptr;
+    }
+    const auto& t = call_.tensors[c.donor];
+    const auto inner = rule_.operands[c.donor].dims[c.donor_dim].inner;
+    if (inner <= 1) {
+      return t.layout->cut(m);
+    }
+    if (!aligned(static_cast<size_t>(c.donor), c.donor_dim, m)) {
+      return nullptr; // rebalanced to even
+    }
+    auto sizes = piece_sizes(*t.layout, c.donor_dim, t.sizes[c.donor_dim], m);
+    for (auto& s : sizes) {
+      s /= inner;
+    }
+    return std::make_shared<const std::vector<int64_t>>(std::move(sizes));
+  }
+
+  int64_t factor_size(int64_t f) const {
+    for (size_t i = 0; i < rule_.operands.size(); ++i) {
+      const auto d = dim_of(rule_.operands[i].dims, f);
+      if (d >= 0) {
+        return call_.tensors[i].sizes[d] / std::max<int64_t>(rule_.operands[i].dims[d].inner, 1);
+      }
+    }
+    return 0;
+  }
+
+  // The layout of the factor alone, as if it were dim 0 of a tensor: what windows and inner sizes are computed from.
+  LayoutPtr factor_layout(int64_t f) const {
+    Placements placements(mesh_.ndim(), Placement::replicate());
+    Cuts cuts(mesh_.ndim());
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      if (choices_[m].kind == Choice::Kind::Shard && choices_[m].factor == f) {
+        placements[m] = Placement::shard(0, choices_[m].split_factor);
+        cuts[m] = cuts_[m];
+      }
+    }
+    return Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
+  }
+
+  Cut dim_cut(const Dim& dim, int64_t m) const {
+    if (dim.inner == 1 && !dim.window) {
+      return cuts_[m];
+    }
+    const auto layout = factor_layout(dim.factor);
+    const auto size = factor_size(dim.factor);
+    if (!dim.window && layout->is_even() && size % mesh_.size() == 0) {
+      return nullptr;
+    }
+    // The size of each piece at mesh dim m: the sum over what the later mesh dims cut it into.
+    std::vector<int64_t> out;
+    each_row(*layout, 0, m, [&](Coordinate& c) {
+      for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
+        out.push_back(measure(*layout, size, c, m, dim));
+      }
+    });
+    return std::make_shared<const std::vector<int64_t>>(std::move(out));
+  }
+
+  // How many indices of the result dim the piece at mesh dims [0, m] makes.
+  int64_t measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const {
+    Interval piece{0, size};
+    for (int64_t k = 0; k <= m; ++k) {
+      if (layout.placement(k).is_shard(0)) {
+        const auto inside = layout.split(k, piece.length, c);
+        piece = {piece.start + inside[0].start, inside[0].length};
+      }
+    }
+    return (dim.window ? window_count(*dim.window, piece) : piece.length) * dim.inner;
+  }
+
+  static int64_t window_count(const Dim::Window& w, const Interval& piece) {
+    const auto before = [&](int64_t at) { // indices of the window below `at`
+      const auto n = at <= w.start ? 0 : (at - w.start + w.step - 1) / w.step;
+      return std::min(n, w.length);
+    };
+    return before(piece.start + piece.length) - before(piece.start);
+  }
+
+  LayoutPtr operand_layout(size_t i) const {
+    const auto& operand = rule_.operands[i];
+    if (operand.free) {
+      return nullptr;
+    }
+    Placements placements;
+    Cuts cuts(mesh_.ndim());
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      placements.push_back(placement_of(i, m, choices_[m]));
+      if (placements[m].is_shard()) {
+        cuts[m] = dim_cut(operand.dims[placements[m].dim], m);
+      }
+    }
+    return Layout::make(call_.tensors[i].layout->mesh_ptr(), std::move(placements), std::move(cuts));
+  }
+
+  Solution::Result result(const Result& r) const {
+    Placements placements;
+    Cuts cuts(mesh_.ndim());
+    bool sharded = false;
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      const auto& c = choices_[m];
+      placements.push_back(Placement::replicate());
+      if (c.kind == Choice::Kind::Partial) {
+        placements[m] = c.partial;
+      } else if (c.kind == Choice::Kind::Shard) {
+        const auto d = dim_of(r.dims, c.factor);
+        if (d >= 0) {
+          placements[m] = Placement::shard(d, c.split_factor);
+          cuts[m] = dim_cut(r.dims[d], m);
+          sharded = true;
+        } else {
+          const auto& f = rule_.factors[c.factor];
+          const auto reduce = r.reduce ? *r.reduce : f.reduce;
+          TORCH_INTERNAL_ASSERT(
+              reduce || r.reduce || f.kernel || rule_.always_kernel,
+              "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
+          if (reduce) {
+            placements[m] = Placement::partial(*reduce);
+          }
+        }
+      }
+    }
+    Solution::Result out;
+    out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
+    if (!r.sizes.empty() || (sharded && r.dims.empty())) {
+      for (auto size : r.sizes) {
+        out.sizes.push_back({-2, 0, size});
+      }
+    } else if (sharded) {
+      for (size_t d = 0; d < r.dims.size(); ++d) {
+        out.sizes.push_back(source_of(r.dims[d], out.layout->shards(static_cast<int64_t>(d))));
+      }
+    }
+    return out;
+  }
+
+  Solution::SizeSource source_of(const Dim& dim, bool sharded) const {
+    if (sharded) {
+      for (size_t i = 0; i < rule_.operands.size(); ++i) {
+        const auto d = dim_of(rule_.operands[i].dims, dim.factor);
+        if (d >= 0) {
+          return {static_cast<int16_t>(i), static_cast<int16_t>(d), 0};
+        }
+      }
+    }
+    return {};
+  }
+
+  static constexpr double kLatency = 4096; // a call costs about as much as this many bytes
+
+  const Call& call_;
+  const Rule& rule_;
+  const Mesh& mesh_;
+  c10::SmallVector<double, 4> bytes_;
+  c10::SmallVector<Choice, 3> choices_;
+  c10::SmallVector<Cut, 3> cuts_;
+  bool weighed_ = false;
+};
+
+} // namespace
+
+SolutionPtr resolve(const Call& call, const Rule& rule) {
+  TORCH_INTERNAL_ASSERT(
+      rule.operands.size() == call.tensors.size(),
+      "the rule of ", call.schema.name(), " describes ", rule.operands.size(), " operands of ", call.tensors.size());
+  for (size_t i = 0; i < rule.operands.size(); ++i) {
+    TORCH_INTERNAL_ASSERT(
+        rule.operands[i].free || static_cast<int64_t>(rule.operands[i].dims.size()) == call.tensors[i].dim(),
+        "the rule of ", call.schema.name(), " describes ", rule.operands[i].dims.size(), " dims of operand ", i, ", which has ",
+        call.tensors[i].dim());
+  }
+  return Resolver(call, rule).run();
+}
+
+} // namespace shardtensor::rules

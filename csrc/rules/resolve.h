@@ -1,0 +1,42 @@
+// From a rule and the layouts at hand to what will be done: which layout every operand needs, which the results have.
+// Pure functions of layouts and sizes, so that every rank finds the same. Uses rule.h and redistribute's costs.
+// Used by dispatch/, which caches solutions, and by tests, without processes.
+#pragma once
+
+#include "rules/rule.h"
+
+namespace shardtensor::rules {
+
+struct Solution final : c10::intrusive_ptr_target {
+  // Per operand the layout it must have; null where the one it has will do.
+  c10::SmallVector<LayoutPtr, 4> operands;
+  bool moves = false; // some operand is redistributed
+  // Bit i: operand i is written by the op under another layout than its own, so the result is carried back.
+  uint64_t write_back = 0;
+
+  // Where one dim of a result's global size comes from: an operand's dim, the local result (operand -1), or a constant (-2).
+  struct SizeSource {
+    int16_t operand = -1;
+    int16_t dim = 0;
+    int64_t value = 0;
+  };
+  struct Result {
+    LayoutPtr layout;
+    c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
+  };
+  c10::SmallVector<Result, 2> results;
+  // For results past the listed ones, and where a rule lists none: whole tensors.
+  LayoutPtr replicated;
+
+  c10::SmallVector<uint64_t, 6> factor_mesh_dims;
+  c10::SmallVector<SizeArg, 1> size_args;
+  Kernel kernel = nullptr;
+  c10::SmallVector<int64_t, 4> notes;
+  // The choice weighed bytes, so it holds for these sizes only.
+  bool sized = false;
+};
+using SolutionPtr = c10::intrusive_ptr<const Solution>;
+
+SolutionPtr resolve(const Call& call, const Rule& rule);
+
+} // namespace shardtensor::rules

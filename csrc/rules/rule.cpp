@@ -1,0 +1,166 @@
+#include "rules/rule.h"
+
+#include "rules/resolve.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <array>
+#include <cstring>
+
+namespace shardtensor::rules {
+
+size_t Run::base() const {
+  return stack.size() - op.schema().arguments().size();
+}
+
+uint64_t Run::mesh_dims(int64_t factor) const {
+  return solution.factor_mesh_dims[factor];
+}
+
+void Run::returns(std::vector<c10::IValue> results) const {
+  stack.erase(stack.begin() + static_cast<int64_t>(base()), stack.end());
+  for (auto& r : results) {
+    stack.push_back(std::move(r));
+  }
+}
+
+void Run::call_op() const {
+  op.callBoxed(&stack);
+}
+
+int64_t Call::position(const char* name) const {
+  const auto i = schema.argumentIndexWithName(name);
+  TORCH_INTERNAL_ASSERT(i.has_value(), schema.name(), " has no argument ", name);
+  return *i;
+}
+
+Sizes Call::ints(int64_t arg) const {
+  if (!has(arg)) {
+    return {};
+  }
+  const auto& v = args[arg];
+  if (v.isInt()) {
+    return {v.toInt()};
+  }
+  const auto list = v.toIntVector();
+  return Sizes(list.begin(), list.end());
+}
+
+int64_t wrap_dim(int64_t dim, int64_t ndim) {
+  const auto n = std::max<int64_t>(ndim, 1);
+  TORCH_CHECK_INDEX(
+      dim >= -n && dim < n, "Dimension out of range (expected to be in range of [", -n, ", ", n - 1, "], but got ", dim, ")");
+  return dim < 0 ? dim + n : dim;
+}
+
+int64_t Call::dim(int64_t arg, int64_t ndim) const {
+  return wrap_dim(args[arg].toInt(), ndim);
+}
+
+int64_t Call::operand(int64_t arg, int64_t index) const {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].arg == arg && (index < 0 || tensors[i].index == index)) {
+      return static_cast<int64_t>(i);
+    }
+  }
+  return -1;
+}
+
+const TensorArg& Call::tensor(int64_t arg, int64_t index) const {
+  const auto i = operand(arg, index);
+  TORCH_INTERNAL_ASSERT(i >= 0, schema.name(), ": argument ", arg, " is no tensor");
+  return tensors[i];
+}
+
+Rule notation(const char* text) {
+  Rule rule;
+  std::array<int16_t, 128> factor_of;
+  factor_of.fill(kNone);
+  bool in_result = false;
+  std::array<bool, 128> kept{};
+  Dims dims;
+  const auto finish = [&] {
+    if (in_result) {
+      rule.results.emplace_back(dims);
+    } else {
+      rule.operands.emplace_back(dims);
+    }
+    dims.clear();
+  };
+  for (const char* c = text; *c; ++c) {
+    if (*c == ',') {
+      finish();
+    } else if (std::strncmp(c, "->", 2) == 0) {
+      finish();
+      in_result = true;
+      ++c;
+    } else {
+      auto& f = factor_of[static_cast<size_t>(*c)];
+      if (f == kNone) {
+        f = static_cast<int16_t>(rule.factor());
+      }
+      kept[f] |= in_result;
+      dims.emplace_back(f);
+    }
+  }
+  finish();
+  for (size_t f = 0; f < rule.factors.size(); ++f) {
+    if (!kept[f]) {
+      rule.factors[f].reduce = ReduceOp::Sum;
+    }
+  }
+  for (size_t i = 0; i < rule.operands.size(); ++i) {
+    rule.linear.push_back({uint64_t{1} << i});
+  }
+  return rule;
+}
+
+namespace {
+int64_t tensors_returned(const c10::FunctionSchema& schema) {
+  int64_t n = 0;
+  for (const auto& r : schema.returns()) {
+    n += r.type()->kind() == c10::TypeKind::TensorType;
+  }
+  return n;
+}
+} // namespace
+
+Rule broadcast(const Call& call) {
+  Rule rule;
+  int64_t ndim = 0;
+  for (const auto& t : call.tensors) {
+    ndim = std::max(ndim, t.dim());
+  }
+  Dims out;
+  c10::SmallVector<bool, 8> wide(ndim, false);
+  for (int64_t d = 0; d < ndim; ++d) {
+    out.emplace_back(rule.factor());
+    for (const auto& t : call.tensors) {
+      const auto at = d - (ndim - t.dim());
+      wide[d] = wide[d] || (at >= 0 && t.sizes[at] != 1);
+    }
+  }
+  for (const auto& t : call.tensors) {
+    Dims dims;
+    for (int64_t d = ndim - t.dim(); d < ndim; ++d) {
+      const bool stretched = wide[d] && t.sizes[d - (ndim - t.dim())] == 1;
+      dims.push_back(stretched ? Dim(kNone) : out[d]);
+    }
+    rule.operands.emplace_back(std::move(dims));
+  }
+  rule.results.resize(tensors_returned(call.schema));
+  for (auto& r : rule.results) {
+    r.dims = out;
+  }
+  return rule;
+}
+
+Rule replicate(const Call& call) {
+  Rule rule;
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(Dims(t.dim(), Dim(kNone)));
+  }
+  return rule; // results without dims: whole, and as large as the op makes them
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,213 @@
+// A sharding rule as data, and what an op's call looks like to the function that writes one.
+// Uses layout/ and ATen's IValue. Used by every rule file, by resolve.cpp and by dispatch/.
+//
+// A rule names factors. A factor is an index that runs through an op: `mm` is ik,kj->ij, three factors; each dim of each
+// operand and result carries one. From that alone follow the placements an op accepts, what its results have, and how
+// large every rank's piece is. resolve.h does that once for all ops; a rule file only says which factor sits where.
+#pragma once
+
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+
+namespace shardtensor::rules {
+
+constexpr int16_t kNone = -1;
+
+// How an index may be treated. The default: shard it freely.
+struct Factor {
+  // Never sharded: operands that cut it are gathered first.
+  bool whole = false;
+  // Where it is sharded, the rule's kernel runs in place of the op on the local tensors.
+  bool kernel = false;
+  // A result that lacks it holds summands (Partial). Without this, a result that lacks a sharded factor is Replicate: its
+  // kernel has made it so.
+  std::optional<ReduceOp> reduce;
+};
+
+// One dim of an operand or a result.
+struct Dim {
+  int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
+  int64_t inner = 1; // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
+  // A result's dim that keeps part of the factor, as a slice does: the indices start, start + step, ... `length` of them.
+  struct Window {
+    int64_t start, step, length;
+  };
+  std::optional<Window> window;
+
+  Dim() = default;
+  Dim(int64_t f, int64_t inner_size = 1) : factor(static_cast<int16_t>(f)), inner(inner_size) {} // NOLINT: a factor is a dim
+};
+using Dims = c10::SmallVector<Dim, 5>;
+
+struct Operand {
+  Dims dims;
+  // The op reads no values of it (zeros_like): it is left as it is, its shards are followed, its summands count as whole.
+  bool free = false;
+
+  Operand() = default;
+  Operand(Dims d) : dims(std::move(d)) {} // NOLINT
+};
+
+struct Result {
+  Dims dims;
+  // The global sizes, where the op's factors do not tell them (views). Empty: a sharded dim is as large as the operand dim
+  // that carries its factor, any other as large as the local op made it.
+  Sizes sizes;
+  // Set where the result's placement over summands is not the factor's: overrides Factor::reduce for this result.
+  std::optional<std::optional<ReduceOp>> reduce;
+
+  Result() = default;
+  Result(Dims d, Sizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT
+};
+
+// The op is linear in these operands taken together (bit i: operand i), the others fixed: if they all hold summands, so
+// does every result. add: one group of both. mul: two groups of one.
+struct Linear {
+  uint64_t operands = 0;
+  // It commutes with every reduction (copies, views, casts), not only with sum and avg.
+  bool any_reduction = false;
+  // It commutes with these besides (bit = ReduceOp).
+  uint32_t reductions = 1u << static_cast<int>(ReduceOp::Sum) | 1u << static_cast<int>(ReduceOp::Avg);
+};
+
+// Argument `arg` lists the sizes of result `result` (view, expand, new_zeros): locally it lists the local sizes.
+struct SizeArg {
+  int16_t arg;
+  int16_t result;
+};
+
+struct Solution;
+
+// What a kernel is given. It replaces the arguments on the stack (local tensors) by the results (local tensors).
+struct Run {
+  struct At {
+    const Layout* layout; // after redistribution
+    c10::IntArrayRef sizes; // global
+  };
+  const c10::OperatorHandle& op;
+  std::vector<c10::IValue>& stack;
+  c10::ArrayRef<At> operands; // tensors in the order of the arguments, lists flattened, None left out
+  const Solution& solution;
+
+  const Mesh& mesh() const {
+    return operands[0].layout->mesh();
+  }
+  size_t base() const; // where this op's arguments start on the stack
+  c10::IValue& arg(size_t i) const {
+    return stack[base() + i];
+  }
+  // The mesh dims (bits) that shard factor f.
+  uint64_t mesh_dims(int64_t factor) const;
+  // Drops the arguments and pushes the results.
+  void returns(std::vector<c10::IValue> results) const;
+  // Runs the op itself on what is on the stack.
+  void call_op() const;
+};
+using Kernel = void (*)(Run&);
+
+struct Rule {
+  c10::SmallVector<Factor, 6> factors;
+  c10::SmallVector<Operand, 4> operands;
+  c10::SmallVector<Result, 2> results;
+  c10::SmallVector<Linear, 2> linear;
+  c10::SmallVector<SizeArg, 1> size_args;
+  Kernel kernel = nullptr;
+  // The kernel runs even where no kernel factor is sharded.
+  bool always_kernel = false;
+  // Numbers the rule wants to hand to its kernel.
+  c10::SmallVector<int64_t, 4> notes;
+
+  int64_t factor(Factor f = {}) {
+    factors.push_back(f);
+    return static_cast<int64_t>(factors.size()) - 1;
+  }
+  int64_t whole() {
+    Factor f;
+    f.whole = true;
+    return factor(f);
+  }
+  int64_t reduced(ReduceOp op) {
+    Factor f;
+    f.reduce = op;
+    return factor(f);
+  }
+  // Linear in each of these alone / in all of these together.
+  void linear_in(std::initializer_list<int> operands_) {
+    for (int i : operands_) {
+      linear.push_back({uint64_t{1} << i});
+    }
+  }
+  void jointly_linear(uint64_t operands_) {
+    linear.push_back({operands_});
+  }
+  // Values pass through unchanged: every Partial does too.
+  void passes_partial(uint64_t operands_ = 1) {
+    linear.push_back({operands_, true});
+  }
+};
+
+// One tensor among a call's arguments; lists are flattened, None left out.
+struct TensorArg {
+  int16_t arg; // position among the schema's arguments
+  int16_t index; // position in its list, or -1
+  bool mutated;
+  const Layout* layout; // a plain tensor counts as replicated
+  c10::IntArrayRef sizes;
+  at::ScalarType dtype;
+
+  int64_t dim() const {
+    return static_cast<int64_t>(sizes.size());
+  }
+};
+
+// A call being resolved: what a rule function reads. Values of tensors are out of reach by design.
+struct Call {
+  const c10::FunctionSchema& schema;
+  c10::ArrayRef<c10::IValue> args;
+  c10::SmallVector<TensorArg, 4> tensors;
+  const Mesh& mesh;
+
+  bool has(int64_t arg) const {
+    return arg < static_cast<int64_t>(args.size()) && !args[arg].isNone();
+  }
+  // The position of an argument by its name in the schema; raises if there is none.
+  int64_t position(const char* name) const;
+  int64_t integer(int64_t arg) const {
+    return args[arg].toInt();
+  }
+  int64_t integer(int64_t arg, int64_t otherwise) const {
+    return has(arg) ? args[arg].toInt() : otherwise;
+  }
+  bool flag(int64_t arg) const {
+    return has(arg) && args[arg].toBool();
+  }
+  // int[] or int; empty where None.
+  Sizes ints(int64_t arg) const;
+  // Wrapped into [0, ndim); raises IndexError as torch does.
+  int64_t dim(int64_t arg, int64_t ndim) const;
+  // Which of `tensors` is argument `arg` (item `index` of it), or -1 where it is None.
+  int64_t operand(int64_t arg, int64_t index = -1) const;
+  const TensorArg& tensor(int64_t arg, int64_t index = -1) const;
+};
+
+using RuleFn = Rule (*)(const Call&);
+
+// ---- building blocks that several families share ----
+
+// "ik,kj->ij": one letter a factor; one that no result has is summed over. Linear in each operand alone.
+Rule notation(const char* text);
+
+// Broadcasts all operands to the right-aligned shape; one result per tensor the op returns. The one for elementwise ops.
+Rule broadcast(const Call& call);
+
+// Every operand and result whole.
+Rule replicate(const Call& call);
+
+int64_t wrap_dim(int64_t dim, int64_t ndim);
+
+} // namespace shardtensor::rules

@@ -1,0 +1,152 @@
+#include <torch/csrc/python_headers.h>
+
+#include "tensor/shard_tensor.h"
+
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IntArrayRef;
+
+PyTypeObject* g_class = nullptr;
+
+bool needs_tracing(const at::Tensor& local) {
+  return local.key_set().has(DispatchKey::Python) || local.key_set().has(DispatchKey::Functionalize);
+}
+
+DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
+  const auto dense = local.device().is_cpu() ? DispatchKey::CPU
+                                             : c10::computeDispatchKey(local.scalar_type(), at::kStrided, local.device());
+  const auto backend = c10::toBackendComponent(dense);
+  if (traced) {
+    return DispatchKeySet(dense) |
+        c10::getAutogradRelatedKeySetFromBackend(backend) |
+        DispatchKeySet({DispatchKey::ADInplaceOrView, DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
+  }
+  // Autocast follows the real device; the handler keeps it away from the local tensors.
+  return DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
+      c10::getAutocastRelatedKeySetFromBackend(backend);
+}
+
+// Storage that says how large the global tensor is and refuses to be read.
+c10::Storage null_storage(const at::Tensor& local, IntArrayRef sizes) {
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * local.dtype().itemsize();
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, local.device()), nullptr, /*resizable=*/false);
+  storage->set_throw_on_mutable_data_ptr();
+  return c10::Storage(std::move(storage));
+}
+
+// Gives a fresh tensor its Python object at once. Otherwise autograd's detached copies, gradients and saved tensors would
+// come back to Python as plain torch.Tensor.
+void attach_python_object(const at::Tensor& t, bool traced) {
+  if (!g_class) {
+    return;
+  }
+  const auto state = PyGILState_Ensure();
+  PyObject* object = THPVariable_Wrap(t, g_class);
+  // The class defines __torch_dispatch__ (for traced tensors); a native tensor must not carry the Python key for it.
+  t.unsafeGetTensorImpl()->set_python_dispatch(traced);
+  Py_XDECREF(object);
+  PyGILState_Release(state);
+}
+
+} // namespace
+
+ShardTensorImpl::ShardTensorImpl(
+    at::Tensor local,
+    LayoutPtr layout,
+    IntArrayRef sizes,
+    IntArrayRef strides,
+    c10::Storage storage,
+    bool traced)
+    : TensorImpl(std::move(storage), keys_for(local, traced), local.dtype()),
+      local_(std::move(local)),
+      layout_(std::move(layout)),
+      traced_(traced) {
+  sizes_and_strides_.set_sizes(sizes);
+  sizes_and_strides_.set_strides(strides);
+  refresh_numel();
+  refresh_contiguous();
+}
+
+void ShardTensorImpl::set_local(at::Tensor local) {
+  local_ = std::move(local);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
+    const c10::VariableVersion& version,
+    bool allow_change) const {
+  auto impl = c10::make_intrusive<ShardTensorImpl>(
+      local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), storage_, traced_);
+  impl->broken_view_ = broken_view_;
+  if (!impl->is_inference()) {
+    impl->set_version_counter(version);
+  }
+  impl->set_allow_tensor_metadata_change(allow_change);
+  attach_python_object(at::Tensor(impl), traced_);
+  return impl;
+}
+
+c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
+    c10::VariableVersion&& version,
+    bool allow_change) const {
+  const c10::VariableVersion& v = version;
+  return shallow_copy_and_detach(v, allow_change);
+}
+
+void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) {
+  TensorImpl::shallow_copy_from(impl);
+  const auto& other = static_cast<const ShardTensorImpl&>(*impl);
+  local_ = other.local_;
+  layout_ = other.layout_;
+  broken_view_ = other.broken_view_;
+}
+
+ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what) {
+  auto* impl = t.defined() ? as_shard_tensor(t) : nullptr;
+  TORCH_CHECK_TYPE(impl, what, ": expected a ShardTensor, got ", t.defined() ? "a plain torch.Tensor" : "None");
+  return *impl;
+}
+
+at::Tensor wrap(at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, const ShardTensorImpl* base) {
+  const bool traced = needs_tracing(local);
+  auto storage = base ? base->storage() : null_storage(local, sizes);
+  auto t = at::detail::make_tensor<ShardTensorImpl>(
+      std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
+  attach_python_object(t, traced);
+  return t;
+}
+
+Sizes strides_like(IntArrayRef sizes, const at::Tensor& local) {
+  const auto n = static_cast<int64_t>(sizes.size());
+  Sizes strides(n, 1);
+  c10::SmallVector<int64_t, 5> order(n);
+  std::iota(order.begin(), order.end(), 0);
+  if (local.dim() == n && !local.is_contiguous() && local.is_non_overlapping_and_dense()) {
+    std::stable_sort(
+        order.begin(), order.end(), [&](int64_t a, int64_t b) { return local.stride(a) > local.stride(b); });
+  }
+  int64_t stride = 1;
+  for (int64_t i = n - 1; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride *= std::max<int64_t>(sizes[order[i]], 1);
+  }
+  return strides;
+}
+
+void set_python_class(PyTypeObject* type) {
+  Py_XINCREF(reinterpret_cast<PyObject*>(type));
+  Py_XDECREF(reinterpret_cast<PyObject*>(g_class));
+  g_class = type;
+}
+
+} // namespace shardtensor

@@ -1,0 +1,62 @@
+"""One global tensor whose pieces live on many ranks, in sizes of any kind: a drop-in for torch.distributed.tensor."""
+
+from shardtensor import _load  # noqa: F401  checks torch's version and loads the extension; must come first
+from shardtensor import _C
+from shardtensor._api import (
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    linspace,
+    logspace,
+    ones,
+    rand,
+    randn,
+    scatter_tensor,
+    zeros,
+)
+from shardtensor._modes import (
+    get_promotion_mode,
+    implicit_replication,
+    promotion_mode,
+    set_promotion_mode,
+    set_strict,
+    strict_mode,
+)
+from shardtensor._tensor import ShardTensor, ShardTensorSpec
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+_C.install_handler()
+
+DTensor = ShardTensor
+
+__version__ = "0.1.0"
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "ShardTensor",
+    "ShardTensorSpec",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "get_promotion_mode",
+    "implicit_replication",
+    "init_device_mesh",
+    "linspace",
+    "logspace",
+    "ones",
+    "promotion_mode",
+    "rand",
+    "randn",
+    "scatter_tensor",
+    "set_promotion_mode",
+    "set_strict",
+    "strict_mode",
+    "zeros",
+]

@@ -1,0 +1,370 @@
+"""distribute_tensor, distribute_module and the factories, with the signatures of torch.distributed.tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from shardtensor import _C
+from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, cuts_from_shapes, make_layout
+from shardtensor._mesh import as_mesh, current_mesh
+from shardtensor._tensor import ShardTensor
+
+
+def _full_layout(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    sizes: Sequence[int],
+    sharding_shapes: ShardingShapes | None,
+    who: str,
+) -> _C.Layout:
+    layout = make_layout(mesh, placements, len(sizes), who=who)
+    if not layout.mesh.has_me:
+        raise ValueError(f"{who}: argument 'device_mesh' ({layout.mesh}) does not hold rank {layout.mesh.rank}")
+    if sharding_shapes is not None:
+        cuts = cuts_from_shapes(layout, sharding_shapes, len(sizes), who=who)
+        layout = make_layout(mesh, placements, len(sizes), cuts, who=who)
+        misfit = layout.misfit(list(sizes))
+        if misfit:
+            raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {layout.mesh.rank})")
+    return layout
+
+
+def _piece(whole: torch.Tensor, layout: _C.Layout, coordinate: Sequence[int] | None = None) -> torch.Tensor:
+    """The part of the whole tensor that the coordinate (default: this rank's) holds; a view where it is one run per dim."""
+    for dim in range(whole.ndim):
+        runs = layout.intervals(dim, whole.shape[dim], list(coordinate) if coordinate is not None else None)
+        if runs != [(0, whole.shape[dim])]:
+            parts = [whole.narrow(dim, start, length) for start, length in runs]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    """Cuts a tensor that every rank holds into a ShardTensor; the values are those of `src_data_rank` along each mesh dim.
+
+    src_data_rank=None takes each rank's own values, without communication. sharding_shapes asks for uneven cuts:
+    {mesh_dim: one shape per rank along it}.
+    """
+    who = "distribute_tensor"
+    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    if isinstance(tensor, DTensor):
+        ours = ShardTensor.from_dtensor(tensor)
+        layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who)
+        if as_mesh(ours.device_mesh) != as_mesh(mesh) or layout.placements != ours._layout.placements:
+            raise ValueError(
+                f"{who}: argument 'tensor' is distributed already, as {ours._layout}, not as {layout}; use redistribute()"
+            )
+        return ours
+    if not tensor.is_leaf:
+        raise RuntimeError("`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf tensor!")
+    layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who)
+    if any(kind == _PARTIAL and reduce not in ("sum", "avg") for kind, _, _, reduce, _ in layout.placements):
+        raise RuntimeError(f"{who}: of the Partial placements, sum and avg can be asked for; got {placements}")
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else mesh.device_type
+    local = tensor.detach().to(device)
+    if src_data_rank is not None:
+        local = local.contiguous().clone()
+        for mesh_dim, size in enumerate(layout.mesh.shape):
+            if size > 1:
+                _C.broadcast(local, layout.mesh, mesh_dim, src_data_rank)
+    for mesh_dim, (kind, _, _, reduce, _) in enumerate(layout.placements):
+        if kind == _PARTIAL and reduce == "sum" and layout.mesh.coordinate[mesh_dim] != 0:
+            local = torch.zeros_like(local)
+    local = _piece(local, layout)
+    local = local.clone(memory_format=torch.contiguous_format) if local._is_view() else local
+    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), local)
+    out = _C.from_local(local, layout, list(tensor.shape), strides, None)
+    return out.detach().requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+
+
+def scatter_tensor(
+    tensor: torch.Tensor | None,
+    global_src: int,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+    requires_grad: bool = False,
+) -> ShardTensor:
+    """Cuts a tensor that only the rank `global_src` holds. The others pass None; shape and dtype are told to them."""
+    who = "scatter_tensor"
+    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    view = as_mesh(mesh)
+    if global_src not in view.ranks:
+        raise ValueError(f"{who}: argument 'global_src' is rank {global_src}, which {view} does not hold (rank {view.rank})")
+    if not view.has_me:
+        raise ValueError(f"{who}: argument 'device_mesh' ({view}) does not hold rank {view.rank}")
+    source = view.rank == global_src
+    index = view.ranks.index(global_src)
+    coordinate = []
+    for size in reversed(view.shape):
+        coordinate.insert(0, index % size)
+        index //= size
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    if source and tensor is None:
+        problem = 1
+    else:
+        problem = 0
+    names = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
+    meta = torch.zeros(67, dtype=torch.int64, device=device)
+    if source and tensor is not None:
+        meta[: 3 + tensor.ndim] = torch.tensor([0, tensor.ndim, names.index(str(tensor.dtype)), *tensor.shape])
+    meta[0] = problem
+    for mesh_dim in range(len(view.shape)):
+        _C.broadcast(meta, view, mesh_dim, coordinate[mesh_dim])
+    told = meta.tolist()
+    if told[0]:
+        raise ValueError(f"{who}: argument 'tensor' is None on the source, rank {global_src} (said by rank {view.rank})")
+    sizes = told[3 : 3 + told[1]]
+    kind = getattr(torch, names[told[2]].removeprefix("torch."))
+    layout = _full_layout(mesh, placements, sizes, sharding_shapes, who)
+    # Mesh dim by mesh dim: the ranks that have a block cut it for the next dim's ranks.
+    block = tensor.detach().to(device) if source and tensor is not None else None
+    for mesh_dim in range(len(view.shape)):
+        mine = all(view.coordinate[m] == coordinate[m] for m in range(mesh_dim + 1, len(view.shape)))
+        if not mine:
+            continue
+        block = _scatter_along(block, sizes, kind, device, layout, mesh_dim, coordinate)
+    assert block is not None
+    for mesh_dim, (placement, _, _, reduce, _) in enumerate(layout.placements):
+        if placement == _PARTIAL and reduce == "sum" and view.coordinate[mesh_dim] != 0:
+            block = torch.zeros_like(block)
+    out = _C.wrap(block, layout, sizes, _C.strides_like(sizes, block))
+    return out.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _scatter_along(
+    block: torch.Tensor | None,
+    sizes: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: _C.Layout,
+    mesh_dim: int,
+    source: list[int],
+) -> torch.Tensor:
+    """The source's slice of the mesh dim hands each coordinate what it and the ranks behind it will need."""
+    view = layout.mesh
+    kind, dim, *_ = layout.placements[mesh_dim]
+    before = _C.Layout(view, [p if m < mesh_dim else (0, -1, 1, "sum", 2.0) for m, p in enumerate(layout.placements)],
+                       [c if m < mesh_dim else None for m, c in enumerate(layout.cuts)])
+    after = _C.Layout(view, [p if m <= mesh_dim else (0, -1, 1, "sum", 2.0) for m, p in enumerate(layout.placements)],
+                      [c if m <= mesh_dim else None for m, c in enumerate(layout.cuts)])
+    if kind != _SHARD:
+        if block is None:
+            block = torch.empty(before.local_sizes(sizes), dtype=dtype, device=device)
+        block = block.contiguous()
+        _C.broadcast(block, view, mesh_dim, source[mesh_dim])
+        return block
+    pieces = []
+    if block is not None:
+        held = [i for start, n in before.intervals(dim, sizes[dim]) for i in range(start, start + n)]
+        place = {i: k for k, i in enumerate(held)} if held else {}
+        for c in range(view.shape[mesh_dim]):
+            at = [*view.coordinate[:mesh_dim], c, *view.coordinate[mesh_dim + 1 :]]
+            parts = [block.narrow(dim, place.get(start, 0), n) for start, n in after.intervals(dim, sizes[dim], at)]
+            pieces.append(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim))
+    mine = torch.empty(after.local_sizes(sizes), dtype=dtype, device=device)
+    _C.scatter(mine, pieces, view, mesh_dim, source[mesh_dim])
+    return mine
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Makes a module's parameters ShardTensors: by `partition_fn`, and replicated where it leaves them plain.
+
+    input_fn and output_fn turn the inputs and outputs of the whole module, once per call.
+    """
+    mesh = device_mesh if device_mesh is not None else current_mesh("distribute_module")
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+        for key, parameter in submodule._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                spread = distribute_tensor(parameter.data, mesh, [Replicate()] * mesh.ndim)
+                submodule.register_parameter(key, nn.Parameter(spread, parameter.requires_grad))
+        for key, buffer in submodule._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                submodule._buffers[key] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
+    if input_fn is not None:
+        prepare = input_fn
+        module.register_forward_pre_hook(lambda m, inputs: prepare(m, inputs, mesh))
+    if output_fn is not None:
+        finish = output_fn
+        module.register_forward_hook(lambda m, inputs, outputs: finish(m, outputs, mesh))
+    return module
+
+
+def _sizes(size: Sequence[Any]) -> list[int]:
+    if len(size) == 1 and isinstance(size[0], (list, tuple, torch.Size)):
+        size = size[0]
+    return [int(n) for n in size]
+
+
+def _make(
+    who: str,
+    fill: Callable[..., torch.Tensor],
+    sizes: list[int],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    sharding_shapes: ShardingShapes | None,
+) -> ShardTensor:
+    if layout != torch.strided:
+        raise ValueError(f"{who}: argument 'layout' is {layout}; only torch.strided is supported")
+    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    local = fill(where.local_sizes(sizes), dtype=dtype, device=device)
+    if any(isinstance(p, Partial) for p in placements or ()):
+        raise ValueError(f"{who}: argument 'placements' asks for Partial; make the tensor Replicate or Shard")
+    out = _C.wrap(local, where, sizes, _C.strides_like(sizes, local))
+    return out.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def zeros(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    return _make("zeros", torch.zeros, _sizes(size), dtype, layout, requires_grad, device_mesh, placements, sharding_shapes)
+
+
+def ones(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    return _make("ones", torch.ones, _sizes(size), dtype, layout, requires_grad, device_mesh, placements, sharding_shapes)
+
+
+def empty(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    return _make("empty", torch.empty, _sizes(size), dtype, layout, requires_grad, device_mesh, placements, sharding_shapes)
+
+
+def full(
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    def fill(sizes: list[int], **kwargs: Any) -> torch.Tensor:
+        return torch.full(sizes, fill_value, **kwargs)
+
+    return _make("full", fill, _sizes((size,)), dtype, layout, requires_grad, device_mesh, placements, sharding_shapes)
+
+
+def _spaced(who: str, whole: torch.Tensor, layout: torch.layout, requires_grad: bool, device_mesh: DeviceMesh | None,
+            placements: Sequence[Placement] | None, sharding_shapes: ShardingShapes | None) -> ShardTensor:
+    sizes = [whole.numel()]
+    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
+
+    def fill(local_sizes: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return _piece(whole, where).to(device=device).clone()
+
+    return _make(who, fill, sizes, whole.dtype, layout, requires_grad, mesh, placements, sharding_shapes)
+
+
+def linspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    whole = torch.linspace(start, end, steps, dtype=dtype)
+    return _spaced("linspace", whole, layout, requires_grad, device_mesh, placements, sharding_shapes)
+
+
+def logspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    whole = torch.logspace(start, end, steps, base=base, dtype=dtype)
+    return _spaced("logspace", whole, layout, requires_grad, device_mesh, placements, sharding_shapes)
+
+
+def rand(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    """Uniform in [0, 1). The values depend on the seed and the global index alone, not on the placements or the ranks."""
+    out = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements, sharding_shapes=sharding_shapes)
+    return out.uniform_().requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def randn(
+    *size: Any,
+    requires_grad: bool = False,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
+) -> ShardTensor:
+    """Standard normal. The values depend on the seed and the global index alone, not on the placements or the ranks."""
+    out = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements, sharding_shapes=sharding_shapes)
+    return out.normal_().requires_grad_(requires_grad)  # type: ignore[return-value]

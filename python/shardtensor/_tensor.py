@@ -1,0 +1,377 @@
+"""ShardTensor: the Python face of the extension's tensor. No logic of ops here; see csrc/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from shardtensor import _C
+from shardtensor._from_local import Shapes, layout_for_local
+from shardtensor._layout import ShardingShapes, cuts_from_shapes, make_layout, placements_of
+from shardtensor._mesh import as_device_mesh, current_mesh
+
+
+class ShardTensorSpec(DTensorSpec):
+    """A DTensorSpec that knows uneven cuts. It never equals a stock spec, so stock's caches cannot serve a ShardTensor."""
+
+    _layout: _C.Layout
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ShardTensorSpec)
+            and self._layout == other._layout
+            and self.tensor_meta == other.tensor_meta
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._layout.id, self.tensor_meta))
+
+    def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
+        """Every rank's shape along each mesh dim that shards: {mesh_dim: one shape per coordinate}."""
+        out: dict[int, tuple[torch.Size, ...]] = {}
+        assert self.tensor_meta is not None
+        mine = list(self._layout.mesh.coordinate)
+        for mesh_dim, placement in enumerate(self.placements):
+            if placement.is_shard() or placement.is_replicate() is False and not placement.is_partial():
+                shapes = []
+                for c in range(self._layout.mesh.shape[mesh_dim]):
+                    at = [*mine[:mesh_dim], c, *mine[mesh_dim + 1 :]]
+                    shapes.append(torch.Size(self._layout.local_sizes(list(self.tensor_meta.shape), at)))
+                out[mesh_dim] = tuple(shapes)
+        return out
+
+
+def _refuse_storage(name: str) -> Callable[..., Any]:
+    def method(self: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"ShardTensor.{name}: a ShardTensor has no memory of its own, its pieces do; "
+            "use to_local() for this rank's piece or full_tensor() for the whole"
+        )
+
+    method.__name__ = name
+    return method
+
+
+class ShardTensor(DTensor):
+    """One global tensor whose pieces live on many ranks, in sizes of any kind.
+
+    Made by :meth:`from_local`, :func:`distribute_tensor` or a factory such as :func:`zeros`. Works wherever a
+    ``torch.distributed.tensor.DTensor`` does.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _op_dispatcher = DTensor._op_dispatcher
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ShardTensor:
+        """ShardTensor(local_tensor, spec, *, requires_grad): what torch's own tools call. Use from_local instead."""
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise TypeError("ShardTensor(): use ShardTensor.from_local, shardtensor.distribute_tensor or a factory")
+        local, spec = args[0], args[1] if len(args) > 1 else kwargs["spec"]
+        requires_grad = kwargs.get("requires_grad", False)
+        layout = getattr(spec, "_layout", None) or make_layout(
+            spec.mesh, spec.placements, len(spec.tensor_meta.shape), who="ShardTensor"
+        )
+        meta = spec.tensor_meta
+        out = _C.wrap(local.detach(), layout, list(meta.shape), list(meta.stride))
+        return out.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    # ---- where the pieces are ----
+
+    @property
+    def _layout(self) -> _C.Layout:
+        return _C.layout(self)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
+        return _C.local(self)
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:
+        _C.set_local(self, local)
+
+    @property
+    def _spec(self) -> ShardTensorSpec:  # type: ignore[override]
+        layout = _C.layout(self)
+        spec = ShardTensorSpec(
+            as_device_mesh(layout.mesh),
+            placements_of(layout),
+            tensor_meta=TensorMeta(self.shape, self.stride(), self.dtype),
+        )
+        spec._layout = layout
+        return spec
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return as_device_mesh(_C.layout(self).mesh)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return placements_of(_C.layout(self))
+
+    def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
+        """Where this rank's piece begins in the global tensor: per tensor dim, or along the dim that `mesh_dim` shards."""
+        layout = _C.layout(self)
+        if mesh_dim is None:
+            return tuple(layout.intervals(d, n)[0][0] for d, n in enumerate(self.shape))
+        placement = self.placements[mesh_dim]
+        if not hasattr(placement, "dim"):
+            raise ValueError(f"offsets: mesh dim {mesh_dim} is {placement}, which shards no dim")
+        return int(layout.intervals(placement.dim, self.shape[placement.dim])[0][0])
+
+    # ---- in and out ----
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: torch.Size | None = None,
+        stride: tuple[int, ...] | None = None,
+        sharding_shapes: Shapes = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> ShardTensor:
+        """A ShardTensor from this rank's piece.
+
+        sharding_shapes says how large the other ranks' pieces are. None: `shape` if given (cut as torch.chunk does), else
+        all as large as this one. "chunk": torch.chunk's sizes of `shape`. "infer": the ranks tell each other, once.
+        {mesh_dim: one shape per rank along it}: taken at its word. run_check makes the ranks compare notes.
+        """
+        who = "ShardTensor.from_local"
+        if not isinstance(local_tensor, torch.Tensor):
+            raise TypeError(f"{who}: argument 'local_tensor' is {type(local_tensor).__name__}, not a torch.Tensor")
+        if isinstance(local_tensor, DTensor):
+            raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
+        mesh = device_mesh if device_mesh is not None else current_mesh(who)
+        layout, sizes = layout_for_local(
+            local_tensor, mesh, placements, shape=shape, sharding_shapes=sharding_shapes, run_check=run_check, who=who
+        )
+        strides = list(stride) if stride is not None else _C.strides_like(sizes, local_tensor)
+        grad_layout = None
+        if grad_placements is not None:
+            grad_layout = make_layout(mesh, grad_placements, len(sizes), _fitting_cuts(layout, grad_placements), who=who)
+        return _C.from_local(local_tensor, layout, sizes, strides, grad_layout)  # type: ignore[return-value]
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
+        if grad_placements is None:
+            return _C.to_local(self, None)
+        layout = make_layout(
+            self.device_mesh, grad_placements, self.ndim, _fitting_cuts(self._layout, grad_placements), who="to_local"
+        )
+        return _C.to_local(self, layout)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank of the mesh."""
+        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        sharding_shapes: ShardingShapes | None = None,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> ShardTensor:
+        """The same tensor with its pieces elsewhere; differentiable. sharding_shapes asks for uneven cuts."""
+        who = "ShardTensor.redistribute"
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        if placements is None:
+            raise RuntimeError(f"{who}: argument 'placements' is needed")
+        for p in placements:
+            if isinstance(p, Partial) and p not in self.placements:
+                raise RuntimeError(f"{who}: cannot redistribute to {p}: summands come from ops, they are not asked for")
+        layout = make_layout(mesh, placements, self.ndim, who=who)
+        if sharding_shapes is not None:
+            cuts = cuts_from_shapes(layout, sharding_shapes, self.ndim, who=who)
+            layout = make_layout(mesh, placements, self.ndim, cuts, who=who)
+            misfit = layout.misfit(list(self.shape))
+            if misfit:
+                raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {layout.mesh.rank})")
+        elif layout.placements == self._layout.placements and layout.mesh == self._layout.mesh:
+            layout = self._layout
+        return _C.redistribute(self, layout, forward_dtype, backward_dtype)  # type: ignore[return-value]
+
+    @staticmethod
+    def from_dtensor(dtensor: DTensor) -> ShardTensor:
+        """A stock DTensor as a ShardTensor: no copy, the autograd graph goes on."""
+        if isinstance(dtensor, ShardTensor):
+            return dtensor
+        spec = dtensor._spec
+        layout = make_layout(spec.mesh, spec.placements, dtensor.ndim, who="ShardTensor.from_dtensor")
+        local = dtensor.to_local() if dtensor.requires_grad else dtensor._local_tensor
+        return _C.from_local(  # type: ignore[return-value]
+            local, layout, list(dtensor.shape), list(dtensor.stride()), None
+        )
+
+    def to_dtensor(self) -> DTensor:
+        """A stock DTensor of the same pieces; raises where stock cannot say how they are cut."""
+        if not self._layout.is_even:
+            raise RuntimeError(
+                f"ShardTensor.to_dtensor: {self._layout} has uneven cuts, which torch's DTensor cannot describe; "
+                "redistribute to even ones first"
+            )
+        return DTensor.from_local(
+            self.to_local(), self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
+    def backward(  # type: ignore[override]
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """As torch.Tensor.backward; a sum that is still in pieces is put together first."""
+        root = self
+        if self._layout.has_partial:
+            whole = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
+            root = self.redistribute(placements=whole)
+        if gradient is None and root.numel() == 1:
+            gradient = torch.ones_like(root)
+        torch.autograd.backward(root, gradient, retain_graph, create_graph, inputs=inputs)
+
+    # ---- flatten protocol, traced tensors ----
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func}: traced ShardTensors (torch.compile, FakeTensorMode) are not supported yet")
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        spec = self._spec
+        return ["_local_tensor"], (spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], flatten_spec: Any, size: Any, stride: Any) -> ShardTensor:
+        spec, requires_grad = flatten_spec
+        out = _C.wrap(inner["_local_tensor"], spec._layout, list(size), list(stride))
+        return out.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+
+    # ---- values ----
+
+    def _readable(self, what: str) -> torch.Tensor:
+        if self._layout.is_replicated:
+            return self._local_tensor
+        raise RuntimeError(
+            f"ShardTensor.{what}: this rank holds a piece ({self._layout}); use full_tensor().{what}() for the whole "
+            f"or to_local().{what}() for the piece"
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on a ShardTensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self._readable("numpy").detach().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        value = self.numpy()
+        return value if dtype is None else value.astype(dtype)
+
+    def tolist(self) -> Any:
+        return self._readable("tolist").detach().tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._readable("__dlpack__").__dlpack__(*args, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._local_tensor.__dlpack_device__()
+
+    data_ptr = _refuse_storage("data_ptr")
+    share_memory_ = _refuse_storage("share_memory_")
+    resize_ = _refuse_storage("resize_")
+    resize_as_ = _refuse_storage("resize_as_")
+    set_ = _refuse_storage("set_")
+    pin_memory = _refuse_storage("pin_memory")
+
+    def is_shared(self) -> bool:
+        return self._local_tensor.is_shared()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        layout = self._layout
+        text = f"ShardTensor(local_tensor={self._local_tensor.detach()}, shape={tuple(self.shape)}, layout={layout}"
+        if self.grad_fn is not None:
+            text += f", grad_fn=<{self.grad_fn.name()}>"
+        elif self.requires_grad:
+            text += ", requires_grad=True"
+        return text + ")"
+
+    def __format__(self, spec: str) -> str:
+        if self.ndim == 0 and not isinstance(self, torch.nn.Parameter):
+            return self.item().__format__(spec)
+        return object.__format__(self, spec)
+
+    # ---- copies and files ----
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+            )
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        local = self._local_tensor.detach().clone()
+        out = _C.wrap(local, self._layout, list(self.shape), list(self.stride()))
+        if isinstance(self, torch.nn.Parameter):
+            out = torch.nn.Parameter(out, self.requires_grad)
+        else:
+            out.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            out.grad = self.grad.__deepcopy__(memo)
+        out.__dict__.update({k: __import__("copy").deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_is_param"})
+        memo[id(self)] = out
+        return out  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        layout = self._layout
+        state = (
+            self._local_tensor.detach(),
+            self.device_mesh,
+            self.placements,
+            layout.cuts,
+            tuple(self.shape),
+            self.stride(),
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
+        return _rebuild, state
+
+
+def _fitting_cuts(layout: _C.Layout, placements: Sequence[Placement]) -> list[list[int] | None]:
+    """The layout's explicit cuts where the new placements shard the same dims of the same mesh dims."""
+    ours = placements_of(layout)
+    if len(placements) != len(ours):
+        return []
+    return [cut if p == q else None for cut, p, q in zip(layout.cuts, ours, placements, strict=True)]
+
+
+def _rebuild(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    cuts: list[list[int] | None],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    requires_grad: bool,
+    is_parameter: bool,
+) -> ShardTensor:
+    layout = make_layout(mesh, placements, len(shape), cuts, who="ShardTensor.__reduce_ex__")
+    out = _C.wrap(local, layout, list(shape), list(stride))
+    if is_parameter:
+        return torch.nn.Parameter(out, requires_grad)  # type: ignore[return-value]
+    return out.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+_C.set_python_class(ShardTensor)
+torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _rebuild])

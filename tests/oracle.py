@@ -1,0 +1,251 @@
+"""The brute-force oracle: an op on ShardTensors against the same op on plain tensors, over placements and cuts.
+
+A case is a name, a function of tensors, and the sizes of its arguments. On every rank, for every combination of placements
+and cuts of the arguments (all of them where they are few, a fixed sample where they are many): forward equals plain torch's,
+backward too, every rank's piece has the sizes that its layout says, and the communication is what the case allows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+# What a tensor argument is: sizes (double precision, random), or a function of a generator that makes it.
+Maker = Callable[[torch.Generator], torch.Tensor]
+
+
+@dataclass
+class Case:
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    backward: bool = True
+    # Given each argument's placements (as text: "R", "S(0)", "P"), whether the forward must not communicate at all.
+    quiet: Callable[..., bool] | None = None
+    # Which arguments may be Partial (all floating ones by default), which stay replicated, which stay plain tensors.
+    partial: bool = True
+    replicated: tuple[int, ...] = ()
+    plain: tuple[int, ...] = ()
+    tolerance: float = 1e-9
+    # The most combinations tried per mesh.
+    limit: int = 60
+    # Placements tried for every argument, instead of all.
+    only: Sequence[str] | None = None
+    marks: dict[str, Any] = field(default_factory=dict)
+
+
+def case(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Case:
+    return Case(name, function, arguments, **options)
+
+
+def ints(high: int, *sizes: int) -> Maker:
+    return lambda g: torch.randint(0, high, sizes, generator=g)
+
+
+def bools(*sizes: int) -> Maker:
+    return lambda g: torch.rand(sizes, generator=g) > 0.5
+
+
+def positive(*sizes: int) -> Maker:
+    return lambda g: torch.rand(sizes, generator=g, dtype=torch.float64) + 0.1
+
+
+def make(argument: Any, generator: torch.Generator) -> torch.Tensor:
+    if callable(argument):
+        return argument(generator)
+    return torch.randn(argument, generator=generator, dtype=torch.float64)
+
+
+# ---- layouts ----
+
+EVEN, UNEVEN, EMPTY = "even", "uneven", "empty"
+
+
+def cut_sizes(size: int, pieces: int, kind: str) -> list[int] | None:
+    if kind == EVEN:
+        return None
+    if kind == EMPTY:  # the first rank has nothing
+        rest = pieces - 1
+        return [0] + [size // rest + (1 if i < size % rest else 0) for i in range(rest)] if rest else None
+    # growing pieces: 1, 2, ... as far as they go
+    weights = [i + 1 for i in range(pieces)]
+    cut = [size * w // sum(weights) for w in weights]
+    cut[-1] += size - sum(cut)
+    return cut
+
+
+def choices(t: torch.Tensor, mesh_ndim: int, partial: bool) -> list[tuple[tuple[str, ...], str]]:
+    """Every (placements, cut) for a tensor: placements as text, one per mesh dim."""
+    single = ["R", *(f"S({d})" for d in range(t.ndim))]
+    if partial and t.is_floating_point():
+        single.append("P")
+    out = []
+    for combo in itertools.product(single, repeat=mesh_ndim):
+        sharded = any(c.startswith("S") for c in combo)
+        nested = len({c for c in combo if c.startswith("S")}) < sum(c.startswith("S") for c in combo)
+        for cut in (EVEN, UNEVEN, EMPTY) if sharded and not nested else (EVEN,):
+            out.append((combo, cut))
+    return out
+
+
+def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str) -> Any:
+    """The whole tensor as a ShardTensor, without communication. Partial: random summands."""
+    import shardtensor as st
+    from shardtensor import Partial, Replicate, Shard, _C
+    from shardtensor._layout import make_layout
+
+    objects: list[Any] = []
+    cuts: list[list[int] | None] = []
+    for m, text in enumerate(placements):
+        cuts.append(None)
+        if text == "R":
+            objects.append(Replicate())
+        elif text == "P":
+            objects.append(Partial())
+        else:
+            dim = int(text[2:-1])
+            objects.append(Shard(dim))
+            cuts[m] = cut_sizes(whole.shape[dim], mesh.size(m), cut)
+    layout = make_layout(mesh, objects, whole.ndim, cuts, who="oracle")
+    local = whole.detach().clone()
+    for m, text in enumerate(placements):
+        if text == "P":
+            g = torch.Generator().manual_seed(1000 + m)
+            parts = [torch.randn(local.shape, generator=g, dtype=local.dtype) for _ in range(mesh.size(m) - 1)]
+            parts.append(local - sum(parts) if parts else local)
+            local = parts[mesh.get_local_rank(m)]
+    for d in range(whole.ndim):
+        (start, length), *more = layout.intervals(d, whole.shape[d])
+        assert not more
+        local = local.narrow(d, start, length)
+    local = local.contiguous()
+    out = _C.wrap(local, layout, list(whole.shape), list(whole.stride()))
+    assert isinstance(out, st.ShardTensor)
+    return out
+
+
+def whole(value: Any) -> Any:
+    """A result as plain values, after checking that this rank's piece has the sizes its layout says."""
+    import shardtensor as st
+
+    if not isinstance(value, st.ShardTensor):
+        return value
+    want = value._layout.local_sizes(list(value.shape))
+    got = list(value._local_tensor.shape)
+    assert want == got, f"the piece on rank {dist.get_rank()} has sizes {got}, {value._layout} of {tuple(value.shape)} says {want}"
+    misfit = value._layout.misfit(list(value.shape))
+    assert not misfit, misfit
+    return value.detach().full_tensor()
+
+
+def compare(got: Any, want: Any, tolerance: float, what: str) -> None:
+    got_flat, got_tree = pytree.tree_flatten(got)
+    want_flat, want_tree = pytree.tree_flatten(want)
+    assert len(got_flat) == len(want_flat), f"{what}: {got_tree} instead of {want_tree}"
+    for i, (g, w) in enumerate(zip(got_flat, want_flat, strict=True)):
+        if isinstance(w, torch.Tensor):
+            assert tuple(g.shape) == tuple(w.shape), f"{what}[{i}]: shape {tuple(g.shape)} instead of {tuple(w.shape)}"
+            assert g.dtype == w.dtype, f"{what}[{i}]: {g.dtype} instead of {w.dtype}"
+            g = whole(g)
+            torch.testing.assert_close(
+                g, w.detach(), rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, i=i: f"{what}[{i}]: {m}"
+            )
+        else:
+            assert g == w or (g != g and w != w), f"{what}[{i}]: {g} instead of {w}"
+
+
+def combinations(case: Case, arguments: list[torch.Tensor], mesh_ndim: int) -> list[Any]:
+    per_argument = []
+    for i, t in enumerate(arguments):
+        if i in case.plain or i in case.replicated:
+            per_argument.append([(("R",) * mesh_ndim, EVEN)])
+        else:
+            options = choices(t, mesh_ndim, case.partial)
+            if case.only is not None:
+                options = [o for o in options if all(p in case.only for p in o[0])]
+            per_argument.append(options)
+    every = list(itertools.product(*per_argument))
+    if len(every) > case.limit:
+        every = random.Random(case.name).sample(every, case.limit)
+    return every
+
+
+def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
+    """Called on every rank: the case called `name` of a test module, on a mesh of all ranks."""
+    import importlib
+
+    from shardtensor import _C
+
+    case = next(c for c in importlib.import_module(module).CASES if c.name == name)
+    mesh = mesh_of(mesh_shape)
+    generator = torch.Generator().manual_seed(7)
+    arguments = [make(a, generator) for a in case.arguments]
+    tried = combinations(case, arguments, len(mesh_shape))
+    for combo in tried:
+        what = f"{case.name} on {mesh_shape} with " + ", ".join(f"{' '.join(p)} {cut}" for p, cut in combo)
+        plain = [a.clone().requires_grad_(case.backward and a.is_floating_point()) for a in arguments]
+        ours = [
+            a.clone() if i in case.plain else place(a, mesh, *combo[i]).requires_grad_(case.backward and a.is_floating_point())
+            for i, a in enumerate(arguments)
+        ]
+        want = case.function(*plain)
+        _C.reset_comm_counts()
+        try:
+            got = case.function(*ours)
+        except Exception as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        counts = _C.comm_counts()
+        if case.quiet is not None and case.quiet(*(" ".join(p) for p, _ in combo)):
+            assert not counts, f"{what}: communicates {counts}"
+        compare(got, want, case.tolerance, what)
+        if not case.backward:
+            continue
+        check_backward(plain, ours, want, got, mesh, case.tolerance, what)
+    return len(tried)
+
+
+def check_backward(plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str) -> None:
+    def differentiable(value: Any) -> list[torch.Tensor]:
+        return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+    w, g = differentiable(want), differentiable(got)
+    assert len(w) == len(g), f"{what}: {len(g)} results require grad instead of {len(w)}"
+    if not w:
+        return
+    generator = torch.Generator().manual_seed(11)
+    seeds = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in w]
+    leaves = [t for t in plain if t.requires_grad]
+    our_leaves = [t for t in ours if t.requires_grad]
+    want_grads = torch.autograd.grad(w, leaves, seeds, allow_unused=True)
+    our_seeds = [place(s, mesh, ("R",) * mesh.ndim, EVEN) for s in seeds]
+    try:
+        got_grads = torch.autograd.grad(g, our_leaves, our_seeds, allow_unused=True)
+    except Exception as error:
+        raise AssertionError(f"{what}: backward: {type(error).__name__}: {error}") from error
+    compare(list(got_grads), list(want_grads), tolerance, what + ": gradient")
+
+
+_meshes: dict[tuple[int, ...], Any] = {}
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    from shardtensor import init_device_mesh
+
+    if shape not in _meshes:
+        _meshes[shape] = init_device_mesh("cpu", shape)
+    return _meshes[shape]
+
+
+# Every family is tried on these: (ranks, mesh shape).
+MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
+
+
+def mesh_id(mesh: Any) -> str:
+    return "x".join(str(n) for n in mesh[1])

@@ -1,0 +1,115 @@
+"""Ranks for tests: a pool of processes per world size, started once for the whole run.
+
+A test sends a function by name; every rank calls it with the same arguments and the test gets the list of results. A rank
+that raises makes the call raise here with that rank's traceback; one that does not answer in time makes it fail, and the
+pool is started anew for the next test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class RankError(AssertionError):
+    """What went wrong on the ranks of one call."""
+
+
+def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, _HERE)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40)
+        )
+        import shardtensor  # noqa: F401
+
+        pipe.send(("ready", None))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+        return
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        if message is None:
+            dist.destroy_process_group()
+            return
+        module, name, args, kwargs = message
+        torch.manual_seed(0)
+        try:
+            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            pipe.send(("ok", result))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+class Pool:
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        handle, store = tempfile.mkstemp(prefix="shardtensor-test-")
+        os.close(handle)
+        os.unlink(store)
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._collect(120)
+
+    def _collect(self, seconds: float) -> list[Any]:
+        end = time.monotonic() + seconds
+        answers: list[tuple[str, Any]] = [("error", "no answer")] * self.world
+        waiting = dict(enumerate(self._pipes))
+        while waiting and time.monotonic() < end:
+            for pipe in wait(list(waiting.values()), timeout=max(0.0, end - time.monotonic())):
+                rank = self._pipes.index(pipe)
+                del waiting[rank]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[attr-defined]
+                except (EOFError, ConnectionError):
+                    answers[rank] = ("error", "died")
+                if answers[rank][0] == "error":  # the others may be waiting for it
+                    end = min(end, time.monotonic() + 3)
+        errors = [f"--- rank {r} ---\n{text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
+        if errors:
+            if waiting or len(errors) < self.world:
+                self.stop()  # the ranks may be out of step
+            raise RankError("\n".join(errors))
+        return [value for _, value in answers]
+
+    def run(self, function: str, *args: Any, seconds: float = 60, **kwargs: Any) -> list[Any]:
+        """Calls `module:name` on every rank and returns the ranks' results."""
+        if not self._processes:
+            self._start()
+        module, name = function.split(":")
+        for pipe in self._pipes:
+            pipe.send((module, name, args, kwargs))
+        return self._collect(seconds)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
