@@ -494,12 +494,16 @@ int64_t install_handler() {
       continue;
     }
     const auto handle_ = dispatcher.findOp(name);
-    if (!handle_ || !handle_->hasSchema() || !takes_tensors(handle_->schema()) ||
-        handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    if (!handle_ || !handle_->hasSchema() || !takes_tensors(handle_->schema())) {
+      continue;
+    }
+    const auto local_name = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    const auto* entry = rules::registry().find(local_name);
+    if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+        !(entry && entry->options.composite)) {
       continue;
     }
     ops().emplace_back(*handle_);
-    auto local_name = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     aten.impl(
         local_name.c_str(),
         torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&ops().back())));

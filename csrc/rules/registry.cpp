@@ -42,10 +42,20 @@ const Entry* Registry::find(const std::string& name) const {
 const Registry& registry() {
   static const Registry* all = [] {
     auto* r = new Registry();
-    register_pointwise(*r);
+    register_attention(*r);
     register_copies(*r);
-    register_reductions(*r);
+    register_embedding(*r);
+    register_indexing(*r);
+    register_joins(*r);
+    register_lists(*r);
+    register_losses(*r);
     register_matmul(*r);
+    register_normalization(*r);
+    register_pointwise(*r);
+    register_random(*r);
+    register_reductions(*r);
+    register_scans(*r);
+    register_softmax(*r);
     register_views(*r);
     return r;
   }();

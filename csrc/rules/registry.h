@@ -15,6 +15,8 @@ struct Options {
   bool any_args = false;
   // Not a rule: the op's own CompositeExplicit kernel is run on the global tensors, in terms of ops that have rules.
   bool decompose = false;
+  // The op decomposes by itself (CompositeImplicit), but is taken whole here. It needs an autograd kernel in autograd/.
+  bool composite = false;
   // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
   bool lists = false;
   // Not a rule: the op cannot be done on pieces; this says why and what to do.
@@ -47,10 +49,20 @@ class Registry {
 const Registry& registry();
 
 // One per file of this folder.
-void register_pointwise(Registry&);
+void register_attention(Registry&);
 void register_copies(Registry&);
-void register_reductions(Registry&);
+void register_embedding(Registry&);
+void register_indexing(Registry&);
+void register_joins(Registry&);
+void register_lists(Registry&);
+void register_losses(Registry&);
 void register_matmul(Registry&);
+void register_normalization(Registry&);
+void register_pointwise(Registry&);
+void register_random(Registry&);
+void register_reductions(Registry&);
+void register_scans(Registry&);
+void register_softmax(Registry&);
 void register_views(Registry&);
 
 } // namespace shardtensor::rules
