@@ -4,6 +4,7 @@
 #include "dispatch/special.h"
 #include "dispatch/typed.h"
 
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <deque>
@@ -113,6 +114,9 @@ int64_t install_handler() {
   auto& aten = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   auto& rest = libraries.emplace_back(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // As torch does for its own devices: an op without a derivative says so when one is asked of it.
+  auto& autograd = libraries.emplace_back(torch::Library::IMPL, "_", kAutogradKey, __FILE__, __LINE__);
+  autograd.fallback(torch::autograd::basicAutogradNotImplementedFallback());
   int64_t count = 0;
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) {

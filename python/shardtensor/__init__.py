@@ -1,7 +1,7 @@
 """One global tensor whose pieces live on many ranks, in sizes of any kind: a drop-in for torch.distributed.tensor."""
 
 from shardtensor import _load  # noqa: F401  checks torch's version and loads the extension; must come first
-from shardtensor import _C
+from shardtensor import _C, _interop
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 _C.install_handler()
+_interop.install()
 
 DTensor = ShardTensor
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from shardtensor import _C
+from shardtensor import _C, _handlers
 from shardtensor._from_local import Shapes, layout_for_local
 from shardtensor._layout import ShardingShapes, cuts_from_shapes, make_layout, placements_of
 from shardtensor._mesh import as_device_mesh, current_mesh
@@ -83,6 +83,10 @@ class ShardTensor(DTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    register_dispatch_handler = staticmethod(_handlers.register_dispatch_handler)
+    register_function_handler = staticmethod(_handlers.register_function_handler)
+    register_named_function_handler = staticmethod(_handlers.register_named_function_handler)
 
     # ---- where the pieces are ----
 
