@@ -47,7 +47,6 @@ const Registry& registry() {
     register_embedding(*r);
     register_indexing(*r);
     register_joins(*r);
-    register_lists(*r);
     register_losses(*r);
     register_matmul(*r);
     register_normalization(*r);
@@ -57,6 +56,7 @@ const Registry& registry() {
     register_scans(*r);
     register_softmax(*r);
     register_views(*r);
+    register_lists(*r); // last: it looks up the rules of the others
     return r;
   }();
   return *all;

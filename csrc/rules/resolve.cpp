@@ -230,6 +230,22 @@ class Resolver {
     return true;
   }
 
+  // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
+  bool holds_result(const Choice& c) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (!call_.tensors[i].mutated) {
+        continue;
+      }
+      if (c.kind == Choice::Kind::Partial && !(c.group->operands >> i & 1)) {
+        return false;
+      }
+      if (c.kind == Choice::Kind::Shard && rule_.factors[c.factor].reduce && dim_of(rule_.operands[i].dims, c.factor) < 0) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   Choice choose(int64_t m) {
     c10::SmallVector<Choice, 4> candidates;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
@@ -268,6 +284,9 @@ class Resolver {
         }
       }
     }
+    candidates.erase(
+        std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(c); }),
+        candidates.end());
     candidates.emplace_back();
     if (candidates.size() == 1) {
       return candidates[0];
