@@ -1,7 +1,7 @@
 """One global tensor whose pieces live on many ranks, in sizes of any kind: a drop-in for torch.distributed.tensor."""
 
 from shardtensor import _load  # noqa: F401  checks torch's version and loads the extension; must come first
-from shardtensor import _C, _interop
+from shardtensor import _C, _interop, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -55,6 +55,7 @@ __all__ = [
     "promotion_mode",
     "rand",
     "randn",
+    "random",
     "scatter_tensor",
     "set_promotion_mode",
     "set_strict",

@@ -299,6 +299,11 @@ class ShardTensor(DTensor):
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
 
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+        """A plain tensor, as with any tensor: `data` belongs to no mesh."""
+        dtype, device = dtype or self.dtype, device or self.device
+        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs)
+
     def is_shared(self) -> bool:
         return self._local_tensor.is_shared()
 
