@@ -100,6 +100,7 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
   is_random = handle.hasTag(at::Tag::nondeterministic_seeded);
   if (name.rfind("aten::", 0) == 0) {
     entry = rules::registry().find(name.substr(6));
+    mutated |= entry ? entry->options.writes : 0;
   }
   if (entry) {
     sized = entry->options.sized;

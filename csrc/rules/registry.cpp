@@ -43,6 +43,7 @@ const Registry& registry() {
   static const Registry* all = [] {
     auto* r = new Registry();
     register_attention(*r);
+    register_convolution(*r);
     register_copies(*r);
     register_embedding(*r);
     register_indexing(*r);

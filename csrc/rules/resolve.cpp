@@ -88,7 +88,11 @@ class Resolver {
     switch (c.kind) {
       case Choice::Kind::Shard: {
         const auto d = dim_of(operand.dims, c.factor);
-        return d < 0 ? Placement::replicate() : Placement::shard(d, c.split_factor);
+        if (d < 0) {
+          const auto& reduce = rule_.factors[c.factor].reduce;
+          return operand.summand && reduce ? Placement::partial(*reduce) : Placement::replicate();
+        }
+        return Placement::shard(d, c.split_factor);
       }
       case Choice::Kind::Partial:
         return c.group->operands >> i & 1 ? c.partial : Placement::replicate();
@@ -434,9 +438,10 @@ class Resolver {
           sharded = true;
         } else {
           const auto& f = rule_.factors[c.factor];
-          const auto reduce = r.reduce ? *r.reduce : f.reduce;
+          const bool same = r.same_over >> c.factor & 1;
+          const auto reduce = same ? std::nullopt : r.reduce ? *r.reduce : f.reduce;
           TORCH_INTERNAL_ASSERT(
-              reduce || r.reduce || f.kernel || rule_.always_kernel,
+              reduce || same || r.reduce || f.kernel || rule_.always_kernel,
               "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
           if (reduce) {
             placements[m] = Placement::partial(*reduce);
