@@ -351,7 +351,8 @@ void handle(const Op& op, Stack* stack_ptr) {
     }
     const auto& have = r.impl ? r.impl->layout() : *solution->replicated;
     auto moved = redistribute(local, have, *need, r.tensor.sizes());
-    locals.push_back(written && moved.is_alias_of(local) ? moved.clone() : std::move(moved));
+    // Written copies are contiguous: some of torch's out= kernels take that for granted.
+    locals.push_back(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
   put_local(stack, base, refs, locals);
   if (!solution->size_args.empty()) {

@@ -88,14 +88,40 @@ class Resolver {
     switch (c.kind) {
       case Choice::Kind::Shard: {
         const auto d = dim_of(operand.dims, c.factor);
-        return d < 0 ? Placement::replicate() : Placement::shard(d, c.split_factor);
+        if (d >= 0) {
+          return Placement::shard(d, c.split_factor);
+        }
+        return call_.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
       }
       case Choice::Kind::Partial:
-        return c.group->operands >> i & 1 ? c.partial : Placement::replicate();
+        return (c.group->operands >> i & 1) || is_output(i) ? c.partial : Placement::replicate();
       case Choice::Kind::Replicate:
         return Placement::replicate();
     }
     return {};
+  }
+
+  // What a result that lacks the sharded factor holds.
+  Placement summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const {
+    const auto& f = rule_.factors[factor];
+    const auto reduce = override_ ? *override_ : f.reduce;
+    return reduce ? Placement::partial(*reduce, f.norm_order) : Placement::replicate();
+  }
+
+  // Written and not read.
+  bool is_output(size_t i) const {
+    const auto& t = call_.tensors[i];
+    return t.mutated && call_.schema.arguments()[t.arg].kwarg_only();
+  }
+
+  // What is written holds summands too, so it must belong to the group, or be an output.
+  bool holds_what_is_written(const Linear& group) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (call_.tensors[i].mutated && !(group.operands >> i & 1) && !is_output(i)) {
+        return false;
+      }
+    }
+    return true;
   }
 
   // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
@@ -256,8 +282,7 @@ class Resolver {
         }
       } else if (p.is_partial() && !rule_.operands[i].free) {
         for (const auto& group : rule_.linear) {
-          if (!(group.operands >> i & 1) ||
-              !(group.any_reduction || (group.reductions >> static_cast<int>(p.reduce) & 1))) {
+          if (!(group.operands >> i & 1) || !group.passes(p) || !holds_what_is_written(group)) {
             continue;
           }
           Choice c;
@@ -415,13 +440,10 @@ class Resolver {
           sharded = true;
         } else {
           const auto& f = rule_.factors[c.factor];
-          const auto reduce = r.reduce ? *r.reduce : f.reduce;
+          placements[m] = summands(c.factor, r.reduce);
           TORCH_INTERNAL_ASSERT(
-              reduce || r.reduce || f.kernel || rule_.always_kernel,
+              placements[m].is_partial() || r.reduce || f.kernel || rule_.always_kernel,
               "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
-          if (reduce) {
-            placements[m] = Placement::partial(*reduce);
-          }
         }
       }
     }
