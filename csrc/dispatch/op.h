@@ -23,6 +23,8 @@ struct Op {
   bool is_view = false; // a return shares memory with argument 0
   bool is_random = false;
   const rules::Entry* entry = nullptr;
+  bool sized = false; // sizes belong in the cache's key
+  bool keyed_args = true; // so do the non-tensor arguments
 
   const c10::FunctionSchema& schema() const {
     return handle.schema();

@@ -1,0 +1,374 @@
+#include "dispatch/call.h"
+
+#include "dispatch/errors.h"
+#include "dispatch/handler.h"
+#include "redistribute/redistribute.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace shardtensor {
+
+using c10::IValue;
+using rules::Call;
+using rules::Run;
+using rules::Solution;
+using rules::SolutionPtr;
+using torch::jit::Stack;
+
+namespace {
+
+std::atomic<Promotion> g_promotion{Promotion::Error};
+std::atomic<bool> g_strict{false};
+std::atomic<FallbackLog> g_fallback_log{nullptr};
+
+const MeshPtr& mesh_of(const Op& op, const Refs& refs) {
+  const ShardTensorImpl* first = nullptr;
+  for (const auto& r : refs) {
+    if (!r.impl) {
+      continue;
+    }
+    if (!first) {
+      first = r.impl;
+    } else if (&r.impl->layout().mesh() != &first->layout().mesh()) {
+      errors::different_meshes(op, first->layout(), r.impl->layout());
+    }
+  }
+  TORCH_INTERNAL_ASSERT(first, op.name, ": no ShardTensor among the arguments");
+  return first->layout().mesh_ptr();
+}
+
+Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Layout& replicated) {
+  Call call{op.schema(), c10::ArrayRef<IValue>(stack.data() + base, op.kinds.size()), {}, replicated.mesh()};
+  for (const auto& r : refs) {
+    call.tensors.push_back(
+        {r.arg,
+         r.index,
+         (op.mutated >> r.arg & 1) != 0,
+         r.impl ? &r.impl->layout() : &replicated,
+         r.tensor->sizes(),
+         r.tensor->scalar_type()});
+  }
+  return call;
+}
+
+} // namespace
+
+void check_plain(const Op& op, const Refs& refs) {
+  for (const auto& r : refs) {
+    if (r.impl || r.tensor->dim() == 0) {
+      continue;
+    }
+    const auto mode = g_promotion.load(std::memory_order_relaxed);
+    if (mode == Promotion::Error) {
+      errors::plain_tensor(op, r.arg, *r.tensor);
+    }
+    if (mode == Promotion::Warn) {
+      TORCH_WARN_ONCE(errors::plain_tensor_text(op, r.arg, *r.tensor), " It is taken as replicated.");
+    }
+  }
+}
+
+void key_of(const IValue& v, Key& key) {
+  if (v.isNone()) {
+    key.push(Key::kNone);
+  } else if (v.isInt()) {
+    key.push(Key::kInt, static_cast<uint64_t>(v.toInt()));
+  } else if (v.isBool()) {
+    key.push(v.toBool() ? Key::kTrue : Key::kFalse);
+  } else if (v.isDouble()) {
+    key.push(v.toDouble());
+  } else if (v.isIntList()) {
+    const auto list = v.toIntList();
+    key.push(Key::kInts, list.size());
+    for (const int64_t x : list) {
+      key.push(static_cast<uint64_t>(x));
+    }
+  } else if (v.isString()) {
+    key.push(Key::kString, std::hash<std::string>()(v.toStringRef()));
+  } else if (v.isDevice()) {
+    key.push(Key::kDevice, static_cast<uint64_t>(v.toDevice().type()));
+  } else if (v.isList()) {
+    const auto list = v.toListRef();
+    key.push(Key::kList, list.size());
+    for (const auto& x : list) {
+      key_of(x, key);
+    }
+  } else {
+    key.push(Key::kOpaque); // generators, complex numbers: no rule looks at them
+  }
+}
+
+void key_of(const Refs& refs, bool sizes, Key& key) {
+  for (const auto& r : refs) {
+    const auto shape = r.tensor->sizes();
+    uint64_t ones = 0;
+    for (size_t d = 0; d < shape.size(); ++d) {
+      ones |= static_cast<uint64_t>(shape[d] == 1) << (d & 15);
+    }
+    key.push(
+        (r.impl ? static_cast<uint64_t>(r.impl->layout().id()) : 0) | static_cast<uint64_t>(r.arg) << 40 |
+        static_cast<uint64_t>(shape.size()) << 48 | static_cast<uint64_t>(r.tensor->scalar_type()) << 54);
+    key.push(ones | static_cast<uint64_t>(static_cast<uint16_t>(r.index)) << 16);
+    if (sizes || shape.size() > 16) {
+      for (const auto s : shape) {
+        key.push(static_cast<uint64_t>(s));
+      }
+    }
+  }
+}
+
+SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto replicated = Layout::replicated(mesh_of(op, refs));
+  const auto call = describe(op, stack, base, refs, *replicated);
+  if (op.entry && op.entry->options.refuse) {
+    errors::refused(op, op.entry->options.refuse, call);
+  }
+  if (op.entry && op.entry->rule) {
+    return rules::resolve(call, op.entry->rule(call));
+  }
+  if (op.is_random) {
+    errors::refused(op, "it draws random numbers and has no rule, so its ranks would draw different ones", call);
+  }
+  if (g_strict.load(std::memory_order_relaxed)) {
+    errors::no_rule(op, call);
+  }
+  if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
+    log(op.name, errors::layouts_of(call));
+  }
+  return rules::resolve(call, rules::replicate(call));
+}
+
+void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
+  if (solution.moves) {
+    locals.reserve(refs.size());
+  }
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto& r = refs[i];
+    const bool written = op.mutated >> r.arg & 1;
+    if (written) {
+      errors::check_writable(op, r.arg, *r.tensor, r.impl);
+    }
+    const auto& local = r.impl ? r.impl->local() : *r.tensor;
+    const auto& need = solution.operands[i];
+    if (!need) {
+      locals.borrow(local);
+      continue;
+    }
+    const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
+    auto moved = redistribute(local, have, *need, r.tensor->sizes());
+    // Written copies are contiguous: some of torch's out= kernels take that for granted.
+    locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
+  }
+}
+
+void carry_back(const Refs& refs, const Solution& solution, const Locals& locals) {
+  for (size_t i = 0; i < refs.size(); ++i) {
+    if (!(solution.write_back >> i & 1)) {
+      continue;
+    }
+    auto* self = refs[i].impl;
+    TORCH_INTERNAL_ASSERT(self, "a plain tensor is written");
+    auto back = redistribute(locals[i], *solution.operands[i], self->layout(), refs[i].tensor->sizes());
+    at::Tensor local = self->local();
+    local.copy_(back);
+  }
+}
+
+Sizes local_size_argument(const Solution& solution, const rules::SizeArg& a, const Refs& refs) {
+  const auto& result = solution.results[a.result];
+  Sizes sizes;
+  for (const auto& s : result.sizes) {
+    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sizes()[s.dim] : s.value);
+  }
+  return result.layout->local_sizes(sizes);
+}
+
+namespace {
+
+Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  if (result.sizes.empty()) {
+    return Sizes(local.sizes().begin(), local.sizes().end());
+  }
+  Sizes sizes(result.sizes.size());
+  for (size_t d = 0; d < result.sizes.size(); ++d) {
+    const auto& from = result.sizes[d];
+    if (from.operand >= 0) {
+      sizes[d] = refs[from.operand].tensor->sizes()[from.dim];
+    } else {
+      sizes[d] = from.operand == -1 ? local.size(static_cast<int64_t>(d)) : from.value;
+    }
+  }
+  return sizes;
+}
+
+} // namespace
+
+at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs) {
+  const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
+  const ShardTensorImpl* base = op.is_view ? refs[0].impl : nullptr;
+  const bool broken = base && (solution.operands[0] || !local.is_alias_of(base->local()));
+  if (broken) {
+    base = nullptr;
+  }
+  at::Tensor out;
+  if (!result || !result->layout->is_sharded()) {
+    const auto sizes = local.sizes();
+    const auto strides = local.strides();
+    const auto& layout = result ? result->layout : solution.replicated;
+    out = wrap(std::move(local), layout, sizes, strides, base);
+  } else {
+    const auto sizes = global_sizes(*result, refs, local);
+    const auto strides = strides_like(sizes, local);
+    out = wrap(std::move(local), result->layout, sizes, strides, base);
+  }
+  if (broken) {
+    as_shard_tensor(out)->set_broken_view();
+  }
+  return out;
+}
+
+namespace {
+
+Refs collect(const Op& op, Stack& stack, size_t base) {
+  Refs refs;
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    auto& value = stack[base + i];
+    if (op.kinds[i] == ArgKind::Tensor) {
+      if (value.isTensor() && value.toTensor().defined()) {
+        refs.emplace_back(i, -1, value.toTensor());
+      }
+    } else if (op.kinds[i] == ArgKind::TensorList && !value.isNone()) {
+      const auto list = value.toListRef();
+      for (size_t k = 0; k < list.size(); ++k) {
+        if (list[k].isTensor() && list[k].toTensor().defined()) {
+          refs.emplace_back(i, k, list[k].toTensor());
+        }
+      }
+    }
+  }
+  return refs;
+}
+
+SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto key_with = [&](bool sizes) {
+    Key key;
+    key_of(refs, sizes, key);
+    for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
+      if (op.kinds[i] == ArgKind::Other) {
+        key_of(stack[base + i], key);
+      }
+    }
+    return key;
+  };
+  return Cache::of(op.id).get(
+      op.sized, key_with, [&] { return solve(op, stack, base, refs); });
+}
+
+// Puts the local tensors where the wrappers are, and moves the wrappers to `kept`.
+void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10::SmallVectorImpl<IValue>& kept) {
+  kept.reserve(refs.size());
+  for (size_t i = 0; i < refs.size();) {
+    auto& slot = stack[base + refs[i].arg];
+    kept.push_back(std::move(slot));
+    if (refs[i].index < 0) {
+      slot = locals[i];
+      refs[i].tensor = &kept.back().toTensor();
+      ++i;
+      continue;
+    }
+    const auto first = i;
+    const auto fill = [&](auto list) {
+      for (; i < refs.size() && refs[i].arg == refs[first].arg; ++i) {
+        list.set(static_cast<size_t>(refs[i].index), locals[i]);
+      }
+      slot = std::move(list);
+    };
+    if (kept.back().isTensorList()) {
+      fill(kept.back().toTensorList().copy());
+    } else {
+      fill(c10::impl::toTypedList<std::optional<at::Tensor>>(kept.back().toList()).copy());
+    }
+  }
+}
+
+} // namespace
+
+void handle(const Op& op, Stack* stack_ptr) {
+  auto& stack = *stack_ptr;
+  const auto base = stack.size() - op.kinds.size();
+  auto refs = collect(op, stack, base);
+  check_plain(op, refs);
+  const auto solution = find(op, stack, base, refs);
+
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  Locals locals;
+  local_arguments(op, refs, *solution, locals);
+  c10::SmallVector<IValue, 4> kept;
+  put_local(stack, base, refs, locals, kept);
+  for (const auto& a : solution->size_args) {
+    stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
+  }
+  if (solution->kernel) {
+    c10::SmallVector<Run::At, 4> at;
+    for (size_t i = 0; i < refs.size(); ++i) {
+      const auto& need = solution->operands[i];
+      at.push_back(
+          {need ? need.get() : refs[i].impl ? &refs[i].impl->layout() : solution->replicated.get(),
+           refs[i].tensor->sizes()});
+    }
+    Run run{op.handle, stack, at, *solution};
+    solution->kernel(run);
+  } else {
+    op.handle.callBoxed(stack_ptr);
+  }
+  if (solution->write_back) {
+    carry_back(refs, *solution, locals);
+  }
+
+  const auto returned = op.returns_argument.size();
+  size_t nth = 0;
+  for (size_t i = 0; i < returned; ++i) {
+    auto& value = stack[stack.size() - returned + i];
+    const auto same = op.returns_argument[i];
+    if (value.isTensor()) {
+      if (same >= 0) {
+        const auto* ref = std::find_if(refs.begin(), refs.end(), [&](const Ref& r) { return r.arg == same; });
+        value = *ref->tensor;
+      } else if (value.toTensor().defined()) {
+        value = wrap_result(op, std::move(value).toTensor(), *solution, nth, refs);
+      }
+      ++nth;
+    } else if (value.isTensorList()) {
+      auto list = value.toTensorList();
+      c10::List<at::Tensor> out;
+      out.reserve(list.size());
+      for (size_t k = 0; k < list.size(); ++k) {
+        out.push_back(wrap_result(op, list.extract(k), *solution, nth++, refs));
+      }
+      value = std::move(out);
+    }
+  }
+}
+
+Promotion promotion_mode() {
+  return g_promotion;
+}
+void set_promotion_mode(Promotion mode) {
+  g_promotion = mode;
+}
+bool strict_mode() {
+  return g_strict;
+}
+void set_strict_mode(bool strict) {
+  g_strict = strict;
+  clear_cache();
+}
+void set_fallback_log(FallbackLog log) {
+  g_fallback_log = log;
+}
+
+} // namespace shardtensor
