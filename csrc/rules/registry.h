@@ -11,6 +11,8 @@ namespace shardtensor::rules {
 struct Options {
   // The rule reads sizes (not only ndim and which dims have size 1), so they belong in the cache's key.
   bool sized = false;
+  // The rule reads strides and storage offsets too.
+  bool strided = false;
   // No non-tensor argument changes the rule (alpha, a number added), so none belongs in the key.
   bool any_args = false;
   // Not a rule: the op's own CompositeExplicit kernel is run on the global tensors, in terms of ops that have rules.
