@@ -113,11 +113,11 @@ def distribute_tensor(
             local = local.clone(memory_format=torch.contiguous_format)
             for mesh_dim in range(len(layout.mesh.shape)):
                 _C.broadcast(local, layout.mesh, mesh_dim, src_data_rank)
-    local = _piece(_summand(local, layout), layout)
-    if local._is_view():  # of the user's tensor or of the whole, which must not stay alive for a piece
-        local = local.clone(memory_format=torch.contiguous_format)
-    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), local)
-    out = _C.wrap(local, layout, list(tensor.shape), strides)
+    piece = _piece(_summand(local, layout), layout)
+    if src_data_rank is None or piece is not local:  # the user's memory, or a part of the whole that must not keep it alive
+        piece = piece.clone()
+    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), piece)
+    out = _C.wrap(piece, layout, list(tensor.shape), strides)
     return out.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 

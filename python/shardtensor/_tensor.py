@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,6 +84,8 @@ class ShardTensor(DTensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # DTensor's slots are properties here, over what torch.utils.swap_tensors (Module.to) swaps anyway.
+    __slotnames__: ClassVar[list[str]] = []
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardTensor:
         """ShardTensor(local_tensor, spec, *, requires_grad): what torch's own tools call. Use from_local instead."""
