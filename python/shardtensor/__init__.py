@@ -6,7 +6,7 @@ from shardtensor import _load  # noqa: F401  checks torch's version and loads th
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C
+from shardtensor import _C, _interop, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -31,6 +31,7 @@ from shardtensor._modes import (
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
 _C.install_handler()
+_interop.install()
 
 DTensor = ShardTensor
 
@@ -57,6 +58,7 @@ __all__ = [
     "promotion_mode",
     "rand",
     "randn",
+    "random",
     "scatter_tensor",
     "set_promotion_mode",
     "set_strict",

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from shardtensor import _C
+from shardtensor import _C, _handlers
 from shardtensor._from_local import Shapes, layout_for_local
 from shardtensor._layout import (
     _PARTIAL,
@@ -102,6 +102,10 @@ class ShardTensor(DTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    register_dispatch_handler = staticmethod(_handlers.register_dispatch_handler)
+    register_function_handler = staticmethod(_handlers.register_function_handler)
+    register_named_function_handler = staticmethod(_handlers.register_named_function_handler)
 
     # ---- where the pieces are ----
 
@@ -326,6 +330,11 @@ class ShardTensor(DTensor):
     resize_as_ = _refuse_storage("resize_as_")
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
+
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+        """A plain tensor, as with any tensor: `data` belongs to no mesh."""
+        dtype, device = dtype or self.dtype, device or self.device
+        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs)
 
     def is_shared(self) -> bool:
         return bool(self._local_tensor.is_shared())  # type: ignore[no-untyped-call]
