@@ -209,10 +209,7 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
 at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view ? refs[0].impl : nullptr;
-  const bool broken = base && (solution.operands[0] || !local.is_alias_of(base->local()));
-  if (broken) {
-    base = nullptr;
-  }
+  const bool broken = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
   at::Tensor out;
   if (!result || !result->layout->is_sharded()) {
     const auto sizes = local.sizes();

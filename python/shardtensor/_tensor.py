@@ -20,6 +20,7 @@ from shardtensor._layout import (
     _PARTIALS,
     _SHARD,
     ShardingShapes,
+    check_cuts,
     cuts_from_shapes,
     fitting_cuts,
     make_layout,
@@ -231,12 +232,10 @@ class ShardTensor(DTensor):
                 )
         if sharding_shapes is not None:
             cuts = cuts_from_shapes(layout, sharding_shapes, self.ndim, who=who)
+            layout = make_layout(mesh, placements, self.ndim, cuts, who=who)
+            check_cuts(layout, cuts, self.shape, who=who)
         else:
-            cuts = fitting_cuts(ours, layout.placements)
-        layout = make_layout(mesh, placements, self.ndim, cuts, who=who)
-        misfit = layout.misfit(list(self.shape))
-        if misfit:
-            raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {layout.mesh.rank})")
+            layout = make_layout(mesh, placements, self.ndim, fitting_cuts(ours, layout.placements), who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype)  # type: ignore[return-value]
 
     @staticmethod
@@ -331,7 +330,9 @@ class ShardTensor(DTensor):
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
 
-    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
         """A plain tensor, as with any tensor: `data` belongs to no mesh."""
         dtype, device = dtype or self.dtype, device or self.device
         return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs)
