@@ -160,7 +160,8 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
     auto moved = redistribute(local, have, *need, r.tensor->sizes());
-    locals.hold(written && moved.is_alias_of(local) ? moved.clone() : std::move(moved));
+    // Written copies are contiguous: some of torch's out= kernels take that for granted.
+    locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
 }
 

@@ -88,18 +88,30 @@ class Resolver {
     switch (c.kind) {
       case Choice::Kind::Shard: {
         const auto d = dim_of(operand.dims, c.factor);
-        if (d < 0) {
-          const auto& reduce = rule_.factors[c.factor].reduce;
-          return operand.summand && reduce ? Placement::partial(*reduce) : Placement::replicate();
+        if (d >= 0) {
+          return Placement::shard(d, c.split_factor);
         }
-        return Placement::shard(d, c.split_factor);
+        return operand.summand || call_.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
       }
       case Choice::Kind::Partial:
-        return c.group->operands >> i & 1 ? c.partial : Placement::replicate();
+        return (c.group->operands >> i & 1) || is_output(i) ? c.partial : Placement::replicate();
       case Choice::Kind::Replicate:
         return Placement::replicate();
     }
     return {};
+  }
+
+  // What a result that lacks the sharded factor holds.
+  Placement summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const {
+    const auto& f = rule_.factors[factor];
+    const auto reduce = override_ ? *override_ : f.reduce;
+    return reduce ? Placement::partial(*reduce, f.norm_order) : Placement::replicate();
+  }
+
+  // Written and not read.
+  bool is_output(size_t i) const {
+    const auto& t = call_.tensors[i];
+    return t.mutated && call_.schema.arguments()[t.arg].kwarg_only();
   }
 
   // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
@@ -237,13 +249,14 @@ class Resolver {
   // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
   bool holds_result(const Choice& c) const {
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
-      if (!call_.tensors[i].mutated) {
+      if (!call_.tensors[i].mutated || is_output(i)) {
         continue;
       }
       if (c.kind == Choice::Kind::Partial && !(c.group->operands >> i & 1)) {
         return false;
       }
-      if (c.kind == Choice::Kind::Shard && rule_.factors[c.factor].reduce && dim_of(rule_.operands[i].dims, c.factor) < 0) {
+      if (c.kind == Choice::Kind::Shard && dim_of(rule_.operands[i].dims, c.factor) < 0 &&
+          summands(c.factor, rule_.operands[i].reduce).is_partial() && !rule_.operands[i].summand) {
         return false;
       }
     }
@@ -276,8 +289,7 @@ class Resolver {
         }
       } else if (p.is_partial() && !rule_.operands[i].free) {
         for (const auto& group : rule_.linear) {
-          if (!(group.operands >> i & 1) ||
-              !(group.any_reduction || (group.reductions >> static_cast<int>(p.reduce) & 1))) {
+          if (!(group.operands >> i & 1) || !group.passes(p)) {
             continue;
           }
           Choice c;
@@ -439,13 +451,12 @@ class Resolver {
         } else {
           const auto& f = rule_.factors[c.factor];
           const bool same = r.same_over >> c.factor & 1;
-          const auto reduce = same ? std::nullopt : r.reduce ? *r.reduce : f.reduce;
-          TORCH_INTERNAL_ASSERT(
-              reduce || same || r.reduce || f.kernel || rule_.always_kernel,
-              "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
-          if (reduce) {
-            placements[m] = Placement::partial(*reduce);
+          if (!same) {
+            placements[m] = summands(c.factor, r.reduce);
           }
+          TORCH_INTERNAL_ASSERT(
+              placements[m].is_partial() || same || r.reduce || f.kernel || rule_.always_kernel,
+              "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
         }
       }
     }

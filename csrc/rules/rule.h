@@ -27,6 +27,8 @@ struct Factor {
   // A result that lacks it holds summands (Partial). Without this, a result that lacks a sharded factor is Replicate: its
   // kernel has made it so.
   std::optional<ReduceOp> reduce;
+  // The order, where `reduce` is Norm.
+  double norm_order = 2.0;
 };
 
 // One dim of an operand or a result.
@@ -51,6 +53,8 @@ struct Operand {
   // The op adds it to what it sums up (addmm's self), or writes the sum there (out=): where a factor that is summed over is
   // sharded, it holds summands as the result does.
   bool summand = false;
+  // A written operand: as Result::reduce. Where it lacks a sharded factor that reduces, it holds summands.
+  std::optional<std::optional<ReduceOp>> reduce;
 
   Operand() = default;
   Operand(Dims d) : dims(std::move(d)) {} // NOLINT
@@ -78,6 +82,13 @@ struct Linear {
   bool any_reduction = false;
   // It commutes with these besides (bit = ReduceOp).
   uint32_t reductions = 1u << static_cast<int>(ReduceOp::Sum) | 1u << static_cast<int>(ReduceOp::Avg);
+  // Where one of them is Norm: of this order.
+  double norm_order = 2.0;
+
+  bool passes(const Placement& p) const {
+    return any_reduction ||
+        ((reductions >> static_cast<int>(p.reduce) & 1) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
+  }
 };
 
 // Argument `arg` lists the sizes of result `result` (view, expand, new_zeros): locally it lists the local sizes.
