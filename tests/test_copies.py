@@ -138,6 +138,36 @@ def test_copies(pools, function, mesh):
     pools(mesh[0]).run(f"test_copies:{function}", mesh[1])
 
 
+def checkpoint(shape, path):
+    """Written in one layout, read into another."""
+    import torch.distributed.checkpoint as dcp
+    from shardtensor import Shard, ShardTensor
+
+    mesh = mesh_of(shape)
+    value = make((5, 4), torch.Generator().manual_seed(3))
+    layouts = [(x, v) for v, x in tensors(shape) if not x._layout.has_partial]
+    for number, (x, v) in enumerate(layouts):
+        dcp.save({"x": x, "none": place(torch.ones(0), mesh, ("S(0)",) + ("R",) * (mesh.ndim - 1), "even")}, checkpoint_id=f"{path}/{number}")
+        for y, _ in layouts:
+            state = {"x": torch.zeros_like(y)}
+            dcp.load(state, checkpoint_id=f"{path}/{number}")
+            assert type(state["x"]) is ShardTensor and state["x"]._layout == y._layout
+            torch.testing.assert_close(whole(state["x"]), v)
+    if mesh.ndim == 2:
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        x = place(value, mesh, ("R", "R"), "even").redistribute(placements=[_StridedShard(0, split_factor=2), Shard(0)])
+        dcp.save({"x": x}, checkpoint_id=f"{path}/strided")
+        state = {"x": place(torch.zeros_like(value), mesh, ("S(1)", "S(0)"), "uneven")}
+        dcp.load(state, checkpoint_id=f"{path}/strided")
+        torch.testing.assert_close(whole(state["x"]), value)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_checkpoint(pools, mesh, tmp_path):
+    pools(mesh[0]).run("test_copies:checkpoint", mesh[1], str(tmp_path))
+
+
 def saved(shape, path):
     from shardtensor import Shard, distribute_tensor
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -393,6 +395,38 @@ class ShardTensor(DTensor):
             self._attributes(),
         )
         return _rebuild, state
+
+    # ---- torch.distributed.checkpoint ----
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """This rank's boxes; none where it has nothing."""
+        self._raise_if_contains_partial_placements()  # type: ignore[no-untyped-call]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self._layout.boxes(list(self.shape))
+            if all(sizes) or not self.numel()
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size())
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The part of this rank's piece that is the box at index.offset."""
+        piece = self._local_tensor.detach()
+        for dim, start in enumerate(index.offset or ()):
+            at = 0
+            for begin, length in self._layout.intervals(dim, self.shape[dim]):
+                if begin == start:
+                    piece = piece.narrow(dim, at, length)
+                    break
+                at += length
+        return piece
 
 
 def _grad_layout(layout: _C.Layout, grad_placements: Sequence[Placement], ndim: int, who: str) -> _C.Layout:
