@@ -56,12 +56,11 @@ def _layouts(tensors: list[Any], seed: str) -> list[list[tuple[str, str]]]:
 
 def run_op(name: str) -> tuple[str, str]:
     """On every rank: 'right', 'unsupported', 'wrong' or 'error', with what was seen."""
+    import shardtensor as st
     import torch
     import torch.distributed as dist
     import torch.utils._pytree as pytree
     from oracle import check_backward, compare, mesh_of, place
-
-    import shardtensor as st
 
     op = database()[name]
     mesh = mesh_of((dist.get_world_size(),))

@@ -53,7 +53,7 @@ def indices(values: list[int]) -> Any:
 
 
 def layouts() -> None:
-    from shardtensor import Partial, Replicate, Shard, _C
+    from shardtensor import _C, Partial, Replicate, Shard
 
     for cut in ("even", "uneven", "empty"):
         for weight, index, want in (("S(0)", "R", Partial()), ("S(1)", "R", Shard(1)), ("R", "S(0)", Shard(0)), ("R", "R", Replicate())):

@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 
 def stock_and_ours_mix():
+    import shardtensor as st
     from oracle import mesh_of, place
     from torch.distributed.tensor import Shard, distribute_tensor
-
-    import shardtensor as st
 
     mesh = mesh_of((dist.get_world_size(),))
     a, b = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
@@ -28,14 +27,13 @@ def stock_and_ours_mix():
         }
         for name, (got, want) in cases.items():
             assert type(got) is st.ShardTensor, name
-            torch.testing.assert_close(got.full_tensor(), want, msg=lambda m, name=name: f"{name} {cut}: {m}")
+            torch.testing.assert_close(got.full_tensor(), want, msg=lambda m, name=name, cut=cut: f"{name} {cut}: {m}")
 
 
 def gradient_reaches_stock():
+    import shardtensor as st
     from oracle import mesh_of, place
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    import shardtensor as st
 
     mesh = mesh_of((dist.get_world_size(),))
     a, b = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
@@ -52,7 +50,6 @@ def gradient_reaches_stock():
 
 def handlers_are_called_and_taken_back():
     from oracle import mesh_of, place
-
     from shardtensor import ShardTensor, _handlers
 
     mesh = mesh_of((dist.get_world_size(),))
@@ -81,7 +78,7 @@ def handlers_are_called_and_taken_back():
     assert ShardTensor.__torch_function__ is torch._C._disabled_torch_function_impl
     assert torch.nn.functional.gelu(x).full_tensor().ne(0).all()
 
-    library = torch.library.Library("shardtensor_test", "DEF")  # noqa: TOR901
+    library = torch.library.Library("shardtensor_test", "DEF")
     library.define("thrice(Tensor x) -> Tensor")
     library.impl("thrice", lambda t: t * 3, "CPU")
     assert torch.ops.shardtensor_test.thrice(x).full_tensor().eq(3).all()  # the fallback: gathered

@@ -24,9 +24,8 @@ GRADIENTS = ["R", "S(0)", "P"]
 
 
 def step_equals_torch(name, how, options):
-    from oracle import EVEN, UNEVEN, compare, mesh_of, place
-
     import torch.distributed as dist
+    from oracle import EVEN, UNEVEN, compare, mesh_of, place
 
     mesh = mesh_of((dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)
@@ -51,9 +50,8 @@ def step_equals_torch(name, how, options):
 
 
 def clip_equals_torch(kind, foreach):
-    from oracle import UNEVEN, compare, mesh_of, place
-
     import torch.distributed as dist
+    from oracle import UNEVEN, compare, mesh_of, place
 
     mesh = mesh_of((dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)

@@ -276,7 +276,7 @@ at::Tensor wrap_result(
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
-  const bool broken = base && (solution.operands[0] || !local.is_alias_of(base->local()));
+  const bool broken = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
   if (broken) {
     base = nullptr;
   }

@@ -15,11 +15,9 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from shardtensor import _C
 from shardtensor._from_local import _MOST_DIMS, coordinate_at
-from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, cuts_from_shapes, make_layout
+from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
 from shardtensor._mesh import as_mesh, current_mesh
 from shardtensor._tensor import ShardTensor
-
-_UNCUT = (0, -1, 1, "sum", 2.0)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -44,9 +42,7 @@ def _full_layout(
     if sharding_shapes is not None:
         cuts = cuts_from_shapes(layout, sharding_shapes, len(sizes), who=who)
         layout = make_layout(mesh, placements, len(sizes), cuts, who=who)
-        misfit = layout.misfit(list(sizes))
-        if misfit:
-            raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {layout.mesh.rank})")
+        check_cuts(layout, cuts, sizes, who=who)
     if any(kind == _PARTIAL and reduce not in partial for kind, _, _, reduce, _ in layout.placements):
         allowed = f" and Partial of {' or '.join(partial)}" if partial else ""
         raise RuntimeError(
@@ -113,11 +109,11 @@ def distribute_tensor(
             local = local.clone(memory_format=torch.contiguous_format)
             for mesh_dim in range(len(layout.mesh.shape)):
                 _C.broadcast(local, layout.mesh, mesh_dim, src_data_rank)
-    local = _piece(_summand(local, layout), layout)
-    if local._is_view():  # of the user's tensor or of the whole, which must not stay alive for a piece
-        local = local.clone(memory_format=torch.contiguous_format)
-    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), local)
-    out = _C.wrap(local, layout, list(tensor.shape), strides)
+    piece = _piece(_summand(local, layout), layout)
+    if src_data_rank is None or piece is not local:  # the user's memory, or a part of the whole that must not keep it alive
+        piece = piece.clone()
+    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), piece)
+    out = _C.wrap(piece, layout, list(tensor.shape), strides)
     return out.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 
@@ -185,14 +181,7 @@ def _scatter_along(
     """The source's slice of the mesh dim hands each coordinate what it and the ranks behind it will need."""
     view = layout.mesh
     kind, dim, *_ = layout.placements[mesh_dim]
-    before, after = (
-        _C.Layout(
-            view,
-            [p if m < upto else _UNCUT for m, p in enumerate(layout.placements)],
-            [c if m < upto else None for m, c in enumerate(layout.cuts)],
-        )
-        for upto in (mesh_dim, mesh_dim + 1)
-    )
+    before, after = upto(layout, mesh_dim), upto(layout, mesh_dim + 1)
     if kind != _SHARD:
         if block is None:
             block = torch.empty(before.local_sizes(sizes), dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtensor import _C
-from shardtensor._layout import _SHARD, ShardingShapes, cuts_from_shapes, make_layout
+from shardtensor._layout import _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout
 from shardtensor._mesh import as_mesh
 
 Shapes = ShardingShapes | Literal["chunk", "infer"] | None
@@ -51,6 +51,9 @@ def layout_for_local(
         cuts = cuts_from_shapes(layout, sharding_shapes, local.ndim, who=who)
         layout = make_layout(mesh, placements, local.ndim, cuts, who=who)
     sizes = [int(n) for n in shape] if shape is not None else _sizes_from(local, layout, cuts, who)
+    if len(sizes) != local.ndim:
+        raise ValueError(f"{who}: argument 'shape' has {len(sizes)} dims, the local tensor {local.ndim} (rank {rank})")
+    check_cuts(layout, cuts, sizes, who=who)
     if told is None:
         _check_fit(local.shape, layout, sizes, view.coordinate, rank, who)
     else:
@@ -84,11 +87,6 @@ def _sizes_from(local: torch.Tensor, layout: _C.Layout, cuts: Sequence[Sequence[
 def _check_fit(
     local: Sequence[int], layout: _C.Layout, sizes: list[int], coordinate: Sequence[int], rank: int, who: str
 ) -> None:
-    if len(sizes) != len(local):
-        raise ValueError(f"{who}: argument 'shape' has {len(sizes)} dims, the local tensor {len(local)} (rank {rank})")
-    misfit = layout.misfit(sizes)
-    if misfit:
-        raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {rank})")
     want = layout.local_sizes(sizes, list(coordinate))
     if list(local) != want:
         raise ValueError(

@@ -22,8 +22,8 @@ def _override(qualified: str, handler: Callable[..., Any]) -> None:
     if not name:
         raise ValueError(f"register_named_function_handler: argument 'name' is {qualified!r}; use 'namespace::op' or 'namespace::op.overload'")
     _libraries.pop(qualified, None)
-    library = torch.library.Library(namespace, "IMPL")  # noqa: TOR901
-    library.impl(name, handler, KEY, allow_override=True)
+    library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    library.impl(name, handler, KEY, allow_override=True)  # type: ignore[no-untyped-call]
     _libraries[qualified] = library
 
 
@@ -75,7 +75,6 @@ def _switch() -> None:
     from shardtensor._tensor import ShardTensor
 
     enabled = bool(_functions)
-    ShardTensor.__torch_function__ = (  # type: ignore[method-assign]
-        classmethod(_torch_function) if enabled else torch._C._disabled_torch_function_impl
-    )
+    function: Any = classmethod(_torch_function) if enabled else torch._C._disabled_torch_function_impl
+    ShardTensor.__torch_function__ = function  # type: ignore[method-assign]
     _C.set_python_class(ShardTensor, not enabled)

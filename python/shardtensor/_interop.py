@@ -37,7 +37,7 @@ def _again(op: Any, leaves: list[Any], tree: Any) -> Any:
 
 def install() -> None:
     """Wraps the slow path and the custom handlers of torch's engine, once."""
-    engine = DTensor._op_dispatcher
+    engine: Any = DTensor._op_dispatcher
     if getattr(engine, "_shardtensor_installed", False):
         return
     slow = engine._propagate_op_sharding_dispatch_slow_path

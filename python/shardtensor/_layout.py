@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -111,6 +112,33 @@ def cuts_from_shapes(
                 )
         cuts[mesh_dim] = [int(shape[dim]) for shape in shapes]
     return cuts
+
+
+def upto(layout: _C.Layout, mesh_dim: int) -> _C.Layout:
+    """The layout as the mesh dims before `mesh_dim` make it."""
+    uncut = _encode(Replicate(), None, "")
+    placements = [p if m < mesh_dim else uncut for m, p in enumerate(layout.placements)]
+    return _C.Layout(layout.mesh, placements, [c if m < mesh_dim else None for m, c in enumerate(layout.cuts)])
+
+
+def check_cuts(layout: _C.Layout, cuts: Sequence[Sequence[int] | None], sizes: Sequence[int], *, who: str) -> None:
+    """Raises unless the cuts, one row per mesh dim, add up to what there is to cut.
+
+    From the cuts and not from the layout: there, sizes that are torch.chunk's of another size have become an even cut.
+    """
+    for mesh_dim, cut in enumerate(cuts):
+        if cut is None:
+            continue
+        before = upto(layout, mesh_dim)
+        dim = layout.placements[mesh_dim][1]
+        cutting = [n if p[0] == _SHARD and p[1] == dim else 1 for n, p in zip(layout.mesh.shape, before.placements, strict=True)]
+        for outer in itertools.product(*map(range, cutting)):
+            there = before.local_sizes(sizes, outer)[dim]
+            if sum(cut) != there:
+                raise ValueError(
+                    f"{who}: argument 'sharding_shapes' (rank {layout.mesh.rank}): the pieces along mesh dim {mesh_dim} add up to "
+                    f"{sum(cut)}, but tensor dim {dim} has {there}" + (f" at {outer} of the outer mesh dims" if max(cutting) > 1 else "")
+                )
 
 
 def fitting_cuts(layout: _C.Layout, placements: Sequence[tuple[int, int, int, str, float]]) -> list[list[int] | None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -20,6 +22,7 @@ from shardtensor._layout import (
     _PARTIALS,
     _SHARD,
     ShardingShapes,
+    check_cuts,
     cuts_from_shapes,
     fitting_cuts,
     make_layout,
@@ -84,6 +87,8 @@ class ShardTensor(DTensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # DTensor's slots are properties here, over what torch.utils.swap_tensors (Module.to) swaps anyway.
+    __slotnames__: ClassVar[list[str]] = []
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardTensor:
         """ShardTensor(local_tensor, spec, *, requires_grad): what torch's own tools call. Use from_local instead."""
@@ -229,12 +234,10 @@ class ShardTensor(DTensor):
                 )
         if sharding_shapes is not None:
             cuts = cuts_from_shapes(layout, sharding_shapes, self.ndim, who=who)
+            layout = make_layout(mesh, placements, self.ndim, cuts, who=who)
+            check_cuts(layout, cuts, self.shape, who=who)
         else:
-            cuts = fitting_cuts(ours, layout.placements)
-        layout = make_layout(mesh, placements, self.ndim, cuts, who=who)
-        misfit = layout.misfit(list(self.shape))
-        if misfit:
-            raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {layout.mesh.rank})")
+            layout = make_layout(mesh, placements, self.ndim, fitting_cuts(ours, layout.placements), who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype)  # type: ignore[return-value]
 
     @staticmethod
@@ -329,7 +332,9 @@ class ShardTensor(DTensor):
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
 
-    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
         """A plain tensor, as with any tensor: `data` belongs to no mesh."""
         dtype, device = dtype or self.dtype, device or self.device
         return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs)
@@ -390,6 +395,38 @@ class ShardTensor(DTensor):
             self._attributes(),
         )
         return _rebuild, state
+
+    # ---- torch.distributed.checkpoint ----
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """This rank's boxes; none where it has nothing."""
+        self._raise_if_contains_partial_placements()  # type: ignore[no-untyped-call]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self._layout.boxes(list(self.shape))
+            if all(sizes) or not self.numel()
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size())
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The part of this rank's piece that is the box at index.offset."""
+        piece = self._local_tensor.detach()
+        for dim, start in enumerate(index.offset or ()):
+            at = 0
+            for begin, length in self._layout.intervals(dim, self.shape[dim]):
+                if begin == start:
+                    piece = piece.narrow(dim, at, length)
+                    break
+                at += length
+        return piece
 
 
 def _grad_layout(layout: _C.Layout, grad_placements: Sequence[Placement], ndim: int, who: str) -> _C.Layout:
