@@ -61,6 +61,9 @@ Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, c
 } // namespace
 
 void check_plain(const Op& op, const Refs& refs) {
+  if (op.entry && op.entry->options.plain) {
+    return;
+  }
   for (const auto& r : refs) {
     if (r.impl || r.tensor->dim() == 0) {
       continue;
@@ -346,9 +349,13 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   kept.reserve(refs.size());
   for (size_t i = 0; i < refs.size();) {
     auto& slot = stack[base + refs[i].arg];
+    IValue local;
+    if (refs[i].index < 0) {
+      local = locals[i]; // before the move: a plain tensor's local is the slot's own
+    }
     kept.push_back(std::move(slot));
     if (refs[i].index < 0) {
-      slot = locals[i];
+      slot = std::move(local);
       refs[i].tensor = &kept.back().toTensor();
       ++i;
       continue;
