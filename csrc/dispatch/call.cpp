@@ -231,8 +231,6 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   return out;
 }
 
-namespace {
-
 Refs collect(const Op& op, Stack& stack, size_t base) {
   Refs refs;
   for (size_t i = 0; i < op.kinds.size(); ++i) {
@@ -252,6 +250,8 @@ Refs collect(const Op& op, Stack& stack, size_t base) {
   }
   return refs;
 }
+
+namespace {
 
 SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   const auto key_with = [&](bool sizes) {

@@ -71,6 +71,9 @@ Sizes local_size_argument(const rules::Solution& solution, const rules::SizeArg&
 
 at::Tensor wrap_result(const Op& op, at::Tensor local, const rules::Solution& solution, size_t nth, const Refs& refs);
 
+// Every tensor among boxed arguments. The references point into the stack.
+Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
+
 // Runs a whole call on boxed arguments, replacing them by the results.
 void handle(const Op& op, torch::jit::Stack* stack);
 

@@ -91,7 +91,7 @@ class Resolver {
         if (d >= 0) {
           return Placement::shard(d, c.split_factor);
         }
-        return call_.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
+        return operand.summand || call_.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
       }
       case Choice::Kind::Partial:
         return (c.group->operands >> i & 1) || is_output(i) ? c.partial : Placement::replicate();
@@ -112,16 +112,6 @@ class Resolver {
   bool is_output(size_t i) const {
     const auto& t = call_.tensors[i];
     return t.mutated && call_.schema.arguments()[t.arg].kwarg_only();
-  }
-
-  // What is written holds summands too, so it must belong to the group, or be an output.
-  bool holds_what_is_written(const Linear& group) const {
-    for (size_t i = 0; i < call_.tensors.size(); ++i) {
-      if (call_.tensors[i].mutated && !(group.operands >> i & 1) && !is_output(i)) {
-        return false;
-      }
-    }
-    return true;
   }
 
   // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
@@ -256,6 +246,23 @@ class Resolver {
     return true;
   }
 
+  // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
+  bool holds_result(const Choice& c) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (!call_.tensors[i].mutated || is_output(i)) {
+        continue;
+      }
+      if (c.kind == Choice::Kind::Partial && !(c.group->operands >> i & 1)) {
+        return false;
+      }
+      if (c.kind == Choice::Kind::Shard && dim_of(rule_.operands[i].dims, c.factor) < 0 &&
+          summands(c.factor, rule_.operands[i].reduce).is_partial() && !rule_.operands[i].summand) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   Choice choose(int64_t m) {
     c10::SmallVector<Choice, 4> candidates;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
@@ -282,7 +289,7 @@ class Resolver {
         }
       } else if (p.is_partial() && !rule_.operands[i].free) {
         for (const auto& group : rule_.linear) {
-          if (!(group.operands >> i & 1) || !group.passes(p) || !holds_what_is_written(group)) {
+          if (!(group.operands >> i & 1) || !group.passes(p)) {
             continue;
           }
           Choice c;
@@ -293,6 +300,9 @@ class Resolver {
         }
       }
     }
+    candidates.erase(
+        std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(c); }),
+        candidates.end());
     candidates.emplace_back();
     if (candidates.size() == 1) {
       return candidates[0];
@@ -440,9 +450,12 @@ class Resolver {
           sharded = true;
         } else {
           const auto& f = rule_.factors[c.factor];
-          placements[m] = summands(c.factor, r.reduce);
+          const bool same = r.same_over >> c.factor & 1;
+          if (!same) {
+            placements[m] = summands(c.factor, r.reduce);
+          }
           TORCH_INTERNAL_ASSERT(
-              placements[m].is_partial() || r.reduce || f.kernel || rule_.always_kernel,
+              placements[m].is_partial() || same || r.reduce || f.kernel || rule_.always_kernel,
               "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
         }
       }

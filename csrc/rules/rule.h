@@ -50,6 +50,9 @@ struct Operand {
   Dims dims;
   // The op reads no values of it (zeros_like): it is left as it is, its shards are followed, its summands count as whole.
   bool free = false;
+  // The op adds it to what it sums up (addmm's self), or writes the sum there (out=): where a factor that is summed over is
+  // sharded, it holds summands as the result does.
+  bool summand = false;
   // A written operand: as Result::reduce. Where it lacks a sharded factor that reduces, it holds summands.
   std::optional<std::optional<ReduceOp>> reduce;
 
@@ -64,6 +67,8 @@ struct Result {
   Sizes sizes;
   // Set where the result's placement over summands is not the factor's: overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
+  // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
+  uint64_t same_over = 0;
 
   Result() = default;
   Result(Dims d, Sizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT
