@@ -273,9 +273,10 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   kept.reserve(refs.size());
   for (size_t i = 0; i < refs.size();) {
     auto& slot = stack[base + refs[i].arg];
+    const bool plain = &locals[i] == refs[i].tensor; // borrowed from the very place that is emptied here
     kept.push_back(std::move(slot));
     if (refs[i].index < 0) {
-      slot = locals[i];
+      slot = plain ? kept.back() : IValue(locals[i]);
       refs[i].tensor = &kept.back().toTensor();
       ++i;
       continue;
