@@ -210,9 +210,6 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view ? refs[0].impl : nullptr;
   const bool broken = base && (solution.operands[0] || !local.is_alias_of(base->local()));
-  if (broken) {
-    base = nullptr;
-  }
   at::Tensor out;
   if (!result || !result->layout->is_sharded()) {
     const auto sizes = local.sizes();
