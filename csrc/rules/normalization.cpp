@@ -265,6 +265,7 @@ Rule rms_norm_backward(const Call& call) {
 
 struct GroupDims {
   Dims full, channels, statistics;
+  Sizes statistics_sizes;
 };
 
 GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed) {
@@ -277,6 +278,7 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
   out.full = {Dim(n), Dim(g, input.sizes[1] / groups)};
   out.channels = {out.full[1]};
   out.statistics = {Dim(n), Dim(g)};
+  out.statistics_sizes = {input.sizes[0], groups};
   for (int64_t d = 2; d < input.dim(); ++d) {
     out.full.emplace_back(rule.factor(kernel_factor(summed)));
   }
@@ -344,7 +346,8 @@ void group_norm_kernel(Run& run) {
 Rule group_norm(const Call& call) {
   Rule rule;
   const auto dims = group_dims(call, rule, std::nullopt);
-  rule.results = {Result(dims.full), Result(dims.statistics), Result(dims.statistics)};
+  rule.results = {
+      Result(dims.full), Result(dims.statistics, dims.statistics_sizes), Result(dims.statistics, dims.statistics_sizes)};
   rule.kernel = group_norm_kernel;
   rule.always_kernel = true;
   return rule;

@@ -448,7 +448,7 @@ class Resolver {
     if (sharded) {
       for (size_t i = 0; i < rule_.operands.size(); ++i) {
         const auto d = dim_of(rule_.operands[i].dims, dim.factor);
-        if (d >= 0) {
+        if (d >= 0 && rule_.operands[i].dims[d].inner == dim.inner) {
           return {static_cast<int16_t>(i), static_cast<int16_t>(d), 0};
         }
       }
