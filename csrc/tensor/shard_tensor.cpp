@@ -166,9 +166,10 @@ Sizes strides_like(IntArrayRef sizes, const at::Tensor& local) {
   Sizes strides(n, 1);
   c10::SmallVector<int64_t, 5> order(n);
   std::iota(order.begin(), order.end(), 0);
-  if (local.dim() == n && !local.is_contiguous() && local.is_non_overlapping_and_dense()) {
-    std::stable_sort(
-        order.begin(), order.end(), [&](int64_t a, int64_t b) { return local.stride(a) > local.stride(b); });
+  // By the strides alone: whether a piece is dense or contiguous hangs on its sizes, and all ranks must find the same.
+  const auto have = local.strides();
+  if (local.dim() == n && !std::is_sorted(have.rbegin(), have.rend()) && std::find(have.begin(), have.end(), 0) == have.end()) {
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return have[a] > have[b]; });
   }
   int64_t stride = 1;
   for (int64_t i = n - 1; i >= 0; --i) {
