@@ -22,7 +22,12 @@ MutableLayout as_mutable(LayoutPtr l) {
 } // namespace
 
 void register_tensor(py::module& m) {
-  m.def("set_python_class", [](const py::type& type) { set_python_class(reinterpret_cast<PyTypeObject*>(type.ptr())); });
+  m.def(
+      "set_python_class",
+      [](const py::type& type, bool torch_function_disabled) {
+        set_python_class(reinterpret_cast<PyTypeObject*>(type.ptr()), torch_function_disabled);
+      },
+      py::arg("type"), py::arg("torch_function_disabled") = true);
   m.def("is_shard_tensor", [](const at::Tensor& t) { return as_shard_tensor(t) != nullptr; });
   m.def("local", [](const at::Tensor& t) { return shard_tensor(t, "_local_tensor").local(); });
   m.def("set_local", [](const at::Tensor& t, const at::Tensor& local) { shard_tensor(t, "_local_tensor").set_local(local); });

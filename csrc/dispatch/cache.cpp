@@ -15,13 +15,16 @@ std::atomic<int64_t> g_generation{0};
 struct ThreadCaches {
   std::vector<std::unique_ptr<Cache>> by_op;
   int64_t generation = 0;
-  CacheInfo info{0, 0, 0};
 };
 
+// A bare pointer: no guard and no call to find it. Leaked: Python may run ops while the process ends.
+thread_local ThreadCaches* t_caches __attribute__((tls_model("initial-exec"))) = nullptr;
+
 ThreadCaches& caches() {
-  // Leaked: Python may run ops while the process ends, after thread-locals with destructors are gone.
-  thread_local auto* all = new ThreadCaches();
-  return *all;
+  if (C10_UNLIKELY(!t_caches)) {
+    t_caches = new ThreadCaches();
+  }
+  return *t_caches;
 }
 
 } // namespace
@@ -31,7 +34,6 @@ Cache& Cache::of(int32_t op) {
   const auto generation = g_generation.load(std::memory_order_relaxed);
   if (all.generation != generation) {
     all.by_op.clear();
-    all.info = {0, 0, 0};
     all.generation = generation;
   }
   if (static_cast<size_t>(op) >= all.by_op.size()) {
@@ -45,24 +47,21 @@ Cache& Cache::of(int32_t op) {
 }
 
 const rules::SolutionPtr* Cache::find(const Key& key) {
-  auto& info = caches().info;
   if (!slots_.empty()) {
     const auto mask = slots_.size() - 1;
     for (auto i = key.hash() & mask; slots_[i]; i = (i + 1) & mask) {
       if (slots_[i]->key == key) {
-        ++info.hits;
+        ++hits_;
         return &slots_[i]->solution;
       }
     }
   }
-  ++info.misses;
+  ++misses_;
   return nullptr;
 }
 
 void Cache::put(Key key, rules::SolutionPtr solution) {
-  auto& info = caches().info;
   if (used_ >= kLimit) {
-    info.entries -= static_cast<int64_t>(used_);
     slots_.clear();
     used_ = 0;
   }
@@ -80,7 +79,6 @@ void Cache::put(Key key, rules::SolutionPtr solution) {
   }
   slots_[i] = std::make_unique<Entry>(Entry{std::move(key), std::move(solution)});
   ++used_;
-  ++info.entries;
 }
 
 void Cache::grow() {
@@ -100,7 +98,19 @@ void Cache::grow() {
 }
 
 CacheInfo cache_info() {
-  return caches().info;
+  CacheInfo info{0, 0, 0};
+  for (const auto& cache : caches().by_op) {
+    if (cache) {
+      cache->add_to(info);
+    }
+  }
+  return info;
+}
+
+void Cache::add_to(CacheInfo& info) const {
+  info.hits += hits_;
+  info.misses += misses_;
+  info.entries += static_cast<int64_t>(used_);
 }
 
 void clear_cache() {

@@ -4,21 +4,32 @@
 
 #include "rules/resolve.h"
 
+#include <cstring>
 #include <memory>
 #include <vector>
 
 namespace shardtensor {
 
+struct CacheInfo; // handler.h
+
 class Key {
  public:
+  // What a word of a non-tensor argument stands for.
+  enum Tag : uint64_t { kNone = 1, kInt, kTrue, kFalse, kDouble, kInts, kString, kDevice, kList, kOpaque };
+
   void push(uint64_t word) {
     words_.push_back(word);
     hash_ = (hash_ ^ word) * 0x9e3779b97f4a7c15ULL;
     hash_ ^= hash_ >> 32;
   }
-  void push(uint64_t tag, uint64_t word) {
-    push(tag ^ word << 8 ^ word >> 56);
+  void push(Tag tag, uint64_t word) {
+    push(static_cast<uint64_t>(tag));
     push(word);
+  }
+  void push(double value) {
+    uint64_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    push(kDouble, bits);
   }
   uint64_t hash() const {
     return hash_;
@@ -37,10 +48,39 @@ class Cache {
   // This thread's table for the op.
   static Cache& of(int32_t op);
 
+  // The solution for a call. `key(bool sizes)` makes its key with or without the tensors' sizes, `solve()` the solution.
+  // `sized`: the op's rule reads sizes. Otherwise a solution that has weighed bytes is kept by sizes too: it must not depend
+  // on what this rank has seen before, or ranks could choose differently.
+  template <typename MakeKey, typename Solve>
+  rules::SolutionPtr get(bool sized, const MakeKey& make_key, const Solve& solve) {
+    auto key = make_key(sized);
+    const auto* hit = find(key);
+    if (hit && (sized || !(*hit)->sized)) {
+      return *hit;
+    }
+    if (!hit) {
+      auto solution = solve();
+      if (!sized && solution->sized) {
+        put(make_key(true), solution);
+      }
+      put(std::move(key), solution);
+      return solution;
+    }
+    auto exact = make_key(true);
+    if (const auto* found = find(exact)) {
+      return *found;
+    }
+    auto solution = solve();
+    put(std::move(exact), solution);
+    return solution;
+  }
+
+  void add_to(CacheInfo& info) const;
+
+ private:
   const rules::SolutionPtr* find(const Key& key);
   void put(Key key, rules::SolutionPtr solution);
 
- private:
   struct Entry {
     Key key;
     rules::SolutionPtr solution;
@@ -49,6 +89,8 @@ class Cache {
   // Open addressing; a null slot ends a probe. Emptied whole when it holds kLimit entries.
   std::vector<std::unique_ptr<Entry>> slots_;
   size_t used_ = 0;
+  int64_t hits_ = 0;
+  int64_t misses_ = 0;
 };
 
 } // namespace shardtensor

@@ -24,6 +24,8 @@ struct Op {
   bool reshapes_self = false; // unsqueeze_ and the like: argument 0 becomes a view of itself
   bool is_random = false;
   const rules::Entry* entry = nullptr;
+  bool sized = false; // sizes belong in the cache's key
+  bool keyed_args = true; // so do the non-tensor arguments
 
   const c10::FunctionSchema& schema() const {
     return handle.schema();

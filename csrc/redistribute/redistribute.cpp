@@ -286,7 +286,7 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   TORCH_CHECK_VALUE(
       &from.mesh() == &to.mesh(),
       "redistribute: from ", from.str(), " to ", to.str(), ": another mesh; both layouts must be on one mesh");
-  State s{local, from.with(0, from.placement(0), from.cut(0)), sizes};
+  State s{local, Layout::make(from.mesh_ptr(), from.placements(), from.cuts()), sizes};
   const auto n = from.ndim();
   for (int64_t m = 0; m < n; ++m) {
     const auto& p = s.layout->placement(m);

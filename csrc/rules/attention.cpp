@@ -1,8 +1,122 @@
-// Scaled dot product attention: batch and heads are sharded freely.
+// Scaled dot product attention: batch and heads are free, queries too where the mask does not count them; keys stay whole.
+#include "rules/empties.h"
 #include "rules/registry.h"
+
+#include <ATen/ATen.h>
 
 namespace shardtensor::rules {
 
-void register_attention(Registry& r) {}
+namespace {
+
+// Each rank would draw its own mask, and a replicated dim needs one mask on all.
+void check_dropout(const Call& call) {
+  const auto p = call.args[call.position("dropout_p")].toDouble();
+  for (const auto& t : call.tensors) {
+    TORCH_CHECK(
+        p == 0.0 || t.layout->is_replicated(),
+        call.schema.name(), ": dropout_p is ", p, " and ", call.schema.arguments()[t.arg].name(), " is ", t.layout->str(),
+        ", but the fused kernel draws its mask on each rank for itself; use dropout_p=0, "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or replicate the inputs");
+  }
+}
+
+struct Attention {
+  Dims query, key, statistics, mask; // the output is like the query, the value like the key
+
+  const Dims& of(const std::string& name) const {
+    return name == "key" || name == "value" ? key : name == "logsumexp" || name == "log_sumexp" ? statistics : query;
+  }
+};
+
+// query [b, h, s, d], key and value [b, h / repeats, t, d]. A fused kernel may pad its statistics along s: then `whole_queries`.
+Attention attention_dims(const Call& call, Rule& rule, bool whole_queries) {
+  check_dropout(call);
+  const auto& q = call.tensor(call.position("query"));
+  const auto& k = call.tensor(call.position("key"));
+  Factor queries;
+  queries.whole = whole_queries || call.flag(call.position("is_causal"));
+  queries.reduce = ReduceOp::Sum; // of the keys' gradients
+  const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // of a mask's gradient
+  const auto s = rule.factor(queries);
+  const auto repeats = std::max<int64_t>(q.sizes[1] / std::max<int64_t>(k.sizes[1], 1), 1);
+  Attention a;
+  a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
+  a.key = {Dim(b), Dim(h), Dim(kNone), Dim(kNone)};
+  a.statistics = {Dim(b), Dim(h, repeats), Dim(s)};
+  for (const auto& t : call.tensors) {
+    const auto& name = call.schema.arguments()[t.arg].name();
+    if (name != "attn_mask" && name != "attn_bias") {
+      const auto& dims = a.of(name);
+      rule.operands.emplace_back(t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim(kNone)));
+      continue;
+    }
+    Dims mask; // right-aligned to [b, h, s, t]
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      const auto at = d + 4 - t.dim();
+      const bool follows = at < 3 && (t.sizes[d] != 1 || q.sizes[at] == 1);
+      mask.push_back(follows ? a.query[at] : Dim(kNone));
+    }
+    a.mask = mask;
+    rule.operands.emplace_back(mask);
+  }
+  rule.kernel = call_op_nonempty;
+  rule.always_kernel = true;
+  return a;
+}
+
+template <bool whole_queries>
+Rule attention(const Call& call) {
+  Rule rule;
+  const auto a = attention_dims(call, rule, whole_queries);
+  rule.results = {Result(a.query), Result(a.statistics)};
+  return rule; // further results: seeds and the like, whole
+}
+
+template <bool whole_queries>
+Rule attention_backward(const Call& call) {
+  Rule rule;
+  const auto a = attention_dims(call, rule, whole_queries);
+  rule.results = {Result(a.query), Result(a.key), Result(a.key), Result(a.mask)};
+  rule.linear_in({0});
+  return rule;
+}
+
+// Which kernel fused attention picks must not hang on what one rank holds: the one that always works.
+void choice_kernel(Run& run) {
+  run.returns({int64_t{0}}); // SDPBackend::math
+}
+
+Rule choice(const Call& call) {
+  Rule rule;
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(Dims(t.dim(), Dim(kNone)));
+    rule.operands.back().free = true;
+  }
+  rule.kernel = choice_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+} // namespace
+
+void register_attention(Registry& r) {
+  Options sized; // by the heads that share a key
+  sized.sized = true;
+  r.add("attention", {"_fused_sdp_choice"}, choice);
+  r.add("attention", {
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+  }, attention<true>, sized);
+  r.add("attention", {
+    "_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+  }, attention_backward<true>, sized);
+  r.add("attention", {
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+  }, attention<false>, sized);
+  r.add("attention", {
+    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
+  }, attention_backward<false>, sized);
+}
 
 } // namespace shardtensor::rules

@@ -1,35 +1,298 @@
 // Matrix products: factors as in einsum; the contracted one leaves summands.
 #include "rules/registry.h"
+#include "rules/resolve.h"
+
+#include <ATen/ATen.h>
 
 namespace shardtensor::rules {
 
 namespace {
 
-Rule mm(const Call&) {
-  return notation("ik,kj->ij");
+// An out= operand has the result's dims and holds summands where the result does.
+void with_out(const Call& call, Rule& rule) {
+  if (call.tensors.size() == rule.operands.size()) {
+    return;
+  }
+  const auto bit = uint64_t{1} << rule.operands.size();
+  rule.operands.emplace_back(rule.results[0].dims);
+  rule.operands.back().summand = true;
+  for (auto& group : rule.linear) {
+    group.operands |= bit;
+  }
 }
 
-Rule bmm(const Call&) {
-  return notation("bik,bkj->bij");
+// The size of a factor, from any of the operands [from, ...) that carry it.
+int64_t size_of(const Call& call, const Rule& rule, size_t from, int64_t factor) {
+  for (size_t i = from; i < rule.operands.size(); ++i) {
+    for (size_t d = 0; d < rule.operands[i].dims.size(); ++d) {
+      if (rule.operands[i].dims[d].factor == factor) {
+        return call.tensors[i].sizes[d];
+      }
+    }
+  }
+  return 1;
 }
 
-Rule mv(const Call&) {
-  return notation("ik,k->i");
+// The dims of `t` broadcast to `out`, right-aligned; `stretched(d)` tells whether out's dim d is larger than 1.
+template <typename F>
+Dims broadcast_to(const TensorArg& t, const Dims& out, F stretched) {
+  Dims dims;
+  const auto lead = static_cast<int64_t>(out.size()) - t.dim();
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    dims.push_back(lead + d < 0 || (t.sizes[d] == 1 && stretched(lead + d)) ? Dim(kNone) : out[lead + d]);
+  }
+  return dims;
 }
 
-Rule dot(const Call&) {
-  return notation("k,k->");
+template <const char* text>
+Rule product(const Call& call) {
+  auto rule = notation(text);
+  with_out(call, rule);
+  return rule;
+}
+
+// beta * self + alpha * product: self counts once, so it holds summands where a contracted factor is sharded. Linear in self
+// and either factor of the product together.
+template <const char* text>
+Rule plus_product(const Call& call) {
+  auto rule = notation(text);
+  rule.operands.insert(rule.operands.begin(), Operand());
+  const auto out = rule.results[0].dims;
+  rule.operands[0].dims =
+      broadcast_to(call.tensors[0], out, [&](int64_t d) { return size_of(call, rule, 1, out[d].factor) != 1; });
+  rule.operands[0].summand = true;
+  rule.linear.clear();
+  rule.jointly_linear(0b011);
+  rule.jointly_linear(0b101);
+  with_out(call, rule);
+  return rule;
+}
+
+constexpr char kMm[] = "ik,kj->ij";
+constexpr char kBmm[] = "bik,bkj->bij";
+constexpr char kMv[] = "ik,k->i";
+constexpr char kDot[] = "k,k->";
+constexpr char kOuter[] = "i,j->ij";
+constexpr char kAddbmm[] = "bik,bkj->ij";
+
+// gelu or relu of the whole sum: no summands.
+Rule addmm_activation(const Call& call) {
+  auto rule = plus_product<kMm>(call);
+  for (auto& f : rule.factors) {
+    f.whole = f.reduce.has_value();
+  }
+  rule.linear.clear();
+  return rule;
+}
+
+// ---- matmul: [..., n, k] x [..., k, m], either one without its n or m, batch dims broadcast ----
+
+struct Matmul {
+  Dims self, other, out;
+};
+
+// Every factor may be summed over: in the gradients each is missing from some result.
+Matmul matmul_dims(const TensorArg& a, const TensorArg& b, Rule& rule) {
+  const auto factor = [&] { return rule.reduced(ReduceOp::Sum); };
+  Matmul m;
+  const auto batch_a = std::max<int64_t>(a.dim() - 2, 0), batch_b = std::max<int64_t>(b.dim() - 2, 0);
+  const auto batch = std::max(batch_a, batch_b);
+  for (int64_t d = 0; d < batch; ++d) {
+    const auto in_a = d - (batch - batch_a), in_b = d - (batch - batch_b);
+    const bool wide = (in_a >= 0 && a.sizes[in_a] != 1) || (in_b >= 0 && b.sizes[in_b] != 1);
+    const auto f = factor();
+    m.out.emplace_back(f);
+    if (in_a >= 0) {
+      m.self.push_back(wide && a.sizes[in_a] == 1 ? Dim(kNone) : Dim(f));
+    }
+    if (in_b >= 0) {
+      m.other.push_back(wide && b.sizes[in_b] == 1 ? Dim(kNone) : Dim(f));
+    }
+  }
+  const auto k = factor();
+  if (a.dim() > 1) {
+    m.out.emplace_back(factor());
+    m.self.push_back(m.out.back());
+  }
+  m.self.emplace_back(k);
+  m.other.emplace_back(k);
+  if (b.dim() > 1) {
+    m.out.emplace_back(factor());
+    m.other.push_back(m.out.back());
+  }
+  return m;
+}
+
+Rule matmul(const Call& call) {
+  Rule rule;
+  const auto m = matmul_dims(call.tensors[0], call.tensors[1], rule);
+  rule.operands.emplace_back(m.self);
+  rule.operands.emplace_back(m.other);
+  rule.results.emplace_back(m.out);
+  rule.linear_in({0, 1});
+  with_out(call, rule);
+  return rule;
+}
+
+// [..., x, y] as [x, rest * y], the batch dims folded into the second.
+at::Tensor fold_right(const at::Tensor& t) {
+  const auto x = t.size(-2);
+  return t.movedim(-2, 0).reshape({x, t.numel() / std::max<int64_t>(x, 1)});
+}
+
+at::Tensor times(const at::Tensor& left, const at::Tensor& right, c10::IntArrayRef sizes) {
+  // A gradient without batch dims sums over them: one product of folded matrices, not a batch of products and their sum.
+  if (sizes.size() == 2 && left.dim() > 2 && left.sizes().slice(0, left.dim() - 2) == right.sizes().slice(0, right.dim() - 2) &&
+      left.numel() && right.numel()) {
+    return at::mm(fold_right(left), fold_right(right.transpose(-1, -2)).t());
+  }
+  return at::sum_to(at::matmul(left, right), sizes);
+}
+
+// The gradients of what this rank holds; no kernel of torch's own exists for strided tensors.
+void matmul_backward_kernel(Run& run) {
+  const auto grad = run.arg(0).toTensor(), self = run.arg(1).toTensor(), other = run.arg(2).toTensor();
+  const auto mask = run.arg(3).toBoolList();
+  const auto a = self.dim() == 1 ? self.unsqueeze(0) : self;
+  const auto b = other.dim() == 1 ? other.unsqueeze(1) : other;
+  auto g = self.dim() == 1 ? grad.unsqueeze(other.dim() == 1 ? grad.dim() : grad.dim() - 1) : grad;
+  g = other.dim() == 1 ? g.unsqueeze(-1) : g;
+  at::Tensor grad_self, grad_other;
+  if (mask[0]) {
+    grad_self = times(g, b.mH(), a.sizes()).reshape(self.sizes());
+  }
+  if (mask[1]) {
+    grad_other = times(a.mH(), g, b.sizes()).reshape(other.sizes());
+  }
+  run.returns({grad_self, grad_other});
+}
+
+Rule matmul_backward(const Call& call) {
+  Rule rule;
+  const auto m = matmul_dims(call.tensors[1], call.tensors[2], rule);
+  rule.operands.emplace_back(m.out);
+  rule.operands.emplace_back(m.self);
+  rule.operands.emplace_back(m.other);
+  rule.results.emplace_back(m.self);
+  rule.results.emplace_back(m.other);
+  rule.linear_in({0});
+  rule.kernel = matmul_backward_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// ---- linear: x [..., k], weight [o, k] or [k], bias [o] ----
+
+bool first_along(const Run& run, uint64_t mesh_dims) {
+  for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
+    if ((mesh_dims >> m & 1) && run.mesh().coordinate()[m] != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Where the contracted factor is sharded, one rank along it adds the bias.
+void linear_kernel(Run& run) {
+  if (!first_along(run, run.mesh_dims(run.solution.notes[0]))) {
+    run.arg(2) = c10::IValue();
+  }
+  run.call_op();
+}
+
+Rule linear(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto& weight = call.tensors[1];
+  const bool biased = call.has(2);
+  Factor contracted;
+  contracted.reduce = ReduceOp::Sum;
+  contracted.kernel = biased;
+  const auto k = rule.factor(contracted);
+  Dims in, out;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) {
+    in.emplace_back(rule.factor());
+  }
+  out = in;
+  in.emplace_back(k);
+  if (weight.dim() > 1) {
+    out.emplace_back(rule.factor());
+    rule.operands = {Operand(in), Operand({out.back(), Dim(k)})};
+  } else {
+    rule.operands = {Operand(in), Operand({Dim(k)})};
+  }
+  uint64_t bias = 0;
+  if (biased) {
+    rule.operands.emplace_back(broadcast_to(
+        call.tensors[2], out, [&](int64_t d) { return d + 1 < x.dim() ? x.sizes[d] != 1 : weight.sizes[0] != 1; }));
+    rule.kernel = linear_kernel;
+    rule.notes = {k};
+    bias = 0b100;
+  }
+  rule.results.emplace_back(out);
+  rule.jointly_linear(0b001 | bias);
+  rule.jointly_linear(0b010 | bias);
+  return rule;
+}
+
+void linear_backward_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor(), grad = run.arg(1).toTensor(), weight = run.arg(2).toTensor();
+  const auto mask = run.arg(3).toBoolList();
+  const auto rows = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
+  const auto flat = grad.reshape({rows, weight.size(0)});
+  at::Tensor grad_x, grad_weight, grad_bias;
+  if (mask[0]) {
+    grad_x = at::mm(flat, weight.conj()).view(x.sizes());
+  }
+  if (mask[1]) {
+    grad_weight = at::mm(flat.t(), x.reshape({rows, weight.size(1)}).conj());
+  }
+  if (mask[2]) {
+    grad_bias = flat.sum(0);
+  }
+  run.returns({grad_x, grad_weight, grad_bias});
+}
+
+Rule linear_backward(const Call& call) {
+  Rule rule;
+  const auto k = rule.reduced(ReduceOp::Sum), o = rule.reduced(ReduceOp::Sum);
+  Dims in, out;
+  for (int64_t d = 0; d + 1 < call.tensors[0].dim(); ++d) {
+    in.emplace_back(rule.reduced(ReduceOp::Sum));
+  }
+  out = in;
+  in.emplace_back(k);
+  out.emplace_back(o);
+  rule.operands = {Operand(in), Operand(out), Operand({Dim(o), Dim(k)})};
+  rule.results = {Result(in), Result({Dim(o), Dim(k)}), Result({Dim(o)})};
+  rule.results[2].same_over = uint64_t{1} << k;
+  rule.linear_in({1});
+  rule.kernel = linear_backward_kernel;
+  rule.always_kernel = true;
+  return rule;
 }
 
 } // namespace
 
 void register_matmul(Registry& r) {
-  Options o;
-  o.any_args = true;
-  r.add("matmul", {"mm"}, mm, o);
-  r.add("matmul", {"bmm"}, bmm, o);
-  r.add("matmul", {"mv"}, mv, o);
-  r.add("matmul", {"dot", "vdot"}, dot, o);
+  Options any;
+  any.any_args = true;
+  Options composite = any;
+  composite.composite = true;
+  r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, any);
+  r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, any);
+  r.add("matmul", {"addmm", "addmm.dtype", "addmm.dtype_out", "addmm.out", "addmm_"}, plus_product<kMm>, any);
+  r.add("matmul", {"addmv", "addmv.out", "addmv_"}, plus_product<kMv>, any);
+  r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>, any);
+  r.add("matmul", {"baddbmm", "baddbmm.dtype", "baddbmm.dtype_out", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, any);
+  r.add("matmul", {"bmm", "bmm.dtype", "bmm.dtype_out", "bmm.out"}, product<kBmm>, any);
+  r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<kDot>, any);
+  r.add("matmul", {"linear"}, linear, composite);
+  r.add("matmul", {"linear_backward"}, linear_backward, any);
+  r.add("matmul", {"matmul", "matmul.out"}, matmul, composite);
+  r.add("matmul", {"matmul_backward"}, matmul_backward, any);
+  r.add("matmul", {"mm", "mm.dtype", "mm.dtype_out", "mm.out"}, product<kMm>, any);
+  r.add("matmul", {"mv", "mv.out"}, product<kMv>, any);
 }
 
 } // namespace shardtensor::rules

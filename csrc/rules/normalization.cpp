@@ -1,8 +1,541 @@
-// Layer, rms, group and batch norm: statistics over sharded dims are put together by all-reduce.
+// Normalisation: the dims that share statistics are factors with a kernel, which sums them over the ranks; the rest is free.
+// Nothing but sums travels: two small all-reduces forward, one backward.
+#include "comm/comm.h"
 #include "rules/registry.h"
+#include "rules/resolve.h"
+
+#include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 
 namespace shardtensor::rules {
 
-void register_normalization(Registry& r) {}
+namespace {
+
+using c10::IValue;
+
+// ---- what all norms share ----
+
+// The statistics of `count` values: those along `dims` on every rank along the mesh dims `over`.
+struct Group {
+  std::vector<int64_t> dims;
+  uint64_t over;
+  double count;
+  const Mesh& mesh;
+
+  // Kept dims, so that it broadcasts.
+  at::Tensor mean(const at::Tensor& t) const {
+    auto sum = t.sum(dims, /*keepdim=*/true).contiguous();
+    comm::all_reduce_over(sum, mesh, over, ReduceOp::Sum);
+    return sum.div_(count);
+  }
+};
+
+// Two passes: a sum of squares less a square of sums would cancel.
+struct Normalized {
+  at::Tensor mean, variance, rstd, value;
+};
+Normalized normalize(const at::Tensor& x, const Group& group, double eps) {
+  Normalized n;
+  n.mean = group.mean(x);
+  const auto centered = x - n.mean;
+  n.variance = group.mean(centered.square());
+  n.rstd = (n.variance + eps).rsqrt_();
+  n.value = centered * n.rstd;
+  return n;
+}
+
+// The gradient of x from that of the normalised value; `centered`: the mean was taken off.
+at::Tensor normalize_backward(
+    const at::Tensor& grad,
+    const at::Tensor& value,
+    const at::Tensor& rstd,
+    const Group& group,
+    bool centered) {
+  if (!centered) {
+    return rstd * (grad - value * group.mean(grad * value));
+  }
+  const auto means = group.mean(at::stack({grad, grad * value}, -1));
+  return rstd * (grad - means.select(-1, 0) - value * means.select(-1, 1));
+}
+
+at::Tensor wide(const at::Tensor& t) {
+  return t.to(at::toOpMathType(t.scalar_type()));
+}
+
+// Half precision with full-precision weights keeps its statistics in full precision, as torch does.
+at::ScalarType statistics_type(const at::Tensor& x, const at::Tensor& weight) {
+  const bool mixed = weight.defined() && weight.scalar_type() != x.scalar_type();
+  return x.is_cpu() && !mixed ? x.scalar_type() : at::toOpMathType(x.scalar_type());
+}
+
+// A call's arguments by name.
+struct Arguments {
+  const Run& run;
+
+  const IValue& operator[](const char* name) const {
+    return run.arg(*run.op.schema().argumentIndexWithName(name));
+  }
+  // Undefined where None, or where the op has no such argument.
+  at::Tensor tensor(const char* name) const {
+    const auto i = run.op.schema().argumentIndexWithName(name);
+    return i && run.arg(*i).isTensor() ? run.arg(*i).toTensor() : at::Tensor();
+  }
+  bool wants(size_t result) const {
+    const auto i = run.op.schema().argumentIndexWithName("output_mask");
+    return !i || run.arg(*i).toBoolList()[result];
+  }
+};
+
+const std::string& name_of(const Call& call, const TensorArg& t) {
+  return call.schema.arguments()[t.arg].name();
+}
+
+double product(c10::IntArrayRef sizes, size_t from) {
+  return static_cast<double>(c10::multiply_integers(sizes.slice(from)));
+}
+
+Factor kernel_factor(std::optional<ReduceOp> reduce = std::nullopt) {
+  Factor f;
+  f.kernel = true;
+  f.reduce = reduce;
+  return f;
+}
+
+// ---- layer norm and rms norm: the last dims share statistics, those before are batch ----
+
+struct LayerDims {
+  Dims full, normalized, statistics;
+};
+
+LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch) {
+  LayerDims out;
+  const auto n = call.tensor(call.position("input")).dim();
+  const auto axis = n - static_cast<int64_t>(call.ints(call.position("normalized_shape")).size());
+  TORCH_CHECK(axis >= 0, call.schema.name(), ": normalized_shape has more dims than the input, which has ", n);
+  for (int64_t d = 0; d < n; ++d) {
+    Factor batch_factor;
+    batch_factor.reduce = batch;
+    out.full.emplace_back(rule.factor(d < axis ? batch_factor : kernel_factor()));
+    out.statistics.push_back(d < axis ? out.full.back() : Dim(kNone));
+    if (d >= axis) {
+      out.normalized.push_back(out.full.back());
+    }
+  }
+  rule.notes = {axis};
+  for (const auto& t : call.tensors) {
+    const auto& name = name_of(call, t);
+    rule.operands.emplace_back(
+        name == "weight" || name == "bias" ? out.normalized : name == "mean" || name == "rstd" ? out.statistics : out.full);
+  }
+  return out;
+}
+
+Group layer_group(const Run& run, const at::Tensor& x, c10::IntArrayRef sizes) {
+  const auto axis = run.solution.notes[0];
+  Group group{{}, 0, product(sizes, axis), run.mesh()};
+  for (int64_t d = axis; d < x.dim(); ++d) {
+    group.dims.push_back(d);
+    group.over |= run.mesh_dims(d); // factor d is dim d's
+  }
+  return group;
+}
+
+std::vector<int64_t> batch_dims(const Run& run) {
+  std::vector<int64_t> dims(run.solution.notes[0]);
+  for (size_t d = 0; d < dims.size(); ++d) {
+    dims[d] = static_cast<int64_t>(d);
+  }
+  return dims;
+}
+
+at::Tensor sum_over(const at::Tensor& t, const std::vector<int64_t>& dims) {
+  return dims.empty() ? t : t.sum(dims);
+}
+
+void layer_norm_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto n = normalize(wide(input), layer_group(run, input, run.operands[0].sizes), args["eps"].toDouble());
+  auto out = weight.defined() ? n.value * weight : n.value;
+  out = bias.defined() ? out + bias : out;
+  const auto type = statistics_type(input, weight);
+  run.returns({out.to(input.scalar_type()), n.mean.to(type), n.rstd.to(type)});
+}
+
+Rule layer_norm(const Call& call) {
+  Rule rule;
+  const auto dims = layer_dims(call, rule, std::nullopt);
+  rule.results = {Result(dims.full), Result(dims.statistics), Result(dims.statistics)};
+  rule.kernel = layer_norm_kernel;
+  return rule;
+}
+
+void layer_norm_backward_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto rstd = wide(args.tensor("rstd"));
+  const auto grad = wide(args.tensor("grad_out"));
+  const auto value = (wide(input) - wide(args.tensor("mean"))) * rstd;
+  at::Tensor grad_input, grad_weight, grad_bias;
+  if (args.wants(0)) {
+    grad_input = normalize_backward(
+                     weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1].sizes), true)
+                     .to(input.scalar_type());
+  }
+  if (args.wants(1) && weight.defined()) {
+    grad_weight = sum_over(grad * value, batch_dims(run)).to(weight.scalar_type());
+  }
+  if (args.wants(2) && bias.defined()) {
+    grad_bias = sum_over(grad, batch_dims(run)).to(bias.scalar_type());
+  }
+  run.returns({grad_input, grad_weight, grad_bias});
+}
+
+Rule layer_norm_backward(const Call& call) {
+  Rule rule;
+  const auto dims = layer_dims(call, rule, ReduceOp::Sum);
+  rule.results = {Result(dims.full), Result(dims.normalized), Result(dims.normalized)};
+  rule.linear_in({0});
+  rule.kernel = layer_norm_backward_kernel;
+  return rule;
+}
+
+double default_eps(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kHalf:
+      return std::numeric_limits<c10::Half>::epsilon();
+    case at::kBFloat16:
+      return std::numeric_limits<c10::BFloat16>::epsilon();
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+void rms_norm_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight");
+  const auto x = wide(input);
+  const auto eps = args["eps"].isNone() ? default_eps(input.scalar_type()) : args["eps"].toDouble();
+  const auto rstd = layer_group(run, input, run.operands[0].sizes).mean(x.square()).add_(eps).rsqrt_();
+  auto out = x * rstd;
+  out = weight.defined() ? out * weight : out;
+  run.returns({out.to(input.scalar_type()), rstd});
+}
+
+Rule rms_norm(const Call& call) {
+  Rule rule;
+  const auto dims = layer_dims(call, rule, std::nullopt);
+  rule.results = {Result(dims.full), Result(dims.statistics)};
+  rule.kernel = rms_norm_kernel;
+  return rule;
+}
+
+// Always: torch has a kernel of its own on some devices only.
+void rms_norm_backward_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight");
+  const auto rstd = wide(args.tensor("rstd"));
+  const auto grad = wide(args.tensor("grad_out"));
+  const auto value = wide(input) * rstd;
+  at::Tensor grad_input, grad_weight;
+  if (args.wants(0)) {
+    grad_input = normalize_backward(
+                     weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1].sizes), false)
+                     .to(input.scalar_type());
+  }
+  if (args.wants(1) && weight.defined()) {
+    grad_weight = sum_over(grad * value, batch_dims(run)).to(weight.scalar_type());
+  }
+  run.returns({grad_input, grad_weight});
+}
+
+Rule rms_norm_backward(const Call& call) {
+  Rule rule;
+  const auto dims = layer_dims(call, rule, ReduceOp::Sum);
+  rule.results = {Result(dims.full), Result(dims.normalized)};
+  rule.linear_in({0});
+  rule.kernel = rms_norm_backward_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// ---- group norm: [n, c, ...]; a group is c / groups channels and all of space ----
+
+struct GroupDims {
+  Dims full, channels, statistics;
+};
+
+GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed) {
+  GroupDims out;
+  const auto groups = call.integer(call.position("group"));
+  const auto& input = call.tensor(call.position("input"));
+  Factor batch;
+  batch.reduce = summed;
+  const auto n = rule.factor(batch), g = rule.factor();
+  out.full = {Dim(n), Dim(g, input.sizes[1] / groups)};
+  out.channels = {out.full[1]};
+  out.statistics = {Dim(n), Dim(g)};
+  for (int64_t d = 2; d < input.dim(); ++d) {
+    out.full.emplace_back(rule.factor(kernel_factor(summed)));
+  }
+  rule.notes = {input.sizes[1] / groups};
+  for (const auto& t : call.tensors) {
+    const auto& name = name_of(call, t);
+    rule.operands.emplace_back(
+        name == "weight" || name == "bias" ? out.channels : name == "mean" || name == "rstd" ? out.statistics : out.full);
+  }
+  return out;
+}
+
+// This rank's piece as [n, groups, channels of a group, space], and what it shares statistics with.
+struct GroupPiece {
+  std::vector<int64_t> sizes;
+  Group group;
+  bool by_hand; // the op cannot do it: space is sharded, or the piece is empty
+
+  at::Tensor split(const at::Tensor& t) const {
+    return wide(t).reshape(sizes);
+  }
+  // [channels] to broadcast against split()'s.
+  at::Tensor per_channel(const at::Tensor& t) const {
+    return t.reshape({1, sizes[1], sizes[2], 1});
+  }
+};
+GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::IntArrayRef whole) {
+  const auto channels = run.solution.notes[0];
+  const auto space = c10::multiply_integers(x.sizes().slice(2));
+  uint64_t over = 0;
+  for (int64_t d = 2; d < x.dim(); ++d) {
+    over |= run.mesh_dims(d); // factor d is dim d's
+  }
+  return {
+      {x.size(0), x.size(1) / channels, channels, space},
+      {{2, 3}, over, static_cast<double>(channels) * product(whole, 2), run.mesh()},
+      over != 0 || x.numel() == 0};
+}
+
+// The op takes its sizes as numbers besides: those of this rank's piece.
+void call_group_op(Run& run, const GroupPiece& piece) {
+  const auto set = [&](const char* name, int64_t value) { run.arg(*run.op.schema().argumentIndexWithName(name)) = value; };
+  set("N", piece.sizes[0]);
+  set("C", piece.sizes[1] * piece.sizes[2]);
+  set("HxW", piece.sizes[3]);
+  set("group", piece.sizes[1]);
+  run.call_op();
+}
+
+void group_norm_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto piece = group_piece(run, input, run.operands[0].sizes);
+  if (!piece.by_hand) {
+    return call_group_op(run, piece);
+  }
+  const auto n = normalize(piece.split(input), piece.group, args["eps"].toDouble());
+  auto out = weight.defined() ? n.value * piece.per_channel(weight) : n.value;
+  out = bias.defined() ? out + piece.per_channel(bias) : out;
+  const auto type = statistics_type(input, weight);
+  const auto flat = [&](const at::Tensor& t) { return t.to(type).view({piece.sizes[0], piece.sizes[1]}); };
+  run.returns({out.to(input.scalar_type()).view(input.sizes()), flat(n.mean), flat(n.rstd)});
+}
+
+Rule group_norm(const Call& call) {
+  Rule rule;
+  const auto dims = group_dims(call, rule, std::nullopt);
+  rule.results = {Result(dims.full), Result(dims.statistics), Result(dims.statistics)};
+  rule.kernel = group_norm_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+void group_norm_backward_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight");
+  const auto piece = group_piece(run, input, run.operands[1].sizes);
+  if (!piece.by_hand) {
+    return call_group_op(run, piece);
+  }
+  const auto spread = [&](const at::Tensor& t) { return wide(t).reshape({piece.sizes[0], piece.sizes[1], 1, 1}); };
+  const auto grad = piece.split(args.tensor("grad_out")), rstd = spread(args.tensor("rstd"));
+  const auto value = (piece.split(input) - spread(args.tensor("mean"))) * rstd;
+  const auto type = weight.defined() ? weight.scalar_type() : input.scalar_type();
+  at::Tensor grad_input, grad_weight, grad_bias;
+  if (args.wants(0)) {
+    const auto g = weight.defined() ? grad * piece.per_channel(weight) : grad;
+    grad_input = normalize_backward(g, value, rstd, piece.group, true).to(input.scalar_type()).view(input.sizes());
+  }
+  if (args.wants(1)) {
+    grad_weight = (grad * value).sum({0, 3}).to(type).view({input.size(1)});
+  }
+  if (args.wants(2)) {
+    grad_bias = grad.sum({0, 3}).to(type).view({input.size(1)});
+  }
+  run.returns({grad_input, grad_weight, grad_bias});
+}
+
+Rule group_norm_backward(const Call& call) {
+  Rule rule;
+  const auto dims = group_dims(call, rule, ReduceOp::Sum);
+  rule.results = {Result(dims.full), Result(dims.channels), Result(dims.channels)};
+  rule.linear_in({0});
+  rule.kernel = group_norm_backward_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// ---- batch norm: [n, c, ...]; statistics of each channel over n and space ----
+
+struct BatchDims {
+  Dims full, channels;
+};
+
+// Training: n and space share statistics. Otherwise nothing is shared and they are free.
+BatchDims batch_norm_dims(const Call& call, Rule& rule, bool training, std::optional<ReduceOp> summed) {
+  BatchDims out;
+  const auto& input = call.tensor(call.position("input"));
+  Factor plain;
+  plain.reduce = summed;
+  const auto shared = training ? kernel_factor() : plain;
+  for (int64_t d = 0; d < input.dim(); ++d) {
+    out.full.emplace_back(d == 1 ? rule.factor() : rule.factor(shared));
+  }
+  out.channels = {input.dim() > 1 ? out.full[1] : Dim(kNone)};
+  for (const auto& t : call.tensors) {
+    const auto& name = name_of(call, t);
+    const bool saved = name.rfind("save_", 0) == 0; // empty where not training
+    const bool channels = name == "weight" || name == "bias" || name.rfind("running_", 0) == 0 || (saved && training);
+    const bool full = name == "input" || name.rfind("grad_out", 0) == 0;
+    rule.operands.emplace_back(full ? out.full : channels ? out.channels : Dims(t.dim(), Dim(kNone)));
+  }
+  return out;
+}
+
+Group batch_group(const Run& run, const at::Tensor& x, c10::IntArrayRef whole) {
+  Group group{{}, 0, static_cast<double>(c10::multiply_integers(whole)) / static_cast<double>(whole[1]), run.mesh()};
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (d != 1) {
+      group.dims.push_back(d);
+      group.over |= run.mesh_dims(d); // factor d is dim d's
+    }
+  }
+  return group;
+}
+
+at::Tensor along_channels(const at::Tensor& t, const at::Tensor& x) {
+  std::vector<int64_t> sizes(x.dim(), 1);
+  sizes[1] = t.size(0);
+  return t.view(sizes);
+}
+
+double number(const Arguments& args, const char* name, const char* otherwise) {
+  return args[args.run.op.schema().argumentIndexWithName(name) ? name : otherwise].toDouble();
+}
+
+// Each rank's running statistics move alike: they see the same sums.
+void update_running(const at::Tensor& running, const at::Tensor& now, double momentum) {
+  if (running.defined()) {
+    running.mul_(1 - momentum).add_(now.reshape({-1}).to(running.scalar_type()), momentum);
+  }
+}
+
+void batch_norm_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto x = wide(input);
+  const auto group = batch_group(run, input, run.operands[0].sizes);
+  const auto n = normalize(x, group, number(args, "eps", "epsilon"));
+  auto out = weight.defined() ? n.value * along_channels(weight, x) : n.value;
+  out = bias.defined() ? out + along_channels(bias, x) : out;
+  const auto momentum_at = run.op.schema().argumentIndexWithName("momentum");
+  const auto momentum = args[momentum_at ? "momentum" : "exponential_average_factor"].toDouble();
+  update_running(args.tensor("running_mean"), n.mean, momentum);
+  update_running(args.tensor("running_var"), n.variance * (group.count / (group.count - 1)), momentum);
+  const auto type = statistics_type(input, weight);
+  std::vector<IValue> results{
+      out.to(input.scalar_type()), n.mean.reshape({-1}).to(type), n.rstd.reshape({-1}).to(type)};
+  while (results.size() < run.op.schema().returns().size()) {
+    results.emplace_back(at::empty({0}, input.options().dtype(at::kByte)));
+  }
+  run.returns(std::move(results));
+}
+
+Rule batch_norm(const Call& call) {
+  Rule rule;
+  const auto training_at = call.schema.argumentIndexWithName("training"); // _batch_norm_with_update: always
+  const bool training = !training_at || call.flag(*training_at);
+  const auto dims = batch_norm_dims(call, rule, training, std::nullopt);
+  const auto statistics = training ? dims.channels : Dims{Dim(kNone)};
+  rule.results = {Result(dims.full), Result(statistics), Result(statistics), Result(Dims{Dim(kNone)})};
+  rule.results.resize(call.schema.returns().size());
+  for (size_t i = 1; i < rule.results.size(); ++i) {
+    rule.results[i].reduce = std::optional<ReduceOp>(); // whole
+  }
+  rule.kernel = batch_norm_kernel;
+  return rule;
+}
+
+void batch_norm_backward_kernel(Run& run) {
+  const Arguments args{run};
+  const auto input = args.tensor("input"), weight = args.tensor("weight");
+  const auto grad = wide(args.tensor(run.op.schema().argumentIndexWithName("grad_out") ? "grad_out" : "grad_output"));
+  const auto save = args.tensor(run.op.schema().argumentIndexWithName("save_invstd") ? "save_invstd" : "save_var");
+  const auto x = wide(input);
+  const auto rstd = along_channels(wide(save), x);
+  const auto value = (x - along_channels(wide(args.tensor("save_mean")), x)) * rstd;
+  const auto group = batch_group(run, input, run.operands[0].sizes);
+  auto means = group.mean(at::stack({grad, grad * value}, -1));
+  const auto type = weight.defined() ? weight.scalar_type() : input.scalar_type();
+  at::Tensor grad_input, grad_weight, grad_bias;
+  if (args.wants(0)) {
+    grad_input = rstd * (grad - means.select(-1, 0) - value * means.select(-1, 1));
+    grad_input = (weight.defined() ? grad_input * along_channels(weight, x) : grad_input).to(input.scalar_type());
+  }
+  means = means.reshape({-1, 2}) * group.count;
+  if (args.wants(1)) {
+    grad_weight = means.select(1, 1).to(type);
+  }
+  if (args.wants(2)) {
+    grad_bias = means.select(1, 0).to(type);
+  }
+  run.returns({grad_input, grad_weight, grad_bias});
+}
+
+Rule batch_norm_backward(const Call& call) {
+  Rule rule;
+  const auto train_at = call.schema.argumentIndexWithName("train");
+  const auto update_at = call.schema.argumentIndexWithName("update");
+  const bool training = train_at ? call.flag(*train_at) : !update_at || call.flag(*update_at);
+  const auto dims = batch_norm_dims(call, rule, training, ReduceOp::Sum);
+  rule.results = {Result(dims.full), Result(dims.channels), Result(dims.channels)};
+  rule.linear_in({name_of(call, call.tensors[0]) == "input" ? 1 : 0});
+  rule.kernel = batch_norm_backward_kernel;
+  return rule;
+}
+
+} // namespace
+
+void register_normalization(Registry& r) {
+  Options composite;
+  composite.composite = true;
+  Options sized;
+  sized.sized = true;
+  Options running;
+  running.writes = 0b11000; // running_mean, running_var
+  r.add("normalization", {"_fused_rms_norm"}, rms_norm, composite);
+  r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward);
+  r.add("normalization", {
+    "_batch_norm_with_update", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats",
+  }, batch_norm);
+  r.add("normalization", {"cudnn_batch_norm", "native_batch_norm"}, batch_norm, running);
+  r.add("normalization", {
+    "batch_norm_backward", "cudnn_batch_norm_backward", "native_batch_norm_backward",
+  }, batch_norm_backward);
+  r.add("normalization", {"native_group_norm"}, group_norm, sized);
+  r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, sized);
+  r.add("normalization", {"native_layer_norm"}, layer_norm);
+  r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward);
+}
 
 } // namespace shardtensor::rules

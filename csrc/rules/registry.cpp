@@ -43,11 +43,11 @@ const Registry& registry() {
   static const Registry* all = [] {
     auto* r = new Registry();
     register_attention(*r);
+    register_convolution(*r);
     register_copies(*r);
     register_embedding(*r);
     register_indexing(*r);
     register_joins(*r);
-    register_lists(*r);
     register_losses(*r);
     register_matmul(*r);
     register_normalization(*r);
@@ -57,6 +57,7 @@ const Registry& registry() {
     register_scans(*r);
     register_softmax(*r);
     register_views(*r);
+    register_lists(*r); // last: it looks up the rules of the others
     return r;
   }();
   return *all;

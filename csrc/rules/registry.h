@@ -19,6 +19,8 @@ struct Options {
   bool decompose = false;
   // The op decomposes by itself (CompositeImplicit), but is taken whole here. It needs an autograd kernel in autograd/.
   bool composite = false;
+  // Arguments (bits) that the op writes though its schema does not say so: native_batch_norm's running statistics.
+  uint64_t writes = 0;
   // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
   bool lists = false;
   // Not a rule: the op cannot be done on pieces; this says why and what to do.
@@ -52,6 +54,7 @@ const Registry& registry();
 
 // One per file of this folder.
 void register_attention(Registry&);
+void register_convolution(Registry&);
 void register_copies(Registry&);
 void register_embedding(Registry&);
 void register_indexing(Registry&);

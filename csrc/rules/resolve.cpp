@@ -90,7 +90,11 @@ class Resolver {
     switch (c.kind) {
       case Choice::Kind::Shard: {
         const auto d = dim_of(operand.dims, c.factor);
-        return d < 0 ? Placement::replicate() : Placement::shard(d, c.split_factor);
+        if (d < 0) {
+          const auto& reduce = rule_.factors[c.factor].reduce;
+          return operand.summand && reduce ? Placement::partial(*reduce) : Placement::replicate();
+        }
+        return Placement::shard(d, c.split_factor);
       }
       case Choice::Kind::Partial:
         return c.group->operands >> i & 1 ? c.partial : Placement::replicate();
@@ -235,6 +239,22 @@ class Resolver {
     return true;
   }
 
+  // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
+  bool holds_result(const Choice& c) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (!call_.tensors[i].mutated) {
+        continue;
+      }
+      if (c.kind == Choice::Kind::Partial && !(c.group->operands >> i & 1)) {
+        return false;
+      }
+      if (c.kind == Choice::Kind::Shard && rule_.factors[c.factor].reduce && dim_of(rule_.operands[i].dims, c.factor) < 0) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   Choice choose(int64_t m) {
     c10::SmallVector<Choice, 4> candidates;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
@@ -273,6 +293,9 @@ class Resolver {
         }
       }
     }
+    candidates.erase(
+        std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(c); }),
+        candidates.end());
     candidates.emplace_back();
     if (candidates.size() == 1) {
       return candidates[0];
@@ -502,9 +525,10 @@ class Resolver {
           sharded = true;
         } else {
           const auto& f = rule_.factors[c.factor];
-          const auto reduce = r.reduce ? *r.reduce : f.reduce;
+          const bool same = r.same_over >> c.factor & 1;
+          const auto reduce = same ? std::nullopt : r.reduce ? *r.reduce : f.reduce;
           TORCH_INTERNAL_ASSERT(
-              reduce || r.reduce || f.kernel || rule_.always_kernel,
+              reduce || same || r.reduce || f.kernel || rule_.always_kernel,
               "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
           if (reduce) {
             placements[m] = Placement::partial(*reduce);
@@ -513,6 +537,7 @@ class Resolver {
       }
     }
     Solution::Result out;
+    out.strides = r.strides;
     out.geometry = r.geometry;
     out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
     if (!r.sizes.empty() || (sharded && r.dims.empty())) {

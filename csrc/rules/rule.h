@@ -51,6 +51,9 @@ struct Operand {
   Dims dims;
   // The op reads no values of it (zeros_like): it is left as it is, its shards are followed, its summands count as whole.
   bool free = false;
+  // The op adds it to what it sums up (addmm's self), or writes the sum there (out=): where a factor that is summed over is
+  // sharded, it holds summands as the result does.
+  bool summand = false;
 
   Operand() = default;
   Operand(Dims d) : dims(std::move(d)) {} // NOLINT
@@ -75,8 +78,12 @@ struct Result {
   Sizes sizes;
   // Set where the result's placement over summands is not the factor's: overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
+  // The global strides, where the call says so (new_empty_strided). Empty: dense, in the order of the local tensor's.
+  Sizes strides;
   // A view's; without it the op is run on a meta tensor to find its strides.
   std::optional<Geometry> geometry;
+  // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
+  uint64_t same_over = 0;
 
   Result() = default;
   Result(Dims d, Sizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT

@@ -4,8 +4,11 @@
 
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pyobject_preservation.h>
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 namespace shardtensor {
@@ -17,12 +20,18 @@ using c10::DispatchKeySet;
 using c10::IntArrayRef;
 
 PyTypeObject* g_class = nullptr;
+PyObject* g_torch_function = nullptr; // set while it is the disabled one
 
 bool needs_tracing(const at::Tensor& local) {
   return local.key_set().has(DispatchKey::Python) || local.key_set().has(DispatchKey::Functionalize);
 }
 
 DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
+  static const DispatchKeySet cpu = DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
+      c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
+  if (!traced && local.device().is_cpu()) {
+    return cpu;
+  }
   const auto dense = local.device().is_cpu() ? DispatchKey::CPU
                                              : c10::computeDispatchKey(local.scalar_type(), at::kStrided, local.device());
   const auto backend = c10::toBackendComponent(dense);
@@ -45,6 +54,27 @@ c10::Storage null_storage(const at::Tensor& local, IntArrayRef sizes) {
   return c10::Storage(std::move(storage));
 }
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+PyObject* new_python_object(const at::Tensor& t, bool traced) {
+  PyObject* object = THPVariable_Wrap(t, g_class);
+  // The class defines __torch_dispatch__ (for traced tensors); a native tensor must not carry the Python key for it.
+  t.unsafeGetTensorImpl()->set_python_dispatch(traced);
+  return object;
+}
+#else
+// What THPVariable_Wrap does, less its search of the class for __torch_dispatch__, a fifth of an op's cost.
+PyObject* new_python_object(const at::Tensor& t, bool traced) {
+  auto& impl = *t.unsafeGetTensorImpl();
+  impl.set_python_dispatch(traced);
+  return torch::utils::PyObjectPreservation::get_or_init(impl, [&] {
+    PyObject* object = g_class->tp_alloc(g_class, 0);
+    TORCH_CHECK(object, "shardtensor: no memory for a tensor's Python object");
+    new (&reinterpret_cast<THPVariable*>(object)->cdata) at::Tensor(t);
+    return object;
+  });
+}
+#endif
+
 // Gives a fresh tensor its Python object at once. Otherwise autograd's detached copies, gradients and saved tensors would
 // come back to Python as plain torch.Tensor.
 void attach_python_object(const at::Tensor& t, bool traced) {
@@ -52,10 +82,7 @@ void attach_python_object(const at::Tensor& t, bool traced) {
     return;
   }
   const auto state = PyGILState_Ensure();
-  PyObject* object = THPVariable_Wrap(t, g_class);
-  // The class defines __torch_dispatch__ (for traced tensors); a native tensor must not carry the Python key for it.
-  t.unsafeGetTensorImpl()->set_python_dispatch(traced);
-  Py_XDECREF(object);
+  Py_XDECREF(new_python_object(t, traced));
   PyGILState_Release(state);
 }
 
@@ -151,10 +178,33 @@ Sizes strides_like(IntArrayRef sizes, const at::Tensor& local) {
   return strides;
 }
 
-void set_python_class(PyTypeObject* type) {
+namespace {
+
+#if PY_VERSION_HEX < 0x030D0000
+// torch asks every argument for its __torch_function__ by C string; below Python 3.13 that makes a string object and searches
+// the class each time. This slot, which Python itself does not use where tp_getattro is set, answers at once.
+PyObject* attribute(PyObject* self, char* name) {
+  if (g_torch_function && std::strcmp(name, "__torch_function__") == 0) {
+    return Py_NewRef(g_torch_function);
+  }
+  PyObject* text = PyUnicode_FromString(name);
+  PyObject* value = text ? Py_TYPE(self)->tp_getattro(self, text) : nullptr;
+  Py_XDECREF(text);
+  return value;
+}
+#endif
+
+} // namespace
+
+void set_python_class(PyTypeObject* type, bool torch_function_disabled) {
   Py_XINCREF(reinterpret_cast<PyObject*>(type));
   Py_XDECREF(reinterpret_cast<PyObject*>(g_class));
   g_class = type;
+#if PY_VERSION_HEX < 0x030D0000
+  type->tp_getattr = attribute;
+  g_torch_function =
+      torch_function_disabled ? PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__torch_function__") : nullptr;
+#endif
 }
 
 } // namespace shardtensor

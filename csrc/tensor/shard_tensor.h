@@ -88,7 +88,7 @@ at::Tensor wrap(
 // Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `local`'s do.
 Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& local);
 
-// The Python class of every ShardTensor; set once at import.
-void set_python_class(struct _typeobject* type);
+// The Python class of every ShardTensor; set at import, and again when its __torch_function__ is switched on or off.
+void set_python_class(struct _typeobject* type, bool torch_function_disabled);
 
 } // namespace shardtensor

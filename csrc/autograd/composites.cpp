@@ -1,0 +1,196 @@
+#include "autograd/composites.h"
+
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/linear_ops.h>
+#include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/matmul_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
+
+#include <numeric>
+
+namespace shardtensor {
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// Below autograd, at the next key of `keys`: the handler.
+template <typename Op, typename... Args>
+at::Tensor call_below(c10::DispatchKeySet keys, const Args&... args) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return Op::redispatch(keys & c10::after_autograd_keyset, args...);
+}
+
+bool has_tangent(const at::Tensor& t) {
+  return t.defined() && t._fw_grad(/*level=*/0).defined();
+}
+
+at::Tensor sum_rows(const at::Tensor& grad) {
+  std::vector<int64_t> dims(grad.dim() - 1);
+  std::iota(dims.begin(), dims.end(), 0);
+  return dims.empty() ? grad : grad.sum(dims);
+}
+
+// Saves what a gradient that someone wants will read, no more: x for the weight's, the weight for x's.
+struct LinearBackward final : Node {
+  SavedVariable x, weight;
+
+  std::string name() const override {
+    return "LinearBackward0";
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    x.reset_data();
+    weight.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto& grad = grads[0];
+    variable_list out(3);
+    if (!grad.defined()) {
+      return out;
+    }
+    const std::array<bool, 3> want{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+    if (want[1]) {
+      std::tie(out[0], out[1], out[2]) = at::linear_backward(x.unpack(), grad, weight.unpack(), want);
+      return out;
+    }
+    if (want[0]) {
+      out[0] = at::matmul(grad, weight.unpack().conj());
+    }
+    if (want[2]) {
+      out[2] = sum_rows(grad);
+    }
+    return out;
+  }
+};
+
+struct MatmulBackward final : Node {
+  SavedVariable self, other;
+  std::vector<int64_t> self_sizes, other_sizes;
+
+  std::string name() const override {
+    return "MatmulBackward0";
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    self.reset_data();
+    other.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto& grad = grads[0];
+    variable_list out(2);
+    if (!grad.defined()) {
+      return out;
+    }
+    const std::array<bool, 2> want{task_should_compute_output(0), task_should_compute_output(1)};
+    if (want[0] && want[1] && !at::GradMode::is_enabled()) {
+      std::tie(out[0], out[1]) = at::matmul_backward(grad, self.unpack(), other.unpack(), want);
+      return out;
+    }
+    // In terms of products, which are differentiable in turn (matmul_backward is not).
+    auto g = self_sizes.size() == 1 ? grad.unsqueeze(other_sizes.size() == 1 ? grad.dim() : grad.dim() - 1) : grad;
+    g = other_sizes.size() == 1 ? g.unsqueeze(-1) : g;
+    if (want[0]) {
+      const auto b = other.unpack();
+      const auto full = at::matmul(g, b.dim() == 1 ? b.conj().unsqueeze(0) : b.mH());
+      out[0] = self_sizes.size() == 1 ? at::sum_to(full.squeeze(-2), self_sizes) : at::sum_to(full, self_sizes);
+    }
+    if (want[1]) {
+      const auto a = self.unpack();
+      const auto full = at::matmul(a.dim() == 1 ? a.conj().unsqueeze(1) : a.mH(), g);
+      out[1] = other_sizes.size() == 1 ? at::sum_to(full.squeeze(-1), other_sizes) : at::sum_to(full, other_sizes);
+    }
+    return out;
+  }
+};
+
+// torch 2.15 counts references in the node itself, earlier ones in a shared_ptr.
+template <typename T>
+auto new_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) {
+    return c10::make_intrusive<T>();
+  } else {
+    return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
+  }
+}
+template <typename T>
+using NodePtr = decltype(new_node<T>());
+
+} // namespace
+
+at::Tensor linear(
+    c10::DispatchKeySet keys,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias_) {
+  const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
+  // Forward mode, and shapes that linear takes beyond what it documents: in terms of ops that have formulas for them.
+  const bool plain_shapes = weight.dim() == 2 && x.dim() > 0 &&
+      (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)));
+  if (!plain_shapes || has_tangent(x) || has_tangent(weight) || has_tangent(bias)) {
+    const auto out = at::matmul(x, weight.t());
+    return bias.defined() ? out + bias : out;
+  }
+  NodePtr<LinearBackward> node;
+  if (torch::autograd::compute_requires_grad(x, weight, bias)) {
+    node = new_node<LinearBackward>();
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+    if (node->should_compute_output(1)) {
+      node->x = SavedVariable(x, false);
+    }
+    if (node->should_compute_output(0) || node->should_compute_output(1)) {
+      node->weight = SavedVariable(weight, false);
+    }
+  }
+  auto out = call_below<at::_ops::linear>(keys, x, weight, bias_);
+  if (node) {
+    torch::autograd::set_history(out, node);
+  }
+  return out;
+}
+
+at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
+  if (has_tangent(self) || has_tangent(other)) {
+    return at::compositeimplicitautograd::matmul(self, other);
+  }
+  NodePtr<MatmulBackward> node;
+  if (torch::autograd::compute_requires_grad(self, other)) {
+    node = new_node<MatmulBackward>();
+    node->set_next_edges(torch::autograd::collect_next_edges(self, other));
+    node->self_sizes = self.sizes().vec();
+    node->other_sizes = other.sizes().vec();
+    if (node->should_compute_output(1)) {
+      node->self = SavedVariable(self, false);
+    }
+    if (node->should_compute_output(0)) {
+      node->other = SavedVariable(other, false);
+    }
+  }
+  auto out = call_below<at::_ops::matmul>(keys, self, other);
+  if (node) {
+    torch::autograd::set_history(out, node);
+  }
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("linear", linear);
+  m.impl("matmul", matmul);
+}
+
+} // namespace shardtensor

@@ -1,0 +1,457 @@
+#include "dispatch/call.h"
+
+#include "dispatch/errors.h"
+#include "dispatch/handler.h"
+#include "redistribute/redistribute.h"
+
+#include <ATen/ATen.h>
+#include <ATen/TensorUtils.h>
+#include <c10/util/strides.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace shardtensor {
+
+using c10::IValue;
+using rules::Call;
+using rules::Run;
+using rules::Solution;
+using rules::SolutionPtr;
+using torch::jit::Stack;
+
+namespace {
+
+std::atomic<Promotion> g_promotion{Promotion::Error};
+std::atomic<bool> g_strict{false};
+std::atomic<FallbackLog> g_fallback_log{nullptr};
+
+const MeshPtr& mesh_of(const Op& op, const Refs& refs) {
+  const ShardTensorImpl* first = nullptr;
+  for (const auto& r : refs) {
+    if (!r.impl) {
+      continue;
+    }
+    if (!first) {
+      first = r.impl;
+    } else if (&r.impl->layout().mesh() != &first->layout().mesh()) {
+      errors::different_meshes(op, first->layout(), r.impl->layout());
+    }
+  }
+  TORCH_INTERNAL_ASSERT(first, op.name, ": no ShardTensor among the arguments");
+  return first->layout().mesh_ptr();
+}
+
+Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Layout& replicated) {
+  Call call{op.schema(), c10::ArrayRef<IValue>(stack.data() + base, op.kinds.size()), {}, replicated.mesh()};
+  for (const auto& r : refs) {
+    call.tensors.push_back(
+        {r.arg,
+         r.index,
+         (op.mutated >> r.arg & 1) != 0,
+         r.impl ? &r.impl->layout() : &replicated,
+         r.tensor->sizes(),
+         r.tensor->scalar_type(),
+         r.tensor->strides(),
+         r.tensor->storage_offset()});
+  }
+  return call;
+}
+
+} // namespace
+
+void check_plain(const Op& op, const Refs& refs) {
+  for (const auto& r : refs) {
+    if (r.impl || r.tensor->dim() == 0) {
+      continue;
+    }
+    const auto mode = g_promotion.load(std::memory_order_relaxed);
+    if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
+      continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
+    }
+    if (mode == Promotion::Error) {
+      errors::plain_tensor(op, r.arg, *r.tensor);
+    }
+    if (mode == Promotion::Warn) {
+      TORCH_WARN_ONCE(errors::plain_tensor_text(op, r.arg, *r.tensor), " It is taken as replicated.");
+    }
+  }
+}
+
+void key_of(const IValue& v, Key& key) {
+  if (v.isNone()) {
+    key.push(Key::kNone);
+  } else if (v.isInt()) {
+    key.push(Key::kInt, static_cast<uint64_t>(v.toInt()));
+  } else if (v.isBool()) {
+    key.push(v.toBool() ? Key::kTrue : Key::kFalse);
+  } else if (v.isDouble()) {
+    key.push(v.toDouble());
+  } else if (v.isIntList()) {
+    const auto list = v.toIntList();
+    key.push(Key::kInts, list.size());
+    for (const int64_t x : list) {
+      key.push(static_cast<uint64_t>(x));
+    }
+  } else if (v.isString()) {
+    key.push(Key::kString, std::hash<std::string>()(v.toStringRef()));
+  } else if (v.isDevice()) {
+    key.push(Key::kDevice, static_cast<uint64_t>(v.toDevice().type()));
+  } else if (v.isList()) {
+    const auto list = v.toListRef();
+    key.push(Key::kList, list.size());
+    for (const auto& x : list) {
+      key_of(x, key);
+    }
+  } else {
+    key.push(Key::kOpaque); // generators, complex numbers: no rule looks at them
+  }
+}
+
+void key_of(const Refs& refs, bool sizes, Key& key, bool strides) {
+  for (const auto& r : refs) {
+    const auto shape = r.tensor->sizes();
+    uint64_t ones = 0;
+    for (size_t d = 0; d < shape.size(); ++d) {
+      ones |= static_cast<uint64_t>(shape[d] == 1) << (d & 15);
+    }
+    key.push(
+        (r.impl ? static_cast<uint64_t>(r.impl->layout().id()) : 0) | static_cast<uint64_t>(r.arg) << 40 |
+        static_cast<uint64_t>(shape.size()) << 48 | static_cast<uint64_t>(r.tensor->scalar_type()) << 54);
+    key.push(ones | static_cast<uint64_t>(static_cast<uint16_t>(r.index)) << 16);
+    if (sizes || shape.size() > 16) {
+      for (const auto s : shape) {
+        key.push(static_cast<uint64_t>(s));
+      }
+    }
+    if (strides) {
+      for (const auto s : r.tensor->strides()) {
+        key.push(static_cast<uint64_t>(s));
+      }
+      key.push(static_cast<uint64_t>(r.tensor->storage_offset()));
+    }
+  }
+}
+
+SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto replicated = Layout::replicated(mesh_of(op, refs));
+  const auto call = describe(op, stack, base, refs, *replicated);
+  if (op.entry && op.entry->options.refuse) {
+    errors::refused(op, op.entry->options.refuse, call);
+  }
+  if (op.entry && op.entry->rule) {
+    return rules::resolve(call, op.entry->rule(call));
+  }
+  if (op.is_random) {
+    errors::refused(op, "it draws random numbers and has no rule, so its ranks would draw different ones", call);
+  }
+  if (g_strict.load(std::memory_order_relaxed)) {
+    errors::no_rule(op, call);
+  }
+  if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
+    log(op.name, errors::layouts_of(call));
+  }
+  return rules::resolve(call, rules::replicate(call));
+}
+
+void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
+  if (solution.moves) {
+    locals.reserve(refs.size());
+  }
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto& r = refs[i];
+    const bool written = op.mutated >> r.arg & 1;
+    if (written) {
+      errors::check_writable(op, r.arg, *r.tensor, r.impl);
+    }
+    const auto& local = r.impl ? r.impl->local() : *r.tensor;
+    const auto& need = solution.operands[i];
+    if (!need) {
+      locals.borrow(local);
+      continue;
+    }
+    const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
+    auto moved = redistribute(local, have, *need, r.tensor->sizes());
+    locals.hold(written && moved.is_alias_of(local) ? moved.clone() : std::move(moved));
+  }
+}
+
+void carry_back(const Refs& refs, const Solution& solution, const Locals& locals) {
+  for (size_t i = 0; i < refs.size(); ++i) {
+    if (!(solution.write_back >> i & 1)) {
+      continue;
+    }
+    auto* self = refs[i].impl;
+    TORCH_INTERNAL_ASSERT(self, "a plain tensor is written");
+    auto back = redistribute(locals[i], *solution.operands[i], self->layout(), refs[i].tensor->sizes());
+    at::Tensor local = self->local();
+    local.copy_(back);
+  }
+}
+
+Sizes local_size_argument(const Solution& solution, const rules::SizeArg& a, const Refs& refs) {
+  const auto& result = solution.results[a.result];
+  Sizes sizes;
+  for (const auto& s : result.sizes) {
+    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sizes()[s.dim] : s.value);
+  }
+  return result.layout->local_sizes(sizes);
+}
+
+namespace {
+
+Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  if (result.sizes.empty()) {
+    return Sizes(local.sizes().begin(), local.sizes().end());
+  }
+  Sizes sizes(result.sizes.size());
+  for (size_t d = 0; d < result.sizes.size(); ++d) {
+    const auto& from = result.sizes[d];
+    if (from.operand >= 0) {
+      sizes[d] = refs[from.operand].tensor->sizes()[from.dim];
+    } else {
+      sizes[d] = from.operand == -1 ? local.size(static_cast<int64_t>(d)) : from.value;
+    }
+  }
+  return sizes;
+}
+
+Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntArrayRef sizes) {
+  Form form{{}, base.storage_offset()};
+  const auto strides = base.strides();
+  if (geometry.reshaped) {
+    const auto found = base.is_contiguous() ? std::nullopt : at::detail::computeStride(base.sizes(), strides, sizes);
+    if (found) {
+      form.strides.append(found->begin(), found->end());
+    } else {
+      form.strides = c10::contiguous_strides(sizes);
+    }
+    return form;
+  }
+  for (const auto& term : geometry.strides) {
+    form.strides.push_back(term.dim < 0 ? 0 : strides[term.dim] * term.times);
+  }
+  for (const auto& term : geometry.offset) {
+    form.offset += strides[term.dim] * term.times;
+  }
+  return form;
+}
+
+// The same by running the op on a meta tensor with the base's sizes and strides: for rules that do not say.
+std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
+  auto meta = at::empty({0}, base.options().device(at::kMeta).requires_grad(false))
+                  .as_strided(base.sizes(), base.strides(), base.storage_offset());
+  Stack call(stack.begin() + static_cast<int64_t>(at), stack.end());
+  call[0] = std::move(meta);
+  op.handle.callBoxed(&call);
+  std::vector<Form> forms;
+  const auto add = [&](const at::Tensor& t) {
+    forms.push_back({Sizes(t.strides().begin(), t.strides().end()), t.storage_offset()});
+  };
+  for (const auto& value : call) {
+    if (value.isTensor()) {
+      add(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) {
+        add(t);
+      }
+    }
+  }
+  return forms;
+}
+
+} // namespace
+
+at::Tensor wrap_result(
+    const Op& op,
+    at::Tensor local,
+    const Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form) {
+  const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
+  const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
+  // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
+  const bool broken = base && (solution.operands[0] || !local.is_alias_of(base->local()));
+  if (broken) {
+    base = nullptr;
+  }
+  at::Tensor out;
+  if (base) {
+    const auto& layout = result ? result->layout : solution.replicated;
+    const auto sizes = result && layout->is_sharded() ? global_sizes(*result, refs, local)
+                                                      : Sizes(local.sizes().begin(), local.sizes().end());
+    const auto at = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
+    return wrap(std::move(local), layout, sizes, at.strides, base, at.offset);
+  }
+  if (!result || !result->layout->is_sharded()) {
+    const auto sizes = local.sizes();
+    const auto strides = result && !result->strides.empty() ? c10::IntArrayRef(result->strides) : local.strides();
+    const auto& layout = result ? result->layout : solution.replicated;
+    out = wrap(std::move(local), layout, sizes, strides, base);
+  } else {
+    const auto sizes = global_sizes(*result, refs, local);
+    const auto strides = result->strides.empty() ? strides_like(sizes, local) : result->strides;
+    out = wrap(std::move(local), result->layout, sizes, strides, base);
+  }
+  if (broken) {
+    as_shard_tensor(out)->set_broken_view();
+  }
+  return out;
+}
+
+Refs collect(const Op& op, Stack& stack, size_t base) {
+  Refs refs;
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    auto& value = stack[base + i];
+    if (op.kinds[i] == ArgKind::Tensor) {
+      if (value.isTensor() && value.toTensor().defined()) {
+        refs.emplace_back(i, -1, value.toTensor());
+      }
+    } else if (op.kinds[i] == ArgKind::TensorList && !value.isNone()) {
+      const auto list = value.toListRef();
+      for (size_t k = 0; k < list.size(); ++k) {
+        if (list[k].isTensor() && list[k].toTensor().defined()) {
+          refs.emplace_back(i, k, list[k].toTensor());
+        }
+      }
+    }
+  }
+  return refs;
+}
+
+namespace {
+
+SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto key_with = [&](bool sizes) {
+    Key key;
+    key_of(refs, sizes, key, op.entry && op.entry->options.strided);
+    for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
+      if (op.kinds[i] == ArgKind::Other) {
+        key_of(stack[base + i], key);
+      }
+    }
+    return key;
+  };
+  return Cache::of(op.id).get(
+      op.sized, key_with, [&] { return solve(op, stack, base, refs); });
+}
+
+// Puts the local tensors where the wrappers are, and moves the wrappers to `kept`.
+void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10::SmallVectorImpl<IValue>& kept) {
+  kept.reserve(refs.size());
+  for (size_t i = 0; i < refs.size();) {
+    auto& slot = stack[base + refs[i].arg];
+    kept.push_back(std::move(slot));
+    if (refs[i].index < 0) {
+      slot = locals[i];
+      refs[i].tensor = &kept.back().toTensor();
+      ++i;
+      continue;
+    }
+    const auto first = i;
+    const auto fill = [&](auto list) {
+      for (; i < refs.size() && refs[i].arg == refs[first].arg; ++i) {
+        list.set(static_cast<size_t>(refs[i].index), locals[i]);
+      }
+      slot = std::move(list);
+    };
+    if (kept.back().isTensorList()) {
+      fill(kept.back().toTensorList().copy());
+    } else {
+      fill(c10::impl::toTypedList<std::optional<at::Tensor>>(kept.back().toList()).copy());
+    }
+  }
+}
+
+} // namespace
+
+void handle(const Op& op, Stack* stack_ptr) {
+  auto& stack = *stack_ptr;
+  const auto base = stack.size() - op.kinds.size();
+  auto refs = collect(op, stack, base);
+  check_plain(op, refs);
+  const auto solution = find(op, stack, base, refs);
+
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  Locals locals;
+  local_arguments(op, refs, *solution, locals);
+  std::vector<Form> forms;
+  if ((op.is_view || op.reshapes_self) && refs[0].impl && !solution->geometry && !solution->operands[0]) {
+    forms = forms_of(op, *refs[0].tensor, stack, base);
+  }
+  c10::SmallVector<IValue, 4> kept;
+  put_local(stack, base, refs, locals, kept);
+  for (const auto& a : solution->size_args) {
+    stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
+  }
+  if (solution->kernel) {
+    c10::SmallVector<Run::At, 4> at;
+    for (size_t i = 0; i < refs.size(); ++i) {
+      const auto& need = solution->operands[i];
+      at.push_back(
+          {need ? need.get() : refs[i].impl ? &refs[i].impl->layout() : solution->replicated.get(),
+           refs[i].tensor->sizes()});
+    }
+    Run run{op.handle, stack, at, *solution};
+    solution->kernel(run);
+  } else {
+    op.handle.callBoxed(stack_ptr);
+  }
+  if (solution->write_back) {
+    carry_back(refs, *solution, locals);
+  }
+
+  const auto returned = op.returns_argument.size();
+  size_t nth = 0;
+  const auto finish = [&](at::Tensor local) {
+    const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
+    return wrap_result(op, std::move(local), *solution, nth, refs, form);
+  };
+  for (size_t i = 0; i < returned; ++i) {
+    auto& value = stack[stack.size() - returned + i];
+    const auto same = op.returns_argument[i];
+    if (value.isTensor()) {
+      if (same >= 0 && op.reshapes_self) {
+        refs[0].impl->shallow_copy_from(finish(std::move(value).toTensor()).getIntrusivePtr());
+        value = *refs[0].tensor;
+      } else if (same >= 0) {
+        const auto* ref = std::find_if(refs.begin(), refs.end(), [&](const Ref& r) { return r.arg == same; });
+        value = *ref->tensor;
+      } else if (value.toTensor().defined()) {
+        value = finish(std::move(value).toTensor());
+      }
+      ++nth;
+    } else if (value.isTensorList()) {
+      auto list = value.toTensorList();
+      c10::List<at::Tensor> out;
+      out.reserve(list.size());
+      for (size_t k = 0; k < list.size(); ++k) {
+        out.push_back(finish(list.extract(k)));
+        ++nth;
+      }
+      value = std::move(out);
+    }
+  }
+}
+
+Promotion promotion_mode() {
+  return g_promotion;
+}
+void set_promotion_mode(Promotion mode) {
+  g_promotion = mode;
+}
+bool strict_mode() {
+  return g_strict;
+}
+void set_strict_mode(bool strict) {
+  g_strict = strict;
+  clear_cache();
+}
+void set_fallback_log(FallbackLog log) {
+  g_fallback_log = log;
+}
+
+} // namespace shardtensor

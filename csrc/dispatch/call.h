@@ -1,0 +1,93 @@
+// One call on ShardTensors, from its arguments to its wrapped results: what the boxed handler and the typed ones share.
+// Uses rules/, redistribute/, tensor/. Used by handler.cpp, typed.h, special.cpp.
+#pragma once
+
+#include "dispatch/cache.h"
+#include "dispatch/op.h"
+#include "rules/resolve.h"
+#include "tensor/shard_tensor.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/stack.h>
+
+namespace shardtensor {
+
+// One tensor among the arguments, as it came. It owns nothing: taking a reference to a tensor that Python knows costs the GIL.
+struct Ref {
+  int16_t arg;
+  int16_t index; // in its list, or -1
+  const at::Tensor* tensor;
+  ShardTensorImpl* impl; // null: plain
+
+  Ref(size_t a, int64_t i, const at::Tensor& t)
+      : arg(static_cast<int16_t>(a)), index(static_cast<int16_t>(i)), tensor(&t), impl(as_shard_tensor(t)) {}
+};
+using Refs = c10::SmallVector<Ref, 4>;
+
+// The local tensor of each Ref, in the layout the solution asks for: borrowed from its owner, or moved and held here.
+class Locals {
+ public:
+  void reserve(size_t n) {
+    moved_.reserve(n); // pointers into it stay valid
+  }
+  void borrow(const at::Tensor& t) {
+    at_.push_back(&t);
+  }
+  void hold(at::Tensor t) {
+    moved_.push_back(std::move(t));
+    at_.push_back(&moved_.back());
+  }
+  const at::Tensor& operator[](size_t i) const {
+    return *at_[i];
+  }
+
+ private:
+  c10::SmallVector<const at::Tensor*, 4> at_;
+  c10::SmallVector<at::Tensor, 4> moved_;
+};
+
+// The keys that a local tensor must not meet again below the handler.
+inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+
+// Plain tensors of one dim or more are refused, warned of or let pass, as the promotion mode says.
+void check_plain(const Op& op, const Refs& refs);
+
+// The parts of a cache key.
+void key_of(const Refs& refs, bool sizes, Key& key, bool strides = false);
+void key_of(const c10::IValue& value, Key& key);
+
+// The cached solution for `key`, or a new one from the op's rule. `stack()` gives the boxed arguments, for the cold path
+// alone; `sized_key()` the key with sizes, for choices that weigh bytes.
+rules::SolutionPtr solve(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+
+// The local tensors in the layouts that the solution asks for.
+void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);
+
+// What was written under another layout than its owner's goes back to the owner.
+void carry_back(const Refs& refs, const rules::Solution& solution, const Locals& locals);
+
+// This rank's sizes of the result that a size argument lists.
+Sizes local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs);
+
+// How a view lies in its base's memory, which is imaginary, but autograd goes by it.
+struct Form {
+  Sizes strides;
+  int64_t offset;
+};
+
+// `form`: of a view whose rule gives no geometry.
+at::Tensor wrap_result(
+    const Op& op,
+    at::Tensor local,
+    const rules::Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form = nullptr);
+
+// Every tensor among boxed arguments. The references point into the stack.
+Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
+
+// Runs a whole call on boxed arguments, replacing them by the results.
+void handle(const Op& op, torch::jit::Stack* stack);
+
+} // namespace shardtensor

@@ -1,0 +1,291 @@
+#include "dispatch/typed.h"
+
+#include "dispatch/call.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/boxing/impl/boxing.h>
+
+#include <array>
+#include <string>
+#include <unordered_map>
+
+namespace shardtensor {
+
+namespace {
+
+using at::Tensor;
+using torch::jit::Stack;
+
+// ---- what each kind of argument contributes to the call ----
+
+void collect(size_t i, const Tensor& t, Refs& refs) {
+  if (t.defined()) {
+    refs.emplace_back(i, -1, t);
+  }
+}
+void collect(size_t i, const std::optional<Tensor>& t, Refs& refs) {
+  if (t && t->defined()) {
+    refs.emplace_back(i, -1, *t);
+  }
+}
+void collect(size_t i, const at::ITensorListRef& list, Refs& refs) {
+  int64_t k = 0;
+  for (const auto& t : list) {
+    if (t.defined()) {
+      refs.emplace_back(i, k, t);
+    }
+    ++k;
+  }
+}
+template <typename T>
+void collect(size_t, const T&, Refs&) {}
+
+// The same words as key_of(IValue) pushes, so that the boxed path finds what the typed one stored.
+void push(Key& key, int64_t v) {
+  key.push(Key::kInt, static_cast<uint64_t>(v));
+}
+void push(Key& key, bool v) {
+  key.push(v ? Key::kTrue : Key::kFalse);
+}
+void push(Key& key, double v) {
+  key.push(v);
+}
+void push(Key& key, at::ScalarType v) {
+  push(key, static_cast<int64_t>(v));
+}
+void push(Key& key, at::MemoryFormat v) {
+  push(key, static_cast<int64_t>(v));
+}
+void push(Key& key, c10::IntArrayRef v) {
+  key.push(Key::kInts, v.size());
+  for (const auto x : v) {
+    key.push(static_cast<uint64_t>(x));
+  }
+}
+void push(Key& key, c10::SymIntArrayRef v) {
+  push(key, C10_AS_INTARRAYREF_SLOW(v));
+}
+void push(Key& key, const at::OptionalIntArrayRef& v) {
+  if (v) {
+    push(key, *v);
+  } else {
+    key.push(Key::kNone);
+  }
+}
+void push(Key& key, const c10::Scalar& v) {
+  if (v.isFloatingPoint()) {
+    key.push(v.toDouble());
+  } else if (v.isBoolean()) {
+    push(key, v.toBool());
+  } else if (v.isIntegral(false)) {
+    push(key, v.toLong());
+  } else {
+    key.push(Key::kOpaque);
+  }
+}
+template <typename T>
+void push(Key& key, const std::optional<T>& v) {
+  if (v) {
+    push(key, *v);
+  } else {
+    key.push(Key::kNone);
+  }
+}
+void push(Key&, const Tensor&) {}
+void push(Key&, const std::optional<Tensor>&) {}
+void push(Key&, const at::ITensorListRef&) {}
+
+// ---- the same argument with local tensors in it ----
+
+struct Localizer {
+  const rules::Solution& solution;
+  const Refs& refs;
+  const Locals& locals;
+  size_t next = 0;
+  Sizes sizes; // storage for a localized size argument
+  std::vector<Tensor> list;
+
+  Tensor& operator()(size_t, const Tensor& t) {
+    return const_cast<Tensor&>(t.defined() ? locals[next++] : t); // in-place ops take their first argument so
+  }
+  const std::optional<Tensor>& operator()(size_t, const std::optional<Tensor>& t) {
+    return t && t->defined() ? optionals[used_optionals++] = locals[next++] : t;
+  }
+  at::ITensorListRef operator()(size_t, const at::ITensorListRef& given) {
+    for (const auto& t : given) {
+      list.push_back(t.defined() ? locals[next++] : t);
+    }
+    return at::ITensorListRef(list);
+  }
+  c10::SymIntArrayRef operator()(size_t i, c10::SymIntArrayRef given) {
+    for (const auto& a : solution.size_args) {
+      if (static_cast<size_t>(a.arg) == i) {
+        sizes = local_size_argument(solution, a, refs);
+        return c10::SymIntArrayRef(reinterpret_cast<const c10::SymInt*>(sizes.data()), sizes.size());
+      }
+    }
+    return given;
+  }
+  template <typename T>
+  const T& operator()(size_t, const T& other) {
+    return other;
+  }
+
+  std::array<std::optional<Tensor>, 4> optionals;
+  size_t used_optionals = 0;
+};
+
+// ---- results ----
+
+Tensor wrap_all(const Op& op, Tensor&& out, const rules::Solution& s, const Refs& refs) {
+  return wrap_result(op, std::move(out), s, 0, refs);
+}
+template <typename... T>
+std::tuple<T...> wrap_all(const Op& op, std::tuple<T...>&& out, const rules::Solution& s, const Refs& refs) {
+  size_t n = 0;
+  const auto one = [&](Tensor& t) {
+    const auto nth = n++;
+    return t.defined() ? wrap_result(op, std::move(t), s, nth, refs) : Tensor();
+  };
+  return std::apply([&](auto&... t) { return std::tuple<T...>{one(t)...}; }, out);
+}
+
+template <typename Signature>
+class Typed;
+
+template <typename Result, typename... Args>
+class Typed<Result(Args...)> final : public c10::OperatorKernel {
+ public:
+  explicit Typed(const Op& op) : op_(op), call_(op.handle.typed<Result(Args...)>()) {}
+
+  Result operator()(Args... args) {
+    return run(std::index_sequence_for<Args...>(), args...);
+  }
+
+ private:
+  template <size_t... I>
+  Result run(std::index_sequence<I...>, Args... args) {
+    Refs refs;
+    (collect(I, args, refs), ...);
+    check_plain(op_, refs);
+    const auto key_with = [&](bool sizes) {
+      Key key;
+      key_of(refs, sizes, key);
+      if (op_.keyed_args) {
+        (push(key, args), ...);
+      }
+      return key;
+    };
+    const auto solution = Cache::of(op_.id).get(op_.sized, key_with, [&] {
+      Stack stack = c10::impl::boxArgs<Args...>(args...);
+      return solve(op_, stack, 0, refs);
+    });
+    if (solution->kernel || solution->write_back) {
+      return boxed(args...);
+    }
+    c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+    Locals locals;
+    local_arguments(op_, refs, *solution, locals);
+    Localizer local{*solution, refs, locals};
+    if constexpr (std::is_same_v<Result, Tensor&>) {
+      // Braces keep the order of evaluation: the localizer walks through the tensors.
+      invoke(std::tuple<decltype(local(I, args))...>{local(I, args)...}, std::index_sequence<I...>());
+      return first(args...);
+    } else {
+      return wrap_all(
+          op_,
+          invoke(std::tuple<decltype(local(I, args))...>{local(I, args)...}, std::index_sequence<I...>()),
+          *solution,
+          refs);
+    }
+  }
+
+  template <typename Tuple, size_t... I>
+  Result invoke(Tuple&& t, std::index_sequence<I...>) {
+    return call_.call(std::get<I>(t)...);
+  }
+
+  // In-place ops return their first argument.
+  template <typename First, typename... Rest>
+  static Tensor& first(First& f, Rest&...) {
+    return const_cast<Tensor&>(f);
+  }
+
+  Result boxed(Args... args) {
+    Stack stack = c10::impl::boxArgs<Args...>(args...);
+    handle(op_, &stack);
+    if constexpr (std::is_same_v<Result, Tensor&>) {
+      return first(args...);
+    } else {
+      return c10::impl::PopResult<Result>::call(stack);
+    }
+  }
+
+  const Op& op_;
+  c10::TypedOperatorHandle<Result(Args...)> call_;
+};
+
+template <typename Signature>
+c10::KernelFunction make(const Op& op) {
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Typed<Signature>>(std::make_unique<Typed<Signature>>(op));
+}
+
+using Make = c10::KernelFunction (*)(const Op&);
+using Table = std::unordered_map<std::string, Make>;
+
+template <typename Signature>
+void add(Table& table, std::initializer_list<const char*> ops) {
+  for (const char* op : ops) {
+    table.emplace(std::string("aten::") + op, &make<Signature>);
+  }
+}
+
+// One line per signature. An op belongs here if it runs all the time in training; any other is right without.
+Table make_table() {
+  Table t;
+  add<Tensor(const Tensor&)>(t, {
+    "abs", "alias", "cos", "detach", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "t", "tanh",
+  });
+  add<Tensor(const Tensor&, const Tensor&)>(t, {
+    "bmm", "div.Tensor", "dot", "eq.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor", "matmul", "maximum", "minimum", "mm",
+    "mul.Tensor", "mv", "ne.Tensor", "sigmoid_backward", "silu_backward", "tanh_backward",
+  });
+  add<Tensor(const Tensor&, const Tensor&, const c10::Scalar&)>(t, {"add.Tensor", "sub.Tensor", "threshold_backward"});
+  add<Tensor(const Tensor&, const Tensor&, const Tensor&)>(t, {"where.self"});
+  add<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>(t, {"linear"});
+  add<Tensor(const Tensor&, const c10::Scalar&)>(t, {
+    "div.Scalar", "eq.Scalar", "ge.Scalar", "gt.Scalar", "le.Scalar", "lt.Scalar", "mul.Scalar", "ne.Scalar", "pow.Tensor_Scalar",
+  });
+  add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(t, {"mean.dim", "sum.dim_IntList"});
+  add<Tensor(const Tensor&, std::optional<at::ScalarType>)>(t, {"mean", "sum"});
+  add<Tensor(const Tensor&, int64_t, bool)>(t, {"_log_softmax", "_softmax"});
+  add<Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType)>(t, {"_log_softmax_backward_data", "_softmax_backward_data"});
+  add<Tensor(const Tensor&, int64_t, int64_t)>(t, {"transpose.int"});
+  add<Tensor(const Tensor&, int64_t)>(t, {"unsqueeze"});
+  add<Tensor(const Tensor&, c10::IntArrayRef)>(t, {"permute"});
+  add<Tensor(const Tensor&, c10::SymIntArrayRef)>(t, {"_unsafe_view", "view"});
+  add<Tensor(const Tensor&, c10::SymIntArrayRef, bool)>(t, {"expand"});
+  add<Tensor(const Tensor&, std::optional<at::MemoryFormat>)>(t, {"clone"});
+  add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>(t, {"addmm"});
+  add<Tensor(const at::ITensorListRef&, int64_t)>(t, {"cat"});
+  add<std::tuple<Tensor, Tensor, Tensor>(
+      const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double)>(t, {"native_layer_norm"});
+  add<Tensor&(Tensor&)>(t, {"relu_", "zero_"});
+  add<Tensor&(Tensor&, const Tensor&)>(t, {"div_.Tensor", "mul_.Tensor"});
+  add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>(t, {"add_.Tensor", "sub_.Tensor"});
+  add<Tensor&(Tensor&, const c10::Scalar&)>(t, {"fill_.Scalar", "mul_.Scalar"});
+  add<Tensor&(Tensor&, const Tensor&, bool)>(t, {"copy_"});
+  add<Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>(t, {"addcdiv_", "addcmul_"});
+  add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>(t, {"lerp_.Scalar"});
+  return t;
+}
+
+} // namespace
+
+std::optional<c10::KernelFunction> typed_kernel(const Op& op) {
+  static const Table table = make_table();
+  const auto it = table.find(op.name);
+  return it == table.end() ? std::nullopt : std::optional(it->second(op));
+}
+
+} // namespace shardtensor

@@ -1,0 +1,221 @@
+// Convolutions and what works on whole planes (pooling, resampling): batch and channels are free, space stays whole.
+#include "rules/empties.h"
+#include "rules/registry.h"
+#include "rules/resolve.h"
+
+#include <ATen/ATen.h>
+
+namespace shardtensor::rules {
+
+namespace {
+
+// ---- convolution: input [n, in, ...], weight [out, in / groups, ...] (transposed: [in, out / groups, ...]), bias [out] ----
+
+struct Factors {
+  int64_t n, in, out;
+};
+
+// Grouped channels belong together, so they stay whole.
+Factors convolution_factors(Rule& rule, bool grouped) {
+  Factor channels;
+  channels.whole = grouped;
+  channels.reduce = ReduceOp::Sum;
+  Factors f{};
+  f.n = rule.reduced(ReduceOp::Sum);
+  f.in = rule.factor(channels);
+  f.out = rule.factor(channels);
+  return f;
+}
+
+Dims with_space(const TensorArg& t, int64_t first, int64_t second) {
+  Dims dims(t.dim(), Dim(kNone));
+  dims[0] = first;
+  dims[1] = second;
+  return dims;
+}
+
+Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
+  return transposed ? with_space(t, f.in, f.out) : with_space(t, f.out, f.in);
+}
+
+bool first_along(const Run& run, uint64_t mesh_dims) {
+  for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
+    if ((mesh_dims >> m & 1) && run.mesh().coordinate()[m] != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Where the input's channels are sharded, one rank along them adds the bias.
+void convolution_kernel(Run& run) {
+  if (!first_along(run, run.mesh_dims(run.solution.notes[0]))) {
+    run.arg(2) = c10::IValue();
+  }
+  call_op_nonempty(run);
+}
+
+Rule convolution(const Call& call) {
+  Rule rule;
+  const bool transposed = call.flag(call.position("transposed"));
+  const auto f = convolution_factors(rule, call.integer(call.position("groups")) != 1);
+  const auto& input = call.tensors[0];
+  rule.operands.emplace_back(with_space(input, f.n, f.in));
+  rule.operands.emplace_back(weight_dims(call.tensors[1], f, transposed));
+  if (call.has(2)) {
+    rule.operands.emplace_back(Dims{Dim(f.out)});
+  }
+  rule.results.emplace_back(with_space(input, f.n, f.out));
+  const uint64_t bias = call.has(2) ? 0b100 : 0;
+  rule.jointly_linear(0b001 | bias);
+  rule.jointly_linear(0b010 | bias);
+  rule.kernel = convolution_kernel;
+  rule.always_kernel = true;
+  rule.notes = {f.in};
+  return rule;
+}
+
+void convolution_backward_kernel(Run& run) {
+  const auto bias_sizes = run.op.schema().argumentIndexWithName("bias_sizes");
+  if (!run.arg(*bias_sizes).isNone()) {
+    run.arg(*bias_sizes) = c10::List<int64_t>({std::max<int64_t>(run.arg(0).toTensor().size(1), 1)});
+  }
+  call_op_nonempty(run);
+}
+
+Rule convolution_backward(const Call& call) {
+  Rule rule;
+  const bool transposed = call.flag(call.position("transposed"));
+  const auto f = convolution_factors(rule, call.integer(call.position("groups")) != 1);
+  rule.operands.emplace_back(with_space(call.tensors[0], f.n, f.out));
+  rule.operands.emplace_back(with_space(call.tensors[1], f.n, f.in));
+  rule.operands.emplace_back(weight_dims(call.tensors[2], f, transposed));
+  rule.results.emplace_back(rule.operands[1].dims);
+  rule.results.emplace_back(rule.operands[2].dims);
+  rule.results.emplace_back(Dims{Dim(f.out)});
+  rule.results[2].same_over = uint64_t{1} << f.in;
+  rule.linear_in({0});
+  rule.kernel = convolution_backward_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// ---- planes: the last `space` dims stay whole, those before run through from every operand to every result ----
+
+Rule planes(const Call& call, int64_t space) {
+  Rule rule;
+  const auto lead = call.tensors[0].dim() - space;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.push_back(d < lead ? Dim(rule.factor()) : Dim(kNone));
+  }
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim(kNone)));
+  }
+  for (size_t i = 0; i < call.schema.returns().size(); ++i) {
+    rule.results.emplace_back(dims);
+  }
+  rule.kernel = call_op_nonempty;
+  rule.always_kernel = true;
+  return rule;
+}
+
+template <int64_t space>
+Rule pool(const Call& call) {
+  return planes(call, space);
+}
+
+template <int64_t space>
+Rule linear_pool(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  return rule;
+}
+
+// Argument `input_size` lists the global sizes of the gradient: here those of this rank's piece.
+void resample_backward_kernel(Run& run) {
+  const auto at = *run.op.schema().argumentIndexWithName("input_size");
+  auto sizes = run.arg(at).toIntVector();
+  const auto grad = run.arg(0).toTensor();
+  for (int64_t d = 0; d < 2; ++d) {
+    sizes[d] = std::max<int64_t>(grad.size(d), 1);
+  }
+  run.arg(at) = c10::List<int64_t>(c10::IntArrayRef(sizes));
+  call_op_nonempty(run);
+}
+
+template <int64_t space>
+Rule resample_backward(const Call& call) {
+  auto rule = planes(call, space);
+  rule.kernel = resample_backward_kernel;
+  rule.linear_in({0});
+  return rule;
+}
+
+// [..., c * r * r, h, w] and [..., c, h * r, w * r], in either direction.
+template <bool shuffle>
+Rule pixel_shuffle(const Call& call) {
+  Rule rule;
+  const auto r = call.integer(1);
+  const auto n = call.tensors[0].dim();
+  Dims packed, spread;
+  for (int64_t d = 0; d < n; ++d) {
+    const auto f = rule.factor();
+    packed.emplace_back(f, d == n - 3 ? r * r : 1);
+    spread.emplace_back(f, d >= n - 2 ? r : 1);
+  }
+  rule.operands.emplace_back(shuffle ? packed : spread);
+  rule.results.emplace_back(shuffle ? spread : packed);
+  const auto& x = call.tensors[0];
+  for (int64_t d = 0; d < n; ++d) {
+    rule.results[0].sizes.push_back(x.sizes[d] / rule.operands[0].dims[d].inner * rule.results[0].dims[d].inner);
+  }
+  rule.passes_partial();
+  rule.kernel = call_op_nonempty;
+  rule.always_kernel = true;
+  return rule;
+}
+
+} // namespace
+
+void register_convolution(Registry& r) {
+  r.add("convolution", {"convolution", "convolution_overrideable"}, convolution);
+  r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward);
+
+  r.add("pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "avg_pool2d", "avg_pool2d_backward"}, linear_pool<2>);
+  r.add("pooling", {"_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "avg_pool3d", "avg_pool3d_backward"}, linear_pool<3>);
+  r.add("pooling", {"adaptive_max_pool2d", "max_pool2d_with_indices"}, pool<2>);
+  r.add("pooling", {"adaptive_max_pool3d", "max_pool3d_with_indices"}, pool<3>);
+  r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
+  r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>);
+
+  r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>, [] {
+    Options o;
+    o.sized = true;
+    return o;
+  }());
+  r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>, [] {
+    Options o;
+    o.sized = true;
+    return o;
+  }());
+  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest1d"}, linear_pool<1>);
+  r.add("resampling", {
+    "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa", "_upsample_nearest_exact2d", "upsample_bicubic2d",
+    "upsample_bilinear2d", "upsample_nearest2d",
+  }, linear_pool<2>);
+  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d", "upsample_trilinear3d"}, linear_pool<3>);
+  r.add("resampling", {
+    "_upsample_nearest_exact1d_backward", "upsample_linear1d_backward", "upsample_nearest1d_backward",
+  }, resample_backward<1>);
+  r.add("resampling", {
+    "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa_backward",
+    "_upsample_nearest_exact2d_backward",
+    "upsample_bicubic2d_backward", "upsample_bilinear2d_backward", "upsample_nearest2d_backward",
+  }, resample_backward<2>);
+  r.add("resampling", {
+    "_upsample_nearest_exact3d_backward", "upsample_nearest3d_backward", "upsample_trilinear3d_backward",
+  }, resample_backward<3>);
+}
+
+} // namespace shardtensor::rules

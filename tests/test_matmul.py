@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import MESHES, case, mesh_id
+
+
+def column_parallel(x: str, weight: str, bias: str = "") -> bool:
+    """x whole, the weight's (and bias's) outputs sharded."""
+    return x in ("R", "R R") and set(weight.split()) <= {"R", "S(0)"} and bias in ("", weight)
+
+
+def batch_sharded(*dims: int):
+    """The first operand sharded on these batch dims, the others whole."""
+    allowed = {"R", *(f"S({d})" for d in dims)}
+    return lambda x, *others: set(x.split()) <= allowed and all(set(o.split()) == {"R"} for o in others)
+
+
+def contracted(first: int, second: int):
+    """Both sharded on the contracted dim, alike on every mesh dim."""
+    return lambda x, y, *_: set(zip(x.split(), y.split())) <= {(f"S({first})", f"S({second})"), ("R", "R")}
+
+
+def second(function, *inputs):
+    """The gradient of a gradient: what autograd makes of the backward ops."""
+    out = function(*inputs)
+    grads = torch.autograd.grad(out, inputs, (out.detach() * 0 + 1) * out.sin(), create_graph=True)
+    return [g.cos() for g in grads]
+
+
+CASES = [
+    case("mm", torch.mm, (5, 4), (4, 3), quiet=lambda a, b: "S" not in b and b.count("P") == 0 and set(a.split()) <= {"R", "S(0)"}),
+    case("mm_t", lambda a, b: a @ b.t(), (5, 4), (3, 4)),
+    case("mm_out", lambda a, b, o: torch.mm(a, b, out=o.clone()), (5, 4), (4, 3), (5, 3), backward=False),
+    case("bmm", torch.bmm, (3, 5, 4), (3, 4, 2), limit=40),
+    case("bmm_out", lambda a, b, o: torch.bmm(a, b, out=o.clone()), (3, 5, 4), (3, 4, 2), (3, 5, 2), backward=False, limit=40),
+    case("mv", torch.mv, (5, 4), (4,)),
+    case("dot", torch.dot, (5,), (5,)),
+    case("vdot", torch.vdot, (5,), (5,)),
+    case("outer", torch.outer, (5,), (4,)),
+    case("addmm", torch.addmm, (5, 3), (5, 4), (4, 3)),
+    case("addmm_row", lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), (3,), (5, 4), (4, 3)),
+    case("addmm_column", torch.addmm, (5, 1), (5, 4), (4, 3), limit=40),
+    case("addmm_", lambda c, a, b: c.clone().addmm_(a, b, beta=0.5), (5, 3), (5, 4), (4, 3)),
+    case("addmm_out", lambda c, a, b, o: torch.addmm(c, a, b, out=o.clone()), (3,), (5, 4), (4, 3), (5, 3), backward=False, limit=40),
+    case("addmm_activation", torch._addmm_activation, (3,), (5, 4), (4, 3), backward=False, limit=40),
+    case("baddbmm", lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5), (3, 5, 2), (3, 5, 4), (3, 4, 2), limit=40),
+    case("baddbmm_row", torch.baddbmm, (1, 2), (3, 5, 4), (3, 4, 2), limit=40),
+    case("baddbmm_", lambda c, a, b: c.clone().baddbmm_(a, b), (3, 5, 2), (3, 5, 4), (3, 4, 2), limit=40),
+    case("addbmm", torch.addbmm, (5, 2), (3, 5, 4), (3, 4, 2), limit=40),
+    case("addmv", lambda c, a, b: torch.addmv(c, a, b, beta=0.5), (5,), (5, 4), (4,)),
+    case("addmv_number", torch.addmv, (), (5, 4), (4,), limit=40),
+    case("addr", lambda c, a, b: torch.addr(c, a, b, beta=0.5), (5, 4), (5,), (4,)),
+    case("matmul_1_1", torch.matmul, (5,), (5,)),
+    case("matmul_1_2", torch.matmul, (5,), (5, 4)),
+    case("matmul_2_1", torch.matmul, (5, 4), (4,)),
+    case("matmul_2_2", torch.matmul, (5, 4), (4, 3), quiet=contracted(1, 0)),
+    case("matmul_3_1", torch.matmul, (3, 5, 4), (4,), quiet=batch_sharded(0, 1), limit=40),
+    case("matmul_1_3", torch.matmul, (4,), (3, 4, 5), limit=40),
+    case("matmul_3_2", torch.matmul, (3, 5, 4), (4, 2), quiet=batch_sharded(0, 1)),
+    case("matmul_2_3", torch.matmul, (5, 4), (3, 4, 2), limit=40),
+    case("matmul_4_4", torch.matmul, (2, 3, 3, 4), (2, 3, 4, 2), limit=60),
+    case("matmul_broadcast", torch.matmul, (3, 1, 3, 4), (2, 4, 2), limit=60),
+    case("matmul_one", torch.matmul, (1, 5, 4), (3, 4, 1), limit=40),
+    case("matmul_out", lambda a, b, o: torch.matmul(a, b, out=o.clone()), (3, 5, 4), (4, 2), (3, 5, 2), backward=False, limit=40),
+    case("linear_1", F.linear, (4,), (3, 4), (3,), quiet=column_parallel),
+    case("linear_2", F.linear, (5, 4), (3, 4), (3,), quiet=lambda *p: column_parallel(*p) or batch_sharded(0)(*p)),
+    case("linear_3", F.linear, (3, 5, 4), (3, 4), (3,), quiet=lambda *p: column_parallel(*p) or batch_sharded(0, 1)(*p)),
+    case("linear_4", F.linear, (2, 3, 2, 4), (3, 4), (3,), quiet=batch_sharded(0, 1, 2), limit=40),
+    case("linear_no_bias", F.linear, (3, 5, 4), (3, 4), quiet=lambda *p: contracted(2, 1)(*p) or batch_sharded(0, 1)(*p)),
+    case("linear_row_parallel", F.linear, (3, 5, 4), (3, 4), (3,), replicated=(2,), quiet=contracted(2, 1)),
+    case("linear_vector", F.linear, (5, 4), (4,), limit=40),
+    case("linear_odd_bias", F.linear, (5, 4), (3, 4), (1,), limit=40),
+    case("einsum_attention", lambda q, k: torch.einsum("bhsd,bhtd->bhst", q, k), (2, 3, 2, 4), (2, 3, 3, 4), limit=40),
+    case("einsum_weight", lambda x, w: torch.einsum("bsd,dhe->bshe", x, w), (2, 3, 4), (4, 3, 2), limit=40),
+    case("einsum_three", lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (3, 4), (4, 3), (3, 2), limit=40),
+    case("einsum_diagonal", lambda a: torch.einsum("ii->i", a), (4, 4), limit=40),
+    case("einsum_sum", lambda a, b: torch.einsum("ijk,jk->i", a, b), (3, 4, 2), (4, 2), limit=40),
+    case("einsum_dots", lambda a, b: torch.einsum("...ij,...jk->...ik", a, b), (2, 3, 4), (2, 4, 2), limit=40),
+    case("kron", torch.kron, (3, 2), (2, 3), limit=40),
+    case("tensordot", lambda a, b: torch.tensordot(a, b, dims=([1, 2], [0, 1])), (3, 4, 2), (4, 2, 3), limit=40),
+    case("chain_matmul", lambda a, b, c: torch.linalg.multi_dot([a, b, c]), (5, 4), (4, 3), (3, 2), limit=40),
+    case("inner", torch.inner, (5, 4), (3, 4), limit=40),
+    case("bilinear", F.bilinear, (5, 3), (5, 2), (4, 3, 2), (4,), limit=40),
+    case("cdist", torch.cdist, (5, 3), (4, 3), limit=20),
+    case("inverse", lambda a: torch.linalg.inv(a @ a.t()), (4, 4), tolerance=1e-6, limit=20),
+    case("second_mm", lambda a, b: second(torch.mm, a, b), (3, 4), (4, 2), limit=40),
+    case("second_matmul", lambda a, b: second(torch.matmul, a, b), (2, 3, 4), (4, 2), limit=40),
+    case("second_matmul_broadcast", lambda a, b: second(torch.matmul, a, b), (2, 1, 3, 4), (3, 4, 2), limit=30),
+    case("second_matmul_vector", lambda a, b: second(torch.matmul, a, b), (3, 2, 4), (4,), limit=30),
+    case("second_linear", lambda x, w, b: second(F.linear, x, w, b), (5, 4), (3, 4), (3,), limit=40),
+    case("second_linear_3", lambda x, w, b: second(F.linear, x, w, b), (2, 3, 4), (3, 4), (3,), limit=40),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", [c.name for c in CASES])
+def test_equals_torch(pools, name, mesh):
+    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
