@@ -344,7 +344,11 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   kept.reserve(refs.size());
   for (size_t i = 0; i < refs.size();) {
     auto& slot = stack[base + refs[i].arg];
-    kept.push_back(std::move(slot));
+    if (refs[i].impl) {
+      kept.push_back(std::move(slot));
+    } else {
+      kept.push_back(slot); // a plain tensor may be its own local tensor, borrowed from this slot
+    }
     if (refs[i].index < 0) {
       slot = locals[i];
       refs[i].tensor = &kept.back().toTensor();
