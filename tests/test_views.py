@@ -77,13 +77,119 @@ CASES = [
     case("view_as_real", lambda x: torch.view_as_real(torch.complex(x, 2 * x)), (5, 4)),
     case("view_as_complex", torch.view_as_complex, (5, 2), quiet=uncut(1), partial=False),
     case("real_imag", lambda x: (torch.complex(x, 2 * x).real, torch.complex(x, 2 * x).imag), (5, 4)),
-    case("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 2), (5, 4), (4,), limit=40),
-    case("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 1, 3), (5, 4), (2, 4), limit=40),
+    case("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 2), (5, 4), (4,), limit=40, backward=False),
+    case("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 1, 3), (5, 4), (2, 4), limit=40, backward=False),
     case("copies", lambda x: (torch.slice_copy(x, 0, 1, 3), torch.select_copy(x, 0, 1), torch.view_copy(x, (20,)),
                               torch.permute_copy(x, (1, 0)), torch.expand_copy(x, (2, 5, 4)), torch.squeeze_copy(x)),
          (5, 4), limit=30),
     case("heads", lambda x: x.view(2, 3, 4, 2).transpose(1, 2).reshape(2, 4, 6).transpose(1, 2), (2, 3, 8), limit=40),
 ]
+
+
+# ---- writing through views: the base sees it, on every rank, and so does autograd ----
+
+
+def written(f):
+    """f(y) writes a copy of x; the copy, and a view of it taken before, are compared."""
+
+    def g(x, *rest):
+        y = x.clone()
+        f(y, *rest)
+        return y * 1
+
+    return g
+
+
+def slices(y):
+    y[1:3].mul_(2)
+    y[:, 0] = 5
+
+
+def nested_slices(y):
+    z = y[1:]
+    z[::2, 1:].add_(1)
+    z[1:2].zero_()
+
+
+def viewed(y):
+    y.view(5, 2, 2)[1:4, 1].mul_(3)
+    y.t()[1:].sub_(1)
+    y.unsqueeze(0).expand(1, 5, 4)[:, :2].mul_(2)
+
+
+def split_halves(y):
+    a, b = y.split(3)
+    a.mul_(2)
+    b.fill_(1)
+
+
+WRITES = [
+    case("write_slices", written(slices), (5, 4), partial=False, only=["R", "S(0)"]),
+    case("write_slices_any", written(lambda y: y[1:3].mul_(2)), (5, 4), partial=False),
+    case("write_columns", written(lambda y: y[:, 1:3].add_(1)), (5, 4), partial=False),
+    case("write_nested", written(nested_slices), (6, 3), partial=False),
+    case("write_views", written(viewed), (5, 4), partial=False, only=["R", "S(0)"]),
+    case("write_transposed", written(lambda y: y.t()[1:3].mul_(2)), (5, 4), partial=False),
+    case("write_flat", written(lambda y: y.view(-1).mul_(2)), (5, 4), partial=False, only=["R", "S(0)"]),
+    case("setitem_slice", written(lambda y, v: y.__setitem__(slice(1, 3), v)), (5, 4), (2, 4), partial=False, limit=40),
+    case("setitem_column", written(lambda y, v: y.__setitem__((slice(None), 1), v)), (5, 4), (5,), partial=False, limit=40),
+    case("setitem_row", written(lambda y, v: y.__setitem__(3, v)), (5, 4), (4,), partial=False, limit=40),
+    case("setitem_element", written(lambda y: y.__setitem__((2, -1), 7.0)), (5, 4), partial=False),
+    case("setitem_ellipsis", written(lambda y, v: y.__setitem__((..., 1, slice(1, 3)), v)), (2, 3, 4), (2, 2), partial=False, limit=40),
+    case("split_unsafe", written(lambda y: [p.mul_(i + 2) for i, p in enumerate(y.unsafe_split(2))]), (5, 4), partial=False,
+         only=["R", "S(0)"], backward=False),
+    case("as_strided_whole", lambda x: x.as_strided((2, 3), (4, 1), 1), (5, 4)),
+]
+CASES += WRITES
+
+
+def refused() -> list[str]:
+    from oracle import EVEN, mesh_of, place
+
+    x = place(torch.randn(4, 4), mesh_of((2,)), ("S(0)",), EVEN)
+    raised = []
+    for name, write in {
+        "select": lambda: x[3].add_(1),
+        "moved": lambda: x.as_strided((3, 3), (5, 1)).fill_(0),
+    }.items():
+        try:
+            write()
+        except RuntimeError as error:
+            assert "comes from a view that had to move data" in str(error), error
+            raised.append(name)
+    return raised
+
+
+def test_a_view_that_moved_data_is_not_written(pools):
+    for raised in pools(2).run(f"{__name__}:refused"):
+        assert raised == ["select", "moved"]
+
+
+def geometry() -> None:
+    """Strides and offsets are those of the same views of a plain tensor: autograd goes by them."""
+    from oracle import UNEVEN, mesh_of, place
+
+    whole = torch.randn(6, 4, 3, dtype=torch.float64)
+    for placement in ("R", "S(0)", "P"):
+        x = place(whole, mesh_of((2,)), (placement,), UNEVEN)
+        for f in (
+            lambda t: t[1:5:2],
+            lambda t: t[:, 1:],
+            lambda t: t.transpose(0, 2)[1:],
+            lambda t: t.permute(1, 0, 2)[:, 2:, 1:],
+            lambda t: t.split(4)[1],
+            lambda t: t.view(6, 2, 2, 3)[2:],
+            lambda t: t.unsqueeze(1).expand(6, 5, 4, 3)[1:],
+            lambda t: t.detach()[2:].detach(),
+            lambda t: t[2:].squeeze(),
+            lambda t: t.diagonal(0, 2, 1)[1:],
+        ):
+            got, want = f(x), f(whole)
+            assert (got.stride(), got.storage_offset()) == (want.stride(), want.storage_offset()), (placement, got.shape)
+
+
+def test_views_lie_where_torch_puts_them(pools):
+    pools(2).run(f"{__name__}:geometry")
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)

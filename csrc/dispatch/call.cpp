@@ -6,6 +6,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
+#include <c10/util/strides.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <atomic>
@@ -69,6 +71,9 @@ void check_plain(const Op& op, const Refs& refs) {
       continue;
     }
     const auto mode = g_promotion.load(std::memory_order_relaxed);
+    if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
+      continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
+    }
     if (mode == Promotion::Error) {
       errors::plain_tensor(op, r.arg, *r.tensor);
     }
@@ -293,12 +298,12 @@ at::Tensor wrap_result(
   }
   if (!result || !result->layout->is_sharded()) {
     const auto sizes = local.sizes();
-    const auto strides = local.strides();
+    const auto strides = result && !result->strides.empty() ? c10::IntArrayRef(result->strides) : local.strides();
     const auto& layout = result ? result->layout : solution.replicated;
     out = wrap(std::move(local), layout, sizes, strides, base);
   } else {
     const auto sizes = global_sizes(*result, refs, local);
-    const auto strides = strides_like(sizes, local);
+    const auto strides = result->strides.empty() ? strides_like(sizes, local) : result->strides;
     out = wrap(std::move(local), result->layout, sizes, strides, base);
   }
   if (broken) {
@@ -388,7 +393,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   Locals locals;
   local_arguments(op, refs, *solution, locals);
   std::vector<Form> forms;
-  if (needs_forms(op, *solution)) {
+  if (needs_forms(op, *solution, refs)) {
     forms = forms_of(op, *refs[0].tensor, stack, base);
   }
   c10::SmallVector<IValue, 4> kept;

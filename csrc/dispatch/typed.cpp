@@ -180,7 +180,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       Stack stack = c10::impl::boxArgs<Args...>(args...);
       return solve(op_, stack, 0, refs);
     });
-    if (solution->kernel || solution->write_back || needs_forms(op_, *solution)) {
+    if (solution->kernel || solution->write_back || needs_forms(op_, *solution, refs)) {
       return boxed(args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);

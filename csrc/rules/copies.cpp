@@ -1,6 +1,9 @@
 // Copies and factories: ops that keep a tensor's layout, whatever it is.
 #include "rules/registry.h"
 
+#include <algorithm>
+#include <numeric>
+
 namespace shardtensor::rules {
 
 namespace {
@@ -54,6 +57,47 @@ Rule like(const Call& call) {
   return rule;
 }
 
+// new_zeros and the like read no values of self. Of self's own sizes they are cut as it is, of others they are whole.
+Rule new_like(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  Dims dims;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    dims.emplace_back(rule.factor());
+  }
+  auto sizes = call.ints(1);
+  const bool same = x.sizes.equals(sizes);
+  rule.operands.emplace_back(dims);
+  rule.operands[0].free = true;
+  rule.results.emplace_back(same ? dims : Dims(sizes.size(), Dim(kNone)), std::move(sizes));
+  rule.size_args.push_back({1, 0});
+  return rule;
+}
+
+// The piece's dims lie in memory in the order of the strides asked for.
+void new_empty_strided_kernel(Run& run) {
+  const auto sizes = run.arg(1).toIntVector();
+  const auto strides = run.arg(2).toIntVector();
+  Sizes order(sizes.size()), local(sizes.size(), 1);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
+  int64_t next = 1;
+  for (auto d : order) {
+    local[d] = next;
+    next *= std::max<int64_t>(sizes[d], 1);
+  }
+  run.stack[run.base() + 2] = c10::List<int64_t>(c10::IntArrayRef(local));
+  run.call_op();
+}
+
+Rule new_empty_strided(const Call& call) {
+  auto rule = new_like(call);
+  rule.results[0].strides = call.ints(2);
+  rule.kernel = new_empty_strided_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
 // fill_ writes the same value everywhere. Into summands: refused by no linear group, so self is gathered and carried back.
 Rule fill(const Call& call) {
   return broadcast(call);
@@ -76,6 +120,10 @@ void register_copies(Registry& r) {
   r.add("copies", {
     "empty_like", "full_like", "ones_like", "zeros_like",
   }, like, o);
+  Options sized;
+  sized.sized = true;
+  r.add("copies", {"new_empty", "new_full", "new_ones", "new_zeros"}, new_like, sized);
+  r.add("copies", {"new_empty_strided"}, new_empty_strided, sized);
   r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill, o);
   r.add("copies", {"zero_", "zero"}, zero, o);
 }

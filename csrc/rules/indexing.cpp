@@ -1,8 +1,537 @@
-// Reading and writing by index: gather, scatter, index_select, index, index_put, tril, triu.
+// Reading and writing by index. Where an indexed dim is sharded, every rank looks up, or writes, what it holds:
+// a read is a sum of one rank's value and others' zeros, a write touches this rank's piece alone. The indices are whole then.
 #include "rules/registry.h"
+#include "rules/resolve.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
 
 namespace shardtensor::rules {
 
-void register_indexing(Registry& r) {}
+namespace {
+
+Interval mine(const Layout& layout, int64_t dim, int64_t size) {
+  return layout.intervals(dim, size, layout.mesh().coordinate())[0];
+}
+
+// A dim that is indexed: sharded, the result holds summands (a read) or the piece alone is written (a write).
+int64_t indexed(Rule& rule, at::ScalarType dtype, bool reads) {
+  Factor f;
+  f.kernel = true;
+  if (reads) {
+    f.reduce = dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
+  }
+  return rule.factor(f);
+}
+
+// ---- local indices ----
+
+// What torch checks for a whole tensor: a masked lookup would not notice.
+at::Tensor wrapped(const at::Tensor& index, int64_t size, bool negative) {
+  const auto least = negative ? -size : 0;
+  at::_assert_async(index.ge(least).logical_and_(index.lt(size)).all(), "index out of bounds");
+  return negative ? at::where(index.lt(0), index + size, index) : index;
+}
+
+// Indices into the piece, and which of them fall outside of it; those are 0.
+struct Inside {
+  at::Tensor index, outside;
+};
+
+Inside inside(const at::Tensor& index, const Interval& piece) {
+  const auto local = index - piece.start;
+  auto outside = local.lt(0).logical_or_(local.ge(piece.length));
+  return {local.masked_fill(outside, 0), std::move(outside)};
+}
+
+// Indices into a piece with one spare row at its end, where what falls outside goes.
+at::Tensor or_spare(const at::Tensor& index, const Interval& piece) {
+  const auto local = index - piece.start;
+  return local.masked_fill(local.lt(0).logical_or_(local.ge(piece.length)), piece.length);
+}
+
+at::Tensor with_spare_row(const at::Tensor& x, int64_t dim) {
+  Sizes row(x.sizes().begin(), x.sizes().end());
+  row[dim] = 1;
+  return at::cat({x, at::zeros(row, x.options())}, dim);
+}
+
+// A piece with at least one row to look up.
+at::Tensor nonempty(const at::Tensor& x, int64_t dim) {
+  return x.size(dim) ? x : with_spare_row(x, dim);
+}
+
+// Runs a writing op with `dim` of argument 0 sharded: on the piece with a spare row, with the index turned local.
+void write_along(Run& run, int64_t dim, size_t index_arg, bool negative) {
+  const auto self = run.arg(0).toTensor();
+  const auto size = run.operands[0].sizes[dim];
+  const auto piece = mine(*run.operands[0].layout, dim, size);
+  const bool in_place = !run.op.schema().returns().empty() && run.op.schema().returns()[0].alias_info();
+  run.stack[run.base()] = with_spare_row(self, dim);
+  run.stack[run.base() + index_arg] = or_spare(wrapped(run.arg(index_arg).toTensor(), size, negative), piece);
+  run.call_op();
+  auto out = run.stack.back().toTensor().narrow(dim, 0, piece.length);
+  run.stack.back() = in_place ? self.copy_(out) : out.contiguous();
+}
+
+// ---- gather, scatter ----
+
+// The dims of self, index and (scatter) src other than `dim` are alike up to size: shared where the sizes agree, else whole.
+struct Aligned {
+  Dims self, index;
+};
+
+Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const TensorArg* src, int64_t dim, bool reads) {
+  Aligned out;
+  for (int64_t d = 0; d < self.dim(); ++d) {
+    const auto at = d < index.dim() ? index.sizes[d] : 1;
+    if (d == dim) {
+      out.self.emplace_back(indexed(rule, self.dtype, reads));
+      out.index.push_back(reads ? Dim(rule.factor()) : Dim(kNone));
+    } else if (at == self.sizes[d] && (!src || (d < src->dim() && src->sizes[d] == at))) {
+      out.self.emplace_back(rule.factor());
+      out.index.push_back(out.self.back());
+    } else {
+      out.self.emplace_back(kNone);
+      out.index.emplace_back(kNone);
+    }
+  }
+  out.index.resize(index.dim(), Dim(kNone));
+  return out;
+}
+
+void gather_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
+  const auto size = run.operands[0].sizes[dim];
+  const auto at = inside(wrapped(run.arg(2).toTensor(), size, false), mine(*run.operands[0].layout, dim, size));
+  run.returns({nonempty(x, dim).gather(dim, at.index).masked_fill_(at.outside, 0)});
+}
+
+Rule gather(const Call& call) {
+  const auto& x = call.tensor(0);
+  const auto& index = call.tensor(2);
+  if (x.dim() == 0 || index.dim() != x.dim()) {
+    return replicate(call);
+  }
+  Rule rule;
+  auto dims = align(rule, x, index, nullptr, call.dim(1, x.dim()), true);
+  rule.operands.emplace_back(std::move(dims.self));
+  rule.operands.emplace_back(dims.index);
+  rule.results.emplace_back(std::move(dims.index));
+  rule.kernel = gather_kernel;
+  rule.passes_partial();
+  return rule;
+}
+
+void scatter_kernel(Run& run) {
+  write_along(run, wrap_dim(run.arg(1).toInt(), run.arg(0).toTensor().dim()), 2, false);
+}
+
+enum class Writes { Values, Sums, Others };
+
+// self, dim, index, then src or a value.
+template <Writes writes>
+Rule scatter(const Call& call) {
+  const auto& self = call.tensor(0);
+  const auto& index = call.tensor(2);
+  const bool has_src = call.tensors.size() > 2;
+  if (self.dim() == 0 || index.dim() != self.dim() || (has_src && call.tensors[2].dim() != self.dim())) {
+    return replicate(call);
+  }
+  Rule rule;
+  auto dims = align(rule, self, index, has_src ? &call.tensors[2] : nullptr, call.dim(1, self.dim()), false);
+  rule.operands.emplace_back(dims.self);
+  rule.operands.emplace_back(dims.index);
+  if (has_src) {
+    rule.operands.emplace_back(std::move(dims.index));
+  }
+  rule.results.emplace_back(std::move(dims.self));
+  rule.kernel = scatter_kernel;
+  if (has_src && writes == Writes::Values) {
+    rule.passes_partial(0b101);
+  } else if (has_src && writes == Writes::Sums) {
+    rule.jointly_linear(0b101);
+  }
+  return rule;
+}
+
+// ---- index_select and the ops that write rows ----
+
+void index_select_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
+  const auto size = run.operands[0].sizes[dim];
+  auto at = inside(wrapped(run.arg(2).toTensor(), size, false), mine(*run.operands[0].layout, dim, size));
+  Sizes shape(x.dim(), 1);
+  shape[dim] = at.outside.numel();
+  run.returns({nonempty(x, dim).index_select(dim, at.index).masked_fill_(at.outside.view(shape), 0)});
+}
+
+Rule index_select(const Call& call) {
+  const auto& x = call.tensor(0);
+  const auto& index = call.tensor(2);
+  if (x.dim() == 0) {
+    return replicate(call);
+  }
+  Rule rule;
+  const auto dim = call.dim(1, x.dim());
+  Dims in, out;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    in.emplace_back(d == dim ? indexed(rule, x.dtype, true) : rule.factor());
+    out.push_back(in.back());
+  }
+  out[dim] = index.dim() ? Dim(rule.factor()) : Dim(kNone);
+  rule.operands.emplace_back(std::move(in));
+  rule.operands.emplace_back(index.dim() ? Dims{out[dim]} : Dims{});
+  rule.results.emplace_back(std::move(out));
+  rule.kernel = index_select_kernel;
+  rule.passes_partial();
+  return rule;
+}
+
+void rows_kernel(Run& run) {
+  write_along(run, wrap_dim(run.arg(1).toInt(), run.arg(0).toTensor().dim()), 2, true);
+}
+
+// self, dim, index, then a source with one row for each index, or a value.
+template <Writes writes>
+Rule write_rows(const Call& call) {
+  const auto& self = call.tensor(0);
+  const auto& index = call.tensor(2);
+  const bool has_source = call.tensors.size() > 2;
+  if (self.dim() == 0 || index.dim() != 1 || (has_source && call.tensors[2].dim() != self.dim() && call.tensors[2].dim() != 0)) {
+    return replicate(call);
+  }
+  Rule rule;
+  const auto dim = call.dim(1, self.dim());
+  Dims dims;
+  for (int64_t d = 0; d < self.dim(); ++d) {
+    dims.emplace_back(d == dim ? indexed(rule, self.dtype, false) : rule.factor());
+  }
+  rule.operands.emplace_back(dims);
+  rule.operands.emplace_back(Dims{Dim(kNone)});
+  if (has_source) {
+    auto source = call.tensors[2].dim() ? dims : Dims{};
+    if (!source.empty()) {
+      source[dim] = Dim(kNone);
+    }
+    rule.operands.emplace_back(std::move(source));
+  }
+  rule.results.emplace_back(std::move(dims));
+  rule.kernel = rows_kernel;
+  if (has_source && writes == Writes::Values) {
+    rule.passes_partial(0b101);
+  } else if (has_source && writes == Writes::Sums) {
+    rule.jointly_linear(0b101);
+  }
+  return rule;
+}
+
+// ---- x[i, j], x[i, j] = v ----
+
+bool is_mask(at::ScalarType dtype) {
+  return dtype == at::kBool || dtype == at::kByte;
+}
+
+// Which dims of self the list of indices covers, and where their broadcast shape lands among the dims of the result.
+struct Indexing {
+  c10::SmallVector<int64_t, 4> dims; // of self, per index tensor: the first it covers
+  uint64_t covered = 0;
+  bool masks = false;
+  int64_t ndim = 0; // of the broadcast indices
+  int64_t at = 0; // its place: that of the first covered dim if all are neighbours, else 0
+};
+
+Indexing read_indices(const Call& call, int64_t self_ndim) {
+  Indexing out;
+  int64_t dim = 0, next = 0;
+  size_t i = 1;
+  for (; i < call.tensors.size() && call.tensors[i].arg == 1; ++i) {
+    const auto& t = call.tensors[i];
+    dim += t.index - next; // None: a dim that is left alone
+    next = t.index + 1;
+    out.dims.push_back(dim);
+    const auto covers = is_mask(t.dtype) ? t.dim() : 1;
+    out.masks |= is_mask(t.dtype);
+    out.ndim = std::max(out.ndim, is_mask(t.dtype) ? 1 : t.dim());
+    for (int64_t k = 0; k < covers; ++k, ++dim) {
+      TORCH_CHECK_INDEX(dim < self_ndim, "too many indices for tensor of dimension ", self_ndim);
+      out.covered |= uint64_t{1} << dim;
+    }
+  }
+  int64_t first = 0;
+  while (first < 64 && !(out.covered >> first & 1)) {
+    ++first;
+  }
+  const auto run = first < 64 ? out.covered >> first : 0;
+  out.at = first < 64 && (run & (run + 1)) == 0 ? first : 0;
+  return out;
+}
+
+// Notes: where the broadcast indices land in the result, their ndim, then the self dim of each index tensor.
+Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  Dims in;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    const bool covered = how.covered >> d & 1;
+    in.push_back(!covered ? Dim(rule.factor()) : how.masks ? Dim(kNone) : Dim(indexed(rule, x.dtype, reads)));
+  }
+  Dims broadcast(how.ndim, Dim(kNone));
+  for (int64_t d = 0; d < how.ndim && reads && !how.masks; ++d) {
+    broadcast[d] = Dim(rule.factor());
+  }
+  rule.operands.emplace_back(in);
+  for (size_t i = 1; i <= how.dims.size(); ++i) {
+    const auto& t = call.tensors[i];
+    Dims dims(t.dim(), Dim(kNone));
+    for (int64_t d = 0; d < t.dim() && !how.masks; ++d) {
+      const auto at = d + how.ndim - t.dim();
+      bool wide = false;
+      for (size_t k = 1; k <= how.dims.size(); ++k) {
+        const auto& other = call.tensors[k];
+        const auto there = at - (how.ndim - other.dim());
+        wide |= there >= 0 && other.sizes[there] != 1;
+      }
+      if (!wide || t.sizes[d] != 1) {
+        dims[d] = broadcast[at];
+      }
+    }
+    rule.operands.emplace_back(std::move(dims));
+  }
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (d == how.at) {
+      shape.append(broadcast.begin(), broadcast.end());
+    }
+    if (!(how.covered >> d & 1)) {
+      shape.push_back(in[d]);
+    }
+  }
+  rule.notes.append({how.at, how.ndim});
+  rule.notes.append(how.dims.begin(), how.dims.end());
+  return rule;
+}
+
+// The index tensors of argument 1, each turned by `f(index, self dim, position)`.
+template <typename F>
+c10::List<std::optional<at::Tensor>> turn_indices(Run& run, F f) {
+  const auto given = run.arg(1).toListRef();
+  c10::List<std::optional<at::Tensor>> out;
+  size_t i = 0;
+  for (const auto& v : given) {
+    if (v.isNone() || !v.toTensor().defined()) {
+      out.push_back(std::nullopt);
+      continue;
+    }
+    out.push_back(f(v.toTensor(), run.solution.notes[2 + i]));
+    ++i;
+  }
+  return out;
+}
+
+void index_kernel(Run& run) {
+  auto x = run.arg(0).toTensor();
+  const auto& base = run.operands[0];
+  at::Tensor outside;
+  auto indices = turn_indices(run, [&](const at::Tensor& index, int64_t dim) {
+    if (!base.layout->shards(dim)) {
+      return index;
+    }
+    auto in = inside(wrapped(index.to(at::kLong), base.sizes[dim], true), mine(*base.layout, dim, base.sizes[dim]));
+    outside = outside.defined() ? outside.logical_or(in.outside) : in.outside;
+    x = nonempty(x, dim);
+    return in.index;
+  });
+  auto out = at::index(x, indices);
+  const auto at = run.solution.notes[0], ndim = run.solution.notes[1];
+  Sizes shape(outside.sizes().begin(), outside.sizes().end());
+  shape.append(out.dim() - at - ndim, 1);
+  run.returns({out.masked_fill_(outside.view(shape), 0)});
+}
+
+Rule index(const Call& call) {
+  const auto how = read_indices(call, call.tensors[0].dim());
+  Dims out;
+  auto rule = indexed_rule(call, how, true, out);
+  rule.results.emplace_back(std::move(out));
+  rule.kernel = index_kernel;
+  rule.passes_partial();
+  return rule;
+}
+
+void index_put_kernel(Run& run) {
+  const auto self = run.arg(0).toTensor();
+  const auto& base = run.operands[0];
+  auto padded = self;
+  Sizes lengths(self.sizes().begin(), self.sizes().end());
+  // An index outside of this piece along any dim must write nowhere: along that dim it goes to the spare row.
+  auto indices = turn_indices(run, [&](const at::Tensor& index, int64_t dim) {
+    if (!base.layout->shards(dim)) {
+      return index;
+    }
+    padded = with_spare_row(padded, dim);
+    return or_spare(wrapped(index.to(at::kLong), base.sizes[dim], true), mine(*base.layout, dim, base.sizes[dim]));
+  });
+  const bool in_place = run.op.schema().returns()[0].alias_info();
+  run.stack[run.base()] = padded;
+  run.stack[run.base() + 1] = std::move(indices);
+  run.call_op();
+  auto out = run.stack.back().toTensor();
+  for (int64_t d = 0; d < self.dim(); ++d) {
+    out = out.narrow(d, 0, lengths[d]);
+  }
+  run.stack.back() = in_place ? self.copy_(out) : out.contiguous();
+}
+
+// x[mask] = number: every element for itself.
+std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
+  const auto& x = call.tensors[0];
+  if (call.tensors.size() != 3 || !is_mask(call.tensors[1].dtype) || call.tensors[1].dim() != x.dim() ||
+      c10::multiply_integers(call.tensors[2].sizes) != 1 || how.dims.size() != 1) {
+    return std::nullopt;
+  }
+  Rule rule;
+  Dims dims;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    dims.emplace_back(rule.factor());
+  }
+  rule.operands.emplace_back(dims);
+  rule.operands.emplace_back(dims);
+  rule.operands.emplace_back(Dims(call.tensors[2].dim(), Dim(kNone)));
+  rule.results.emplace_back(std::move(dims));
+  return rule;
+}
+
+Rule index_put(const Call& call) {
+  const auto how = read_indices(call, call.tensors[0].dim());
+  if (auto rule = masked_number(call, how)) {
+    return *rule;
+  }
+  Dims shape;
+  auto rule = indexed_rule(call, how, false, shape);
+  const auto& values = call.tensors.back();
+  Dims dims;
+  for (int64_t d = 0; d < values.dim(); ++d) {
+    const auto at = d + static_cast<int64_t>(shape.size()) - values.dim();
+    dims.push_back(at < 0 || values.sizes[d] == 1 ? Dim(kNone) : shape[at]);
+  }
+  rule.results.emplace_back(rule.operands[0].dims);
+  rule.operands.emplace_back(std::move(dims));
+  rule.kernel = index_put_kernel;
+  const auto both = uint64_t{1} | uint64_t{1} << (call.tensors.size() - 1);
+  if (call.flag(3)) {
+    rule.jointly_linear(both);
+  } else {
+    rule.passes_partial(both);
+  }
+  return rule;
+}
+
+// ---- flat indices, and results whose size the values decide ----
+
+// take(x, index): as index says; x, which is indexed as if flat, whole.
+Rule take(const Call& call) {
+  Rule rule;
+  rule.operands.emplace_back(Dims(call.tensors[0].dim(), Dim(kNone)));
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
+    dims.emplace_back(rule.factor());
+  }
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(std::move(dims));
+  rule.passes_partial();
+  return rule;
+}
+
+// The ranks must agree on the size, so all see all values.
+Rule whole(const Call& call) {
+  return replicate(call);
+}
+
+// ---- triangles ----
+
+// Element (i, j) of the piece is (i + row, j + column) of the whole.
+struct Corner {
+  int64_t row, column;
+};
+Corner corner(const Run& run) {
+  const auto& x = run.operands[0];
+  const auto n = static_cast<int64_t>(x.sizes.size());
+  return {mine(*x.layout, n - 2, x.sizes[n - 2]).start, mine(*x.layout, n - 1, x.sizes[n - 1]).start};
+}
+
+void triangle_kernel(Run& run) {
+  const auto at = corner(run);
+  run.stack[run.base() + 1] = run.arg(1).toInt() + at.row - at.column;
+  run.call_op();
+}
+
+Rule triangle(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  TORCH_CHECK(n >= 2, call.schema.name(), ": input tensor must have at least 2 dimensions");
+  Dims dims;
+  for (int64_t d = 0; d < n; ++d) {
+    dims.emplace_back(rule.factor());
+    rule.factors.back().kernel = d >= n - 2;
+  }
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    rule.operands.emplace_back(dims);
+  }
+  rule.results.emplace_back(std::move(dims));
+  rule.kernel = triangle_kernel;
+  rule.passes_partial((uint64_t{1} << call.tensors.size()) - 1);
+  return rule;
+}
+
+void trace_kernel(Run& run) {
+  const auto at = corner(run);
+  run.returns({run.arg(0).toTensor().diagonal(at.row - at.column).sum()});
+}
+
+Rule trace(const Call& call) {
+  TORCH_CHECK(call.tensors[0].dim() == 2, "trace: expected a matrix, but got tensor with dim ", call.tensors[0].dim());
+  Rule rule;
+  Factor f;
+  f.kernel = true;
+  f.reduce = ReduceOp::Sum;
+  Dims dims{Dim(rule.factor(f))};
+  dims.emplace_back(rule.factor(f));
+  rule.operands.emplace_back(std::move(dims));
+  rule.results.emplace_back();
+  rule.kernel = trace_kernel;
+  rule.linear_in({0});
+  return rule;
+}
+
+} // namespace
+
+void register_indexing(Registry& r) {
+  Options any, sized;
+  any.any_args = true;
+  sized.sized = true;
+  r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, sized);
+  r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index, sized);
+  r.add("indexing", {"gather"}, gather, sized);
+  r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, sized);
+  r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>, sized);
+  r.add("indexing", {
+    "index_fill.int_Scalar", "index_fill.int_Tensor", "index_fill_.int_Scalar", "index_fill_.int_Tensor",
+    "index_reduce", "index_reduce_",
+  }, write_rows<Writes::Others>, sized);
+  r.add("indexing", {"index_select"}, index_select);
+  r.add("indexing", {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "nonzero_static", "put", "put_"}, whole, any);
+  r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>, sized);
+  r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>, sized);
+  r.add("indexing", {
+    "scatter.reduce", "scatter.value", "scatter.value_reduce", "scatter_.reduce", "scatter_.value", "scatter_.value_reduce",
+    "scatter_reduce.two", "scatter_reduce_.two",
+  }, scatter<Writes::Others>, sized);
+  r.add("indexing", {"take"}, take, any);
+  r.add("indexing", {"trace"}, trace, any);
+  r.add_forms("indexing", {"tril", "triu"}, triangle);
+}
 
 } // namespace shardtensor::rules

@@ -548,6 +548,7 @@ class Resolver {
       }
     }
     Solution::Result out;
+    out.strides = r.strides;
     out.geometry = r.geometry;
     out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
     if (!r.sizes.empty() || (sharded && r.dims.empty())) {

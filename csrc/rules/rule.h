@@ -82,10 +82,12 @@ struct Result {
   Sizes sizes;
   // Set where the result's placement over summands is not the factor's: overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
-  // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
-  uint64_t same_over = 0;
+  // The global strides, where the call says so (new_empty_strided). Empty: dense, in the order of the local tensor's.
+  Sizes strides;
   // A view's; without it the op is run on a meta tensor to find its strides.
   std::optional<Geometry> geometry;
+  // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
+  uint64_t same_over = 0;
 
   Result() = default;
   Result(Dims d, Sizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <numeric>
@@ -222,8 +223,9 @@ Rule expand(const Call& call) {
 // ---- reshapes ----
 
 // Runs of dims of equal product belong together. The first dims of both sides are one factor: so many elements are an index
-// of it that both have whole numbers of them.
-void match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dims& out) {
+// of it that both have whole numbers of them. True: several dims become fewer.
+bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dims& out) {
+  bool merges = false;
   size_t i = 0, j = 0;
   while (i < from.size() || j < to.size()) {
     if (i < from.size() && j < to.size() && from[i] == to[j]) {
@@ -242,6 +244,7 @@ void match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dim
     int64_t left = from[i++], right = to[j++];
     while (left != right) {
       if (left < right) {
+        merges = true;
         left *= from[i++];
       } else {
         right *= to[j++];
@@ -255,6 +258,7 @@ void match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dim
       out[b] = Dim(f, unit / out_row);
     }
   }
+  return merges;
 }
 
 // Local strides are not the global ones: where the piece cannot be viewed, it is copied.
@@ -262,11 +266,13 @@ void view_kernel(Run& run) {
   run.returns({own(run, run.arg(0).toTensor().reshape(run.arg(1).toIntVector()))});
 }
 
-Rule reshaped(const TensorArg& x, const Sizes& to) {
+Rule reshaped(const Call& call, const Sizes& to) {
   Rule rule;
+  const auto& x = call.tensors[0];
+  bool merges = false;
   Dims in(x.dim(), Dim(kNone)), out(to.size(), Dim(kNone));
   if (c10::multiply_integers(x.sizes) > 0) {
-    match(rule, x.sizes, to, in, out);
+    merges = match(rule, x.sizes, to, in, out);
   } else {
     for (size_t d = 0; d < std::min(in.size(), out.size()) && x.sizes[d] == to[d]; ++d) {
       in[d] = out[d] = Dim(rule.factor());
@@ -278,7 +284,7 @@ Rule reshaped(const TensorArg& x, const Sizes& to) {
   rule.results[0].geometry->reshaped = true;
   rule.size_args.push_back({1, 0});
   rule.kernel = view_kernel;
-  rule.always_kernel = true;
+  rule.always_kernel = merges || call.schema.name() != "aten::view"; // a dim can always be split, whatever its stride
   rule.passes_partial();
   return rule;
 }
@@ -286,7 +292,7 @@ Rule reshaped(const TensorArg& x, const Sizes& to) {
 Rule view(const Call& call) {
   const auto& x = call.tensors[0];
   const auto to = at::infer_size(call.ints(1), c10::multiply_integers(x.sizes));
-  return reshaped(x, Sizes(to.begin(), to.end()));
+  return reshaped(call, Sizes(to.begin(), to.end()));
 }
 
 // The bits as another dtype: the last dim's indices become more or fewer. Summands do not pass.
@@ -880,7 +886,7 @@ Rule as_strided(const Call& call) {
     const auto contiguous = c10::contiguous_strides(to.sizes);
     if (to.offset == 0 && c10::contiguous_strides(x.sizes) == x.strides && c10::IntArrayRef(contiguous) == to.strides &&
         c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes)) {
-      return reshaped(x, to.sizes);
+      return reshaped(call, to.sizes);
     }
   }
   auto rule = replicate(call);
@@ -897,7 +903,9 @@ Rule as_strided(const Call& call) {
 
 void register_views(Registry& r) {
   Options any, sized, strided;
+  Options frozen;
   any.any_args = true;
+  frozen.refuse = "its pieces cannot be given another memory or shape in place; make a new tensor instead";
   sized.sized = true;
   strided.sized = true;
   strided.strided = true;
@@ -909,6 +917,10 @@ void register_views(Registry& r) {
   r.add("views", {"_reshape_alias", "_reshape_copy", "_unsafe_view", "view", "view_copy"}, view, sized);
   r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same, any);
   r.add("views", {"as_strided", "as_strided_copy"}, as_strided, strided);
+  r.add("views", {
+    "as_strided_", "resize_", "resize_as_",
+    "set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
+  }, nullptr, frozen);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
   r.add("views", {"diagonal_backward"}, diagonal_backward, sized);
   r.add("views", {"expand", "expand_copy"}, expand, sized);

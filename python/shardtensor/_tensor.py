@@ -332,6 +332,10 @@ class ShardTensor(DTensor):
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """An int that picks from a sharded dim is written as a slice of one, which stays where it is."""
+        super().__setitem__(*_ints_as_slices(self, index, value))
+
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
     ) -> torch.Tensor:
@@ -427,6 +431,31 @@ class ShardTensor(DTensor):
                     break
                 at += length
         return piece
+
+
+def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
+    """The same assignment without ints on sharded dims: x[3] = v is x[3:4] = v. Other indices than ints and slices stay."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    basic = all(p is None or p is Ellipsis or isinstance(p, slice) or type(p) is int for p in parts)
+    if not basic or not any(type(p) is int for p in parts) or parts.count(Ellipsis) > 1:
+        return index, value
+    missing = t.ndim - sum(p is not None and p is not Ellipsis for p in parts)
+    if missing < 0:
+        return index, value
+    at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+    parts[at : at + 1] = [slice(None)] * missing
+    sharded = {p.dim for p in t.placements if hasattr(p, "dim")}
+    dim, behind = t.ndim - 1, 0  # `behind`: dims of the selected part to the right of this one
+    for i in range(len(parts) - 1, -1, -1):
+        part = parts[i]
+        if type(part) is int and dim in sharded and -t.shape[dim] <= part < t.shape[dim]:
+            part %= t.shape[dim]
+            parts[i] = slice(part, part + 1)
+            if isinstance(value, torch.Tensor) and value.ndim >= behind:
+                value = value.unsqueeze(value.ndim - behind)
+        behind += type(parts[i]) is not int
+        dim -= part is not None
+    return tuple(parts), value
 
 
 def _grad_layout(layout: _C.Layout, grad_placements: Sequence[Placement], ndim: int, who: str) -> _C.Layout:

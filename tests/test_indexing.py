@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import MESHES, bools, case, ints, mesh_id
+
+
+def permutation(n: int):
+    return lambda g: torch.randperm(n, generator=g)
+
+
+def no_partial(p, *rest: str) -> bool:
+    return "P" not in p
+
+
+def written(f):
+    """f(y) writes y in place; the copy is what is compared."""
+
+    def g(x, *rest):
+        y = x.clone()
+        f(y, *rest)
+        return y
+
+    return g
+
+
+CASES = [
+    case("gather", lambda x, i: x.gather(0, i), (5, 4), ints(5, 3, 4), limit=60),
+    case("gather_smaller", lambda x, i: x.gather(-1, i), (5, 4), ints(4, 2, 3), limit=40),
+    case("gather_ints", lambda x, i: x.gather(0, i), ints(9, 5, 4), ints(5, 3, 4), limit=40, backward=False),
+    case("gather_quiet", lambda x: x.gather(0, torch.zeros_like(x, dtype=torch.int64)), (5, 4), only=["R", "S(1)"], quiet=lambda p: True),
+    case("gather_scalar", lambda x, i: x.gather(0, i), (), ints(1), limit=30),
+    case("take_along_dim", lambda x, i: x.take_along_dim(i, 1), (5, 4), ints(4, 5, 2), limit=40),
+    case("scatter", lambda x, i, s: x.scatter(0, i, s), (5, 3), lambda g: torch.stack([torch.randperm(5, generator=g)[:2] for _ in range(3)], 1),
+         (2, 3), limit=50),
+    case("scatter_value", lambda x, i: x.scatter(1, i, 2.5), (5, 4), ints(4, 5, 2), limit=40),
+    case("scatter_add", lambda x, i, s: x.scatter_add(0, i, s), (5, 3), ints(5, 4, 3), (4, 3), limit=50),
+    case("scatter_add_", lambda x, i, s: x.clone().scatter_add_(-1, i, s), (5, 3), ints(3, 5, 4), (5, 4), limit=40),
+    case("scatter_reduce", lambda x, i, s: x.scatter_reduce(0, i, s, "amax"), (5, 3), ints(5, 4, 3), (4, 3), limit=40, backward=False),
+    case("scatter_op", lambda x, i, s: x.scatter(0, i, s, reduce="multiply"), (5, 3), ints(5, 4, 3), (4, 3), limit=40, backward=False),
+    case("index_select", lambda x, i: x.index_select(0, i), (5, 4), ints(5, 3)),
+    case("index_select_last", lambda x, i: x.index_select(-1, i), (5, 4), ints(4, 6)),
+    case("index_select_bools", lambda x, i: x.index_select(0, i), bools(5, 4), ints(5, 3), backward=False),
+    case("index_add", lambda x, i, s: x.index_add(0, i, s, alpha=2), (5, 3), ints(5, 4), (4, 3), limit=50),
+    case("index_add_", lambda x, i, s: x.clone().index_add_(-1, i, s), (3, 5), ints(5, 4), (3, 4), limit=40),
+    case("index_copy", lambda x, i, s: x.index_copy(0, i, s), (5, 3), lambda g: torch.randperm(5, generator=g)[:3], (3, 3), limit=40),
+    case("index_fill", lambda x, i: x.index_fill(0, i, 1.5), (5, 3), ints(5, 2), limit=40),
+    case("index", lambda x, i: x[i], (5, 4), lambda g: torch.tensor([3, -1, 0])),
+    case("index_columns", lambda x, i: x[:, i], (5, 4), ints(4, 3)),
+    case("index_matrix", lambda x, i: x[i], (5, 2), ints(5, 2, 3), limit=40),
+    case("index_pair", lambda x, i, j: x[i, j], (5, 4), ints(5, 3), ints(4, 3), limit=50),
+    case("index_pair_broadcast", lambda x, i, j: x[i, :, j], (3, 2, 4), ints(3, 2, 1), ints(4, 3), limit=40),
+    case("index_mask", lambda x, m: x[m], (5, 4), bools(5, 4), limit=40),
+    case("index_mask_rows", lambda x, m: x[m], (5, 4), bools(5), limit=40),
+    case("index_ints", lambda x, i: x[i], ints(9, 5, 4), ints(5, 3), backward=False),
+    case("index_put", lambda x, i, v: x.index_put((i,), v), (5, 3), lambda g: torch.randperm(5, generator=g)[:2], (2, 3), limit=50),
+    case("index_put_add", lambda x, i, v: x.index_put((i,), v, accumulate=True), (5, 3), ints(5, 4), (4, 3), limit=50),
+    case("index_put_pair", lambda x, i, j, v: x.index_put((i, j), v), (5, 4), permutation(4), permutation(4), (4,), limit=40),
+    case("setitem_tensor", written(lambda y, i, v: y.__setitem__(i, v)), (5, 3), lambda g: torch.randperm(5, generator=g)[:2], (3,), limit=40,
+         partial=False),
+    case("setitem_mask", written(lambda y: y.__setitem__(y > 0, 0.0)), (5, 4), partial=False, quiet=no_partial),
+    case("setitem_mask_values", written(lambda y, m: y.__setitem__(m, 2.0)), (5, 4), bools(5), limit=40, partial=False),
+    case("masked_select", lambda x, m: x.masked_select(m), (5, 4), bools(5, 4), limit=30),
+    case("masked_scatter", lambda x, m, s: x.masked_scatter(m, s), (5, 4), bools(5, 4), (20,), limit=30),
+    case("nonzero", lambda x: x.nonzero(), bools(5, 4), backward=False),
+    case("where_single", lambda x: torch.where(x), bools(5, 4), backward=False, limit=30),
+    case("take", lambda x, i: x.take(i), (5, 4), ints(20, 3), limit=40),
+    case("tril", lambda x: x.tril(), (5, 4), quiet=lambda p: True),
+    case("triu", lambda x: x.triu(1), (5, 4), quiet=lambda p: True),
+    case("tril_batch", lambda x: x.tril(-1), (2, 3, 4), quiet=lambda p: True),
+    case("triu_", lambda x: x.clone().triu_(-1), (5, 4), quiet=lambda p: True),
+    case("trace", torch.trace, (5, 4), backward=False, quiet=lambda p: True),
+    case("sort_of", lambda x: x.gather(0, x.argsort(0)), (5, 4), limit=30),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", [c.name for c in CASES])
+def test_equals_torch(pools, name, mesh):
+    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+
+
+def out_of_range(layout: str) -> list[str]:
+    from oracle import EVEN, mesh_of, place
+
+    mesh = mesh_of((2,))
+    x = place(torch.arange(5.0), mesh, (layout,), EVEN)
+    i = place(torch.tensor([5]), mesh, ("R",), EVEN)
+    raised = []
+    for name, f in {
+        "gather": lambda: x.gather(0, i),
+        "index": lambda: x[i],
+        "index_select": lambda: x.index_select(0, i),
+        "index_add": lambda: x.index_add(0, i, i.double().to(x.dtype)),
+    }.items():
+        try:
+            f()
+        except (RuntimeError, IndexError):
+            raised.append(name)
+    return raised
+
+
+@pytest.mark.parametrize("layout", ["R", "S(0)"])
+def test_an_index_out_of_range_raises(pools, layout):
+    for raised in pools(2).run(f"{__name__}:out_of_range", layout):
+        assert raised == ["gather", "index", "index_select", "index_add"]
