@@ -95,7 +95,7 @@ class Pool:
                     end = min(end, time.monotonic() + 3)
         errors = [f"--- rank {r} ---\n{text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
         if errors:
-            if waiting or len(errors) < self.world:
+            if waiting or len(errors) < self.world or any(text in ("died", "no answer") for _, text in answers):
                 self.stop()  # the ranks may be out of step
             raise RankError("\n".join(errors))
         return [value for _, value in answers]

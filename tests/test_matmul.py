@@ -55,7 +55,7 @@ CASES = [
     case("matmul_1_1", torch.matmul, (5,), (5,)),
     case("matmul_1_2", torch.matmul, (5,), (5, 4)),
     case("matmul_2_1", torch.matmul, (5, 4), (4,)),
-    case("matmul_2_2", torch.matmul, (5, 4), (4, 3), quiet=contracted(1, 0)),
+    case("matmul_2_2", torch.matmul, (5, 4), (4, 3), quiet=contracted(1, 0), cut_alike=True),
     case("matmul_3_1", torch.matmul, (3, 5, 4), (4,), quiet=batch_sharded(0, 1), limit=40),
     case("matmul_1_3", torch.matmul, (4,), (3, 4, 5), limit=40),
     case("matmul_3_2", torch.matmul, (3, 5, 4), (4, 2), quiet=batch_sharded(0, 1)),
@@ -64,12 +64,12 @@ CASES = [
     case("matmul_broadcast", torch.matmul, (3, 1, 3, 4), (2, 4, 2), limit=60),
     case("matmul_one", torch.matmul, (1, 5, 4), (3, 4, 1), limit=40),
     case("matmul_out", lambda a, b, o: torch.matmul(a, b, out=o.clone()), (3, 5, 4), (4, 2), (3, 5, 2), backward=False, limit=40),
-    case("linear_1", F.linear, (4,), (3, 4), (3,), quiet=column_parallel),
-    case("linear_2", F.linear, (5, 4), (3, 4), (3,), quiet=lambda *p: column_parallel(*p) or batch_sharded(0)(*p)),
-    case("linear_3", F.linear, (3, 5, 4), (3, 4), (3,), quiet=lambda *p: column_parallel(*p) or batch_sharded(0, 1)(*p)),
+    case("linear_1", F.linear, (4,), (3, 4), (3,), quiet=column_parallel, cut_alike=True),
+    case("linear_2", F.linear, (5, 4), (3, 4), (3,), quiet=lambda *p: column_parallel(*p) or batch_sharded(0)(*p), cut_alike=True),
+    case("linear_3", F.linear, (3, 5, 4), (3, 4), (3,), quiet=lambda *p: column_parallel(*p) or batch_sharded(0, 1)(*p), cut_alike=True),
     case("linear_4", F.linear, (2, 3, 2, 4), (3, 4), (3,), quiet=batch_sharded(0, 1, 2), limit=40),
-    case("linear_no_bias", F.linear, (3, 5, 4), (3, 4), quiet=lambda *p: contracted(2, 1)(*p) or batch_sharded(0, 1)(*p)),
-    case("linear_row_parallel", F.linear, (3, 5, 4), (3, 4), (3,), replicated=(2,), quiet=contracted(2, 1)),
+    case("linear_no_bias", F.linear, (3, 5, 4), (3, 4), quiet=lambda *p: contracted(2, 1)(*p) or batch_sharded(0, 1)(*p), cut_alike=True),
+    case("linear_row_parallel", F.linear, (3, 5, 4), (3, 4), (3,), replicated=(2,), quiet=contracted(2, 1), cut_alike=True),
     case("linear_vector", F.linear, (5, 4), (4,), limit=40),
     case("linear_odd_bias", F.linear, (5, 4), (3, 4), (1,), limit=40),
     case("einsum_attention", lambda q, k: torch.einsum("bhsd,bhtd->bhst", q, k), (2, 3, 2, 4), (2, 3, 3, 4), limit=40),
@@ -98,3 +98,108 @@ CASES = [
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
     assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+
+
+# ---- what the cases above cannot see: layouts, what is saved, modes ----
+
+
+def placed(text: str, *sizes: int, seed: int = 0, cut: str = "uneven"):
+    from oracle import mesh_of, place
+
+    whole = torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return whole, place(whole, mesh_of((2,)), (text,), cut)
+
+
+def layouts_of_linear() -> None:
+    from shardtensor import Partial, Replicate, Shard, _C
+
+    # (x, weight, bias) -> (out, grad x, grad weight, grad bias) for x [b, s, d]; nothing is sent, forward or backward
+    expected = {
+        ("S(0)", "R", "R"): (Shard(0), Shard(0), Partial(), Partial()),
+        ("S(1)", "R", "R"): (Shard(1), Shard(1), Partial(), Partial()),
+        ("R", "S(0)", "S(0)"): (Shard(2), Partial(), Shard(0), Shard(0)),
+        ("S(2)", "S(1)", "R"): (Partial(), Shard(2), Shard(1), Replicate()),
+        ("P", "R", "R"): (Partial(), Replicate(), Replicate(), Replicate()),
+    }
+    for (x_at, w_at, b_at), want in expected.items():
+        x = placed(x_at, 3, 4, 6)[1].requires_grad_()
+        w = placed(w_at, 5, 6)[1].requires_grad_()
+        b = placed(b_at, 5)[1].requires_grad_()
+        _C.reset_comm_counts()
+        out = F.linear(x, w, b)
+        quiet_in_backward = x_at != "P"  # the weight's gradient reads x itself
+        grads = torch.autograd.grad(out, (x, w, b), torch.ones_like(out.detach()).redistribute(placements=[
+            out.placements[0] if out.placements[0].is_shard() else Replicate()]))
+        assert not quiet_in_backward or not _C.comm_counts(), (x_at, w_at, _C.comm_counts())
+        got = tuple(t.placements[0] for t in (out, *grads))
+        if quiet_in_backward:
+            assert got == want, (x_at, w_at, got)
+        else:
+            assert got[0] == want[0]
+
+
+def gradients_wanted_of_linear() -> None:
+    import itertools
+
+    for wants in itertools.product((False, True), repeat=3):
+        plain, ours = zip(*(placed(at, *s) for at, s in (("S(0)", (3, 2, 4)), ("R", (5, 4)), ("R", (5,)))), strict=True)
+        for p, o, want in zip(plain, ours, wants, strict=True):
+            p.requires_grad_(want)
+            o.requires_grad_(want)
+        a, b = F.linear(*plain), F.linear(*ours)
+        assert a.requires_grad == b.requires_grad
+        if not any(wants):
+            continue
+        (a * a).sum().backward()
+        (b * b).sum().backward()
+        for p, o in zip(plain, ours, strict=True):
+            assert (p.grad is None) == (o.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(o.grad.full_tensor(), p.grad)
+
+
+def a_frozen_weight_saves_no_input() -> None:
+    saved = []
+    x, w = placed("S(0)", 3, 4)[1].requires_grad_(), placed("R", 5, 4)[1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
+        F.linear(x, w)
+        torch.matmul(x, w.t())
+    assert saved == [(5, 4), (4, 5)], saved
+
+
+def modes() -> None:
+    x, ours = placed("S(1)", 3, 4, 6)
+    w, our_w = placed("R", 5, 6, seed=1)
+    b, our_b = placed("R", 5, seed=2)
+    our_wt = our_w.t()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = F.linear(ours, our_w, our_b)
+            assert not out.requires_grad
+            torch.testing.assert_close(out.full_tensor(), F.linear(x, w, b))
+            torch.testing.assert_close((ours @ our_wt).full_tensor(), x @ w.t())
+    # autocast: the handler sees what autocast has cast
+    leaves = [t.float().requires_grad_() for t in (x, w, b)]
+    our_leaves = [t.float().requires_grad_() for t in (ours, our_w, our_b)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, got = F.linear(*leaves), F.linear(*our_leaves)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.full_tensor(), plain)
+    plain.float().square().sum().backward()
+    got.float().square().sum().backward()
+    for p, o in zip(leaves, our_leaves, strict=True):
+        torch.testing.assert_close(o.grad.full_tensor(), p.grad, rtol=2e-2, atol=2e-2)
+    # forward mode
+    for function in (lambda t: F.linear(t, our_w, our_b), lambda t: t @ our_w.t()):
+        _, tangent = torch.func.jvp(function, (ours,), (ours,))
+        torch.testing.assert_close(tangent.full_tensor(), x @ w.t())
+    # a graph used twice frees what it saved
+    out = F.linear(ours.clone().requires_grad_(), our_w.clone().requires_grad_()).sum()
+    out.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward()
+
+
+@pytest.mark.parametrize("check", [layouts_of_linear, gradients_wanted_of_linear, a_frozen_weight_saves_no_input, modes])
+def test_on_two_ranks(pools, check):
+    pools(2).run(f"test_matmul:{check.__name__}")

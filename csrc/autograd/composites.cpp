@@ -191,6 +191,7 @@ at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Te
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("linear", linear);
   m.impl("matmul", matmul);
+  m.impl("one_hot", torch::CppFunction::makeFallthrough()); // integers have no gradient
 }
 
 } // namespace shardtensor

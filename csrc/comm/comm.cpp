@@ -83,9 +83,10 @@ c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
   return c10d::ReduceOp::SUM;
 }
 
-// Backends move bytes of some dtypes only; data that is not added up travels as bytes.
+// Backends move bytes of some dtypes only; data that is not added up travels as bytes. `t` is contiguous (its strides along
+// dims of size 1 may be anything).
 at::Tensor as_bytes(const at::Tensor& t) {
-  return t.numel() ? at::detach(t).reshape({-1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));
+  return t.numel() ? at::detach(t).as_strided({t.numel()}, {1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));
 }
 
 bool by_order(const at::Tensor& t, ReduceOp op) {

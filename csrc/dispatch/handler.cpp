@@ -98,12 +98,17 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
     returns_argument.push_back(same);
   }
   is_random = handle.hasTag(at::Tag::nondeterministic_seeded);
+  reshapes_self = handle.hasTag(at::Tag::inplace_view);
+  if (reshapes_self) {
+    mutated = 0; // no value of it
+  }
   if (name.rfind("aten::", 0) == 0) {
     entry = rules::registry().find(name.substr(6));
     mutated |= entry ? entry->options.writes : 0;
   }
   if (entry) {
     sized = entry->options.sized;
+    strided = entry->options.strided;
     keyed_args = !entry->options.any_args;
   }
 }

@@ -82,7 +82,7 @@ std::vector<Element> elements_of(const Refs& refs) {
 SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Element& e) {
   const auto key_with = [&](bool sizes) {
     Key key;
-    key_of(e.refs, sizes, key);
+    key_of(op, e.refs, sizes, key);
     for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
       if (op.kinds[i] == ArgKind::Other) {
         key_of(stack[base + i], key);

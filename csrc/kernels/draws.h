@@ -107,7 +107,8 @@ struct RealDraw {
   template <typename Scalar>
   C10_HOST_DEVICE Scalar finish(Real x) const {
     const auto y = static_cast<Scalar>(x);
-    return kind == Distribution::Kind::Uniform && y >= static_cast<Scalar>(b) ? static_cast<Scalar>(a) : y;
+    const auto end = static_cast<Real>(static_cast<Scalar>(b));
+    return kind == Distribution::Kind::Uniform && static_cast<Real>(y) >= end ? static_cast<Scalar>(a) : y;
   }
 };
 

@@ -67,6 +67,11 @@ Rule elementwise_backward(const Call& call) {
   return with_mean(std::move(rule), call, false);
 }
 
+// A scalar grad_output, and the target of a single sample [C], which may have one element or none.
+Dims fit(const Dims& dims, const TensorArg& t) {
+  return t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim());
+}
+
 // One term a sample [N, C], or one in all [C]; the classes of a sample belong together.
 struct Samples {
   Dims both, batch;
@@ -91,7 +96,7 @@ Rule margin(const Call& call) {
     rule.factors[s.batch[0].factor].reduce = ReduceOp::Sum;
   }
   rule.operands.emplace_back(s.both);
-  rule.operands.emplace_back(multilabel ? s.both : call.tensors[1].dim() ? s.batch : Dims{});
+  rule.operands.emplace_back(multilabel ? s.both : fit(s.batch, call.tensors[1]));
   if (call.tensors.size() > 2) {
     rule.operands.emplace_back(Dims{s.both.back()}); // weight
   }
@@ -107,9 +112,9 @@ Rule margin_backward(const Call& call) {
   Rule rule;
   const auto s = samples(rule, call.tensors[1].dim());
   const bool multilabel = call.schema.argumentIndexWithName("is_target").has_value();
-  rule.operands.emplace_back(call.tensors[0].dim() ? s.batch : Dims{});
+  rule.operands.emplace_back(fit(s.batch, call.tensors[0]));
   rule.operands.emplace_back(s.both);
-  rule.operands.emplace_back(multilabel ? s.both : call.tensors[2].dim() ? s.batch : Dims{});
+  rule.operands.emplace_back(multilabel ? s.both : fit(s.batch, call.tensors[2]));
   if (call.tensors.size() > 3) {
     rule.operands.emplace_back(multilabel ? s.both : Dims{s.both.back()});
   }
@@ -206,11 +211,6 @@ void nll_forward(Run& run) {
   }
   run.stack.emplace_back(std::move(output));
   run.stack.emplace_back(std::move(total));
-}
-
-// A scalar grad_output, and the target of a single sample [C], which may have one element or none.
-Dims fit(const Dims& dims, const TensorArg& t) {
-  return t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim());
 }
 
 Rule nll(const Call& call) {

@@ -75,6 +75,19 @@ constexpr char kDot[] = "k,k->";
 constexpr char kOuter[] = "i,j->ij";
 constexpr char kAddbmm[] = "bik,bkj->ij";
 
+// torch's addmv returns self's shape where it is broadcast and the contracted dim is empty, as a piece may be.
+void addmv_kernel(Run& run) {
+  run.arg(0) = run.arg(0).toTensor().expand({run.arg(1).toTensor().size(0)});
+  run.call_op();
+}
+
+Rule addmv(const Call& call) {
+  auto rule = plus_product<kMv>(call);
+  rule.kernel = addmv_kernel;
+  rule.always_kernel = call.tensors[0].dim() == 0 || call.tensors[0].sizes[0] == 1;
+  return rule;
+}
+
 // gelu or relu of the whole sum: no summands.
 Rule addmm_activation(const Call& call) {
   auto rule = plus_product<kMm>(call);
@@ -282,7 +295,7 @@ void register_matmul(Registry& r) {
   r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, any);
   r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, any);
   r.add("matmul", {"addmm", "addmm.dtype", "addmm.dtype_out", "addmm.out", "addmm_"}, plus_product<kMm>, any);
-  r.add("matmul", {"addmv", "addmv.out", "addmv_"}, plus_product<kMv>, any);
+  r.add("matmul", {"addmv", "addmv.out", "addmv_"}, addmv, any);
   r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>, any);
   r.add("matmul", {"baddbmm", "baddbmm.dtype", "baddbmm.dtype_out", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, any);
   r.add("matmul", {"bmm", "bmm.dtype", "bmm.dtype_out", "bmm.out"}, product<kBmm>, any);

@@ -265,6 +265,7 @@ Rule rms_norm_backward(const Call& call) {
 
 struct GroupDims {
   Dims full, channels, statistics;
+  Sizes statistics_sizes;
 };
 
 GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed) {
@@ -277,6 +278,7 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
   out.full = {Dim(n), Dim(g, input.sizes[1] / groups)};
   out.channels = {out.full[1]};
   out.statistics = {Dim(n), Dim(g)};
+  out.statistics_sizes = {input.sizes[0], groups};
   for (int64_t d = 2; d < input.dim(); ++d) {
     out.full.emplace_back(rule.factor(kernel_factor(summed)));
   }
@@ -344,7 +346,8 @@ void group_norm_kernel(Run& run) {
 Rule group_norm(const Call& call) {
   Rule rule;
   const auto dims = group_dims(call, rule, std::nullopt);
-  rule.results = {Result(dims.full), Result(dims.statistics), Result(dims.statistics)};
+  rule.results = {
+      Result(dims.full), Result(dims.statistics, dims.statistics_sizes), Result(dims.statistics, dims.statistics_sizes)};
   rule.kernel = group_norm_kernel;
   rule.always_kernel = true;
   return rule;
@@ -440,11 +443,30 @@ void update_running(const at::Tensor& running, const at::Tensor& now, double mom
   }
 }
 
+bool is_training(const Arguments& args) {
+  for (const char* name : {"training", "train", "update"}) {
+    if (const auto i = args.run.op.schema().argumentIndexWithName(name)) {
+      return args.run.arg(*i).toBool();
+    }
+  }
+  return true;
+}
+
+// torch's kernels refuse empty pieces.
 void batch_norm_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
-  const auto x = wide(input);
   const auto group = batch_group(run, input, run.operands[0].sizes);
+  if (input.numel() && !(is_training(args) && group.over)) {
+    return run.call_op();
+  }
+  if (!is_training(args)) {
+    const auto none = at::empty({0}, input.options());
+    std::vector<IValue> results(run.op.schema().returns().size(), none);
+    results[0] = at::empty_like(input);
+    return run.returns(std::move(results));
+  }
+  const auto x = wide(input);
   const auto n = normalize(x, group, number(args, "eps", "epsilon"));
   auto out = weight.defined() ? n.value * along_channels(weight, x) : n.value;
   out = bias.defined() ? out + along_channels(bias, x) : out;
@@ -473,6 +495,7 @@ Rule batch_norm(const Call& call) {
     rule.results[i].reduce = std::optional<ReduceOp>(); // whole
   }
   rule.kernel = batch_norm_kernel;
+  rule.always_kernel = true;
   return rule;
 }
 
@@ -481,10 +504,17 @@ void batch_norm_backward_kernel(Run& run) {
   const auto input = args.tensor("input"), weight = args.tensor("weight");
   const auto grad = wide(args.tensor(run.op.schema().argumentIndexWithName("grad_out") ? "grad_out" : "grad_output"));
   const auto save = args.tensor(run.op.schema().argumentIndexWithName("save_invstd") ? "save_invstd" : "save_var");
+  const auto group = batch_group(run, input, run.operands[0].sizes);
+  if (input.numel() && !(is_training(args) && group.over)) {
+    return run.call_op();
+  }
+  if (!is_training(args)) {
+    const auto zeros = at::zeros({input.size(1)}, (weight.defined() ? weight : input).options());
+    return run.returns({at::empty_like(input), zeros, zeros.clone()});
+  }
   const auto x = wide(input);
   const auto rstd = along_channels(wide(save), x);
   const auto value = (x - along_channels(wide(args.tensor("save_mean")), x)) * rstd;
-  const auto group = batch_group(run, input, run.operands[0].sizes);
   auto means = group.mean(at::stack({grad, grad * value}, -1));
   const auto type = weight.defined() ? weight.scalar_type() : input.scalar_type();
   at::Tensor grad_input, grad_weight, grad_bias;
@@ -511,6 +541,7 @@ Rule batch_norm_backward(const Call& call) {
   rule.results = {Result(dims.full), Result(dims.channels), Result(dims.channels)};
   rule.linear_in({name_of(call, call.tensors[0]) == "input" ? 1 : 0});
   rule.kernel = batch_norm_backward_kernel;
+  rule.always_kernel = true;
   return rule;
 }
 

@@ -346,6 +346,8 @@ Rule linear_in_first(const Call& call) {
 void register_random(Registry& r) {
   Options o;
   o.any_args = true;
+  Options sized;
+  sized.sized = true;
   r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast, o);
   r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, o);
   r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, o);
@@ -361,11 +363,7 @@ void register_random(Registry& r) {
   r.add("random", {"geometric_"}, elementwise<fill_self<geometric>>, o);
   r.add("random", {"log_normal"}, like<fill_fresh<log_normal>>, o);
   r.add("random", {"log_normal_"}, elementwise<fill_self<log_normal>>, o);
-  r.add("random", {"multinomial"}, multinomial, [] {
-    Options sized;
-    sized.sized = true;
-    return sized;
-  }());
+  r.add("random", {"multinomial"}, multinomial, sized);
   r.add("random", {"native_dropout"}, elementwise<native_dropout>, o);
   r.add("random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>, o);
   r.add("random", {"normal_"}, elementwise<fill_self<normal>>, o);

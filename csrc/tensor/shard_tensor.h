@@ -83,7 +83,8 @@ at::Tensor wrap(
     LayoutPtr layout,
     c10::IntArrayRef sizes,
     c10::IntArrayRef strides,
-    const ShardTensorImpl* base = nullptr);
+    const ShardTensorImpl* base = nullptr,
+    int64_t offset = 0);
 
 // Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `local`'s do.
 Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& local);

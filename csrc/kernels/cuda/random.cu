@@ -1,7 +1,8 @@
 // The twin of cpu/random.cpp. Compiled with -fmad=false: the same roundings as on the host.
 #include "kernels/draws.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>

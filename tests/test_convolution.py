@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import MESHES, case, mesh_id
+from test_matmul import batch_sharded, second
+
+CASES = [
+    case("conv1d", F.conv1d, (3, 4, 6), (5, 4, 3), (5,), quiet=batch_sharded(0), limit=60),
+    case("conv2d", lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1), (3, 4, 5, 4), (3, 4, 3, 3), (3,), quiet=batch_sharded(0), limit=60),
+    case("conv2d_no_bias", lambda x, w: F.conv2d(x, w, dilation=2), (3, 2, 5, 5), (3, 2, 2, 2), quiet=batch_sharded(0), limit=60),
+    case("conv2d_groups", lambda x, w, b: F.conv2d(x, w, b, groups=2), (3, 4, 4, 4), (6, 2, 2, 2), (6,), quiet=batch_sharded(0), limit=40),
+    case("conv2d_unbatched", F.conv2d, (4, 4, 4), (3, 4, 2, 2), (3,), limit=40),
+    case("conv3d", F.conv3d, (3, 2, 3, 3, 3), (3, 2, 2, 2, 2), (3,), limit=30),
+    case("conv_transpose2d", lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), (3, 4, 3, 3), (4, 3, 2, 2), (3,), quiet=batch_sharded(0), limit=60),
+    case("conv2d_second", lambda x, w: second(F.conv2d, x, w), (2, 2, 3, 3), (3, 2, 2, 2), limit=20),
+    case("max_pool1d", lambda x: F.max_pool1d(x, 2), (3, 4, 5), quiet=batch_sharded(0, 1)),
+    case("max_pool1d_no_grad", lambda x: F.max_pool1d(x, 2), (3, 4, 5), backward=False, quiet=batch_sharded(0, 1)),
+    case("max_pool2d", lambda x: F.max_pool2d(x, 2, 1, 1), (3, 4, 4, 4), quiet=batch_sharded(0, 1)),
+    case("max_pool2d_indices", lambda x: F.max_pool2d(x, 2, return_indices=True), (3, 4, 4, 4)),
+    case("max_pool2d_unbatched", lambda x: F.max_pool2d(x, 2), (3, 4, 4)),
+    case("max_pool3d", lambda x: F.max_pool3d(x, 2), (3, 2, 3, 4, 4), limit=40),
+    case("max_unpool2d", lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), (3, 4, 4, 4), limit=30),
+    case("avg_pool1d", lambda x: F.avg_pool1d(x, 2), (3, 4, 5)),
+    case("avg_pool2d", lambda x: F.avg_pool2d(x, 2, padding=1), (3, 4, 4, 4)),
+    case("avg_pool3d", lambda x: F.avg_pool3d(x, 2), (3, 2, 3, 4, 4), limit=40),
+    case("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 2), (3, 4, 5), limit=40),
+    case("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, 2), (3, 4, 5, 4), quiet=batch_sharded(0, 1)),
+    case("adaptive_avg_pool2d_one", lambda x: F.adaptive_avg_pool2d(x, 1), (3, 4, 5, 4), limit=40),
+    case("adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x, 2), (3, 4, 5, 4), quiet=batch_sharded(0, 1)),
+    case("nearest", lambda x: F.interpolate(x, scale_factor=2), (3, 4, 2, 3), quiet=batch_sharded(0, 1)),
+    case("bilinear", lambda x: F.interpolate(x, size=(4, 5), mode="bilinear"), (3, 4, 2, 3), quiet=batch_sharded(0, 1)),
+    case("bicubic", lambda x: F.interpolate(x, size=(4, 5), mode="bicubic"), (3, 4, 2, 3), limit=30),
+    case("bilinear_aa", lambda x: F.interpolate(x, size=(4, 5), mode="bilinear", antialias=True), (3, 4, 2, 3), limit=30),
+    case("linear", lambda x: F.interpolate(x, size=5, mode="linear"), (3, 4, 3), quiet=batch_sharded(0, 1)),
+    case("trilinear", lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (3, 2, 2, 2, 2), limit=30),
+    case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), (3, 8, 3, 2), quiet=batch_sharded(0, 2, 3)),
+    case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), (3, 2, 6, 4), quiet=batch_sharded(0, 1)),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", [c.name for c in CASES])
+def test_equals_torch(pools, name, mesh):
+    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
