@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.nn.functional as F
 from oracle import MESHES, bools, case, mesh_id
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, mesh_id
 from test_matmul import batch_sharded, second

@@ -111,7 +111,7 @@ def placed(text: str, *sizes: int, seed: int = 0, cut: str = "uneven"):
 
 
 def layouts_of_linear() -> None:
-    from shardtensor import Partial, Replicate, Shard, _C
+    from shardtensor import _C, Partial, Replicate, Shard
 
     # (x, weight, bias) -> (out, grad x, grad weight, grad bias) for x [b, s, d]; nothing is sent, forward or backward
     expected = {

@@ -223,9 +223,8 @@ def test_equals_torch(pools, name, mesh):
 
 def _layouts():
     """What reductions leave on a mesh of all ranks, as text."""
-    from oracle import EVEN, UNEVEN, mesh_of
-
     import torch.distributed as dist
+    from oracle import EVEN, UNEVEN, mesh_of
 
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.arange(20.0).reshape(5, 4), mesh, ("S(0)",), UNEVEN)
@@ -264,10 +263,9 @@ def test_what_stays_partial(pools):
 
 def _bytes():
     """What the kernels send: small tensors, whatever the size of the data."""
-    from oracle import UNEVEN, mesh_of
-
-    from shardtensor import _C
     import torch.distributed as dist
+    from oracle import UNEVEN, mesh_of
+    from shardtensor import _C
 
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.randn(50, 4, dtype=torch.float64), mesh, ("S(0)",), UNEVEN)
@@ -296,9 +294,8 @@ def test_kernels_send_little(pools):
 
 
 def _half_norm():
-    from oracle import EVEN, mesh_of
-
     import torch.distributed as dist
+    from oracle import EVEN, mesh_of
 
     mesh = mesh_of((dist.get_world_size(),))
     return vector_norm(place(torch.full((8,), 300.0, dtype=torch.float16), mesh, ("S(0)",), EVEN)).item()
@@ -314,9 +311,8 @@ def test_item_is_the_same_on_every_rank(pools):
 
 
 def _item():
-    from oracle import EMPTY, mesh_of
-
     import torch.distributed as dist
+    from oracle import EMPTY, mesh_of
 
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.arange(7.0), mesh, ("S(0)",), EMPTY)

@@ -74,7 +74,6 @@ def test_equals_torch(pools, name, mesh):
 
 def _bytes():
     import torch.distributed as dist
-
     from shardtensor import _C
 
     x = place(torch.randn(60, 4, dtype=torch.float64), mesh_of((dist.get_world_size(),)), ("S(0)",), UNEVEN)

@@ -53,7 +53,6 @@ def test_equals_torch(pools, name, mesh):
 
 def _bytes(name, cut):
     import torch.distributed as dist
-
     from shardtensor import _C
 
     mesh = mesh_of((dist.get_world_size(),))

@@ -40,12 +40,13 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return traced_;
   }
   // A view op that had to move data made this tensor, or one that it is a view of: it does not share memory with its base, so
-  // writing to it is refused. It shares the base's (null) storage still: autograd writes into a gradient that nobody shares.
+  // writing to it is refused. A second reference to its storage keeps autograd from adding gradients up inside it.
   bool broken_view() const {
     return broken_view_;
   }
   void set_broken_view() {
     broken_view_ = true;
+    shared_ = storage_;
   }
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow_change)
@@ -63,6 +64,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   LayoutPtr layout_;
   bool traced_;
   bool broken_view_ = false;
+  c10::Storage shared_;
 };
 
 // Null where the tensor is not ours.
