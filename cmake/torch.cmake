@@ -2,7 +2,7 @@
 # compile and link an extension module.
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
-    "import torch, os; r = os.path.dirname(torch.__file__); print(r, torch.__version__, int(torch.compiled_with_cxx11_abi()), int(torch.version.cuda is not None), sep=';')"
+    "import torch, os; r = os.path.dirname(torch.__file__); print(r, torch.__version__, int(torch.compiled_with_cxx11_abi()), torch.version.cuda or 'OFF', sep=';')"
   OUTPUT_VARIABLE TORCH_FACTS OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE FAILED ERROR_VARIABLE WHY)
 if(FAILED)
   message(FATAL_ERROR "${Python_EXECUTABLE} cannot import torch, which shardtensor is built against:\n${WHY}")
@@ -14,7 +14,7 @@ list(GET TORCH_FACTS 3 TORCH_CUDA)
 if(TORCH_VERSION VERSION_LESS 2.11)
   message(FATAL_ERROR "shardtensor needs torch 2.11 or newer; ${Python_EXECUTABLE} has ${TORCH_VERSION}")
 endif()
-set(TORCH_HAS_CUDA ${TORCH_CUDA})
+set(TORCH_HAS_CUDA ${TORCH_CUDA}) # its version, or OFF
 message(STATUS "torch ${TORCH_VERSION} in ${TORCH_ROOT}, CUDA: ${TORCH_CUDA}")
 
 add_library(torch_python_api INTERFACE)

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from pool import Pool
+
+# The installed package if there is one; else the one that CMake has built in the source tree.
+if importlib.util.find_spec("shardtensor") is None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 
 @pytest.fixture(scope="session")

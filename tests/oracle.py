@@ -100,7 +100,7 @@ def choices(t: torch.Tensor, mesh_ndim: int, partial: bool) -> list[tuple[tuple[
 def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str) -> Any:
     """The whole tensor as a ShardTensor, without communication. Partial: random summands."""
     import shardtensor as st
-    from shardtensor import Partial, Replicate, Shard, _C
+    from shardtensor import _C, Partial, Replicate, Shard
     from shardtensor._layout import make_layout
 
     objects: list[Any] = []

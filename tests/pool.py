@@ -79,6 +79,7 @@ class Pool:
         self._collect(120)
 
     def _collect(self, seconds: float) -> list[Any]:
+        __tracebackhide__ = True
         end = time.monotonic() + seconds
         answers: list[tuple[str, Any]] = [("error", "no answer")] * self.world
         waiting = dict(enumerate(self._pipes))
@@ -101,6 +102,7 @@ class Pool:
 
     def run(self, function: str, *args: Any, seconds: float = 60, **kwargs: Any) -> list[Any]:
         """Calls `module:name` on every rank and returns the ranks' results."""
+        __tracebackhide__ = True
         if not self._processes:
             self._start()
         module, name = function.split(":")

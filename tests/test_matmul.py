@@ -19,7 +19,7 @@ def batch_sharded(*dims: int):
 
 def contracted(first: int, second: int):
     """Both sharded on the contracted dim, alike on every mesh dim."""
-    return lambda x, y, *_: set(zip(x.split(), y.split())) <= {(f"S({first})", f"S({second})"), ("R", "R")}
+    return lambda x, y, *_: set(zip(x.split(), y.split(), strict=False)) <= {(f"S({first})", f"S({second})"), ("R", "R")}
 
 
 def second(function, *inputs):

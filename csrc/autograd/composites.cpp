@@ -202,6 +202,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("linear", linear);
   m.impl("matmul", matmul);
   m.impl("max_pool1d", max_pool1d);
+  m.impl("one_hot", torch::CppFunction::makeFallthrough()); // integers have no gradient
 }
 
 } // namespace shardtensor

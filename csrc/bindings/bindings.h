@@ -13,5 +13,6 @@ void register_layout(py::module& m);
 void register_tensor(py::module& m);
 void register_dispatch(py::module& m);
 void register_comm(py::module& m);
+void register_random(py::module& m);
 
 } // namespace shardtensor::bindings

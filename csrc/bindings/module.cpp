@@ -6,4 +6,5 @@ PYBIND11_MODULE(_C, m) {
   register_tensor(m);
   register_dispatch(m);
   register_comm(m);
+  register_random(m);
 }

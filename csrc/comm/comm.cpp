@@ -6,6 +6,7 @@
 #include <torch/headeronly/version.h>
 
 #include <atomic>
+#include <limits>
 
 namespace shardtensor::comm {
 
@@ -88,8 +89,39 @@ at::Tensor as_bytes(const at::Tensor& t) {
   return t.numel() ? at::detach(t).as_strided({t.numel()}, {1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));
 }
 
+bool by_order(const at::Tensor& t, ReduceOp op) {
+  return (op == ReduceOp::Max || op == ReduceOp::Min) && t.is_floating_point();
+}
+
+// Integers in the order of the floats' bits, and back: the negative ones run the other way.
+at::Tensor mirror(const at::Tensor& bits) {
+  const int64_t all_but_sign =
+      bits.scalar_type() == at::kLong ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
+  return at::where(bits.lt(0), bits.bitwise_xor(all_but_sign), bits);
+}
+
+// Backends lose NaN in max and min. As integers in the floats' order, NaN beyond every number, it wins as in torch.
+at::Tensor ordered(const at::Tensor& t, ReduceOp op) {
+  const auto x = t.scalar_type() == at::kDouble ? t : t.to(at::kFloat);
+  auto out = mirror(x.view(x.scalar_type() == at::kDouble ? at::kLong : at::kInt));
+  const bool max = op == ReduceOp::Max;
+  if (out.scalar_type() == at::kLong) {
+    out.masked_fill_(x.isnan(), max ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int64_t>::min());
+  } else {
+    out.masked_fill_(x.isnan(), max ? std::numeric_limits<int32_t>::max() : std::numeric_limits<int32_t>::min());
+  }
+  return out;
+}
+
+at::Tensor from_ordered(const at::Tensor& t) {
+  return mirror(t).view(t.scalar_type() == at::kLong ? at::kDouble : at::kFloat);
+}
+
 // A tensor the backend can reduce that shares or stands for `t`: complex as pairs, bool and small ints widened.
 at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
+  if (by_order(t, op)) {
+    return ordered(t, op);
+  }
   if (t.is_complex()) {
     TORCH_CHECK(
         op == ReduceOp::Sum || op == ReduceOp::Avg,
@@ -150,7 +182,9 @@ void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp
   if (tensor.scalar_type() == at::kBool && op == ReduceOp::Bxor) {
     buffer = buffer.remainder(2);
   }
-  if (!tensor.is_complex() && buffer.scalar_type() != tensor.scalar_type()) {
+  if (by_order(tensor, op)) {
+    tensor.copy_(from_ordered(buffer));
+  } else if (!tensor.is_complex() && buffer.scalar_type() != tensor.scalar_type()) {
     tensor.copy_(buffer);
   }
 }

@@ -5,6 +5,7 @@
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
+#include <ATen/TensorUtils.h>
 
 #include <algorithm>
 #include <atomic>
@@ -50,7 +51,9 @@ Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, c
          (op.mutated >> r.arg & 1) != 0,
          r.impl ? &r.impl->layout() : &replicated,
          r.tensor->sizes(),
-         r.tensor->scalar_type()});
+         r.tensor->scalar_type(),
+         r.tensor->strides(),
+         r.tensor->storage_offset()});
   }
   return call;
 }
@@ -58,6 +61,9 @@ Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, c
 } // namespace
 
 void check_plain(const Op& op, const Refs& refs) {
+  if (op.entry && op.entry->options.plain) {
+    return;
+  }
   for (const auto& r : refs) {
     if (r.impl || r.tensor->dim() == 0) {
       continue;
@@ -102,7 +108,7 @@ void key_of(const IValue& v, Key& key) {
   }
 }
 
-void key_of(const Refs& refs, bool sizes, Key& key) {
+void key_of(const Op& op, const Refs& refs, bool sizes, Key& key) {
   for (const auto& r : refs) {
     const auto shape = r.tensor->sizes();
     uint64_t ones = 0;
@@ -117,6 +123,12 @@ void key_of(const Refs& refs, bool sizes, Key& key) {
       for (const auto s : shape) {
         key.push(static_cast<uint64_t>(s));
       }
+    }
+    if (op.strided) {
+      for (const auto s : r.tensor->strides()) {
+        key.push(static_cast<uint64_t>(s));
+      }
+      key.push(static_cast<uint64_t>(r.tensor->storage_offset()));
     }
   }
 }
@@ -160,7 +172,8 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
     auto moved = redistribute(local, have, *need, r.tensor->sizes());
-    locals.hold(written && moved.is_alias_of(local) ? moved.clone() : std::move(moved));
+    // Written copies are contiguous: some of torch's out= kernels take that for granted.
+    locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
 }
 
@@ -204,13 +217,80 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
   return sizes;
 }
 
+Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntArrayRef sizes) {
+  Form form{{}, base.storage_offset()};
+  const auto strides = base.strides();
+  if (geometry.reshaped) {
+    if (base.is_contiguous()) {
+      form.strides = c10::contiguous_strides(sizes);
+      return form;
+    }
+    const auto found = at::detail::computeStride(base.sizes(), strides, sizes);
+    if (found) {
+      form.strides.append(found->begin(), found->end());
+    } else {
+      form.strides = c10::contiguous_strides(sizes);
+    }
+    return form;
+  }
+  for (const auto& term : geometry.strides) {
+    form.strides.push_back(term.dim < 0 ? 0 : strides[term.dim] * term.times);
+  }
+  for (const auto& term : geometry.offset) {
+    form.offset += strides[term.dim] * term.times;
+  }
+  return form;
+}
+
+// The same by running the op on a meta tensor with the base's sizes and strides: for rules that do not say.
+std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  const auto strides = base.strides();
+  const auto meta = at::empty({0}, base.options().device(at::kMeta).requires_grad(false))
+                        .as_strided(base.sizes(), strides, base.storage_offset());
+  Stack call(stack.begin() + static_cast<int64_t>(at), stack.end());
+  call[0] = meta;
+  op.handle.callBoxed(&call);
+  std::vector<Form> forms;
+  const auto add = [&](const at::Tensor& t) {
+    forms.push_back({Sizes(t.strides().begin(), t.strides().end()), t.storage_offset()});
+  };
+  for (const auto& value : call) {
+    if (value.isTensor()) {
+      add(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) {
+        add(t);
+      }
+    }
+  }
+  return forms;
+}
+
 } // namespace
 
-at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs) {
+at::Tensor wrap_result(
+    const Op& op,
+    at::Tensor local,
+    const Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
-  const ShardTensorImpl* base = op.is_view ? refs[0].impl : nullptr;
-  const bool broken = base && (solution.operands[0] || !local.is_alias_of(base->local()));
+  const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
+  // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
+  const bool broken = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
+  if (broken) {
+    base = nullptr;
+  }
   at::Tensor out;
+  if (base) {
+    const auto& layout = result ? result->layout : solution.replicated;
+    const auto sizes = result && layout->is_sharded() ? global_sizes(*result, refs, local)
+                                                      : Sizes(local.sizes().begin(), local.sizes().end());
+    const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
+    return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
+  }
   if (!result || !result->layout->is_sharded()) {
     const auto sizes = local.sizes();
     const auto strides = local.strides();
@@ -226,8 +306,6 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   }
   return out;
 }
-
-namespace {
 
 Refs collect(const Op& op, Stack& stack, size_t base) {
   Refs refs;
@@ -249,10 +327,12 @@ Refs collect(const Op& op, Stack& stack, size_t base) {
   return refs;
 }
 
+namespace {
+
 SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   const auto key_with = [&](bool sizes) {
     Key key;
-    key_of(refs, sizes, key);
+    key_of(op, refs, sizes, key);
     for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
       if (op.kinds[i] == ArgKind::Other) {
         key_of(stack[base + i], key);
@@ -269,9 +349,13 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   kept.reserve(refs.size());
   for (size_t i = 0; i < refs.size();) {
     auto& slot = stack[base + refs[i].arg];
+    IValue local;
+    if (refs[i].index < 0) {
+      local = locals[i]; // before the move: a plain tensor's local is the slot's own
+    }
     kept.push_back(std::move(slot));
     if (refs[i].index < 0) {
-      slot = locals[i];
+      slot = std::move(local);
       refs[i].tensor = &kept.back().toTensor();
       ++i;
       continue;
@@ -303,6 +387,10 @@ void handle(const Op& op, Stack* stack_ptr) {
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   Locals locals;
   local_arguments(op, refs, *solution, locals);
+  std::vector<Form> forms;
+  if (needs_forms(op, *solution)) {
+    forms = forms_of(op, *refs[0].tensor, stack, base);
+  }
   c10::SmallVector<IValue, 4> kept;
   put_local(stack, base, refs, locals, kept);
   for (const auto& a : solution->size_args) {
@@ -327,23 +415,32 @@ void handle(const Op& op, Stack* stack_ptr) {
 
   const auto returned = op.returns_argument.size();
   size_t nth = 0;
+  const auto finish = [&](at::Tensor local) {
+    const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
+    return wrap_result(op, std::move(local), *solution, nth++, refs, form);
+  };
   for (size_t i = 0; i < returned; ++i) {
     auto& value = stack[stack.size() - returned + i];
     const auto same = op.returns_argument[i];
     if (value.isTensor()) {
-      if (same >= 0) {
+      if (same >= 0 && op.reshapes_self) {
+        refs[0].impl->shallow_copy_from(finish(std::move(value).toTensor()).getIntrusivePtr());
+        value = *refs[0].tensor;
+      } else if (same >= 0) {
         const auto* ref = std::find_if(refs.begin(), refs.end(), [&](const Ref& r) { return r.arg == same; });
         value = *ref->tensor;
+        ++nth;
       } else if (value.toTensor().defined()) {
-        value = wrap_result(op, std::move(value).toTensor(), *solution, nth, refs);
+        value = finish(std::move(value).toTensor());
+      } else {
+        ++nth;
       }
-      ++nth;
     } else if (value.isTensorList()) {
       auto list = value.toTensorList();
       c10::List<at::Tensor> out;
       out.reserve(list.size());
       for (size_t k = 0; k < list.size(); ++k) {
-        out.push_back(wrap_result(op, list.extract(k), *solution, nth++, refs));
+        out.push_back(finish(list.extract(k)));
       }
       value = std::move(out);
     }

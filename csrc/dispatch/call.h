@@ -53,7 +53,7 @@ inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADI
 void check_plain(const Op& op, const Refs& refs);
 
 // The parts of a cache key.
-void key_of(const Refs& refs, bool sizes, Key& key);
+void key_of(const Op& op, const Refs& refs, bool sizes, Key& key);
 void key_of(const c10::IValue& value, Key& key);
 
 // The cached solution for `key`, or a new one from the op's rule. `stack()` gives the boxed arguments, for the cold path
@@ -69,7 +69,27 @@ void carry_back(const Refs& refs, const rules::Solution& solution, const Locals&
 // This rank's sizes of the result that a size argument lists.
 Sizes local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs);
 
-at::Tensor wrap_result(const Op& op, at::Tensor local, const rules::Solution& solution, size_t nth, const Refs& refs);
+// How a view lies in its base's memory, which is imaginary, but autograd goes by it.
+struct Form {
+  Sizes strides;
+  int64_t offset;
+};
+
+// Whether a view's rule leaves its form to be found on a meta tensor.
+inline bool needs_forms(const Op& op, const rules::Solution& solution) {
+  return (op.is_view || op.reshapes_self) && !solution.geometry && !solution.operands[0];
+}
+
+at::Tensor wrap_result(
+    const Op& op,
+    at::Tensor local,
+    const rules::Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form = nullptr);
+
+// Every tensor among boxed arguments. The references point into the stack.
+Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
 
 // Runs a whole call on boxed arguments, replacing them by the results.
 void handle(const Op& op, torch::jit::Stack* stack);

@@ -4,6 +4,7 @@
 #include "dispatch/special.h"
 #include "dispatch/typed.h"
 
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <deque>
@@ -97,12 +98,17 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
     returns_argument.push_back(same);
   }
   is_random = handle.hasTag(at::Tag::nondeterministic_seeded);
+  reshapes_self = handle.hasTag(at::Tag::inplace_view);
+  if (reshapes_self) {
+    mutated = 0; // no value of it
+  }
   if (name.rfind("aten::", 0) == 0) {
     entry = rules::registry().find(name.substr(6));
     mutated |= entry ? entry->options.writes : 0;
   }
   if (entry) {
     sized = entry->options.sized;
+    strided = entry->options.strided;
     keyed_args = !entry->options.any_args;
   }
 }
@@ -114,6 +120,9 @@ int64_t install_handler() {
   auto& aten = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   auto& rest = libraries.emplace_back(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // As torch does for its own devices: an op without a derivative says so when one is asked of it.
+  auto& autograd = libraries.emplace_back(torch::Library::IMPL, "_", kAutogradKey, __FILE__, __LINE__);
+  autograd.fallback(torch::autograd::basicAutogradNotImplementedFallback());
   int64_t count = 0;
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) {

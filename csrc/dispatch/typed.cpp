@@ -170,7 +170,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     check_plain(op_, refs);
     const auto key_with = [&](bool sizes) {
       Key key;
-      key_of(refs, sizes, key);
+      key_of(op_, refs, sizes, key);
       if (op_.keyed_args) {
         (push(key, args), ...);
       }
@@ -180,7 +180,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       Stack stack = c10::impl::boxArgs<Args...>(args...);
       return solve(op_, stack, 0, refs);
     });
-    if (solution->kernel || solution->write_back) {
+    if (solution->kernel || solution->write_back || needs_forms(op_, *solution)) {
       return boxed(args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);

@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 namespace shardtensor {
 
 namespace {
@@ -80,18 +82,21 @@ Sizes with_size(const at::Tensor& t, int64_t dim, int64_t size) {
   return out;
 }
 
+// Half precision is widened: the square of a norm that fits need not.
 at::Tensor norm_power(const at::Tensor& t, double order) {
-  return order == 2.0 ? t * t : at::pow(at::abs(t), order);
+  const bool half = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
+  const auto x = (half ? t.to(at::kFloat) : t).contiguous();
+  return order == 2.0 ? x * x : at::pow(at::abs(x), order);
 }
-at::Tensor norm_root(const at::Tensor& t, double order) {
-  return order == 2.0 ? at::sqrt(t) : at::pow(t, 1.0 / order);
+at::Tensor norm_root(const at::Tensor& t, double order, at::ScalarType dtype) {
+  return (order == 2.0 ? at::sqrt(t) : at::pow(t, 1.0 / order)).to(dtype);
 }
 
 void reduce_everywhere(State& s, int64_t m) {
   const auto p = s.layout->placement(m);
   auto next = p.reduce == ReduceOp::Norm ? norm_power(s.local, p.norm_order) : s.local.clone(at::MemoryFormat::Contiguous);
   comm::all_reduce(next, s.mesh(), m, p.reduce);
-  s.local = p.reduce == ReduceOp::Norm ? norm_root(next, p.norm_order) : next;
+  s.local = p.reduce == ReduceOp::Norm ? norm_root(next, p.norm_order, s.local.scalar_type()) : next;
   s.layout = s.layout->with(m, Placement::replicate());
 }
 
@@ -105,9 +110,10 @@ void reduce_into_pieces(State& s, int64_t m, const Layout& to) {
   for (const auto& piece : pieces_along(*s.layout, m, extent)) {
     out.push_back(take(source, dim, piece).contiguous());
   }
+  const auto dtype = s.local.scalar_type();
   s.local = comm::reduce_scatter(out, s.mesh(), m, p.reduce);
   if (p.reduce == ReduceOp::Norm) {
-    s.local = norm_root(s.local, p.norm_order);
+    s.local = norm_root(s.local, p.norm_order, dtype);
   }
 }
 
@@ -201,8 +207,13 @@ void exchange(State& s, int64_t m, const Layout& to) {
 void make_partial(State& s, int64_t m, const Placement& p) {
   const bool first = s.mesh().coordinate()[m] == 0;
   switch (p.reduce) {
-    case ReduceOp::Sum:
     case ReduceOp::Norm:
+      if (!first && p.norm_order < 0) {
+        s.local = at::full_like(s.local, std::numeric_limits<double>::infinity());
+        break;
+      }
+      [[fallthrough]];
+    case ReduceOp::Sum:
     case ReduceOp::Bor:
     case ReduceOp::Bxor:
       if (!first) {
@@ -286,7 +297,7 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   TORCH_CHECK_VALUE(
       &from.mesh() == &to.mesh(),
       "redistribute: from ", from.str(), " to ", to.str(), ": another mesh; both layouts must be on one mesh");
-  State s{local, Layout::make(from.mesh_ptr(), from.placements(), from.cuts()), sizes};
+  State s{local, LayoutPtr::reclaim_copy(&from), sizes};
   const auto n = from.ndim();
   for (int64_t m = 0; m < n; ++m) {
     const auto& p = s.layout->placement(m);

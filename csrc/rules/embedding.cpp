@@ -1,8 +1,229 @@
-// Embedding tables, vocabulary sharded by masking.
+// Embeddings: a table sharded over its rows is looked up where the rows are, and leaves summands.
 #include "rules/registry.h"
+
+#include "comm/comm.h"
+#include "rules/resolve.h"
+
+#include <ATen/ATen.h>
 
 namespace shardtensor::rules {
 
-void register_embedding(Registry& r) {}
+namespace {
+
+// The mesh dims that shard any factor.
+uint64_t sharded_by(const Run& run) {
+  uint64_t dims = 0;
+  for (auto d : run.solution.factor_mesh_dims) {
+    dims |= d;
+  }
+  return dims;
+}
+
+Interval rows_held(const Run& run) {
+  const auto& table = run.operands[0];
+  return table.layout->intervals(0, table.sizes[0], run.mesh().coordinate())[0];
+}
+
+// A rank sees its own rows alone, so the bounds are those of the whole table.
+void check_bounds(const at::Tensor& indices, int64_t rows) {
+  if (indices.numel() == 0) {
+    return;
+  }
+  if (indices.is_cpu()) {
+    const auto low = indices.min().item<int64_t>(), high = indices.max().item<int64_t>();
+    TORCH_CHECK_INDEX(
+        low >= 0 && high < rows,
+        "index out of range in self: embedding got index ", low < 0 ? low : high, " for a table of ", rows, " rows");
+  } else {
+    at::_assert_async((indices >= 0).logical_and(indices < rows).all());
+  }
+}
+
+// Rows that this rank does not hold are zeros: the sum over ranks is the lookup.
+void embedding_kernel(Run& run) {
+  const auto weight = run.arg(0).toTensor();
+  const auto indices = run.arg(1).toTensor();
+  check_bounds(indices, run.operands[0].sizes[0]);
+  const auto held = rows_held(run);
+  if (held.length == 0) {
+    auto sizes = indices.sizes().vec();
+    sizes.push_back(weight.size(1));
+    run.returns({at::zeros(sizes, weight.options())});
+    return;
+  }
+  const auto elsewhere = (indices < held.start).logical_or_(indices >= held.start + held.length);
+  const auto at = (indices - held.start).masked_fill_(elsewhere, 0);
+  run.returns({at::embedding(weight, at).masked_fill_(elsewhere.unsqueeze(-1), 0)});
+}
+
+// (weight, indices, padding_idx, scale_grad_by_freq, sparse)
+Rule embedding(const Call& call) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !call.flag(4), "embedding: argument 'sparse' is True; gradients of ShardTensors are dense, pass sparse=False");
+  TORCH_CHECK(call.tensors[0].dim() == 2, "'weight' must be 2-D");
+  Rule rule;
+  Factor row;
+  row.kernel = true;
+  row.reduce = ReduceOp::Sum;
+  const auto v = rule.factor(row);
+  Dims indices;
+  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
+    indices.emplace_back(rule.factor());
+  }
+  auto out = indices;
+  out.emplace_back(rule.factor());
+  rule.operands = {Operand({v, out.back()}), Operand(indices)};
+  rule.results = {Result(out)};
+  rule.kernel = embedding_kernel;
+  rule.linear_in({0});
+  return rule;
+}
+
+// (grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
+Rule embedding_dense_backward(const Call& call) {
+  Rule rule;
+  Factor f;
+  f.reduce = ReduceOp::Sum;
+  f.whole = call.flag(4); // frequencies count all indices
+  Dims indices;
+  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
+    indices.emplace_back(rule.factor(f));
+  }
+  auto grad = indices;
+  grad.emplace_back(rule.factor());
+  rule.operands = {Operand(grad), Operand(indices)};
+  rule.results = {Result(Dims{Dim(), grad.back()})};
+  rule.linear_in({0});
+  return rule;
+}
+
+// Each rank renormalises those of the named rows that it holds; it must see all indices.
+void renorm_kernel(Run& run) {
+  auto weight = run.arg(0).toTensor();
+  const auto indices = run.arg(1).toTensor().reshape(-1);
+  check_bounds(indices, run.operands[0].sizes[0]);
+  const auto held = rows_held(run);
+  const auto here = at::masked_select(indices - held.start, (indices >= held.start).logical_and_(indices < held.start + held.length));
+  if (here.numel()) {
+    at::embedding_renorm_(weight, here, run.arg(2).toDouble(), run.arg(3).toDouble());
+  }
+  run.returns({std::move(weight)});
+}
+
+// (weight, indices, max_norm, norm_type)
+Rule embedding_renorm(const Call& call) {
+  Rule rule;
+  Factor row;
+  row.kernel = true;
+  Dims table{rule.factor(row), rule.whole()};
+  rule.operands = {Operand(table), Operand(Dims(call.tensors[1].dim(), Dim()))};
+  rule.results = {Result(table)};
+  rule.kernel = renorm_kernel;
+  rule.always_kernel = true; // torch's own does not check the indices
+  return rule;
+}
+
+// ---- embedding_bag: the columns are independent; a bag needs all rows and indices ----
+
+constexpr int64_t kMax = 2; // mode
+
+// (weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights?, ...)
+//   -> output [bags, d], offset2bag, bag_size, max_indices
+Rule embedding_bag(const Call& call) {
+  Rule rule;
+  const auto d = rule.factor();
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(Dims(t.dim(), Dim()));
+  }
+  rule.operands[0].dims[1] = d;
+  rule.results.resize(4);
+  rule.results[0].dims = {Dim(), d};
+  for (size_t i : {1, 2, 3}) {
+    rule.results[i].reduce.emplace(std::nullopt);
+  }
+  if (call.integer(4) == kMax) {
+    rule.results[3].dims = {Dim(), d};
+  }
+  return rule;
+}
+
+// (grad [bags, d], indices, ..., maximum_indices, ...) -> [num_weights, d]
+Rule embedding_bag_backward(const Call& call) {
+  Rule rule;
+  const auto d = rule.factor();
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(Dims(t.dim(), Dim()));
+  }
+  rule.operands[0].dims[1] = d;
+  const auto picked = call.operand(call.position("maximum_indices"));
+  if (call.integer(call.position("mode")) == kMax && picked >= 0) {
+    rule.operands[picked].dims[1] = d;
+  }
+  rule.results.emplace_back(Dims{Dim(), d});
+  rule.linear_in({0});
+  return rule;
+}
+
+// (grad [bags, d], weight [v, d], ...) -> one number an index
+Rule embedding_bag_per_sample_weights_backward(const Call& call) {
+  Rule rule;
+  const auto d = rule.reduced(ReduceOp::Sum);
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(Dims(t.dim(), Dim()));
+  }
+  rule.operands[0].dims[1] = d;
+  rule.operands[1].dims[1] = d;
+  rule.results.emplace_back(Dims{});
+  rule.linear_in({0, 1});
+  return rule;
+}
+
+// ---- one_hot ----
+
+// Where the number of classes is to be inferred, it is inferred from all pieces.
+void one_hot_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  auto classes = run.arg(1).toInt();
+  if (classes == -1) {
+    auto most = x.numel() ? x.max().reshape({}) : at::full({}, -1, x.options());
+    comm::all_reduce_over(most, run.mesh(), sharded_by(run), ReduceOp::Max);
+    classes = most.item<int64_t>() + 1;
+    TORCH_CHECK(classes > 0, "Can not infer total number of classes from empty tensor.");
+  }
+  run.returns({at::one_hot(x, classes)});
+}
+
+// (self, num_classes)
+Rule one_hot(const Call& call) {
+  Rule rule;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.emplace_back(rule.factor());
+  }
+  rule.operands.emplace_back(dims);
+  dims.emplace_back(kNone);
+  rule.results.emplace_back(dims);
+  rule.kernel = one_hot_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+} // namespace
+
+void register_embedding(Registry& r) {
+  Options o;
+  o.any_args = true;
+  Options bag;
+  bag.plain = true;
+  Options composite;
+  composite.composite = true;
+  r.add("embedding", {"_embedding_bag", "_embedding_bag_forward_only"}, embedding_bag, bag);
+  r.add("embedding", {"_embedding_bag_backward", "_embedding_bag_dense_backward"}, embedding_bag_backward, bag);
+  r.add("embedding", {"_embedding_bag_per_sample_weights_backward"}, embedding_bag_per_sample_weights_backward, bag);
+  r.add("embedding", {"embedding"}, embedding);
+  r.add("embedding", {"embedding_dense_backward"}, embedding_dense_backward);
+  r.add("embedding", {"embedding_renorm_"}, embedding_renorm, o);
+  r.add("embedding", {"one_hot"}, one_hot, composite);
+}
 
 } // namespace shardtensor::rules

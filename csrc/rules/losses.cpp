@@ -1,8 +1,287 @@
-// nll_loss and the elementwise losses.
+// Losses. A mean divides by the global count, however uneven the pieces; nll_loss looks up sharded classes without gathering them.
 #include "rules/registry.h"
+
+#include "comm/comm.h"
+#include "rules/resolve.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/Reduction.h>
 
 namespace shardtensor::rules {
 
-void register_losses(Registry& r) {}
+namespace {
+
+int64_t reduction_of(const Call& call) {
+  return call.integer(call.position("reduction"));
+}
+
+// ---- losses that are a sum over elements or samples ----
+
+// How many terms a mean is over: elements, or samples where each sample gives one term.
+double terms(const Run& run, bool per_sample) {
+  const auto first = *run.op.schema().argumentIndexWithName("self"); // self and target follow grad_output in a backward
+  const auto self = run.operands[first].sizes;
+  if (per_sample) {
+    return self.size() < 2 ? 1 : static_cast<double>(self[0]);
+  }
+  return static_cast<double>(c10::multiply_integers(at::infer_size(self, run.operands[first + 1].sizes)));
+}
+
+// A mean over pieces of any size: the local sum over the global count. Backward too: the gradient of the sum, over the count.
+template <bool per_sample>
+void mean_kernel(Run& run) {
+  const auto count = terms(run, per_sample);
+  run.arg(*run.op.schema().argumentIndexWithName("reduction")) = static_cast<int64_t>(at::Reduction::Sum);
+  const auto returned = run.op.schema().returns().size();
+  run.call_op();
+  auto& result = run.stack[run.stack.size() - returned];
+  result = result.toTensor().div_(count);
+}
+
+Rule with_mean(Rule rule, const Call& call, bool per_sample) {
+  if (reduction_of(call) == at::Reduction::Mean) {
+    rule.kernel = per_sample ? mean_kernel<true> : mean_kernel<false>;
+    rule.always_kernel = true;
+  }
+  return rule;
+}
+
+// Forward: one term an element.
+Rule elementwise(const Call& call) {
+  auto rule = broadcast(call);
+  if (reduction_of(call) == at::Reduction::None) {
+    return rule;
+  }
+  for (auto& f : rule.factors) {
+    f.reduce = ReduceOp::Sum;
+  }
+  rule.results = {Result(Dims{})};
+  return with_mean(std::move(rule), call, false);
+}
+
+// Backward: linear in grad_output, which is a scalar unless nothing was reduced.
+Rule elementwise_backward(const Call& call) {
+  auto rule = broadcast(call);
+  rule.linear_in({0});
+  return with_mean(std::move(rule), call, false);
+}
+
+// A scalar grad_output, and the target of a single sample [C], which may have one element or none.
+Dims fit(const Dims& dims, const TensorArg& t) {
+  return t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim());
+}
+
+// One term a sample [N, C], or one in all [C]; the classes of a sample belong together.
+struct Samples {
+  Dims both, batch;
+};
+Samples samples(Rule& rule, int64_t ndim) {
+  Samples s;
+  if (ndim > 1) {
+    s.batch.emplace_back(rule.factor());
+  }
+  s.both = s.batch;
+  s.both.emplace_back(rule.whole());
+  return s;
+}
+
+// multi_margin_loss(self, target, p, margin, weight?, reduction), multilabel_margin_loss_forward(self, target, reduction).
+Rule margin(const Call& call) {
+  Rule rule;
+  const bool multilabel = call.schema.returns().size() > 1;
+  const auto s = samples(rule, call.tensors[0].dim());
+  const bool none = reduction_of(call) == at::Reduction::None;
+  if (!none && !s.batch.empty()) {
+    rule.factors[s.batch[0].factor].reduce = ReduceOp::Sum;
+  }
+  rule.operands.emplace_back(s.both);
+  rule.operands.emplace_back(multilabel ? s.both : fit(s.batch, call.tensors[1]));
+  if (call.tensors.size() > 2) {
+    rule.operands.emplace_back(Dims{s.both.back()}); // weight
+  }
+  rule.results.emplace_back(none ? s.batch : Dims{});
+  if (multilabel) {
+    rule.results.emplace_back(s.both); // is_target
+  }
+  return with_mean(std::move(rule), call, true);
+}
+
+// (grad_output, self, target, ..., weight?) and (grad_output, self, target, reduction, is_target)
+Rule margin_backward(const Call& call) {
+  Rule rule;
+  const auto s = samples(rule, call.tensors[1].dim());
+  const bool multilabel = call.schema.argumentIndexWithName("is_target").has_value();
+  rule.operands.emplace_back(fit(s.batch, call.tensors[0]));
+  rule.operands.emplace_back(s.both);
+  rule.operands.emplace_back(multilabel ? s.both : fit(s.batch, call.tensors[2]));
+  if (call.tensors.size() > 3) {
+    rule.operands.emplace_back(multilabel ? s.both : Dims{s.both.back()});
+  }
+  rule.results.emplace_back(s.both);
+  rule.linear_in({0});
+  return with_mean(std::move(rule), call, true);
+}
+
+// ---- nll_loss: self [N, C, ...], target [N, ...], weight [C] ----
+
+// The places of self's dims: the classes are dim 1, or the only one.
+struct Nll {
+  Dims self, target, classes;
+};
+Nll nll_dims(Rule& rule, int64_t ndim, const Factor& batch) {
+  Factor c;
+  c.kernel = true;
+  c.reduce = ReduceOp::Sum;
+  Nll dims;
+  const auto class_dim = ndim > 1 ? 1 : 0;
+  for (int64_t d = 0; d < ndim; ++d) {
+    const auto f = rule.factor(d == class_dim ? c : batch);
+    dims.self.emplace_back(f);
+    (d == class_dim ? dims.classes : dims.target).emplace_back(f);
+  }
+  return dims;
+}
+
+// What of the classes a rank holds, and targets counted from there; those that it does not hold become -1, which is ignored.
+struct Lookup {
+  Interval held;
+  at::Tensor target;
+};
+constexpr int64_t kElsewhere = -1;
+
+Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ignore_index) {
+  const auto target = given.to(at::kLong);
+  const auto& at = run.operands[self];
+  const auto class_dim = at.sizes.size() > 1 ? 1 : 0;
+  const auto classes = at.sizes[class_dim];
+  const auto held = at.layout->intervals(class_dim, classes, run.mesh().coordinate())[0];
+  const auto counted = target != ignore_index;
+  if (target.is_cpu() && target.numel()) {
+    const auto bad = at::masked_select(target, counted.logical_and((target < 0).logical_or(target >= classes)));
+    TORCH_CHECK_INDEX(bad.numel() == 0, "Target ", bad[0].item<int64_t>(), " is out of bounds.");
+  } else if (target.numel()) {
+    at::_assert_async(counted.logical_not().logical_or((target >= 0).logical_and(target < classes)).all());
+  }
+  const auto here = counted.logical_and(target >= held.start).logical_and(target < held.start + held.length);
+  return {held, at::where(here, target - held.start, kElsewhere)};
+}
+
+bool classes_sharded(const Run& run) {
+  return run.mesh_dims(run.solution.notes[0]) != 0;
+}
+
+void nll_forward(Run& run) {
+  const auto self = run.arg(0).toTensor();
+  const auto reduction = run.arg(3).toInt();
+  const auto returned = run.op.schema().returns().size();
+  if (reduction == at::Reduction::Mean) {
+    run.arg(3) = static_cast<int64_t>(at::Reduction::Sum);
+  }
+  at::Tensor output, total;
+  bool none_here = false;
+  if (classes_sharded(run)) {
+    const auto lookup = localize(run, 0, run.arg(1).toTensor(), run.arg(4).toInt());
+    run.arg(1) = lookup.target;
+    run.arg(4) = kElsewhere;
+    none_here = lookup.held.length == 0;
+    if (none_here) {
+      output = at::zeros(reduction == at::Reduction::None ? lookup.target.sizes() : c10::IntArrayRef(), self.options());
+      total = at::zeros({}, self.options());
+    }
+  }
+  if (!none_here) {
+    run.call_op();
+    output = run.stack[run.stack.size() - returned].toTensor();
+    total = run.stack[run.stack.size() - returned + 1].toTensor();
+    run.stack.erase(run.stack.end() - static_cast<int64_t>(returned), run.stack.end());
+  } else {
+    run.stack.erase(run.stack.begin() + static_cast<int64_t>(run.base()), run.stack.end());
+  }
+  if (reduction == at::Reduction::None) {
+    total = at::zeros({}, self.options());
+  } else if (reduction == at::Reduction::Mean) {
+    total = total.contiguous();
+    uint64_t over = 0;
+    for (auto dims : run.solution.factor_mesh_dims) {
+      over |= dims;
+    }
+    comm::all_reduce_over(total, run.mesh(), over, ReduceOp::Sum);
+    output.div_(total);
+  }
+  run.stack.emplace_back(std::move(output));
+  run.stack.emplace_back(std::move(total));
+}
+
+Rule nll(const Call& call) {
+  Rule rule;
+  const auto reduction = reduction_of(call);
+  const bool none = reduction == at::Reduction::None;
+  Factor batch;
+  if (!none) {
+    batch.reduce = ReduceOp::Sum;
+  }
+  const auto dims = nll_dims(rule, call.tensors[0].dim(), batch);
+  rule.operands.emplace_back(dims.self);
+  rule.operands.emplace_back(fit(dims.target, call.tensors[1]));
+  if (call.tensors.size() > 2) {
+    rule.operands.emplace_back(dims.classes);
+  }
+  rule.results.emplace_back(none ? dims.target : Dims{});
+  rule.results.emplace_back(Dims{}); // total_weight
+  if (reduction != at::Reduction::Sum) {
+    rule.results[1].reduce.emplace(std::nullopt); // made whole, or not used
+  }
+  rule.kernel = nll_forward;
+  rule.always_kernel = true;
+  rule.notes.push_back(dims.classes[0].factor);
+  return rule;
+}
+
+void nll_backward(Run& run) {
+  const auto lookup = localize(run, 1, run.arg(2).toTensor(), run.arg(5).toInt());
+  if (lookup.held.length == 0) {
+    run.returns({at::empty_like(run.arg(1).toTensor())});
+    return;
+  }
+  run.arg(2) = lookup.target;
+  run.arg(5) = kElsewhere;
+  run.call_op();
+}
+
+// (grad_output, self, target, weight?, reduction, ignore_index, total_weight)
+Rule nll_backward_rule(const Call& call) {
+  Rule rule;
+  const auto dims = nll_dims(rule, call.tensors[1].dim(), {});
+  rule.factors[dims.classes[0].factor].reduce.reset();
+  rule.operands.emplace_back(fit(dims.target, call.tensors[0]));
+  rule.operands.emplace_back(dims.self);
+  rule.operands.emplace_back(fit(dims.target, call.tensors[2]));
+  if (call.operand(3) >= 0) {
+    rule.operands.emplace_back(dims.classes);
+  }
+  rule.operands.emplace_back(Dims(call.tensors.back().dim(), Dim())); // total_weight
+  rule.operands.back().free = reduction_of(call) != at::Reduction::Mean;
+  rule.results.emplace_back(dims.self);
+  rule.kernel = nll_backward;
+  rule.linear_in({0});
+  return rule;
+}
+
+} // namespace
+
+void register_losses(Registry& r) {
+  r.add("losses", {
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss",
+  }, elementwise);
+  r.add("losses", {
+    "binary_cross_entropy_backward", "huber_loss_backward", "mse_loss_backward", "smooth_l1_loss_backward",
+    "soft_margin_loss_backward",
+  }, elementwise_backward);
+  r.add("losses", {"multi_margin_loss", "multilabel_margin_loss_forward"}, margin);
+  r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward);
+  r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll);
+  r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule);
+}
 
 } // namespace shardtensor::rules

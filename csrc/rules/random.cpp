@@ -1,8 +1,385 @@
-// Random ops: a value depends on the seed and the global index of its element alone.
+// Ops that draw random numbers. Each draws one key from torch's generator (kernels/stream.h) and fills its piece by global
+// index (kernels/random.h): the global values do not depend on the layout, which is kept.
 #include "rules/registry.h"
+
+#include "kernels/random.h"
+#include "kernels/stream.h"
+#include "rules/resolve.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <limits>
 
 namespace shardtensor::rules {
 
-void register_random(Registry& r) {}
+namespace {
+
+using kernels::Distribution;
+using Kind = Distribution::Kind;
+
+// ---- reading a call ----
+
+const c10::IValue* argument(const Run& run, const char* name) {
+  const auto i = run.op.schema().argumentIndexWithName(name);
+  return i && !run.arg(*i).isNone() ? &run.arg(*i) : nullptr;
+}
+
+double number(const Run& run, const char* name) {
+  const auto* v = argument(run, name);
+  TORCH_INTERNAL_ASSERT(v, run.op.schema().name(), " has no argument ", name);
+  return v->toScalar().toDouble();
+}
+
+uint64_t next_key(const Run& run) {
+  const auto* generator = argument(run, "generator");
+  return kernels::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt);
+}
+
+// Fills `local`, a piece like operand i's.
+void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t i = 0) {
+  const auto& like = run.operands[i];
+  kernels::fill_random(local, next_key(run), *like.layout, like.sizes, d);
+}
+
+// A fresh local tensor like argument 0, as empty_like makes it.
+at::Tensor fresh(const Run& run) {
+  const auto option = [&](const char* name) {
+    const auto* v = argument(run, name);
+    return v ? *v : c10::IValue();
+  };
+  return at::empty_like(
+      run.arg(0).toTensor(), option("dtype").toOptional<at::ScalarType>(), option("layout").toOptional<at::Layout>(),
+      option("device").toOptional<at::Device>(), option("pin_memory").toOptional<bool>(),
+      option("memory_format").toOptional<at::MemoryFormat>());
+}
+
+// ---- distributions, with torch's checks ----
+
+using Reader = Distribution (*)(const Run&, at::ScalarType);
+
+Distribution uniform(const Run& run, at::ScalarType) {
+  const double from = number(run, "from"), to = number(run, "to");
+  TORCH_CHECK(from <= to, "uniform_ expects to return a [from, to) range, but found from=", from, " > to=", to);
+  return {Kind::Uniform, from, to};
+}
+
+Distribution unit_uniform(const Run&, at::ScalarType) {
+  return {Kind::Uniform, 0, 1};
+}
+
+Distribution normal(const Run& run, at::ScalarType) {
+  const double std = number(run, "std");
+  TORCH_CHECK(std >= 0, "normal expects std >= 0.0, but found std ", std);
+  return {Kind::Normal, number(run, "mean"), std};
+}
+
+Distribution unit_normal(const Run&, at::ScalarType) {
+  return {Kind::Normal, 0, 1};
+}
+
+Distribution log_normal(const Run& run, at::ScalarType) {
+  const double std = number(run, "std");
+  TORCH_CHECK(std > 0, "log_normal_ expects std > 0.0, but found std=", std);
+  return {Kind::LogNormal, number(run, "mean"), std};
+}
+
+Distribution cauchy(const Run& run, at::ScalarType) {
+  const double sigma = number(run, "sigma");
+  TORCH_CHECK(sigma > 0, "cauchy_ expects sigma > 0.0, but found sigma=", sigma);
+  return {Kind::Cauchy, number(run, "median"), sigma};
+}
+
+Distribution exponential(const Run& run, at::ScalarType) {
+  const double rate = number(run, "lambd");
+  TORCH_CHECK(rate > 0, "exponential_ expects lambda > 0.0, but found lambda=", rate);
+  return {Kind::Exponential, rate};
+}
+
+Distribution geometric(const Run& run, at::ScalarType) {
+  const double p = number(run, "p");
+  TORCH_CHECK(p > 0 && p < 1, "geometric_ expects p to be in (0, 1), but got p=", p);
+  return {Kind::Geometric, p};
+}
+
+Distribution bernoulli_of(double p) {
+  TORCH_CHECK(p >= 0 && p <= 1, "bernoulli_ expects p to be in [0, 1], but got p=", p);
+  return {Kind::Bernoulli, p};
+}
+
+Distribution bernoulli(const Run& run, at::ScalarType) {
+  return bernoulli_of(number(run, "p"));
+}
+
+// The largest value random_() gives: the type's, or up to where a floating type holds every integer.
+uint64_t largest(at::ScalarType dtype) {
+  if (c10::isIntegralType(dtype, true)) {
+    const auto bits = 8 * c10::elementSize(dtype);
+    const bool is_signed = c10::isSignedType(dtype);
+    return dtype == at::kBool ? 1 : std::numeric_limits<uint64_t>::max() >> (64 - bits + is_signed);
+  }
+  return uint64_t{1} << (dtype == at::kDouble ? 53 : dtype == at::kFloat ? 24 : dtype == at::kHalf ? 11 : 8);
+}
+
+// low, ..., high
+Distribution integers(int64_t low, uint64_t high) {
+  Distribution d;
+  d.kind = Kind::Integer;
+  d.low = low;
+  d.range = high - static_cast<uint64_t>(low) + 1; // 2^64 wraps to the 0 that stands for it
+  return d;
+}
+
+Distribution integers_below(int64_t from, int64_t to, at::ScalarType dtype) {
+  TORCH_CHECK(from < to, "random_ expects 'from' to be less than 'to', but got from=", from, " >= to=", to);
+  if (c10::isIntegralType(dtype, true)) {
+    const auto fits = [&](int64_t x) {
+      return x < 0 ? c10::isSignedType(dtype) && x >= -1 - static_cast<int64_t>(largest(dtype))
+                   : static_cast<uint64_t>(x) <= largest(dtype);
+    };
+    TORCH_CHECK(fits(from), "from is out of bounds for ", dtype);
+    TORCH_CHECK(fits(to - 1), "to - 1 is out of bounds for ", dtype);
+  }
+  return integers(from, static_cast<uint64_t>(to) - 1);
+}
+
+Distribution random(const Run& run, at::ScalarType dtype) {
+  const auto* from = argument(run, "from");
+  const auto* to = argument(run, "to");
+  const auto low = from ? from->toInt() : 0;
+  return to ? integers_below(low, to->toInt(), dtype) : integers(low, largest(dtype));
+}
+
+Distribution randint(const Run& run, at::ScalarType dtype) {
+  const auto* low = argument(run, "low");
+  const auto* high = argument(run, "high");
+  return integers_below(low ? low->toInt() : 0, high->isTensor() ? high->toTensor().item<int64_t>() : high->toInt(), dtype);
+}
+
+// ---- kernels ----
+
+template <Reader read>
+void fill_self(Run& run) {
+  auto self = run.arg(0).toTensor();
+  fill_like(run, self, read(run, self.scalar_type()));
+  run.returns({std::move(self)});
+}
+
+template <Reader read>
+void fill_fresh(Run& run) {
+  auto out = fresh(run);
+  fill_like(run, out, read(run, out.scalar_type()));
+  run.returns({std::move(out)});
+}
+
+// One in `p` where a uniform number of the same index is below p. `of`: whose shape is drawn.
+at::Tensor below(const Run& run, const at::Tensor& p, const at::Tensor& of) {
+  auto u = at::empty(of.sizes(), of.options().dtype(at::kDouble));
+  fill_like(run, u, {Kind::Uniform, 0, 1});
+  TORCH_CHECK(p.numel() == 0 || at::logical_and(p >= 0, p <= 1).all().item<bool>(), "Expected p_in >= 0 && p_in <= 1 to be true");
+  return u < p;
+}
+
+void bernoulli_tensor_(Run& run) {
+  auto self = run.arg(0).toTensor();
+  self.copy_(below(run, run.arg(1).toTensor(), self));
+  run.returns({std::move(self)});
+}
+
+void bernoulli_tensor(Run& run) {
+  const auto self = run.arg(0).toTensor();
+  run.returns({at::empty_like(self).copy_(below(run, run.arg(1).toTensor(), self))});
+}
+
+void bernoulli_of_self(Run& run) {
+  const auto p = run.arg(0).toTensor();
+  run.returns({at::empty_like(p).copy_(below(run, p, p))});
+}
+
+// normal(mean, std) with a tensor in one place or both.
+void normal_of_tensors(Run& run) {
+  const auto mean = run.arg(0), std = run.arg(1);
+  auto sizes = run.operands[0].sizes.vec();
+  if (run.operands.size() > 1) {
+    sizes = at::infer_size(sizes, run.operands[1].sizes);
+  }
+  const auto& layout = *run.solution.results[0].layout;
+  const auto& like = (mean.isTensor() ? mean : std).toTensor();
+  const auto dtype = mean.isTensor() && std.isTensor() ? at::result_type(mean.toTensor(), std.toTensor()) : like.scalar_type();
+  auto out = at::empty(layout.local_sizes(sizes), like.options().dtype(dtype));
+  kernels::fill_random(out, next_key(run), layout, sizes, {Kind::Normal, 0, 1});
+  if (std.isTensor()) {
+    const auto s = std.toTensor();
+    TORCH_CHECK(s.numel() == 0 || s.min().ge(0).item<bool>(), "normal expects all elements of std >= 0.0");
+    out.mul_(s);
+  } else {
+    TORCH_CHECK(std.toDouble() >= 0, "normal expects std >= 0.0, but found std ", std.toDouble());
+    out.mul_(std.toDouble());
+  }
+  if (mean.isTensor()) {
+    out.add_(mean.toTensor());
+  } else {
+    out.add_(mean.toDouble());
+  }
+  run.returns({std::move(out)});
+}
+
+void native_dropout(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto p = run.arg(1).toDouble();
+  const bool train = run.arg(2).isNone() || run.arg(2).toBool();
+  TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
+  if (!train) {
+    run.returns({x.clone(), at::ones_like(x, x.options().dtype(at::kBool))});
+    return;
+  }
+  auto mask = at::empty_like(x, x.options().dtype(at::kBool));
+  fill_like(run, mask, {Kind::Bernoulli, 1 - p});
+  run.returns({at::mul(x, mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask});
+}
+
+// The slopes drawn are written to `noise` for the backward.
+void rrelu_with_noise(Run& run) {
+  auto x = run.arg(0).toTensor();
+  auto noise = run.arg(1).toTensor();
+  const double lower = number(run, "lower"), upper = number(run, "upper");
+  TORCH_CHECK(lower <= upper, "Lower bound should be less than or equal to the upper bound");
+  const bool in_place = run.op.schema().arguments()[0].alias_info() != nullptr;
+  at::Tensor slope;
+  if (argument(run, "training")->toBool()) {
+    slope = at::empty_like(x);
+    fill_like(run, slope, {Kind::Uniform, lower, upper});
+    slope.masked_fill_(x > 0, 1);
+    noise.copy_(slope);
+  } else {
+    slope = at::where(x > 0, at::ones({}, x.options()), at::full({}, (lower + upper) / 2, x.options()));
+  }
+  run.returns({in_place ? x.mul_(slope) : at::mul(x, slope)});
+}
+
+// Rows are drawn apart, by the exponential race: the item with the largest p / exponential wins.
+void multinomial_race(Run& run) {
+  const auto p = run.arg(0).toTensor();
+  const auto n = run.arg(1).toInt();
+  if (p.numel()) {
+    const auto total = p.sum(-1);
+    TORCH_CHECK(
+        at::logical_and(total > 0, at::isfinite(total)).all().item<bool>() && p.min().ge(0).item<bool>(),
+        "multinomial: probability tensor contains either `inf`, `nan` or element < 0, or a row that sums to 0");
+  }
+  auto q = at::empty_like(p);
+  fill_like(run, q, {Kind::Exponential, 1});
+  at::div_out(q, p, q);
+  run.returns({n == 1 ? at::argmax(q, -1, true) : std::get<1>(at::topk(q, n, -1))});
+}
+
+// Every rank draws everything, from a generator seeded alike.
+void same_everywhere(Run& run) {
+  const auto i = *run.op.schema().argumentIndexWithName("generator");
+  const auto device = run.arg(0).toTensor().device();
+  auto generator = at::globalContext().defaultGenerator(device).clone();
+  generator.set_current_seed(next_key(run));
+  run.arg(i) = std::move(generator);
+  run.call_op();
+}
+
+// ---- rules ----
+
+template <Kernel kernel>
+Rule elementwise(const Call& call) {
+  auto rule = broadcast(call);
+  rule.kernel = kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// Argument 0 lends its shape and shards alone.
+template <Kernel kernel>
+Rule like(const Call& call) {
+  auto rule = elementwise<kernel>(call);
+  rule.operands[0].free = true;
+  return rule;
+}
+
+template <Kernel kernel>
+Rule whole(const Call& call) {
+  auto rule = replicate(call);
+  rule.kernel = kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+Rule multinomial(const Call& call) {
+  const auto& p = call.tensors[0];
+  const auto n = call.integer(1);
+  TORCH_CHECK(c10::isFloatingType(p.dtype), "multinomial only supports floating-point dtypes for input, got: ", p.dtype);
+  TORCH_CHECK(n > 0, "cannot sample n_sample <= 0 samples");
+  TORCH_CHECK(p.dim() == 1 || p.dim() == 2, "prob_dist must be 1 or 2 dim");
+  if (call.flag(2) && n > 1) {
+    return whole<same_everywhere>(call);
+  }
+  TORCH_CHECK(n <= p.sizes.back(), "cannot sample n_sample > prob_dist.size(-1) samples without replacement");
+  Rule rule;
+  Dims dims, out;
+  if (p.dim() == 2) {
+    dims.emplace_back(rule.factor());
+    out = dims;
+  }
+  dims.emplace_back(rule.whole());
+  out.emplace_back(kNone);
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(out);
+  rule.kernel = multinomial_race;
+  rule.always_kernel = true;
+  return rule;
+}
+
+Rule linear_in_first(const Call& call) {
+  auto rule = broadcast(call);
+  rule.linear_in({0});
+  return rule;
+}
+
+} // namespace
+
+void register_random(Registry& r) {
+  Options o;
+  o.any_args = true;
+  Options sized;
+  sized.sized = true;
+  r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast, o);
+  r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, o);
+  r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, o);
+  r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>, o);
+  r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>, o);
+  r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>, o);
+  r.add("random", {"bernoulli_.float"}, elementwise<fill_self<bernoulli>>, o);
+  r.add("random", {"cauchy"}, like<fill_fresh<cauchy>>, o);
+  r.add("random", {"cauchy_"}, elementwise<fill_self<cauchy>>, o);
+  r.add("random", {"exponential"}, like<fill_fresh<exponential>>, o);
+  r.add("random", {"exponential_"}, elementwise<fill_self<exponential>>, o);
+  r.add("random", {"geometric"}, like<fill_fresh<geometric>>, o);
+  r.add("random", {"geometric_"}, elementwise<fill_self<geometric>>, o);
+  r.add("random", {"log_normal"}, like<fill_fresh<log_normal>>, o);
+  r.add("random", {"log_normal_"}, elementwise<fill_self<log_normal>>, o);
+  r.add("random", {"multinomial"}, multinomial, sized);
+  r.add("random", {"native_dropout"}, elementwise<native_dropout>, o);
+  r.add("random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>, o);
+  r.add("random", {"normal_"}, elementwise<fill_self<normal>>, o);
+  r.add("random", {"normal_functional"}, like<fill_fresh<normal>>, o);
+  r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>, o);
+  r.add("random", {
+    "randint_like", "randint_like.Tensor", "randint_like.Tensor_generator", "randint_like.generator",
+    "randint_like.low_dtype", "randint_like.low_generator_dtype",
+  }, like<fill_fresh<randint>>, o);
+  r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>, o);
+  r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>, o);
+  r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>, o);
+  r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, o);
+  r.add("random", {"rrelu_with_noise_backward"}, linear_in_first, o);
+  r.add("random", {"uniform"}, like<fill_fresh<uniform>>, o);
+  r.add("random", {"uniform_"}, elementwise<fill_self<uniform>>, o);
+}
 
 } // namespace shardtensor::rules

@@ -1,35 +1,45 @@
-// Reductions: the reduced dims are factors that the result lacks.
+// Reductions: the reduced dims are factors that the result lacks. Where a reduction over ranks loses nothing (sum, max, norm)
+// the result is left Partial; else a kernel combines small tensors. A piece may be empty: kernels put the identity there.
+#include "rules/pieces.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
+
+#include <cmath>
+#include <limits>
 
 namespace shardtensor::rules {
 
 namespace {
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr uint64_t kAll = ~uint64_t{0};
+
+uint32_t bit(ReduceOp op) {
+  return 1u << static_cast<int>(op);
+}
+
 // Which of `ndim` dims argument `arg` names; all where it is None or empty.
-uint64_t reduced_dims(const Call& call, int64_t arg, int64_t ndim) {
+uint64_t reduced_dims(const Call& call, int64_t ndim) {
+  const auto arg = argument(call, "dim");
   if (arg < 0 || !call.has(arg)) {
-    return ~uint64_t{0};
+    return kAll;
   }
   uint64_t mask = 0;
   const auto dims = call.ints(arg);
   for (auto d : dims) {
     mask |= uint64_t{1} << wrap_dim(d, ndim);
   }
-  return dims.empty() ? ~uint64_t{0} : mask;
+  return dims.empty() ? kAll : mask;
 }
 
-int64_t argument(const Call& call, const char* name) {
-  const auto i = call.schema.argumentIndexWithName(name);
-  return i ? *i : -1;
-}
+enum Note : size_t { kMask, kKeepdim, kExtra, kMore };
 
-// One operand; `f` is what the reduced dims' factors are.
-Rule reduce(const Call& call, Factor f) {
+// One operand; `f` is what the reduced dims' factors are. Factor d is the operand's dim d. The notes tell a kernel which
+// dims are reduced and whether they are kept.
+Rule reduce(const Call& call, Factor f, uint64_t mask) {
   Rule rule;
   const auto& x = call.tensors[0];
-  const auto mask = reduced_dims(call, argument(call, "dim"), x.dim());
   const auto keep = argument(call, "keepdim");
   const bool keepdim = keep >= 0 && call.flag(keep);
   Dims in, out;
@@ -43,62 +53,496 @@ Rule reduce(const Call& call, Factor f) {
     }
   }
   rule.operands.emplace_back(std::move(in));
-  for (size_t i = 1; i < call.tensors.size(); ++i) {
-    rule.operands.emplace_back(out);
-  }
   for (size_t i = 0; i < call.schema.returns().size(); ++i) {
     rule.results.emplace_back(out);
+  }
+  add_outputs(call, rule);
+  rule.notes = {static_cast<int64_t>(mask), keepdim};
+  return rule;
+}
+
+Rule reduce(const Call& call, Factor f) {
+  return reduce(call, f, reduced_dims(call, call.tensors[0].dim()));
+}
+
+Factor reduced_by(ReduceOp op) {
+  Factor f;
+  f.reduce = op;
+  return f;
+}
+
+void passes(const Call& call, Rule& rule, uint32_t reductions, double norm_order = 2.0) {
+  Linear group;
+  group.operands = with_outputs(call, 1);
+  group.reductions = reductions;
+  group.norm_order = norm_order;
+  rule.linear.push_back(group);
+}
+
+// What a kernel of a rule made by reduce() works on.
+struct Reduction {
+  at::Tensor x;
+  c10::IntArrayRef sizes; // global
+  Sizes dims;
+  uint64_t mesh_dims;
+  bool keepdim;
+
+  explicit Reduction(Run& run)
+      : x(run.arg(0).toTensor()),
+        sizes(run.operands[0].sizes),
+        dims(dims_of(static_cast<uint64_t>(run.solution.notes[kMask]), x.dim())),
+        mesh_dims(mesh_dims_of(run, static_cast<uint64_t>(run.solution.notes[kMask]))),
+        keepdim(run.solution.notes[kKeepdim] != 0) {}
+
+  int64_t count() const {
+    return count_along(x.sizes(), dims);
+  }
+  int64_t global_count() const {
+    return count_along(sizes, dims);
+  }
+  // Torch's own error where the whole is empty; the identity where only this piece is.
+  bool only_this_piece_is_empty() const {
+    return count() == 0 && global_count() > 0;
+  }
+  Sizes result_sizes() const {
+    Sizes out;
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      const bool reduced = std::find(dims.begin(), dims.end(), d) != dims.end();
+      if (!reduced || keepdim) {
+        out.push_back(reduced ? 1 : x.size(d));
+      }
+    }
+    return out;
+  }
+};
+
+// ---- sums ----
+
+std::optional<at::ScalarType> dtype_argument(const Call& call) {
+  const auto arg = argument(call, "dtype");
+  return arg >= 0 && call.has(arg) ? std::optional(call.args[arg].toScalarType()) : std::nullopt;
+}
+
+// Summands may be added up in the result's dtype: it rounds nothing off and wraps nowhere else.
+bool adds_up(const Call& call) {
+  const auto from = call.tensors[0].dtype;
+  const auto to = dtype_argument(call).value_or(c10::isIntegralType(from, true) ? at::kLong : from);
+  return from == to || !(c10::isIntegralType(from, true) || c10::isIntegralType(to, true));
+}
+
+Rule sum(const Call& call) {
+  auto rule = reduce(call, reduced_by(ReduceOp::Sum));
+  if (adds_up(call)) {
+    passes(call, rule, bit(ReduceOp::Sum) | bit(ReduceOp::Avg));
   }
   return rule;
 }
 
-Rule sum(const Call& call) {
-  Factor f;
-  f.reduce = ReduceOp::Sum;
-  auto rule = reduce(call, f);
-  rule.linear_in({0});
-  return rule;
+// Sums of pieces add up, but what is skipped in a summand need not be skipped in the sum.
+Rule counted(const Call& call) {
+  return reduce(call, reduced_by(ReduceOp::Sum));
 }
 
 // Sums locally and divides by the global count: pieces may be of any size.
 void mean_kernel(Run& run) {
-  const auto x = run.arg(0).toTensor();
-  const auto& schema = run.op.schema();
-  const auto dim = schema.argumentIndexWithName("dim");
-  const auto keepdim = schema.argumentIndexWithName("keepdim");
-  const auto dtype_at = *schema.argumentIndexWithName("dtype");
-  const auto dtype = run.arg(dtype_at).isNone() ? std::nullopt : std::optional(run.arg(dtype_at).toScalarType());
-  const auto sizes = run.operands[0].sizes;
-  double count = 1;
-  at::Tensor total;
-  const auto dims = dim && !run.arg(*dim).isNone() ? run.arg(*dim).toIntVector() : std::vector<int64_t>{};
-  if (dims.empty()) {
-    count = static_cast<double>(c10::multiply_integers(sizes));
-    total = dim ? at::sum(x, at::OptionalIntArrayRef(), run.arg(*keepdim).toBool(), dtype) : at::sum(x, dtype);
-  } else {
-    for (auto d : dims) {
-      count *= static_cast<double>(sizes[wrap_dim(d, static_cast<int64_t>(sizes.size()))]);
-    }
-    total = at::sum(x, dims, run.arg(*keepdim).toBool(), dtype);
-  }
-  run.returns({total.div_(count)});
+  const Reduction r(run);
+  const auto& given = run.arg(argument(run, "dtype"));
+  const auto dtype = given.isNone() ? r.x.scalar_type() : given.toScalarType();
+  TORCH_CHECK(
+      c10::isFloatingType(dtype) || c10::isComplexType(dtype),
+      "mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: ", dtype);
+  auto total = at::sum(r.x, r.dims, r.keepdim, accumulate_type(dtype));
+  give(run, {total.div_(static_cast<double>(r.global_count())).to(dtype)});
 }
 
 Rule mean(const Call& call) {
-  Factor f;
-  f.reduce = ReduceOp::Sum;
+  auto f = reduced_by(ReduceOp::Sum);
   f.kernel = true;
   auto rule = reduce(call, f);
   rule.kernel = mean_kernel;
-  rule.linear_in({0});
+  if (adds_up(call)) {
+    passes(call, rule, bit(ReduceOp::Sum) | bit(ReduceOp::Avg));
+  }
+  return rule;
+}
+
+// Complex products cannot be multiplied up over ranks by the backends.
+Rule prod(const Call& call) {
+  auto f = reduced_by(ReduceOp::Product);
+  f.whole = c10::isComplexType(dtype_argument(call).value_or(call.tensors[0].dtype));
+  auto rule = reduce(call, f);
+  if (adds_up(call)) {
+    passes(call, rule, bit(ReduceOp::Product));
+  }
+  return rule;
+}
+
+// ---- extremes ----
+
+// The notes from kExtra on: per result, as ReduceOp, what the identity is of.
+void extreme_kernel(Run& run) {
+  const Reduction r(run);
+  if (!r.only_this_piece_is_empty()) {
+    return run.call_op();
+  }
+  std::vector<at::Tensor> out;
+  for (size_t i = kExtra; i < run.solution.notes.size(); ++i) {
+    const auto op = static_cast<ReduceOp>(run.solution.notes[i]);
+    out.push_back(at::full(r.result_sizes(), identity(op, r.x.scalar_type()), r.x.options()));
+  }
+  give(run, out);
+}
+
+template <ReduceOp op>
+Rule extreme_of(const Call& call) {
+  auto f = reduced_by(op);
+  f.kernel = true;
+  auto rule = reduce(call, f);
+  rule.kernel = extreme_kernel;
+  rule.notes.push_back(static_cast<int64_t>(op));
+  passes(call, rule, bit(op));
+  return rule;
+}
+
+Rule aminmax(const Call& call) {
+  auto f = reduced_by(ReduceOp::Max);
+  f.kernel = true;
+  auto rule = reduce(call, f);
+  rule.kernel = extreme_kernel;
+  constexpr ReduceOp ops[] = {ReduceOp::Min, ReduceOp::Max};
+  for (size_t i = 0; i < 2; ++i) {
+    rule.notes.push_back(static_cast<int64_t>(ops[i]));
+    rule.results[i].reduce.emplace(ops[i]);
+    if (rule.operands.size() > 1) {
+      rule.operands[1 + i].reduce.emplace(ops[i]);
+    }
+  }
+  return rule;
+}
+
+// any and all; the results are bool (uint8 of uint8), 0 or 1. An empty list of dims reduces nothing.
+template <ReduceOp op>
+Rule truth(const Call& call) {
+  const auto arg = argument(call, "dim");
+  const bool none = arg >= 0 && call.has(arg) && call.args[arg].isIntList() && call.ints(arg).empty();
+  const auto& x = call.tensors[0];
+  auto rule = reduce(call, reduced_by(op), none ? 0 : reduced_dims(call, x.dim()));
+  if (x.dtype == at::kBool) {
+    passes(call, rule, bit(op));
+  }
+  return rule;
+}
+
+// ---- the winner and where it stands ----
+
+struct Winner {
+  at::Tensor value, index; // index: the largest integer where there is none
+};
+
+Winner best_along(const at::Tensor& x, int64_t dim, ReduceOp op) {
+  if (x.size(dim) == 0) {
+    auto value = extreme(x, {dim}, op);
+    auto index = at::full_like(value, std::numeric_limits<int64_t>::max(), x.options().dtype(at::kLong));
+    return {std::move(value), std::move(index)};
+  }
+  auto [value, index] = op == ReduceOp::Max ? at::max(x, dim, true) : at::min(x, dim, true);
+  return {value, index};
+}
+
+// The best over ranks, and of those the first: two small reductions. NaN beats every number, as in torch.
+Winner best_of(const Winner& mine, const Run& run, uint64_t mesh_dims, ReduceOp op) {
+  auto value = over_ranks(mine.value.clone(), run, mesh_dims, op);
+  auto stands = mine.value.eq(value);
+  if (value.is_floating_point()) {
+    stands.logical_or_(mine.value.isnan().logical_and_(value.isnan()));
+  }
+  auto index = at::where(stands, mine.index, std::numeric_limits<int64_t>::max());
+  return {std::move(value), over_ranks(index, run, mesh_dims, ReduceOp::Min)};
+}
+
+void select_kernel(Run& run) {
+  const Reduction r(run);
+  if (r.global_count() == 0) {
+    return run.call_op();
+  }
+  const auto op = static_cast<ReduceOp>(run.solution.notes[kExtra]);
+  const auto dim = r.dims[0];
+  auto mine = best_along(r.x, dim, op);
+  if (r.x.size(dim)) {
+    mine.index.add_(start_of(run, 0, dim));
+  }
+  const auto best = best_of(mine, run, r.mesh_dims, op);
+  give(run, {squeeze_dims(best.value, r.dims, r.keepdim), squeeze_dims(best.index, r.dims, r.keepdim)});
+}
+
+// A local flat index as a global one.
+at::Tensor to_global(const at::Tensor& flat, const Reduction& r, const Run& run) {
+  auto rest = flat;
+  auto out = at::zeros_like(flat);
+  int64_t stride = 1;
+  for (int64_t d = r.x.dim() - 1; d >= 0; --d) {
+    out.add_(rest.remainder(r.x.size(d)).add_(start_of(run, 0, d)), stride);
+    rest = rest.div(r.x.size(d), "floor");
+    stride *= r.sizes[d];
+  }
+  return out;
+}
+
+void arg_kernel(Run& run) {
+  const Reduction r(run);
+  if (r.global_count() == 0) {
+    return run.call_op();
+  }
+  const auto op = static_cast<ReduceOp>(run.solution.notes[kExtra]);
+  const bool flat = run.solution.notes[kMore] != 0;
+  auto mine = flat ? best_along(r.x.reshape({-1}), 0, op) : best_along(r.x, r.dims[0], op);
+  if (flat && r.count()) {
+    mine.index = to_global(mine.index, r, run);
+  } else if (r.count()) {
+    mine.index.add_(start_of(run, 0, r.dims[0]));
+  }
+  const auto index = best_of(mine, run, r.mesh_dims, op).index;
+  give(run, {flat ? index.reshape(r.result_sizes()) : squeeze_dims(index, r.dims, r.keepdim)});
+}
+
+Rule selected(const Call& call, ReduceOp op, Kernel kernel) {
+  Factor f;
+  f.kernel = true;
+  auto rule = reduce(call, f);
+  rule.kernel = kernel;
+  rule.notes.push_back(static_cast<int64_t>(op));
+  rule.notes.push_back(!call.has(argument(call, "dim")));
+  return rule;
+}
+
+template <ReduceOp op>
+Rule select(const Call& call) {
+  return selected(call, op, select_kernel);
+}
+template <ReduceOp op>
+Rule arg(const Call& call) {
+  return selected(call, op, arg_kernel);
+}
+
+// median, mode, kthvalue: whole along the dim.
+Rule whole_along(const Call& call) {
+  Factor f;
+  f.whole = true;
+  return reduce(call, f);
+}
+
+// ---- norms ----
+
+double norm_order(const Call& call) {
+  const auto ord = argument(call, "ord");
+  const auto arg = ord < 0 ? argument(call, "p") : ord;
+  return arg >= 0 && call.has(arg) ? call.args[arg].toScalar().toDouble() : 2.0;
+}
+
+// An empty piece has the norm that the others' is not changed by; torch refuses some of these.
+void norm_kernel(Run& run) {
+  const Reduction r(run);
+  if (!r.only_this_piece_is_empty()) {
+    return run.call_op();
+  }
+  const auto arg = argument(run, "dtype");
+  const auto dtype = arg >= 0 && !run.arg(arg).isNone() ? run.arg(arg).toScalarType() : r.x.scalar_type();
+  const bool negative = run.solution.notes[kExtra] != 0;
+  give(run, {at::full(r.result_sizes(), negative ? kInfinity : 0.0, r.x.options().dtype(c10::toRealValueType(dtype)))});
+}
+
+Rule norm(const Call& call) {
+  const auto order = norm_order(call);
+  Factor f;
+  f.reduce = order == kInfinity ? ReduceOp::Max
+      : order == -kInfinity     ? ReduceOp::Min
+      : order == 0              ? ReduceOp::Sum
+                                : ReduceOp::Norm;
+  f.norm_order = order;
+  f.kernel = true;
+  auto rule = reduce(call, f);
+  rule.kernel = norm_kernel;
+  rule.notes.push_back(order < 0);
+  if (f.reduce == ReduceOp::Norm) {
+    passes(call, rule, bit(ReduceOp::Norm), order);
+  }
+  return rule;
+}
+
+// Scales each slice along a dim down to a norm. `dim` here names the dim that is not reduced.
+void renorm_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto p = run.arg(1).toScalar().toDouble();
+  const auto limit = run.arg(3).toScalar().toDouble();
+  const auto mask = static_cast<uint64_t>(run.solution.notes[kMask]);
+  const auto dims = dims_of(mask, x.dim());
+  const auto wide = accumulate_type(x.scalar_type());
+  auto power = x.to(wide).abs();
+  power = std::isinf(p) ? extreme(power, dims, ReduceOp::Max).clamp_min_(0) : at::sum(power.pow_(p), dims, true);
+  power = over_ranks(power, run, mesh_dims_of(run, mask), std::isinf(p) ? ReduceOp::Max : ReduceOp::Sum);
+  const auto norms = std::isinf(p) ? power : power.pow_(1 / p);
+  const auto scale = at::where(norms.gt(limit), limit / (norms + 1e-7), at::ones_like(norms));
+  give(run, {x.to(scale.scalar_type()).mul(scale).to(x.scalar_type())});
+}
+
+Rule renorm(const Call& call) {
+  const auto& x = call.tensors[0];
+  const auto kept = call.dim(2, x.dim());
+  Rule rule;
+  Factor f;
+  f.kernel = true;
+  f.whole = c10::isComplexType(x.dtype);
+  Dims dims;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    dims.emplace_back(d == kept ? rule.factor() : rule.factor(f));
+  }
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(dims);
+  add_outputs(call, rule);
+  rule.kernel = renorm_kernel;
+  rule.notes = {static_cast<int64_t>(kAll & ~(uint64_t{1} << kept))};
+  return rule;
+}
+
+// ---- moments ----
+
+// Count, mean and sum of squares around it, of each piece, put together by two small all-reduces (Chan et al.).
+void var_kernel(Run& run) {
+  const Reduction r(run);
+  const bool root = run.solution.notes[kExtra] != 0;
+  const bool with_mean = run.solution.notes[kMore] != 0;
+  const auto& given = run.arg(argument(run, "correction"));
+  const double correction = given.isNone() ? 1.0 : given.toScalar().toDouble();
+  const auto n = static_cast<double>(r.count());
+  const auto total = static_cast<double>(r.global_count());
+  const auto x = r.x.to(accumulate_type(r.x.scalar_type()));
+  at::Tensor mean, squares;
+  if (r.count()) {
+    std::tie(squares, mean) = at::var_mean(x, r.dims, at::Scalar(0), true);
+    squares = squares * n;
+  } else {
+    mean = at::sum(x, r.dims, true);
+    squares = at::zeros_like(mean, x.options().dtype(c10::toRealValueType(x.scalar_type())));
+  }
+  const auto whole_mean = over_ranks(mean * (n / total), run, r.mesh_dims, ReduceOp::Sum);
+  squares = over_ranks(squares + (mean - whole_mean).abs().square_().mul_(n), run, r.mesh_dims, ReduceOp::Sum);
+  auto var = squares.div_(std::max(total - correction, 0.0));
+  if (root) {
+    var.sqrt_();
+  }
+  const auto dtype = r.x.scalar_type();
+  std::vector<at::Tensor> out{squeeze_dims(var, r.dims, r.keepdim).to(c10::toRealValueType(dtype))};
+  if (with_mean) {
+    out.push_back(squeeze_dims(whole_mean, r.dims, r.keepdim).to(dtype));
+  }
+  give(run, out);
+}
+
+template <bool root>
+Rule var(const Call& call) {
+  Factor f;
+  f.kernel = true;
+  auto rule = reduce(call, f);
+  rule.kernel = var_kernel;
+  rule.notes.push_back(root);
+  rule.notes.push_back(call.schema.returns().size() == 2);
+  return rule;
+}
+
+void logsumexp_kernel(Run& run) {
+  const Reduction r(run);
+  const bool whole_number = c10::isIntegralType(r.x.scalar_type(), true);
+  const auto dtype = whole_number ? c10::get_default_dtype_as_scalartype() : r.x.scalar_type();
+  const auto x = r.x.to(accumulate_type(dtype));
+  auto top = over_ranks(extreme(x, r.dims, ReduceOp::Max), run, r.mesh_dims, ReduceOp::Max);
+  top.masked_fill_(top.isinf(), 0);
+  const auto total = over_ranks((x - top).exp_().sum(r.dims, true), run, r.mesh_dims, ReduceOp::Sum);
+  give(run, {squeeze_dims(total.log().add_(top), r.dims, r.keepdim).to(dtype)});
+}
+
+Rule logsumexp(const Call& call) {
+  Factor f;
+  f.kernel = true;
+  f.whole = c10::isComplexType(call.tensors[0].dtype);
+  auto rule = reduce(call, f);
+  rule.kernel = logsumexp_kernel;
+  return rule;
+}
+
+// ---- answers that are no tensors ----
+
+// Every rank must hear the same, also where its piece is empty.
+void equal_kernel(Run& run) {
+  const auto a = run.arg(0).toTensor();
+  const auto b = run.arg(1).toTensor();
+  bool same = run.operands[0].sizes == run.operands[1].sizes;
+  if (same) {
+    const auto mine = at::full({1}, at::equal(a, b), a.options().dtype(at::kBool));
+    same = over_ranks(mine, run, mesh_dims_of(run, kAll), ReduceOp::Min).item<bool>();
+  }
+  run.returns({c10::IValue(same)});
+}
+
+Rule equal(const Call& call) {
+  Rule rule;
+  Factor f;
+  f.kernel = true;
+  const bool alike = call.tensors[0].sizes == call.tensors[1].sizes;
+  Dims dims;
+  for (int64_t d = 0; alike && d < call.tensors[0].dim(); ++d) {
+    dims.emplace_back(rule.factor(f));
+  }
+  rule.operands.assign(2, Operand(dims));
+  for (auto& o : rule.operands) {
+    o.free = !alike; // the sizes tell already
+  }
+  rule.kernel = equal_kernel;
+  rule.always_kernel = true;
   return rule;
 }
 
 } // namespace
 
 void register_reductions(Registry& r) {
-  r.add("reductions", {"sum", "sum.dim_IntList", "nansum"}, sum);
-  r.add("reductions", {"mean", "mean.dim"}, mean);
+  Options decompose;
+  decompose.decompose = true;
+  Options sized;
+  sized.sized = true;
+  const char* family = "reductions";
+  r.add(family, {"_assert_async", "_assert_async.msg", "_local_scalar_dense"}, replicate);
+  r.add(family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out"}, nullptr, decompose);
+  r.add(family, {"all", "all.all_out", "all.dim", "all.dims", "all.dims_out", "all.out"}, truth<ReduceOp::Min>);
+  r.add(family, {"amax", "amax.out", "max", "max.unary_out"}, extreme_of<ReduceOp::Max>);
+  r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>);
+  r.add(family, {"_aminmax", "_aminmax.dim", "_aminmax.dim_out", "_aminmax.out", "aminmax", "aminmax.out"}, aminmax);
+  r.add(family, {"any", "any.all_out", "any.dim", "any.dims", "any.dims_out", "any.out"}, truth<ReduceOp::Max>);
+  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>);
+  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>);
+  r.add(family, {
+    "count_nonzero", "count_nonzero.dim_IntList", "count_nonzero.dim_IntList_out", "count_nonzero.out", "nansum", "nansum.out",
+  }, counted);
+  r.add(family, {"equal"}, equal, sized);
+  r.add(family, {
+    "kthvalue", "kthvalue.values", "median", "median.dim", "median.dim_values", "median.out", "mode", "mode.values",
+    "nanmedian", "nanmedian.dim", "nanmedian.dim_values", "nanmedian.out",
+  }, whole_along);
+  r.add(family, {
+    "linalg_vector_norm", "linalg_vector_norm.out", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype",
+    "norm.ScalarOpt_dtype", "norm.ScalarOpt_dtype_out", "norm.Scalar_out", "norm.dtype_out", "norm.out",
+  }, norm);
+  r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp);
+  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>);
+  r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean);
+  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>);
+  r.add(family, {"prod", "prod.dim_int", "prod.int_out", "prod.out"}, prod);
+  r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm);
+  r.add(family, {
+    "std.correction", "std.correction_out", "std_mean.correction", "std_mean.correction_out",
+  }, var<true>);
+  r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum);
+  r.add(family, {
+    "var.correction", "var.correction_out", "var_mean.correction", "var_mean.correction_out",
+  }, var<false>);
 }
 
 } // namespace shardtensor::rules

@@ -48,7 +48,6 @@ const Registry& registry() {
     register_embedding(*r);
     register_indexing(*r);
     register_joins(*r);
-    register_lists(*r);
     register_losses(*r);
     register_matmul(*r);
     register_normalization(*r);
@@ -58,6 +57,7 @@ const Registry& registry() {
     register_scans(*r);
     register_softmax(*r);
     register_views(*r);
+    register_lists(*r); // last: it looks up the rules of the others
     return r;
   }();
   return *all;

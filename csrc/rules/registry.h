@@ -11,6 +11,8 @@ namespace shardtensor::rules {
 struct Options {
   // The rule reads sizes (not only ndim and which dims have size 1), so they belong in the cache's key.
   bool sized = false;
+  // The rule reads strides and storage offsets too.
+  bool strided = false;
   // No non-tensor argument changes the rule (alpha, a number added), so none belongs in the key.
   bool any_args = false;
   // Not a rule: the op's own CompositeExplicit kernel is run on the global tensors, in terms of ops that have rules.
@@ -21,6 +23,8 @@ struct Options {
   uint64_t writes = 0;
   // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
   bool lists = false;
+  // Plain tensors among the arguments count as replicated: torch itself makes them on the way (embedding_bag's offsets).
+  bool plain = false;
   // Not a rule: the op cannot be done on pieces; this says why and what to do.
   const char* refuse = nullptr;
 };

@@ -49,7 +49,7 @@ class Resolver {
       cuts_.push_back(factor_cut(m));
     }
     auto s = c10::make_intrusive<Solution>();
-    s->sized = weighed_;
+    s->sized = weighed_ || rule_.sized;
     s->factor_mesh_dims.assign(rule_.factors.size(), 0);
     bool kernel = rule_.always_kernel;
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
@@ -77,6 +77,8 @@ class Resolver {
     for (size_t r = 0; r < rule_.results.size(); ++r) {
       s->results.push_back(result(rule_.results[r]));
     }
+    s->geometry = !rule_.results.empty() &&
+        std::all_of(rule_.results.begin(), rule_.results.end(), [](const Result& r) { return r.geometry.has_value(); });
     s->replicated = Layout::replicated(call_.tensors[0].layout->mesh_ptr());
     s->size_args = rule_.size_args;
     return s;
@@ -88,18 +90,30 @@ class Resolver {
     switch (c.kind) {
       case Choice::Kind::Shard: {
         const auto d = dim_of(operand.dims, c.factor);
-        if (d < 0) {
-          const auto& reduce = rule_.factors[c.factor].reduce;
-          return operand.summand && reduce ? Placement::partial(*reduce) : Placement::replicate();
+        if (d >= 0) {
+          return Placement::shard(d, c.split_factor);
         }
-        return Placement::shard(d, c.split_factor);
+        return operand.summand || call_.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
       }
       case Choice::Kind::Partial:
-        return c.group->operands >> i & 1 ? c.partial : Placement::replicate();
+        return (c.group->operands >> i & 1) || is_output(i) ? c.partial : Placement::replicate();
       case Choice::Kind::Replicate:
         return Placement::replicate();
     }
     return {};
+  }
+
+  // What a result that lacks the sharded factor holds.
+  Placement summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const {
+    const auto& f = rule_.factors[factor];
+    const auto reduce = override_ ? *override_ : f.reduce;
+    return reduce ? Placement::partial(*reduce, f.norm_order) : Placement::replicate();
+  }
+
+  // Written and not read.
+  bool is_output(size_t i) const {
+    const auto& t = call_.tensors[i];
+    return t.mutated && call_.schema.arguments()[t.arg].kwarg_only();
   }
 
   // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
@@ -156,6 +170,9 @@ class Resolver {
     const auto& mine = *call_.tensors[i].layout;
     const auto& donor_dim = rule_.operands[c.donor].dims[c.donor_dim];
     const auto& my_dim = rule_.operands[i].dims[dim_of(rule_.operands[i].dims, c.factor)];
+    if (donor_dim.window || my_dim.window) {
+      return true; // cut_around() does what it can
+    }
     if (donor_dim.inner != 1 || my_dim.inner != 1) {
       return aligned(static_cast<size_t>(c.donor), c.donor_dim, m);
     }
@@ -234,6 +251,23 @@ class Resolver {
     return true;
   }
 
+  // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
+  bool holds_result(const Choice& c) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (!call_.tensors[i].mutated || is_output(i)) {
+        continue;
+      }
+      if (c.kind == Choice::Kind::Partial && !(c.group->operands >> i & 1)) {
+        return false;
+      }
+      if (c.kind == Choice::Kind::Shard && dim_of(rule_.operands[i].dims, c.factor) < 0 &&
+          summands(c.factor, rule_.operands[i].reduce).is_partial() && !rule_.operands[i].summand) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   Choice choose(int64_t m) {
     c10::SmallVector<Choice, 4> candidates;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
@@ -260,8 +294,7 @@ class Resolver {
         }
       } else if (p.is_partial() && !rule_.operands[i].free) {
         for (const auto& group : rule_.linear) {
-          if (!(group.operands >> i & 1) ||
-              !(group.any_reduction || (group.reductions >> static_cast<int>(p.reduce) & 1))) {
+          if (!(group.operands >> i & 1) || !group.passes(p)) {
             continue;
           }
           Choice c;
@@ -272,6 +305,9 @@ class Resolver {
         }
       }
     }
+    candidates.erase(
+        std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(c); }),
+        candidates.end());
     candidates.emplace_back();
     if (candidates.size() == 1) {
       return candidates[0];
@@ -306,7 +342,13 @@ class Resolver {
   // The cut in units of the factor: null is even in those units.
   Cut factor_cut(int64_t m) const {
     const auto& c = choices_[m];
-    if (c.kind != Choice::Kind::Shard || !nested_alike(m)) {
+    if (c.kind != Choice::Kind::Shard) {
+      return nullptr;
+    }
+    if (has_windows(c.factor)) {
+      return cut_around(m, c.factor);
+    }
+    if (!nested_alike(m)) {
       return nullptr;
     }
     const auto& t = call_.tensors[c.donor];
@@ -324,7 +366,89 @@ class Resolver {
     return std::make_shared<const std::vector<int64_t>>(std::move(sizes));
   }
 
+  // Whether some operand has a part of the factor only.
+  bool has_windows(int64_t f) const {
+    return std::any_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) {
+      const auto d = dim_of(o.dims, f);
+      return d >= 0 && o.dims[d].window;
+    });
+  }
+
+  Interval piece_of(const Layout& layout, int64_t d, int64_t size, const Coordinate& c, int64_t end) const {
+    Interval piece{0, size};
+    for (int64_t k = 0; k < end; ++k) {
+      if (layout.placement(k).is_shard(d)) {
+        const auto inside = layout.split(k, piece.length, c);
+        piece = {piece.start + inside[0].start, inside[0].length};
+      }
+    }
+    return piece;
+  }
+
+  // A cut of the factor at mesh dim m that leaves the pieces of all operands where they are, as even as that allows.
+  // Null, which is even, where there is none (cat of two tensors with rows on the same ranks).
+  Cut cut_around(int64_t m, int64_t f) const {
+    const auto outer = factor_layout(f);
+    std::vector<int64_t> out;
+    bool fits = true;
+    each_row(*outer, 0, m, [&](Coordinate& c) {
+      const auto whole = piece_of(*outer, 0, factor_size(f), c, m);
+      const auto n = mesh_.size(m);
+      std::vector<int64_t> least(n, whole.start), most(n, whole.start + whole.length);
+      for (size_t i = 0; i < rule_.operands.size(); ++i) {
+        const auto d = dim_of(rule_.operands[i].dims, f);
+        if (d >= 0 && call_.tensors[i].layout->placement(m).is_shard(d)) {
+          fits = fits && bound_boundaries(i, d, m, c, whole, least, most);
+        }
+      }
+      int64_t start = whole.start;
+      for (int64_t j = 1; j <= n; ++j) {
+        const auto even = j < n ? whole.start + chunk(whole.length, n, j).start : whole.start + whole.length;
+        fits = fits && (j == n || least[j] <= most[j]);
+        const auto next = j < n ? std::max(least[j], std::min(most[j], even)) : even;
+        out.push_back(next - start);
+        start = next;
+      }
+    });
+    return fits ? std::make_shared<const std::vector<int64_t>>(std::move(out)) : nullptr;
+  }
+
+  // Piece j of the factor's interval `whole` may begin in [least[j], most[j]] for operand i's pieces to stay. False: they cannot.
+  bool bound_boundaries(
+      size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most) const {
+    const auto& t = call_.tensors[i];
+    const auto& dim = rule_.operands[i].dims[d];
+    for (int64_t k = 0; k < m; ++k) {
+      const bool then = choices_[k].kind == Choice::Kind::Shard && choices_[k].factor == dim.factor;
+      if (t.layout->placement(k).is_shard(d) != then) {
+        return false;
+      }
+    }
+    const auto w = dim.window ? *dim.window : Dim::Window{0, 1, t.sizes[d]};
+    const auto held = piece_of(*t.layout, d, t.sizes[d], c, m);
+    const auto end = held.start + held.length;
+    if (held.length != window_count(w, whole) ||
+        (held.length && (w.start + held.start * w.step < whole.start || w.start + (end - 1) * w.step >= whole.start + whole.length))) {
+      return false;
+    }
+    for (c[m] = 1; c[m] < mesh_.size(m); ++c[m]) {
+      const auto runs = t.layout->split(m, held.length, c);
+      const auto at = held.start + runs[0].start;
+      if (at > held.start) {
+        least[c[m]] = std::max(least[c[m]], w.start + (at - 1) * w.step + 1);
+      }
+      if (at < end) {
+        most[c[m]] = std::min(most[c[m]], w.start + at * w.step);
+      }
+    }
+    c[m] = 0;
+    return true;
+  }
+
   int64_t factor_size(int64_t f) const {
+    if (rule_.factors[f].size >= 0) {
+      return rule_.factors[f].size;
+    }
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto d = dim_of(rule_.operands[i].dims, f);
       if (d >= 0) {
@@ -338,7 +462,7 @@ class Resolver {
   LayoutPtr factor_layout(int64_t f) const {
     Placements placements(mesh_.ndim(), Placement::replicate());
     Cuts cuts(mesh_.ndim());
-    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+    for (size_t m = 0; m < cuts_.size(); ++m) { // those decided so far
       if (choices_[m].kind == Choice::Kind::Shard && choices_[m].factor == f) {
         placements[m] = Placement::shard(0, choices_[m].split_factor);
         cuts[m] = cuts_[m];
@@ -368,13 +492,7 @@ class Resolver {
 
   // How many indices of the result dim the piece at mesh dims [0, m] makes.
   int64_t measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const {
-    Interval piece{0, size};
-    for (int64_t k = 0; k <= m; ++k) {
-      if (layout.placement(k).is_shard(0)) {
-        const auto inside = layout.split(k, piece.length, c);
-        piece = {piece.start + inside[0].start, inside[0].length};
-      }
-    }
+    const auto piece = piece_of(layout, 0, size, c, m + 1);
     return (dim.window ? window_count(*dim.window, piece) : piece.length) * dim.inner;
   }
 
@@ -420,17 +538,17 @@ class Resolver {
         } else {
           const auto& f = rule_.factors[c.factor];
           const bool same = r.same_over >> c.factor & 1;
-          const auto reduce = same ? std::nullopt : r.reduce ? *r.reduce : f.reduce;
-          TORCH_INTERNAL_ASSERT(
-              reduce || same || r.reduce || f.kernel || rule_.always_kernel,
-              "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
-          if (reduce) {
-            placements[m] = Placement::partial(*reduce);
+          if (!same) {
+            placements[m] = summands(c.factor, r.reduce);
           }
+          TORCH_INTERNAL_ASSERT(
+              placements[m].is_partial() || same || r.reduce || f.kernel || rule_.always_kernel,
+              "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
         }
       }
     }
     Solution::Result out;
+    out.geometry = r.geometry;
     out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
     if (!r.sizes.empty() || (sharded && r.dims.empty())) {
       for (auto size : r.sizes) {
@@ -448,7 +566,7 @@ class Resolver {
     if (sharded) {
       for (size_t i = 0; i < rule_.operands.size(); ++i) {
         const auto d = dim_of(rule_.operands[i].dims, dim.factor);
-        if (d >= 0 && rule_.operands[i].dims[d].inner == dim.inner) {
+        if (d >= 0 && !rule_.operands[i].dims[d].window && rule_.operands[i].dims[d].inner == dim.inner) {
           return {static_cast<int16_t>(i), static_cast<int16_t>(d), 0};
         }
       }

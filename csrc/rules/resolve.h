@@ -23,6 +23,7 @@ struct Solution final : c10::intrusive_ptr_target {
   struct Result {
     LayoutPtr layout;
     c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
+    std::optional<Geometry> geometry;
   };
   c10::SmallVector<Result, 2> results;
   // For results past the listed ones, and where a rule lists none: whole tensors.
@@ -32,6 +33,7 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<SizeArg, 1> size_args;
   Kernel kernel = nullptr;
   c10::SmallVector<int64_t, 4> notes;
+  bool geometry = false; // every result has one
   // The choice weighed bytes, so it holds for these sizes only.
   bool sized = false;
 };

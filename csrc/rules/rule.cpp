@@ -119,7 +119,7 @@ namespace {
 int64_t tensors_returned(const c10::FunctionSchema& schema) {
   int64_t n = 0;
   for (const auto& r : schema.returns()) {
-    n += r.type()->kind() == c10::TypeKind::TensorType;
+    n += r.type()->kind() == c10::TypeKind::TensorType || r.type()->kind() == c10::TypeKind::ListType; // foreach: one per index
   }
   return n;
 }

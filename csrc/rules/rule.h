@@ -27,13 +27,18 @@ struct Factor {
   // A result that lacks it holds summands (Partial). Without this, a result that lacks a sharded factor is Replicate: its
   // kernel has made it so.
   std::optional<ReduceOp> reduce;
+  // The order, where `reduce` is Norm.
+  double norm_order = 2.0;
+  // How many indices it has, where no operand dim has all of them (cat: each operand has a window). -1: as the operands say.
+  int64_t size = -1;
 };
 
 // One dim of an operand or a result.
 struct Dim {
   int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
   int64_t inner = 1; // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
-  // A result's dim that keeps part of the factor, as a slice does: the indices start, start + step, ... `length` of them.
+  // A dim that has part of the factor: the indices start, start + step, ... `length` of them. A result's, as of a slice; or
+  // an operand's, as in cat and padding: then the factor is cut so that the operands' pieces stay where they are, if it can be.
   struct Window {
     int64_t start, step, length;
   };
@@ -51,9 +56,23 @@ struct Operand {
   // The op adds it to what it sums up (addmm's self), or writes the sum there (out=): where a factor that is summed over is
   // sharded, it holds summands as the result does.
   bool summand = false;
+  // A written operand: as Result::reduce. Where it lacks a sharded factor that reduces, it holds summands.
+  std::optional<std::optional<ReduceOp>> reduce;
 
   Operand() = default;
   Operand(Dims d) : dims(std::move(d)) {} // NOLINT
+};
+
+// How a view lies in its base's memory, as multiples of the base's strides.
+struct Geometry {
+  struct Term {
+    int64_t dim; // of operand 0; -1: a stride of 0
+    int64_t times;
+  };
+  c10::SmallVector<Term, 5> strides; // one per dim
+  c10::SmallVector<Term, 2> offset; // a sum
+  // The strides are those that torch finds for a view of the result's sizes.
+  bool reshaped = false;
 };
 
 struct Result {
@@ -65,6 +84,8 @@ struct Result {
   std::optional<std::optional<ReduceOp>> reduce;
   // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
   uint64_t same_over = 0;
+  // A view's; without it the op is run on a meta tensor to find its strides.
+  std::optional<Geometry> geometry;
 
   Result() = default;
   Result(Dims d, Sizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT
@@ -78,6 +99,13 @@ struct Linear {
   bool any_reduction = false;
   // It commutes with these besides (bit = ReduceOp).
   uint32_t reductions = 1u << static_cast<int>(ReduceOp::Sum) | 1u << static_cast<int>(ReduceOp::Avg);
+  // Where one of them is Norm: of this order.
+  double norm_order = 2.0;
+
+  bool passes(const Placement& p) const {
+    return any_reduction ||
+        ((reductions >> static_cast<int>(p.reduce) & 1) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
+  }
 };
 
 // Argument `arg` lists the sizes of result `result` (view, expand, new_zeros): locally it lists the local sizes.
@@ -124,6 +152,8 @@ struct Rule {
   Kernel kernel = nullptr;
   // The kernel runs even where no kernel factor is sharded.
   bool always_kernel = false;
+  // What this rule says holds for these sizes only (an op whose every rule does says so in Options instead).
+  bool sized = false;
   // Numbers the rule wants to hand to its kernel.
   c10::SmallVector<int64_t, 4> notes;
 
@@ -164,6 +194,8 @@ struct TensorArg {
   const Layout* layout; // a plain tensor counts as replicated
   c10::IntArrayRef sizes;
   at::ScalarType dtype;
+  c10::IntArrayRef strides; // for rules with Options.strided alone, as is the next
+  int64_t offset;
 
   int64_t dim() const {
     return static_cast<int64_t>(sizes.size());

@@ -1,8 +1,390 @@
-// Ops along a dim that keep it: cumsum, cumprod, sort, topk.
+// Ops along a dim that keep it: cumsum and its like, sort, topk. A scan along the sharded dim runs on each piece and then takes
+// in what the pieces before it come to: one slice a rank is gathered, never the data.
+#include "rules/pieces.h"
 #include "rules/registry.h"
+
+#include "comm/comm.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
 
 namespace shardtensor::rules {
 
-void register_scans(Registry& r) {}
+namespace {
+
+Dims factors(const Call& call, Rule& rule, const TensorArg& x, int64_t dim, Factor along) {
+  Dims dims;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    dims.emplace_back(d == dim ? rule.factor(along) : rule.factor());
+  }
+  return dims;
+}
+
+int64_t scanned_dim(const Call& call) {
+  return call.dim(argument(call, "dim"), call.tensors[0].dim());
+}
+
+// Every result has the operand's dims. Factor d is the operand's dim d; the note is the dim.
+Rule along(const Call& call, Factor f) {
+  Rule rule;
+  const auto dim = scanned_dim(call);
+  const auto dims = factors(call, rule, call.tensors[0], dim, f);
+  rule.operands.emplace_back(dims);
+  for (size_t i = 0; i < call.schema.returns().size(); ++i) {
+    rule.results.emplace_back(dims);
+  }
+  add_outputs(call, rule);
+  rule.notes = {dim};
+  return rule;
+}
+
+// ---- scans ----
+
+// `mine`, one slice a rank, of every piece along the mesh dim, joined along `dim` in the pieces' order.
+at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, int64_t mesh_dim) {
+  const auto slice = mine.contiguous();
+  std::vector<at::Tensor> slices(mesh.size(mesh_dim));
+  for (auto& s : slices) {
+    s = at::empty_like(slice);
+  }
+  comm::all_gather(slices, slice, mesh, mesh_dim);
+  return at::cat(slices, dim);
+}
+
+// What comes before this rank's piece: `combine` reduces slices joined along `dim` to one, `nothing` is its neutral slice.
+// Later mesh dims cut within what earlier ones leave, so they are joined first.
+template <typename Combine>
+at::Tensor before_me(at::Tensor total, const at::Tensor& nothing, int64_t dim, const Run& run, Combine combine) {
+  const auto& mesh = run.mesh();
+  auto before = nothing;
+  for (int64_t m = mesh.ndim() - 1; m >= 0; --m) {
+    if (!(run.mesh_dims(dim) >> m & 1)) {
+      continue;
+    }
+    const auto totals = gather_slices(total, dim, mesh, m);
+    const auto earlier = combine(totals.narrow(dim, 0, mesh.coordinate()[m]));
+    before = combine(at::cat({earlier, before}, dim));
+    total = combine(totals);
+  }
+  return before;
+}
+
+at::Tensor last_slice(const at::Tensor& scan, const at::Tensor& nothing, int64_t dim) {
+  return scan.size(dim) ? scan.narrow(dim, scan.size(dim) - 1, 1) : nothing;
+}
+
+at::Tensor slice_of(const at::Tensor& scan, int64_t dim, const at::Scalar& value) {
+  Sizes sizes(scan.sizes().begin(), scan.sizes().end());
+  sizes[dim] = 1;
+  return at::full(sizes, value, scan.options());
+}
+
+std::optional<at::ScalarType> dtype_of(const Run& run) {
+  const auto& given = run.arg(argument(run, "dtype"));
+  return given.isNone() ? std::nullopt : std::optional(given.toScalarType());
+}
+
+void cumsum_kernel(Run& run) {
+  const auto dim = run.solution.notes[0];
+  auto scan = at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run));
+  const auto nothing = slice_of(scan, dim, 0);
+  const auto dtype = scan.scalar_type();
+  const auto before = before_me(last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) {
+    return at::sum(t, {dim}, true, dtype);
+  });
+  give(run, {scan.add_(before)});
+}
+
+void cumprod_kernel(Run& run) {
+  const auto dim = run.solution.notes[0];
+  auto scan = at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run));
+  const auto nothing = slice_of(scan, dim, 1);
+  const auto dtype = scan.scalar_type();
+  const auto before = before_me(last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) {
+    return at::prod(t, dim, true, dtype);
+  });
+  give(run, {scan.mul_(before)});
+}
+
+void logcumsumexp_kernel(Run& run) {
+  const auto dim = run.solution.notes[0];
+  const auto scan = at::logcumsumexp(run.arg(0).toTensor(), dim);
+  const auto nothing = slice_of(scan, dim, -std::numeric_limits<double>::infinity());
+  const auto before = before_me(last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) {
+    return t.size(dim) ? at::logsumexp(t, {dim}, true) : nothing;
+  });
+  give(run, {at::logaddexp(scan, before)});
+}
+
+// The running extreme and where it stands. The pieces before win only where they are strictly better, or NaN.
+template <ReduceOp op>
+void cumulative_extreme_kernel(Run& run) {
+  const auto dim = run.solution.notes[0];
+  const auto x = run.arg(0).toTensor();
+  const auto scan_of = [&](const at::Tensor& t) { return op == ReduceOp::Max ? at::cummax(t, dim) : at::cummin(t, dim); };
+  auto [values, indices] = scan_of(x);
+  indices = indices + start_of(run, 0, dim);
+  const auto nothing = slice_of(values, dim, identity(op, x.scalar_type()));
+  const auto nowhere = slice_of(indices, dim, -1);
+  auto value = last_slice(values, nothing, dim);
+  auto index = last_slice(indices, nowhere, dim);
+  at::Tensor before = nothing, where = nowhere;
+  // Slices joined along dim, reduced to the last of the scan over those that come from a piece that is not empty.
+  const auto combine = [&](const at::Tensor& v, const at::Tensor& i) {
+    const auto n = v.size(dim);
+    auto best_value = nothing, best_index = nowhere;
+    for (int64_t k = 0; k < n; ++k) {
+      const auto next = v.narrow(dim, k, 1);
+      const auto at = i.narrow(dim, k, 1);
+      auto better = op == ReduceOp::Max ? next.ge(best_value) : next.le(best_value);
+      if (next.is_floating_point()) {
+        better.logical_and_(best_value.isnan().logical_not_()).logical_or_(next.isnan());
+      }
+      better.logical_and_(at.ge(0));
+      best_value = at::where(better, next, best_value);
+      best_index = at::where(better, at, best_index);
+    }
+    return std::pair(best_value, best_index);
+  };
+  for (int64_t m = run.mesh().ndim() - 1; m >= 0; --m) {
+    if (!(run.mesh_dims(dim) >> m & 1)) {
+      continue;
+    }
+    const auto all_values = gather_slices(value, dim, run.mesh(), m);
+    const auto all_indices = gather_slices(index, dim, run.mesh(), m);
+    const auto mine = run.mesh().coordinate()[m];
+    const auto earlier = combine(all_values.narrow(dim, 0, mine), all_indices.narrow(dim, 0, mine));
+    std::tie(before, where) = combine(at::cat({earlier.first, before}, dim), at::cat({earlier.second, where}, dim));
+    std::tie(value, index) = combine(all_values, all_indices);
+  }
+  auto stays = op == ReduceOp::Max ? values.ge(before) : values.le(before);
+  if (values.is_floating_point()) {
+    stays.logical_and_(before.isnan().logical_not_()).logical_or_(values.isnan());
+  }
+  stays.logical_or_(where.lt(0));
+  give(run, {at::where(stays, values, before), at::where(stays, indices, where)});
+}
+
+Factor scanned() {
+  Factor f;
+  f.kernel = true;
+  return f;
+}
+
+Rule cumsum(const Call& call) {
+  auto rule = along(call, scanned());
+  rule.kernel = cumsum_kernel;
+  const auto from = call.tensors[0].dtype;
+  const auto arg = argument(call, "dtype");
+  const auto to = call.has(arg) ? call.args[arg].toScalarType() : c10::isIntegralType(from, true) ? at::kLong : from;
+  if (from == to || !(c10::isIntegralType(from, true) || c10::isIntegralType(to, true))) {
+    rule.linear_in({0});
+  }
+  return rule;
+}
+
+template <Kernel kernel>
+Rule scan(const Call& call) {
+  auto rule = along(call, scanned());
+  rule.kernel = kernel;
+  return rule;
+}
+
+// ---- sorts ----
+
+// Whole along the dim, free on the others.
+Rule sort(const Call& call) {
+  Factor f;
+  f.whole = true;
+  return along(call, f);
+}
+
+// Each piece's best k are candidates; they alone are gathered.
+void topk_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto k = run.arg(1).toInt();
+  const auto dim = run.solution.notes[0];
+  const bool largest = run.arg(3).toBool();
+  const bool sorted = run.arg(4).toBool();
+  const auto& at = run.operands[0];
+  TORCH_CHECK_INDEX(k >= 0 && k <= at.sizes[dim], "selected index k out of range");
+  auto [values, indices] = at::topk(x, std::min(k, x.size(dim)), dim, largest, sorted);
+  indices = indices + start_of(run, 0, dim);
+  for (int64_t m = run.mesh().ndim() - 1; m >= 0; --m) {
+    if (!(run.mesh_dims(dim) >> m & 1)) {
+      continue;
+    }
+    // How many candidates each coordinate along m has: what it and the later mesh dims hold of the dim, k at most.
+    auto coordinate = run.mesh().coordinate();
+    std::vector<at::Tensor> all_values, all_indices;
+    for (coordinate[m] = 0; coordinate[m] < run.mesh().size(m); ++coordinate[m]) {
+      int64_t extent = at.sizes[dim];
+      for (int64_t i = 0; i <= m; ++i) {
+        if (at.layout->placement(i).is_shard(dim)) {
+          extent = at.layout->split_size(i, extent, coordinate);
+        }
+      }
+      Sizes sizes(values.sizes().begin(), values.sizes().end());
+      sizes[dim] = std::min(k, extent);
+      all_values.push_back(at::empty(sizes, values.options()));
+      all_indices.push_back(at::empty(sizes, indices.options()));
+    }
+    comm::all_gather(all_values, values.contiguous(), run.mesh(), m);
+    comm::all_gather(all_indices, indices.contiguous(), run.mesh(), m);
+    const auto candidates = at::cat(all_values, dim);
+    const auto positions = at::cat(all_indices, dim);
+    at::Tensor best;
+    std::tie(values, best) = at::topk(candidates, std::min(k, candidates.size(dim)), dim, largest, sorted);
+    indices = positions.gather(dim, best);
+  }
+  give(run, {values, indices});
+}
+
+Rule topk(const Call& call) {
+  auto rule = along(call, scanned());
+  const auto dim = rule.notes[0];
+  for (auto& r : rule.results) {
+    if (!r.dims.empty()) {
+      r.dims[dim] = kNone;
+    }
+  }
+  for (size_t i = 1; i < rule.operands.size(); ++i) {
+    if (!rule.operands[i].dims.empty()) {
+      rule.operands[i].dims[dim] = kNone;
+    }
+  }
+  rule.kernel = topk_kernel;
+  return rule;
+}
+
+// ---- gradients ----
+
+// Puts grad where the indices point along a dim that is whole; the other dims are free. The sizes are an argument.
+Rule value_selecting_reduction_backward(const Call& call) {
+  Rule rule;
+  const auto sizes = call.ints(argument(call, "sizes"));
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  const auto dim = call.dim(argument(call, "dim"), ndim);
+  const bool keepdim = call.flag(argument(call, "keepdim"));
+  Dims in, out;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d == dim) {
+      out.emplace_back(kNone);
+      if (keepdim) {
+        in.emplace_back(kNone);
+      }
+    } else {
+      out.emplace_back(rule.factor());
+      in.push_back(out.back());
+    }
+  }
+  rule.operands.assign(2, Operand(in));
+  rule.results.emplace_back(out, sizes);
+  rule.size_args.push_back({static_cast<int16_t>(argument(call, "sizes")), 0});
+  rule.linear_in({0});
+  return rule;
+}
+
+// grad, input and indices or output have the same dims; whole along one of them, linear in grad.
+Rule scan_backward(const Call& call) {
+  Rule rule;
+  const auto dim = scanned_dim(call);
+  Factor whole;
+  whole.whole = true;
+  const auto dims = factors(call, rule, call.tensors[0], dim, whole);
+  rule.operands.assign(3, Operand(dims));
+  rule.results.emplace_back(dims);
+  rule.linear_in({0});
+  return rule;
+}
+
+// ---- search ----
+
+// The sorted sequence is whole along its last dim; its other dims are those of the values.
+Rule searchsorted(const Call& call) {
+  Rule rule;
+  const auto sequence = call.operand(0);
+  const auto values = call.operand(1);
+  Dims in, out;
+  const auto n = call.tensors[sequence].dim();
+  for (int64_t d = 0; values >= 0 && d < call.tensors[values].dim(); ++d) {
+    out.emplace_back(rule.factor());
+  }
+  for (int64_t d = 0; d < n; ++d) {
+    in.push_back(d + 1 < n && d < static_cast<int64_t>(out.size()) ? out[d] : Dim(kNone));
+  }
+  const auto sorter = call.operand(argument(call, "sorter"));
+  rule.results.emplace_back(out);
+  for (int64_t i = 0; i < static_cast<int64_t>(call.tensors.size()); ++i) {
+    if (i == sequence || i == sorter) {
+      rule.operands.emplace_back(in);
+    } else if (i == values) {
+      rule.operands.emplace_back(out);
+    }
+  }
+  add_outputs(call, rule);
+  return rule;
+}
+
+Rule bucketize(const Call& call) {
+  Rule rule;
+  const auto values = call.operand(0);
+  Dims out;
+  for (int64_t d = 0; values >= 0 && d < call.tensors[values].dim(); ++d) {
+    out.emplace_back(rule.factor());
+  }
+  rule.results.emplace_back(out);
+  if (values >= 0) {
+    rule.operands.emplace_back(out);
+  }
+  rule.operands.emplace_back(Dims(1, Dim(kNone)));
+  add_outputs(call, rule);
+  return rule;
+}
+
+// Counts of pieces add up where the bounds do not depend on the values.
+Rule histc(const Call& call) {
+  const auto low = call.args[argument(call, "min")].toScalar().toDouble();
+  const auto high = call.args[argument(call, "max")].toScalar().toDouble();
+  Rule rule;
+  Factor f;
+  f.reduce = ReduceOp::Sum;
+  f.whole = low >= high;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.emplace_back(rule.factor(f));
+  }
+  rule.operands.emplace_back(std::move(dims));
+  rule.results.emplace_back(Dims(1, Dim(kNone)));
+  add_outputs(call, rule);
+  return rule;
+}
+
+} // namespace
+
+void register_scans(Registry& r) {
+  Options composite;
+  composite.composite = true;
+  const char* family = "scans";
+  r.add(family, {
+    "_unique", "_unique2", "bincount", "histogram.bin_ct", "histogram.bins_tensor", "unique_consecutive", "unique_dim",
+    "unique_dim_consecutive",
+  }, replicate);
+  r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize);
+  r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>);
+  r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>);
+  r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
+  r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, scan<cumprod_kernel>);
+  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
+  r.add(family, {"histc", "histc.out"}, histc);
+  r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, scan<logcumsumexp_kernel>);
+  r.add(family, {
+    "searchsorted.Scalar", "searchsorted.Scalar_out", "searchsorted.Tensor", "searchsorted.Tensor_out",
+  }, searchsorted);
+  r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
+  r.add(family, {"topk", "topk.values"}, topk);
+  r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);
+}
 
 } // namespace shardtensor::rules

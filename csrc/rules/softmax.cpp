@@ -1,8 +1,105 @@
-// Softmax and log_softmax, along a sharded dim too: two small all-reduces, never a gather.
+// Softmax and log_softmax, along a sharded dim too: two small all-reduces (one backward), never a gather.
+#include "rules/pieces.h"
 #include "rules/registry.h"
+
+#include <ATen/ATen.h>
 
 namespace shardtensor::rules {
 
-void register_softmax(Registry& r) {}
+namespace {
+
+// All operands and the result have the same dims. Factor d is dim d; the note is the dim that adds up to one.
+Rule along(const Call& call, Kernel kernel) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto dim = call.dim(argument(call, "dim"), x.dim());
+  Dims dims;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    Factor f;
+    f.kernel = d == dim;
+    dims.emplace_back(rule.factor(f));
+  }
+  rule.results.emplace_back(dims);
+  for (const auto& t : call.tensors) {
+    if (!t.mutated) {
+      rule.operands.emplace_back(dims);
+    }
+  }
+  add_outputs(call, rule);
+  rule.kernel = kernel;
+  rule.notes = {dim};
+  return rule;
+}
+
+template <bool log>
+void softmax_kernel(Run& run) {
+  const auto dim = run.solution.notes[0];
+  const auto ranks = run.mesh_dims(dim);
+  const auto x = run.arg(0).toTensor();
+  const auto dtype = run.arg(2).toBool() ? at::kFloat : x.scalar_type();
+  const auto wide = x.to(accumulate_type(dtype));
+  const auto top = over_ranks(extreme(wide, {dim}, ReduceOp::Max), run, ranks, ReduceOp::Max);
+  auto shifted = wide - top;
+  auto powers = log ? shifted.exp() : shifted.exp_();
+  const auto total = over_ranks(powers.sum({dim}, true), run, ranks, ReduceOp::Sum);
+  give(run, {(log ? shifted.sub_(total.log()) : powers.div_(total)).to(dtype)});
+}
+
+template <bool log>
+Rule softmax(const Call& call) {
+  return along(call, softmax_kernel<log>);
+}
+
+template <bool log>
+void backward_kernel(Run& run) {
+  const auto dim = run.solution.notes[0];
+  const auto dtype = run.arg(3).toScalarType();
+  const auto grad = run.arg(0).toTensor();
+  const auto wide = accumulate_type(grad.scalar_type());
+  const auto g = grad.to(wide);
+  const auto y = run.arg(1).toTensor().to(wide);
+  const auto weighed = log ? g : g * y;
+  const auto total = over_ranks(weighed.sum({dim}, true), run, run.mesh_dims(dim), ReduceOp::Sum);
+  give(run, {(log ? g - y.exp().mul_(total) : weighed - y * total).to(dtype)});
+}
+
+// Linear in the gradient.
+template <bool log>
+Rule backward(const Call& call) {
+  auto rule = along(call, backward_kernel<log>);
+  rule.linear_in({0});
+  return rule;
+}
+
+// The dim is whole; where the mask has another shape than the scores, everything is.
+Rule masked(const Call& call) {
+  const auto& x = call.tensors[0];
+  for (const auto& t : call.tensors) {
+    if (t.sizes != x.sizes || !call.has(argument(call, "dim"))) {
+      return replicate(call);
+    }
+  }
+  auto rule = along(call, nullptr);
+  auto& f = rule.factors[rule.notes[0]];
+  f.kernel = false;
+  f.whole = true;
+  return rule;
+}
+
+} // namespace
+
+void register_softmax(Registry& r) {
+  Options decompose;
+  decompose.decompose = true;
+  Options sized;
+  sized.sized = true;
+  const char* family = "softmax";
+  r.add(family, {"_log_softmax", "_log_softmax.out"}, softmax<true>);
+  r.add(family, {"_log_softmax_backward_data", "_log_softmax_backward_data.out"}, backward<true>);
+  r.add(family, {"_masked_softmax", "_masked_softmax_backward"}, masked, sized);
+  r.add(family, {"_safe_softmax", "log_softmax.int_out", "softmax.int_out"}, nullptr, decompose);
+  r.add(family, {"_softmax", "_softmax.out"}, softmax<false>);
+  r.add(family, {"_softmax_backward_data", "_softmax_backward_data.out"}, backward<false>);
+}
 
 } // namespace shardtensor::rules

@@ -115,6 +115,7 @@ c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
   auto impl = c10::make_intrusive<ShardTensorImpl>(
       local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), storage_, traced_);
   impl->broken_view_ = broken_view_;
+  impl->storage_offset_ = storage_offset_;
   if (!impl->is_inference()) {
     impl->set_version_counter(version);
   }
@@ -144,11 +145,18 @@ ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what) {
   return *impl;
 }
 
-at::Tensor wrap(at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, const ShardTensorImpl* base) {
+at::Tensor wrap(
+    at::Tensor local,
+    LayoutPtr layout,
+    IntArrayRef sizes,
+    IntArrayRef strides,
+    const ShardTensorImpl* base,
+    int64_t offset) {
   const bool traced = needs_tracing(local);
   auto storage = base ? base->storage() : null_storage(local, sizes);
   auto t = at::detail::make_tensor<ShardTensorImpl>(
       std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
+  t.unsafeGetTensorImpl()->set_storage_offset(offset);
   attach_python_object(t, traced);
   return t;
 }

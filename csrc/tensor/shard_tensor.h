@@ -39,7 +39,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   bool traced() const {
     return traced_;
   }
-  // A view op that had to move data made this tensor: it does not share memory with its base, so writing to it is refused.
+  // A view op that had to move data made this tensor, or one that it is a view of: it does not share memory with its base, so
+  // writing to it is refused. It shares the base's (null) storage still: autograd writes into a gradient that nobody shares.
   bool broken_view() const {
     return broken_view_;
   }
@@ -82,7 +83,8 @@ at::Tensor wrap(
     LayoutPtr layout,
     c10::IntArrayRef sizes,
     c10::IntArrayRef strides,
-    const ShardTensorImpl* base = nullptr);
+    const ShardTensorImpl* base = nullptr,
+    int64_t offset = 0);
 
 // Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `local`'s do.
 Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& local);

@@ -1,7 +1,12 @@
 """One global tensor whose pieces live on many ranks, in sizes of any kind: a drop-in for torch.distributed.tensor."""
 
 from shardtensor import _load  # noqa: F401  checks torch's version and loads the extension; must come first
-from shardtensor import _C
+
+# isort: split
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from shardtensor import _C, _interop, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -24,10 +29,9 @@ from shardtensor._modes import (
     strict_mode,
 )
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 _C.install_handler()
+_interop.install()
 
 DTensor = ShardTensor
 
@@ -54,6 +58,7 @@ __all__ = [
     "promotion_mode",
     "rand",
     "randn",
+    "random",
     "scatter_tensor",
     "set_promotion_mode",
     "set_strict",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,12 +11,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from shardtensor import _C
-from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, cuts_from_shapes, make_layout
+from shardtensor._from_local import _MOST_DIMS, coordinate_at
+from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
 from shardtensor._mesh import as_mesh, current_mesh
 from shardtensor._tensor import ShardTensor
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """Where this rank's pieces live."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 def _full_layout(
@@ -23,17 +33,31 @@ def _full_layout(
     sizes: Sequence[int],
     sharding_shapes: ShardingShapes | None,
     who: str,
+    partial: tuple[str, ...] = (),
 ) -> _C.Layout:
+    """The layout asked for, checked; `partial`: the reductions that may be asked for."""
     layout = make_layout(mesh, placements, len(sizes), who=who)
     if not layout.mesh.has_me:
         raise ValueError(f"{who}: argument 'device_mesh' ({layout.mesh}) does not hold rank {layout.mesh.rank}")
     if sharding_shapes is not None:
         cuts = cuts_from_shapes(layout, sharding_shapes, len(sizes), who=who)
         layout = make_layout(mesh, placements, len(sizes), cuts, who=who)
-        misfit = layout.misfit(list(sizes))
-        if misfit:
-            raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {layout.mesh.rank})")
+        check_cuts(layout, cuts, sizes, who=who)
+    if any(kind == _PARTIAL and reduce not in partial for kind, _, _, reduce, _ in layout.placements):
+        allowed = f" and Partial of {' or '.join(partial)}" if partial else ""
+        raise RuntimeError(
+            f"{who}: argument 'placements' {tuple(placements or ())}: Shard, Replicate{allowed} can be asked for "
+            f"(rank {layout.mesh.rank})"
+        )
     return layout
+
+
+def _summand(whole: torch.Tensor, layout: _C.Layout) -> torch.Tensor:
+    """Of a tensor that is asked for as a sum, the first rank along the mesh dim keeps it and the others hold zero."""
+    for mesh_dim, (kind, _, _, reduce, _) in enumerate(layout.placements):
+        if kind == _PARTIAL and reduce == "sum" and layout.mesh.coordinate[mesh_dim] != 0:
+            return torch.zeros_like(whole)
+    return whole
 
 
 def _piece(whole: torch.Tensor, layout: _C.Layout, coordinate: Sequence[int] | None = None) -> torch.Tensor:
@@ -63,32 +87,34 @@ def distribute_tensor(
     mesh = device_mesh if device_mesh is not None else current_mesh(who)
     if isinstance(tensor, DTensor):
         ours = ShardTensor.from_dtensor(tensor)
-        layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who)
-        if as_mesh(ours.device_mesh) != as_mesh(mesh) or layout.placements != ours._layout.placements:
+        layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who, partial=("sum", "avg"))
+        if layout.mesh != ours._layout.mesh or layout.placements != ours._layout.placements:
             raise ValueError(
-                f"{who}: argument 'tensor' is distributed already, as {ours._layout}, not as {layout}; use redistribute()"
+                f"{who}: argument 'tensor' is distributed already, as {ours._layout}, not as {layout}; use redistribute() "
+                f"(rank {layout.mesh.rank})"
             )
-        return ours
+        return ours if sharding_shapes is None else ours.redistribute(placements=placements, sharding_shapes=sharding_shapes)
     if not tensor.is_leaf:
         raise RuntimeError("`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf tensor!")
-    layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who)
-    if any(kind == _PARTIAL and reduce not in ("sum", "avg") for kind, _, _, reduce, _ in layout.placements):
-        raise RuntimeError(f"{who}: of the Partial placements, sum and avg can be asked for; got {placements}")
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else mesh.device_type
-    local = tensor.detach().to(device)
-    if src_data_rank is not None:
-        local = local.contiguous().clone()
-        for mesh_dim, size in enumerate(layout.mesh.shape):
-            if size > 1:
+    layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who, partial=("sum", "avg"))
+    if src_data_rank is not None and not 0 <= src_data_rank < min(layout.mesh.shape):
+        raise ValueError(
+            f"{who}: argument 'src_data_rank' is {src_data_rank}, a coordinate that {layout.mesh} does not have along every mesh "
+            f"dim (rank {layout.mesh.rank})"
+        )
+    local = tensor.detach()
+    if not tensor.is_meta:
+        local = local.to(_device(mesh))
+        if src_data_rank is not None:
+            local = local.clone(memory_format=torch.contiguous_format)
+            for mesh_dim in range(len(layout.mesh.shape)):
                 _C.broadcast(local, layout.mesh, mesh_dim, src_data_rank)
-    for mesh_dim, (kind, _, _, reduce, _) in enumerate(layout.placements):
-        if kind == _PARTIAL and reduce == "sum" and layout.mesh.coordinate[mesh_dim] != 0:
-            local = torch.zeros_like(local)
-    local = _piece(local, layout)
-    local = local.clone(memory_format=torch.contiguous_format) if local._is_view() else local
-    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), local)
-    out = _C.from_local(local, layout, list(tensor.shape), strides, None)
-    return out.detach().requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+    piece = _piece(_summand(local, layout), layout)
+    if src_data_rank is None or piece is not local:  # the user's memory, or a part of the whole that must not keep it alive
+        piece = piece.clone()
+    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), piece)
+    out = _C.wrap(piece, layout, list(tensor.shape), strides)
+    return out.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 
 def scatter_tensor(
@@ -102,7 +128,8 @@ def scatter_tensor(
     sharding_shapes: ShardingShapes | None = None,
     requires_grad: bool = False,
 ) -> ShardTensor:
-    """Cuts a tensor that only the rank `global_src` holds. The others pass None; shape and dtype are told to them."""
+    """Cuts a tensor that only the rank `global_src` holds. The others pass None: its shape and dtype are told to them,
+    and compared with the arguments where those are given."""
     who = "scatter_tensor"
     mesh = device_mesh if device_mesh is not None else current_mesh(who)
     view = as_mesh(mesh)
@@ -111,29 +138,24 @@ def scatter_tensor(
     if not view.has_me:
         raise ValueError(f"{who}: argument 'device_mesh' ({view}) does not hold rank {view.rank}")
     source = view.rank == global_src
-    index = view.ranks.index(global_src)
-    coordinate = []
-    for size in reversed(view.shape):
-        coordinate.insert(0, index % size)
-        index //= size
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    if source and tensor is None:
-        problem = 1
-    else:
-        problem = 0
+    coordinate = coordinate_at(view, view.ranks.index(global_src))
+    device = _device(mesh)
     names = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
-    meta = torch.zeros(67, dtype=torch.int64, device=device)
+    told = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=device)  # whether there is a tensor, its dtype, its sizes
     if source and tensor is not None:
-        meta[: 3 + tensor.ndim] = torch.tensor([0, tensor.ndim, names.index(str(tensor.dtype)), *tensor.shape])
-    meta[0] = problem
+        told[: 3 + tensor.ndim] = torch.tensor([1, names.index(str(tensor.dtype)), tensor.ndim, *tensor.shape])
     for mesh_dim in range(len(view.shape)):
-        _C.broadcast(meta, view, mesh_dim, coordinate[mesh_dim])
-    told = meta.tolist()
-    if told[0]:
+        _C.broadcast(told, view, mesh_dim, coordinate[mesh_dim])
+    there, index, ndim, *sizes = told.tolist()
+    sizes = sizes[:ndim]
+    kind = getattr(torch, names[index].removeprefix("torch."))
+    if not there:
         raise ValueError(f"{who}: argument 'tensor' is None on the source, rank {global_src} (said by rank {view.rank})")
-    sizes = told[3 : 3 + told[1]]
-    kind = getattr(torch, names[told[2]].removeprefix("torch."))
-    layout = _full_layout(mesh, placements, sizes, sharding_shapes, who)
+    if shape is not None and list(shape) != sizes:
+        raise ValueError(f"{who}: argument 'shape' is {tuple(shape)} on rank {view.rank}, rank {global_src} has {tuple(sizes)}")
+    if dtype is not None and dtype != kind:
+        raise ValueError(f"{who}: argument 'dtype' is {dtype} on rank {view.rank}, rank {global_src} has {kind}")
+    layout = _full_layout(mesh, placements, sizes, sharding_shapes, who, partial=("sum", "avg"))
     # Mesh dim by mesh dim: the ranks that have a block cut it for the next dim's ranks.
     block = tensor.detach().to(device) if source and tensor is not None else None
     for mesh_dim in range(len(view.shape)):
@@ -142,9 +164,7 @@ def scatter_tensor(
             continue
         block = _scatter_along(block, sizes, kind, device, layout, mesh_dim, coordinate)
     assert block is not None
-    for mesh_dim, (placement, _, _, reduce, _) in enumerate(layout.placements):
-        if placement == _PARTIAL and reduce == "sum" and view.coordinate[mesh_dim] != 0:
-            block = torch.zeros_like(block)
+    block = _summand(block, layout)
     out = _C.wrap(block, layout, sizes, _C.strides_like(sizes, block))
     return out.requires_grad_(requires_grad)  # type: ignore[return-value]
 
@@ -161,10 +181,7 @@ def _scatter_along(
     """The source's slice of the mesh dim hands each coordinate what it and the ranks behind it will need."""
     view = layout.mesh
     kind, dim, *_ = layout.placements[mesh_dim]
-    before = _C.Layout(view, [p if m < mesh_dim else (0, -1, 1, "sum", 2.0) for m, p in enumerate(layout.placements)],
-                       [c if m < mesh_dim else None for m, c in enumerate(layout.cuts)])
-    after = _C.Layout(view, [p if m <= mesh_dim else (0, -1, 1, "sum", 2.0) for m, p in enumerate(layout.placements)],
-                      [c if m <= mesh_dim else None for m, c in enumerate(layout.cuts)])
+    before, after = upto(layout, mesh_dim), upto(layout, mesh_dim + 1)
     if kind != _SHARD:
         if block is None:
             block = torch.empty(before.local_sizes(sizes), dtype=dtype, device=device)
@@ -195,6 +212,8 @@ def distribute_module(
 
     input_fn and output_fn turn the inputs and outputs of the whole module, once per call.
     """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError("distribute_module: argument 'module' has been distributed already; it can be done once")
     mesh = device_mesh if device_mesh is not None else current_mesh("distribute_module")
     for name, submodule in module.named_modules():
         if partition_fn is not None:
@@ -207,12 +226,28 @@ def distribute_module(
             if buffer is not None and not isinstance(buffer, DTensor):
                 submodule._buffers[key] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
     if input_fn is not None:
-        prepare = input_fn
+        prepare = _with_module(input_fn, "input_fn")
         module.register_forward_pre_hook(lambda m, inputs: prepare(m, inputs, mesh))
     if output_fn is not None:
-        finish = output_fn
+        finish = _with_module(output_fn, "output_fn")
         module.register_forward_hook(lambda m, inputs, outputs: finish(m, outputs, mesh))
+    module._distribute_module_applied = True  # type: ignore[assignment]
     return module
+
+
+def _with_module(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """torch's older form, without the module, is taken too."""
+    count = len(inspect.signature(function).parameters)
+    if count == 3:
+        return function
+    if count != 2:
+        raise ValueError(f"distribute_module: argument '{name}' takes {count} arguments, not (module, values, device_mesh)")
+    warnings.warn(
+        f"distribute_module: argument '{name}' without the module is deprecated; take (module, values, device_mesh)",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return lambda module, values, mesh: function(values, mesh)
 
 
 def _sizes(size: Sequence[Any]) -> list[int]:
@@ -236,10 +271,7 @@ def _make(
         raise ValueError(f"{who}: argument 'layout' is {layout}; only torch.strided is supported")
     mesh = device_mesh if device_mesh is not None else current_mesh(who)
     where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    local = fill(where.local_sizes(sizes), dtype=dtype, device=device)
-    if any(isinstance(p, Partial) for p in placements or ()):
-        raise ValueError(f"{who}: argument 'placements' asks for Partial; make the tensor Replicate or Shard")
+    local = fill(where.local_sizes(sizes), dtype=dtype, device=_device(mesh))
     out = _C.wrap(local, where, sizes, _C.strides_like(sizes, local))
     return out.requires_grad_(requires_grad)  # type: ignore[return-value]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtensor import _C
-from shardtensor._layout import _SHARD, ShardingShapes, cuts_from_shapes, make_layout
+from shardtensor._layout import _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout
+from shardtensor._mesh import as_mesh
 
 Shapes = ShardingShapes | Literal["chunk", "infer"] | None
 
@@ -27,48 +29,52 @@ def layout_for_local(
     who: str,
 ) -> tuple[_C.Layout, list[int]]:
     """The layout and the global sizes of the tensor whose piece on this rank is `local`."""
-    layout = make_layout(mesh, placements, local.ndim, who=who)
-    rank = layout.mesh.rank
-    if not layout.mesh.has_me:
-        raise ValueError(f"{who}: argument 'device_mesh' ({layout.mesh}) does not hold rank {rank}")
+    view = as_mesh(mesh)
+    rank = view.rank
+    if not view.has_me:
+        raise ValueError(f"{who}: argument 'device_mesh' ({view}) does not hold rank {rank}")
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
-        raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict")
+        raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")
     if sharding_shapes == "chunk" and shape is None:
         raise ValueError(f"{who}: sharding_shapes='chunk' cuts 'shape', which is not given (rank {rank})")
-    if run_check:
-        _check_agreement(local, layout, sharding_shapes, shape, who)
+    told = None
+    if run_check or sharding_shapes == "infer":
+        # Before this rank looks at its own piece: one that raises by itself would leave the others waiting.
+        told = _ask_everyone(local, view, _said(placements, shape, sharding_shapes))
+        _check_agreement(told, view, who)
+    layout = make_layout(mesh, placements, local.ndim, who=who)
     if sharding_shapes == "infer":
-        layout, sizes = _infer(local, layout, mesh, placements, who)
-    elif isinstance(sharding_shapes, str) or (sharding_shapes is None and shape is not None):
-        assert shape is not None
-        sizes = [int(n) for n in shape]
-    elif sharding_shapes is None:
-        sizes = list(local.shape)
-        for mesh_dim, (kind, dim, *_) in enumerate(layout.placements):
-            if kind == _SHARD:
-                sizes[dim] *= layout.mesh.shape[mesh_dim]
-    else:
+        assert told is not None
+        return _layout_from_shapes([t.shape for t in told], layout, mesh, placements, who)
+    cuts: list[list[int] | None] = []
+    if isinstance(sharding_shapes, Mapping):
         cuts = cuts_from_shapes(layout, sharding_shapes, local.ndim, who=who)
         layout = make_layout(mesh, placements, local.ndim, cuts, who=who)
-        sizes = _sizes_from_cuts(local, layout, cuts, who) if shape is None else [int(n) for n in shape]
-    _check_fit(local, layout, sizes, who)
+    sizes = [int(n) for n in shape] if shape is not None else _sizes_from(local, layout, cuts, who)
+    if len(sizes) != local.ndim:
+        raise ValueError(f"{who}: argument 'shape' has {len(sizes)} dims, the local tensor {local.ndim} (rank {rank})")
+    check_cuts(layout, cuts, sizes, who=who)
+    if told is None:
+        _check_fit(local.shape, layout, sizes, view.coordinate, rank, who)
+    else:
+        for index, one in enumerate(told):
+            _check_fit(one.shape, layout, sizes, coordinate_at(view, index), view.ranks[index], who)
     return layout, sizes
 
 
-def _sizes_from_cuts(local: torch.Tensor, layout: _C.Layout, cuts: list[list[int] | None], who: str) -> list[int]:
+def _sizes_from(local: torch.Tensor, layout: _C.Layout, cuts: Sequence[Sequence[int] | None], who: str) -> list[int]:
+    """Global sizes: the sum of a dim's outermost cut where it is given, else as if all pieces were as large as this one."""
     sizes = list(local.shape)
-    seen: set[int] = set()
+    told: set[int] = set()
     for mesh_dim, (kind, dim, *_) in enumerate(layout.placements):
-        if kind != _SHARD:
+        if kind != _SHARD or dim in told:
             continue
-        cut = cuts[mesh_dim]
-        if dim in seen:  # nested: the outer cut has told the size
-            continue
-        seen.add(dim)
-        nested = any(k == _SHARD and d == dim for k, d, *_ in layout.placements[mesh_dim + 1 :])
+        cut = cuts[mesh_dim] if cuts else None
+        nested = [m for m, (k, d, *_) in enumerate(layout.placements) if k == _SHARD and d == dim and m > mesh_dim]
         if cut is not None:
             sizes[dim] = sum(cut)
-        elif nested:
+            told.add(dim)
+        elif cuts and any(cuts[m] is not None for m in nested):
             raise ValueError(
                 f"{who}: argument 'sharding_shapes' leaves out mesh dim {mesh_dim}, on which others nest; "
                 f"give its shapes, 'shape', or use 'infer' (rank {layout.mesh.rank})"
@@ -78,46 +84,78 @@ def _sizes_from_cuts(local: torch.Tensor, layout: _C.Layout, cuts: list[list[int
     return sizes
 
 
-def _check_fit(local: torch.Tensor, layout: _C.Layout, sizes: list[int], who: str) -> None:
-    rank = layout.mesh.rank
-    if len(sizes) != local.ndim:
-        raise ValueError(f"{who}: argument 'shape' has {len(sizes)} dims, the local tensor {local.ndim} (rank {rank})")
-    misfit = layout.misfit(sizes)
-    if misfit:
-        raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {rank})")
-    want = layout.local_sizes(sizes)
-    if list(local.shape) != want:
+def _check_fit(
+    local: Sequence[int], layout: _C.Layout, sizes: list[int], coordinate: Sequence[int], rank: int, who: str
+) -> None:
+    want = layout.local_sizes(sizes, list(coordinate))
+    if list(local) != want:
         raise ValueError(
-            f"{who}: argument 'local_tensor' has sizes {list(local.shape)} on rank {rank}, but {layout} of a tensor of sizes "
+            f"{who}: argument 'local_tensor' has sizes {list(local)} on rank {rank}, but {layout} of a tensor of sizes "
             f"{sizes} leaves {want} there; pass sharding_shapes='infer' if the pieces are uneven"
         )
 
 
-def _exchange(values: list[int], mesh: _C.Mesh, mesh_dim: int, device: torch.device) -> list[list[int]]:
-    """What every rank along the mesh dim has to say, as integers; all ranks send as many."""
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    pieces = [torch.empty_like(mine) for _ in range(mesh.shape[mesh_dim])]
-    return [p.tolist() for p in _C.all_gather(pieces, mine, mesh, mesh_dim)]
+# ---- what the ranks tell each other ----
+
+_DTYPES = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
+_MOST_DIMS = 64
 
 
-def _infer(
-    local: torch.Tensor, layout: _C.Layout, mesh: DeviceMesh, placements: Sequence[Placement] | None, who: str
-) -> tuple[_C.Layout, list[int]]:
-    # Every rank learns the sizes of all ranks: along the last mesh dim first, then of the rows so found.
-    ndim_limit = 64
-    values = [local.ndim, *local.shape] + [0] * (ndim_limit - local.ndim)
-    for mesh_dim in reversed(range(len(layout.mesh.shape))):
-        values = [v for row in _exchange(values, layout.mesh, mesh_dim, local.device) for v in row]
-    step = ndim_limit + 1
-    told = [values[i : i + step] for i in range(0, len(values), step)]
-    shapes = [row[1 : 1 + row[0]] for row in told]
-    for index, s in enumerate(shapes):
-        if len(s) != local.ndim:
-            other = layout.mesh.ranks[index]
+class _Told(NamedTuple):
+    """What one rank says about its piece and its arguments."""
+
+    dtype: str
+    arguments: int
+    shape: list[int]
+
+
+def _said(placements: Sequence[Placement] | None, shape: Sequence[int] | None, sharding_shapes: Shapes) -> str:
+    """The arguments as text that is the same wherever they mean the same."""
+    if isinstance(sharding_shapes, Mapping):
+        cuts: object = sorted((m, [tuple(s) for s in shapes]) for m, shapes in sharding_shapes.items())
+    else:
+        cuts = sharding_shapes
+    return repr((placements and tuple(placements), shape and tuple(shape), cuts))
+
+
+def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_Told]:
+    """Row-major over the mesh. All ranks send as much: along the last mesh dim first, then the rows so found."""
+    digest = zlib.crc32(arguments.encode())
+    values = [_DTYPES.index(str(local.dtype)), digest, local.ndim, *local.shape] + [0] * (_MOST_DIMS - local.ndim)
+    for mesh_dim in reversed(range(len(mesh.shape))):
+        mine = torch.tensor(values, dtype=torch.int64, device=local.device)
+        pieces = [torch.empty_like(mine) for _ in range(mesh.shape[mesh_dim])]
+        values = [v for piece in _C.all_gather(pieces, mine, mesh, mesh_dim) for v in piece.tolist()]
+    step = 3 + _MOST_DIMS
+    rows = [values[i : i + step] for i in range(0, len(values), step)]
+    return [_Told(_DTYPES[row[0]], row[1], row[3 : 3 + row[2]]) for row in rows]
+
+
+def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:
+    """All ranks have been told the same, so all raise the same error."""
+    first, ranks = told[0], mesh.ranks
+    for index, other in enumerate(told):
+        if other.dtype != first.dtype:
             raise ValueError(
-                f"{who}: argument 'local_tensor' has {local.ndim} dims on rank {layout.mesh.rank} and {len(s)} on rank {other}"
+                f"{who}: argument 'local_tensor' is {first.dtype} on rank {ranks[0]}, {other.dtype} on rank {ranks[index]}"
             )
-    return _layout_from_shapes(shapes, layout, mesh, placements, who)
+        if len(other.shape) != len(first.shape):
+            raise ValueError(
+                f"{who}: argument 'local_tensor' has {len(first.shape)} dims on rank {ranks[0]}, "
+                f"{len(other.shape)} on rank {ranks[index]}"
+            )
+        if other.arguments != first.arguments:
+            raise ValueError(
+                f"{who}: arguments 'placements', 'shape' or 'sharding_shapes' differ between ranks {ranks[0]} and {ranks[index]}"
+            )
+
+
+def coordinate_at(mesh: _C.Mesh, index: int) -> list[int]:
+    coordinate: list[int] = []
+    for size in reversed(mesh.shape):
+        coordinate.insert(0, index % size)
+        index //= size
+    return coordinate
 
 
 def _layout_from_shapes(
@@ -152,73 +190,10 @@ def _layout_from_shapes(
         sizes[dim] = extent([])
     layout = make_layout(mesh, placements, len(sizes), cuts, who=who)
     for index, shape in enumerate(shapes):
-        coordinate = [index // strides[m] % mesh_shape[m] for m in range(n)]
-        want = layout.local_sizes(sizes, coordinate)
+        want = layout.local_sizes(sizes, coordinate_at(layout.mesh, index))
         if shape != want:
             raise ValueError(
                 f"{who}: argument 'local_tensor' has sizes {shape} on rank {layout.mesh.ranks[index]}, where the other ranks' "
                 f"pieces leave {want}; the pieces do not tile one tensor under {layout} (rank {layout.mesh.rank})"
             )
     return layout, sizes
-
-
-_DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
-
-
-def _check_agreement(
-    local: torch.Tensor, layout: _C.Layout, sharding_shapes: Shapes, shape: Sequence[int] | None, who: str
-) -> None:
-    """All ranks compare dtype, dims, device and, where pieces must be alike, sizes; all raise the same error."""
-    limit = 64
-    names = sorted(str(d) for d in set(_DTYPES))
-    devices = ["cpu", "cuda"]
-    device = devices.index(local.device.type) if local.device.type in devices else len(devices)
-    values = [names.index(str(local.dtype)), device, local.ndim, *local.shape] + [0] * (limit - local.ndim)
-    for mesh_dim in reversed(range(len(layout.mesh.shape))):
-        values = [v for row in _exchange(values, layout.mesh, mesh_dim, local.device) for v in row]
-    step = limit + 3
-    told = [values[i : i + step] for i in range(0, len(values), step)]
-    ranks = layout.mesh.ranks
-    for what, at, show in (
-        ("dtype", 0, lambda v: names[v]),
-        ("device", 1, lambda v: devices[v] if v < len(devices) else "another device"),
-        ("number of dims", 2, str),
-    ):
-        for index, row in enumerate(told):
-            if row[at] != told[0][at]:
-                raise ValueError(
-                    f"{who}: argument 'local_tensor' differs in {what}: {show(told[0][at])} on rank {ranks[0]}, "
-                    f"{show(row[at])} on rank {ranks[index]}"
-                )
-    shapes = [row[3 : 3 + row[2]] for row in told]
-    if sharding_shapes is None and shape is None:
-        for index, other in enumerate(shapes):
-            if other != shapes[0]:
-                raise ValueError(
-                    f"{who}: argument 'local_tensor' has sizes {shapes[0]} on rank {ranks[0]} and {other} on rank {ranks[index]}; "
-                    "pieces of different sizes need sharding_shapes"
-                )
-    # A misfit on one rank is everybody's error.
-    if isinstance(sharding_shapes, dict) or shape is not None:
-        problems = [0] * 1
-        try:
-            trial = layout
-            if isinstance(sharding_shapes, dict):
-                cuts = cuts_from_shapes(layout, sharding_shapes, local.ndim, who=who)
-                trial = _C.Layout(layout.mesh, layout.placements, cuts)
-                sizes = _sizes_from_cuts(local, trial, cuts, who) if shape is None else [int(n) for n in shape]
-            else:
-                assert shape is not None
-                sizes = [int(n) for n in shape]
-            _check_fit(local, trial, sizes, who)
-        except (ValueError, IndexError):
-            problems = [1]
-        flags = problems
-        for mesh_dim in reversed(range(len(layout.mesh.shape))):
-            flags = [v for row in _exchange(flags, layout.mesh, mesh_dim, local.device) for v in row]
-        bad = [ranks[i] for i, flag in enumerate(flags) if flag]
-        if bad:
-            shown = {ranks[i]: s for i, s in enumerate(shapes)}
-            raise ValueError(f"{who}: argument 'local_tensor' does not fit on rank(s) {bad}; sizes by rank: {shown}")
-
-

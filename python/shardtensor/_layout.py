@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -21,16 +22,18 @@ from shardtensor._mesh import as_mesh
 ShardingShapes = Mapping[int, Sequence[Sequence[int]]]
 
 _REPLICATE, _SHARD, _PARTIAL = 0, 1, 2
+# Partials of a kind of their own, such as torch's masked one, are added up in a way that only they know.
+_PARTIALS = (Partial, _NormPartial)
 
 
-def _encode(p: Placement, ndim: int | None, who: str) -> tuple[int, int, int, str, float]:
+def _encode(p: Placement, ndim: int | None, where: str) -> tuple[int, int, int, str, float]:
     if isinstance(p, (Shard, _StridedShard)):
         dim = int(p.dim)
         if ndim is not None and not -ndim <= dim < ndim:
-            raise IndexError(f"{who}: {p} names a dim that a tensor of {ndim} dims does not have")
+            raise IndexError(f"{where}: {p} names a dim that a tensor of {ndim} dims does not have")
         if dim < 0:
             if ndim is None:
-                raise ValueError(f"{who}: {p} is negative and the number of dims is not known")
+                raise ValueError(f"{where}: {p} is negative and the number of dims is not known")
             dim += ndim
         return _SHARD, dim, int(getattr(p, "split_factor", 1)), "sum", 2.0
     if isinstance(p, Replicate):
@@ -42,12 +45,12 @@ def _encode(p: Placement, ndim: int | None, who: str) -> tuple[int, int, int, st
         if order == float("-inf"):
             return _PARTIAL, -1, 1, "min", 2.0
         return _PARTIAL, -1, 1, "norm", order
-    if isinstance(p, Partial):
-        return _PARTIAL, -1, 1, p.reduce_op, 2.0
-    raise TypeError(f"{who}: argument 'placements' holds {p!r}; use Shard(dim), Replicate() or Partial()")
+    if type(p) in _PARTIALS:
+        return _PARTIAL, -1, 1, p.reduce_op, 2.0  # type: ignore[attr-defined]
+    raise TypeError(f"{where}: {p!r} is not known; use Shard(dim), Replicate() or Partial()")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _decode(kind: int, dim: int, split_factor: int, reduce: str, order: float) -> Placement:
     if kind == _SHARD:
         return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
@@ -69,42 +72,82 @@ def make_layout(
     who: str,
 ) -> _C.Layout:
     """The layout of a tensor of `ndim` dims; placements default to Replicate, negative dims are normalised."""
+    mesh = as_mesh(device_mesh)
+    where = f"{who}: argument 'placements' (rank {mesh.rank})"
     if placements is None:
         placements = [Replicate()] * device_mesh.ndim
     if isinstance(placements, Placement):
         placements = [placements]
     if len(placements) != device_mesh.ndim:
         raise ValueError(
-            f"{who}: argument 'placements' has {len(placements)} entries, but the mesh has {device_mesh.ndim} dims; "
-            f"give one placement per mesh dim (rank {device_mesh.get_rank()})"
+            f"{where}: {len(placements)} given, but the mesh has {device_mesh.ndim} dims; give one placement per mesh dim"
         )
-    encoded = [_encode(p, ndim, who) for p in placements]
-    return _C.Layout(as_mesh(device_mesh), encoded, list(cuts))
+    return _C.Layout(mesh, [_encode(p, ndim, where) for p in placements], list(cuts))
 
 
 def cuts_from_shapes(
     layout: _C.Layout, sharding_shapes: ShardingShapes, ndim: int, *, who: str
 ) -> list[list[int] | None]:
-    """One cut per mesh dim from {mesh_dim: one shape per coordinate}."""
+    """One cut per mesh dim from {mesh_dim: one shape per coordinate}.
+
+    Where several mesh dims cut one tensor dim, a shape says what its coordinate has before the later mesh dims cut it.
+    """
     cuts: list[list[int] | None] = [None] * len(layout.placements)
     sizes = layout.mesh.shape
+    where = f"{who}: argument 'sharding_shapes' (rank {layout.mesh.rank})"
     for mesh_dim, shapes in sharding_shapes.items():
         if not -len(sizes) <= mesh_dim < len(sizes):
-            raise ValueError(f"{who}: argument 'sharding_shapes' names mesh dim {mesh_dim} of a mesh of {len(sizes)} dims")
+            raise ValueError(f"{where}: mesh dim {mesh_dim} is named, of a mesh of {len(sizes)} dims")
         mesh_dim %= len(sizes)
         kind, dim, *_ = layout.placements[mesh_dim]
         if kind != _SHARD:
-            continue
+            raise ValueError(f"{where}: mesh dim {mesh_dim} is given shapes, but shards nothing")
         if len(shapes) != sizes[mesh_dim]:
-            raise ValueError(
-                f"{who}: argument 'sharding_shapes' has {len(shapes)} shapes for mesh dim {mesh_dim}, "
-                f"which has {sizes[mesh_dim]} ranks (rank {layout.mesh.rank})"
-            )
-        for rank, shape in enumerate(shapes):
+            raise ValueError(f"{where}: {len(shapes)} shapes for mesh dim {mesh_dim}, which has {sizes[mesh_dim]} ranks")
+        for coordinate, shape in enumerate(shapes):
             if len(shape) != ndim:
                 raise ValueError(
-                    f"{who}: argument 'sharding_shapes' gives rank {rank} of mesh dim {mesh_dim} the shape {tuple(shape)}, "
-                    f"but the tensor has {ndim} dims (rank {layout.mesh.rank})"
+                    f"{where}: coordinate {coordinate} of mesh dim {mesh_dim} is given the shape {tuple(shape)}, "
+                    f"but the tensor has {ndim} dims"
                 )
         cuts[mesh_dim] = [int(shape[dim]) for shape in shapes]
     return cuts
+
+
+def upto(layout: _C.Layout, mesh_dim: int) -> _C.Layout:
+    """The layout as the mesh dims before `mesh_dim` make it."""
+    uncut = _encode(Replicate(), None, "")
+    placements = [p if m < mesh_dim else uncut for m, p in enumerate(layout.placements)]
+    return _C.Layout(layout.mesh, placements, [c if m < mesh_dim else None for m, c in enumerate(layout.cuts)])
+
+
+def check_cuts(layout: _C.Layout, cuts: Sequence[Sequence[int] | None], sizes: Sequence[int], *, who: str) -> None:
+    """Raises unless the cuts, one row per mesh dim, add up to what there is to cut.
+
+    From the cuts and not from the layout: there, sizes that are torch.chunk's of another size have become an even cut.
+    """
+    for mesh_dim, cut in enumerate(cuts):
+        if cut is None:
+            continue
+        before = upto(layout, mesh_dim)
+        dim = layout.placements[mesh_dim][1]
+        cutting = [n if p[0] == _SHARD and p[1] == dim else 1 for n, p in zip(layout.mesh.shape, before.placements, strict=True)]
+        for outer in itertools.product(*map(range, cutting)):
+            there = before.local_sizes(sizes, outer)[dim]
+            if sum(cut) != there:
+                raise ValueError(
+                    f"{who}: argument 'sharding_shapes' (rank {layout.mesh.rank}): the pieces along mesh dim {mesh_dim} add up to "
+                    f"{sum(cut)}, but tensor dim {dim} has {there}" + (f" at {outer} of the outer mesh dims" if max(cutting) > 1 else "")
+                )
+
+
+def fitting_cuts(layout: _C.Layout, placements: Sequence[tuple[int, int, int, str, float]]) -> list[list[int] | None]:
+    """The layout's cuts for the mesh dims that go on cutting the same dim at the same depth; elsewhere None, which is even."""
+    kept: list[list[int] | None] = []
+    moved: set[int] = set()  # tensor dims on which the nesting has changed
+    for cut, before, after in zip(layout.cuts, layout.placements, placements, strict=True):
+        same = before == after and after[1] not in moved
+        kept.append(cut if same else None)
+        if not same:
+            moved |= {before[1], after[1]}
+    return kept

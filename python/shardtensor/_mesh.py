@@ -1,40 +1,56 @@
 """DeviceMesh to the extension's Mesh and back.
 
-A Mesh holds names of process groups, never the groups: one destroyed and made anew under its name is found again.
+A Mesh holds names of process groups, never the groups: one destroyed and made anew under its name is found again. DeviceMesh
+objects hold groups, so none is kept here either, beyond a submesh that lives as long as the mesh it was cut from.
 """
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from shardtensor import _C
 
+# Not an attribute of the DeviceMesh: users pickle those. By identity: equal ones may have other groups.
+_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh]] = {}
 _device_meshes: dict[int, weakref.ReferenceType[DeviceMesh]] = {}
-_strong: dict[int, DeviceMesh] = {}
-_ATTRIBUTE = "_shardtensor_mesh"
+# Made here, without groups of their own.
+_stand_ins: dict[int, DeviceMesh] = {}
+_SUBMESHES = "_shardtensor_submeshes"
 
 
 def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
-    """The extension's view of a DeviceMesh, kept on the DeviceMesh."""
-    known = getattr(device_mesh, _ATTRIBUTE, None)
+    """The extension's view of a DeviceMesh."""
     names = list(getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim)
-    if known is not None and known.groups == names:
-        return known
+    known = _meshes.get(id(device_mesh))
+    if known is not None and known[0]() is device_mesh and known[1].groups == names:
+        return known[1]
+    rank = device_mesh.get_rank() if dist.is_initialized() else device_mesh._rank
     mesh = _C.Mesh(
         device_mesh.device_type,
         list(device_mesh.mesh.shape),
         device_mesh.mesh.flatten().tolist(),
         list(device_mesh.mesh_dim_names or ()),
         names,
-        device_mesh.get_rank(),
+        rank,
     )
-    setattr(device_mesh, _ATTRIBUTE, mesh)
-    _device_meshes[mesh.id] = weakref.ref(device_mesh)
+    _remember(device_mesh, mesh)
     return mesh
+
+
+def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
+    key = id(device_mesh)
+    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh)
+    _device_meshes[mesh.id] = weakref.ref(device_mesh)
+    _stand_ins.pop(mesh.id, None)
+    # mesh["tp"] is a fresh object each time, but FSDP asks a parameter's mesh what it was cut from.
+    root: Any = device_mesh._get_root_mesh()
+    if root is not device_mesh:
+        root.__dict__.setdefault(_SUBMESHES, {})[mesh.id] = device_mesh
 
 
 def as_device_mesh(mesh: _C.Mesh) -> DeviceMesh:
@@ -42,15 +58,14 @@ def as_device_mesh(mesh: _C.Mesh) -> DeviceMesh:
     reference = _device_meshes.get(mesh.id)
     device_mesh = reference() if reference is not None else None
     if device_mesh is None:
-        ranks = torch.tensor(mesh.ranks, dtype=torch.int).view(mesh.shape)
+        ranks = torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").view(mesh.shape)
         device_mesh = DeviceMesh(
             mesh.device_type, ranks, mesh_dim_names=tuple(mesh.dim_names) or None, _init_backend=False, _rank=mesh.rank
         )
         if all(mesh.groups):
-            device_mesh._dim_group_names = list(mesh.groups)
-        setattr(device_mesh, _ATTRIBUTE, mesh)
-        _strong[mesh.id] = device_mesh
-        _device_meshes[mesh.id] = weakref.ref(device_mesh)
+            device_mesh._dim_group_names = list(mesh.groups)  # type: ignore[arg-type]
+        _remember(device_mesh, mesh)
+        _stand_ins[mesh.id] = device_mesh
     return device_mesh
 
 
@@ -63,12 +78,7 @@ def current_mesh(who: str) -> DeviceMesh:
             f"{who}: argument 'device_mesh' is None and no process group is initialised; "
             "pass a mesh (shardtensor.init_device_mesh) or launch with torchrun and call init_process_group"
         )
-    global _default
-    names = (dist.group.WORLD.group_name,) if dist.group.WORLD is not None else ()
-    if _default is None or tuple(getattr(_default, "_dim_group_names", ())) != names:
-        device = dist.distributed_c10d._get_pg_default_device(dist.group.WORLD).type
-        _default = init_device_mesh(device, (dist.get_world_size(),))
-    return _default
-
-
-_default: DeviceMesh | None = None
+    group: Any = dist.group.WORLD
+    device = dist.distributed_c10d._get_pg_default_device(group).type
+    world = dist.get_world_size()
+    return as_device_mesh(_C.Mesh(device, [world], list(range(world)), [], [group.group_name], dist.get_rank()))

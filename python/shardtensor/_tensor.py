@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from shardtensor import _C
+from shardtensor import _C, _handlers
 from shardtensor._from_local import Shapes, layout_for_local
-from shardtensor._layout import ShardingShapes, cuts_from_shapes, make_layout, placements_of
-from shardtensor._mesh import as_device_mesh, current_mesh
+from shardtensor._layout import (
+    _PARTIAL,
+    _PARTIALS,
+    _SHARD,
+    ShardingShapes,
+    check_cuts,
+    cuts_from_shapes,
+    fitting_cuts,
+    make_layout,
+    placements_of,
+)
+from shardtensor._mesh import as_device_mesh, as_mesh, current_mesh
 
 
 class ShardTensorSpec(DTensorSpec):
@@ -34,16 +48,23 @@ class ShardTensorSpec(DTensorSpec):
 
     def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
         """Every rank's shape along each mesh dim that shards: {mesh_dim: one shape per coordinate}."""
-        out: dict[int, tuple[torch.Size, ...]] = {}
         assert self.tensor_meta is not None
-        mine = list(self._layout.mesh.coordinate)
-        for mesh_dim, placement in enumerate(self.placements):
-            if placement.is_shard() or placement.is_replicate() is False and not placement.is_partial():
-                shapes = []
-                for c in range(self._layout.mesh.shape[mesh_dim]):
-                    at = [*mine[:mesh_dim], c, *mine[mesh_dim + 1 :]]
-                    shapes.append(torch.Size(self._layout.local_sizes(list(self.tensor_meta.shape), at)))
-                out[mesh_dim] = tuple(shapes)
+        layout = self._layout
+        sizes = list(self.tensor_meta.shape)
+        mine = list(layout.mesh.coordinate)
+        out: dict[int, tuple[torch.Size, ...]] = {}
+        for mesh_dim, (kind, dim, *_) in enumerate(layout.placements):
+            if kind != _SHARD:
+                continue
+            # Before the later mesh dims cut the same tensor dim: what from_local and redistribute take as sharding_shapes.
+            later = [m > mesh_dim and k == _SHARD and d == dim for m, (k, d, *_) in enumerate(layout.placements)]
+            kept = [(0, -1, 1, "sum", 2.0) if drop else p for drop, p in zip(later, layout.placements, strict=True)]
+            cuts = [None if drop else cut for drop, cut in zip(later, layout.cuts, strict=True)]
+            upto = _C.Layout(layout.mesh, kept, cuts)
+            out[mesh_dim] = tuple(
+                torch.Size(upto.local_sizes(sizes, [*mine[:mesh_dim], c, *mine[mesh_dim + 1 :]]))
+                for c in range(layout.mesh.shape[mesh_dim])
+            )
         return out
 
 
@@ -65,8 +86,9 @@ class ShardTensor(DTensor):
     ``torch.distributed.tensor.DTensor`` does.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    _op_dispatcher = DTensor._op_dispatcher
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # DTensor's slots are properties here, over what torch.utils.swap_tensors (Module.to) swaps anyway.
+    __slotnames__: ClassVar[list[str]] = []
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardTensor:
         """ShardTensor(local_tensor, spec, *, requires_grad): what torch's own tools call. Use from_local instead."""
@@ -79,10 +101,14 @@ class ShardTensor(DTensor):
         )
         meta = spec.tensor_meta
         out = _C.wrap(local.detach(), layout, list(meta.shape), list(meta.stride))
-        return out.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+        return out.requires_grad_(requires_grad)  # type: ignore[return-value]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    register_dispatch_handler = staticmethod(_handlers.register_dispatch_handler)
+    register_function_handler = staticmethod(_handlers.register_function_handler)
+    register_named_function_handler = staticmethod(_handlers.register_named_function_handler)
 
     # ---- where the pieces are ----
 
@@ -122,10 +148,11 @@ class ShardTensor(DTensor):
         layout = _C.layout(self)
         if mesh_dim is None:
             return tuple(layout.intervals(d, n)[0][0] for d, n in enumerate(self.shape))
-        placement = self.placements[mesh_dim]
-        if not hasattr(placement, "dim"):
-            raise ValueError(f"offsets: mesh dim {mesh_dim} is {placement}, which shards no dim")
-        return int(layout.intervals(placement.dim, self.shape[placement.dim])[0][0])
+        kind, dim, *_ = layout.placements[mesh_dim]
+        if kind != _SHARD:
+            rank = layout.mesh.rank
+            raise ValueError(f"offsets: argument 'mesh_dim': mesh dim {mesh_dim} of {layout} shards no dim (rank {rank})")
+        return int(layout.intervals(dim, self.shape[dim])[0][0])
 
     # ---- in and out ----
 
@@ -159,17 +186,14 @@ class ShardTensor(DTensor):
         strides = list(stride) if stride is not None else _C.strides_like(sizes, local_tensor)
         grad_layout = None
         if grad_placements is not None:
-            grad_layout = make_layout(mesh, grad_placements, len(sizes), _fitting_cuts(layout, grad_placements), who=who)
+            grad_layout = _grad_layout(layout, grad_placements, len(sizes), who)
         return _C.from_local(local_tensor, layout, sizes, strides, grad_layout)  # type: ignore[return-value]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
         if grad_placements is None:
             return _C.to_local(self, None)
-        layout = make_layout(
-            self.device_mesh, grad_placements, self.ndim, _fitting_cuts(self._layout, grad_placements), who="to_local"
-        )
-        return _C.to_local(self, layout)
+        return _C.to_local(self, _grad_layout(self._layout, grad_placements, self.ndim, "ShardTensor.to_local"))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank of the mesh."""
@@ -186,23 +210,34 @@ class ShardTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> ShardTensor:
-        """The same tensor with its pieces elsewhere; differentiable. sharding_shapes asks for uneven cuts."""
+        """The same tensor with its pieces elsewhere; differentiable.
+
+        sharding_shapes asks for uneven cuts, as in from_local. Without it a mesh dim that goes on cutting the same tensor dim
+        keeps its cut, and the others cut as torch.chunk does.
+        """
         who = "ShardTensor.redistribute"
         mesh = self.device_mesh if device_mesh is None else device_mesh
         if placements is None:
-            raise RuntimeError(f"{who}: argument 'placements' is needed")
-        for p in placements:
-            if isinstance(p, Partial) and p not in self.placements:
-                raise RuntimeError(f"{who}: cannot redistribute to {p}: summands come from ops, they are not asked for")
+            raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
+        ours = self._layout
+        if as_mesh(mesh) != ours.mesh:
+            raise NotImplementedError(
+                f"{who}: argument 'device_mesh' ({as_mesh(mesh)}) is not the tensor's ({ours.mesh}) and tensors do not move "
+                f"between meshes yet; use full_tensor() and distribute_tensor (rank {ours.mesh.rank})"
+            )
         layout = make_layout(mesh, placements, self.ndim, who=who)
+        for before, after in zip(ours.placements, layout.placements, strict=True):
+            if after[0] == _PARTIAL and after != before:
+                raise RuntimeError(
+                    f"{who}: argument 'placements' {tuple(placements)}: summands come from ops, they cannot be asked for (rank "
+                    f"{ours.mesh.rank})"
+                )
         if sharding_shapes is not None:
             cuts = cuts_from_shapes(layout, sharding_shapes, self.ndim, who=who)
             layout = make_layout(mesh, placements, self.ndim, cuts, who=who)
-            misfit = layout.misfit(list(self.shape))
-            if misfit:
-                raise ValueError(f"{who}: argument 'sharding_shapes': {misfit} (rank {layout.mesh.rank})")
-        elif layout.placements == self._layout.placements and layout.mesh == self._layout.mesh:
-            layout = self._layout
+            check_cuts(layout, cuts, self.shape, who=who)
+        else:
+            layout = make_layout(mesh, placements, self.ndim, fitting_cuts(ours, layout.placements), who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype)  # type: ignore[return-value]
 
     @staticmethod
@@ -210,8 +245,10 @@ class ShardTensor(DTensor):
         """A stock DTensor as a ShardTensor: no copy, the autograd graph goes on."""
         if isinstance(dtensor, ShardTensor):
             return dtensor
-        spec = dtensor._spec
-        layout = make_layout(spec.mesh, spec.placements, dtensor.ndim, who="ShardTensor.from_dtensor")
+        known = [Replicate() if isinstance(p, Partial) and type(p) not in _PARTIALS else p for p in dtensor.placements]
+        if known != list(dtensor.placements):  # torch's masked summands: only torch knows how to add them up
+            dtensor = dtensor.redistribute(placements=known)
+        layout = make_layout(dtensor.device_mesh, known, dtensor.ndim, who="ShardTensor.from_dtensor")
         local = dtensor.to_local() if dtensor.requires_grad else dtensor._local_tensor
         return _C.from_local(  # type: ignore[return-value]
             local, layout, list(dtensor.shape), list(dtensor.stride()), None
@@ -247,7 +284,7 @@ class ShardTensor(DTensor):
     # ---- flatten protocol, traced tensors ----
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func}: traced ShardTensors (torch.compile, FakeTensorMode) are not supported yet")
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -258,7 +295,7 @@ class ShardTensor(DTensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], flatten_spec: Any, size: Any, stride: Any) -> ShardTensor:
         spec, requires_grad = flatten_spec
         out = _C.wrap(inner["_local_tensor"], spec._layout, list(size), list(stride))
-        return out.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+        return out.requires_grad_(requires_grad)  # type: ignore[return-value]
 
     # ---- values ----
 
@@ -295,8 +332,15 @@ class ShardTensor(DTensor):
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
 
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        """A plain tensor, as with any tensor: `data` belongs to no mesh."""
+        dtype, device = dtype or self.dtype, device or self.device
+        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs)
+
     def is_shared(self) -> bool:
-        return self._local_tensor.is_shared()
+        return bool(self._local_tensor.is_shared())  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
@@ -322,16 +366,20 @@ class ShardTensor(DTensor):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         local = self._local_tensor.detach().clone()
-        out = _C.wrap(local, self._layout, list(self.shape), list(self.stride()))
-        if isinstance(self, torch.nn.Parameter):
-            out = torch.nn.Parameter(out, self.requires_grad)
-        else:
-            out.requires_grad_(self.requires_grad)
-        if self.grad is not None:
-            out.grad = self.grad.__deepcopy__(memo)
-        out.__dict__.update({k: __import__("copy").deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_is_param"})
+        out = _as_leaf(
+            _C.wrap(local, self._layout, list(self.shape), list(self.stride())),
+            self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
+        )
         memo[id(self)] = out
-        return out  # type: ignore[return-value]
+        if self.grad is not None:
+            out.grad = copy.deepcopy(self.grad, memo)
+        out.__dict__.update(copy.deepcopy(self._attributes(), memo))
+        return out
+
+    def _attributes(self) -> dict[str, Any]:
+        """What users have set on the tensor."""
+        return {k: v for k, v in self.__dict__.items() if k != "_is_param"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         layout = self._layout
@@ -344,16 +392,53 @@ class ShardTensor(DTensor):
             self.stride(),
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
+            self._attributes(),
         )
         return _rebuild, state
 
+    # ---- torch.distributed.checkpoint ----
 
-def _fitting_cuts(layout: _C.Layout, placements: Sequence[Placement]) -> list[list[int] | None]:
-    """The layout's explicit cuts where the new placements shard the same dims of the same mesh dims."""
-    ours = placements_of(layout)
-    if len(placements) != len(ours):
-        return []
-    return [cut if p == q else None for cut, p, q in zip(layout.cuts, ours, placements, strict=True)]
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """This rank's boxes; none where it has nothing."""
+        self._raise_if_contains_partial_placements()  # type: ignore[no-untyped-call]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self._layout.boxes(list(self.shape))
+            if all(sizes) or not self.numel()
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size())
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The part of this rank's piece that is the box at index.offset."""
+        piece = self._local_tensor.detach()
+        for dim, start in enumerate(index.offset or ()):
+            at = 0
+            for begin, length in self._layout.intervals(dim, self.shape[dim]):
+                if begin == start:
+                    piece = piece.narrow(dim, at, length)
+                    break
+                at += length
+        return piece
+
+
+def _grad_layout(layout: _C.Layout, grad_placements: Sequence[Placement], ndim: int, who: str) -> _C.Layout:
+    mesh = as_device_mesh(layout.mesh)
+    even = make_layout(mesh, grad_placements, ndim, who=f"{who}: grad_placements")
+    return _C.Layout(layout.mesh, even.placements, fitting_cuts(layout, even.placements))
+
+
+def _as_leaf(t: torch.Tensor, requires_grad: bool, is_parameter: bool) -> ShardTensor:
+    if is_parameter:
+        return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]
+    return t.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def _rebuild(
@@ -365,13 +450,13 @@ def _rebuild(
     stride: Sequence[int],
     requires_grad: bool,
     is_parameter: bool,
+    attributes: dict[str, Any],
 ) -> ShardTensor:
     layout = make_layout(mesh, placements, len(shape), cuts, who="ShardTensor.__reduce_ex__")
-    out = _C.wrap(local, layout, list(shape), list(stride))
-    if is_parameter:
-        return torch.nn.Parameter(out, requires_grad)  # type: ignore[return-value]
-    return out.requires_grad_(requires_grad)  # type: ignore[return-value]
+    out = _as_leaf(_C.wrap(local, layout, list(shape), list(stride)), requires_grad, is_parameter)
+    out.__dict__.update(attributes)
+    return out
 
 
 _C.set_python_class(ShardTensor)
-torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _rebuild])
+torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _NormPartial, _rebuild])

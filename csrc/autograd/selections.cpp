@@ -1,0 +1,92 @@
+// Gradients of max, sort, topk, cummax, cumprod. Torch composes them by writing into plain zeros, which cannot become
+// ShardTensors; the rules take them whole instead, and what that hides from autograd is said here.
+// Uses tensor/. Registers itself; used by nobody.
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace shardtensor {
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Puts grad where the indices point along dim. Its own gradient is read from there.
+struct Select : torch::autograd::Function<Select> {
+  static Tensor forward(
+      AutogradContext* ctx,
+      const Tensor& grad,
+      int64_t dim,
+      const Tensor& indices,
+      const std::vector<int64_t>& sizes,
+      bool keepdim) {
+    ctx->save_for_backward({indices});
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["squeezed"] = !keepdim && !sizes.empty();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return at::value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto dim = ctx->saved_data["dim"].toInt();
+    const bool squeezed = ctx->saved_data["squeezed"].toBool();
+    const auto indices = ctx->get_saved_variables()[0];
+    auto grad = grads[0].gather(dim, squeezed ? indices.unsqueeze(dim) : indices);
+    return {squeezed ? grad.squeeze(dim) : grad, Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor value_selecting_reduction_backward(
+    const Tensor& grad,
+    int64_t dim,
+    const Tensor& indices,
+    c10::SymIntArrayRef sizes,
+    bool keepdim) {
+  return Select::apply(grad, dim, indices, C10_AS_INTARRAYREF_SLOW(sizes).vec(), keepdim);
+}
+
+// The same where an index may be hit twice: it adds up.
+struct ScatterAdd : torch::autograd::Function<ScatterAdd> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& input, const Tensor& indices, int64_t dim) {
+    ctx->save_for_backward({indices});
+    ctx->saved_data["dim"] = dim;
+    at::AutoDispatchBelowADInplaceOrView below;
+    return at::cummaxmin_backward(grad, input, indices, dim);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto grad = grads[0].gather(ctx->saved_data["dim"].toInt(), ctx->get_saved_variables()[0]);
+    return {grad, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor cummaxmin_backward(const Tensor& grad, const Tensor& input, const Tensor& indices, int64_t dim) {
+  return ScatterAdd::apply(grad, input, indices, dim);
+}
+
+// Differentiated twice, torch's own composition is taken.
+Tensor cumprod_backward(const Tensor& grad, const Tensor& input, int64_t dim, const Tensor& output) {
+  if (at::GradMode::is_enabled() && (grad.requires_grad() || input.requires_grad())) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("aten::cumprod_backward", "")
+                               .typed<Tensor(const Tensor&, const Tensor&, int64_t, const Tensor&)>();
+    return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CompositeImplicitAutograd), grad, input, dim, output);
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::cumprod_backward(grad, input, dim, output);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("cummaxmin_backward", cummaxmin_backward);
+  m.impl("cumprod_backward", cumprod_backward);
+  m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
+}
+
+} // namespace
+
+} // namespace shardtensor

@@ -1,0 +1,111 @@
+// The twin of cpu/random.cpp. Compiled with -fmad=false: the same roundings as on the host.
+#include "kernels/draws.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace shardtensor::kernels::cuda {
+
+namespace {
+
+constexpr int kMaxDims = 12; // dims that are cut, plus one
+constexpr int kThreads = 256;
+constexpr int64_t kMaxBlocks = 1 << 16;
+
+struct Grid {
+  int ndim = 0;
+  int64_t size[kMaxDims];
+  int64_t local[kMaxDims];
+  int64_t start[kMaxDims]; // of the only run; or, where there are `runs`, the first one's place in the table
+  int runs[kMaxDims]; // 0: one
+  const int64_t* table = nullptr; // start, length of each run
+
+  __device__ uint64_t global_index(int64_t i) const {
+    uint64_t at = 0, stride = 1;
+    for (int d = ndim - 1; d >= 0; --d) {
+      int64_t k = i % local[d];
+      i /= local[d];
+      if (runs[d] == 0) {
+        k += start[d];
+      } else {
+        const int64_t* run = table + start[d];
+        for (int r = 0; r + 1 < runs[d] && k >= run[1]; ++r, run += 2) {
+          k -= run[1];
+        }
+        k += run[0];
+      }
+      at += stride * static_cast<uint64_t>(k);
+      stride *= static_cast<uint64_t>(size[d]);
+    }
+    return at;
+  }
+};
+
+template <typename Scalar, typename Draw>
+__global__ void fill_kernel(Scalar* out, Grid grid, int64_t n, Draw draw) {
+  constexpr int kWidth = Draw::kWidth;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x * kWidth;
+  for (int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth; first < n; first += step) {
+    typename Draw::Value block[kWidth];
+    uint64_t have = ~uint64_t{0};
+    for (int k = 0; k < kWidth && first + k < n; ++k) {
+      const uint64_t at = grid.global_index(first + k);
+      if (at / kWidth != have) {
+        have = at / kWidth;
+        draw(have, block);
+      }
+      auto value = block[0];
+      for (int j = 1; j < kWidth; ++j) { // no dynamic index, so that the block stays in registers
+        value = at % kWidth == static_cast<uint64_t>(j) ? block[j] : value;
+      }
+      out[first + k] = draw.template finish<Scalar>(value);
+    }
+  }
+}
+
+struct Launch {
+  at::Tensor& local;
+  const Grid& grid;
+
+  template <typename Scalar, typename Draw>
+  void operator()(const Draw& draw) const {
+    const int64_t n = local.numel();
+    const int64_t per_block = static_cast<int64_t>(kThreads) * Draw::kWidth;
+    const auto blocks = static_cast<unsigned>(std::min(kMaxBlocks, (n + per_block - 1) / per_block));
+    fill_kernel<Scalar, Draw><<<blocks, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        local.mutable_data_ptr<Scalar>(), grid, n, draw);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+};
+
+} // namespace
+
+void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
+  const c10::cuda::CUDAGuard guard(local.device());
+  TORCH_CHECK(held.dims.size() <= kMaxDims, "shardtensor: a random op on a tensor cut along ", held.dims.size() - 1, " dims");
+  Grid grid;
+  grid.ndim = static_cast<int>(held.dims.size());
+  std::vector<int64_t> table;
+  for (int d = 0; d < grid.ndim; ++d) {
+    const auto& dim = held.dims[d];
+    const bool one = dim.runs.size() == 1;
+    grid.size[d] = dim.size;
+    grid.local[d] = dim.local;
+    grid.start[d] = one ? dim.runs[0].start : static_cast<int64_t>(table.size());
+    grid.runs[d] = one ? 0 : static_cast<int>(dim.runs.size());
+    for (size_t r = 0; !one && r < dim.runs.size(); ++r) {
+      table.insert(table.end(), {dim.runs[r].start, dim.runs[r].length});
+    }
+  }
+  at::Tensor on_device;
+  if (!table.empty()) {
+    on_device = at::tensor(table, at::kLong).to(local.device());
+    grid.table = on_device.const_data_ptr<int64_t>();
+  }
+  with_draw(local.scalar_type(), key, distribution, Launch{local, grid});
+}
+
+} // namespace shardtensor::kernels::cuda

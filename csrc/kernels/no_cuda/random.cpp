@@ -1,0 +1,13 @@
+// Stands in for cuda/random.cu where CUDA is absent.
+#include "kernels/random.h"
+
+#include <c10/util/Exception.h>
+
+namespace shardtensor::kernels::cuda {
+
+void fill_random(at::Tensor&, uint64_t, const Held&, const Distribution&) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "shardtensor: random numbers on cuda, but shardtensor was built without CUDA; build it where nvcc is found");
+}
+
+} // namespace shardtensor::kernels::cuda

@@ -1,0 +1,93 @@
+#include "kernels/random.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+namespace shardtensor::kernels {
+
+namespace {
+
+bool whole(const Intervals& runs, int64_t size) {
+  return runs.size() == 1 && runs[0].start == 0 && runs[0].length == size;
+}
+
+Held merge(c10::IntArrayRef sizes, c10::ArrayRef<Intervals> runs) {
+  Held held;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (d > 0 && whole(runs[d], sizes[d])) {
+      auto& last = held.dims.back();
+      last.size *= sizes[d];
+      last.local *= sizes[d];
+      for (auto& run : last.runs) {
+        run = {run.start * sizes[d], run.length * sizes[d]};
+      }
+      continue;
+    }
+    int64_t local = 0;
+    for (const auto& run : runs[d]) {
+      local += run.length;
+    }
+    held.dims.push_back({sizes[d], local, runs[d]});
+  }
+  if (held.dims.empty()) { // a scalar
+    held.dims.push_back({1, 1, {{0, 1}}});
+  }
+  for (const auto& d : held.dims) {
+    held.numel *= d.local;
+  }
+  return held;
+}
+
+void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
+  TORCH_INTERNAL_ASSERT(held.numel == local.numel(), "a piece of ", local.numel(), " elements where ", held.numel, " are held");
+  if (!local.is_contiguous()) {
+    auto dense = at::empty_like(local, at::MemoryFormat::Contiguous);
+    fill(dense, key, held, distribution);
+    local.copy_(dense);
+    return;
+  }
+  if (held.numel == 0 || local.is_meta()) {
+    return;
+  }
+  if (local.is_cpu()) {
+    cpu::fill_random(local, key, held, distribution);
+  } else {
+    TORCH_CHECK_NOT_IMPLEMENTED(local.is_cuda(), "shardtensor: random numbers on ", local.device(), "; there are kernels for cpu and cuda");
+    cuda::fill_random(local, key, held, distribution);
+  }
+}
+
+} // namespace
+
+void fill_random(
+    at::Tensor& local,
+    uint64_t key,
+    const Layout& layout,
+    c10::IntArrayRef sizes,
+    const Distribution& distribution) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !local.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize})),
+      "shardtensor: random ops on ShardTensors cannot be traced (torch.compile, FakeTensorMode): the graph would draw the same "
+      "numbers every time. Keep them out of the compiled region");
+  c10::SmallVector<Intervals, 6> runs;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    runs.push_back(layout.intervals(static_cast<int64_t>(d), sizes[d], layout.mesh().coordinate()));
+  }
+  if (!local.is_complex()) {
+    fill(local, key, merge(sizes, runs), distribution);
+    return;
+  }
+  // As torch does: real and imaginary parts are drawn alike, and share a normal's variance.
+  auto parts = at::view_as_real(local);
+  Sizes part_sizes(sizes.begin(), sizes.end());
+  part_sizes.push_back(2);
+  runs.push_back({{0, 2}});
+  auto part = distribution;
+  if (part.kind == Distribution::Kind::Normal) {
+    part.b /= std::sqrt(2.0);
+  }
+  fill(parts, key, merge(part_sizes, runs), part);
+}
+
+} // namespace shardtensor::kernels

@@ -1,0 +1,52 @@
+// Random numbers whose value depends on a stream's key and an element's global linear index alone, so that a global tensor
+// is the same however it is placed, on however many ranks, on CPU or GPU.
+// Uses layout/. Used by rules/random.cpp and whatever else draws (dropout in attention).
+#pragma once
+
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace shardtensor::kernels {
+
+struct Distribution {
+  enum class Kind : uint8_t { Uniform, Normal, LogNormal, Exponential, Cauchy, Geometric, Bernoulli, Integer };
+  Kind kind = Kind::Uniform;
+  // Uniform: in [a, b). Normal, LogNormal: mean a, deviation b. Exponential: rate a. Cauchy: median a, scale b.
+  // Geometric, Bernoulli: probability a.
+  double a = 0;
+  double b = 1;
+  // Integer: low, ..., low + range - 1; range 0 is 2^64.
+  int64_t low = 0;
+  uint64_t range = 0;
+};
+
+// Fills `local`, this rank's piece under `layout` of a tensor of global `sizes`. Any strides; empty pieces too.
+void fill_random(
+    at::Tensor& local,
+    uint64_t key,
+    const Layout& layout,
+    c10::IntArrayRef sizes,
+    const Distribution& distribution);
+
+// What a rank holds of a global tensor, with the dims it holds whole merged into the dim before: one dim where nothing is
+// cut, and the last dim's runs are contiguous in global index.
+struct Held {
+  struct Dim {
+    int64_t size; // global
+    int64_t local;
+    Intervals runs;
+  };
+  c10::SmallVector<Dim, 4> dims;
+  int64_t numel = 1; // local
+};
+
+// The twins. `local` is contiguous, not empty, real.
+namespace cpu {
+void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution);
+}
+namespace cuda {
+void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution);
+}
+
+} // namespace shardtensor::kernels

@@ -1,0 +1,82 @@
+#include "kernels/stream.h"
+
+#include "comm/comm.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <mutex>
+#include <unordered_set>
+
+namespace shardtensor::kernels {
+
+namespace {
+
+std::mutex g_mutex;
+
+std::unordered_set<int64_t>& agreed() {
+  static auto* meshes = new std::unordered_set<int64_t>();
+  return *meshes;
+}
+
+at::Tensor state_of(at::Generator& generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void agree(const Mesh& mesh) {
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    if (!mesh.has_me() || agreed().count(mesh.id())) {
+      return;
+    }
+  }
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const auto mine = state_of(generator);
+  auto first = mesh.description().device_type == "cpu" ? mine.clone() : mine.to(at::Device(mesh.description().device_type));
+  for (int64_t m = 0; m < mesh.ndim(); ++m) {
+    comm::broadcast(first, mesh, m, 0);
+  }
+  first = first.cpu();
+  if (!at::equal(first, mine)) {
+    TORCH_WARN(
+        "shardtensor: on rank ", mesh.rank(), " the default random generator is in another state than on rank ",
+        mesh.description().ranks[0], ", the first of ", mesh.str(),
+        "; its state is taken over. Seed all ranks alike: torch.manual_seed(seed) or shardtensor.random.manual_seed(seed)");
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(first);
+  }
+  mark_agreed(mesh);
+}
+
+// splitmix64's finish: neighbouring inputs give unrelated keys.
+uint64_t scramble(uint64_t x) {
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return x ^ x >> 31;
+}
+
+} // namespace
+
+void mark_agreed(const Mesh& mesh) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  agreed().insert(mesh.id());
+}
+
+uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generator) {
+  const bool given = generator && generator->defined();
+  if (!given) {
+    agree(mesh);
+  }
+  auto source = given ? *generator : at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(source.mutex());
+  if (source.device().is_cpu()) {
+    return at::check_generator<at::CPUGeneratorImpl>(source)->random64();
+  }
+  // A device's generator counts from its seed; take one step of it.
+  const auto offset = source.get_offset();
+  source.set_offset(offset + 4);
+  return scramble(source.current_seed() + scramble(offset + 0x9e3779b97f4a7c15));
+}
+
+} // namespace shardtensor::kernels

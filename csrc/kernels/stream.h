@@ -1,0 +1,21 @@
+// Where the keys of random ops come from: torch's own generators, which all ranks of a mesh must hold in the same state.
+// Uses comm/ and ATen's generators. Used by whatever calls fill_random(), and by python/shardtensor/random.py.
+#pragma once
+
+#include "layout/mesh.h"
+
+#include <ATen/core/Generator.h>
+
+#include <optional>
+
+namespace shardtensor::kernels {
+
+// 64 bits from `generator`, else from the default CPU generator, for CUDA tensors too: torch.manual_seed, fork_rng and
+// activation checkpointing work as ever. Every rank calls it once per random op, whatever it holds. The first call on a mesh
+// that uses the default generator takes over the state of the mesh's first rank, with a warning where it differs.
+uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generator);
+
+// The ranks of the mesh are known to have seeded alike: no need to compare.
+void mark_agreed(const Mesh& mesh);
+
+} // namespace shardtensor::kernels

@@ -1,0 +1,154 @@
+#include "rules/pieces.h"
+
+#include "comm/comm.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <limits>
+
+namespace shardtensor::rules {
+
+namespace {
+
+int64_t position(const c10::FunctionSchema& schema, const char* name) {
+  const auto i = schema.argumentIndexWithName(name);
+  return i ? *i : -1;
+}
+
+bool is_output(const Call& call, const TensorArg& t) {
+  return t.mutated && call.schema.arguments()[t.arg].kwarg_only();
+}
+
+} // namespace
+
+int64_t argument(const Call& call, const char* name) {
+  return position(call.schema, name);
+}
+int64_t argument(const Run& run, const char* name) {
+  return position(run.op.schema(), name);
+}
+
+void add_outputs(const Call& call, Rule& rule) {
+  size_t nth = 0;
+  for (const auto& t : call.tensors) {
+    if (!is_output(call, t)) {
+      continue;
+    }
+    TORCH_INTERNAL_ASSERT(nth < rule.results.size(), call.schema.name(), ": more out= arguments than results");
+    const auto& result = rule.results[nth++];
+    TORCH_CHECK(
+        t.dim() == static_cast<int64_t>(result.dims.size()),
+        call.schema.name(), ": argument '", call.schema.arguments()[t.arg].name(), "' has ", t.dim(), " dims, the result ",
+        result.dims.size(), "; out= tensors are not resized, pass one that has the result's sizes");
+    Operand operand(result.dims);
+    operand.reduce = result.reduce;
+    rule.operands.push_back(std::move(operand));
+  }
+}
+
+uint64_t with_outputs(const Call& call, uint64_t operands) {
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    operands |= static_cast<uint64_t>(is_output(call, call.tensors[i])) << i;
+  }
+  return operands;
+}
+
+void give(const Run& run, const std::vector<at::Tensor>& results) {
+  const auto& arguments = run.op.schema().arguments();
+  std::vector<c10::IValue> out;
+  size_t nth = 0;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
+      auto into = run.arg(i).toTensor();
+      const auto& value = results[nth++];
+      TORCH_CHECK(
+          into.sizes() == value.sizes(),
+          run.op.schema().name(), ": argument '", arguments[i].name(), "' has sizes ", into.sizes(), " on rank ",
+          run.mesh().rank(), ", the result ", value.sizes(), "; out= tensors are not resized, pass one that has the result's sizes");
+      out.emplace_back(into.copy_(value));
+    }
+  }
+  if (out.empty()) {
+    out.assign(results.begin(), results.end());
+  }
+  run.returns(std::move(out));
+}
+
+uint64_t mesh_dims_of(const Run& run, uint64_t factors) {
+  uint64_t out = 0;
+  for (size_t f = 0; f < run.solution.factor_mesh_dims.size(); ++f) {
+    if (factors >> f & 1) {
+      out |= run.mesh_dims(static_cast<int64_t>(f));
+    }
+  }
+  return out;
+}
+
+at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, ReduceOp op) {
+  auto out = t.contiguous();
+  comm::all_reduce_over(out, run.mesh(), mesh_dims, op);
+  return out;
+}
+
+at::Scalar identity(ReduceOp op, at::ScalarType dtype) {
+  const bool max = op == ReduceOp::Max;
+  if (c10::isFloatingType(dtype)) {
+    const auto inf = std::numeric_limits<double>::infinity();
+    return max ? -inf : inf;
+  }
+  if (dtype == at::kBool) {
+    return !max;
+  }
+  at::Scalar out;
+  AT_DISPATCH_INTEGRAL_TYPES(dtype, "identity", [&] {
+    out = max ? std::numeric_limits<scalar_t>::lowest() : std::numeric_limits<scalar_t>::max();
+  });
+  return out;
+}
+
+at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op) {
+  if (count_along(piece.sizes(), dims) > 0) {
+    return op == ReduceOp::Max ? at::amax(piece, dims, true) : at::amin(piece, dims, true);
+  }
+  Sizes sizes(piece.sizes().begin(), piece.sizes().end());
+  for (auto d : dims) {
+    sizes[d] = 1;
+  }
+  return at::full(sizes, identity(op, piece.scalar_type()), piece.options());
+}
+
+int64_t start_of(const Run& run, size_t i, int64_t dim) {
+  const auto& layout = *run.operands[i].layout;
+  const auto held = layout.intervals(dim, run.operands[i].sizes[dim], layout.mesh().coordinate());
+  TORCH_INTERNAL_ASSERT(held.size() == 1, run.op.schema().name(), ": a kernel cannot run on a strided shard");
+  return held[0].start;
+}
+
+at::ScalarType accumulate_type(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+}
+
+Sizes dims_of(uint64_t mask, int64_t ndim) {
+  Sizes out;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (mask >> d & 1) {
+      out.push_back(d);
+    }
+  }
+  return out;
+}
+
+at::Tensor squeeze_dims(const at::Tensor& t, c10::IntArrayRef dims, bool keepdim) {
+  return keepdim ? t : at::squeeze(t, dims);
+}
+
+int64_t count_along(c10::IntArrayRef sizes, c10::IntArrayRef dims) {
+  int64_t n = 1;
+  for (auto d : dims) {
+    n *= sizes[d];
+  }
+  return n;
+}
+
+} // namespace shardtensor::rules

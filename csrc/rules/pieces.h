@@ -1,0 +1,49 @@
+// What rule kernels share: reductions of a piece that may be empty, small reductions over ranks, results into out= arguments.
+// Uses rule.h and comm/. Used by the kernels of reductions, scans and softmax.
+#pragma once
+
+#include "rules/resolve.h" // Solution: what a kernel finds its notes in
+#include "rules/rule.h"
+
+#include <vector>
+
+namespace shardtensor::rules {
+
+// An argument's position by its name in the schema, or -1.
+int64_t argument(const Call& call, const char* name);
+int64_t argument(const Run& run, const char* name);
+
+// Appends the out= arguments as operands with the results' dims: they are written under the results' layouts.
+void add_outputs(const Call& call, Rule& rule);
+// The bits of `operands` and of every out= argument.
+uint64_t with_outputs(const Call& call, uint64_t operands);
+
+// Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
+void give(const Run& run, const std::vector<at::Tensor>& results);
+
+// The mesh dims (bits) that shard any of the factors in `factors` (bit f: factor f).
+uint64_t mesh_dims_of(const Run& run, uint64_t factors);
+
+// `t` reduced over the ranks along the mesh dims, the same on each. `t` is the caller's own: it may be written.
+at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, ReduceOp op);
+
+// What changes nothing under max (the lowest value) or min (the highest).
+at::Scalar identity(ReduceOp op, at::ScalarType dtype);
+
+// amax or amin of a piece, keeping the dims; the identity where the piece is empty along `dims`.
+at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
+
+// The global index along `dim` at which this rank's piece of operand `i` starts. The piece must be one run of indices.
+int64_t start_of(const Run& run, size_t i, int64_t dim);
+
+// float for half precision, else the same: what sums are held in.
+at::ScalarType accumulate_type(at::ScalarType dtype);
+
+// The bits of `mask` below ndim, as dims.
+Sizes dims_of(uint64_t mask, int64_t ndim);
+
+at::Tensor squeeze_dims(const at::Tensor& t, c10::IntArrayRef dims, bool keepdim);
+
+int64_t count_along(c10::IntArrayRef sizes, c10::IntArrayRef dims);
+
+} // namespace shardtensor::rules

@@ -1,0 +1,249 @@
+"""Trains a small character-level language model on harbour.txt, tensor parallel and data parallel.
+
+    torchrun --nproc-per-node 2 examples/train_transformer.py
+    python examples/train_transformer.py          # the same model and the same losses on one process, without shardtensor
+
+No size divides by the ranks: 5 heads, 101 hidden units, 43 characters, batches of 7. Four ranks are a mesh of 2 x 2, other
+numbers of 1 x n. Gloo on the CPU, NCCL where every rank has a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
+TEXT = Path(__file__).with_name("harbour.txt")
+
+
+# ---- the model: plain torch ----
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.register_buffer("future", torch.ones(context, context, dtype=torch.bool).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, context, width = x.shape
+
+        def split(t: torch.Tensor) -> torch.Tensor:
+            return t.view(batch, context, self.heads, width // self.heads).transpose(1, 2)
+
+        query, key, value = split(self.query(x)), split(self.key(x)), split(self.value(x))
+        scores = query @ key.transpose(-2, -1) * (width // self.heads) ** -0.5
+        weights = scores.masked_fill(self.future, float("-inf")).softmax(-1)
+        return self.out((weights @ value).transpose(1, 2).reshape(batch, context, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int, context: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, context)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, vocabulary: int, context: int, width: int = 40, heads: int = 5, hidden: int = 101, blocks: int = 2) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(context, width) * 0.1)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden, context) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+# ---- its pieces ----
+
+
+def make_mesh(device: str):
+    from shardtensor import init_device_mesh
+
+    ranks = dist.get_world_size()
+    data = 2 if ranks % 2 == 0 and ranks > 2 else 1
+    return init_device_mesh(device, (data, ranks // data), mesh_dim_names=("data", "tensor"))
+
+
+def partition(heads: int) -> Callable[[str, nn.Module, object], None]:
+    """What distribute_module asks for each submodule: which of its parameters are cut along the mesh dim "tensor".
+
+    What it leaves alone is replicated.
+    """
+    import shardtensor as st
+
+    def cut(module: nn.Module, name: str, dim: int, mesh, units: int | None = None) -> None:
+        """Cuts a parameter; in whole units (heads) where the dim consists of such."""
+        whole = getattr(module, name)
+        shapes = None
+        if units is not None:
+            ranks, unit = mesh.size(1), whole.shape[dim] // units
+            counts = [len(range(r, units, ranks)) for r in range(ranks)]  # 5 heads on 3 ranks: 2, 2, 1
+            shapes = {1: [(*whole.shape[:dim], n * unit, *whole.shape[dim + 1 :]) for n in counts]}
+        placements = [st.Replicate(), st.Shard(dim)]
+        piece = st.distribute_tensor(whole.data, mesh, placements, sharding_shapes=shapes, src_data_rank=None)
+        setattr(module, name, nn.Parameter(piece))
+
+    def apply(name: str, module: nn.Module, mesh) -> None:
+        last = name.rpartition(".")[2]
+        if last in ("query", "key", "value"):
+            cut(module, "weight", 0, mesh, heads)
+            cut(module, "bias", 0, mesh, heads)
+        elif last == "out":
+            cut(module, "weight", 1, mesh, heads)
+        elif last == "down":
+            cut(module, "weight", 1, mesh)
+        elif last in ("up", "head"):
+            cut(module, "weight", 0, mesh)
+            cut(module, "bias", 0, mesh)
+        elif last == "token":
+            cut(module, "weight", 0, mesh)
+
+    return apply
+
+
+# ---- training ----
+
+
+def train(
+    mesh=None,
+    *,
+    steps: int = 100,
+    batch: int = 7,
+    context: int = 24,
+    rate: float = 3e-3,
+    dtype: torch.dtype = torch.float32,
+    report: Callable[[float], None] = lambda loss: None,
+) -> list[float]:
+    """The loss of every step; the same with and without a mesh."""
+    text = TEXT.read_text()
+    letters = {c: i for i, c in enumerate(sorted(set(text)))}
+    data = torch.tensor([letters[c] for c in text])
+    torch.manual_seed(1)  # every rank makes the same model and draws the same batches
+    heads = 5
+    model = LanguageModel(len(letters), context, heads=heads).to(dtype)
+    if mesh is not None:
+        import shardtensor as st
+
+        st.distribute_module(model, mesh, partition(heads))
+
+    def place(tokens: torch.Tensor) -> torch.Tensor:
+        if mesh is None:
+            return tokens
+        return st.distribute_tensor(tokens, mesh, [st.Shard(0), st.Replicate()], src_data_rank=None)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    losses = []
+    for _ in range(steps):
+        start = torch.randint(len(data) - context, (batch,)).tolist()
+        inputs = place(torch.stack([data[i : i + context] for i in start]))
+        targets = place(torch.stack([data[i + 1 : i + context + 1] for i in start]))
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        report(losses[-1])
+    return losses
+
+
+def plot(losses: list[float], path: Path) -> str:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture of the losses: matplotlib is not installed (pip install matplotlib)"
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per character)")
+    axes.plot(losses)
+    figure.savefig(path)
+    return f"the losses are drawn in {path}"
+
+
+class Progress:
+    """A bar, or a line now and then where tqdm is missing; on one rank."""
+
+    def __init__(self, steps: int, shown: bool) -> None:
+        self.steps, self.shown, self.done = steps, shown, 0
+        self.bar = tqdm(total=steps, unit="step", file=sys.stdout) if tqdm is not None and shown else None
+
+    def __call__(self, loss: float) -> None:
+        self.done += 1
+        every = max(1, self.steps // 10)
+        line = f"step {self.done:4d}  loss {loss:.4f}"
+        if self.bar is not None:
+            self.bar.update()
+            self.bar.set_postfix(loss=f"{loss:.4f}")
+            if self.done % every == 0:
+                self.bar.write(line, file=sys.stdout)
+        elif self.shown and self.done % every == 0:
+            print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=7)
+    parser.add_argument("--context", type=int, default=24)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--picture", type=Path, default=Path("losses.png"))
+    args = parser.parse_args()
+
+    mesh, rank = None, 0
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+        if gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if gpus else "gloo")
+        rank = dist.get_rank()
+        mesh = make_mesh("cuda" if gpus else "cpu")
+    if rank == 0:
+        print(f"on {mesh if mesh is not None else 'one process'}")
+    progress = Progress(args.steps, rank == 0)
+    losses = train(
+        mesh,
+        steps=args.steps,
+        batch=args.batch,
+        context=args.context,
+        rate=args.rate,
+        dtype=getattr(torch, args.dtype),
+        report=progress,
+    )
+    if progress.bar is not None:
+        progress.bar.close()
+    if rank == 0:
+        print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; {plot(losses, args.picture)}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

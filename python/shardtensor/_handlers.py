@@ -1,0 +1,80 @@
+"""The user's own code in place of an op's rule, of a Python function, or of a custom op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from shardtensor import _C
+
+KEY = "PrivateUse2"
+
+_libraries: dict[str, torch.library.Library] = {}
+_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _override(qualified: str, handler: Callable[..., Any]) -> None:
+    # A library per op: dropping it brings the kernel below back.
+    namespace, _, name = qualified.partition("::")
+    if not name:
+        raise ValueError(f"register_named_function_handler: argument 'name' is {qualified!r}; use 'namespace::op' or 'namespace::op.overload'")
+    _libraries.pop(qualified, None)
+    library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    library.impl(name, handler, KEY, allow_override=True)  # type: ignore[no-untyped-call]
+    _libraries[qualified] = library
+
+
+def _name_of(op: Any) -> str:
+    if not isinstance(op, OpOverload):
+        raise TypeError(
+            f"register_dispatch_handler: argument 'op' is {op!r}; use an overload such as torch.ops.aten.convolution.default"
+        )
+    return str(op._schema.name) + ("." + op._schema.overload_name if op._schema.overload_name else "")
+
+
+def register_dispatch_handler(op: OpOverload, handler: Callable[..., Any]) -> None:
+    """From now on the op on ShardTensors is handler(*args, **kwargs), below autograd, in place of its rule."""
+    _override(_name_of(op), handler)
+
+
+def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
+    """The same for an op of torch.library, by name ("mylib::op"), also before it is defined."""
+    _override(name, handler)
+
+
+def register_function_handler(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
+    """From now on a Python-level function (torch.nn.functional.x, torch.Tensor.x) on ShardTensors is
+    handler(func, types, args, kwargs), above autograd. The first such handler switches __torch_function__ on."""
+    _functions[func] = handler
+    _switch()
+
+
+def unregister_handler(target: Any) -> None:
+    """Takes a handler back: an op overload, an op's name, or a function."""
+    if isinstance(target, str):
+        _libraries.pop(target, None)
+    elif isinstance(target, OpOverload):
+        _libraries.pop(_name_of(target), None)
+    else:
+        _functions.pop(target, None)
+        _switch()
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    handler = _functions.get(func)
+    with torch._C.DisableTorchFunctionSubclass():
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(func, types, args, kwargs or {})
+
+
+def _switch() -> None:
+    from shardtensor._tensor import ShardTensor
+
+    enabled = bool(_functions)
+    function: Any = classmethod(_torch_function) if enabled else torch._C._disabled_torch_function_impl
+    ShardTensor.__torch_function__ = function  # type: ignore[method-assign]
+    _C.set_python_class(ShardTensor, not enabled)

@@ -1,0 +1,59 @@
+"""Stock DTensors that meet ShardTensors in one call.
+
+A stock DTensor carries the Python key, so torch's own engine gets such a call first and takes a ShardTensor for a DTensor,
+sizes and all. A ShardTensorSpec never equals a stock spec, so the engine's caches miss and its slow path runs; wrapped here,
+it turns the stock DTensors into ShardTensors, without a copy, and calls the op again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
+
+from shardtensor import _C
+from shardtensor._layout import make_layout
+from shardtensor._tensor import ShardTensor
+
+
+def _promote(value: Any) -> Any:
+    if isinstance(value, DTensor) and not isinstance(value, ShardTensor):
+        spec = value._spec
+        layout = make_layout(spec.mesh, spec.placements, value.ndim, who="a DTensor among ShardTensors")
+        return _C.wrap(value._local_tensor, layout, list(value.shape), list(value.stride()))
+    return value
+
+
+def _is_mixed(leaves: list[Any]) -> bool:
+    return any(isinstance(t, ShardTensor) for t in leaves)
+
+
+def _again(op: Any, leaves: list[Any], tree: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten([_promote(t) for t in leaves], tree)
+    return op(*args, **kwargs)
+
+
+def install() -> None:
+    """Wraps the slow path and the custom handlers of torch's engine, once."""
+    engine: Any = DTensor._op_dispatcher
+    if getattr(engine, "_shardtensor_installed", False):
+        return
+    slow = engine._propagate_op_sharding_dispatch_slow_path
+
+    def slow_path(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        return _again(op, leaves, tree) if _is_mixed(leaves) else slow(op, args, kwargs, *rest)
+
+    def guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
+        def call(op: Any, args: Any, kwargs: Any) -> Any:
+            leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+            return _again(op, leaves, tree) if _is_mixed(leaves) else handler(op, args, kwargs)
+
+        return call
+
+    engine._propagate_op_sharding_dispatch_slow_path = slow_path
+    for op, handler in list(engine._custom_op_handlers.items()):
+        engine._custom_op_handlers[op] = guarded(handler)
+    engine._shardtensor_installed = True

@@ -1,0 +1,651 @@
+"""The public API, on ranks: ways in, ways out, from layout to layout, and what a tensor is expected to be able to do."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import cut_sizes, make, mesh_id, mesh_of, place, whole
+from pool import Pool
+from torch import nn
+
+MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
+
+
+def run(pools, mesh, function, *args):
+    return pools(mesh[0]).run(f"test_api:{function}", mesh[1], *args)
+
+
+def on_ranks(function, meshes=MESHES):
+    """A test that calls the function on every rank with the mesh's shape."""
+
+    @pytest.mark.parametrize("mesh", meshes, ids=mesh_id)
+    def test(pools, mesh):
+        run(pools, mesh, function.__name__)
+
+    return test
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def numbers(*sizes):
+    return make(sizes, torch.Generator().manual_seed(3))
+
+
+# ---- from_local ----
+
+
+def from_local(shape):
+    import shardtensor as st
+    from shardtensor import Partial, Replicate, Shard, ShardTensor
+
+    mesh = mesh_of(shape)
+    n, me = mesh.size(0), mesh.get_local_rank(0)
+    rest = [Replicate()] * (mesh.ndim - 1)
+    for run_check in (False, True):
+        x = ShardTensor.from_local(torch.full((2, 3), float(me)), mesh, [Shard(0), *rest], run_check=run_check)
+        assert x.shape == (2 * n, 3) and x._layout.is_even and x.offsets() == (2 * me, 0)
+        assert x.full_tensor()[:, 0].tolist() == [float(i) for i in range(n) for _ in range(2)]
+
+        # Cut as torch.chunk does, with empty pieces at the end.
+        for mode in (None, "chunk"):
+            mine = torch.arange(4.0).chunk(n)
+            mine = mine[me] if me < len(mine) else torch.empty(0)
+            x = ShardTensor.from_local(mine, mesh, [Shard(0), *rest], shape=(4,), sharding_shapes=mode, run_check=run_check)
+            assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+        # Uneven: asked, or told.
+        mine = torch.full((3, me), float(me))
+        shapes = {0: [(3, i) for i in range(n)]}
+        for mode in ("infer", shapes, {-mesh.ndim: shapes[0]}):
+            x = ShardTensor.from_local(mine, mesh, [Shard(-1), *rest], sharding_shapes=mode, run_check=run_check)
+            assert x.shape == (3, n * (n - 1) // 2) and x.placements[0] == Shard(1)
+            assert x.offsets(0) == me * (me - 1) // 2
+            assert x.full_tensor()[0].tolist() == [float(i) for i in range(n) for _ in range(i)]
+            assert x._spec.sharding_shapes()[0] == tuple(torch.Size((3, i)) for i in range(n))
+
+        x = ShardTensor.from_local(torch.ones(2), mesh, [Partial(), *rest], run_check=run_check)
+        assert x.full_tensor().tolist() == [n, n]
+        x = ShardTensor.from_local(torch.ones(2), mesh, run_check=run_check)
+        assert all(isinstance(p, Replicate) for p in x.placements)
+    assert x.device_mesh is mesh
+    assert isinstance(x, st.DTensor) and isinstance(x, torch.distributed.tensor.DTensor) and isinstance(x, torch.Tensor)
+
+
+test_from_local = on_ranks(from_local)
+
+
+def from_local_nested(shape):
+    from shardtensor import Shard, ShardTensor
+
+    mesh = mesh_of(shape)
+    a, b = mesh.get_coordinate()
+    sizes = [[4, 1], [0, 3]]
+    start = sum(sizes[0]) * a + sizes[a][0] * b
+    mine = torch.arange(start, start + sizes[a][b])
+    x = ShardTensor.from_local(mine, mesh, [Shard(0), Shard(0)], sharding_shapes="infer")
+    assert x._layout.cuts == [[5, 3], [4, 1, 0, 3]]
+    assert x.full_tensor().tolist() == list(range(8))
+    assert x._spec.sharding_shapes() == {0: ((5,), (3,)), 1: tuple((s,) for s in sizes[a])}
+    # Two tensor dims, uneven both.
+    rows, columns = [1, 3], [0, 2]
+    grid = torch.arange(8).view(4, 2)
+    mine = grid.split(rows)[a].split(columns, dim=1)[b]
+    x = ShardTensor.from_local(mine, mesh, [Shard(0), Shard(1)], sharding_shapes="infer")
+    assert x._layout.cuts == [rows, columns]
+    assert x.full_tensor().equal(grid)
+
+
+test_from_local_nested = on_ranks(from_local_nested, MESHES[2:])
+
+
+def from_local_gradient(shape):
+    from shardtensor import Partial, Replicate, Shard, ShardTensor
+
+    mesh = mesh_of(shape)
+    n, me = mesh.size(), mesh.get_rank()
+    weights = torch.arange(1.0, n + 1)
+    mine = torch.ones(1, requires_grad=True)
+    whole_row = ShardTensor.from_local(mine, mesh, [Shard(0)])
+    (whole_row * ShardTensor.from_local(weights, mesh)).sum().backward()
+    assert mine.grad.tolist() == [me + 1]
+    # A summand's gradient is the sum's.
+    mine = torch.ones(n, requires_grad=True)
+    (ShardTensor.from_local(mine, mesh, [Partial()]) * ShardTensor.from_local(weights, mesh)).sum().backward()
+    assert mine.grad.tolist() == weights.tolist()
+    # grad_placements: this rank's piece of the gradient, although the value is whole.
+    mine = torch.ones(n, requires_grad=True)
+    x = ShardTensor.from_local(mine, mesh, [Replicate()], grad_placements=[Replicate()])
+    (x * ShardTensor.from_local(weights, mesh)).sum().backward()
+    assert mine.grad.tolist() == weights.tolist()
+
+
+test_from_local_gradient = on_ranks(from_local_gradient, MESHES[:2])
+
+
+# ---- to_local, full_tensor ----
+
+
+def to_local(shape):
+    from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
+
+    mesh = mesh_of(shape)
+    n, me = mesh.size(), mesh.get_rank()
+    x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
+    piece = x.to_local()
+    assert type(piece) is torch.Tensor and piece.numel() == len(range(5)[: x._local_tensor.numel()])
+    (piece * (me + 1)).sum().backward()
+    want = torch.cat([torch.full_like(c, i + 1.0) for i, c in enumerate(torch.arange(5.0).chunk(n))])
+    assert type(x.grad) is ShardTensor and x.grad.placements == x.placements
+    assert x.grad.full_tensor().equal(want)
+    # Each rank's gradient is a summand, if told so.
+    x = distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
+    (x.to_local(grad_placements=[Partial()]) * (me + 1.0)).sum().backward()
+    assert x.grad.full_tensor().tolist() == [n * (n + 1) / 2] * 3
+    # Without grad the piece itself.
+    x = x.detach()
+    assert x.to_local() is x._local_tensor
+    # full_tensor is differentiable.
+    x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
+    (x.full_tensor() * torch.arange(5.0)).sum().backward()
+    assert x.grad.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+test_to_local = on_ranks(to_local, MESHES[:2])
+
+
+# ---- redistribute ----
+
+
+def layouts_for(shape, sizes):
+    """(placements as text, cut kind), nested cuts too."""
+    single = ["R", "P", *(f"S({d})" for d in range(len(sizes)))]
+    for combo in itertools.product(single, repeat=len(shape)):
+        sharded = [c for c in combo if c.startswith("S")]
+        nested = len(set(sharded)) < len(sharded)
+        for kind in ("even", "uneven", "empty") if sharded and not nested else ("even",):
+            yield combo, kind
+
+
+def shapes_of(combo, kind, shape, sizes):
+    """sharding_shapes for redistribute: None where even."""
+    out = {}
+    for m, text in enumerate(combo):
+        if text.startswith("S") and kind != "even":
+            dim = int(text[2:-1])
+            out[m] = [[s if d == dim else n for d, n in enumerate(sizes)] for s in cut_sizes(sizes[dim], shape[m], kind)]
+    return out or None
+
+
+def redistribute(shape, seed, limit):
+    from shardtensor import Replicate, Shard
+
+    mesh = mesh_of(shape)
+    sizes = (5, 4)
+    value, c, v = numbers(*sizes), numbers(*sizes) + 3, numbers(*sizes) - 1
+    pairs = [(a, b) for a in layouts_for(shape, sizes) for b in layouts_for(shape, sizes) if "P" not in b[0]]
+    if len(pairs) > limit:
+        pairs = random.Random(seed).sample(pairs, limit)
+    everywhere = ("R",) * len(shape)
+    for (before, cut), (after, new_cut) in pairs:
+        what = f"{before} {cut} -> {after} {new_cut}"
+        x = place(value, mesh, before, cut).requires_grad_()
+        placements = [Replicate() if t == "R" else Shard(int(t[2:-1])) for t in after]
+        y = x.redistribute(placements=placements, sharding_shapes=shapes_of(after, new_cut, shape, sizes))
+        assert y.placements == tuple(placements), what
+        if new_cut == "even" and cut == "even":
+            assert y._layout.is_even, what
+        close(whole(y), value)
+        loss = (y * y * place(c, mesh, everywhere, "even")).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert not grad._layout.has_partial, what
+        close(whole(grad), 2 * c * value)
+        (second,) = torch.autograd.grad((grad * place(v, mesh, everywhere, "even")).sum(), x)
+        close(whole(second), 2 * c * v)
+    return len(pairs)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_redistribute(pools, mesh):
+    assert run(pools, mesh, "redistribute", 0, 80)[0] > 30
+
+
+def redistribute_nested(shape):
+    from shardtensor import Replicate, Shard
+
+    mesh = mesh_of(shape)
+    value = numbers(8, 3)
+    targets = [
+        ([Shard(0), Shard(0)], {0: [(5, 3), (3, 3)]}),
+        ([Shard(0), Shard(0)], {0: [(4, 3), (4, 3)], 1: [(1, 3), (3, 3)]}),
+        ([Shard(0), Shard(0)], {0: [(0, 3), (8, 3)]}),
+        ([Shard(0), Shard(1)], {0: [(1, 3), (7, 3)], 1: [(7, 0), (7, 3)]}),
+        ([Shard(0), Shard(0)], None),
+        ([Replicate(), Shard(0)], {1: [(7, 3), (1, 3)]}),
+    ]
+    for (_, first), (_, second) in itertools.product(enumerate(targets), repeat=2):
+        x = place(value, mesh, ("R", "R"), "even").redistribute(placements=first[0], sharding_shapes=first[1])
+        close(whole(x), value)
+        close(whole(x.redistribute(placements=second[0], sharding_shapes=second[1])), value)
+    # What the layout says is what redistribute takes.
+    x = place(value, mesh, ("R", "R"), "even").redistribute(placements=targets[0][0], sharding_shapes=targets[1][1])
+    again = x.redistribute(placements=[Replicate()] * 2).redistribute(
+        placements=x.placements, sharding_shapes=x._spec.sharding_shapes()
+    )
+    assert again._layout == x._layout
+
+
+test_redistribute_nested = on_ranks(redistribute_nested, MESHES[2:])
+
+
+def redistribute_keeps_cuts(shape):
+    from shardtensor import Replicate, Shard
+
+    mesh = mesh_of(shape)
+    x = place(numbers(6, 4), mesh, ("S(0)", "R"), "uneven")
+    assert x.redistribute(placements=[Shard(0), Replicate()]) is x
+    assert x.redistribute(placements=[Shard(0), Shard(1)])._layout.cuts == [x._layout.cuts[0], None]
+    assert x.redistribute(placements=[Shard(-2), Replicate()]) is x
+    assert x.redistribute(placements=[Replicate(), Shard(0)])._layout.is_even
+
+
+test_redistribute_keeps_cuts = on_ranks(redistribute_keeps_cuts, MESHES[2:])
+
+
+def redistribute_dtypes(shape):
+    from shardtensor import Replicate
+
+    mesh = mesh_of(shape)
+    rest = ("R",) * (mesh.ndim - 1)
+    x = place(numbers(5, 4), mesh, ("S(0)", *rest), "uneven").requires_grad_()
+    y = x.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert x.grad.dtype == torch.float64 and whole(x.grad).eq(1).all()
+
+
+test_redistribute_dtypes = on_ranks(redistribute_dtypes)
+
+
+def partials(shape):
+    from shardtensor import Partial, Replicate, Shard, ShardTensor
+
+    mesh = mesh_of(shape)
+    n, me = mesh.size(), mesh.get_rank()
+    every = torch.stack([numbers(5) + i for i in range(n)])
+    for op, want in {
+        "sum": every.sum(0),
+        "avg": every.mean(0),
+        "product": every.prod(0),
+        "min": every.amin(0),
+        "max": every.amax(0),
+    }.items():
+        x = ShardTensor.from_local(every[me], mesh, [Partial(op)])
+        assert x.placements == (Partial(op),)
+        close(x.full_tensor(), want)
+        close(whole(x.redistribute(placements=[Shard(0)])), want)
+        close(whole(x.redistribute(placements=[Shard(0)], sharding_shapes={0: [(5,), *[(0,)] * (n - 1)]})), want)
+        close(whole(x.redistribute(placements=[Replicate()])), want)
+
+
+test_partials = on_ranks(partials, MESHES[:2])
+
+
+# ---- distribute_tensor, scatter_tensor ----
+
+
+def distribute(shape):
+    from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
+
+    mesh = mesh_of(shape)
+    n, me = mesh.size(), mesh.get_rank()
+    rest = [Replicate()] * (mesh.ndim - 1)
+    first = mesh.size(0)
+    mine = numbers(5, 4) + me
+    for source in (0, 1, None):
+        x = distribute_tensor(mine, mesh, [Replicate(), *rest], src_data_rank=source)
+        if source is None:
+            close(x.to_local(), mine)
+        else:
+            close(x.full_tensor(), numbers(5, 4) + mesh.mesh[(source,) * mesh.ndim].item())
+    same = numbers(5, 4)
+    for placements in ([Shard(0), *rest], [Shard(-1), *rest], [Partial(), *rest], [Partial("avg"), *rest], None):
+        x = distribute_tensor(same, mesh, placements)
+        assert type(x) is ShardTensor and x.is_leaf and x.dtype == torch.float64
+        close(whole(x), same)
+    shapes = {0: [(5, 0)] * (first - 1) + [(5, 4)]}
+    x = distribute_tensor(same.requires_grad_(), mesh, [Shard(1), *rest], sharding_shapes=shapes)
+    assert x.requires_grad and x.is_leaf and x._spec.sharding_shapes()[0] == tuple(torch.Size(s) for s in shapes[0])
+    close(whole(x), same.detach())
+    # A tensor that is distributed already is left alone.
+    assert distribute_tensor(x, mesh, [Shard(1), *rest]) is x
+    # The piece does not hold on to the whole, and is not the user's memory.
+    plain = torch.zeros(4)
+    distribute_tensor(plain, mesh, [Replicate(), *rest], src_data_rank=None).add_(1)
+    assert plain.sum() == 0
+    x = distribute_tensor(torch.zeros(100 * n), mesh, [Shard(0), *rest])
+    assert x.to_local().untyped_storage().nbytes() <= 4 * 100 * n // first
+    # Strides follow.
+    x = distribute_tensor(numbers(5, 4).t(), mesh, [Shard(0), *rest], src_data_rank=None)
+    close(whole(x), numbers(5, 4).t())
+    # A meta tensor has no values to send.
+    x = distribute_tensor(torch.empty(5, 4, device="meta"), mesh, [Shard(0), *rest])
+    assert x.is_meta and x.shape == (5, 4)
+
+
+test_distribute_tensor = on_ranks(distribute)
+
+
+def scatter(shape):
+    from shardtensor import Replicate, Shard, scatter_tensor
+
+    mesh = mesh_of(shape)
+    me = mesh.get_rank()
+    value = numbers(7, 3)
+    two = mesh.ndim == 2
+    every = [[Shard(0)], [Shard(1)], [Replicate()]]
+    if two:
+        every = [[a, b] for (a,), (b,) in itertools.product(every, repeat=2)]
+    for source in range(mesh.size()):
+        for placements in every:
+            x = scatter_tensor(value if me == source else None, source, mesh, placements, requires_grad=True)
+            assert x.requires_grad and x.dtype == torch.float64
+            close(whole(x), value)
+        cut = [0, 7, *[0] * (mesh.size(0) - 2)]
+        rest = [Shard(1)] if two else []
+        shapes = {0: [(s, 3) for s in cut]}
+        x = scatter_tensor(value.int() if me == source else None, source, mesh, [Shard(0), *rest], sharding_shapes=shapes)
+        assert x._layout.cuts[0] == cut
+        close(whole(x), value.int())
+
+
+test_scatter_tensor = on_ranks(scatter)
+
+
+# ---- distribute_module ----
+
+
+def module(shape):
+    from shardtensor import Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
+
+    mesh = mesh_of(shape)
+    rest = [Replicate()] * (mesh.ndim - 1)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    plain.register_buffer("steps", torch.arange(3))
+    value = numbers(2, 4)
+    want = plain(value)
+    seen = []
+
+    def partition(name, part, where):
+        seen.append(name)
+        if name == "0":
+            for key, dim in (("weight", 0), ("bias", 0)):
+                p = distribute_tensor(getattr(part, key).data, where, [Shard(dim), *rest])
+                part.register_parameter(key, nn.Parameter(p))
+
+    def enter(m, inputs, where):
+        return (distribute_tensor(inputs[0], where),)
+
+    def leave(m, outputs, where):
+        return outputs.full_tensor()
+
+    out = distribute_module(plain, mesh, partition, enter, leave)
+    assert out is plain and seen == ["", "0", "1", "2"]
+    assert all(type(p) is ShardTensor and isinstance(p, nn.Parameter) for p in plain.parameters())
+    assert plain[0].weight.placements[0] == Shard(0) and plain[2].weight.placements[0] == Replicate()
+    assert type(plain.steps) is ShardTensor
+    close(plain(value), want)
+
+
+test_distribute_module = on_ranks(module)
+
+
+# ---- factories ----
+
+
+def factories(shape):
+    import shardtensor as st
+    from shardtensor import Replicate, Shard
+
+    mesh = mesh_of(shape)
+    n = mesh.size(0)
+    rest = [Replicate()] * (mesh.ndim - 1)
+    where = {"device_mesh": mesh, "placements": [Shard(0), *rest]}
+    for made, want in (
+        (st.zeros(5, 3, **where), torch.zeros(5, 3)),
+        (st.zeros((5, 3), **where), torch.zeros(5, 3)),
+        (st.ones(torch.Size([5]), dtype=torch.int32, **where), torch.ones(5, dtype=torch.int32)),
+        (st.full((5, 2), 1.5, **where), torch.full((5, 2), 1.5)),
+        (st.full(5, 2, **where), torch.full((5,), 2)),
+        (st.linspace(0, 1, 7, dtype=torch.float64, **where), torch.linspace(0, 1, 7, dtype=torch.float64)),
+        (st.logspace(0, 1, 7, base=2.0, **where), torch.logspace(0, 1, 7, base=2.0)),
+    ):
+        assert made.dtype == want.dtype and made.stride() == want.stride()
+        assert whole(made).equal(want)
+    assert st.empty(5, 3, **where).shape == (5, 3)
+    assert st.zeros(5, requires_grad=True, **where).requires_grad
+    uneven = {0: [(0,)] * (n - 1) + [(7,)]}
+    x = st.linspace(0, 6, 7, sharding_shapes=uneven, **where)
+    assert whole(x).equal(torch.linspace(0, 6, 7)) and x._layout.cuts[0] == [0] * (n - 1) + [7]
+    assert st.zeros(3, device_mesh=mesh).placements == (Replicate(),) * mesh.ndim
+
+
+test_factories = on_ranks(factories)
+
+
+def current_mesh(shape):
+    import shardtensor as st
+    from shardtensor import Shard, ShardTensor
+
+    world = dist.get_world_size()
+    x = st.zeros(5, placements=[Shard(0)])
+    assert x.device_mesh.mesh.tolist() == list(range(world))
+    assert ShardTensor.from_local(torch.ones(1), placements=[Shard(0)]).sum().item() == world
+    assert st.zeros(5).device_mesh is x.device_mesh
+    mesh = mesh_of(shape)
+    with mesh:
+        assert st.ones(3).device_mesh is mesh
+        assert st.distribute_tensor(torch.ones(3)).device_mesh is mesh
+
+
+test_current_mesh = on_ranks(current_mesh)
+
+
+def submesh(shape):
+    from shardtensor import Shard, init_device_mesh, zeros
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
+    x = zeros(5, device_mesh=mesh["b"], placements=[Shard(0)])
+    assert x.device_mesh == mesh["b"] and x.device_mesh._get_root_mesh() is mesh  # no one else holds mesh["b"]
+    assert x.full_tensor().shape == (5,)
+    del mesh
+    assert (x + 1).full_tensor().tolist() == [1.0] * 5
+    assert x.device_mesh.get_group().size() == 2
+
+
+test_submesh = on_ranks(submesh, MESHES[2:])
+
+
+# ---- beside stock DTensors ----
+
+
+def stock(shape):
+    from shardtensor import Replicate, Shard, ShardTensor
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import distribute_tensor as stock_distribute
+
+    mesh = mesh_of(shape)
+    rest = [Replicate()] * (mesh.ndim - 1)
+    value = numbers(5, 4)
+    theirs = stock_distribute(value, mesh, [Shard(0), *rest]).requires_grad_()
+    ours = ShardTensor.from_dtensor(theirs)
+    assert type(ours) is ShardTensor and ours.placements == theirs.placements
+    close(whole(ours), value)
+    (ours * 2).sum().backward()
+    assert type(theirs.grad) is DTensor and theirs.grad.full_tensor().eq(2).all()
+    assert ShardTensor.from_dtensor(ours) is ours
+    back = ours.to_dtensor()
+    assert type(back) is DTensor and back.placements == theirs.placements
+    close(back.full_tensor(), value)
+    leaf = place(value, mesh, ("S(0)",) + ("R",) * (mesh.ndim - 1), "even").requires_grad_()
+    (leaf.to_dtensor() * 3).sum().full_tensor().backward()
+    assert whole(leaf.grad).eq(3).all()
+    with pytest.raises(RuntimeError, match="uneven cuts, which torch's DTensor cannot describe"):
+        place(value, mesh, ("S(0)",) + ("R",) * (mesh.ndim - 1), "uneven").to_dtensor()
+
+
+test_stock_dtensors = on_ranks(stock)
+
+
+# ---- autograd and modules ----
+
+
+def autograd(shape):
+    from shardtensor import ShardTensor
+
+    mesh = mesh_of(shape)
+    rest = ("R",) * (mesh.ndim - 1)
+    x = place(numbers(5, 4), mesh, ("S(0)", *rest), "uneven").requires_grad_()
+    assert x.is_leaf and x.grad is None
+    hooked, accumulated = [], []
+    x.register_hook(lambda g: hooked.append(type(g)))
+    x.register_post_accumulate_grad_hook(lambda t: accumulated.append(t is x))
+    y = (x * x).sum()
+    assert y._layout.has_partial and not y.is_leaf  # a sum whose summands are still apart
+    y.backward(retain_graph=True)
+    assert hooked == [ShardTensor] and accumulated == [True]
+    assert type(x.grad) is ShardTensor
+    close(whole(x.grad), 2 * numbers(5, 4))
+    y.backward()
+    close(whole(x.grad), 4 * numbers(5, 4))
+    x.grad = None
+    y = x * 3
+    y.backward(place(torch.ones(5, 4, dtype=torch.float64), mesh, ("R",) * mesh.ndim, "even"))
+    assert whole(x.grad).eq(3).all()
+    x.grad.zero_()
+    assert whole(x.grad).eq(0).all()
+    assert type(x.detach()) is ShardTensor and not x.detach().requires_grad
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    # .data reads and writes the same pieces.
+    x.data.fill_(7)
+    assert whole(x).eq(7).all()
+    x.data = place(numbers(5, 4), mesh, ("S(1)", *rest), "even")
+    assert x.placements[0].dim == 1 and x.requires_grad
+    close(whole(x), numbers(5, 4))
+
+
+test_autograd = on_ranks(autograd)
+
+
+def parameters(shape):
+    from shardtensor import ShardTensor
+
+    mesh = mesh_of(shape)
+    rest = ("R",) * (mesh.ndim - 1)
+    p = nn.Parameter(place(numbers(5, 4), mesh, ("S(0)", *rest), "uneven"))
+    assert isinstance(p, nn.Parameter) and type(p) is ShardTensor and p.requires_grad and p.is_leaf
+    holder = nn.Module()
+    holder.p = p
+    assert dict(holder.named_parameters()) == {"p": p}
+    holder.to(torch.float32)
+    assert holder.p.dtype == torch.float32 and isinstance(holder.p, nn.Parameter)
+    assert holder.p._layout.cuts == p._layout.cuts
+    torch.testing.assert_close(whole(holder.p), numbers(5, 4).float())
+    holder.p.requires_grad_(False)
+    assert not holder.p.requires_grad
+    holder.half()
+    assert holder.p.dtype == torch.float16
+    state = holder.state_dict()
+    assert type(state["p"]) is ShardTensor
+    holder.load_state_dict({"p": place(torch.ones(5, 4).half(), mesh, ("R",) * mesh.ndim, "even")})
+    assert whole(holder.p).eq(1).all() and holder.p.placements[0].is_shard()
+
+
+test_parameters = on_ranks(parameters)
+
+
+# ---- values ----
+
+
+def values(shape):
+    mesh = mesh_of(shape)
+    rest = ("R",) * (mesh.ndim - 1)
+    value = numbers(5, 4)
+    cut = place(value, mesh, ("S(0)", *rest), "uneven")
+    same = place(value, mesh, ("R",) * mesh.ndim, "even")
+    total = cut.sum()
+    assert abs(total.item() - value.sum().item()) < 1e-9
+    assert abs(float(total) - value.sum().item()) < 1e-9
+    assert f"{total:.3f}" == f"{value.sum():.3f}"
+    assert bool((total - total) == 0)
+    assert same.tolist() == value.tolist()
+    assert (same.numpy() == value.numpy()).all()
+    import numpy
+
+    assert (numpy.asarray(same) == value.numpy()).all()
+    assert (numpy.array(same, dtype=numpy.float32) == value.float().numpy()).all()
+    assert torch.from_dlpack(same).equal(value)
+    for read in (lambda: cut.numpy(), lambda: cut.tolist(), lambda: numpy.asarray(cut), lambda: torch.from_dlpack(cut)):
+        with pytest.raises(RuntimeError, match="this rank holds a piece"):
+            read()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        same.clone().requires_grad_().numpy()
+    for call in (
+        lambda: cut.data_ptr(),
+        lambda: cut.share_memory_(),
+        lambda: cut.resize_(3),
+        lambda: cut.set_(torch.zeros(3)),
+        lambda: cut.pin_memory(),
+    ):
+        with pytest.raises(RuntimeError, match="has no memory of its own"):
+            call()
+    assert repr(cut).startswith("ShardTensor(local_tensor=tensor(") and "shape=(5, 4)" in repr(cut)
+    assert "grad_fn=<Mul" in repr(cut.requires_grad_() * 2) and "requires_grad=True" in repr(cut)
+    assert f"{cut}".startswith("ShardTensor(")
+    assert cut.device == torch.device("cpu") and cut.layout == torch.strided and cut.numel() == 20
+    assert cut.untyped_storage().nbytes() == 160
+    assert len(cut) == 5 and cut.size(1) == 4 and cut.ndim == 2 and cut.stride() == (4, 1)
+
+
+test_values = on_ranks(values)
+
+
+# ---- process groups come and go ----
+
+
+def again():
+    """Two process groups in a row, of the same name."""
+    import shardtensor as st
+    from shardtensor import Shard
+
+    for _ in range(2):
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mesh = st.init_device_mesh("cpu", (world,))
+        x = st.distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+        assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert st.zeros(3, placements=[Shard(0)]).full_tensor().tolist() == [0.0] * 3
+        store = [tempfile.mktemp(prefix="shardtensor-test-")]
+        dist.broadcast_object_list(store)
+        del mesh
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError):
+            x.full_tensor()
+        dist.init_process_group("gloo", init_method=f"file://{store[0]}", rank=rank, world_size=world)
+        assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]  # found again under its name
+    return os.getpid()
+
+
+def test_process_group_destroyed_and_made_anew():
+    pool = Pool(2)
+    try:
+        assert len(set(pool.run("test_api:again"))) == 2
+    finally:
+        pool.stop()

@@ -1,0 +1,192 @@
+"""Copies and files: what comes back is the same piece in the same layout."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from oracle import make, mesh_id, mesh_of, place, whole
+from torch import nn
+
+MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
+
+
+def save_and_load(weights_only):
+    def through_a_file(value):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=weights_only)
+
+    return through_a_file
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "save": save_and_load(False),
+    "save_weights_only": save_and_load(True),
+    "clone": lambda x: x.clone(),
+}
+
+
+def tensors(shape):
+    """A tensor in each kind of layout."""
+    mesh = mesh_of(shape)
+    value = make((5, 4), torch.Generator().manual_seed(3))
+    rest = ("R",) * (mesh.ndim - 1)
+    for first, cut in (("R", "even"), ("P", "even"), ("S(0)", "even"), ("S(0)", "uneven"), ("S(1)", "empty")):
+        yield value, place(value, mesh, (first, *rest), cut)
+    yield value, place(value.t(), mesh, ("S(0)", *rest), "uneven").t()  # strides
+
+
+def copied(shape, name):
+    from shardtensor import ShardTensor
+
+    for value, x in tensors(shape):
+        for requires_grad, parameter in ((False, False), (True, False), (True, True), (False, True)):
+            original = nn.Parameter(x.detach(), requires_grad) if parameter else x.detach().requires_grad_(requires_grad)
+            with torch.no_grad():
+                got = COPIES[name](original)
+            assert type(got) is ShardTensor
+            assert got._layout == original._layout
+            assert got.shape == original.shape and got.dtype == original.dtype
+            torch.testing.assert_close(whole(got), value)
+            if name == "clone":
+                continue
+            assert got.stride() == original.stride()
+            assert isinstance(got, nn.Parameter) == parameter
+            assert got.requires_grad == requires_grad and got.is_leaf
+            shares = got._local_tensor.untyped_storage().data_ptr() == original._local_tensor.untyped_storage().data_ptr()
+            assert shares == (name == "copy") or not got._local_tensor.numel()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", COPIES)
+def test_copy(pools, name, mesh):
+    pools(mesh[0]).run("test_copies:copied", mesh[1], name)
+
+
+def attributes(shape):
+    for _, x in tensors(shape):
+        p = nn.Parameter(x.detach())
+        p.label, p.friends = "left", {"right": [1, 2]}
+        for name in ("deepcopy", "pickle", "save_weights_only", "copy"):
+            got = COPIES[name](p)
+            assert got.label == "left" and got.friends == p.friends, name
+        assert copy.deepcopy(p).friends is not p.friends
+        # The gradient comes along in a deep copy, and one that refers to itself ends.
+        p.me = p
+        p.grad = torch.ones_like(p.detach())
+        got = copy.deepcopy(p)
+        assert got.me is got and got.grad is not p.grad
+        assert whole(got.grad).eq(1).all()
+
+
+def memo(shape):
+    for _, x in tensors(shape):
+        first, second = copy.deepcopy([x, x])
+        assert first is second and first is not x
+        y = x.detach().requires_grad_() * 2
+        with pytest.raises(RuntimeError, match="graph leaves"):
+            copy.deepcopy(y)
+
+
+def modules(shape):
+    from shardtensor import Replicate, Shard, distribute_module, distribute_tensor
+
+    mesh = mesh_of(shape)
+    rest = [Replicate()] * (mesh.ndim - 1)
+
+    def partition(name, part, where):
+        if isinstance(part, nn.Linear):
+            part.weight = nn.Parameter(distribute_tensor(part.weight.data, where, [Shard(0), *rest]))
+
+    net = distribute_module(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), mesh, partition)
+    net[1].bias = net[0].bias = nn.Parameter(net[1].bias.detach())  # tied
+    twin = copy.deepcopy(net)
+    assert twin[0].bias is twin[1].bias and twin[0].bias is not net[0].bias
+    loaded = save_and_load(True)(net.state_dict())
+    assert list(loaded) == list(net.state_dict())
+    for key, value in net.state_dict().items():
+        assert loaded[key]._layout == value._layout and whole(loaded[key]).equal(whole(value))
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    other.load_state_dict(loaded)
+    assert whole(other[0].weight).equal(whole(net[0].weight))
+
+
+def pickled_mesh(shape):
+    """Meshes that a ShardTensor has lived on are pickled and copied as ever."""
+    mesh = mesh_of(shape)
+    list(tensors(shape))
+    assert pickle.loads(pickle.dumps(mesh)) == mesh
+    assert copy.deepcopy(mesh) == mesh
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("function", ["attributes", "memo", "modules", "pickled_mesh"])
+def test_copies(pools, function, mesh):
+    pools(mesh[0]).run(f"test_copies:{function}", mesh[1])
+
+
+def checkpoint(shape, path):
+    """Written in one layout, read into another."""
+    import torch.distributed.checkpoint as dcp
+    from shardtensor import Shard, ShardTensor
+
+    mesh = mesh_of(shape)
+    value = make((5, 4), torch.Generator().manual_seed(3))
+    layouts = [(x, v) for v, x in tensors(shape) if not x._layout.has_partial]
+    for number, (x, v) in enumerate(layouts):
+        dcp.save({"x": x, "none": place(torch.ones(0), mesh, ("S(0)",) + ("R",) * (mesh.ndim - 1), "even")}, checkpoint_id=f"{path}/{number}")
+        for y, _ in layouts:
+            state = {"x": torch.zeros_like(y)}
+            dcp.load(state, checkpoint_id=f"{path}/{number}")
+            assert type(state["x"]) is ShardTensor and state["x"]._layout == y._layout
+            torch.testing.assert_close(whole(state["x"]), v)
+    if mesh.ndim == 2:
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        x = place(value, mesh, ("R", "R"), "even").redistribute(placements=[_StridedShard(0, split_factor=2), Shard(0)])
+        dcp.save({"x": x}, checkpoint_id=f"{path}/strided")
+        state = {"x": place(torch.zeros_like(value), mesh, ("S(1)", "S(0)"), "uneven")}
+        dcp.load(state, checkpoint_id=f"{path}/strided")
+        torch.testing.assert_close(whole(state["x"]), value)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_checkpoint(pools, mesh, tmp_path):
+    pools(mesh[0]).run("test_copies:checkpoint", mesh[1], str(tmp_path))
+
+
+def saved(shape, path):
+    from shardtensor import Shard, distribute_tensor
+
+    mesh = mesh_of(shape)
+    x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)], sharding_shapes={0: [(1,), (4,)]})
+    if mesh.get_rank() == 1:
+        torch.save({"x": nn.Parameter(x)}, path)
+    x.full_tensor()  # until it is written
+
+
+def test_load_without_ranks(pools, tmp_path):
+    """A file of one rank, read where there is no process group: the piece and where it belongs."""
+    path = str(tmp_path / "file")
+    pools(2).run("test_copies:saved", (2,), path)
+    program = f"""
+import sys; sys.path[:0] = {sys.path!r}
+import shardtensor, torch
+x = torch.load({path!r}, weights_only=True)["x"]
+assert x.shape == (5,) and x.offsets() == (1,) and x.to_local().tolist() == [1.0, 2.0, 3.0, 4.0], x
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,449 @@
+"""What is wrong is said on every rank, by argument and rank, at once; and the process group works afterwards."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import mesh_id, mesh_of, place
+
+WORLDS = [(2, (2,)), (3, (3,))]
+
+
+def piece(*sizes, **options):
+    return torch.ones(sizes, **options)
+
+
+# Each takes the mesh and this rank, and does what is wrong on at least one rank.
+
+
+def shape_does_not_fit(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2, 3), mesh, [Shard(0)], shape=(7, 3), run_check=True)
+
+
+def one_rank_does_not_fit(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2 + (me == 1), 3), mesh, [Shard(0)], run_check=True)
+
+
+def one_rank_does_not_fit_the_shapes(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    shapes = {0: [(2, 3)] * mesh.size()}
+    ShardTensor.from_local(piece(2 + (me == 1), 3), mesh, [Shard(0)], sharding_shapes=shapes, run_check=True)
+
+
+def another_number_of_dims(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    # Shard(1) is out of range on one rank only.
+    ShardTensor.from_local(piece(*(2, 3)[me == 1 :]), mesh, [Shard(1)], sharding_shapes="infer")
+
+
+def pieces_do_not_tile(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2, 3 + (me == 1)), mesh, [Shard(0)], sharding_shapes="infer")
+
+
+def another_dtype(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2, dtype=torch.float64 if me == 1 else torch.float32), mesh, [Shard(0)], run_check=True)
+
+
+def another_placement(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2, 2), mesh, [Shard(me == 1)], run_check=True)
+
+
+def unknown_mode(mesh, me):
+    from shardtensor import ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, sharding_shapes="guess")
+
+
+def chunk_without_shape(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes="chunk")
+
+
+def dim_out_of_range(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, [Shard(1)])
+
+
+def negative_dim_out_of_range(mesh, me):
+    from shardtensor import Shard, distribute_tensor
+
+    distribute_tensor(piece(2), mesh, [Shard(-2)])
+
+
+def redistribute_dim_out_of_range(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(3, device_mesh=mesh).redistribute(placements=[Shard(1)])
+
+
+def too_many_placements(mesh, me):
+    from shardtensor import Replicate, Shard, zeros
+
+    zeros(3, device_mesh=mesh).redistribute(placements=[Shard(0), Replicate()])
+
+
+def too_few_placements(mesh, me):
+    from shardtensor import distribute_tensor
+
+    distribute_tensor(piece(3), mesh, [])
+
+
+def not_a_placement(mesh, me):
+    from shardtensor import zeros
+
+    zeros(3, device_mesh=mesh, placements=["Shard(0)"])
+
+
+def summands_asked_for(mesh, me):
+    from shardtensor import Partial, zeros
+
+    zeros(3, device_mesh=mesh).redistribute(placements=[Partial()])
+
+
+def sizes_do_not_add_up(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(5, device_mesh=mesh).redistribute(placements=[Shard(0)], sharding_shapes={0: [(2,)] * mesh.size()})
+
+
+def nested_sizes_do_not_add_up(mesh, me):
+    from shardtensor import Shard, zeros
+
+    two = mesh_of((1, mesh.size()))
+    shapes = {0: [(5,)], 1: [(2,), *[(1,)] * (mesh.size() - 1)]}
+    zeros(5, device_mesh=two, placements=[Shard(0), Shard(0)], sharding_shapes=shapes)
+
+
+def too_few_shapes(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: [(5,)]})
+
+
+def shapes_of_another_rank(mesh, me):
+    from shardtensor import Shard, distribute_tensor
+
+    distribute_tensor(piece(2, 1), mesh, [Shard(0)], sharding_shapes={0: [(1,)] * mesh.size()})
+
+
+def shapes_for_no_mesh_dim(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={1: [(5,)]})
+
+
+def shapes_where_nothing_is_cut(mesh, me):
+    from shardtensor import Replicate, zeros
+
+    zeros(5, device_mesh=mesh, placements=[Replicate()], sharding_shapes={0: [(5,)] * mesh.size()})
+
+
+def mesh_without_some_ranks(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2), smaller_mesh(), [Shard(0)])
+    raise ValueError("device_mesh rank 0 is in it")
+
+
+def scatter_from_outside(mesh, me):
+    from shardtensor import scatter_tensor
+
+    scatter_tensor(piece(2), 99, mesh)
+
+
+def scatter_nothing(mesh, me):
+    from shardtensor import scatter_tensor
+
+    scatter_tensor(None, 1, mesh)
+
+
+def scatter_of_another_shape(mesh, me):
+    from shardtensor import scatter_tensor
+
+    scatter_tensor(piece(2) if me == 0 else None, 0, mesh, shape=(3,))
+
+
+def source_out_of_range(mesh, me):
+    from shardtensor import distribute_tensor
+
+    distribute_tensor(piece(2), mesh, src_data_rank=5)
+
+
+def distribute_elsewhere(mesh, me):
+    from shardtensor import Shard, distribute_tensor
+
+    distribute_tensor(distribute_tensor(piece(4), mesh), mesh, [Shard(0)])
+
+
+def redistribute_to_nowhere(mesh, me):
+    from shardtensor import zeros
+
+    zeros(3, device_mesh=mesh).redistribute()
+
+
+def another_mesh(mesh, me):
+    from shardtensor import Shard, init_device_mesh, zeros
+
+    other = init_device_mesh("cpu", (1, mesh.size()))
+    zeros(3, device_mesh=mesh).redistribute(other, [Shard(0), Shard(0)])
+
+
+def meshes_mixed(mesh, me):
+    from shardtensor import init_device_mesh, zeros
+
+    zeros(3, device_mesh=mesh) + zeros(3, device_mesh=init_device_mesh("cpu", (1, mesh.size())))
+
+
+def offsets_of_nothing(mesh, me):
+    from shardtensor import zeros
+
+    zeros(3, device_mesh=mesh).offsets(0)
+
+
+def not_a_tensor(mesh, me):
+    from shardtensor import ShardTensor
+
+    ShardTensor.from_local([1, 2], mesh)
+
+
+def distributed_already(mesh, me):
+    from shardtensor import ShardTensor, zeros
+
+    ShardTensor.from_local(zeros(3, device_mesh=mesh), mesh)
+
+
+def gradient_of_another_size(mesh, me):
+    from shardtensor import Replicate, Shard, zeros
+
+    x = zeros(5, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
+    x.to_local(grad_placements=[Replicate()]).sum().backward()
+
+
+def no_rule_under_strict_mode(mesh, me):
+    from shardtensor import strict_mode
+
+    x = place(piece(5, 4), mesh, ("S(0)",), "uneven")
+    with strict_mode():
+        torch.linalg.svdvals(x)
+
+
+def plain_tensor_among_ours(mesh, me):
+    place(piece(5, 4), mesh, ("S(0)",), "uneven") + piece(5, 4)
+
+
+def write_into_a_plain_tensor(mesh, me):
+    from shardtensor import implicit_replication
+
+    with implicit_replication():
+        piece(5, 4).add_(place(piece(5, 4), mesh, ("S(0)",), "uneven"))
+
+
+def unknown_promotion_mode(mesh, me):
+    from shardtensor import set_promotion_mode
+
+    set_promotion_mode("ignore")
+
+
+# What is wrong, the error, and what it must name.
+WRONG = [
+    (shape_does_not_fit, ValueError, "argument 'local_tensor'", "rank 0"),
+    (one_rank_does_not_fit, ValueError, "argument 'local_tensor'", "on rank"),
+    (one_rank_does_not_fit_the_shapes, ValueError, "argument 'local_tensor' has sizes [3, 3]", "on rank 1"),
+    (another_number_of_dims, ValueError, "argument 'local_tensor' has 2 dims on rank 0, 1 on rank 1"),
+    (pieces_do_not_tile, ValueError, "argument 'local_tensor'", "on rank 1", "do not tile"),
+    (another_dtype, ValueError, "argument 'local_tensor' is torch.float32 on rank 0, torch.float64 on rank 1"),
+    (another_placement, ValueError, "'placements'", "differ between ranks 0 and 1"),
+    (unknown_mode, ValueError, "argument 'sharding_shapes' is 'guess'", "rank {me}"),
+    (chunk_without_shape, ValueError, "'shape'", "rank {me}"),
+    (dim_out_of_range, IndexError, "argument 'placements'", "S(1) names a dim", "rank {me}"),
+    (negative_dim_out_of_range, IndexError, "argument 'placements'", "S(-2) names a dim", "rank {me}"),
+    (redistribute_dim_out_of_range, IndexError, "argument 'placements'", "rank {me}"),
+    (too_many_placements, ValueError, "argument 'placements'", "2 given", "rank {me}"),
+    (too_few_placements, ValueError, "argument 'placements'", "0 given", "rank {me}"),
+    (not_a_placement, TypeError, "argument 'placements'", "rank {me}"),
+    (summands_asked_for, RuntimeError, "argument 'placements'", "rank {me}"),
+    (sizes_do_not_add_up, ValueError, "argument 'sharding_shapes'", "add up to", "rank {me}"),
+    (nested_sizes_do_not_add_up, ValueError, "argument 'sharding_shapes'", "mesh dim 1 add up to", "rank {me}"),
+    (too_few_shapes, ValueError, "argument 'sharding_shapes'", "1 shapes", "rank {me}"),
+    (shapes_of_another_rank, ValueError, "argument 'sharding_shapes'", "2 dims", "rank {me}"),
+    (shapes_for_no_mesh_dim, ValueError, "argument 'sharding_shapes'", "mesh dim 1", "rank {me}"),
+    (shapes_where_nothing_is_cut, ValueError, "argument 'sharding_shapes'", "shards nothing", "rank {me}"),
+    (mesh_without_some_ranks, ValueError, "device_mesh", "rank {me}"),
+    (scatter_from_outside, ValueError, "argument 'global_src' is rank 99", "rank {me}"),
+    (scatter_nothing, ValueError, "argument 'tensor' is None on the source, rank 1", "rank {me}"),
+    (scatter_of_another_shape, ValueError, "argument 'shape' is (3,) on rank {me}, rank 0 has (2,)"),
+    (source_out_of_range, ValueError, "argument 'src_data_rank' is 5", "rank {me}"),
+    (distribute_elsewhere, ValueError, "argument 'tensor'", "redistribute", "rank {me}"),
+    (redistribute_to_nowhere, RuntimeError, "argument 'placements'"),
+    (another_mesh, NotImplementedError, "argument 'device_mesh'", "rank {me}"),
+    (meshes_mixed, RuntimeError, "add", "different meshes", "rank {me}"),
+    (offsets_of_nothing, ValueError, "argument 'mesh_dim'", "rank {me}"),
+    (not_a_tensor, TypeError, "argument 'local_tensor' is list"),
+    (distributed_already, RuntimeError, "argument 'local_tensor' is a ShardTensor"),
+    (gradient_of_another_size, RuntimeError, "gradient on rank {me}", "grad_placements"),
+    (no_rule_under_strict_mode, NotImplementedError, "svd", "strict mode", "rank {me}"),
+    (plain_tensor_among_ours, RuntimeError, "argument 'other'", "plain torch.Tensor", "distribute_tensor"),
+    (write_into_a_plain_tensor, RuntimeError, "plain torch.Tensor 'self'"),
+    (unknown_promotion_mode, ValueError, "argument 'mode'"),
+]
+
+
+_smaller = {}
+
+
+def smaller_mesh():
+    """A mesh of rank 0 alone; made once, by all."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if "mesh" not in _smaller:
+        _smaller["mesh"] = DeviceMesh("cpu", torch.tensor([0]))
+    return _smaller["mesh"]
+
+
+def wrong(shape, index):
+    function, error, *says = WRONG[index]
+    mesh, me = mesh_of(shape), dist.get_rank()
+    with pytest.raises(error) as caught:
+        function(mesh, me)
+    text = str(caught.value)
+    for part in says:
+        assert part.format(me=me) in text, f"{part.format(me=me)!r} is not in: {text}"
+    # No rank is left behind, and none is out of step.
+    assert place(torch.arange(5.0), mesh, ("S(0)",), "uneven").full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=mesh_id)
+@pytest.mark.parametrize("index", range(len(WRONG)), ids=[w[0].__name__ for w in WRONG])
+def test_wrong(pools, index, world):
+    pools(world[0]).run("test_errors:wrong", world[1], index, seconds=20)
+
+
+# ---- modes ----
+
+
+def promotion(shape):
+    import shardtensor as st
+
+    mesh = mesh_of(shape)
+    x, plain = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven"), torch.ones(5, 4)
+    assert st.get_promotion_mode() == "error"
+    assert (x + torch.tensor(1.0)).full_tensor()[0, 0] == 1  # a number in a tensor is as good as a number
+    with st.implicit_replication():
+        assert st.get_promotion_mode() == "replicate"
+        assert (x + plain).full_tensor().equal(torch.arange(20.0).view(5, 4) + 1)
+        assert (plain * x).full_tensor().equal(torch.arange(20.0).view(5, 4))
+    assert st.get_promotion_mode() == "error"
+    with st.promotion_mode("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (x + plain).full_tensor()
+    assert len([w for w in caught if "plain torch.Tensor" in str(w.message)]) <= 1  # once in a process
+    with pytest.raises(KeyError), st.promotion_mode("replicate"):
+        raise KeyError
+    assert st.get_promotion_mode() == "error"
+
+
+def warned_once():
+    import shardtensor as st
+
+    mesh = mesh_of((2,))
+    x = place(torch.ones(5, 4), mesh, ("S(0)",), "uneven")
+    with st.promotion_mode("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            x + torch.ones(5, 4)
+    told = [str(w.message) for w in caught]
+    assert len(told) == 1 and "argument 'other' is a plain torch.Tensor" in told[0] and "taken as replicated" in told[0], told
+
+
+def strict(shape):
+    import shardtensor as st
+
+    mesh = mesh_of(shape)
+    x = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven")
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    log = logging.getLogger("shardtensor")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        st._C.clear_cache()
+        want = torch.linalg.svdvals(torch.arange(20.0).view(5, 4))
+        torch.testing.assert_close(torch.linalg.svdvals(x).full_tensor(), want)
+        assert any("svd" in t and "has no sharding rule" in t for t in told), told
+    finally:
+        log.removeHandler(handler)
+    with st.strict_mode():
+        (x + 1).sum()  # has rules
+        with st.strict_mode(False):
+            torch.linalg.svdvals(x)
+        with pytest.raises(NotImplementedError):
+            torch.linalg.svdvals(x)
+    torch.linalg.svdvals(x)
+    st.set_strict(True)
+    with pytest.raises(NotImplementedError):
+        torch.linalg.svdvals(x)
+    st.set_strict(False)
+
+
+def cut_off_views(shape):
+    """A view that had to move data does not reach its base; writing to it is refused."""
+    mesh = mesh_of(shape)
+
+    def cut_off():
+        base = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven")
+        return base, base.diagonal()
+
+    base, view = cut_off()
+    if base._local_tensor.is_set_to(view._local_tensor) or view._layout.is_sharded:
+        pytest.skip("diagonal has a rule that cuts")
+    with pytest.raises(RuntimeError, match="would not reach the base tensor"):
+        view.add_(1)
+    with pytest.raises(RuntimeError, match="would not reach the base tensor"):
+        view[1:].add_(1)  # a view of it neither
+    assert view.clone().add_(1).full_tensor().tolist() == [1.0, 6.0, 11.0, 16.0]
+
+
+def gradients_of_cut_off_views(shape):
+    """Autograd adds gradients up in place where it can; not into one that a view op has made."""
+    mesh = mesh_of(shape)
+    x = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven").requires_grad_()
+    (x.diagonal().sum() + x.t().diagonal().sum() + x.view(20).sum()).backward()
+    want = torch.ones(5, 4)
+    want.diagonal().add_(2)
+    assert x.grad.full_tensor().equal(want)
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=mesh_id)
+@pytest.mark.parametrize("function", ["promotion", "strict", "cut_off_views", "gradients_of_cut_off_views"])
+def test_modes(pools, function, world):
+    pools(world[0]).run(f"test_errors:{function}", world[1])
+
+
+def test_warned_once():
+    from pool import Pool
+
+    pool = Pool(2)
+    try:
+        pool.run("test_errors:warned_once")
+    finally:
+        pool.stop()

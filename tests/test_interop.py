@@ -1,0 +1,100 @@
+"""Stock DTensors among ShardTensors, and handlers written in Python."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def stock_and_ours_mix():
+    import shardtensor as st
+    from oracle import mesh_of, place
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = mesh_of((dist.get_world_size(),))
+    a, b = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+    for cut in ("even", "uneven"):
+        ours, stock = place(a, mesh, ("S(0)",), cut), distribute_tensor(b, mesh, [Shard(0)])
+        assert type(stock) is not st.ShardTensor
+        cases = {
+            "ours + stock": (ours + stock, a + b),
+            "stock + ours": (stock + ours, a + b),
+            "mm": (stock @ ours, b @ a),
+            "in place": (ours.clone().add_(stock), a + b),
+            "cat": (torch.cat([ours, stock]), torch.cat([a, b])),
+            "foreach": (torch._foreach_add([ours, stock], [stock, ours])[1], a + b),
+            "argmax": (torch.where(ours > stock, ours, stock).argmax(), torch.where(a > b, a, b).argmax()),
+        }
+        for name, (got, want) in cases.items():
+            assert type(got) is st.ShardTensor, name
+            torch.testing.assert_close(got.full_tensor(), want, msg=lambda m, name=name, cut=cut: f"{name} {cut}: {m}")
+
+
+def gradient_reaches_stock():
+    import shardtensor as st
+    from oracle import mesh_of, place
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = mesh_of((dist.get_world_size(),))
+    a, b = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    ours = place(a, mesh, ("S(0)",), "uneven")
+    stock = distribute_tensor(b, mesh, [Shard(0)]).requires_grad_()
+    converted = st.ShardTensor.from_dtensor(stock)
+    (converted * ours).sum().backward()
+    assert isinstance(stock.grad, DTensor) and not isinstance(stock.grad, st.ShardTensor)
+    torch.testing.assert_close(stock.grad.full_tensor(), a)
+    back = place(b, mesh, ("S(1)",), "even").requires_grad_()
+    (back.to_dtensor() * 2).sum().backward()
+    torch.testing.assert_close(back.grad.full_tensor(), torch.full_like(b, 2))
+
+
+def handlers_are_called_and_taken_back():
+    from oracle import mesh_of, place
+    from shardtensor import ShardTensor, _handlers
+
+    mesh = mesh_of((dist.get_world_size(),))
+    x = place(torch.ones(4, 4), mesh, ("S(0)",), "even")
+    seen = []
+
+    def double(a, **kwargs):
+        seen.append("dispatch")
+        return a * 2
+
+    ShardTensor.register_dispatch_handler(torch.ops.aten.erf.default, double)
+    assert torch.erf(x).full_tensor().eq(2).all() and seen == ["dispatch"]
+    _handlers.unregister_handler(torch.ops.aten.erf.default)
+    assert not torch.erf(x).full_tensor().eq(2).any()
+
+    def gelu(func, types, args, kwargs):
+        seen.append("function")
+        return func(*args, **kwargs) * 0
+
+    assert ShardTensor.__torch_function__ is torch._C._disabled_torch_function_impl
+    ShardTensor.register_function_handler(torch.nn.functional.gelu, gelu)
+    y = x.clone().requires_grad_()
+    assert torch.nn.functional.gelu(y).full_tensor().eq(0).all() and seen[-1] == "function"
+    assert (x + 1).full_tensor().eq(2).all()
+    _handlers.unregister_handler(torch.nn.functional.gelu)
+    assert ShardTensor.__torch_function__ is torch._C._disabled_torch_function_impl
+    assert torch.nn.functional.gelu(x).full_tensor().ne(0).all()
+
+    library = torch.library.Library("shardtensor_test", "DEF")
+    library.define("thrice(Tensor x) -> Tensor")
+    library.impl("thrice", lambda t: t * 3, "CPU")
+    assert torch.ops.shardtensor_test.thrice(x).full_tensor().eq(3).all()  # the fallback: gathered
+    ShardTensor.register_named_function_handler("shardtensor_test::thrice", lambda t: t * 30)
+    assert torch.ops.shardtensor_test.thrice(x).full_tensor().eq(30).all()
+    _handlers.unregister_handler("shardtensor_test::thrice")
+    library._destroy()
+
+
+def test_stock_and_ours_mix(pools):
+    pools(2).run(f"{__name__}:stock_and_ours_mix")
+
+
+def test_gradient_reaches_stock(pools):
+    pools(2).run(f"{__name__}:gradient_reaches_stock")
+
+
+def test_handlers(pools):
+    pools(2).run(f"{__name__}:handlers_are_called_and_taken_back")

@@ -1,0 +1,105 @@
+"""Every optimizer step, loop, foreach and fused, on parameters of any layout, equals plain torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+OPTIMIZERS = {
+    "SGD": dict(lr=0.1, momentum=0.9),
+    "Adam": dict(lr=0.01),
+    "AdamW": dict(lr=0.01, amsgrad=True),
+    "NAdam": dict(lr=0.01),
+    "RAdam": dict(lr=0.01),
+    "Adamax": dict(lr=0.01),
+    "Adagrad": dict(lr=0.1),
+    "Adadelta": dict(lr=0.1),
+    "RMSprop": dict(lr=0.01, momentum=0.5),
+    "Rprop": dict(lr=0.01),
+    "ASGD": dict(lr=0.01),
+}
+FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
+PLACEMENTS = ["R", "S(0)", "S(1)"]
+GRADIENTS = ["R", "S(0)", "P"]
+
+
+def step_equals_torch(name, how, options):
+    import torch.distributed as dist
+    from oracle import EVEN, UNEVEN, compare, mesh_of, place
+
+    mesh = mesh_of((dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(3)
+    plain, ours = [], []
+    for p in PLACEMENTS:
+        for g in GRADIENTS:
+            for cut in (EVEN, UNEVEN):
+                value = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+                gradient = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+                plain.append(torch.nn.Parameter(value.clone()))
+                plain[-1].grad = gradient.clone()
+                ours.append(torch.nn.Parameter(place(value, mesh, (p,), cut)))
+                ours[-1].grad = place(gradient, mesh, (g,), cut)
+    flags = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}[how]
+    for params in (plain, ours):
+        optimizer = getattr(torch.optim, name)(params, **options, **flags)
+        for _ in range(3):
+            optimizer.step()
+    compare(ours, plain, 1e-9, f"{name} {how}")
+    assert all(type(p) is type(ours[0]) for p in ours)
+    return len(ours)
+
+
+def clip_equals_torch(kind, foreach):
+    import torch.distributed as dist
+    from oracle import UNEVEN, compare, mesh_of, place
+
+    mesh = mesh_of((dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(3)
+    plain, ours = [], []
+    for g in ["R", "S(0)", "S(1)", "P"]:
+        gradient = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        for params, value in ((plain, gradient.clone()), (ours, place(gradient, mesh, (g,), UNEVEN))):
+            params.append(torch.nn.Parameter(torch.zeros_like(value)))
+            params[-1].grad = value
+    if kind == "value":
+        torch.nn.utils.clip_grad_value_(plain, 0.5, foreach=foreach)
+        torch.nn.utils.clip_grad_value_(ours, 0.5, foreach=foreach)
+    else:
+        want = torch.nn.utils.clip_grad_norm_(plain, 0.1, norm_type=kind, foreach=foreach)
+        got = torch.nn.utils.clip_grad_norm_(ours, 0.1, norm_type=kind, foreach=foreach)
+        compare(got, want, 1e-9, "norm")
+    compare([p.grad for p in ours], [p.grad for p in plain], 1e-9, "clipped")
+
+
+def unscale_sees_every_rank():
+    import torch.distributed as dist
+    from oracle import mesh_of, place
+
+    mesh = mesh_of((dist.get_world_size(),))
+    for row in range(5):
+        gradient = torch.ones(5, 4)
+        gradient[row, 2] = float("inf")
+        p = torch.nn.Parameter(place(torch.zeros(5, 4), mesh, ("S(0)",), "even"))
+        p.grad = place(gradient, mesh, ("S(0)",), "even")
+        found, scale = torch.zeros(()), torch.tensor(0.5)
+        torch._amp_foreach_non_finite_check_and_unscale_([p.grad], found, scale)
+        assert found.item() == 1.0, row
+        assert p.grad.full_tensor()[(row + 1) % 5, 0].item() == 0.5
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "name, how", [(n, h) for n in OPTIMIZERS for h in ("loop", "foreach", "fused") if h != "fused" or n in FUSED]
+)
+def test_step(pools, name, how, world):
+    assert pools(world).run(f"{__name__}:step_equals_torch", name, how, OPTIMIZERS[name])[0] == 18
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf"), "value"])
+def test_clip(pools, kind, foreach):
+    pools(3).run(f"{__name__}:clip_equals_torch", kind, foreach)
+
+
+def test_unscale(pools):
+    pools(3).run(f"{__name__}:unscale_sees_every_rank")

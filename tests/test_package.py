@@ -1,0 +1,97 @@
+"""The package around the extension: its type stub, its metadata, its generated documentation."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import shardtensor
+import torch
+import torch.distributed.tensor
+from shardtensor import _C
+
+ROOT = Path(__file__).parents[1]
+
+
+def members(thing):
+    return {n for n in dir(thing) if not n.startswith("_") or n in ("__eq__", "__hash__")} - set(dir(object))
+
+
+def test_the_stub_names_what_the_extension_has():
+    tree = ast.parse((ROOT / "python/shardtensor/_C.pyi").read_text())
+    top = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    assert set(top) == members(_C)
+    for name, node in top.items():
+        if isinstance(node, ast.ClassDef):
+            stubbed = {n.name for n in node.body if isinstance(n, ast.FunctionDef)} - set(dir(object))
+            assert stubbed == members(getattr(_C, name)), name
+
+
+def argument_names(node):
+    return [a.arg for a in node.args.posonlyargs + node.args.args if a.arg != "self"]
+
+
+def test_the_stub_takes_as_many_arguments():
+    # "name(arg0: int, shape: Sequence[int], x: int = 0) -> None": one comma-free colon per argument.
+    tree = ast.parse((ROOT / "python/shardtensor/_C.pyi").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            first = (getattr(_C, node.name).__doc__ or "").splitlines()[0]
+            inside = first[first.index("(") + 1 : first.rindex(") ->")]
+            assert len(re.findall(r"\b\w+: ", inside)) == len(argument_names(node)), first
+
+
+def test_every_public_name_is_there():
+    assert sorted(shardtensor.__all__) == list(shardtensor.__all__)
+    for name in shardtensor.__all__:
+        assert hasattr(shardtensor, name)
+
+
+def test_offers_every_name_of_torch_distributed_tensor():
+    assert set(torch.distributed.tensor.__all__) <= set(shardtensor.__all__)
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["version"] == shardtensor.__version__
+
+
+def test_test_requirements_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = (ROOT / "tests/requirements.txt").read_text().split()
+    assert lines == project["project"]["optional-dependencies"]["test"]
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "built_for", "says"),
+    [
+        ("2.10.0", "2.10.0", "torch 2.10.0 is too old; 2.11 or newer is needed"),
+        ("2.99.0", "2.15.0", "built for torch 2.15.0, but torch 2.99.0 is installed"),
+    ],
+)
+def test_another_torch_is_named_in_one_line(torch_version, built_for, says):
+    package = Path(shardtensor.__file__).parent
+    program = f"""
+import sys, types
+import torch
+torch.__version__ = {torch_version!r}
+package = types.ModuleType("shardtensor"); package.__path__ = [{str(package)!r}]
+sys.modules["shardtensor"] = package
+build = types.ModuleType("shardtensor._build"); build.TORCH = {built_for!r}
+sys.modules["shardtensor._build"] = package._build = build
+import shardtensor._load
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: shardtensor: ") and says in last
+
+
+def test_the_coverage_page_is_up_to_date():
+    done = subprocess.run([sys.executable, ROOT / "docs/coverage.py", "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import MESHES, UNEVEN, case, ints, mesh_id, mesh_of, place, positive
+from test_reductions import always, complexes, free_of, lowest, with_nan, with_ties, with_zeros
+
+SCANS = [
+    case("cumsum", lambda x: x.cumsum(0), (7, 4), quiet=free_of(0)),
+    case("cumsum_free", lambda x: x.cumsum(1), (5, 4), only=["R", "S(0)", "P"], quiet=always),
+    case("cumsum_negative_dim", lambda x: x.cumsum(-1), (3, 5, 4), quiet=free_of(2), limit=40),
+    case("cumsum_int", lambda x: x.to(torch.int32).cumsum(0), ints(9, 7, 2), backward=False, quiet=free_of(0)),
+    case("cumsum_dtype", lambda x: x.cumsum(0, dtype=torch.float64), ints(9, 7, 2), backward=False),
+    case("cumsum_complex", lambda x: x.cumsum(0), complexes(5, 2), backward=False),
+    case("cumsum_scalar", lambda x: x.cumsum(0), ()),
+    case("cumsum_", lambda x: x.clone().cumsum_(0), (5, 4), backward=False),
+    case("cumsum_out", lambda x, o: torch.cumsum(x, 0, out=o.clone()), (5, 4), (5, 4), backward=False),
+    case("cumprod", lambda x: x.cumprod(0), (7, 4), quiet=free_of(0)),
+    case("cumprod_zeros", lambda x: x.cumprod(1), with_zeros(3, 7), partial=False, quiet=free_of(1)),
+    case("cumprod_", lambda x: x.clone().cumprod_(0), (5, 4), backward=False),
+    case("logcumsumexp", lambda x: x.logcumsumexp(0), (7, 4), quiet=free_of(0)),
+    case("logcumsumexp_lowest", lambda x: x.logcumsumexp(0), lowest(5, 4), partial=False, backward=False),
+    case("cummax", lambda x: tuple(x.cummax(0)), (7, 4), quiet=free_of(0)),
+    case("cummax_ties", lambda x: tuple(x.cummax(1)), with_ties(3, 8), partial=False, quiet=free_of(1)),
+    case("cummax_nan", lambda x: tuple(x.cummax(0)), with_nan(7, 4), partial=False, backward=False),
+    case("cummax_lowest", lambda x: tuple(x.cummax(0)), lowest(5, 4), partial=False, backward=False),
+    case("cummax_out", lambda x, v, i: torch.cummax(x, 0, out=(v.clone(), i.clone())), (5, 2), (5, 2), ints(9, 5, 2),
+         backward=False, limit=30),
+    case("cummin", lambda x: tuple(x.cummin(0)), (7, 4), quiet=free_of(0)),
+    case("cummin_int", lambda x: tuple(x.cummin(-1)), ints(4, 3, 8), backward=False, quiet=free_of(1)),
+    case("diff", lambda x: x.diff(dim=0), (5, 4), limit=20),
+    case("cumulative_trapezoid", lambda x: torch.cumulative_trapezoid(x, dim=0), (5, 4), limit=20),
+]
+
+SORTS = [
+    case("sort", lambda x: tuple(x.sort(0)), (5, 4), quiet=free_of(0)),
+    case("sort_last", lambda x: tuple(x.sort(descending=True)), (5, 4), quiet=free_of(1)),
+    case("sort_stable", lambda x: tuple(x.sort(dim=0, stable=True)), with_ties(7, 3), partial=False, quiet=free_of(0)),
+    case("sort_scalar", lambda x: tuple(x.sort(0)), ()),
+    case("sort_out", lambda x, v, i: torch.sort(x, 0, out=(v.clone(), i.clone())), (5, 4), (5, 4), ints(9, 5, 4),
+         backward=False, limit=30),
+    case("argsort", lambda x: x.argsort(0), (5, 4), backward=False, quiet=free_of(0)),
+    case("msort", lambda x: x.msort(), (5, 4), quiet=free_of(0)),
+    case("topk", lambda x: tuple(x.topk(2, 0)), (7, 4), quiet=free_of(0)),
+    case("topk_smallest", lambda x: tuple(x.topk(3, 1, largest=False)), (5, 4), quiet=free_of(1)),
+    case("topk_all", lambda x: tuple(x.topk(5, 0)), (5, 4), quiet=free_of(0)),
+    case("topk_none", lambda x: tuple(x.topk(0, 0)), (5, 4), backward=False),
+    case("topk_unsorted", lambda x: x.topk(2, 0, sorted=False).values.sort(0).values, (7, 4)),
+    case("topk_out", lambda x, v, i: torch.topk(x, 2, 0, out=(v.clone(), i.clone())), (5, 3), (2, 3), ints(9, 2, 3),
+         backward=False, limit=30),
+    case("unique", lambda x: torch.unique(x, return_inverse=True, return_counts=True), ints(4, 5, 4), backward=False),
+    case("unique_dim", lambda x: torch.unique(x, dim=0), ints(2, 5, 2), backward=False),
+    case("unique_consecutive", torch.unique_consecutive, ints(2, 9), backward=False),
+    case("searchsorted", lambda s, x: torch.searchsorted(s.sort().values, x), (6,), (5, 4), backward=False),
+    case("searchsorted_rows", lambda s, x: torch.searchsorted(s.sort().values, x), (5, 6), (5, 4), backward=False),
+    case("searchsorted_number", lambda s: torch.searchsorted(s.sort().values, 0.1), (6,), backward=False),
+    case("bucketize", lambda x, b: torch.bucketize(x, b.sort().values, right=True), (5, 4), (6,), backward=False),
+    case("bucketize_quiet", torch.bucketize, (5, 4), lambda g: torch.arange(4).double(), replicated=(1,), backward=False,
+         quiet=free_of()),
+    case("histc", lambda x: torch.histc(x, 5, -1, 1), (5, 4), backward=False, quiet=free_of()),
+    case("histc_open", lambda x: torch.histc(x, 5), (5, 4), backward=False),
+    case("bincount", torch.bincount, ints(6, 9), backward=False),
+    case("bincount_weights", torch.bincount, ints(6, 9), positive(9), backward=False),
+]
+
+CASES = SCANS + SORTS
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", [c.name for c in CASES])
+def test_equals_torch(pools, name, mesh):
+    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+
+
+def _bytes():
+    import torch.distributed as dist
+
+    from shardtensor import _C
+
+    x = place(torch.randn(60, 4, dtype=torch.float64), mesh_of((dist.get_world_size(),)), ("S(0)",), UNEVEN)
+    out = {}
+    for name, function in {
+        "cumsum": lambda: x.cumsum(0),
+        "cummax": lambda: x.cummax(0),
+        "topk": lambda: x.topk(2, 0),
+    }.items():
+        _C.reset_comm_counts()
+        function()
+        out[name] = _C.comm_counts()
+    return out
+
+
+def test_a_slice_a_rank_is_gathered_never_the_data(pools):
+    row = 4 * 8
+    assert pools(3).run("test_scans:_bytes")[0] == {
+        "cumsum": {"all_gather": (1, row)},
+        "cummax": {"all_gather": (2, 2 * row)},
+        "topk": {"all_gather": (2, 4 * row)},
+    }

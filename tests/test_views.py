@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import MESHES, bools, case, ints, mesh_id
+
+
+def always(*placements: str) -> bool:
+    return True
+
+
+def uncut(*dims: int):
+    """Quiet where none of these dims of the first argument is sharded."""
+    return lambda p, *rest: not any(f"S({d})" in p for d in dims)
+
+
+CASES = [
+    case("view_flatten", lambda x: x.view(20), (5, 4), quiet=uncut(1)),
+    case("view_flatten_middle", lambda x: x.view(2, 12, 2), (2, 4, 3, 2), quiet=uncut(2)),
+    case("view_flatten_ones", lambda x: x.view(1, 20, 1), (1, 5, 4), quiet=uncut(0, 2)),
+    case("view_unflatten", lambda x: x.view(6, 2, 3), (12, 3)),
+    case("view_unflatten_last", lambda x: x.view(4, 2, 6), (4, 12), quiet=uncut(1)),
+    case("view_regroup", lambda x: x.view(4, 6), (6, 4), limit=30),
+    case("view_minus_one", lambda x: x.view(-1, 2), (5, 4), quiet=uncut(1)),
+    case("view_to_scalar", lambda x: x.view(()), (1, 1)),
+    case("view_from_scalar", lambda x: x.view(1, 1), ()),
+    case("view_none", lambda x: x.view(0, 4), (4, 0), backward=False),
+    case("reshape_transposed", lambda x: x.t().reshape(20), (5, 4)),
+    case("reshape_slice", lambda x: x[:, 1:3].reshape(-1), (5, 4)),
+    case("flatten", lambda x: x.flatten(1), (3, 2, 4), quiet=uncut(2)),
+    case("view_dtype_same", lambda x: x.view(torch.int64), (5, 4), backward=False, partial=False, quiet=always),
+    case("view_dtype_narrower", lambda x: x.view(torch.int32), (5, 4), backward=False, partial=False, quiet=always),
+    case("view_dtype_wider", lambda x: x.view(torch.int64), lambda g: torch.arange(40, dtype=torch.int32).view(4, 10),
+         backward=False),
+    case("unsqueeze", lambda x: (x.unsqueeze(0), x.unsqueeze(-1), x.unsqueeze(1)), (5, 4), quiet=always),
+    case("unsqueeze_scalar", lambda x: x.unsqueeze(0), ()),
+    case("unsqueeze_", lambda x: x.clone().unsqueeze_(1) * 2, (5, 4), quiet=always),
+    case("squeeze", lambda x: x.squeeze(), (1, 5, 1, 4), limit=40),
+    case("squeeze_dim", lambda x: (x.squeeze(1), x.squeeze(-2)), (5, 1, 4), limit=40),
+    case("squeeze_dims", lambda x: x.squeeze((0, 2, 3)), (1, 3, 1, 2), limit=40),
+    case("squeeze_rows_of_one", lambda x: x.squeeze(), (2, 3), quiet=always),
+    case("squeeze_", lambda x: x.clone().squeeze_(1) + 1, (5, 1, 4), limit=40),
+    case("expand", lambda x: x.expand(3, 5, 4), (5, 1), quiet=uncut(1)),
+    case("expand_kept", lambda x: x.expand(2, -1, -1), (5, 4), quiet=always),
+    case("expand_scalar", lambda x: x.expand(3, 2), ()),
+    case("broadcast_to", lambda x: torch.broadcast_to(x, (5, 4)), (4,)),
+    case("select", lambda x: x[3], (5, 4), quiet=always),
+    case("select_negative", lambda x: x.select(-1, -2), (5, 4), quiet=always),
+    case("select_ints", lambda x: x[1], ints(9, 5, 4), backward=False),
+    case("select_bools", lambda x: x[:, 1], bools(5, 4), backward=False),
+    case("select_to_scalar", lambda x: x[2], (5,)),
+    case("slice", lambda x: x[1:3], (5, 4), quiet=always),
+    case("slice_step", lambda x: x[1::2], (7, 3), quiet=always),
+    case("slice_negative", lambda x: x[-3:-1], (5, 4), quiet=always),
+    case("slice_columns", lambda x: x[:, 1:3], (5, 4), quiet=always),
+    case("slice_empty", lambda x: x[3:1], (5, 4), quiet=always),
+    case("slice_all", lambda x: x[:], (5, 4), quiet=always),
+    case("slice_both", lambda x: x[1:4, ::3], (5, 4), quiet=always),
+    case("narrow", lambda x: x.narrow(0, 2, 3), (5, 4), quiet=always),
+    case("split", lambda x: x.split(2), (5, 4), quiet=always),
+    case("split_used", lambda x: sum(p.sum() * (i + 1) for i, p in enumerate(x.split(2, -1))), (4, 5)),
+    case("split_sizes", lambda x: x.split([1, 0, 4]), (5, 4), quiet=always),
+    case("chunk", lambda x: x.chunk(3), (5, 4), quiet=always),
+    case("tensor_split", lambda x: x.tensor_split(3), (5, 4), quiet=always),
+    case("unbind", lambda x: x.unbind(-1), (5, 4), quiet=uncut(1)),
+    case("rows", lambda x: list(x), (3, 2), limit=30),
+    case("transpose", lambda x: x.transpose(0, -1), (5, 4), quiet=always),
+    case("transpose_", lambda x: x.clone().transpose_(0, 1) * 2, (5, 4), quiet=always),
+    case("t_", lambda x: x.clone().t_() * 2, (5, 4), quiet=always),
+    case("permute", lambda x: x.permute(2, 0, -2), (3, 2, 4), quiet=always),
+    case("movedim", lambda x: x.movedim(0, 1), (5, 4), quiet=always),
+    case("swapdims", lambda x: x.swapdims(0, 1), (5, 4), quiet=always),
+    case("mT", lambda x: x.mT, (5, 4), quiet=always),
+    case("diagonal", lambda x: x.diagonal(1), (5, 4)),
+    case("diagonal_batch", lambda x: x.diagonal(0, -1, 0), (3, 2, 3), quiet=uncut(0, 2)),
+    case("unfold", lambda x: x.unfold(0, 2, 1), (5, 4), quiet=uncut(0)),
+    case("view_as_real", lambda x: torch.view_as_real(torch.complex(x, 2 * x)), (5, 4)),
+    case("view_as_complex", torch.view_as_complex, (5, 2), quiet=uncut(1), partial=False),
+    case("real_imag", lambda x: (torch.complex(x, 2 * x).real, torch.complex(x, 2 * x).imag), (5, 4)),
+    case("select_scatter", lambda x, y: torch.select_scatter(x, y, 0, 2), (5, 4), (4,), limit=40),
+    case("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 0, 1, 3), (5, 4), (2, 4), limit=40),
+    case("copies", lambda x: (torch.slice_copy(x, 0, 1, 3), torch.select_copy(x, 0, 1), torch.view_copy(x, (20,)),
+                              torch.permute_copy(x, (1, 0)), torch.expand_copy(x, (2, 5, 4)), torch.squeeze_copy(x)),
+         (5, 4), limit=30),
+    case("heads", lambda x: x.view(2, 3, 4, 2).transpose(1, 2).reshape(2, 4, 6).transpose(1, 2), (2, 3, 8), limit=40),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", [c.name for c in CASES])
+def test_equals_torch(pools, name, mesh):
+    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
