@@ -188,9 +188,20 @@ at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Te
   return out;
 }
 
+at::Tensor max_pool1d(
+    const at::Tensor& x,
+    at::IntArrayRef kernel_size,
+    at::IntArrayRef stride,
+    at::IntArrayRef padding,
+    at::IntArrayRef dilation,
+    bool ceil_mode) {
+  return std::get<0>(at::max_pool1d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode));
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("linear", linear);
   m.impl("matmul", matmul);
+  m.impl("max_pool1d", max_pool1d);
   m.impl("one_hot", torch::CppFunction::makeFallthrough()); // integers have no gradient
 }
 

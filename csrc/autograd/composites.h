@@ -16,4 +16,12 @@ at::Tensor linear(
 
 at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other);
 
+at::Tensor max_pool1d(
+    const at::Tensor& x,
+    at::IntArrayRef kernel_size,
+    at::IntArrayRef stride,
+    at::IntArrayRef padding,
+    at::IntArrayRef dilation,
+    bool ceil_mode);
+
 } // namespace shardtensor

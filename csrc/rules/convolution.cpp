@@ -62,11 +62,12 @@ Rule convolution(const Call& call) {
   const auto& input = call.tensors[0];
   rule.operands.emplace_back(with_space(input, f.n, f.in));
   rule.operands.emplace_back(weight_dims(call.tensors[1], f, transposed));
-  if (call.has(2)) {
+  const bool biased = call.operand(2) >= 0;
+  if (biased) {
     rule.operands.emplace_back(Dims{Dim(f.out)});
   }
   rule.results.emplace_back(with_space(input, f.n, f.out));
-  const uint64_t bias = call.has(2) ? 0b100 : 0;
+  const uint64_t bias = biased ? 0b100 : 0;
   rule.jointly_linear(0b001 | bias);
   rule.jointly_linear(0b010 | bias);
   rule.kernel = convolution_kernel;
@@ -152,6 +153,21 @@ Rule resample_backward(const Call& call) {
   return rule;
 }
 
+// torch's pixel_unshuffle hands an empty tensor back in its old shape.
+void pixel_unshuffle_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  if (x.numel()) {
+    return run.call_op();
+  }
+  const auto r = run.arg(1).toInt();
+  auto sizes = x.sizes().vec();
+  const auto n = sizes.size();
+  sizes[n - 3] *= r * r;
+  sizes[n - 2] /= r;
+  sizes[n - 1] /= r;
+  run.returns({at::empty(sizes, x.options())});
+}
+
 // [..., c * r * r, h, w] and [..., c, h * r, w * r], in either direction.
 template <bool shuffle>
 Rule pixel_shuffle(const Call& call) {
@@ -171,14 +187,18 @@ Rule pixel_shuffle(const Call& call) {
     rule.results[0].sizes.push_back(x.sizes[d] / rule.operands[0].dims[d].inner * rule.results[0].dims[d].inner);
   }
   rule.passes_partial();
-  rule.kernel = call_op_nonempty;
-  rule.always_kernel = true;
+  rule.kernel = pixel_unshuffle_kernel;
+  rule.always_kernel = !shuffle;
   return rule;
 }
 
 } // namespace
 
 void register_convolution(Registry& r) {
+  Options composite;
+  composite.composite = true;
+  Options sized;
+  sized.sized = true;
   r.add("convolution", {"convolution", "convolution_overrideable"}, convolution);
   r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward);
 
@@ -189,16 +209,10 @@ void register_convolution(Registry& r) {
   r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
   r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>);
 
-  r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>, [] {
-    Options o;
-    o.sized = true;
-    return o;
-  }());
-  r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>, [] {
-    Options o;
-    o.sized = true;
-    return o;
-  }());
+  r.add("pooling", {"max_pool1d"}, pool<1>, composite); // torch's reads the data pointer where no gradient is wanted
+
+  r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>, sized);
+  r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>, sized);
   r.add("resampling", {"_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest1d"}, linear_pool<1>);
   r.add("resampling", {
     "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa", "_upsample_nearest_exact2d", "upsample_bicubic2d",

@@ -217,7 +217,7 @@ Rule linear(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto& weight = call.tensors[1];
-  const bool biased = call.has(2);
+  const bool biased = call.operand(2) >= 0;
   Factor contracted;
   contracted.reduce = ReduceOp::Sum;
   contracted.kernel = biased;
