@@ -1,0 +1,416 @@
+"""What a distributed tensor costs over a plain one, in microseconds: stock DTensor, shardtensor and PhysicsNeMo's ShardTensor.
+
+One process, world size 1, one thread, 8x8 CPU tensors: what is left is the cost of the dispatch. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement
+
+PLAIN, STOCK, OURS, NEMO = "plain", "DTensor", "shardtensor", "PhysicsNeMo"
+BURST = 2e-3  # seconds that one repetition takes, or one call where that is longer
+FRESH = 25  # calls in a repetition, where each call needs a tensor of its own
+ONCE = ["add", "mul_number", "mm", "view", "sum", "softmax", "detach", "cat"]
+
+FromLocal = Callable[[torch.Tensor, Placement], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    name: str
+    from_local: FromLocal
+    placement: Placement
+
+    def randn(self, *sizes: int, placement: Placement | None = None) -> torch.Tensor:
+        return self.from_local(torch.randn(*sizes), placement or self.placement)
+
+    def weight(self, *sizes: int) -> torch.Tensor:
+        return self.randn(*sizes, placement=Replicate())
+
+
+@dataclass(frozen=True)
+class Bench:
+    step: Callable[[], Any]
+    prepare: Callable[[], None] | None = None  # run before each repetition of FRESH steps, outside of the time
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    make: Callable[[Candidate], Bench]
+    grad: bool = False
+
+
+# ---- the candidates
+
+
+def load_shardtensor(mesh: DeviceMesh) -> FromLocal:
+    """shardtensor lays hooks into torch's engine; the stock DTensor is measured without them."""
+    engine: Any = DTensor._op_dispatcher
+    attributes, handlers = set(vars(engine)), dict(engine._custom_op_handlers)
+    cls = importlib.import_module("shardtensor").ShardTensor
+    for name in set(vars(engine)) - attributes:
+        delattr(engine, name)
+    engine._custom_op_handlers.update(handlers)
+    return lambda t, placement: cls.from_local(t, mesh, [placement])
+
+
+def load_physicsnemo(mesh: DeviceMesh) -> FromLocal:
+    try:
+        cls = importlib.import_module("physicsnemo.domain_parallel").ShardTensor
+    except ModuleNotFoundError as error:
+        if error.name != "physicsnemo.domain_parallel":
+            raise
+        cls = importlib.import_module("physicsnemo.distributed.shard_tensor").ShardTensor  # before PhysicsNeMo 2
+    return lambda t, placement: cls.from_local(t, mesh, [placement])
+
+
+def load_candidates(mesh: DeviceMesh, placement: Placement) -> list[Candidate]:
+    loaded: dict[str, FromLocal] = {
+        PLAIN: lambda t, placement: t,
+        STOCK: lambda t, placement: DTensor.from_local(t, mesh, [placement]),
+        OURS: load_shardtensor(mesh),
+    }
+    try:
+        loaded[NEMO] = load_physicsnemo(mesh)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "physicsnemo"
+        print(f"{NEMO}: " + ("not installed" if missing else f"cannot be imported: {first_line(error)}"))
+    return [Candidate(name, from_local, placement) for name, from_local in loaded.items()]
+
+
+# ---- the rows
+
+
+def op(name: str, call: Callable[..., Any], *operands: Callable[[Candidate], torch.Tensor]) -> Row:
+    """One op on warm operands: x, and the given ones."""
+
+    def make(c: Candidate) -> Bench:
+        x = c.randn(8, 8)
+        rest = [operand(c) for operand in operands]
+        return Bench(lambda: call(x, *rest))
+
+    return Row(name, make)
+
+
+def like(c: Candidate) -> torch.Tensor:
+    return c.randn(8, 8)
+
+
+def matrix(c: Candidate) -> torch.Tensor:
+    return c.weight(8, 8)
+
+
+def vector(c: Candidate) -> torch.Tensor:
+    return c.weight(8)
+
+
+def new_shape(c: Candidate) -> Bench:
+    sizes = iter(range(1000, 10**9))
+    ready: list[torch.Tensor] = []
+
+    def prepare() -> None:
+        ready[:] = reversed([c.randn(next(sizes), 3) for _ in range(FRESH)])
+
+    def step() -> torch.Tensor:
+        x = ready.pop()
+        return x + x
+
+    return Bench(step, prepare)
+
+
+def forward_backward(c: Candidate) -> Bench:
+    x, w = c.randn(8, 8).requires_grad_(), c.weight(8, 8).requires_grad_()
+    grad = torch.ones_like(c.randn(8, 8).sum(1))
+
+    def step() -> None:
+        x.grad = w.grad = None
+        (x * w).sum(1).backward(grad)
+
+    return Bench(step)
+
+
+class Block(nn.Module):
+    def __init__(self, d: int = 32, heads: int = 4, hidden: int = 64, sdpa: bool = False) -> None:
+        super().__init__()
+        self.heads, self.sdpa = heads, sdpa
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.q, self.k, self.v, self.out = (nn.Linear(d, d) for _ in range(4))
+        self.up, self.down = nn.Linear(d, hidden), nn.Linear(hidden, d)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, d = x.shape
+        q, k, v = (f(x).view(batch, seq, self.heads, d // self.heads).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.sdpa:
+            y = F.scaled_dot_product_attention(q, k, v)
+        else:
+            y = torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * (d // self.heads) ** -0.5, -1), v)
+        return self.out(y.transpose(1, 2).reshape(batch, seq, d))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def spread(module: nn.Module, c: Candidate) -> nn.Module:
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        for key, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                part.register_parameter(key, nn.Parameter(c.from_local(parameter.detach(), Replicate())))
+    return module
+
+
+def transformer(sdpa: bool) -> Callable[[Candidate], Bench]:
+    def make(c: Candidate) -> Bench:
+        torch.manual_seed(0)
+        model = spread(nn.Sequential(*(Block(sdpa=sdpa) for _ in range(4)), nn.LayerNorm(32), nn.Linear(32, 10)), c)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        x, y = c.weight(4, 16, 32), c.from_local(torch.randint(10, (64,)), Replicate())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x).view(64, 10), y).backward()
+            optimizer.step()
+
+        return Bench(step)
+
+    return make
+
+
+def parameters(c: Candidate) -> list[nn.Parameter]:
+    made = [nn.Parameter(c.randn(8, 8)) for _ in range(100)]
+    for parameter in made:
+        parameter.grad = c.randn(8, 8)
+    return made
+
+
+def adamw(**how: bool) -> Callable[[Candidate], Bench]:
+    return lambda c: Bench(torch.optim.AdamW(parameters(c), lr=1e-3, **how).step)
+
+
+def clip(c: Candidate) -> Bench:
+    held = parameters(c)
+    return Bench(lambda: nn.utils.clip_grad_norm_(held, 1.0))
+
+
+def from_local(c: Candidate) -> Bench:
+    x = torch.randn(8, 8)
+    return Bench(lambda: c.from_local(x, c.placement))
+
+
+def redistribute(c: Candidate) -> Bench:
+    x: Any = c.randn(8, 8, placement=Shard(0))
+    return Bench((lambda: x) if c.name == PLAIN else (lambda: x.redistribute(placements=[Replicate()])))
+
+
+ROWS = [
+    op("add", lambda x, y: x + y, like),
+    op("mul_number", lambda x: x * 2.0),
+    op("mm", lambda x, w: x.mm(w), matrix),
+    op("view", lambda x: x.view(4, 2, 8)),
+    op("transpose", lambda x: x.transpose(0, 1)),
+    op("sum", lambda x: x.sum(1)),
+    op("softmax", lambda x: x.softmax(-1)),
+    op("linear", F.linear, matrix, vector),
+    op("layer_norm", lambda x, w, b: F.layer_norm(x, (8,), w, b), vector, vector),
+    op("detach", lambda x: x.detach()),
+    op("cat", lambda x, y: torch.cat((x, y), 1), like),
+    op("add_", lambda x, y: x.add_(y), like),
+    Row("new_shape", new_shape),
+    Row("forward_backward", forward_backward, grad=True),
+    Row("transformer", transformer(sdpa=False), grad=True),
+    Row("transformer_sdpa", transformer(sdpa=True), grad=True),
+    Row("adamw_loop", adamw(foreach=False)),
+    Row("adamw_foreach", adamw(foreach=True)),
+    Row("adamw_fused", adamw(fused=True)),
+    Row("clip_grad_norm", clip),
+    Row("from_local", from_local),
+    Row("redistribute", redistribute),
+]
+
+
+# ---- the measuring
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def burst(bench: Bench, number: int) -> float:
+    """Seconds per call, over one repetition."""
+    if bench.prepare is not None:
+        bench.prepare()
+    step = bench.step
+    gc.disable()
+    start = time.perf_counter()
+    for _ in repeat(None, number):
+        step()
+    seconds = time.perf_counter() - start
+    gc.enable()
+    return seconds / number
+
+
+def calibrate(bench: Bench) -> int:
+    """Warms up, and says how many calls a repetition makes."""
+    if bench.prepare is not None:
+        burst(bench, FRESH)
+        return FRESH
+    for number in (2, 2, 20):
+        each = burst(bench, number)
+        if each > BURST:
+            return 1
+    return max(1, round(BURST / each))
+
+
+def measure(row: Row, candidates: list[Candidate], repeats: int) -> tuple[dict[str, float], dict[str, str]]:
+    """The least microseconds per call of each candidate, taking turns; and the errors of those that raised."""
+    running: dict[str, tuple[Bench, int]] = {}
+    best: dict[str, float] = {}
+    errors: dict[str, str] = {}
+
+    def attempt(name: str, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception as error:
+            gc.enable()
+            errors[name] = first_line(error)
+            running.pop(name, None)
+            best.pop(name, None)
+
+    def begin(c: Candidate) -> None:
+        bench = row.make(c)
+        running[c.name] = bench, calibrate(bench)
+
+    def turn(name: str) -> None:
+        best[name] = min(best.get(name, math.inf), burst(*running[name]) * 1e6)
+
+    with torch.set_grad_enabled(row.grad):
+        for c in candidates:
+            attempt(c.name, lambda c=c: begin(c))  # type: ignore[misc]
+        for _ in range(repeats):
+            for name in list(running):
+                attempt(name, lambda name=name: turn(name))  # type: ignore[misc]
+    gc.collect()
+    return best, errors
+
+
+# ---- the report
+
+
+def over(costs: dict[str, float], name: str) -> float:
+    """nan where one of the two is missing."""
+    return costs.get(name, math.nan) - costs.get(PLAIN, math.nan)
+
+
+def ratio(costs: dict[str, float]) -> float:
+    """DTensor's overhead by shardtensor's; nan where there is nothing to compare."""
+    stock, ours = over(costs, STOCK), over(costs, OURS)
+    if math.isnan(stock) or math.isnan(ours) or stock <= 0:
+        return math.nan
+    return stock / ours if ours > 0 else math.inf
+
+
+def number(value: float, suffix: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}{suffix}"
+
+
+def header(names: list[str]) -> str:
+    titles = [*names, *(f"{name}-plain" for name in names[1:]), "overheads", "ours/plain"]
+    return f"{'microseconds':17s}" + "".join(f"{title:>18s}" for title in titles)
+
+
+def line(row: str, names: list[str], costs: dict[str, float], errors: dict[str, str]) -> str:
+    cells = ["error" if name in errors else number(costs[name]) for name in names]
+    cells += [number(over(costs, name)) for name in names[1:]]
+    cells += [number(ratio(costs), "x"), number(costs.get(OURS, math.nan) / costs.get(PLAIN, math.nan), "x")]
+    return f"{row:17s}" + "".join(f"{cell:>18s}" for cell in cells)
+
+
+def targets(table: dict[str, dict[str, float]], ratios: dict[str, float]) -> Iterator[tuple[str, float, bool]]:
+    """What is asked for, what was measured, and whether it is met; a target whose rows were not measured is left out."""
+    for row in ONCE:
+        yield f"{row}: at most 0.8 us over plain", (us := over(table.get(row, {}), OURS)), us <= 0.8
+    yield "new_shape: at most 3 us over plain", (us := over(table.get("new_shape", {}), OURS)), us <= 3
+    for row, most in (("transformer", 1.35), ("transformer_sdpa", 1.35), ("adamw_foreach", 1.15)):
+        costs = table.get(row, {})
+        times = costs.get(OURS, math.nan) / costs.get(PLAIN, math.nan)
+        yield f"{row}: at most {most}x plain", times, times <= most
+    if ratios:
+        yield "median row: DTensor's overhead at least 8x ours", (x := statistics.median(ratios.values())), x >= 8
+        yield f"worst row, {min(ratios, key=ratios.__getitem__)}: DTensor's overhead at least 5x ours", (x := min(ratios.values())), x >= 5
+
+
+def cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((text.split(":", 1)[1].strip() for text in lines if text.startswith("model name")), platform.processor())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], help="the rows to measure; default: all")
+    parser.add_argument("--placement", choices=["replicate", "shard0"], default="replicate")
+    parser.add_argument("--repeats", type=int, default=40, help="repetitions of each candidate; the least counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
+    parsed = parser.parse_args()
+    if parsed.repeats < 1:
+        parser.error("argument --repeats: must be at least 1")
+    return parsed
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": cpu_model(), "placement": args.placement}
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    candidates = load_candidates(init_device_mesh("cpu", (1,)), Replicate() if args.placement == "replicate" else Shard(0))
+    names = [c.name for c in candidates]
+    table: dict[str, dict[str, float]] = {}
+    failed: dict[str, dict[str, str]] = {}
+    print("\n" + header(names))
+    for row in ROWS:
+        if args.rows is None or row.name in args.rows:
+            table[row.name], failed[row.name] = measure(row, candidates, args.repeats)
+            print(line(row.name, names, table[row.name], failed[row.name]), flush=True)
+    for name, errors in failed.items():
+        for candidate, error in errors.items():
+            print(f"error: {name}, {candidate}: {error}")
+    ratios = {name: r for name, costs in table.items() if not math.isnan(r := ratio(costs))}
+    if ratios:
+        print(
+            f"\noverheads, DTensor / shardtensor: median {statistics.median(ratios.values()):.1f}x, "
+            f"worst {min(ratios.values()):.1f}x, {len(ratios)} rows"
+        )
+    judged = [(text, value, met) for text, value, met in targets(table, ratios) if not math.isnan(value)]
+    for text, value, met in judged:
+        print(f"{'met' if met else 'NOT MET':8s} {text}: {value:.2f}")
+    if args.json is not None:
+        result = {"machine": machine, "microseconds": table, "errors": failed, "targets": [*map(list, judged)]}
+        args.json.write_text(json.dumps(result, indent=1).replace("Infinity", "null") + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
