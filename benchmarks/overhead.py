@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 PLAIN, STOCK, OURS, NEMO = "plain", "DTensor", "shardtensor", "PhysicsNeMo"
@@ -132,9 +133,9 @@ def new_shape(c: Candidate) -> Bench:
     def prepare() -> None:
         ready[:] = reversed([c.randn(next(sizes), 3) for _ in range(FRESH)])
 
-    def step() -> torch.Tensor:
+    def step() -> None:
         x = ready.pop()
-        return x + x
+        x + x
 
     return Bench(step, prepare)
 
@@ -145,7 +146,7 @@ def forward_backward(c: Candidate) -> Bench:
 
     def step() -> None:
         x.grad = w.grad = None
-        (x * w).sum(1).backward(grad)
+        (x * w).sum(1).backward(grad)  # type: ignore[no-untyped-call]
 
     return Bench(step)
 
@@ -205,7 +206,7 @@ def parameters(c: Candidate) -> list[nn.Parameter]:
     return made
 
 
-def adamw(**how: bool) -> Callable[[Candidate], Bench]:
+def adamw(**how: Any) -> Callable[[Candidate], Bench]:
     return lambda c: Bench(torch.optim.AdamW(parameters(c), lr=1e-3, **how).step)
 
 
@@ -399,10 +400,8 @@ def main() -> None:
             print(f"error: {name}, {candidate}: {error}")
     ratios = {name: r for name, costs in table.items() if not math.isnan(r := ratio(costs))}
     if ratios:
-        print(
-            f"\noverheads, DTensor / shardtensor: median {statistics.median(ratios.values()):.1f}x, "
-            f"worst {min(ratios.values()):.1f}x, {len(ratios)} rows"
-        )
+        middle, worst = statistics.median(ratios.values()), min(ratios.values())
+        print(f"\noverheads, DTensor / shardtensor: median {middle:.1f}x, worst {worst:.1f}x, {len(ratios)} rows")
     judged = [(text, value, met) for text, value, met in targets(table, ratios) if not math.isnan(value)]
     for text, value, met in judged:
         print(f"{'met' if met else 'NOT MET':8s} {text}: {value:.2f}")

@@ -8,6 +8,7 @@ backward too, every rank's piece has the sizes that its layout says, and the com
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -173,10 +174,19 @@ def combinations(case: Case, arguments: list[torch.Tensor], mesh_ndim: int) -> l
             if case.only is not None:
                 options = [o for o in options if all(p in case.only for p in o[0])]
             per_argument.append(options)
-    every = list(itertools.product(*per_argument))
-    if len(every) > case.limit:
-        every = random.Random(case.name).sample(every, case.limit)
-    return every
+    total = math.prod(len(options) for options in per_argument)
+    if total <= case.limit:
+        return list(itertools.product(*per_argument))
+    # Four arguments on a 2-d mesh have millions of combinations: draw numbers, and write only the drawn ones out.
+    return [_combination(n, per_argument) for n in random.Random(case.name).sample(range(total), case.limit)]
+
+
+def _combination(number: int, per_argument: list[list[Any]]) -> tuple[Any, ...]:
+    out = []
+    for options in reversed(per_argument):
+        number, at = divmod(number, len(options))
+        out.append(options[at])
+    return tuple(reversed(out))
 
 
 def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:

@@ -370,10 +370,10 @@ void group_norm_backward_kernel(Run& run) {
     grad_input = normalize_backward(g, value, rstd, piece.group, true).to(input.scalar_type()).view(input.sizes());
   }
   if (args.wants(1)) {
-    grad_weight = (grad * value).sum({0, 3}).to(type).view({input.size(1)});
+    grad_weight = (grad * value).sum(at::IntArrayRef{0, 3}).to(type).view({input.size(1)});
   }
   if (args.wants(2)) {
-    grad_bias = grad.sum({0, 3}).to(type).view({input.size(1)});
+    grad_bias = grad.sum(at::IntArrayRef{0, 3}).to(type).view({input.size(1)});
   }
   run.returns({grad_input, grad_weight, grad_bias});
 }
