@@ -8,8 +8,8 @@
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul_ops.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
@@ -134,14 +134,11 @@ using NodePtr = decltype(new_node<T>());
 } // namespace
 
 at::Tensor linear(
-    c10::DispatchKeySet keys,
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias_) {
+    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias_) {
   const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
   // Forward mode, and shapes that linear takes beyond what it documents: in terms of ops that have formulas for them.
-  const bool plain_shapes = weight.dim() == 2 && x.dim() > 0 &&
-      (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)));
+  const bool plain_shapes =
+      weight.dim() == 2 && x.dim() > 0 && (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)));
   if (!plain_shapes || has_tangent(x) || has_tangent(weight) || has_tangent(bias)) {
     const auto out = at::matmul(x, weight.t());
     return bias.defined() ? out + bias : out;

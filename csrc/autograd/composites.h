@@ -8,11 +8,7 @@
 
 namespace shardtensor {
 
-at::Tensor linear(
-    c10::DispatchKeySet keys,
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias);
+at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
 
 at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other);
 

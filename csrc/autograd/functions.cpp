@@ -61,8 +61,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
       return {at::Tensor(), at::Tensor(), at::Tensor()};
     }
     const auto& backward_dtype = ctx->saved_data["backward_dtype"];
-    auto grad = as_dtype(
-        grads[0], backward_dtype.isNone() ? std::nullopt : std::optional(backward_dtype.toScalarType()));
+    auto grad = as_dtype(grads[0], backward_dtype.isNone() ? std::nullopt : std::optional(backward_dtype.toScalarType()));
     grad = redistribute(grad, held(ctx->saved_data["from"]));
     return {as_dtype(grad, ctx->saved_data["dtype"].toScalarType()), at::Tensor(), at::Tensor()};
   }
@@ -107,9 +106,9 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
       const auto& layout = held(ctx->saved_data["grad_layout"]);
       const auto want = layout->local_sizes(sizes);
       TORCH_CHECK(
-          grad.sizes() == c10::IntArrayRef(want),
-          "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ", grad.sizes(), ", but under ", layout->str(),
-          " a tensor of sizes ", sizes, " has ", c10::IntArrayRef(want), " there; pass grad_placements that fit");
+          grad.sizes() == c10::IntArrayRef(want), "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ",
+          grad.sizes(), ", but under ", layout->str(), " a tensor of sizes ", sizes, " has ", c10::IntArrayRef(want),
+          " there; pass grad_placements that fit");
       grad = from_local(grad, layout, sizes, strides);
     }
     return {grad, at::Tensor()};
@@ -129,11 +128,7 @@ LayoutPtr without_partial(const LayoutPtr& layout) {
 }
 
 at::Tensor from_local(
-    const at::Tensor& local,
-    LayoutPtr layout,
-    c10::IntArrayRef sizes,
-    c10::IntArrayRef strides,
-    LayoutPtr grad_layout) {
+    const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout) {
   if (!grad_layout) {
     grad_layout = without_partial(layout);
   }

@@ -42,11 +42,7 @@ struct Select : torch::autograd::Function<Select> {
 };
 
 Tensor value_selecting_reduction_backward(
-    const Tensor& grad,
-    int64_t dim,
-    const Tensor& indices,
-    c10::SymIntArrayRef sizes,
-    bool keepdim) {
+    const Tensor& grad, int64_t dim, const Tensor& indices, c10::SymIntArrayRef sizes, bool keepdim) {
   return Select::apply(grad, dim, indices, C10_AS_INTARRAYREF_SLOW(sizes).vec(), keepdim);
 }
 

@@ -24,9 +24,8 @@ void register_comm(py::module& m) {
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "scatter",
-      [](at::Tensor mine, std::vector<at::Tensor> pieces, const c10::intrusive_ptr<Mesh>& mesh, int64_t mesh_dim, int64_t from_coordinate) {
-        comm::scatter(mine, pieces, *mesh, mesh_dim, from_coordinate);
-      },
+      [](at::Tensor mine, std::vector<at::Tensor> pieces, const c10::intrusive_ptr<Mesh>& mesh, int64_t mesh_dim,
+         int64_t from_coordinate) { comm::scatter(mine, pieces, *mesh, mesh_dim, from_coordinate); },
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "all_gather",

@@ -41,12 +41,8 @@ Coordinate coordinate_or_mine(const Layout& l, const std::optional<std::vector<i
 void register_layout(py::module& m) {
   py::class_<Mesh, c10::intrusive_ptr<Mesh>>(m, "Mesh")
       .def(
-          py::init([](std::string device_type,
-                      std::vector<int64_t> shape,
-                      std::vector<int64_t> ranks,
-                      std::vector<std::string> dim_names,
-                      std::vector<std::string> groups,
-                      int64_t rank) {
+          py::init([](std::string device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
+                      std::vector<std::string> dim_names, std::vector<std::string> groups, int64_t rank) {
             auto mesh = Mesh::make(
                 {std::move(device_type), std::move(shape), std::move(ranks), std::move(dim_names), std::move(groups), rank});
             return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
@@ -66,8 +62,7 @@ void register_layout(py::module& m) {
 
   py::class_<Layout, c10::intrusive_ptr<Layout>>(m, "Layout")
       .def(
-          py::init([](const c10::intrusive_ptr<Mesh>& mesh,
-                      const std::vector<Tuple>& placements,
+          py::init([](const c10::intrusive_ptr<Mesh>& mesh, const std::vector<Tuple>& placements,
                       const std::vector<std::optional<std::vector<int64_t>>>& cuts) {
             Placements p;
             for (const auto& t : placements) {

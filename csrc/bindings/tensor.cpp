@@ -35,23 +35,17 @@ void register_tensor(py::module& m) {
   m.def("is_traced", [](const at::Tensor& t) { return shard_tensor(t, "is_traced").traced(); });
   m.def(
       "wrap",
-      [](const at::Tensor& local, const MutableLayout& layout, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
-        return wrap(local, as_const(layout), sizes, strides);
-      },
+      [](const at::Tensor& local, const MutableLayout& layout, const std::vector<int64_t>& sizes,
+         const std::vector<int64_t>& strides) { return wrap(local, as_const(layout), sizes, strides); },
       py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"));
-  m.def(
-      "strides_like",
-      [](const std::vector<int64_t>& sizes, const at::Tensor& local) {
-        const auto s = strides_like(sizes, local);
-        return std::vector<int64_t>(s.begin(), s.end());
-      });
+  m.def("strides_like", [](const std::vector<int64_t>& sizes, const at::Tensor& local) {
+    const auto s = strides_like(sizes, local);
+    return std::vector<int64_t>(s.begin(), s.end());
+  });
   m.def(
       "from_local",
-      [](const at::Tensor& local,
-         const MutableLayout& layout,
-         const std::vector<int64_t>& sizes,
-         const std::vector<int64_t>& strides,
-         const std::optional<MutableLayout>& grad_layout) {
+      [](const at::Tensor& local, const MutableLayout& layout, const std::vector<int64_t>& sizes,
+         const std::vector<int64_t>& strides, const std::optional<MutableLayout>& grad_layout) {
         return from_local(local, as_const(layout), sizes, strides, grad_layout ? as_const(*grad_layout) : LayoutPtr());
       },
       py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("grad_layout") = py::none(),
@@ -64,9 +58,7 @@ void register_tensor(py::module& m) {
       py::arg("tensor"), py::arg("grad_layout") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "redistribute",
-      [](const at::Tensor& t,
-         const MutableLayout& layout,
-         std::optional<at::ScalarType> forward_dtype,
+      [](const at::Tensor& t, const MutableLayout& layout, std::optional<at::ScalarType> forward_dtype,
          std::optional<at::ScalarType> backward_dtype) {
         return redistribute(t, as_const(layout), forward_dtype, backward_dtype);
       },

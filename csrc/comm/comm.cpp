@@ -1,9 +1,9 @@
 #include "comm/comm.h"
 
 #include <ATen/ATen.h>
+#include <torch/headeronly/version.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/headeronly/version.h>
 
 #include <atomic>
 #include <limits>
@@ -35,8 +35,7 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
 GroupPtr group_of(const Mesh& mesh, int64_t mesh_dim, const char* what) {
   const auto& name = mesh.group(mesh_dim);
   TORCH_CHECK(
-      !name.empty(),
-      "shardtensor: ", what, " along mesh dim ", mesh_dim, " of ", mesh.str(), ", but rank ", mesh.rank(),
+      !name.empty(), "shardtensor: ", what, " along mesh dim ", mesh_dim, " of ", mesh.str(), ", but rank ", mesh.rank(),
       " has no process group there; the mesh was made without groups, or does not hold this rank");
   return c10d::resolve_process_group(name);
 }
@@ -144,8 +143,8 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
 } // namespace
 
 const char* name_of(Kind kind) {
-  static constexpr std::array<const char*, kKinds> names = {
-      "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "scatter"};
+  static constexpr std::array<const char*, kKinds> names = {"all_reduce",     "all_gather", "all_to_all",
+                                                            "reduce_scatter", "broadcast",  "scatter"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -225,11 +224,7 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
   }
 }
 
-void all_to_all(
-    std::vector<at::Tensor>& from,
-    std::vector<at::Tensor>& to,
-    const Mesh& mesh,
-    int64_t mesh_dim) {
+void all_to_all(std::vector<at::Tensor>& from, std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim) {
   const auto n = mesh.size(mesh_dim);
   const auto me = mesh.coordinate()[mesh_dim];
   from[me].copy_(to[me]);

@@ -23,11 +23,7 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 
 // to[i] goes to coordinate i, from[i] comes from it. All contiguous; empty tensors cost nothing on the wire.
-void all_to_all(
-    std::vector<at::Tensor>& from,
-    std::vector<at::Tensor>& to,
-    const Mesh& mesh,
-    int64_t mesh_dim);
+void all_to_all(std::vector<at::Tensor>& from, std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim);
 
 // to[i] is this rank's summand of coordinate i's piece; the result is this rank's piece, reduced.
 at::Tensor reduce_scatter(std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);

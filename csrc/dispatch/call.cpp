@@ -48,14 +48,8 @@ Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, c
   Call call{op.schema(), c10::ArrayRef<IValue>(stack.data() + base, op.kinds.size()), {}, replicated.mesh()};
   for (const auto& r : refs) {
     call.tensors.push_back(
-        {r.arg,
-         r.index,
-         (op.mutated >> r.arg & 1) != 0,
-         r.impl ? &r.impl->layout() : &replicated,
-         r.tensor->sizes(),
-         r.tensor->scalar_type(),
-         r.tensor->strides(),
-         r.tensor->storage_offset()});
+        {r.arg, r.index, (op.mutated >> r.arg & 1) != 0, r.impl ? &r.impl->layout() : &replicated, r.tensor->sizes(),
+         r.tensor->scalar_type(), r.tensor->strides(), r.tensor->storage_offset()});
   }
   return call;
 }
@@ -274,13 +268,7 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
 
 } // namespace
 
-at::Tensor wrap_result(
-    const Op& op,
-    at::Tensor local,
-    const Solution& solution,
-    size_t nth,
-    const Refs& refs,
-    const Form* form) {
+at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs, const Form* form) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
@@ -291,8 +279,8 @@ at::Tensor wrap_result(
   at::Tensor out;
   if (base) {
     const auto& layout = result ? result->layout : solution.replicated;
-    const auto sizes = result && layout->is_sharded() ? global_sizes(*result, refs, local)
-                                                      : Sizes(local.sizes().begin(), local.sizes().end());
+    const auto sizes =
+        result && layout->is_sharded() ? global_sizes(*result, refs, local) : Sizes(local.sizes().begin(), local.sizes().end());
     const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
     return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
   }
@@ -345,8 +333,7 @@ SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Refs& refs
     }
     return key;
   };
-  return Cache::of(op.id).get(
-      op.sized, key_with, [&] { return solve(op, stack, base, refs); });
+  return Cache::of(op.id).get(op.sized, key_with, [&] { return solve(op, stack, base, refs); });
 }
 
 // Puts the local tensors where the wrappers are, and moves the wrappers to `kept`.
@@ -406,7 +393,9 @@ void handle(const Op& op, Stack* stack_ptr) {
     for (size_t i = 0; i < refs.size(); ++i) {
       const auto& need = solution->operands[i];
       at.push_back(
-          {need ? need.get() : refs[i].impl ? &refs[i].impl->layout() : solution->replicated.get(),
+          {need           ? need.get()
+           : refs[i].impl ? &refs[i].impl->layout()
+                          : solution->replicated.get(),
            refs[i].tensor->sizes()});
     }
     Run run{op.handle, stack, at, *solution};

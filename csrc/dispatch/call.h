@@ -81,12 +81,7 @@ inline bool needs_forms(const Op& op, const rules::Solution& solution, const Ref
 }
 
 at::Tensor wrap_result(
-    const Op& op,
-    at::Tensor local,
-    const rules::Solution& solution,
-    size_t nth,
-    const Refs& refs,
-    const Form* form = nullptr);
+    const Op& op, at::Tensor local, const rules::Solution& solution, size_t nth, const Refs& refs, const Form* form = nullptr);
 
 // Every tensor among boxed arguments. The references point into the stack.
 Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);

@@ -43,25 +43,27 @@ void different_meshes(const Op& op, const Layout& a, const Layout& b) {
 }
 
 void refused(const Op& op, const std::string& why, const rules::Call& call) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op.name, ": cannot be done on a ShardTensor: ", why, ". (", layouts_of(call), ")");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.name, ": cannot be done on a ShardTensor: ", why, ". (", layouts_of(call), ")");
 }
 
 void no_rule(const Op& op, const rules::Call& call) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op.name, ": no sharding rule, and strict mode forbids gathering its inputs. Register one with "
-      "ShardTensor.register_dispatch_handler, redistribute the inputs to Replicate, or leave strict mode. (", layouts_of(call), ")");
+      false, op.name,
+      ": no sharding rule, and strict mode forbids gathering its inputs. Register one with "
+      "ShardTensor.register_dispatch_handler, redistribute the inputs to Replicate, or leave strict mode. (",
+      layouts_of(call), ")");
 }
 
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl) {
   TORCH_CHECK(
-      impl, op.name, ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ", t.sizes(),
-      "; pass a ShardTensor there (shardtensor.distribute_tensor)");
+      impl, op.name, ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ",
+      t.sizes(), "; pass a ShardTensor there (shardtensor.distribute_tensor)");
   // Nobody can look for the write in a base tensor that is gone.
   TORCH_CHECK(
-      !impl->broken_view() || impl->storage().use_count() == 1, op.name, ": argument '", argument_name(op, arg), "' (", impl->layout().str(), ", rank ",
-      impl->layout().mesh().rank(),
-      ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the base "
+      !impl->broken_view() || impl->storage().use_count() == 1, op.name, ": argument '", argument_name(op, arg), "' (",
+      impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
+      ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the "
+      "base "
       "tensor, redistribute it before the view, or clone() the view.");
 }
 

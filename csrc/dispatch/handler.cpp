@@ -79,8 +79,8 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
     const auto type = arguments[i].type()->annotation_str();
     kinds.push_back(
         type.find("Tensor") == std::string::npos ? ArgKind::Other
-            : type.find("List") == std::string::npos ? ArgKind::Tensor
-                                                     : ArgKind::TensorList);
+        : type.find("List") == std::string::npos ? ArgKind::Tensor
+                                                 : ArgKind::TensorList);
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
       mutated |= uint64_t{1} << i;
     }
@@ -134,8 +134,7 @@ int64_t install_handler() {
     }
     const auto local_name = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     const auto* entry = rules::registry().find(local_name);
-    if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
-        !(entry && entry->options.composite)) {
+    if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !(entry && entry->options.composite)) {
       continue;
     }
     ops().emplace_back(*handle_);

@@ -14,18 +14,18 @@ struct Op {
   explicit Op(c10::OperatorHandle handle);
 
   c10::OperatorHandle handle;
-  int32_t id; // dense, for per-thread caches
+  int32_t id;       // dense, for per-thread caches
   std::string name; // "aten::add.Tensor"
   c10::SmallVector<ArgKind, 8> kinds;
   uint64_t mutated = 0; // bit i: argument i is written
   // Per return: the argument it is (in-place, out=), or -1.
   c10::SmallVector<int8_t, 2> returns_argument;
-  bool is_view = false; // a return shares memory with argument 0
+  bool is_view = false;       // a return shares memory with argument 0
   bool reshapes_self = false; // unsqueeze_ and the like: argument 0 becomes a view of itself
   bool is_random = false;
   const rules::Entry* entry = nullptr;
-  bool sized = false; // sizes belong in the cache's key
-  bool strided = false; // and strides
+  bool sized = false;     // sizes belong in the cache's key
+  bool strided = false;   // and strides
   bool keyed_args = true; // so do the non-tensor arguments
 
   const c10::FunctionSchema& schema() const {

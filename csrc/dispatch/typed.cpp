@@ -193,10 +193,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       return first(args...);
     } else {
       return wrap_all(
-          op_,
-          invoke(std::tuple<decltype(local(I, args))...>{local(I, args)...}, std::index_sequence<I...>()),
-          *solution,
-          refs);
+          op_, invoke(std::tuple<decltype(local(I, args))...>{local(I, args)...}, std::index_sequence<I...>()), *solution, refs);
     }
   }
 
@@ -243,19 +240,61 @@ void add(Table& table, std::initializer_list<const char*> ops) {
 // One line per signature. An op belongs here if it runs all the time in training; any other is right without.
 Table make_table() {
   Table t;
-  add<Tensor(const Tensor&)>(t, {
-    "abs", "alias", "cos", "detach", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "t", "tanh",
-  });
-  add<Tensor(const Tensor&, const Tensor&)>(t, {
-    "bmm", "div.Tensor", "dot", "eq.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor", "matmul", "maximum", "minimum", "mm",
-    "mul.Tensor", "mv", "ne.Tensor", "sigmoid_backward", "silu_backward", "tanh_backward",
-  });
+  add<Tensor(const Tensor&)>(
+      t, {
+             "abs",
+             "alias",
+             "cos",
+             "detach",
+             "exp",
+             "log",
+             "neg",
+             "reciprocal",
+             "relu",
+             "rsqrt",
+             "sigmoid",
+             "silu",
+             "sin",
+             "sqrt",
+             "t",
+             "tanh",
+         });
+  add<Tensor(const Tensor&, const Tensor&)>(
+      t, {
+             "bmm",
+             "div.Tensor",
+             "dot",
+             "eq.Tensor",
+             "ge.Tensor",
+             "gt.Tensor",
+             "le.Tensor",
+             "lt.Tensor",
+             "matmul",
+             "maximum",
+             "minimum",
+             "mm",
+             "mul.Tensor",
+             "mv",
+             "ne.Tensor",
+             "sigmoid_backward",
+             "silu_backward",
+             "tanh_backward",
+         });
   add<Tensor(const Tensor&, const Tensor&, const c10::Scalar&)>(t, {"add.Tensor", "sub.Tensor", "threshold_backward"});
   add<Tensor(const Tensor&, const Tensor&, const Tensor&)>(t, {"where.self"});
   add<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>(t, {"linear"});
-  add<Tensor(const Tensor&, const c10::Scalar&)>(t, {
-    "div.Scalar", "eq.Scalar", "ge.Scalar", "gt.Scalar", "le.Scalar", "lt.Scalar", "mul.Scalar", "ne.Scalar", "pow.Tensor_Scalar",
-  });
+  add<Tensor(const Tensor&, const c10::Scalar&)>(
+      t, {
+             "div.Scalar",
+             "eq.Scalar",
+             "ge.Scalar",
+             "gt.Scalar",
+             "le.Scalar",
+             "lt.Scalar",
+             "mul.Scalar",
+             "ne.Scalar",
+             "pow.Tensor_Scalar",
+         });
   add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(t, {"mean.dim", "sum.dim_IntList"});
   add<Tensor(const Tensor&, std::optional<at::ScalarType>)>(t, {"mean", "sum"});
   add<Tensor(const Tensor&, int64_t, bool)>(t, {"_log_softmax", "_softmax"});
@@ -269,7 +308,8 @@ Table make_table() {
   add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>(t, {"addmm"});
   add<Tensor(const at::ITensorListRef&, int64_t)>(t, {"cat"});
   add<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double)>(t, {"native_layer_norm"});
+      const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double)>(
+      t, {"native_layer_norm"});
   add<Tensor&(Tensor&)>(t, {"relu_", "zero_"});
   add<Tensor&(Tensor&, const Tensor&)>(t, {"div_.Tensor", "mul_.Tensor"});
   add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>(t, {"add_.Tensor", "sub_.Tensor"});

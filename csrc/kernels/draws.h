@@ -68,8 +68,7 @@ struct RealDraw {
   Distribution::Kind kind;
   Real a, b;
 
-  RealDraw(uint64_t k, const Distribution& d)
-      : key(k), kind(d.kind), a(static_cast<Real>(d.a)), b(static_cast<Real>(d.b)) {}
+  RealDraw(uint64_t k, const Distribution& d) : key(k), kind(d.kind), a(static_cast<Real>(d.a)), b(static_cast<Real>(d.b)) {}
 
   C10_HOST_DEVICE void operator()(uint64_t block, Real* out) const {
     const auto words = philox(block, key);
@@ -168,13 +167,12 @@ void with_draw(at::ScalarType dtype, uint64_t key, const Distribution& d, const 
       return;
     case Distribution::Kind::Integer:
       AT_DISPATCH_V2(
-          dtype, "random", AT_WRAP([&] { launch.template operator()<scalar_t>(IntegerDraw(key, d)); }),
-          AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
+          dtype, "random", AT_WRAP([&] { launch.template operator()<scalar_t>(IntegerDraw(key, d)); }), AT_EXPAND(AT_ALL_TYPES),
+          AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf, at::kBFloat16, at::kBool);
       return;
     case Distribution::Kind::Geometric:
-      AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "geometric", [&] {
-        launch.template operator()<scalar_t>(RealDraw<double>(key, d));
-      });
+      AT_DISPATCH_ALL_TYPES_AND2(
+          at::kHalf, at::kBFloat16, dtype, "geometric", [&] { launch.template operator()<scalar_t>(RealDraw<double>(key, d)); });
       return;
     default:
       AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "random", [&] {

@@ -53,7 +53,8 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
   if (local.is_cpu()) {
     cpu::fill_random(local, key, held, distribution);
   } else {
-    TORCH_CHECK_NOT_IMPLEMENTED(local.is_cuda(), "shardtensor: random numbers on ", local.device(), "; there are kernels for cpu and cuda");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        local.is_cuda(), "shardtensor: random numbers on ", local.device(), "; there are kernels for cpu and cuda");
     cuda::fill_random(local, key, held, distribution);
   }
 }
@@ -61,11 +62,7 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
 } // namespace
 
 void fill_random(
-    at::Tensor& local,
-    uint64_t key,
-    const Layout& layout,
-    c10::IntArrayRef sizes,
-    const Distribution& distribution) {
+    at::Tensor& local, uint64_t key, const Layout& layout, c10::IntArrayRef sizes, const Distribution& distribution) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !local.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize})),
       "shardtensor: random ops on ShardTensors cannot be traced (torch.compile, FakeTensorMode): the graph would draw the same "

@@ -22,12 +22,7 @@ struct Distribution {
 };
 
 // Fills `local`, this rank's piece under `layout` of a tensor of global `sizes`. Any strides; empty pieces too.
-void fill_random(
-    at::Tensor& local,
-    uint64_t key,
-    const Layout& layout,
-    c10::IntArrayRef sizes,
-    const Distribution& distribution);
+void fill_random(at::Tensor& local, uint64_t key, const Layout& layout, c10::IntArrayRef sizes, const Distribution& distribution);
 
 // What a rank holds of a global tensor, with the dims it holds whole merged into the dim before: one dim where nothing is
 // cut, and the last dim's runs are contiguous in global index.

@@ -41,9 +41,8 @@ size_t hash_of(const Mesh& mesh, const Placements& placements, const Cuts& cuts)
 }
 
 bool same(const Cuts& a, const Cuts& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Cut& x, const Cut& y) {
-    return x == y || (x && y && *x == *y);
-  });
+  return std::equal(
+      a.begin(), a.end(), b.begin(), b.end(), [](const Cut& x, const Cut& y) { return x == y || (x && y && *x == *y); });
 }
 
 bool is_even(const std::vector<int64_t>& sizes, int64_t pieces) {
@@ -91,8 +90,8 @@ int64_t total(const Intervals& runs) {
 
 LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
   TORCH_CHECK_VALUE(
-      static_cast<int64_t>(placements.size()) == mesh->ndim(),
-      "placements: ", placements.size(), " given for a mesh of ", mesh->ndim(), " dims; give one per mesh dim");
+      static_cast<int64_t>(placements.size()) == mesh->ndim(), "placements: ", placements.size(), " given for a mesh of ",
+      mesh->ndim(), " dims; give one per mesh dim");
   cuts.resize(placements.size());
   for (int64_t m = 0; m < mesh->ndim(); ++m) {
     auto& cut = cuts[m];
@@ -100,8 +99,8 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
       continue;
     }
     TORCH_CHECK_VALUE(
-        placements[m].is_shard() && placements[m].split_factor == 1,
-        "sharding_shapes: mesh dim ", m, " has explicit sizes but its placement is ", placements[m].str(), ", not Shard");
+        placements[m].is_shard() && placements[m].split_factor == 1, "sharding_shapes: mesh dim ", m,
+        " has explicit sizes but its placement is ", placements[m].str(), ", not Shard");
     int64_t rows = 1;
     for (int64_t i = 0; i < m; ++i) {
       if (placements[i].is_shard(placements[m].dim)) {
@@ -117,8 +116,7 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
       cut = std::make_shared<const std::vector<int64_t>>(std::move(all));
     }
     TORCH_CHECK_VALUE(
-        static_cast<int64_t>(cut->size()) == want,
-        "sharding_shapes: mesh dim ", m, " needs ", want, " sizes, got ", cut->size());
+        static_cast<int64_t>(cut->size()) == want, "sharding_shapes: mesh dim ", m, " needs ", want, " sizes, got ", cut->size());
     for (auto s : *cut) {
       TORCH_CHECK_VALUE(s >= 0, "sharding_shapes: mesh dim ", m, " has the negative size ", s);
     }
@@ -323,8 +321,7 @@ std::string Layout::misfit(c10::ArrayRef<int64_t> sizes) const {
         sum += (*cuts_[m])[row * n + i];
       }
       if (sum != extent) {
-        why << "the pieces along mesh dim " << m << " add up to " << sum << ", but tensor dim " << p.dim << " has "
-            << extent;
+        why << "the pieces along mesh dim " << m << " add up to " << sum << ", but tensor dim " << p.dim << " has " << extent;
         return why.str();
       }
     }

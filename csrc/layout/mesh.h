@@ -21,14 +21,14 @@ class Mesh final : public c10::intrusive_ptr_target {
   struct Description {
     std::string device_type;
     std::vector<int64_t> shape;
-    std::vector<int64_t> ranks; // row-major over shape
+    std::vector<int64_t> ranks;         // row-major over shape
     std::vector<std::string> dim_names; // empty: unnamed
-    std::vector<std::string> groups; // a process group's name per mesh dim; empty where this rank has none
-    int64_t rank = 0; // this process's global rank; threads that act as several ranks have a mesh each
+    std::vector<std::string> groups;    // a process group's name per mesh dim; empty where this rank has none
+    int64_t rank = 0;                   // this process's global rank; threads that act as several ranks have a mesh each
 
     bool operator==(const Description& o) const {
       return device_type == o.device_type && shape == o.shape && ranks == o.ranks && dim_names == o.dim_names &&
-          groups == o.groups && rank == o.rank;
+             groups == o.groups && rank == o.rank;
     }
   };
 

@@ -20,8 +20,7 @@ ReduceOp reduce_op_from(const std::string& name) {
       return static_cast<ReduceOp>(i);
     }
   }
-  TORCH_CHECK_VALUE(
-      false, "Partial: reduce_op '", name, "' is unknown; use sum, avg, product, min, max, band, bor or bxor");
+  TORCH_CHECK_VALUE(false, "Partial: reduce_op '", name, "' is unknown; use sum, avg, product, min, max, band, bor or bxor");
 }
 
 std::string Placement::str() const {

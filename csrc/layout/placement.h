@@ -55,15 +55,14 @@ struct Placement {
     return kind == Kind::Partial;
   }
   bool operator==(const Placement& o) const {
-    return kind == o.kind && reduce == o.reduce && dim == o.dim && split_factor == o.split_factor &&
-        norm_order == o.norm_order;
+    return kind == o.kind && reduce == o.reduce && dim == o.dim && split_factor == o.split_factor && norm_order == o.norm_order;
   }
   bool operator!=(const Placement& o) const {
     return !(*this == o);
   }
   size_t hash() const {
     size_t h = static_cast<size_t>(kind) | static_cast<size_t>(reduce) << 8 |
-        static_cast<size_t>(static_cast<uint16_t>(dim)) << 16 | static_cast<size_t>(split_factor) << 32;
+               static_cast<size_t>(static_cast<uint16_t>(dim)) << 16 | static_cast<size_t>(split_factor) << 32;
     return h ^ (std::hash<double>()(norm_order) * 31);
   }
   std::string str() const;

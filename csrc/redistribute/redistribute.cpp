@@ -134,8 +134,8 @@ void gather(State& s, int64_t m) {
     direct &= pieces[c].size() <= 1;
   }
   for (int64_t c = 0; c < n; ++c) {
-    received[c] = direct ? take(whole, dim, pieces[c])
-                         : at::empty(with_size(s.local, dim, length_of(pieces[c])), s.local.options());
+    received[c] =
+        direct ? take(whole, dim, pieces[c]) : at::empty(with_size(s.local, dim, length_of(pieces[c])), s.local.options());
   }
   comm::all_gather(received, s.local.contiguous(), s.mesh(), m);
   if (!direct) {
@@ -280,7 +280,7 @@ bool can_exchange(const Layout& now, const Layout& to, int64_t m, uint64_t open)
   }
   for (int64_t i = 0; i < now.ndim(); ++i) {
     const bool touches = now.placement(i).is_shard(a.dim) || now.placement(i).is_shard(b.dim) ||
-        to.placement(i).is_shard(a.dim) || to.placement(i).is_shard(b.dim);
+                         to.placement(i).is_shard(a.dim) || to.placement(i).is_shard(b.dim);
     if (i != m && touches && ((open >> i & 1) || i > m)) {
       return false;
     }
@@ -295,8 +295,8 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
     return local;
   }
   TORCH_CHECK_VALUE(
-      &from.mesh() == &to.mesh(),
-      "redistribute: from ", from.str(), " to ", to.str(), ": another mesh; both layouts must be on one mesh");
+      &from.mesh() == &to.mesh(), "redistribute: from ", from.str(), " to ", to.str(),
+      ": another mesh; both layouts must be on one mesh");
   State s{local, LayoutPtr::reclaim_copy(&from), sizes};
   const auto n = from.ndim();
   for (int64_t m = 0; m < n; ++m) {
@@ -341,7 +341,8 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
       make_partial(s, m, want);
     }
   }
-  TORCH_INTERNAL_ASSERT(s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
+  TORCH_INTERNAL_ASSERT(
+      s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
   return s.local;
 }
 

@@ -13,8 +13,8 @@ void check_dropout(const Call& call) {
   const auto p = call.args[call.position("dropout_p")].toDouble();
   for (const auto& t : call.tensors) {
     TORCH_CHECK(
-        p == 0.0 || t.layout->is_replicated(),
-        call.schema.name(), ": dropout_p is ", p, " and ", call.schema.arguments()[t.arg].name(), " is ", t.layout->str(),
+        p == 0.0 || t.layout->is_replicated(), call.schema.name(), ": dropout_p is ", p, " and ",
+        call.schema.arguments()[t.arg].name(), " is ", t.layout->str(),
         ", but the fused kernel draws its mask on each rank for itself; use dropout_p=0, "
         "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or replicate the inputs");
   }
@@ -35,7 +35,7 @@ Attention attention_dims(const Call& call, Rule& rule, bool whole_queries) {
   const auto& k = call.tensor(call.position("key"));
   Factor queries;
   queries.whole = whole_queries || call.flag(call.position("is_causal"));
-  queries.reduce = ReduceOp::Sum; // of the keys' gradients
+  queries.reduce = ReduceOp::Sum;                                              // of the keys' gradients
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // of a mask's gradient
   const auto s = rule.factor(queries);
   const auto repeats = std::max<int64_t>(q.sizes[1] / std::max<int64_t>(k.sizes[1], 1), 1);
@@ -103,20 +103,36 @@ void register_attention(Registry& r) {
   Options sized; // by the heads that share a key
   sized.sized = true;
   r.add("attention", {"_fused_sdp_choice"}, choice);
-  r.add("attention", {
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-  }, attention<true>, sized);
-  r.add("attention", {
-    "_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-  }, attention_backward<true>, sized);
-  r.add("attention", {
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-  }, attention<false>, sized);
-  r.add("attention", {
-    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
-  }, attention_backward<false>, sized);
+  r.add(
+      "attention",
+      {
+          "_scaled_dot_product_cudnn_attention",
+          "_scaled_dot_product_efficient_attention",
+          "_scaled_dot_product_fused_attention_overrideable",
+      },
+      attention<true>, sized);
+  r.add(
+      "attention",
+      {
+          "_scaled_dot_product_cudnn_attention_backward",
+          "_scaled_dot_product_efficient_attention_backward",
+          "_scaled_dot_product_fused_attention_overrideable_backward",
+      },
+      attention_backward<true>, sized);
+  r.add(
+      "attention",
+      {
+          "_scaled_dot_product_flash_attention",
+          "_scaled_dot_product_flash_attention_for_cpu",
+      },
+      attention<false>, sized);
+  r.add(
+      "attention",
+      {
+          "_scaled_dot_product_flash_attention_backward",
+          "_scaled_dot_product_flash_attention_for_cpu_backward",
+      },
+      attention_backward<false>, sized);
 }
 
 } // namespace shardtensor::rules

@@ -202,8 +202,10 @@ void register_convolution(Registry& r) {
   r.add("convolution", {"convolution", "convolution_overrideable"}, convolution);
   r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward);
 
-  r.add("pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "avg_pool2d", "avg_pool2d_backward"}, linear_pool<2>);
-  r.add("pooling", {"_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "avg_pool3d", "avg_pool3d_backward"}, linear_pool<3>);
+  r.add(
+      "pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "avg_pool2d", "avg_pool2d_backward"}, linear_pool<2>);
+  r.add(
+      "pooling", {"_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "avg_pool3d", "avg_pool3d_backward"}, linear_pool<3>);
   r.add("pooling", {"adaptive_max_pool2d", "max_pool2d_with_indices"}, pool<2>);
   r.add("pooling", {"adaptive_max_pool3d", "max_pool3d_with_indices"}, pool<3>);
   r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
@@ -214,22 +216,47 @@ void register_convolution(Registry& r) {
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>, sized);
   r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>, sized);
   r.add("resampling", {"_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest1d"}, linear_pool<1>);
-  r.add("resampling", {
-    "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa", "_upsample_nearest_exact2d", "upsample_bicubic2d",
-    "upsample_bilinear2d", "upsample_nearest2d",
-  }, linear_pool<2>);
+  r.add(
+      "resampling",
+      {
+          "_upsample_bicubic2d_aa",
+          "_upsample_bilinear2d_aa",
+          "_upsample_lanczos2d_aa",
+          "_upsample_nearest_exact2d",
+          "upsample_bicubic2d",
+          "upsample_bilinear2d",
+          "upsample_nearest2d",
+      },
+      linear_pool<2>);
   r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d", "upsample_trilinear3d"}, linear_pool<3>);
-  r.add("resampling", {
-    "_upsample_nearest_exact1d_backward", "upsample_linear1d_backward", "upsample_nearest1d_backward",
-  }, resample_backward<1>);
-  r.add("resampling", {
-    "_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa_backward",
-    "_upsample_nearest_exact2d_backward",
-    "upsample_bicubic2d_backward", "upsample_bilinear2d_backward", "upsample_nearest2d_backward",
-  }, resample_backward<2>);
-  r.add("resampling", {
-    "_upsample_nearest_exact3d_backward", "upsample_nearest3d_backward", "upsample_trilinear3d_backward",
-  }, resample_backward<3>);
+  r.add(
+      "resampling",
+      {
+          "_upsample_nearest_exact1d_backward",
+          "upsample_linear1d_backward",
+          "upsample_nearest1d_backward",
+      },
+      resample_backward<1>);
+  r.add(
+      "resampling",
+      {
+          "_upsample_bicubic2d_aa_backward",
+          "_upsample_bilinear2d_aa_backward",
+          "_upsample_lanczos2d_aa_backward",
+          "_upsample_nearest_exact2d_backward",
+          "upsample_bicubic2d_backward",
+          "upsample_bilinear2d_backward",
+          "upsample_nearest2d_backward",
+      },
+      resample_backward<2>);
+  r.add(
+      "resampling",
+      {
+          "_upsample_nearest_exact3d_backward",
+          "upsample_nearest3d_backward",
+          "upsample_trilinear3d_backward",
+      },
+      resample_backward<3>);
 }
 
 } // namespace shardtensor::rules

@@ -117,9 +117,15 @@ void register_copies(Registry& r) {
   r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first, o);
   r.add("copies", {"_to_copy"}, cast);
   r.add("copies", {"copy_", "copy"}, copy_into, o);
-  r.add("copies", {
-    "empty_like", "full_like", "ones_like", "zeros_like",
-  }, like, o);
+  r.add(
+      "copies",
+      {
+          "empty_like",
+          "full_like",
+          "ones_like",
+          "zeros_like",
+      },
+      like, o);
   Options sized;
   sized.sized = true;
   r.add("copies", {"new_empty", "new_full", "new_ones", "new_zeros"}, new_like, sized);

@@ -32,8 +32,8 @@ void check_bounds(const at::Tensor& indices, int64_t rows) {
   if (indices.is_cpu()) {
     const auto low = indices.min().item<int64_t>(), high = indices.max().item<int64_t>();
     TORCH_CHECK_INDEX(
-        low >= 0 && high < rows,
-        "index out of range in self: embedding got index ", low < 0 ? low : high, " for a table of ", rows, " rows");
+        low >= 0 && high < rows, "index out of range in self: embedding got index ", low < 0 ? low : high, " for a table of ",
+        rows, " rows");
   } else {
     at::_assert_async((indices >= 0).logical_and(indices < rows).all());
   }
@@ -103,7 +103,8 @@ void renorm_kernel(Run& run) {
   const auto indices = run.arg(1).toTensor().reshape(-1);
   check_bounds(indices, run.operands[0].sizes[0]);
   const auto held = rows_held(run);
-  const auto here = at::masked_select(indices - held.start, (indices >= held.start).logical_and_(indices < held.start + held.length));
+  const auto here =
+      at::masked_select(indices - held.start, (indices >= held.start).logical_and_(indices < held.start + held.length));
   if (here.numel()) {
     at::embedding_renorm_(weight, here, run.arg(2).toDouble(), run.arg(3).toDouble());
   }

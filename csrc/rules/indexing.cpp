@@ -241,7 +241,7 @@ struct Indexing {
   uint64_t covered = 0;
   bool masks = false;
   int64_t ndim = 0; // of the broadcast indices
-  int64_t at = 0; // its place: that of the first covered dim if all are neighbours, else 0
+  int64_t at = 0;   // its place: that of the first covered dim if all are neighbours, else 0
 };
 
 Indexing read_indices(const Call& call, int64_t self_ndim) {
@@ -517,18 +517,35 @@ void register_indexing(Registry& r) {
   r.add("indexing", {"gather"}, gather, sized);
   r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, sized);
   r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>, sized);
-  r.add("indexing", {
-    "index_fill.int_Scalar", "index_fill.int_Tensor", "index_fill_.int_Scalar", "index_fill_.int_Tensor",
-    "index_reduce", "index_reduce_",
-  }, write_rows<Writes::Others>, sized);
+  r.add(
+      "indexing",
+      {
+          "index_fill.int_Scalar",
+          "index_fill.int_Tensor",
+          "index_fill_.int_Scalar",
+          "index_fill_.int_Tensor",
+          "index_reduce",
+          "index_reduce_",
+      },
+      write_rows<Writes::Others>, sized);
   r.add("indexing", {"index_select"}, index_select);
-  r.add("indexing", {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "nonzero_static", "put", "put_"}, whole, any);
+  r.add(
+      "indexing", {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "nonzero_static", "put", "put_"}, whole, any);
   r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>, sized);
   r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>, sized);
-  r.add("indexing", {
-    "scatter.reduce", "scatter.value", "scatter.value_reduce", "scatter_.reduce", "scatter_.value", "scatter_.value_reduce",
-    "scatter_reduce.two", "scatter_reduce_.two",
-  }, scatter<Writes::Others>, sized);
+  r.add(
+      "indexing",
+      {
+          "scatter.reduce",
+          "scatter.value",
+          "scatter.value_reduce",
+          "scatter_.reduce",
+          "scatter_.value",
+          "scatter_.value_reduce",
+          "scatter_reduce.two",
+          "scatter_reduce_.two",
+      },
+      scatter<Writes::Others>, sized);
   r.add("indexing", {"take"}, take, any);
   r.add("indexing", {"trace"}, trace, any);
   r.add_forms("indexing", {"tril", "triu"}, triangle);

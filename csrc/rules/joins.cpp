@@ -80,7 +80,9 @@ Rule stack(const Call& call) {
   auto dims = fresh_dims(rule, call.tensors[0].dim());
   const auto dim = call.dim(1, call.tensors[0].dim() + 1);
   for (const auto& t : call.tensors) {
-    TORCH_CHECK(t.sizes == call.tensors[0].sizes, "stack expects each tensor to be equal size, but got ", call.tensors[0].sizes, " and ", t.sizes);
+    TORCH_CHECK(
+        t.sizes == call.tensors[0].sizes, "stack expects each tensor to be equal size, but got ", call.tensors[0].sizes, " and ",
+        t.sizes);
     rule.operands.emplace_back(dims);
   }
   dims.insert(dims.begin() + dim, Dim(kNone));
@@ -259,15 +261,33 @@ void register_joins(Registry& r) {
   r.add("joins", {"cat"}, cat);
   r.add("joins", {"constant_pad_nd"}, constant_pad, sized);
   r.add("joins", {"flip"}, flip);
-  r.add("joins", {
-    "reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d", "replication_pad1d_backward",
-  }, border_pad<1>);
-  r.add("joins", {
-    "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward",
-  }, border_pad<2>);
-  r.add("joins", {
-    "reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward",
-  }, border_pad<3>);
+  r.add(
+      "joins",
+      {
+          "reflection_pad1d",
+          "reflection_pad1d_backward",
+          "replication_pad1d",
+          "replication_pad1d_backward",
+      },
+      border_pad<1>);
+  r.add(
+      "joins",
+      {
+          "reflection_pad2d",
+          "reflection_pad2d_backward",
+          "replication_pad2d",
+          "replication_pad2d_backward",
+      },
+      border_pad<2>);
+  r.add(
+      "joins",
+      {
+          "reflection_pad3d",
+          "reflection_pad3d_backward",
+          "replication_pad3d",
+          "replication_pad3d_backward",
+      },
+      border_pad<3>);
   r.add("joins", {"repeat"}, repeat);
   r.add("joins", {"roll"}, roll);
   r.add("joins", {"rot90"}, rot90);

@@ -1,4 +1,5 @@
-// Losses. A mean divides by the global count, however uneven the pieces; nll_loss looks up sharded classes without gathering them.
+// Losses. A mean divides by the global count, however uneven the pieces; nll_loss looks up sharded classes without gathering
+// them.
 #include "rules/registry.h"
 
 #include "comm/comm.h"
@@ -271,13 +272,27 @@ Rule nll_backward_rule(const Call& call) {
 } // namespace
 
 void register_losses(Registry& r) {
-  r.add("losses", {
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss",
-  }, elementwise);
-  r.add("losses", {
-    "binary_cross_entropy_backward", "huber_loss_backward", "mse_loss_backward", "smooth_l1_loss_backward",
-    "soft_margin_loss_backward",
-  }, elementwise_backward);
+  r.add(
+      "losses",
+      {
+          "binary_cross_entropy",
+          "binary_cross_entropy_with_logits",
+          "huber_loss",
+          "mse_loss",
+          "smooth_l1_loss",
+          "soft_margin_loss",
+      },
+      elementwise);
+  r.add(
+      "losses",
+      {
+          "binary_cross_entropy_backward",
+          "huber_loss_backward",
+          "mse_loss_backward",
+          "smooth_l1_loss_backward",
+          "soft_margin_loss_backward",
+      },
+      elementwise_backward);
   r.add("losses", {"multi_margin_loss", "multilabel_margin_loss_forward"}, margin);
   r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward);
   r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll);

@@ -236,8 +236,8 @@ Rule linear(const Call& call) {
   }
   uint64_t bias = 0;
   if (biased) {
-    rule.operands.emplace_back(broadcast_to(
-        call.tensors[2], out, [&](int64_t d) { return d + 1 < x.dim() ? x.sizes[d] != 1 : weight.sizes[0] != 1; }));
+    rule.operands.emplace_back(
+        broadcast_to(call.tensors[2], out, [&](int64_t d) { return d + 1 < x.dim() ? x.sizes[d] != 1 : weight.sizes[0] != 1; }));
     rule.kernel = linear_kernel;
     rule.notes = {k};
     bias = 0b100;

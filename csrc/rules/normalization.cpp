@@ -46,11 +46,7 @@ Normalized normalize(const at::Tensor& x, const Group& group, double eps) {
 
 // The gradient of x from that of the normalised value; `centered`: the mean was taken off.
 at::Tensor normalize_backward(
-    const at::Tensor& grad,
-    const at::Tensor& value,
-    const at::Tensor& rstd,
-    const Group& group,
-    bool centered) {
+    const at::Tensor& grad, const at::Tensor& value, const at::Tensor& rstd, const Group& group, bool centered) {
   if (!centered) {
     return rstd * (grad - value * group.mean(grad * value));
   }
@@ -125,7 +121,9 @@ LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch
   for (const auto& t : call.tensors) {
     const auto& name = name_of(call, t);
     rule.operands.emplace_back(
-        name == "weight" || name == "bias" ? out.normalized : name == "mean" || name == "rstd" ? out.statistics : out.full);
+        name == "weight" || name == "bias" ? out.normalized
+        : name == "mean" || name == "rstd" ? out.statistics
+                                           : out.full);
   }
   return out;
 }
@@ -286,7 +284,9 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
   for (const auto& t : call.tensors) {
     const auto& name = name_of(call, t);
     rule.operands.emplace_back(
-        name == "weight" || name == "bias" ? out.channels : name == "mean" || name == "rstd" ? out.statistics : out.full);
+        name == "weight" || name == "bias" ? out.channels
+        : name == "mean" || name == "rstd" ? out.statistics
+                                           : out.full);
   }
   return out;
 }
@@ -475,8 +475,7 @@ void batch_norm_kernel(Run& run) {
   update_running(args.tensor("running_mean"), n.mean, momentum);
   update_running(args.tensor("running_var"), n.variance * (group.count / (group.count - 1)), momentum);
   const auto type = statistics_type(input, weight);
-  std::vector<IValue> results{
-      out.to(input.scalar_type()), n.mean.reshape({-1}).to(type), n.rstd.reshape({-1}).to(type)};
+  std::vector<IValue> results{out.to(input.scalar_type()), n.mean.reshape({-1}).to(type), n.rstd.reshape({-1}).to(type)};
   while (results.size() < run.op.schema().returns().size()) {
     results.emplace_back(at::empty({0}, input.options().dtype(at::kByte)));
   }
@@ -556,13 +555,23 @@ void register_normalization(Registry& r) {
   running.writes = 0b11000; // running_mean, running_var
   r.add("normalization", {"_fused_rms_norm"}, rms_norm, composite);
   r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward);
-  r.add("normalization", {
-    "_batch_norm_with_update", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats",
-  }, batch_norm);
+  r.add(
+      "normalization",
+      {
+          "_batch_norm_with_update",
+          "_native_batch_norm_legit",
+          "_native_batch_norm_legit.no_stats",
+      },
+      batch_norm);
   r.add("normalization", {"cudnn_batch_norm", "native_batch_norm"}, batch_norm, running);
-  r.add("normalization", {
-    "batch_norm_backward", "cudnn_batch_norm_backward", "native_batch_norm_backward",
-  }, batch_norm_backward);
+  r.add(
+      "normalization",
+      {
+          "batch_norm_backward",
+          "cudnn_batch_norm_backward",
+          "native_batch_norm_backward",
+      },
+      batch_norm_backward);
   r.add("normalization", {"native_group_norm"}, group_norm, sized);
   r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, sized);
   r.add("normalization", {"native_layer_norm"}, layer_norm);

@@ -38,9 +38,9 @@ void add_outputs(const Call& call, Rule& rule) {
     TORCH_INTERNAL_ASSERT(nth < rule.results.size(), call.schema.name(), ": more out= arguments than results");
     const auto& result = rule.results[nth++];
     TORCH_CHECK(
-        t.dim() == static_cast<int64_t>(result.dims.size()),
-        call.schema.name(), ": argument '", call.schema.arguments()[t.arg].name(), "' has ", t.dim(), " dims, the result ",
-        result.dims.size(), "; out= tensors are not resized, pass one that has the result's sizes");
+        t.dim() == static_cast<int64_t>(result.dims.size()), call.schema.name(), ": argument '",
+        call.schema.arguments()[t.arg].name(), "' has ", t.dim(), " dims, the result ", result.dims.size(),
+        "; out= tensors are not resized, pass one that has the result's sizes");
     Operand operand(result.dims);
     operand.reduce = result.reduce;
     rule.operands.push_back(std::move(operand));
@@ -63,9 +63,9 @@ void give(const Run& run, const std::vector<at::Tensor>& results) {
       auto into = run.arg(i).toTensor();
       const auto& value = results[nth++];
       TORCH_CHECK(
-          into.sizes() == value.sizes(),
-          run.op.schema().name(), ": argument '", arguments[i].name(), "' has sizes ", into.sizes(), " on rank ",
-          run.mesh().rank(), ", the result ", value.sizes(), "; out= tensors are not resized, pass one that has the result's sizes");
+          into.sizes() == value.sizes(), run.op.schema().name(), ": argument '", arguments[i].name(), "' has sizes ",
+          into.sizes(), " on rank ", run.mesh().rank(), ", the result ", value.sizes(),
+          "; out= tensors are not resized, pass one that has the result's sizes");
       out.emplace_back(into.copy_(value));
     }
   }
@@ -101,9 +101,8 @@ at::Scalar identity(ReduceOp op, at::ScalarType dtype) {
     return !max;
   }
   at::Scalar out;
-  AT_DISPATCH_INTEGRAL_TYPES(dtype, "identity", [&] {
-    out = max ? std::numeric_limits<scalar_t>::lowest() : std::numeric_limits<scalar_t>::max();
-  });
+  AT_DISPATCH_INTEGRAL_TYPES(
+      dtype, "identity", [&] { out = max ? std::numeric_limits<scalar_t>::lowest() : std::numeric_limits<scalar_t>::max(); });
   return out;
 }
 

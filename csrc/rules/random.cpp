@@ -369,10 +369,17 @@ void register_random(Registry& r) {
   r.add("random", {"normal_"}, elementwise<fill_self<normal>>, o);
   r.add("random", {"normal_functional"}, like<fill_fresh<normal>>, o);
   r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>, o);
-  r.add("random", {
-    "randint_like", "randint_like.Tensor", "randint_like.Tensor_generator", "randint_like.generator",
-    "randint_like.low_dtype", "randint_like.low_generator_dtype",
-  }, like<fill_fresh<randint>>, o);
+  r.add(
+      "random",
+      {
+          "randint_like",
+          "randint_like.Tensor",
+          "randint_like.Tensor_generator",
+          "randint_like.generator",
+          "randint_like.low_dtype",
+          "randint_like.low_generator_dtype",
+      },
+      like<fill_fresh<randint>>, o);
   r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>, o);
   r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>, o);
   r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>, o);

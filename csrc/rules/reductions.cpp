@@ -354,10 +354,10 @@ void norm_kernel(Run& run) {
 Rule norm(const Call& call) {
   const auto order = norm_order(call);
   Factor f;
-  f.reduce = order == kInfinity ? ReduceOp::Max
-      : order == -kInfinity     ? ReduceOp::Min
-      : order == 0              ? ReduceOp::Sum
-                                : ReduceOp::Norm;
+  f.reduce = order == kInfinity    ? ReduceOp::Max
+             : order == -kInfinity ? ReduceOp::Min
+             : order == 0          ? ReduceOp::Sum
+                                   : ReduceOp::Norm;
   f.norm_order = order;
   f.kernel = true;
   auto rule = reduce(call, f);
@@ -518,31 +518,75 @@ void register_reductions(Registry& r) {
   r.add(family, {"any", "any.all_out", "any.dim", "any.dims", "any.dims_out", "any.out"}, truth<ReduceOp::Max>);
   r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>);
   r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>);
-  r.add(family, {
-    "count_nonzero", "count_nonzero.dim_IntList", "count_nonzero.dim_IntList_out", "count_nonzero.out", "nansum", "nansum.out",
-  }, counted);
+  r.add(
+      family,
+      {
+          "count_nonzero",
+          "count_nonzero.dim_IntList",
+          "count_nonzero.dim_IntList_out",
+          "count_nonzero.out",
+          "nansum",
+          "nansum.out",
+      },
+      counted);
   r.add(family, {"equal"}, equal, sized);
-  r.add(family, {
-    "kthvalue", "kthvalue.values", "median", "median.dim", "median.dim_values", "median.out", "mode", "mode.values",
-    "nanmedian", "nanmedian.dim", "nanmedian.dim_values", "nanmedian.out",
-  }, whole_along);
-  r.add(family, {
-    "linalg_vector_norm", "linalg_vector_norm.out", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype",
-    "norm.ScalarOpt_dtype", "norm.ScalarOpt_dtype_out", "norm.Scalar_out", "norm.dtype_out", "norm.out",
-  }, norm);
+  r.add(
+      family,
+      {
+          "kthvalue",
+          "kthvalue.values",
+          "median",
+          "median.dim",
+          "median.dim_values",
+          "median.out",
+          "mode",
+          "mode.values",
+          "nanmedian",
+          "nanmedian.dim",
+          "nanmedian.dim_values",
+          "nanmedian.out",
+      },
+      whole_along);
+  r.add(
+      family,
+      {
+          "linalg_vector_norm",
+          "linalg_vector_norm.out",
+          "norm.Scalar",
+          "norm.ScalarOpt_dim",
+          "norm.ScalarOpt_dim_dtype",
+          "norm.ScalarOpt_dtype",
+          "norm.ScalarOpt_dtype_out",
+          "norm.Scalar_out",
+          "norm.dtype_out",
+          "norm.out",
+      },
+      norm);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp);
   r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>);
   r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean);
   r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>);
   r.add(family, {"prod", "prod.dim_int", "prod.int_out", "prod.out"}, prod);
   r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm);
-  r.add(family, {
-    "std.correction", "std.correction_out", "std_mean.correction", "std_mean.correction_out",
-  }, var<true>);
+  r.add(
+      family,
+      {
+          "std.correction",
+          "std.correction_out",
+          "std_mean.correction",
+          "std_mean.correction_out",
+      },
+      var<true>);
   r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum);
-  r.add(family, {
-    "var.correction", "var.correction_out", "var_mean.correction", "var_mean.correction_out",
-  }, var<false>);
+  r.add(
+      family,
+      {
+          "var.correction",
+          "var.correction_out",
+          "var_mean.correction",
+          "var_mean.correction_out",
+      },
+      var<false>);
 }
 
 } // namespace shardtensor::rules

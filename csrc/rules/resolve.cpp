@@ -14,11 +14,11 @@ struct Choice {
   enum class Kind : uint8_t { Shard, Partial, Replicate };
   Kind kind = Kind::Replicate;
   int64_t factor = kNone; // Shard
-  int64_t donor = -1; // Shard: the operand whose cut the others follow
+  int64_t donor = -1;     // Shard: the operand whose cut the others follow
   int64_t donor_dim = -1;
   int32_t split_factor = 1;
   const Linear* group = nullptr; // Partial
-  Placement partial; // Partial
+  Placement partial;             // Partial
 };
 
 int64_t dim_of(const Dims& dims, int64_t factor) {
@@ -38,8 +38,7 @@ class Resolver {
  public:
   Resolver(const Call& call, const Rule& rule) : call_(call), rule_(rule), mesh_(call.mesh) {
     for (const auto& t : call.tensors) {
-      bytes_.push_back(
-          static_cast<double>(c10::multiply_integers(t.sizes)) * static_cast<double>(c10::elementSize(t.dtype)));
+      bytes_.push_back(static_cast<double>(c10::multiply_integers(t.sizes)) * static_cast<double>(c10::elementSize(t.dtype)));
     }
   }
 
@@ -78,7 +77,7 @@ class Resolver {
       s->results.push_back(result(rule_.results[r]));
     }
     s->geometry = !rule_.results.empty() &&
-        std::all_of(rule_.results.begin(), rule_.results.end(), [](const Result& r) { return r.geometry.has_value(); });
+                  std::all_of(rule_.results.begin(), rule_.results.end(), [](const Result& r) { return r.geometry.has_value(); });
     s->replicated = Layout::replicated(call_.tensors[0].layout->mesh_ptr());
     s->size_args = rule_.size_args;
     return s;
@@ -246,7 +245,7 @@ class Resolver {
         return d >= 0 && (dims[d].inner != 1 || dims[d].window);
       };
       return std::none_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) { return bent(o.dims); }) &&
-          std::none_of(rule_.results.begin(), rule_.results.end(), [&](const Result& r) { return bent(r.dims); });
+             std::none_of(rule_.results.begin(), rule_.results.end(), [&](const Result& r) { return bent(r.dims); });
     }
     return true;
   }
@@ -288,8 +287,7 @@ class Resolver {
         c.split_factor = p.split_factor;
         if (known == candidates.end()) {
           candidates.push_back(c);
-        } else if (
-            !call_.tensors[known->donor].mutated && (call_.tensors[i].mutated || bytes_[i] > bytes_[known->donor])) {
+        } else if (!call_.tensors[known->donor].mutated && (call_.tensors[i].mutated || bytes_[i] > bytes_[known->donor])) {
           *known = c;
         }
       } else if (p.is_partial() && !rule_.operands[i].free) {
@@ -331,8 +329,8 @@ class Resolver {
     for (int64_t k = 0; k < m; ++k) {
       const bool now = call_.tensors[c.donor].layout->placement(k).is_shard(c.donor_dim);
       const bool then = choices_[k].kind == Choice::Kind::Shard && choices_[k].factor == c.factor;
-      if (now != then || (now && choices_[k].donor != c.donor && !same_cut(
-              call_.tensors[choices_[k].donor].layout->cut(k), call_.tensors[c.donor].layout->cut(k)))) {
+      if (now != then || (now && choices_[k].donor != c.donor &&
+                          !same_cut(call_.tensors[choices_[k].donor].layout->cut(k), call_.tensors[c.donor].layout->cut(k)))) {
         return false;
       }
     }
@@ -415,7 +413,8 @@ class Resolver {
 
   // Piece j of the factor's interval `whole` may begin in [least[j], most[j]] for operand i's pieces to stay. False: they cannot.
   bool bound_boundaries(
-      size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most) const {
+      size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most)
+      const {
     const auto& t = call_.tensors[i];
     const auto& dim = rule_.operands[i].dims[d];
     for (int64_t k = 0; k < m; ++k) {
@@ -427,8 +426,8 @@ class Resolver {
     const auto w = dim.window ? *dim.window : Dim::Window{0, 1, t.sizes[d]};
     const auto held = piece_of(*t.layout, d, t.sizes[d], c, m);
     const auto end = held.start + held.length;
-    if (held.length != window_count(w, whole) ||
-        (held.length && (w.start + held.start * w.step < whole.start || w.start + (end - 1) * w.step >= whole.start + whole.length))) {
+    if (held.length != window_count(w, whole) || (held.length && (w.start + held.start * w.step < whole.start ||
+                                                                  w.start + (end - 1) * w.step >= whole.start + whole.length))) {
       return false;
     }
     for (c[m] = 1; c[m] < mesh_.size(m); ++c[m]) {
@@ -542,8 +541,8 @@ class Resolver {
             placements[m] = summands(c.factor, r.reduce);
           }
           TORCH_INTERNAL_ASSERT(
-              placements[m].is_partial() || same || r.reduce || f.kernel || rule_.always_kernel,
-              "the rule of ", call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
+              placements[m].is_partial() || same || r.reduce || f.kernel || rule_.always_kernel, "the rule of ",
+              call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
         }
       }
     }
@@ -590,12 +589,12 @@ class Resolver {
 
 SolutionPtr resolve(const Call& call, const Rule& rule) {
   TORCH_INTERNAL_ASSERT(
-      rule.operands.size() == call.tensors.size(),
-      "the rule of ", call.schema.name(), " describes ", rule.operands.size(), " operands of ", call.tensors.size());
+      rule.operands.size() == call.tensors.size(), "the rule of ", call.schema.name(), " describes ", rule.operands.size(),
+      " operands of ", call.tensors.size());
   for (size_t i = 0; i < rule.operands.size(); ++i) {
     TORCH_INTERNAL_ASSERT(
-        rule.operands[i].free || static_cast<int64_t>(rule.operands[i].dims.size()) == call.tensors[i].dim(),
-        "the rule of ", call.schema.name(), " describes ", rule.operands[i].dims.size(), " dims of operand ", i, ", which has ",
+        rule.operands[i].free || static_cast<int64_t>(rule.operands[i].dims.size()) == call.tensors[i].dim(), "the rule of ",
+        call.schema.name(), " describes ", rule.operands[i].dims.size(), " dims of operand ", i, ", which has ",
         call.tensors[i].dim());
   }
   return Resolver(call, rule).run();

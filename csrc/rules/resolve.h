@@ -23,7 +23,7 @@ struct Solution final : c10::intrusive_ptr_target {
   struct Result {
     LayoutPtr layout;
     c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
-    Sizes strides; // empty: as the local tensor's
+    Sizes strides;                         // empty: as the local tensor's
     std::optional<Geometry> geometry;
   };
   c10::SmallVector<Result, 2> results;

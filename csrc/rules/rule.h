@@ -36,7 +36,7 @@ struct Factor {
 // One dim of an operand or a result.
 struct Dim {
   int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
-  int64_t inner = 1; // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
+  int64_t inner = 1;      // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
   // A dim that has part of the factor: the indices start, start + step, ... `length` of them. A result's, as of a slice; or
   // an operand's, as in cat and padding: then the factor is cut so that the operands' pieces stay where they are, if it can be.
   struct Window {
@@ -70,7 +70,7 @@ struct Geometry {
     int64_t times;
   };
   c10::SmallVector<Term, 5> strides; // one per dim
-  c10::SmallVector<Term, 2> offset; // a sum
+  c10::SmallVector<Term, 2> offset;  // a sum
   // The strides are those that torch finds for a view of the result's sizes.
   bool reshaped = false;
 };
@@ -106,7 +106,7 @@ struct Linear {
 
   bool passes(const Placement& p) const {
     return any_reduction ||
-        ((reductions >> static_cast<int>(p.reduce) & 1) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
+           ((reductions >> static_cast<int>(p.reduce) & 1) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
   }
 };
 
@@ -121,7 +121,7 @@ struct Solution;
 // What a kernel is given. It replaces the arguments on the stack (local tensors) by the results (local tensors).
 struct Run {
   struct At {
-    const Layout* layout; // after redistribution
+    const Layout* layout;   // after redistribution
     c10::IntArrayRef sizes; // global
   };
   const c10::OperatorHandle& op;
@@ -190,7 +190,7 @@ struct Rule {
 
 // One tensor among a call's arguments; lists are flattened, None left out.
 struct TensorArg {
-  int16_t arg; // position among the schema's arguments
+  int16_t arg;   // position among the schema's arguments
   int16_t index; // position in its list, or -1
   bool mutated;
   const Layout* layout; // a plain tensor counts as replicated

@@ -90,9 +90,8 @@ void cumsum_kernel(Run& run) {
   auto scan = at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run));
   const auto nothing = slice_of(scan, dim, 0);
   const auto dtype = scan.scalar_type();
-  const auto before = before_me(last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) {
-    return at::sum(t, {dim}, true, dtype);
-  });
+  const auto before = before_me(
+      last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) { return at::sum(t, {dim}, true, dtype); });
   give(run, {scan.add_(before)});
 }
 
@@ -101,9 +100,8 @@ void cumprod_kernel(Run& run) {
   auto scan = at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run));
   const auto nothing = slice_of(scan, dim, 1);
   const auto dtype = scan.scalar_type();
-  const auto before = before_me(last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) {
-    return at::prod(t, dim, true, dtype);
-  });
+  const auto before = before_me(
+      last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) { return at::prod(t, dim, true, dtype); });
   give(run, {scan.mul_(before)});
 }
 
@@ -367,10 +365,19 @@ void register_scans(Registry& r) {
   Options composite;
   composite.composite = true;
   const char* family = "scans";
-  r.add(family, {
-    "_unique", "_unique2", "bincount", "histogram.bin_ct", "histogram.bins_tensor", "unique_consecutive", "unique_dim",
-    "unique_dim_consecutive",
-  }, replicate);
+  r.add(
+      family,
+      {
+          "_unique",
+          "_unique2",
+          "bincount",
+          "histogram.bin_ct",
+          "histogram.bins_tensor",
+          "unique_consecutive",
+          "unique_dim",
+          "unique_dim_consecutive",
+      },
+      replicate);
   r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize);
   r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>);
   r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>);
@@ -379,9 +386,15 @@ void register_scans(Registry& r) {
   r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
   r.add(family, {"histc", "histc.out"}, histc);
   r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, scan<logcumsumexp_kernel>);
-  r.add(family, {
-    "searchsorted.Scalar", "searchsorted.Scalar_out", "searchsorted.Tensor", "searchsorted.Tensor_out",
-  }, searchsorted);
+  r.add(
+      family,
+      {
+          "searchsorted.Scalar",
+          "searchsorted.Scalar_out",
+          "searchsorted.Tensor",
+          "searchsorted.Tensor_out",
+      },
+      searchsorted);
   r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
   r.add(family, {"topk", "topk.values"}, topk);
   r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);

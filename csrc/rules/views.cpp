@@ -115,8 +115,7 @@ Rule transpose(const Call& call) {
 Rule permute(const Call& call) {
   const auto n = call.tensors[0].dim();
   const auto dims = call.ints(1);
-  TORCH_CHECK(
-      static_cast<int64_t>(dims.size()) == n, "permute: ", dims.size(), " dims given for a tensor of ", n, " dims");
+  TORCH_CHECK(static_cast<int64_t>(dims.size()) == n, "permute: ", dims.size(), " dims given for a tensor of ", n, " dims");
   Sizes order;
   uint64_t seen = 0;
   for (auto d : dims) {
@@ -196,8 +195,8 @@ Rule expand(const Call& call) {
   auto to = call.ints(1);
   const auto lead = static_cast<int64_t>(to.size()) - x.dim();
   TORCH_CHECK(
-      lead >= 0, "expand: the number of sizes provided (", to.size(), ") must be greater or equal to the number of dimensions in the tensor (",
-      x.dim(), ")");
+      lead >= 0, "expand: the number of sizes provided (", to.size(),
+      ") must be greater or equal to the number of dimensions in the tensor (", x.dim(), ")");
   Dims in, out(lead, Dim(kNone));
   Geometry g;
   g.strides.resize(lead, Term{-1, 0});
@@ -442,7 +441,8 @@ Rule split(const Call& call) {
   TORCH_CHECK(x.dim() > 0, "split expects at least a 1-dimensional tensor");
   const auto dim = call.dim(2, x.dim());
   const auto each = call.integer(1), size = x.sizes[dim];
-  TORCH_CHECK(each > 0 || (each == 0 && size == 0), "split_size can only be 0 if dimension size is 0, but got dimension size of ", size);
+  TORCH_CHECK(
+      each > 0 || (each == 0 && size == 0), "split_size can only be 0 if dimension size is 0, but got dimension size of ", size);
   Sizes lengths;
   for (int64_t at = 0; at < size; at += each) {
     lengths.push_back(std::min(each, size - at));
@@ -875,9 +875,9 @@ Rule as_strided(const Call& call) {
   }
   const bool empty = c10::multiply_integers(to.sizes) == 0;
   TORCH_CHECK(
-      empty || (to.offset >= 0 && last <= first),
-      call.schema.name(), ": sizes ", c10::IntArrayRef(to.sizes), ", strides ", c10::IntArrayRef(to.strides), " and offset ", to.offset,
-      " reach outside of the ShardTensor (", x.sizes, ", ", x.layout->str(), ", rank ", call.mesh.rank(),
+      empty || (to.offset >= 0 && last <= first), call.schema.name(), ": sizes ", c10::IntArrayRef(to.sizes), ", strides ",
+      c10::IntArrayRef(to.strides), " and offset ", to.offset, " reach outside of the ShardTensor (", x.sizes, ", ",
+      x.layout->str(), ", rank ", call.mesh.rank(),
       "), which has no memory beyond its elements. Slice and permute the base tensor instead.");
   if (x.layout->is_sharded() && !empty) {
     if (const auto undone = undo(x, to)) {
@@ -909,18 +909,29 @@ void register_views(Registry& r) {
   sized.sized = true;
   strided.sized = true;
   strided.strided = true;
-  r.add("views", {"_conj", "_neg_view"}, [](const Call& call) {
-    auto rule = same(call);
-    rule.linear[0].any_reduction = false;
-    return rule;
-  }, any);
+  r.add(
+      "views", {"_conj", "_neg_view"},
+      [](const Call& call) {
+        auto rule = same(call);
+        rule.linear[0].any_reduction = false;
+        return rule;
+      },
+      any);
   r.add("views", {"_reshape_alias", "_reshape_copy", "_unsafe_view", "view", "view_copy"}, view, sized);
   r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same, any);
   r.add("views", {"as_strided", "as_strided_copy"}, as_strided, strided);
-  r.add("views", {
-    "as_strided_", "resize_", "resize_as_",
-    "set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor",
-  }, nullptr, frozen);
+  r.add(
+      "views",
+      {
+          "as_strided_",
+          "resize_",
+          "resize_as_",
+          "set_",
+          "set_.source_Storage",
+          "set_.source_Storage_storage_offset",
+          "set_.source_Tensor",
+      },
+      nullptr, frozen);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
   r.add("views", {"diagonal_backward"}, diagonal_backward, sized);
   r.add("views", {"expand", "expand_copy"}, expand, sized);
@@ -933,10 +944,20 @@ void register_views(Registry& r) {
   r.add("views", {"slice_scatter"}, slice_scatter, sized);
   r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split, sized);
   r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes, sized);
-  r.add("views", {
-    "squeeze", "squeeze.dim", "squeeze.dims", "squeeze_", "squeeze_.dim", "squeeze_.dims",
-    "squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims",
-  }, squeeze);
+  r.add(
+      "views",
+      {
+          "squeeze",
+          "squeeze.dim",
+          "squeeze.dims",
+          "squeeze_",
+          "squeeze_.dim",
+          "squeeze_.dims",
+          "squeeze_copy",
+          "squeeze_copy.dim",
+          "squeeze_copy.dims",
+      },
+      squeeze);
   r.add("views", {"t", "t_", "t_copy"}, t, any);
   r.add("views", {"transpose.int", "transpose_", "transpose_copy.int"}, transpose);
   r.add("views", {"unbind.int", "unbind_copy.int"}, unbind, sized);

@@ -28,21 +28,19 @@ bool needs_tracing(const at::Tensor& local) {
 
 DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
   static const DispatchKeySet cpu = DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
-      c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
+                                    c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
   if (!traced && local.device().is_cpu()) {
     return cpu;
   }
-  const auto dense = local.device().is_cpu() ? DispatchKey::CPU
-                                             : c10::computeDispatchKey(local.scalar_type(), at::kStrided, local.device());
+  const auto dense =
+      local.device().is_cpu() ? DispatchKey::CPU : c10::computeDispatchKey(local.scalar_type(), at::kStrided, local.device());
   const auto backend = c10::toBackendComponent(dense);
   if (traced) {
-    return DispatchKeySet(dense) |
-        c10::getAutogradRelatedKeySetFromBackend(backend) |
-        DispatchKeySet({DispatchKey::ADInplaceOrView, DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
+    return DispatchKeySet(dense) | c10::getAutogradRelatedKeySetFromBackend(backend) |
+           DispatchKeySet({DispatchKey::ADInplaceOrView, DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
   }
   // Autocast follows the real device; the handler keeps it away from the local tensors.
-  return DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
-      c10::getAutocastRelatedKeySetFromBackend(backend);
+  return DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) | c10::getAutocastRelatedKeySetFromBackend(backend);
 }
 
 // Storage that says how large the global tensor is and refuses to be read.
@@ -89,12 +87,7 @@ void attach_python_object(const at::Tensor& t, bool traced) {
 } // namespace
 
 ShardTensorImpl::ShardTensorImpl(
-    at::Tensor local,
-    LayoutPtr layout,
-    IntArrayRef sizes,
-    IntArrayRef strides,
-    c10::Storage storage,
-    bool traced)
+    at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, c10::Storage storage, bool traced)
     : TensorImpl(std::move(storage), keys_for(local, traced), local.dtype()),
       local_(std::move(local)),
       layout_(std::move(layout)),
@@ -110,8 +103,7 @@ void ShardTensorImpl::set_local(at::Tensor local) {
 }
 
 c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
-    const c10::VariableVersion& version,
-    bool allow_change) const {
+    const c10::VariableVersion& version, bool allow_change) const {
   auto impl = c10::make_intrusive<ShardTensorImpl>(
       local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), storage_, traced_);
   impl->broken_view_ = broken_view_;
@@ -125,8 +117,7 @@ c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
 }
 
 c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
-    c10::VariableVersion&& version,
-    bool allow_change) const {
+    c10::VariableVersion&& version, bool allow_change) const {
   const c10::VariableVersion& v = version;
   return shallow_copy_and_detach(v, allow_change);
 }
@@ -146,16 +137,11 @@ ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what) {
 }
 
 at::Tensor wrap(
-    at::Tensor local,
-    LayoutPtr layout,
-    IntArrayRef sizes,
-    IntArrayRef strides,
-    const ShardTensorImpl* base,
-    int64_t offset) {
+    at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, const ShardTensorImpl* base, int64_t offset) {
   const bool traced = needs_tracing(local);
   auto storage = base ? base->storage() : null_storage(local, sizes);
-  auto t = at::detail::make_tensor<ShardTensorImpl>(
-      std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
+  auto t =
+      at::detail::make_tensor<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
   t.unsafeGetTensorImpl()->set_storage_offset(offset);
   attach_python_object(t, traced);
   return t;

@@ -18,12 +18,7 @@ constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
   ShardTensorImpl(
-      at::Tensor local,
-      LayoutPtr layout,
-      c10::IntArrayRef sizes,
-      c10::IntArrayRef strides,
-      c10::Storage storage,
-      bool traced);
+      at::Tensor local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::Storage storage, bool traced);
 
   const at::Tensor& local() const {
     return local_;
@@ -49,10 +44,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
     shared_ = storage_;
   }
 
-  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow_change)
-      const override;
-  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow_change)
-      const override;
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow_change) const override;
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow_change) const override;
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
 
  private:

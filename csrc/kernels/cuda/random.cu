@@ -19,8 +19,8 @@ struct Grid {
   int ndim = 0;
   int64_t size[kMaxDims];
   int64_t local[kMaxDims];
-  int64_t start[kMaxDims]; // of the only run; or, where there are `runs`, the first one's place in the table
-  int runs[kMaxDims]; // 0: one
+  int64_t start[kMaxDims];        // of the only run; or, where there are `runs`, the first one's place in the table
+  int runs[kMaxDims];             // 0: one
   const int64_t* table = nullptr; // start, length of each run
 
   __device__ uint64_t global_index(int64_t i) const {
@@ -75,8 +75,8 @@ struct Launch {
     const int64_t n = local.numel();
     const int64_t per_block = static_cast<int64_t>(kThreads) * Draw::kWidth;
     const auto blocks = static_cast<unsigned>(std::min(kMaxBlocks, (n + per_block - 1) / per_block));
-    fill_kernel<Scalar, Draw><<<blocks, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        local.mutable_data_ptr<Scalar>(), grid, n, draw);
+    fill_kernel<Scalar, Draw>
+        <<<blocks, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(local.mutable_data_ptr<Scalar>(), grid, n, draw);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
