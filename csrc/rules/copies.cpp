@@ -70,6 +70,7 @@ Rule new_like(const Call& call) {
   rule.operands.emplace_back(dims);
   rule.operands[0].free = true;
   rule.results.emplace_back(same ? dims : Dims(sizes.size(), Dim(kNone)), std::move(sizes));
+  rule.results[0].same_over = ~uint64_t{0}; // made anew: every rank makes the same
   rule.size_args.push_back({1, 0});
   return rule;
 }
