@@ -29,13 +29,24 @@ double terms(const Run& run, bool per_sample) {
   return static_cast<double>(c10::multiply_integers(at::infer_size(self, run.operands[first + 1].sizes)));
 }
 
+// Some of torch's losses leave the sum over no samples unwritten.
+void sum_kernel(Run& run) {
+  const bool empty = run.arg(*run.op.schema().argumentIndexWithName("self")).toTensor().numel() == 0;
+  const auto returned = run.op.schema().returns().size();
+  run.call_op();
+  const auto result = run.stack[run.stack.size() - returned].toTensor();
+  if (empty && result.dim() == 0) {
+    result.zero_();
+  }
+}
+
 // A mean over pieces of any size: the local sum over the global count. Backward too: the gradient of the sum, over the count.
 template <bool per_sample>
 void mean_kernel(Run& run) {
   const auto count = terms(run, per_sample);
   run.arg(*run.op.schema().argumentIndexWithName("reduction")) = static_cast<int64_t>(at::Reduction::Sum);
   const auto returned = run.op.schema().returns().size();
-  run.call_op();
+  sum_kernel(run);
   auto& result = run.stack[run.stack.size() - returned];
   result = result.toTensor().div_(count);
 }
@@ -89,6 +100,9 @@ Samples samples(Rule& rule, int64_t ndim) {
 
 // multi_margin_loss(self, target, p, margin, weight?, reduction), multilabel_margin_loss_forward(self, target, reduction).
 Rule margin(const Call& call) {
+  if (call.tensors[0].dim() == 0) {
+    return replicate(call); // one sample of one class
+  }
   Rule rule;
   const bool multilabel = call.schema.returns().size() > 1;
   const auto s = samples(rule, call.tensors[0].dim());
@@ -105,11 +119,16 @@ Rule margin(const Call& call) {
   if (multilabel) {
     rule.results.emplace_back(s.both); // is_target
   }
+  rule.kernel = sum_kernel;
+  rule.always_kernel = !none;
   return with_mean(std::move(rule), call, true);
 }
 
 // (grad_output, self, target, ..., weight?) and (grad_output, self, target, reduction, is_target)
 Rule margin_backward(const Call& call) {
+  if (call.tensors[1].dim() == 0) {
+    return replicate(call);
+  }
   Rule rule;
   const auto s = samples(rule, call.tensors[1].dim());
   const bool multilabel = call.schema.argumentIndexWithName("is_target").has_value();
