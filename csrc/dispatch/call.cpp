@@ -153,6 +153,20 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
   return rules::resolve(call, rules::replicate(call));
 }
 
+SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto key_with = [&](bool sizes) {
+    Key key;
+    key_of(op, refs, sizes, key);
+    for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
+      if (op.kinds[i] == ArgKind::Other) {
+        key_of(stack[base + i], key);
+      }
+    }
+    return key;
+  };
+  return Cache::of(op.id).get(op.sized, key_with, [&] { return solve(op, stack, base, refs); });
+}
+
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
   if (solution.moves) {
     locals.reserve(refs.size());
@@ -322,20 +336,6 @@ Refs collect(const Op& op, Stack& stack, size_t base) {
 
 namespace {
 
-SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
-  const auto key_with = [&](bool sizes) {
-    Key key;
-    key_of(op, refs, sizes, key);
-    for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
-      if (op.kinds[i] == ArgKind::Other) {
-        key_of(stack[base + i], key);
-      }
-    }
-    return key;
-  };
-  return Cache::of(op.id).get(op.sized, key_with, [&] { return solve(op, stack, base, refs); });
-}
-
 // Puts the local tensors where the wrappers are, and moves the wrappers to `kept`.
 void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10::SmallVectorImpl<IValue>& kept) {
   kept.reserve(refs.size());
@@ -374,7 +374,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   const auto base = stack.size() - op.kinds.size();
   auto refs = collect(op, stack, base);
   check_plain(op, refs);
-  const auto solution = find(op, stack, base, refs);
+  const auto solution = find_solution(op, stack, base, refs);
 
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   Locals locals;

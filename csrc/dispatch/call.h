@@ -56,9 +56,11 @@ void check_plain(const Op& op, const Refs& refs);
 void key_of(const Op& op, const Refs& refs, bool sizes, Key& key);
 void key_of(const c10::IValue& value, Key& key);
 
-// The cached solution for `key`, or a new one from the op's rule. `stack()` gives the boxed arguments, for the cold path
-// alone; `sized_key()` the key with sizes, for choices that weigh bytes.
+// A new solution from the op's rule, on boxed arguments.
 rules::SolutionPtr solve(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+
+// The cached one for boxed arguments, or a new one. `refs` may be some of the tensors: one index of lists.
+rules::SolutionPtr find_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // The local tensors in the layouts that the solution asks for.
 void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);

@@ -13,7 +13,6 @@ namespace shardtensor {
 namespace {
 
 using c10::IValue;
-using rules::SolutionPtr;
 using torch::jit::Stack;
 
 // What becomes of one tensor of the lists.
@@ -79,20 +78,6 @@ std::vector<Element> elements_of(const Refs& refs) {
   return out;
 }
 
-SolutionPtr find(const Op& op, const Stack& stack, size_t base, const Element& e) {
-  const auto key_with = [&](bool sizes) {
-    Key key;
-    key_of(op, e.refs, sizes, key);
-    for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
-      if (op.kinds[i] == ArgKind::Other) {
-        key_of(stack[base + i], key);
-      }
-    }
-    return key;
-  };
-  return Cache::of(op.id).get(op.sized, key_with, [&] { return solve(op, stack, base, e.refs); });
-}
-
 // The op's lists with local tensors in them; the wrappers' own lists stay alive in `kept`.
 void put_local(Stack& stack, size_t base, const Refs& refs, std::vector<Item>& items, std::vector<IValue>& kept) {
   for (size_t i = 0; i < refs.size();) {
@@ -134,7 +119,7 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
     if (is_plain(e)) {
       continue; // a plain tensor among ShardTensors' lists stays one
     }
-    const auto solution = find(op, stack, base, e);
+    const auto solution = find_solution(op, stack, base, e.refs);
     result_layouts[n] = solution->results.empty() ? solution->replicated : solution->results[0].layout;
     for (size_t k = 0; k < e.refs.size(); ++k) {
       const auto& need = solution->operands[k];
