@@ -46,6 +46,9 @@ CASES = [
     case("pow", lambda x: x**3, (5, 4)),
     case("compare", lambda x, y: x > y, (5, 4), (5, 4), backward=False),
     case("masked_fill", lambda x, m: x.masked_fill(m, 1.5), (5, 4), bools(5, 4)),
+    case("glu", lambda x: torch.nn.functional.glu(x, -1), (5, 4), quiet=lambda p: "P" not in p and "S(1)" not in p),
+    case("glu_rows", lambda x: torch.nn.functional.glu(x, 0), (4, 3)),
+    case("prelu", torch.nn.functional.prelu, (5, 4), (4,)),
     case("mixed_dtypes", lambda x: x + torch.tensor(2), (5, 4)),
 ]
 

@@ -73,6 +73,7 @@ CASES = [
     case("mT", lambda x: x.mT, (5, 4), quiet=always),
     case("diagonal", lambda x: x.diagonal(1), (5, 4)),
     case("diagonal_batch", lambda x: x.diagonal(0, -1, 0), (3, 2, 3), quiet=uncut(0, 2)),
+    case("diag_embed", lambda x: (x.diag_embed(), x.diag_embed(-1, 0, 1)), (3, 4), quiet=uncut(1)),
     case("unfold", lambda x: x.unfold(0, 2, 1), (5, 4), quiet=uncut(0)),
     case("view_as_real", lambda x: torch.view_as_real(torch.complex(x, 2 * x)), (5, 4)),
     case("view_as_complex", torch.view_as_complex, (5, 2), quiet=uncut(1), partial=False),

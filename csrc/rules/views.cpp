@@ -557,6 +557,26 @@ Rule diagonal(const Call& call) {
   return rule;
 }
 
+// Not a view: the last dim is laid out along the diagonal of two new ones.
+Rule diag_embed(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  const auto a = call.dim(2, n + 1), b = call.dim(3, n + 1);
+  TORCH_CHECK(a != b, "diagonal dimensions cannot be identical ", a, ", ", b);
+  Dims in, out;
+  for (int64_t d = 0; d <= n; ++d) {
+    out.push_back(d == a || d == b ? Dim(kNone) : Dim(rule.factor()));
+    if (d != a && d != b) {
+      in.push_back(out.back());
+    }
+  }
+  in.emplace_back(kNone);
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out));
+  rule.linear_in({0});
+  return rule;
+}
+
 Rule unfold(const Call& call) {
   Rule rule;
   const auto n = call.tensors[0].dim();
@@ -932,6 +952,7 @@ void register_views(Registry& r) {
           "set_.source_Tensor",
       },
       nullptr, frozen);
+  r.add("views", {"diag_embed"}, diag_embed);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
   r.add("views", {"diagonal_backward"}, diagonal_backward, sized);
   r.add("views", {"expand", "expand_copy"}, expand, sized);
