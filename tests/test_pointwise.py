@@ -38,6 +38,7 @@ CASES = [
     case("zeros_like", torch.zeros_like, (5, 4), backward=False, quiet=lambda p: True),
     case("ones_like", torch.ones_like, (5, 4), backward=False, quiet=lambda p: True),
     case("new_zeros_of_other_sizes", lambda x: x.new_zeros(3, 2, 7), (5, 4), backward=False, quiet=lambda p: True),
+    case("new_zeros_of_some_sizes", lambda x: (x.new_zeros(5, 7), x.new_full((2, 4), 3.0)), (5, 4), backward=False, quiet=lambda p: True),
     case("copy_", lambda x, y: x.clone().copy_(y), (5, 4), (5, 4)),
     case("gelu", torch.nn.functional.gelu, (5, 4)),
     case("silu", torch.nn.functional.silu, (5, 4)),
