@@ -388,7 +388,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   for (const auto& a : solution->size_args) {
     stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
   }
-  if (solution->kernel) {
+  if (solution->kernel && (!solution->empty_kernel || locals.any_empty())) {
     c10::SmallVector<Run::At, 4> at;
     for (size_t i = 0; i < refs.size(); ++i) {
       const auto& need = solution->operands[i];

@@ -58,7 +58,8 @@ class Resolver {
         kernel |= rule_.factors[c.factor].kernel;
       }
     }
-    s->kernel = kernel ? rule_.kernel : nullptr;
+    s->empty_kernel = rule_.empty_kernel && !kernel;
+    s->kernel = kernel || rule_.empty_kernel ? rule_.kernel : nullptr;
     s->notes = rule_.notes;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       const auto& t = call_.tensors[i];
