@@ -185,7 +185,6 @@ def test_a_view_that_moved_data_is_not_written(pools):
 def exchanged() -> None:
     """A dim that must be whole is exchanged for one that need not be: less to send than a gather."""
     from oracle import EVEN, mesh_of, place
-
     from shardtensor import _C
 
     whole = torch.randn(4, 6, 3)
