@@ -49,6 +49,28 @@ def step_equals_torch(name, how, options):
     return len(ours)
 
 
+def one_reduction_per_gradient(how):
+    """Summands are brought to where their parameter lies, once; the step itself says nothing."""
+    import torch.distributed as dist
+    from oracle import UNEVEN, mesh_of, place
+    from shardtensor import _C
+
+    mesh = mesh_of((dist.get_world_size(),))
+    flags = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}[how]
+    ours = [torch.nn.Parameter(place(torch.randn(5, 4, dtype=torch.float64), mesh, (p,), UNEVEN)) for p in PLACEMENTS]
+    optimizer = torch.optim.AdamW(ours, lr=0.01, **flags)
+    seen = []
+    for gradient in ("P", "S(0)"):
+        for p in ours:
+            p.grad = place(torch.randn(5, 4, dtype=torch.float64), mesh, (gradient,), UNEVEN)
+        versions = [p._version for p in ours]
+        _C.reset_comm_counts()
+        optimizer.step()
+        seen.append({kind: calls for kind, (calls, _) in _C.comm_counts().items()})
+        assert all(p._version > v for p, v in zip(ours, versions, strict=True))
+    return seen
+
+
 def clip_equals_torch(kind, foreach):
     import torch.distributed as dist
     from oracle import UNEVEN, compare, mesh_of, place
@@ -112,6 +134,13 @@ def unscale_sees_every_rank():
 )
 def test_step(pools, name, how, world):
     assert pools(world).run(f"{__name__}:step_equals_torch", name, how, OPTIMIZERS[name])[0] == 18
+
+
+@pytest.mark.parametrize("how", ["loop", "foreach", "fused"])
+def test_communication(pools, how):
+    # To R, S(0) and S(1), from summands and from S(0).
+    want = [{"all_reduce": 1, "reduce_scatter": 2}, {"all_gather": 1, "all_to_all": 1}]
+    assert pools(3).run(f"{__name__}:one_reduction_per_gradient", how)[0] == want
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])

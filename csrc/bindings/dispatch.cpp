@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 
+#include "autograd/gathered.h"
 #include "dispatch/handler.h"
 #include "rules/registry.h"
 
@@ -22,7 +23,11 @@ void tell_listener(const std::string& op, const std::string& layouts) {
 } // namespace
 
 void register_dispatch(py::module& m) {
-  m.def("install_handler", &install_handler);
+  m.def("install_handler", [] {
+    const auto count = install_handler();
+    install_gathered();
+    return count;
+  });
   m.def("promotion_mode", [] { return static_cast<int>(promotion_mode()); });
   m.def("set_promotion_mode", [](int mode) { set_promotion_mode(static_cast<Promotion>(mode)); });
   m.def("strict_mode", &strict_mode);

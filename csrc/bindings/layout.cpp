@@ -1,5 +1,7 @@
 #include "bindings/bindings.h"
 
+#include "redistribute/plan.h"
+
 namespace shardtensor::bindings {
 
 namespace {
@@ -134,6 +136,18 @@ void register_layout(py::module& m) {
       .def("__eq__", [](const Layout& a, const Layout& b) { return &a == &b; })
       .def("__hash__", [](const Layout& a) { return a.id(); })
       .def("__repr__", &Layout::str);
+
+  m.def(
+      "plan",
+      [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, double bytes) {
+        const auto plan = make_plan(*from, *to, bytes);
+        std::vector<std::pair<std::string, int64_t>> steps;
+        for (const auto& step : plan.steps) {
+          steps.emplace_back(name_of(step.kind), step.mesh_dim);
+        }
+        return std::make_pair(steps, plan.cost);
+      },
+      py::arg("source"), py::arg("target"), py::arg("bytes"));
 }
 
 } // namespace shardtensor::bindings

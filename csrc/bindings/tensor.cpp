@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "autograd/functions.h"
+#include "tensor/lists.h"
 #include "tensor/shard_tensor.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -17,6 +18,27 @@ LayoutPtr as_const(const MutableLayout& l) {
 
 MutableLayout as_mutable(LayoutPtr l) {
   return MutableLayout::reclaim(const_cast<Layout*>(l.release()));
+}
+
+// pybind11's own conversion asks Python whether each is an instance of torch.Tensor, a third of an optimizer's overhead.
+std::optional<Tensors> tensor_list(const py::list& list) {
+  Tensors out;
+  out.reserve(list.size());
+  for (const auto& item : list) {
+    if (Py_TYPE(item.ptr()) != python_class() && !THPVariable_CheckExact(item.ptr())) {
+      return std::nullopt;
+    }
+    out.push_back(THPVariable_Unpack(item.ptr()));
+  }
+  return out;
+}
+
+py::list as_list(const Tensors& list) {
+  py::list out(list.size());
+  for (size_t n = 0; n < list.size(); ++n) {
+    PyList_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(n), THPVariable_Wrap(list[n]));
+  }
+  return out;
 }
 
 } // namespace
@@ -42,6 +64,40 @@ void register_tensor(py::module& m) {
     const auto s = strides_like(sizes, local);
     return std::vector<int64_t>(s.begin(), s.end());
   });
+  m.def(
+      "laid_out_like",
+      [](const py::list& parameters, const py::list& gradients) -> std::optional<py::list> {
+        const auto p = tensor_list(parameters), g = tensor_list(gradients);
+        std::optional<Tensors> moved;
+        if (p && g) {
+          py::gil_scoped_release no_gil;
+          moved = laid_out_like(*p, *g);
+        }
+        return moved ? std::optional(as_list(*moved)) : std::nullopt;
+      },
+      py::arg("parameters"), py::arg("gradients"));
+  m.def(
+      "local_lists",
+      [](const std::vector<py::list>& lists, int64_t read_only) -> std::optional<std::vector<py::list>> {
+        std::vector<Tensors> tensors;
+        for (const auto& list : lists) {
+          auto converted = tensor_list(list);
+          if (!converted) {
+            return std::nullopt;
+          }
+          tensors.push_back(std::move(*converted));
+        }
+        const auto locals = local_lists(tensors, read_only);
+        if (!locals) {
+          return std::nullopt;
+        }
+        std::vector<py::list> out;
+        for (const auto& list : *locals) {
+          out.push_back(as_list(list));
+        }
+        return out;
+      },
+      py::arg("lists"), py::arg("read_only"));
   m.def(
       "from_local",
       [](const at::Tensor& local, const MutableLayout& layout, const std::optional<std::vector<int64_t>>& sizes,

@@ -1,7 +1,6 @@
 #include "dispatch/handler.h"
 
 #include "dispatch/call.h"
-#include "dispatch/gather.h"
 #include "dispatch/lists.h"
 #include "dispatch/special.h"
 #include "dispatch/typed.h"
@@ -31,14 +30,6 @@ struct SpecialHandler final : c10::OperatorKernel {
   explicit SpecialHandler(const Op* op) : op_(op) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
     handle_specially(*op_, stack);
-  }
-  const Op* op_;
-};
-
-struct GatheringHandler final : c10::OperatorKernel {
-  explicit GatheringHandler(const Op* op) : op_(op) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
-    handle_gathered(*op_, stack);
   }
   const Op* op_;
 };
@@ -131,6 +122,10 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
   }
 }
 
+const std::deque<Op>& installed_ops() {
+  return ops();
+}
+
 int64_t install_handler() {
   static std::deque<torch::Library> libraries;
   static std::deque<c10::RegistrationHandleRAII> registrations;
@@ -138,7 +133,6 @@ int64_t install_handler() {
   auto& aten = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   auto& rest = libraries.emplace_back(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  auto& aten_autograd = libraries.emplace_back(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
   for (const auto key : {c10::DispatchKey::SparsePrivateUse2, c10::DispatchKey::SparseCsrPrivateUse2}) {
     libraries.emplace_back(torch::Library::IMPL, "_", key, __FILE__, __LINE__)
         .fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
@@ -163,9 +157,6 @@ int64_t install_handler() {
     }
     ops().emplace_back(*handle_);
     const auto& op = ops().back();
-    if (entry && entry->options.gather) {
-      aten_autograd.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<GatheringHandler>(&op)));
-    }
     auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
     if (typed) {
       registrations.push_back(dispatcher.registerImpl(name, kKey, std::move(*typed), std::nullopt, nullptr, "shardtensor"));

@@ -3,6 +3,7 @@
 #include "dispatch/call.h"
 #include "dispatch/errors.h"
 #include "redistribute/redistribute.h"
+#include "tensor/lists.h"
 
 #include <ATen/ATen.h>
 
@@ -22,7 +23,8 @@ struct Element {
   c10::SmallVector<size_t, 6> positions; // of refs among all refs
   SolutionPtr solution;                  // null: nothing moves
   bool plain = true;
-  at::Tensor result; // where a kernel has made it
+  at::Tensor result;   // where a kernel has made it
+  uint64_t copied = 0; // bit k: the local tensor of refs[k] is a copy that lies as the others do
 };
 
 // The elements of the lists, and how many there are. Lists of another length than the first (amsgrad's empty one) are passed
@@ -126,6 +128,24 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
   }
 }
 
+// Copies where the local tensors of an element do not lie alike in memory.
+void make_dense(Element& e, std::vector<at::Tensor>& locals) {
+  const auto is_one = [&](size_t i) { return locals[i].dim() > 0; };
+  const auto lead = std::find_if(e.positions.begin(), e.positions.end(), is_one);
+  if (lead == e.positions.end() || std::all_of(e.positions.begin(), e.positions.end(), [&](size_t i) {
+        return !is_one(i) || lie_alike(locals[i], locals[*lead]);
+      })) {
+    return;
+  }
+  for (size_t k = 0; k < e.positions.size(); ++k) {
+    auto& local = locals[e.positions[k]];
+    if (!local.is_contiguous()) {
+      local = local.contiguous();
+      e.copied |= uint64_t{1} << k;
+    }
+  }
+}
+
 bool has_empty_piece(const Element& e, const std::vector<at::Tensor>& locals) {
   return std::any_of(e.positions.begin(), e.positions.end(), [&](size_t i) { return locals[i].numel() == 0; });
 }
@@ -174,12 +194,14 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
         errors::check_writable(op, r.arg, *r.tensor, r.impl);
       }
     }
-    if (op.entry->options.elementwise && stays(e)) {
-      continue;
+    if (!op.entry->options.elementwise || !stays(e)) {
+      e.solution = find_solution(op, stack, base, e.refs);
+      move(op, e, locals);
     }
-    e.solution = find_solution(op, stack, base, e.refs);
-    move(op, e, locals);
-    if (e.solution->empty_kernel && has_empty_piece(e, locals)) {
+    if (op.entry->options.dense) {
+      make_dense(e, locals);
+    }
+    if (e.solution && e.solution->empty_kernel && has_empty_piece(e, locals)) {
       run_kernel(op, stack, base, e, locals);
       for (const auto i : e.positions) {
         locals[i] = nothing(locals[i]);
@@ -191,11 +213,14 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
       stack, base, refs, [&](size_t i) { return locals[i]; }, kept);
   op.handle.callBoxed(stack_ptr);
   for (const auto& e : elements) {
-    for (size_t k = 0; e.solution && k < e.refs.size(); ++k) {
-      if (e.solution->write_back >> k & 1) {
-        const auto& owner = e.refs[k];
-        auto local = owner.impl->local();
-        local.copy_(redistribute(locals[e.positions[k]], *e.solution->operands[k], owner.impl->layout(), owner.tensor->sizes()));
+    for (size_t k = 0; k < e.refs.size(); ++k) {
+      const auto& owner = e.refs[k];
+      const auto& local = locals[e.positions[k]];
+      if (e.solution && (e.solution->write_back >> k & 1)) {
+        at::Tensor(owner.impl->local())
+            .copy_(redistribute(local, *e.solution->operands[k], owner.impl->layout(), owner.tensor->sizes()));
+      } else if ((e.copied >> k & 1) && (op.mutated >> owner.arg & 1)) {
+        at::Tensor(owner.impl->local()).copy_(local);
       }
     }
   }

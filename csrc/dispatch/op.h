@@ -6,6 +6,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <deque>
+
 namespace shardtensor {
 
 enum class ArgKind : uint8_t { Other, Tensor, TensorList };
@@ -32,5 +34,8 @@ struct Op {
     return handle.schema();
   }
 };
+
+// All that the handler has been registered for, by id.
+const std::deque<Op>& installed_ops();
 
 } // namespace shardtensor

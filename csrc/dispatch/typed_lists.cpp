@@ -1,6 +1,7 @@
 #include "dispatch/call.h"
 #include "dispatch/errors.h"
 #include "dispatch/lists.h"
+#include "tensor/lists.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/boxing/impl/boxing.h>
@@ -44,6 +45,9 @@ bool stays(const Op& op, size_t arg, TensorList list, TensorList first, std::vec
       continue;
     }
     if (impl->layout().has_partial() || impl->layout_ptr() != lead->layout_ptr() || impl->sizes() != lead->sizes()) {
+      return false;
+    }
+    if (op.entry->options.dense && !lie_alike(impl->local(), lead->local())) {
       return false;
     }
     locals.push_back(impl->local());

@@ -1,10 +1,14 @@
 #include "redistribute/redistribute.h"
 
 #include "comm/comm.h"
+#include "redistribute/plan.h"
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <limits>
+#include <map>
+#include <tuple>
 
 namespace shardtensor {
 
@@ -238,54 +242,38 @@ void make_partial(State& s, int64_t m, const Placement& p) {
   s.layout = s.layout->with(m, p);
 }
 
-bool nests(const Layout& layout, int64_t m, int64_t dim) {
-  for (int64_t i = m + 1; i < layout.ndim(); ++i) {
-    if (layout.placement(i).is_shard(dim)) {
-      return true;
-    }
+// Plans by layouts and size, to the nearest power of two, so that all ranks look up the same.
+const Plan& plan_for(const Layout& from, const Layout& to, double bytes) {
+  using Key = std::tuple<int64_t, int64_t, int>;
+  constexpr size_t kLimit = 4096;
+  static thread_local std::map<Key, Plan>* plans = new std::map<Key, Plan>();
+  const int power = std::ilogb(std::max(bytes, 1.0));
+  if (plans->size() >= kLimit) {
+    plans->clear();
   }
-  return false;
+  auto [it, is_new] = plans->try_emplace(Key{from.id(), to.id(), power});
+  if (is_new) {
+    it->second = make_plan(from, to, std::ldexp(1.0, power));
+  }
+  return it->second;
 }
 
-bool same_at(const Layout& a, const Layout& b, int64_t m) {
-  return a.placement(m) == b.placement(m) && (a.cut(m) == b.cut(m) || (a.cut(m) && b.cut(m) && *a.cut(m) == *b.cut(m)));
-}
-
-// The mesh dims whose piece changes: their own placement does, or that of an earlier mesh dim which cuts the same tensor dim.
-uint64_t changing(const Layout& from, const Layout& to) {
-  uint64_t out = 0;
-  for (int64_t m = 0; m < from.ndim(); ++m) {
-    bool moves = !same_at(from, to, m);
-    for (int64_t i = 0; i < m && !moves && from.placement(m).is_shard(); ++i) {
-      const auto dim = from.placement(m).dim;
-      moves = (out >> i & 1) && (from.placement(i).is_shard(dim) || to.placement(i).is_shard(dim));
-    }
-    if (moves) {
-      out |= uint64_t{1} << m;
-    }
+void take_step(State& s, const Step& step, const Layout& to) {
+  const auto m = step.mesh_dim;
+  switch (step.kind) {
+    case StepKind::AllReduce:
+      return reduce_everywhere(s, m);
+    case StepKind::ReduceScatter:
+      return reduce_into_pieces(s, m, to);
+    case StepKind::AllGather:
+      return gather(s, m);
+    case StepKind::AllToAll:
+      return exchange(s, m, to);
+    case StepKind::Slice:
+      return slice(s, m, to);
+    case StepKind::MakePartial:
+      return make_partial(s, m, to.placement(m));
   }
-  return out;
-}
-
-// Whether mesh dim m can go from its cut to the wanted one in a single exchange: no other changing mesh dim touches the two
-// tensor dims, and nothing nests inside either.
-bool can_exchange(const Layout& now, const Layout& to, int64_t m, uint64_t open) {
-  const auto& a = now.placement(m);
-  const auto& b = to.placement(m);
-  if (!a.is_shard() || !b.is_shard()) {
-    return false;
-  }
-  if (a.dim == b.dim && (a.split_factor > 1 || b.split_factor > 1)) {
-    return false;
-  }
-  for (int64_t i = 0; i < now.ndim(); ++i) {
-    const bool touches = now.placement(i).is_shard(a.dim) || now.placement(i).is_shard(b.dim) ||
-                         to.placement(i).is_shard(a.dim) || to.placement(i).is_shard(b.dim);
-    if (i != m && touches && ((open >> i & 1) || i > m)) {
-      return false;
-    }
-  }
-  return true;
 }
 
 } // namespace
@@ -298,98 +286,13 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
       &from.mesh() == &to.mesh(), "redistribute: from ", from.str(), " to ", to.str(),
       ": another mesh; both layouts must be on one mesh");
   State s{local, LayoutPtr::reclaim_copy(&from), sizes};
-  const auto n = from.ndim();
-  for (int64_t m = 0; m < n; ++m) {
-    const auto& p = s.layout->placement(m);
-    const auto& want = to.placement(m);
-    if (!p.is_partial() || p == want) {
-      continue;
-    }
-    bool outer_agree = true;
-    if (want.is_shard()) {
-      for (int64_t i = 0; i < n; ++i) {
-        const bool touches = s.layout->placement(i).is_shard(want.dim) || to.placement(i).is_shard(want.dim);
-        outer_agree &= i == m || !touches || (i < m && same_at(*s.layout, to, i));
-      }
-    }
-    if (want.is_shard() && outer_agree && !nests(*s.layout, m, want.dim)) {
-      reduce_into_pieces(s, m, to);
-    } else {
-      reduce_everywhere(s, m);
-    }
-  }
-  auto open = changing(*s.layout, to);
-  for (int64_t m = n - 1; m >= 0; --m) {
-    if (!(open >> m & 1) || !s.layout->placement(m).is_shard()) {
-      continue;
-    }
-    if (can_exchange(*s.layout, to, m, open)) {
-      exchange(s, m, to);
-      open &= ~(uint64_t{1} << m);
-    } else {
-      gather(s, m);
-    }
-  }
-  for (int64_t m = 0; m < n; ++m) {
-    if (!(open >> m & 1)) {
-      continue;
-    }
-    const auto& want = to.placement(m);
-    if (want.is_shard()) {
-      slice(s, m, to);
-    } else if (want.is_partial()) {
-      make_partial(s, m, want);
-    }
+  const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
+  for (const auto& step : plan_for(from, to, bytes).steps) {
+    take_step(s, step, to);
   }
   TORCH_INTERNAL_ASSERT(
       s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
   return s.local;
-}
-
-double redistribute_cost(const Layout& from, const Layout& to, double bytes) {
-  if (&from == &to) {
-    return 0;
-  }
-  constexpr double kLatency = 4096; // a call costs about as much as this many bytes
-  double held = bytes;
-  for (int64_t m = 0; m < from.ndim(); ++m) {
-    if (from.placement(m).is_shard()) {
-      held /= static_cast<double>(from.mesh().size(m));
-    }
-  }
-  double cost = 0;
-  const auto open = changing(from, to);
-  for (int64_t m = from.ndim() - 1; m >= 0; --m) {
-    const double n = static_cast<double>(from.mesh().size(m));
-    const auto& p = from.placement(m);
-    const auto& want = to.placement(m);
-    if (!(open >> m & 1) || n == 1) {
-      continue;
-    }
-    if (p.is_partial()) {
-      cost += kLatency + held * (n - 1) / n * (want.is_shard() ? 1 : 2);
-    } else if (p.is_shard()) {
-      if (want.is_shard() && p != want) {
-        cost += kLatency + held * (n - 1) / n;
-      } else if (want.is_shard()) {
-        cost += kLatency + held / 2;
-      } else {
-        cost += kLatency + held * (n - 1);
-        held *= n;
-      }
-    }
-  }
-  return cost;
-}
-
-bool needs_communication(const Layout& from, const Layout& to) {
-  const auto open = &from == &to ? 0 : changing(from, to);
-  for (int64_t m = 0; m < from.ndim(); ++m) {
-    if ((open >> m & 1) && from.mesh().size(m) > 1 && !from.placement(m).is_replicate()) {
-      return true;
-    }
-  }
-  return false;
 }
 
 } // namespace shardtensor

@@ -13,11 +13,4 @@ namespace shardtensor {
 // The result may alias `local` where nothing had to move.
 at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
 
-// Bytes this rank would send and receive, roughly, for a tensor of `bytes` in all; 0 exactly where nothing moves between
-// ranks. The same on every rank.
-double redistribute_cost(const Layout& from, const Layout& to, double bytes);
-
-// Whether redistribute() needs the process group, as opposed to slicing or zeroing locally.
-bool needs_communication(const Layout& from, const Layout& to);
-
 } // namespace shardtensor

@@ -110,6 +110,7 @@ void register_lists(Registry& r) {
       }
     }
   }
+  o.dense = true;
   for (const std::string optimizer : {"adagrad", "adam", "adamw", "sgd"}) {
     for (const std::string overload : {"", ".tensor_lr"}) {
       r.add("lists", {("_fused_" + optimizer + "_" + overload).c_str()}, step, o);

@@ -27,6 +27,8 @@ struct Options {
   bool lists = false;
   // Of those: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
   bool elementwise = false;
+  // Lists too: the op's kernels walk through the tensors of an index from end to end, so those must lie alike in memory.
+  bool dense = false;
   // Plain tensors among the arguments count as replicated: torch itself makes them on the way (embedding_bag's offsets).
   bool plain = false;
   // Not a rule: the op cannot be done on pieces; this says why and what to do.

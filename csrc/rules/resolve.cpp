@@ -1,6 +1,6 @@
 #include "rules/resolve.h"
 
-#include "redistribute/redistribute.h"
+#include "redistribute/plan.h"
 
 #include <algorithm>
 #include <numeric>
@@ -150,18 +150,17 @@ class Resolver {
     return b;
   }
   double recut_cost(size_t i, int64_t m) const {
-    return kLatency + held(i, m) / static_cast<double>(mesh_.size(m)) / 2;
+    return cost_of(StepKind::AllToAll, held(i, m) / static_cast<double>(mesh_.size(m)), mesh_.size(m));
   }
   double step_cost(size_t i, int64_t m, const Placement& have, const Placement& want) const {
-    const double n = static_cast<double>(mesh_.size(m));
-    const double b = held(i, m) * (n - 1) / n;
-    if (n == 1 || have.is_replicate()) {
+    if (have.is_replicate()) {
       return 0;
     }
     if (have.is_partial()) {
-      return kLatency + (want.is_shard() ? b : 2 * b);
+      return cost_of(want.is_shard() ? StepKind::ReduceScatter : StepKind::AllReduce, held(i, m), mesh_.size(m));
     }
-    return kLatency + (want.is_shard() ? b / n : b);
+    const auto piece = held(i, m) / static_cast<double>(mesh_.size(m));
+    return cost_of(want.is_shard() ? StepKind::AllToAll : StepKind::AllGather, piece, mesh_.size(m));
   }
 
   // Whether operand i, sharded on the factor at mesh dim m, already has the donor's cut.
@@ -594,8 +593,6 @@ class Resolver {
     }
     return {};
   }
-
-  static constexpr double kLatency = 4096; // a call costs about as much as this many bytes
 
   const Call& call_;
   const Rule& rule_;

@@ -221,4 +221,8 @@ void set_python_class(PyTypeObject* type, bool torch_function_disabled) {
 #endif
 }
 
+PyTypeObject* python_class() {
+  return g_class;
+}
+
 } // namespace shardtensor

@@ -6,7 +6,7 @@ from shardtensor import _load  # noqa: F401  checks torch's version and loads th
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C, _interop, random
+from shardtensor import _C, _interop, _optimizers, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -32,6 +32,7 @@ from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
 _C.install_handler()
 _interop.install()
+_optimizers.install()
 
 DTensor = ShardTensor
 

@@ -1,7 +1,9 @@
-#include "dispatch/gather.h"
+#include "autograd/gathered.h"
 
 #include "autograd/functions.h"
 #include "dispatch/call.h"
+
+#include <torch/library.h>
 
 namespace shardtensor {
 
@@ -26,8 +28,6 @@ c10::IValue whole(const c10::IValue& value) {
   return value;
 }
 
-} // namespace
-
 void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
@@ -42,6 +42,27 @@ void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) {
       const auto t = stack[i].toTensor();
       stack[i] = from_local(t, layout, t.sizes(), t.strides());
+    }
+  }
+}
+
+struct Handler final : c10::OperatorKernel {
+  explicit Handler(const Op* op) : op_(op) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    handle_gathered(*op_, stack);
+  }
+  const Op* op_;
+};
+
+} // namespace
+
+void install_gathered() {
+  static torch::Library library(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
+  for (const auto& op : installed_ops()) {
+    if (op.entry && op.entry->options.gather) {
+      const auto& name = op.handle.operator_name();
+      const auto text = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+      library.impl(text.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
     }
   }
 }

@@ -1,0 +1,12 @@
+// Ops run as a whole on gathered inputs, autograd and all: torch's formula for them, or their own body, writes into plain
+// tensors or reads values, which pieces do not allow.
+// Uses dispatch/ and functions.h. Used by bindings/.
+#pragma once
+
+namespace shardtensor {
+
+// Takes the ops that the registry says so of (Options.gather) at the autograd key; after install_handler(). They write no
+// argument and return no view.
+void install_gathered();
+
+} // namespace shardtensor

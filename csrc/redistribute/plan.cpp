@@ -1,0 +1,238 @@
+#include "redistribute/plan.h"
+
+#include <array>
+#include <limits>
+#include <vector>
+
+namespace shardtensor {
+
+namespace {
+
+// What a mesh dim has come to. A placement that stays is taken up again too where an earlier mesh dim of its tensor dim changes.
+enum Stage : uint8_t { kFrom, kWhole, kTo, kStages };
+using Stages = c10::SmallVector<uint8_t, 4>;
+
+bool same_at(const Layout& a, const Layout& b, int64_t m) {
+  return a.placement(m) == b.placement(m) && (a.cut(m) == b.cut(m) || (a.cut(m) && b.cut(m) && *a.cut(m) == *b.cut(m)));
+}
+
+// The mesh dims whose piece changes: their own placement does, or that of an earlier mesh dim which cuts the same tensor dim.
+uint64_t changing(const Layout& from, const Layout& to) {
+  uint64_t out = 0;
+  for (int64_t m = 0; m < from.ndim(); ++m) {
+    bool moves = !same_at(from, to, m);
+    for (int64_t i = 0; i < m && !moves && from.placement(m).is_shard(); ++i) {
+      const auto dim = from.placement(m).dim;
+      moves = (out >> i & 1) && (from.placement(i).is_shard(dim) || to.placement(i).is_shard(dim));
+    }
+    if (moves) {
+      out |= uint64_t{1} << m;
+    }
+  }
+  return out;
+}
+
+// The least cost from the first state to any other, over all states: 3 stages to the power of mesh dims, few edges each.
+class Search {
+ public:
+  Search(const Layout& from, const Layout& to, double bytes)
+      : from_(from), to_(to), bytes_(bytes), n_(from.ndim()), open_(changing(from, to)) {}
+
+  Plan run() {
+    size_t states = 1;
+    for (int64_t m = 0; m < n_; ++m) {
+      states *= kStages;
+    }
+    nodes_.assign(states, Node{});
+    nodes_[0].cost = 0;
+    for (;;) {
+      const auto at = nearest();
+      if (at == states) {
+        break;
+      }
+      nodes_[at].done = true;
+      const auto stages = stages_of(at);
+      if (arrived(stages)) {
+        return path_to(at);
+      }
+      for (int64_t m = 0; m < n_; ++m) {
+        leave(at, stages, m);
+      }
+    }
+    TORCH_INTERNAL_ASSERT(false, "no way from ", from_.str(), " to ", to_.str());
+  }
+
+ private:
+  struct Node {
+    double cost = std::numeric_limits<double>::infinity();
+    size_t before = 0;
+    Step step{};
+    int32_t steps = 0;
+    bool done = false;
+  };
+
+  Stages stages_of(size_t state) const {
+    Stages out;
+    for (int64_t m = 0; m < n_; ++m, state /= kStages) {
+      out.push_back(static_cast<uint8_t>(state % kStages));
+    }
+    return out;
+  }
+  size_t index_of(const Stages& stages) const {
+    size_t out = 0;
+    for (int64_t m = n_ - 1; m >= 0; --m) {
+      out = out * kStages + stages[m];
+    }
+    return out;
+  }
+
+  // By cost, then by the number of steps, then by the state's number: all ranks go the same way.
+  size_t nearest() const {
+    size_t best = nodes_.size();
+    for (size_t i = 0; i < nodes_.size(); ++i) {
+      const auto& node = nodes_[i];
+      if (node.done || node.cost == std::numeric_limits<double>::infinity()) {
+        continue;
+      }
+      if (best == nodes_.size() || node.cost < nodes_[best].cost ||
+          (node.cost == nodes_[best].cost && node.steps < nodes_[best].steps)) {
+        best = i;
+      }
+    }
+    return best;
+  }
+
+  bool is_open(int64_t m) const {
+    return open_ >> m & 1;
+  }
+  bool final(const Stages& stages, int64_t m) const {
+    return stages[m] == kTo || (stages[m] == kFrom && !is_open(m));
+  }
+  bool arrived(const Stages& stages) const {
+    for (int64_t m = 0; m < n_; ++m) {
+      if (!final(stages, m) && !(stages[m] == kWhole && to_.placement(m).is_replicate())) {
+        return false;
+      }
+    }
+    return true;
+  }
+  bool shards(const Stages& stages, int64_t m, int64_t dim) const {
+    return stages[m] == kFrom ? from_.placement(m).is_shard(dim) : stages[m] == kTo && to_.placement(m).is_shard(dim);
+  }
+  // No later mesh dim cuts what mesh dim m has cut of tensor dim `dim`.
+  bool innermost(const Stages& stages, int64_t m, int64_t dim) const {
+    for (int64_t i = m + 1; i < n_; ++i) {
+      if (shards(stages, i, dim)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  // The earlier mesh dims cut tensor dim `dim` as they do in the end, so that m's cut of it means the same.
+  bool settled(const Stages& stages, int64_t m, int64_t dim) const {
+    for (int64_t i = 0; i < m; ++i) {
+      if (!final(stages, i) && (shards(stages, i, dim) || to_.placement(i).is_shard(dim))) {
+        return false;
+      }
+    }
+    return true;
+  }
+  double held(const Stages& stages) const {
+    double out = bytes_;
+    for (int64_t m = 0; m < n_; ++m) {
+      const auto& p = stages[m] == kFrom ? from_.placement(m) : to_.placement(m);
+      if (stages[m] != kWhole && p.is_shard()) {
+        out /= static_cast<double>(from_.mesh().size(m));
+      }
+    }
+    return out;
+  }
+
+  void leave(size_t at, const Stages& stages, int64_t m) {
+    const auto& now = from_.placement(m);
+    const auto& want = to_.placement(m);
+    const bool can_cut = want.is_shard() && innermost(stages, m, want.dim) && settled(stages, m, want.dim);
+    if (stages[m] == kWhole || (stages[m] == kFrom && now.is_replicate())) {
+      if (can_cut) {
+        go(at, stages, m, StepKind::Slice, kTo);
+      } else if (want.is_partial()) {
+        go(at, stages, m, StepKind::MakePartial, kTo);
+      }
+    } else if (stages[m] == kFrom && now.is_partial() && is_open(m)) {
+      go(at, stages, m, StepKind::AllReduce, kWhole);
+      if (can_cut) {
+        go(at, stages, m, StepKind::ReduceScatter, kTo);
+      }
+    } else if (stages[m] == kFrom && now.is_shard() && innermost(stages, m, now.dim)) {
+      go(at, stages, m, StepKind::AllGather, kWhole);
+      const bool strided = now.split_factor > 1 || want.split_factor > 1;
+      if (can_cut && is_open(m) && !(now.dim == want.dim && strided)) {
+        go(at, stages, m, StepKind::AllToAll, kTo);
+      }
+    }
+  }
+
+  void go(size_t at, Stages stages, int64_t m, StepKind kind, Stage stage) {
+    const auto cost = nodes_[at].cost + cost_of(kind, held(stages), from_.mesh().size(m));
+    const auto steps = nodes_[at].steps + 1;
+    stages[m] = stage;
+    auto& next = nodes_[index_of(stages)];
+    if (cost < next.cost || (cost == next.cost && steps < next.steps)) {
+      next = Node{cost, at, {kind, m}, steps, next.done};
+    }
+  }
+
+  Plan path_to(size_t at) const {
+    Plan plan;
+    plan.cost = nodes_[at].cost;
+    for (; at != 0; at = nodes_[at].before) {
+      plan.steps.insert(plan.steps.begin(), nodes_[at].step);
+    }
+    return plan;
+  }
+
+  const Layout& from_;
+  const Layout& to_;
+  double bytes_;
+  int64_t n_;
+  uint64_t open_;
+  std::vector<Node> nodes_;
+};
+
+} // namespace
+
+const char* name_of(StepKind kind) {
+  static constexpr std::array<const char*, 6> names = {"all_reduce", "reduce_scatter", "all_gather",
+                                                       "all_to_all", "slice",          "make_partial"};
+  return names[static_cast<size_t>(kind)];
+}
+
+double cost_of(StepKind kind, double held, int64_t n) {
+  if (n == 1) {
+    return 0;
+  }
+  const double others = static_cast<double>(n - 1);
+  const double share = held * others / static_cast<double>(n);
+  switch (kind) {
+    case StepKind::AllReduce:
+      return kLatency + 2 * share;
+    case StepKind::ReduceScatter:
+    case StepKind::AllToAll:
+      return kLatency + share;
+    case StepKind::AllGather:
+      return kLatency + held * others;
+    case StepKind::Slice:
+    case StepKind::MakePartial:
+      return 0;
+  }
+  return 0;
+}
+
+Plan make_plan(const Layout& from, const Layout& to, double bytes) {
+  if (&from == &to) {
+    return {};
+  }
+  return Search(from, to, bytes).run();
+}
+
+} // namespace shardtensor

@@ -1,0 +1,81 @@
+#include "tensor/lists.h"
+
+#include "redistribute/redistribute.h"
+#include "tensor/shard_tensor.h"
+
+namespace shardtensor {
+
+namespace {
+
+bool fits(const at::Tensor& t, const ShardTensorImpl& lead) {
+  const auto* impl = as_shard_tensor(t);
+  if (!impl) {
+    return t.dim() == 0; // a step counter
+  }
+  return impl->layout_ptr() == lead.layout_ptr() && impl->sizes() == lead.sizes() && !impl->layout().has_partial() &&
+         !impl->broken_view() && lie_alike(impl->local(), lead.local());
+}
+
+} // namespace
+
+bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
+  return (a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && a.is_non_overlapping_and_dense());
+}
+
+std::optional<Tensors> laid_out_like(const Tensors& parameters, const Tensors& gradients) {
+  if (parameters.size() != gradients.size()) {
+    return std::nullopt;
+  }
+  for (size_t n = 0; n < parameters.size(); ++n) {
+    const auto* p = as_shard_tensor(parameters[n]);
+    const auto* g = as_shard_tensor(gradients[n]);
+    if (!p || !g || p->sizes() != g->sizes() || &p->layout().mesh() != &g->layout().mesh() || p->layout().has_partial()) {
+      return std::nullopt;
+    }
+  }
+  Tensors out;
+  out.reserve(gradients.size());
+  for (size_t n = 0; n < parameters.size(); ++n) {
+    const auto& p = *as_shard_tensor(parameters[n]);
+    const auto& g = *as_shard_tensor(gradients[n]);
+    if (p.layout_ptr() == g.layout_ptr()) {
+      out.push_back(gradients[n]);
+      continue;
+    }
+    auto local = redistribute(g.local(), g.layout(), p.layout(), g.sizes());
+    if (!lie_alike(local, p.local())) {
+      local = at::empty_strided(p.local().sizes(), p.local().strides(), local.options()).copy_(local);
+    }
+    out.push_back(wrap(std::move(local), p.layout_ptr(), g.sizes(), p.strides()));
+  }
+  return out;
+}
+
+std::optional<std::vector<Tensors>> local_lists(const std::vector<Tensors>& lists, int64_t read_only) {
+  const auto& first = lists.at(0);
+  for (const auto& list : lists) {
+    if (!list.empty() && list.size() != first.size()) {
+      return std::nullopt;
+    }
+    for (size_t n = 0; n < list.size(); ++n) {
+      const auto* lead = as_shard_tensor(first[n]);
+      if (!lead || !fits(list[n], *lead)) {
+        return std::nullopt;
+      }
+    }
+  }
+  std::vector<Tensors> out(lists.size());
+  for (size_t i = 0; i < lists.size(); ++i) {
+    out[i].reserve(lists[i].size());
+    for (const auto& t : lists[i]) {
+      auto* impl = as_shard_tensor(t);
+      out[i].push_back(impl ? impl->local() : t);
+      if (impl && static_cast<int64_t>(i) != read_only && !impl->is_inference()) {
+        impl->bump_version();
+      }
+    }
+  }
+  return out;
+}
+
+} // namespace shardtensor
