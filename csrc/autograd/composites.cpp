@@ -1,5 +1,6 @@
 #include "autograd/composites.h"
 
+#include "autograd/functions.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -8,6 +9,7 @@
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul_ops.h>
+#include <ATen/ops/tensor_split_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -195,11 +197,75 @@ at::Tensor max_pool1d(
   return std::get<0>(at::max_pool1d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode));
 }
 
+namespace {
+
+// The sections are read where they are used, so every rank needs them all.
+std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& sections, int64_t dim) {
+  const auto* impl = as_shard_tensor(sections);
+  const auto plain = impl ? to_local(redistribute(sections, Layout::replicated(impl->layout().mesh_ptr()))) : sections;
+  return at::compositeimplicitautograd::tensor_split(self, plain.to(at::kCPU), dim);
+}
+
+// grad on the diagonal of zeros; torch's own writes it into a plain tensor.
+at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sym_sizes) {
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(sym_sizes);
+  TORCH_CHECK(sizes.size() == 2, "expected matrix input");
+  return at::diagonal_backward(grad.expand({std::min(sizes[0], sizes[1])}), sizes, 0, 0, 1);
+}
+
+at::Reduction::Reduction reduction_of(const c10::IValue& name) {
+  const std::string text = name.isNone() ? "none" : name.toStringRef();
+  return text == "none" ? at::Reduction::None : text == "mean" ? at::Reduction::Mean : at::Reduction::Sum;
+}
+
+// torch's custom op saves the memory of the logits by computing them chunk by chunk, into plain buffers. Here they are sharded.
+// Behind the loss it returns the gradients for its own formula, which is not in use: none.
+void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto base = stack->size() - schema.arguments().size();
+  const auto argument = [&](const char* name) {
+    const auto at = schema.argumentIndexWithName(name);
+    return at ? (*stack)[base + *at] : c10::IValue();
+  };
+  const auto smoothing = argument("label_smoothing");
+  const auto logits = at::linear(
+      argument("input").toTensor(), argument("linear_weight").toTensor(), argument("linear_bias").toOptional<at::Tensor>());
+  auto loss = at::cross_entropy_loss(
+      logits, argument("target").toTensor(), argument("weight").toOptional<at::Tensor>(), reduction_of(argument("reduction")),
+      argument("ignore_index").toInt(), smoothing.isNone() ? 0.0 : smoothing.toDouble());
+  stack->resize(base);
+  stack->emplace_back(std::move(loss));
+  for (size_t i = 1; i < schema.returns().size(); ++i) {
+    stack->emplace_back(at::empty({0}, logits.options().requires_grad(false)));
+  }
+}
+
+void take_chunked(torch::Library& m) {
+  for (const char* name : {"_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<chunked_cross_entropy>());
+  }
+}
+
+} // namespace
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("linear", linear);
   m.impl("matmul", matmul);
   m.impl("max_pool1d", max_pool1d);
   m.impl("one_hot", torch::CppFunction::makeFallthrough()); // integers have no gradient
+  m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+  m.impl("trace_backward", trace_backward);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
+  m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+}
+
+TORCH_LIBRARY_IMPL(torch_nn, AutogradPrivateUse2, m) {
+  take_chunked(m);
+}
+TORCH_LIBRARY_IMPL(torch_nn, PrivateUse2, m) {
+  take_chunked(m);
 }
 
 } // namespace shardtensor

@@ -50,6 +50,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
       const c10::IValue v = pair.get(i);
       return v.isNone() ? std::nullopt : std::optional(v.toScalarType());
     };
+    ctx->set_materialize_grads(false);
     ctx->saved_data["from"] = hold(without_partial(self.layout_ptr()));
     ctx->saved_data["dtype"] = t.scalar_type();
     ctx->saved_data["backward_dtype"] = pair.get(1);
@@ -75,6 +76,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       std::vector<int64_t> sizes,
       std::vector<int64_t> strides,
       c10::IValue grad_layout) {
+    ctx->set_materialize_grads(false);
     ctx->saved_data["grad_layout"] = grad_layout;
     return wrap(local.detach(), held(layout), sizes, strides);
   }
@@ -92,6 +94,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
 struct ToLocal : torch::autograd::Function<ToLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue grad_layout) {
     const auto& self = shard_tensor(t, "to_local");
+    ctx->set_materialize_grads(false);
     ctx->saved_data["grad_layout"] = grad_layout;
     ctx->saved_data["sizes"] = t.sizes().vec();
     ctx->saved_data["strides"] = t.strides().vec();

@@ -39,7 +39,9 @@ void register_dispatch(py::module& m) {
   m.def("rules", [] {
     py::dict out;
     for (const auto& [name, entry] : rules::registry().entries()) {
-      out[py::str(name)] = entry.family;
+      if (!entry.options.gather) {
+        out[py::str(name)] = entry.family;
+      }
     }
     return out;
   });

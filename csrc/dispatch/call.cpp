@@ -308,30 +308,20 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
-  const bool broken = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
-  if (broken) {
-    base = nullptr;
-  }
-  at::Tensor out;
-  if (base) {
-    const auto& layout = result ? result->layout : solution.replicated;
-    const auto sizes =
-        result && layout->is_sharded() ? global_sizes(*result, refs, local) : Sizes(local.sizes().begin(), local.sizes().end());
+  const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
+  const auto& layout = result ? result->layout : solution.replicated;
+  const auto sizes =
+      result && layout->is_sharded() ? global_sizes(*result, refs, local) : Sizes(local.sizes().begin(), local.sizes().end());
+  if (base && !moved) {
     const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
     return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
   }
-  if (!result || !solution.shards) { // every rank holds all of it
-    const auto sizes = local.sizes();
-    const auto strides = result && !result->strides.empty() ? c10::IntArrayRef(result->strides) : local.strides();
-    const auto& layout = result ? result->layout : solution.replicated;
-    out = wrap(std::move(local), layout, sizes, strides);
-  } else {
-    const auto sizes =
-        result->layout->is_sharded() ? global_sizes(*result, refs, local) : Sizes(local.sizes().begin(), local.sizes().end());
-    out = wrap(std::move(local), result->layout, sizes, strides_of(*result, refs, sizes));
-  }
-  if (broken) {
-    mark_broken(op, *as_shard_tensor(out), *refs[0].impl);
+  const auto strides = result && solution.shards            ? strides_of(*result, refs, sizes)
+                       : result && !result->strides.empty() ? result->strides
+                                                            : Sizes(local.strides().begin(), local.strides().end());
+  auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
+  if (moved) {
+    mark_broken(op, *as_shard_tensor(out), *base);
   }
   return out;
 }

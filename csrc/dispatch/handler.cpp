@@ -1,6 +1,7 @@
 #include "dispatch/handler.h"
 
 #include "dispatch/call.h"
+#include "dispatch/gather.h"
 #include "dispatch/lists.h"
 #include "dispatch/special.h"
 #include "dispatch/typed.h"
@@ -34,6 +35,14 @@ struct SpecialHandler final : c10::OperatorKernel {
   const Op* op_;
 };
 
+struct GatheringHandler final : c10::OperatorKernel {
+  explicit GatheringHandler(const Op* op) : op_(op) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+    handle_gathered(*op_, stack);
+  }
+  const Op* op_;
+};
+
 bool is_special(const Op& op) {
   return op.entry && (op.entry->options.decompose || op.entry->options.lists);
 }
@@ -59,6 +68,14 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
     op = it->second;
   }
   handle(*op, stack);
+}
+
+// A plain sparse tensor among ShardTensors, or a sparse result of an op on them.
+void refuse_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.operator_name(),
+      ": cannot be done on a ShardTensor: it holds dense pieces, and an argument is sparse. Use to_dense() on that one, or "
+      "full_tensor() or to_local() on the ShardTensors.");
 }
 
 bool takes_tensors(const c10::FunctionSchema& schema) {
@@ -122,6 +139,11 @@ int64_t install_handler() {
   auto& aten = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   auto& rest = libraries.emplace_back(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  auto& aten_autograd = libraries.emplace_back(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
+  for (const auto key : {c10::DispatchKey::SparsePrivateUse2, c10::DispatchKey::SparseCsrPrivateUse2}) {
+    libraries.emplace_back(torch::Library::IMPL, "_", key, __FILE__, __LINE__)
+        .fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
+  }
   // As torch does for its own devices: an op without a derivative says so when one is asked of it.
   auto& autograd = libraries.emplace_back(torch::Library::IMPL, "_", kAutogradKey, __FILE__, __LINE__);
   autograd.fallback(torch::autograd::basicAutogradNotImplementedFallback());
@@ -136,11 +158,15 @@ int64_t install_handler() {
     }
     const auto local_name = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     const auto* entry = rules::registry().find(local_name);
-    if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !(entry && entry->options.composite)) {
+    const bool taken_whole = entry && (entry->options.composite || entry->options.gather);
+    if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !taken_whole) {
       continue;
     }
     ops().emplace_back(*handle_);
     const auto& op = ops().back();
+    if (entry && entry->options.gather) {
+      aten_autograd.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<GatheringHandler>(&op)));
+    }
     auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
     if (typed) {
       registrations.push_back(dispatcher.registerImpl(name, kKey, std::move(*typed), std::nullopt, nullptr, "shardtensor"));

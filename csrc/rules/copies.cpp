@@ -151,6 +151,11 @@ void register_copies(Registry& r) {
           "zeros_like",
       },
       like);
+  Options dense;
+  dense.refuse = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
+  r.add(
+      "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
+      nullptr, dense);
   Options sized;
   sized.sized = true;
   r.add("copies", {"new_empty", "new_full", "new_ones", "new_zeros"}, new_like, sized);

@@ -8,10 +8,19 @@ namespace shardtensor::rules {
 
 namespace {
 
-at::Tensor without_empty_dims(const at::Tensor& t) {
+bool only_this_piece_is_empty(const at::Tensor& t, c10::IntArrayRef sizes) {
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) == 0 && sizes[d] != 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+at::Tensor without_empty_dims(const at::Tensor& t, c10::IntArrayRef whole) {
   auto sizes = t.sizes().vec();
-  for (auto& s : sizes) {
-    s = std::max<int64_t>(s, 1);
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    sizes[d] = std::max(sizes[d], std::min<int64_t>(whole[d], 1));
   }
   return at::zeros(sizes, t.options());
 }
@@ -42,9 +51,9 @@ void call_op_nonempty(Run& run) {
     if (!value.isTensor() || !value.toTensor().defined()) {
       continue;
     }
-    const bool whole_is_empty = c10::multiply_integers(run.operands[operand++].sizes) == 0;
-    if (value.toTensor().numel() == 0 && !whole_is_empty) {
-      value = without_empty_dims(value.toTensor());
+    const auto whole = run.operands[operand++].sizes;
+    if (only_this_piece_is_empty(value.toTensor(), whole)) {
+      value = without_empty_dims(value.toTensor(), whole);
       empty = true;
     }
   }

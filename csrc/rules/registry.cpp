@@ -46,6 +46,7 @@ const Registry& registry() {
     register_convolution(*r);
     register_copies(*r);
     register_embedding(*r);
+    register_gathered(*r);
     register_indexing(*r);
     register_joins(*r);
     register_losses(*r);

@@ -19,6 +19,8 @@ struct Options {
   bool decompose = false;
   // The op decomposes by itself (CompositeImplicit), but is taken whole here. It needs an autograd kernel in autograd/.
   bool composite = false;
+  // Not a rule: run on gathered inputs, differentiation included; torch's formula for it cannot be followed on ShardTensors.
+  bool gather = false;
   // Arguments (bits) that the op writes though its schema does not say so: native_batch_norm's running statistics.
   uint64_t writes = 0;
   // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
@@ -61,6 +63,7 @@ void register_attention(Registry&);
 void register_convolution(Registry&);
 void register_copies(Registry&);
 void register_embedding(Registry&);
+void register_gathered(Registry&);
 void register_indexing(Registry&);
 void register_joins(Registry&);
 void register_lists(Registry&);

@@ -318,8 +318,16 @@ Rule view_dtype(const Call& call) {
   return rule;
 }
 
+// A piece may be lazily conjugated without its ShardTensor saying so: then what is viewed is a copy.
+void view_as_real_kernel(Run& run) {
+  run.arg(0) = run.arg(0).toTensor().resolve_conj();
+  run.call_op();
+}
+
 Rule view_as_real(const Call& call) {
   Rule rule;
+  rule.kernel = view_as_real_kernel;
+  rule.always_kernel = true;
   auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
   dims.emplace_back(kNone);

@@ -75,7 +75,7 @@ class ShardTensorSpec(DTensorSpec):
 
 def _refuse_storage(name: str) -> Callable[..., Any]:
     def method(self: ShardTensor, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
+        raise NotImplementedError(
             f"ShardTensor.{name}: a ShardTensor has no memory of its own, its pieces do; "
             "use to_local() for this rank's piece or full_tensor() for the whole"
         )
