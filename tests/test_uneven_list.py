@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import Case, Maker, bools, case, check_backward, compare, ints, make, mesh_of, place, positive
+from torch.utils._pytree import tree_leaves
 
 ROWS = {2: (5, 3), 3: (5, 3, 0)}
 X, V, W, C = (8, 4), (8,), (4, 3), (4,)
@@ -152,8 +153,9 @@ CASES = [
     local("logsumexp_columns", lambda x: x.logsumexp(1), X),
     op("median", lambda x: (x.median(), *x.median(0)), X),
     local("median_columns", lambda x: tuple(x.median(1)), X),
+    op("quantile", lambda x: (x.quantile(0.3, dim=0), x.nanquantile(0.5)), X),
     op("dist", lambda x, y: torch.dist(x, y), X, X),
-    local("trace", lambda x: x.trace(), X, backward=False),
+    local("trace", lambda x: x.trace(), X),
     # sort and scans
     local("sort_columns", lambda x: tuple(x.sort(1)), X),
     op("sort_rows", lambda x: tuple(x.sort(0, descending=True)), X),
@@ -320,8 +322,8 @@ CASES = [
 ]
 
 
-def run(name: str, world: int) -> dict[str, int]:
-    """On every rank: the case; the number of collectives of its forward, by kind."""
+def run(name: str, world: int) -> tuple[dict[str, int], list[Any]]:
+    """On every rank: the case; the number of collectives of its forward, by kind, and the results' strides."""
     from shardtensor import _C
 
     at, c = next((i, c) for i, c in enumerate(CASES) if c.name == name)
@@ -341,16 +343,16 @@ def run(name: str, world: int) -> dict[str, int]:
     step = torch.tensor([at, -at])
     dist.all_reduce(step, dist.ReduceOp.MAX)
     assert step.tolist() == [at, -at], f"{name}: the ranks are out of step"
-    return counts
+    return counts, [t.stride() for t in tree_leaves(got) if isinstance(t, torch.Tensor)]
 
 
 @pytest.mark.parametrize("world", ROWS)
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_uneven(pools, name, world):
-    counts = pools(world).run(f"{__name__}:run", name, world)
-    assert all(c == counts[0] for c in counts), f"the ranks' collectives differ: {counts}"
+    ranks = pools(world).run(f"{__name__}:run", name, world)
+    assert all(r == ranks[0] for r in ranks), f"the ranks' collectives or strides differ: {ranks}"
     if next(c for c in CASES if c.name == name).quiet:
-        assert counts[0] == {}, "communicates where it need not"
+        assert ranks[0][0] == {}, "communicates where it need not"
 
 
 def test_names_are_unique():

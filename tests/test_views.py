@@ -167,6 +167,11 @@ def refused() -> list[str]:
     raised = []
     for name, write in {
         "select": lambda: x[3].add_(1),
+        "detached": lambda: x[3].detach().add_(1),
+        "data": lambda: x.data[3].data.add_(1),
+        "reshaped": lambda: x[3].unsqueeze_(0).add_(1),
+        "list": lambda: torch._foreach_mul_([x[3]], 2.0),
+        "unbind": lambda: torch.no_grad()(lambda: x.unbind()[1].add_(1))(),
         "moved": lambda: x.as_strided((3, 3), (5, 1)).fill_(0),
     }.items():
         try:
@@ -179,7 +184,111 @@ def refused() -> list[str]:
 
 def test_a_view_that_moved_data_is_not_written(pools):
     for raised in pools(2).run(f"{__name__}:refused"):
-        assert raised == ["select", "moved"]
+        assert raised == ["select", "detached", "data", "reshaped", "list", "unbind", "moved"]
+
+
+OLD = {
+    "select": (lambda x: x[3], lambda x: x.add_(1)),
+    "view_of_it": (lambda x: x[3][:2], lambda x: x.add_(1)),
+    "detached": (lambda x: x[3].detach(), lambda x: x.zero_()),
+    "unbind": (lambda x: x.unbind()[0], lambda x: x.mul_(2)),
+    "moved": (lambda x: x.as_strided((3, 3), (5, 1)), lambda x: x.mul_(2)),
+    "through_a_view": (lambda x: x[3], lambda x: x[:2].mul_(2)),
+    "out": (lambda x: x[3], lambda x: torch.mul(x, 2, out=x)),
+    "list": (lambda x: x[3], lambda x: torch._foreach_mul_([x], 2.0)),
+    "lists": (lambda x: x[3], lambda x: torch._foreach_add_([x], [x])),
+    "inference": (lambda x: x[3], lambda x: x.add_(1)),
+}
+
+
+def old(name: str) -> None:
+    from oracle import UNEVEN, mesh_of, place
+
+    view, write = OLD[name]
+    x = place(torch.randn(4, 4), mesh_of((2,)), ("S(0)",), UNEVEN)
+    with torch.inference_mode(name == "inference"):
+        x = x.clone()
+        taken, kept = view(x), view(x).clone()
+        before = taken.full_tensor()
+        write(x)
+        assert torch.equal(kept.full_tensor(), before)
+        assert torch.equal(view(x).full_tensor(), view(x.full_tensor()))
+        for use in (lambda: taken * 2, lambda: taken.full_tensor(), lambda: taken.to_local(), lambda: torch._foreach_abs([taken])):
+            try:
+                use()
+            except RuntimeError as error:
+                assert "is read after its base tensor was written" in str(error), error
+            else:
+                raise AssertionError("read old values")
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_view_that_moved_data_is_not_read_once_it_is_old(pools, name):
+    pools(2).run(f"{__name__}:old", name)
+
+
+def not_old() -> None:
+    """Writes that such a view cannot see, or that come before its use, leave it as it is."""
+    from oracle import EVEN, mesh_of, place
+
+    def check(f):
+        whole = torch.arange(16.0).view(4, 4)
+        x = place(whole, mesh_of((2,)), ("S(0)",), EVEN)
+        want = f(whole)
+        got = f(x)
+        assert torch.equal(got.full_tensor(), want), (got, want)
+
+    def itself(x):
+        x[1:3] = x[0]
+        x[:2].sub_(x[3])
+        return x
+
+    def another(x):
+        row, y = x[3], x.clone()
+        y.add_(1)
+        return row + y[0]
+
+    def reshaped(x):
+        row = x[3]
+        row.unsqueeze_(0)
+        return row * 2
+
+    check(itself)
+    check(another)
+    check(reshaped)
+
+
+def test_other_writes_leave_it_readable(pools):
+    pools(2).run(f"{__name__}:not_old")
+
+
+def gradients() -> None:
+    """Gradients that come out of views which moved data are accumulated, scaled and zeroed like any other."""
+    from oracle import EVEN, mesh_of, place
+
+    def steps(p, q, r):
+        for _ in range(3):
+            y = torch.stack((p, q)).flatten() * torch.cat((r, r)).flatten()
+            (y * y).sum().backward()
+            torch.nn.utils.clip_grad_norm_([p, q, r], 1.0)
+            with torch.no_grad():
+                for t in (p, q, r):
+                    t.sub_(t.grad)
+        for t in (p, q, r):
+            t.grad.zero_()
+        return p, q, r
+
+    torch.manual_seed(0)
+    whole = [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
+    want = steps(*(t.clone().requires_grad_() for t in whole))
+    for placement in ("S(0)", "S(1)"):
+        got = steps(*(place(t, mesh_of((2,)), (placement,), EVEN).requires_grad_() for t in whole))
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g.detach().full_tensor(), w.detach())
+
+
+def test_gradients_of_views_are_written(pools):
+    pools(2).run(f"{__name__}:gradients")
 
 
 def exchanged() -> None:

@@ -2,6 +2,7 @@
 
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
+#include "dispatch/outputs.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -188,6 +189,11 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
+  for (size_t i = 0; op.mutated && i < refs.size(); ++i) { // after all have been read: x.copy_(x[0])
+    if ((op.mutated >> refs[i].arg & 1) && refs[i].impl) {
+      refs[i].impl->note_write();
+    }
+  }
 }
 
 void carry_back(const Refs& refs, const Solution& solution, const Locals& locals) {
@@ -228,6 +234,14 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
     }
   }
   return sizes;
+}
+
+// A function of what all ranks know: a piece may be a single row, whose strides say nothing.
+Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
+  if (!result.strides.empty()) {
+    return result.strides;
+  }
+  return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
 }
 
 Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntArrayRef sizes) {
@@ -280,6 +294,14 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
   return forms;
 }
 
+// Nobody sees the bases of autograd's own views, nor need they be looked after; and what it keeps as a gradient it detaches.
+void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base) {
+  const bool autograds = torch::autograd::get_current_node() && !base.watches();
+  if (!autograds || op.name != "aten::detach") {
+    view.set_broken_view(base, !autograds);
+  }
+}
+
 } // namespace
 
 at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs, const Form* form) {
@@ -294,10 +316,14 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
     const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
     return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
   }
-  const auto strides = result && !result->strides.empty() ? result->strides
-                       : layout->is_sharded()             ? strides_like(sizes, local)
-                                                          : Sizes(local.strides().begin(), local.strides().end());
-  return wrap(std::move(local), layout, sizes, strides, base, 0, moved);
+  const auto strides = result && solution.shards            ? strides_of(*result, refs, sizes)
+                       : result && !result->strides.empty() ? result->strides
+                                                            : Sizes(local.strides().begin(), local.strides().end());
+  auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
+  if (moved) {
+    mark_broken(op, *as_shard_tensor(out), *base);
+  }
+  return out;
 }
 
 Refs collect(const Op& op, Stack& stack, size_t base) {
@@ -360,6 +386,9 @@ void handle(const Op& op, Stack* stack_ptr) {
   const auto base = stack.size() - op.kinds.size();
   auto refs = collect(op, stack, base);
   check_plain(op, refs);
+  if (op.outputs) {
+    fit_outputs(op, stack, base, refs);
+  }
   const auto solution = find_solution(op, stack, base, refs);
 
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
@@ -388,6 +417,9 @@ void handle(const Op& op, Stack* stack_ptr) {
     solution->kernel(run);
   } else {
     op.handle.callBoxed(stack_ptr);
+  }
+  if (op.outputs) {
+    check_outputs(op, *solution, refs, locals);
   }
   if (solution->write_back) {
     carry_back(refs, *solution, locals);

@@ -92,6 +92,7 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
                                                  : ArgKind::TensorList);
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
       mutated |= uint64_t{1} << i;
+      outputs |= static_cast<uint64_t>(arguments[i].kwarg_only()) << i;
     }
   }
   for (const auto& r : schema_.returns()) {

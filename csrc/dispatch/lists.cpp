@@ -165,7 +165,7 @@ at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
   const auto* lead = std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl && r.tensor->dim() > 0; });
   lead = lead == e.refs.end() ? std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl; }) : lead;
   const auto sizes = lead->tensor->sizes();
-  const auto strides = strides_like(sizes, local);
+  const auto strides = strides_like(sizes, *lead->tensor);
   return wrap(std::move(local), lead->impl->layout_ptr(), sizes, strides);
 }
 
@@ -206,6 +206,11 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
       for (const auto i : e.positions) {
         locals[i] = nothing(locals[i]);
       }
+    }
+  }
+  for (const auto& r : refs) {
+    if ((op.mutated >> r.arg & 1) && r.impl) {
+      r.impl->note_write();
     }
   }
   std::vector<IValue> kept;

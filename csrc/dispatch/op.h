@@ -20,6 +20,7 @@ struct Op {
   std::string name; // "aten::add.Tensor"
   c10::SmallVector<ArgKind, 8> kinds;
   uint64_t mutated = 0; // bit i: argument i is written
+  uint64_t outputs = 0; // those that are not read (out=)
   // Per return: the argument it is (in-place, out=), or -1.
   c10::SmallVector<int8_t, 2> returns_argument;
   bool is_view = false;       // a return shares memory with argument 0

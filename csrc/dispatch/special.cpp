@@ -36,6 +36,9 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
   for (const auto& r : refs) {
     if (r.index >= 0) {
       gradients.push_back(local_of(*r.tensor));
+      if (r.impl) {
+        r.impl->note_write();
+      }
     }
   }
   auto found = local_of(stack[base + 1].toTensor());

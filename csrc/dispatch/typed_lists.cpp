@@ -65,6 +65,16 @@ bool stays(const Op&, size_t, const T&, TensorList, std::vector<Tensor>&) {
   return true;
 }
 
+void note_writes(const Op& op, size_t arg, TensorList list) {
+  for (size_t n = 0; (op.mutated >> arg & 1) && n < list.size(); ++n) {
+    if (auto* impl = as_shard_tensor(list[n])) {
+      impl->note_write();
+    }
+  }
+}
+template <typename T>
+void note_writes(const Op&, size_t, const T&) {}
+
 TensorList localized(TensorList given, const std::vector<Tensor>& locals) {
   return given.empty() ? given : TensorList(locals);
 }
@@ -93,6 +103,10 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
     if (!stays(op_, 0, first, first, locals[0]) || !(stays(op_, I + 1, args, first, locals[I + 1]) && ...)) {
       return boxed(first, args...);
     }
+    if (Writes::alive) {
+      note_writes(op_, 0, first);
+      (note_writes(op_, I + 1, args), ...);
+    }
     if constexpr (std::is_void_v<Result>) {
       c10::impl::ExcludeDispatchKeyGuard below(kBelow);
       call_.call(localized(first, locals[0]), localized(args, locals[I + 1])...);
@@ -112,7 +126,7 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
 
   // An elementwise op's result lies where its argument does.
   static Tensor like(const Tensor& lead, Tensor&& local) {
-    const auto strides = strides_like(lead.sizes(), local);
+    const auto strides = strides_like(lead.sizes(), lead);
     return wrap(std::move(local), as_shard_tensor(lead)->layout_ptr(), lead.sizes(), strides);
   }
 

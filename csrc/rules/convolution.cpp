@@ -67,6 +67,7 @@ Rule convolution(const Call& call) {
     rule.operands.emplace_back(Dims{Dim(f.out)});
   }
   rule.results.emplace_back(with_space(input, f.n, f.out));
+  rule.results[0].like = 0;
   const uint64_t bias = biased ? 0b100 : 0;
   rule.jointly_linear(0b001 | bias);
   rule.jointly_linear(0b010 | bias);

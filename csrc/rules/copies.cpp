@@ -1,6 +1,8 @@
 // Copies and factories: ops that keep a tensor's layout, whatever it is.
 #include "rules/registry.h"
 
+#include <c10/core/MemoryFormat.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -8,16 +10,35 @@ namespace shardtensor::rules {
 
 namespace {
 
+// The result's dims lie in memory as the memory_format asks; by default as the operand's do.
+Rule formatted(const Call& call, Rule rule) {
+  const auto arg = call.schema.argumentIndexWithName("memory_format");
+  if (!arg || !call.has(*arg)) {
+    return rule;
+  }
+  const auto format = call.args[*arg].toMemoryFormat();
+  const auto sizes = call.tensors[0].sizes;
+  if (format == at::MemoryFormat::Contiguous) {
+    rule.results[0].like = Result::kDense;
+  } else if (format == at::MemoryFormat::ChannelsLast || format == at::MemoryFormat::ChannelsLast3d) {
+    const auto strides = format == at::MemoryFormat::ChannelsLast ? c10::get_channels_last_strides_2d(sizes)
+                                                                  : c10::get_channels_last_strides_3d(sizes);
+    rule.results[0].strides.assign(strides.begin(), strides.end());
+    rule.sized = true;
+  }
+  return rule;
+}
+
 // Values pass unchanged, so every Partial does.
 Rule copy_of_first(const Call& call) {
-  auto rule = broadcast(call);
+  auto rule = formatted(call, broadcast(call));
   rule.passes_partial((uint64_t{1} << call.tensors.size()) - 1);
   return rule;
 }
 
 // A cast. Rounding summands is not rounding the sum, so an integral result needs the value itself.
 Rule cast(const Call& call) {
-  auto rule = broadcast(call);
+  auto rule = formatted(call, broadcast(call));
   const auto& x = call.tensors[0];
   const auto arg = call.schema.argumentIndexWithName("dtype");
   const auto to = arg && call.has(*arg) ? call.args[*arg].toScalarType() : x.dtype;
@@ -54,7 +75,7 @@ Rule like(const Call& call) {
     rule.operands.emplace_back(dims);
   }
   rule.results.emplace_back(dims);
-  return rule;
+  return formatted(call, std::move(rule));
 }
 
 // new_zeros and the like read no values of self. Dims that are as large as self's are cut as they are: the zeros that torch's
@@ -118,7 +139,7 @@ Rule zero(const Call& call) {
 void register_copies(Registry& r) {
   Options o;
   o.any_args = true;
-  r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first, o);
+  r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first);
   r.add("copies", {"_to_copy"}, cast);
   r.add("copies", {"copy_", "copy"}, copy_into, o);
   r.add(
@@ -129,7 +150,7 @@ void register_copies(Registry& r) {
           "ones_like",
           "zeros_like",
       },
-      like, o);
+      like);
   Options dense;
   dense.refuse = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
   r.add(

@@ -56,6 +56,7 @@ class Resolver {
       if (c.kind == Choice::Kind::Shard) {
         s->factor_mesh_dims[c.factor] |= uint64_t{1} << m;
         kernel |= rule_.factors[c.factor].kernel;
+        s->shards = true;
       }
     }
     s->empty_kernel = rule_.empty_kernel && !kernel;
@@ -539,6 +540,20 @@ class Resolver {
     return Layout::make(call_.tensors[i].layout->mesh_ptr(), std::move(placements), std::move(cuts));
   }
 
+  // The operand that an elementwise op takes the order of its result's dims from.
+  int64_t like(const Result& r) const {
+    const auto same = [](const Dim& a, const Dim& b) {
+      return a.factor == b.factor && a.inner == b.inner && !a.window && !b.window;
+    };
+    for (size_t i = 0; i < rule_.operands.size(); ++i) {
+      const auto& dims = rule_.operands[i].dims;
+      if (std::equal(dims.begin(), dims.end(), r.dims.begin(), r.dims.end(), same)) {
+        return static_cast<int64_t>(i);
+      }
+    }
+    return -1;
+  }
+
   Solution::Result result(const Result& r) const {
     Placements placements;
     Cuts cuts(mesh_.ndim());
@@ -568,6 +583,7 @@ class Resolver {
     }
     Solution::Result out;
     out.strides = r.strides;
+    out.like = r.like == -1 ? like(r) : r.like;
     out.geometry = r.geometry;
     out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
     if (!r.sizes.empty() || (sharded && r.dims.empty())) {

@@ -10,7 +10,8 @@ namespace shardtensor::rules {
 struct Solution final : c10::intrusive_ptr_target {
   // Per operand the layout it must have; null where the one it has will do.
   c10::SmallVector<LayoutPtr, 4> operands;
-  bool moves = false; // some operand is redistributed
+  bool moves = false;  // some operand is redistributed
+  bool shards = false; // some factor is sharded, so the ranks' local tensors differ
   // Bit i: operand i is written by the op under another layout than its own, so the result is carried back.
   uint64_t write_back = 0;
 
@@ -23,7 +24,8 @@ struct Solution final : c10::intrusive_ptr_target {
   struct Result {
     LayoutPtr layout;
     c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
-    Sizes strides;                         // empty: as the local tensor's
+    Sizes strides;                         // empty: as those of operand `like`
+    int64_t like = -1;                     // -1: one after the other
     std::optional<Geometry> geometry;
   };
   c10::SmallVector<Result, 2> results;

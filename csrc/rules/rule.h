@@ -86,6 +86,10 @@ struct Result {
   Sizes strides;
   // A view's; without it the op is run on a meta tensor to find its strides.
   std::optional<Geometry> geometry;
+  // Its dims lie in memory in the order of this operand's. -1: of the first operand with the same factors, else one after the
+  // other. kDense: one after the other.
+  int16_t like = -1;
+  static constexpr int16_t kDense = -2;
   // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
   uint64_t same_over = 0;
 

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <numeric>
 
 namespace shardtensor {
@@ -50,6 +51,20 @@ c10::Storage null_storage(const at::Tensor& local, IntArrayRef sizes) {
       c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, local.device()), nullptr, /*resizable=*/false);
   storage->set_throw_on_mutable_data_ptr();
   return c10::Storage(std::move(storage));
+}
+
+// The storage's counter, made at the first asking.
+c10::intrusive_ptr<Writes> writes_to(c10::StorageImpl& storage) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (auto* known = storage.data_ptr().get_context()) {
+    return c10::intrusive_ptr<Writes>::reclaim_copy(static_cast<Writes*>(known));
+  }
+  auto writes = c10::make_intrusive<Writes>();
+  auto held = writes;
+  const auto drop = [](void* w) { c10::intrusive_ptr<Writes>::reclaim(static_cast<Writes*>(w)); };
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, held.release(), drop, storage.device()));
+  return writes;
 }
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
@@ -119,7 +134,7 @@ c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version, bool allow_change) const {
   auto impl = c10::make_intrusive<ShardTensorImpl>(
       local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), storage_, traced_);
-  impl->broken_view_ = broken_view_;
+  impl->copy_origin(*this);
   impl->storage_offset_ = storage_offset_;
   if (!impl->is_inference()) {
     impl->set_version_counter(version);
@@ -140,7 +155,40 @@ void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
   const auto& other = static_cast<const ShardTensorImpl&>(*impl);
   local_ = other.local_;
   layout_ = other.layout_;
+  copy_origin(other);
+  shared_ = other.shared_;
+}
+
+void ShardTensorImpl::copy_origin(const ShardTensorImpl& other) {
   broken_view_ = other.broken_view_;
+  base_writes_ = other.base_writes_;
+  seen_writes_ = other.seen_writes_;
+}
+
+void ShardTensorImpl::set_broken_view(const ShardTensorImpl& base, bool watch) {
+  if (base.broken_view_) {
+    copy_origin(base);
+  } else if (watch) {
+    base_writes_ = writes_to(*base.storage_.unsafeGetStorageImpl());
+    seen_writes_ = base_writes_->count;
+  }
+  broken_view_ = true;
+  shared_ = storage_;
+}
+
+void ShardTensorImpl::check_not_old() const {
+  TORCH_CHECK(
+      !base_writes_ || base_writes_->count == seen_writes_, "a ShardTensor (", sizes_and_strides_.sizes_arrayref(), ", ",
+      layout_->str(), ", rank ", layout_->mesh().rank(),
+      ") that comes from a view which had to move data between ranks is read after its base tensor was written. It holds the "
+      "old values: take the view again, clone() it before the write, or redistribute the base before the view.");
+}
+
+void ShardTensorImpl::count_write() {
+  base_writes_.reset(); // what it holds is its own from now on
+  if (auto* writes = storage_.unsafeGetStorageImpl()->data_ptr().get_context()) {
+    ++static_cast<Writes*>(writes)->count;
+  }
 }
 
 ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what) {
@@ -166,22 +214,19 @@ at::Tensor wrap(
                 c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced)
           : c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
   impl->set_storage_offset(offset);
-  if (moved) {
-    impl->set_broken_view();
-  }
   at::Tensor t(std::move(impl));
   attach_python_object(t, traced);
   return t;
 }
 
-Sizes strides_like(IntArrayRef sizes, const at::Tensor& local) {
+Sizes strides_like(IntArrayRef sizes, const at::Tensor& like) {
   const auto n = static_cast<int64_t>(sizes.size());
   Sizes strides(n, 1);
   c10::SmallVector<int64_t, 5> order(n);
   std::iota(order.begin(), order.end(), 0);
-  // By the strides alone: whether a piece is dense or contiguous hangs on its sizes, and all ranks must find the same.
-  const auto have = local.strides();
-  if (local.dim() == n && !std::is_sorted(have.rbegin(), have.rend()) && std::find(have.begin(), have.end(), 0) == have.end()) {
+  // By the strides alone: whether a piece is dense or contiguous hangs on its sizes.
+  const auto have = like.strides();
+  if (like.dim() == n && !std::is_sorted(have.rbegin(), have.rend()) && std::find(have.begin(), have.end(), 0) == have.end()) {
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return have[a] > have[b]; });
   }
   int64_t stride = 1;

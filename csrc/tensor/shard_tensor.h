@@ -8,12 +8,27 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
 
+#include <atomic>
+
 struct _typeobject;
 
 namespace shardtensor {
 
 constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse2;
 constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
+
+// Counts the writes to a tensor and its views. Made when a view op has to copy what it views, so that the copy can tell that it
+// has become old; it sits in the storage that they share.
+struct Writes final : c10::intrusive_ptr_target {
+  Writes() {
+    ++alive;
+  }
+  ~Writes() override {
+    --alive;
+  }
+  std::atomic<uint32_t> count{0};
+  static inline std::atomic<int64_t> alive{0}; // nobody looks for writes while it is 0
+};
 
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
@@ -30,6 +45,9 @@ class ShardTensorImpl final : public c10::TensorImpl {
       bool traced);
 
   const at::Tensor& local() const {
+    if (C10_UNLIKELY(broken_view_)) {
+      check_not_old();
+    }
     return local_;
   }
   const Layout& layout() const {
@@ -48,9 +66,17 @@ class ShardTensorImpl final : public c10::TensorImpl {
   bool broken_view() const {
     return broken_view_;
   }
-  void set_broken_view() {
-    broken_view_ = true;
-    shared_ = storage_;
+  // `watch`: reading it raises once the base has been written, for it would show the old values.
+  void set_broken_view(const ShardTensorImpl& base, bool watch);
+  // Whether a base that may still be seen has other memory.
+  bool watches() const {
+    return broken_view_ && base_writes_;
+  }
+  // An op is about to write it.
+  void note_write() {
+    if (Writes::alive.load(std::memory_order_relaxed)) {
+      count_write();
+    }
   }
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow_change) const override;
@@ -63,11 +89,17 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return "ShardTensorImpl";
   }
 
+  void check_not_old() const;
+  void count_write();
+  void copy_origin(const ShardTensorImpl& other);
+
   at::Tensor local_;
   LayoutPtr layout_;
   bool traced_;
   bool broken_view_ = false;
   c10::Storage shared_;
+  c10::intrusive_ptr<Writes> base_writes_; // of a broken view
+  uint32_t seen_writes_ = 0;
 };
 
 // Null where the tensor is not ours.
@@ -81,8 +113,8 @@ inline ShardTensorImpl* as_shard_tensor(const at::TensorBase& t) {
 // Raises a TypeError that names `what` where the tensor is not ours.
 ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what);
 
-// The only way to make a ShardTensor. `base`: the tensor whose (null) storage a view shares; a `moved` view has one of its own
-// (set_broken_view). No check that the local sizes fit: callers either computed them or have checked.
+// The only way to make a ShardTensor. `base`: the tensor whose (null) storage a view shares; a `moved` view has one of its own.
+// No check that the local sizes fit: callers either computed them or have checked.
 at::Tensor wrap(
     at::Tensor local,
     LayoutPtr layout,
@@ -92,8 +124,8 @@ at::Tensor wrap(
     int64_t offset = 0,
     bool moved = false);
 
-// Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `local`'s do.
-Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& local);
+// Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `like`'s do.
+Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& like);
 
 // The Python class of every ShardTensor; set at import, and again when its __torch_function__ is switched on or off.
 void set_python_class(struct _typeobject* type, bool torch_function_disabled);

@@ -1,0 +1,118 @@
+#include "dispatch/outputs.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/strides.h>
+
+#include <algorithm>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+bool is_output(const Op& op, const Ref& r) {
+  return r.impl && (op.outputs >> r.arg & 1);
+}
+
+at::Tensor meta_of(const at::Tensor& t) {
+  return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).requires_grad(false));
+}
+
+// The call on meta tensors of the global sizes; the out= arguments are empty, so that the op sizes them.
+Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
+  for (size_t i = 0; i < refs.size();) {
+    const auto& r = refs[i];
+    auto& slot = call[r.arg];
+    if (r.index < 0) {
+      slot = is_output(op, r) ? at::empty({0}, r.tensor->options().device(at::kMeta).requires_grad(false)) : meta_of(*r.tensor);
+      ++i;
+      continue;
+    }
+    if (slot.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
+        list.push_back(meta_of(*refs[i].tensor));
+      }
+      slot = std::move(list);
+    } else { // indices, some of them None
+      auto list = c10::impl::toTypedList<std::optional<at::Tensor>>(slot.toList()).copy();
+      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
+        list.set(static_cast<size_t>(refs[i].index), meta_of(*refs[i].tensor));
+      }
+      slot = std::move(list);
+    }
+  }
+  return call;
+}
+
+// Per argument that is an output, the sizes it must have. False: the op has no meta kernel, or hangs on values.
+bool find_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs, std::vector<at::Tensor>& outputs) {
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  auto call = on_meta(op, stack, base, refs);
+  for (const auto& r : refs) {
+    outputs.push_back(is_output(op, r) ? call[r.arg].toTensor() : at::Tensor());
+  }
+  try {
+    op.handle.callBoxed(&call);
+  } catch (const c10::Error&) {
+    return false; // what is wrong with the call itself, the call itself will say
+  }
+  return true;
+}
+
+// Where a tensor of these sizes is among the arguments, else on every rank.
+LayoutPtr layout_for(const Op& op, c10::IntArrayRef sizes, const Refs& refs, const LayoutPtr& own) {
+  for (const auto& r : refs) {
+    if (r.impl && !is_output(op, r) && r.tensor->sizes() == sizes && !r.impl->layout().has_partial()) {
+      return r.impl->layout_ptr();
+    }
+  }
+  return Layout::replicated(own->mesh_ptr());
+}
+
+void wrong_sizes(const Op& op, const Ref& r, c10::IntArrayRef has, c10::IntArrayRef needs) {
+  TORCH_CHECK(
+      false, op.name, ": argument '", op.schema().arguments()[r.arg].name(), "' has sizes ", has, " (", r.impl->layout().str(),
+      ", rank ", r.impl->layout().mesh().rank(), "), the result ", needs,
+      "; out= tensors that hold something are not resized: pass one of these sizes or an empty one");
+}
+
+} // namespace
+
+void fit_outputs(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  std::vector<at::Tensor> outputs;
+  if (!find_sizes(op, stack, base, refs, outputs)) {
+    return;
+  }
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto& r = refs[i];
+    if (!is_output(op, r) || outputs[i].sizes() == r.tensor->sizes()) {
+      continue;
+    }
+    const auto sizes = outputs[i].sizes();
+    if (r.tensor->numel() > 0) {
+      wrong_sizes(op, r, r.tensor->sizes(), sizes);
+    }
+    const auto layout = layout_for(op, sizes, refs, r.impl->layout_ptr());
+    auto local = at::empty(layout->local_sizes(sizes), r.impl->local().options());
+    r.impl->shallow_copy_from(wrap(std::move(local), layout, sizes, c10::contiguous_strides(sizes)).getIntrusivePtr());
+  }
+}
+
+void check_outputs(const Op& op, const rules::Solution& solution, const Refs& refs, const Locals& locals) {
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto& r = refs[i];
+    if (is_output(op, r)) {
+      const auto& layout = solution.operands[i] ? *solution.operands[i] : r.impl->layout();
+      const auto sizes = layout.local_sizes(r.tensor->sizes());
+      if (locals[i].sizes() != c10::IntArrayRef(sizes)) {
+        wrong_sizes(op, r, r.tensor->sizes(), locals[i].sizes());
+      }
+    }
+  }
+}
+
+} // namespace shardtensor

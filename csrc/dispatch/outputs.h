@@ -1,0 +1,15 @@
+// out= arguments: they have the result's sizes before the op runs, on every rank, or the call is refused.
+// Uses dispatch/call.h. Used by call.cpp.
+#pragma once
+
+#include "dispatch/call.h"
+
+namespace shardtensor {
+
+// Gives empty out= arguments the sizes of their results, as torch does, and refuses others of wrong sizes.
+void fit_outputs(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+
+// Refuses an out= argument whose local tensor the op has resized: where the sizes could not be known before.
+void check_outputs(const Op& op, const rules::Solution& solution, const Refs& refs, const Locals& locals);
+
+} // namespace shardtensor
