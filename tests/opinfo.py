@@ -13,6 +13,7 @@ from typing import Any
 
 SAMPLES = 5  # of an op's sample inputs, spread over the list
 LAYOUTS = 10  # per sample
+SMALL = 20_000  # elements of all its tensors
 
 _MEMORY = "what it returns is memory that nobody has written yet"
 _RANDOM = "it draws random numbers, and another tensor's worth of them on shards than on the whole"
@@ -37,6 +38,7 @@ NOT_COMPARABLE = {
 
 # Reading more digits than the arithmetic has says nothing. By the coarsest dtype that takes part.
 TOLERANCE = {"float64": 1e-6, "complex128": 1e-6, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
+TOLERANCE.update(dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 0.2))
 
 
 def _key(op: Any) -> str:
@@ -49,15 +51,24 @@ def database() -> dict[str, Any]:
     return {_key(op): op for op in op_db}
 
 
-def _spread(items: list[Any], n: int) -> list[Any]:
-    return items if len(items) <= n else [items[i * len(items) // n] for i in range(n)]
+def _spread(samples: list[Any], n: int) -> list[Any]:
+    """n of the samples, evenly spread over the small ones if there are any: a large tensor takes long and shows no more."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    def elements(sample: Any) -> int:
+        leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+        return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
+
+    small = [s for s in samples if elements(s) <= SMALL] or samples
+    return small if len(small) <= n else [small[i * len(small) // n] for i in range(n)]
 
 
 def _options(t: Any) -> list[tuple[str, str]]:
     from oracle import EMPTY, EVEN, UNEVEN
 
     out = [("R", EVEN), *((f"S({d})", cut) for d in range(t.ndim) for cut in (EVEN, UNEVEN, EMPTY))]
-    if (t.is_floating_point() or t.is_complex()) and t.isfinite().all():
+    if (t.is_floating_point() or t.is_complex()) and t.element_size() >= 4 and t.isfinite().all():
         out.append(("P", EVEN))
     return out
 
@@ -142,9 +153,20 @@ def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, compar
     # What of the result is determined at all: of eigenvectors, not their phases.
     want, got = sample.output_process_fn_grad(want), sample.output_process_fn_grad(got)
     tolerance = _tolerance(flat, want)
-    compare(got, want, tolerance, what)
+    compare(_wide(got), _wide(want), tolerance, what)
     if any(t.requires_grad for t in plain if isinstance(t, torch.Tensor)):
         check_backward([plain[i] for i in where], [ours[i] for i in where], want, got, mesh, tolerance, what)
+
+
+def _wide(tree: Any) -> Any:
+    """float8 as float32: torch compares it bit by bit alone."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    def wide(t: Any) -> Any:
+        return t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.element_size() == 1 else t
+
+    return pytree.tree_map(wide, tree)
 
 
 def _is_strided(t: Any) -> bool:
@@ -165,7 +187,8 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     op = database()[name]
     mesh = mesh_of((dist.get_world_size(),))
     dtypes = op.supported_dtypes("cpu")
-    wanted = (getattr(torch, dtype_name),) if dtype_name else (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
+    usual = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)
+    wanted = (getattr(torch, dtype_name),) if dtype_name else usual
     dtype = next((d for d in wanted if d in dtypes), None)
     if dtype is None:
         return 0, []
