@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 SAMPLES = 5  # of an op's sample inputs, spread over the list
 LAYOUTS = 10  # per sample
@@ -124,7 +124,7 @@ def _same_form(got: Any, want: Any, what: str) -> None:
             whole(g)
 
 
-def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, comparable: bool, what: str) -> None:
+def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, comparable: bool, what: str, inplace: bool = False) -> None:
     """One sample under one choice of layouts; raises what the op raises, or AssertionError."""
     import torch
     import torch.utils._pytree as pytree
@@ -132,20 +132,28 @@ def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, compar
 
     flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [i for i, t in enumerate(flat) if _is_strided(t)]
+    grad = op.supports_inplace_autograd if inplace else True
     plain, ours = list(flat), list(flat)
     for i, (placement, cut) in zip(where, layouts, strict=True):
-        plain[i] = flat[i].detach().clone().requires_grad_(flat[i].requires_grad)
-        ours[i] = _place(flat[i], mesh, placement, cut).requires_grad_(flat[i].requires_grad)
+        plain[i] = flat[i].detach().clone().requires_grad_(grad and flat[i].requires_grad)
+        ours[i] = _place(flat[i], mesh, placement, cut).requires_grad_(grad and flat[i].requires_grad)
 
     def call(leaves: list[Any]) -> Any:
         x, args, kwargs = pytree.tree_unflatten(leaves, tree)
         torch.manual_seed(1)
-        return op.op(x, *args, **kwargs)
+        if not inplace:
+            return op.op(x, *args, **kwargs)
+        copy = x.clone()
+        written = op.inplace_variant(copy, *args, **kwargs)
+        assert written is copy, f"{what}: the in-place form returns another tensor"
+        return copy
 
     try:
         want = call(plain)
     except Exception:
         return  # a sample that torch itself refuses
+    if inplace and want.shape != flat[0].shape:
+        return  # torch's addbmm_ resizes self
     got = call(ours)
     _same_form(got, want, what)
     if not comparable:
@@ -175,8 +183,29 @@ def _is_strided(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.layout == torch.strided
 
 
-def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name: str | None = None) -> tuple[int, list[str]]:
-    """On every rank: how many calls were right and what was raised as unsupported. Anything else is raised, with the sample."""
+class Outcome(NamedTuple):
+    right: int  # calls
+    promoted: int  # of them, with plain tensors taken as replicated: the op itself makes one on the way
+    unsupported: list[str]
+
+
+def _attempt(*args: Any) -> str:
+    """Of one call: "right", "plain" where it met a plain tensor, or why it is not supported. Raises where it is wrong."""
+    try:
+        _try(*args)
+    except NotImplementedError as error:
+        return str(error)
+    except Exception as error:
+        if "NotImplementedError" in str(error):
+            return str(error)
+        if "is a plain torch.Tensor of sizes" in str(error):
+            return "plain"
+        raise
+    return "right"
+
+
+def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name: str | None = None) -> Outcome:
+    """On every rank. What is neither right nor unsupported is raised, with the sample."""
     import numpy
     import shardtensor as st
     import torch
@@ -191,7 +220,7 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     wanted = (getattr(torch, dtype_name),) if dtype_name else usual
     dtype = next((d for d in wanted if d in dtypes), None)
     if dtype is None:
-        return 0, []
+        return Outcome(0, 0, [])
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
@@ -200,29 +229,27 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     comparable = name not in NOT_COMPARABLE
     if comparable:
         drawn = [s for s in drawn if not s.kwargs.get("dropout_p")]
-    right, unsupported = 0, []
-    st.set_promotion_mode("replicate")
-    try:
-        for number, sample in enumerate(_spread(drawn, samples)):
-            tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
-            for choice in _layouts(tensors, layouts, f"{name} {number} {mesh.size()}"):
-                what = f"{name}: sample {number} " + ", ".join(
-                    f"{tuple(t.shape)} {' '.join(c)}" for t, c in zip(tensors, choice, strict=True)
-                )
-                try:
-                    _try(op, sample, choice, mesh, comparable, what)
-                    right += 1
-                except NotImplementedError as error:
-                    unsupported.append(f"{what}: {error}")
-                except AssertionError as error:
-                    if "NotImplementedError" not in str(error):
-                        raise
-                    unsupported.append(str(error))
-                except Exception as error:
-                    raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
-    finally:
-        st.set_promotion_mode("error")
-    return right, unsupported
+    forms = [False, True] if op.inplace_variant else [False]
+    right, promoted, unsupported = 0, 0, []
+    for number, sample in enumerate(_spread(drawn, samples)):
+        tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
+        choices = _layouts(tensors, layouts, f"{name} {number} {mesh.size()}")
+        for inplace, choice in [(form, c) for form in forms for c in (choices[: max(layouts // 3, 1)] if form else choices)]:
+            what = f"{name}{' in place' * inplace}: sample {number} " + ", ".join(
+                f"{tuple(t.shape)} {' '.join(c)}" for t, c in zip(tensors, choice, strict=True)
+            )
+            try:
+                kind = _attempt(op, sample, choice, mesh, comparable, what, inplace)
+                if kind == "plain":
+                    with st.implicit_replication():
+                        kind = _attempt(op, sample, choice, mesh, comparable, what, inplace)
+                    promoted += kind == "right"
+            except Exception as error:
+                raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+            right += kind == "right"
+            if kind != "right":
+                unsupported.append(f"{what}: {kind}")
+    return Outcome(right, promoted, unsupported)
 
 
 def main() -> None:
@@ -246,14 +273,14 @@ def main() -> None:
         start = time.monotonic()
         try:
             answers = pool.run("opinfo:run_op", name, options.samples, options.layouts, options.dtype, seconds=300)
-            right, unsupported = answers[0]
-            kind = "unsupported" if unsupported else "right" if right else "not run"
-            if len({len(u) for _, u in answers}) > 1:
+            right, promoted, unsupported = answers[0]
+            kind = "unsupported" if unsupported else "plain inside" if promoted else "right" if right else "not run"
+            if any(len(a.unsupported) != len(unsupported) for a in answers):
                 kind = "out of step"
             text = unsupported[0] if unsupported else ""
         except RankError as error:
             rank_zero = str(error).split("--- rank 1 ---")[0]
-            kind = "wrong" if "AssertionError" in rank_zero else "error"
+            kind = "wrong" if "Tensor-likes are not close" in rank_zero else "error"
             text = "".join(line + " " for line in rank_zero.splitlines() if not line.startswith((" ", "Traceback", "---")))[-1200:]
             if str(error).count("--- rank") != options.world or "no answer" in str(error):
                 kind, text = "out of step", str(error)[-3000:]
