@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 PLAIN, STOCK, OURS, NEMO = "plain", "DTensor", "shardtensor", "PhysicsNeMo"
+BARE = "bare subclass"  # does nothing: what torch's Python bindings charge for any subclass
 BURST = 2e-3  # seconds that one repetition takes, or one call where that is longer
 FRESH = 25  # calls in a repetition, where each call needs a tensor of its own
 ONCE = ["add", "mul_number", "mm", "view", "sum", "softmax", "detach", "cat"]
@@ -65,6 +66,13 @@ class Row:
 # ---- the candidates
 
 
+class Bare(torch.Tensor):
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def detach(self) -> torch.Tensor:  # nn.Parameter asks for one of the same class
+        return super().detach().as_subclass(Bare)
+
+
 def load_shardtensor(mesh: DeviceMesh) -> FromLocal:
     """shardtensor lays hooks into torch's engine; the stock DTensor is measured without them."""
     engine: Any = DTensor._op_dispatcher
@@ -91,6 +99,7 @@ def load_candidates(mesh: DeviceMesh, placement: Placement) -> list[Candidate]:
         PLAIN: lambda t, placement: t,
         STOCK: lambda t, placement: DTensor.from_local(t, mesh, [placement]),
         OURS: load_shardtensor(mesh),
+        BARE: lambda t, placement: t.as_subclass(Bare),
     }
     try:
         loaded[NEMO] = load_physicsnemo(mesh)
@@ -222,7 +231,7 @@ def from_local(c: Candidate) -> Bench:
 
 def redistribute(c: Candidate) -> Bench:
     x: Any = c.randn(8, 8, placement=Shard(0))
-    return Bench((lambda: x) if c.name == PLAIN else (lambda: x.redistribute(placements=[Replicate()])))
+    return Bench((lambda: x) if c.name in (PLAIN, BARE) else (lambda: x.redistribute(placements=[Replicate()])))
 
 
 ROWS = [

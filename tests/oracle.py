@@ -71,7 +71,9 @@ def make(argument: Any, generator: torch.Generator) -> torch.Tensor:
 EVEN, UNEVEN, EMPTY = "even", "uneven", "empty"
 
 
-def cut_sizes(size: int, pieces: int, kind: str) -> list[int] | None:
+def cut_sizes(size: int, pieces: int, kind: str | Sequence[int]) -> list[int] | None:
+    if not isinstance(kind, str):
+        return list(kind)
     if kind == EVEN:
         return None
     if kind == EMPTY:  # the first rank has nothing
@@ -98,7 +100,7 @@ def choices(t: torch.Tensor, mesh_ndim: int, partial: bool) -> list[tuple[tuple[
     return out
 
 
-def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str) -> Any:
+def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str | Sequence[int]) -> Any:
     """The whole tensor as a ShardTensor, without communication. Partial: random summands."""
     import shardtensor as st
     from shardtensor import _C, Partial, Replicate, Shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import random
@@ -649,3 +650,34 @@ def test_process_group_destroyed_and_made_anew():
         assert len(set(pool.run("test_api:again"))) == 2
     finally:
         pool.stop()
+
+
+def inference(shape):
+    """Views of a normal tensor stay normal under inference mode, as in torch; what is computed is an inference tensor."""
+    import shardtensor as st
+
+    torch.manual_seed(0)
+    mesh = mesh_of(shape)
+    value = torch.randn(5, 4, dtype=torch.float64)
+    for placement in ("R", "S(0)", "S(1)"):
+        placements = (placement,) + ("R",) * (len(shape) - 1)
+        x, plain = place(value.clone(), mesh, placements, "uneven"), value.clone()
+        with torch.inference_mode():
+            for f in (torch.t, lambda t: t[1:3], lambda t: t.view(5, 2, 2), lambda t: t.detach(), lambda t: t * 2, lambda t: t.t() * 2):
+                got, want = f(x), f(plain)
+                assert got.is_inference() == want.is_inference()
+                assert torch.equal(whole(got), whole(want))
+            y, z = x * 2, plain * 2
+            y.t().add_(1)
+            z.t().add_(1)
+            assert torch.equal(whole(y), z)
+            x.t().mul_(3)
+            plain.t().mul_(3)
+        assert torch.equal(whole(x), plain)
+    module = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)).double()
+    ours = st.distribute_module(copy.deepcopy(module), mesh)
+    with torch.inference_mode():
+        close(whole(ours(place(value, mesh, ("S(0)",) + ("R",) * (len(shape) - 1), "uneven"))), module(value))
+
+
+test_inference = on_ranks(inference)

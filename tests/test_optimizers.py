@@ -71,6 +71,25 @@ def clip_equals_torch(kind, foreach):
     compare([p.grad for p in ours], [p.grad for p in plain], 1e-9, "clipped")
 
 
+def norms_of_lists(foreach):
+    """Empty pieces and all orders; however many tensors there are, their total takes one all-reduce."""
+    import torch.distributed as dist
+    from oracle import EMPTY, UNEVEN, compare, mesh_of, place
+    from shardtensor import _C
+
+    mesh = mesh_of((dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(3)
+    plain = [torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (5, 1, 7)]
+    ours = [place(t, mesh, ("S(0)",), cut) for t, cut in zip(plain, (UNEVEN, UNEVEN, EMPTY), strict=True)]
+    for order in (2.0, 1.0, 3.0, 0.0, float("inf")):
+        got = torch._foreach_norm(ours, order)
+        compare(list(got), list(torch._foreach_norm(plain, order)), 1e-9, f"norm {order}")
+        _C.reset_comm_counts()
+        total = torch.nn.utils.get_total_norm(ours, order, foreach=foreach)
+        compare(total, torch.nn.utils.get_total_norm(plain, order, foreach=foreach), 1e-9, f"total norm {order}")
+        assert {kind: calls for kind, (calls, _) in _C.comm_counts().items()} == {"all_reduce": 1}
+
+
 def unscale_sees_every_rank():
     import torch.distributed as dist
     from oracle import mesh_of, place
@@ -99,6 +118,11 @@ def test_step(pools, name, how, world):
 @pytest.mark.parametrize("kind", [2.0, 1.0, float("inf"), "value"])
 def test_clip(pools, kind, foreach):
     pools(3).run(f"{__name__}:clip_equals_torch", kind, foreach)
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+def test_norms(pools, foreach):
+    pools(3).run(f"{__name__}:norms_of_lists", foreach)
 
 
 def test_unscale(pools):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -95,3 +96,17 @@ import shardtensor._load
 def test_the_coverage_page_is_up_to_date():
     done = subprocess.run([sys.executable, ROOT / "docs/coverage.py", "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_import_brings_little_of_torch_along():
+    # What makes `import shardtensor` slow is never its own code, but torch's checkpoints, FSDP and compiler.
+    program = """
+import sys
+import torch.distributed.tensor
+before = set(sys.modules)
+import shardtensor
+print(*sorted(m for m in set(sys.modules) - before if m.startswith("torch")))
+"""
+    path = {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ | path)
+    assert [m for m in done.stdout.split() if not m.startswith("torch.distributed.tensor.")] == []

@@ -38,6 +38,7 @@ CASES = [
     case("zeros_like", torch.zeros_like, (5, 4), backward=False, quiet=lambda p: True),
     case("ones_like", torch.ones_like, (5, 4), backward=False, quiet=lambda p: True),
     case("new_zeros_of_other_sizes", lambda x: x.new_zeros(3, 2, 7), (5, 4), backward=False, quiet=lambda p: True),
+    case("new_zeros_of_some_sizes", lambda x: (x.new_zeros(5, 7), x.new_full((2, 4), 3.0)), (5, 4), backward=False, quiet=lambda p: True),
     case("copy_", lambda x, y: x.clone().copy_(y), (5, 4), (5, 4)),
     case("gelu", torch.nn.functional.gelu, (5, 4)),
     case("silu", torch.nn.functional.silu, (5, 4)),
@@ -46,6 +47,9 @@ CASES = [
     case("pow", lambda x: x**3, (5, 4)),
     case("compare", lambda x, y: x > y, (5, 4), (5, 4), backward=False),
     case("masked_fill", lambda x, m: x.masked_fill(m, 1.5), (5, 4), bools(5, 4)),
+    case("glu", lambda x: torch.nn.functional.glu(x, -1), (5, 4), quiet=lambda p: "P" not in p and "S(1)" not in p),
+    case("glu_rows", lambda x: torch.nn.functional.glu(x, 0), (4, 3)),
+    case("prelu", torch.nn.functional.prelu, (5, 4), (4,)),
     case("mixed_dtypes", lambda x: x + torch.tensor(2), (5, 4)),
 ]
 

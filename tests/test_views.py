@@ -9,6 +9,11 @@ def always(*placements: str) -> bool:
     return True
 
 
+def one_of(*dims: int):
+    """Quiet where at most one of these dims of the first argument is sharded."""
+    return lambda p, *rest: sum(f"S({d})" in p for d in dims) <= 1
+
+
 def uncut(*dims: int):
     """Quiet where none of these dims of the first argument is sharded."""
     return lambda p, *rest: not any(f"S({d})" in p for d in dims)
@@ -22,6 +27,8 @@ CASES = [
     case("view_unflatten_last", lambda x: x.view(4, 2, 6), (4, 12), quiet=uncut(1)),
     case("view_regroup", lambda x: x.view(4, 6), (6, 4), limit=30),
     case("view_minus_one", lambda x: x.view(-1, 2), (5, 4), quiet=uncut(1)),
+    case("flatten_used", lambda x: x.flatten() * x.flatten(), (4, 6)),
+    case("flatten_inner", lambda x: x.flatten(1), (2, 3, 4), limit=40),
     case("view_to_scalar", lambda x: x.view(()), (1, 1)),
     case("view_from_scalar", lambda x: x.view(1, 1), ()),
     case("view_none", lambda x: x.view(0, 4), (4, 0), backward=False),
@@ -62,8 +69,13 @@ CASES = [
     case("split_sizes", lambda x: x.split([1, 0, 4]), (5, 4), quiet=always),
     case("chunk", lambda x: x.chunk(3), (5, 4), quiet=always),
     case("tensor_split", lambda x: x.tensor_split(3), (5, 4), quiet=always),
-    case("unbind", lambda x: x.unbind(-1), (5, 4), quiet=uncut(1)),
-    case("rows", lambda x: list(x), (3, 2), limit=30),
+    case("tensor_split_at", lambda x: (x.tensor_split((1, 3)), x.tensor_split((2,), 1)), (5, 4), quiet=always),
+    case("unbind", lambda x: x.unbind(-1), (5, 4), quiet=always),
+    case("unbind_ints", lambda x: x.unbind(), ints(9, 5, 4), backward=False, quiet=always),
+    case("unbind_bools", lambda x: x.unbind(), bools(5, 4), backward=False, quiet=always),
+    case("unbind_used", lambda x: sum(row * (i + 1) for i, row in enumerate(x.unbind())), (5, 4)),
+    case("unbind_copy", torch.unbind_copy, (3, 2), backward=False, limit=20),
+    case("rows", lambda x: list(x), (3, 2), limit=30, quiet=always),
     case("transpose", lambda x: x.transpose(0, -1), (5, 4), quiet=always),
     case("transpose_", lambda x: x.clone().transpose_(0, 1) * 2, (5, 4), quiet=always),
     case("t_", lambda x: x.clone().t_() * 2, (5, 4), quiet=always),
@@ -71,8 +83,13 @@ CASES = [
     case("movedim", lambda x: x.movedim(0, 1), (5, 4), quiet=always),
     case("swapdims", lambda x: x.swapdims(0, 1), (5, 4), quiet=always),
     case("mT", lambda x: x.mT, (5, 4), quiet=always),
-    case("diagonal", lambda x: x.diagonal(1), (5, 4)),
-    case("diagonal_batch", lambda x: x.diagonal(0, -1, 0), (3, 2, 3), quiet=uncut(0, 2)),
+    case("diagonal", lambda x: x.diagonal(1), (5, 4), quiet=one_of(0, 1)),
+    case("diagonal_below", lambda x: x.diagonal(-2), (5, 4), quiet=one_of(0, 1)),
+    case("diagonal_none", lambda x: (x.diagonal(4), x.diagonal(-5)), (5, 4), quiet=one_of(0, 1)),
+    case("diagonal_batch", lambda x: x.diagonal(0, -1, 0), (3, 2, 3), quiet=one_of(0, 2)),
+    case("diagonal_used", lambda x: x.diagonal() * x.diagonal(), (5, 4), partial=False, quiet=one_of(0, 1)),
+    case("diagonal_copy", torch.diagonal_copy, (5, 4), backward=False, quiet=one_of(0, 1)),
+    case("diag_embed", lambda x: (x.diag_embed(), x.diag_embed(-1, 0, 1)), (3, 4), quiet=uncut(1)),
     case("unfold", lambda x: x.unfold(0, 2, 1), (5, 4), quiet=uncut(0)),
     case("view_as_real", lambda x: torch.view_as_real(torch.complex(x, 2 * x)), (5, 4)),
     case("view_as_complex", torch.view_as_complex, (5, 2), quiet=uncut(1), partial=False),
@@ -165,6 +182,24 @@ def test_a_view_that_moved_data_is_not_written(pools):
         assert raised == ["select", "moved"]
 
 
+def exchanged() -> None:
+    """A dim that must be whole is exchanged for one that need not be: less to send than a gather."""
+    from oracle import EVEN, mesh_of, place
+    from shardtensor import _C
+
+    whole = torch.randn(4, 6, 3)
+    for f, placement in ((lambda t: t.flatten(), "S(1)"), (lambda t: t.flatten(0, 1), "S(1)"), (lambda t: t.flatten(1), "S(2)")):
+        x = place(whole, mesh_of((2,)), (placement,), EVEN)
+        _C.reset_comm_counts()
+        y = f(x)
+        assert set(_C.comm_counts()) == {"all_to_all"}, (placement, _C.comm_counts())
+        assert torch.equal(y.full_tensor(), f(whole))
+
+
+def test_a_flattened_inner_shard_is_exchanged(pools):
+    pools(2).run(f"{__name__}:exchanged")
+
+
 def geometry() -> None:
     """Strides and offsets are those of the same views of a plain tensor: autograd goes by them."""
     from oracle import UNEVEN, mesh_of, place
@@ -183,6 +218,8 @@ def geometry() -> None:
             lambda t: t.detach()[2:].detach(),
             lambda t: t[2:].squeeze(),
             lambda t: t.diagonal(0, 2, 1)[1:],
+            lambda t: t.diagonal(1),
+            lambda t: t.unbind(1)[2],
         ):
             got, want = f(x), f(whole)
             assert (got.stride(), got.storage_offset()) == (want.stride(), want.storage_offset()), (placement, got.shape)

@@ -132,6 +132,9 @@ LayoutPtr without_partial(const LayoutPtr& layout) {
 
 at::Tensor from_local(
     const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout) {
+  if (!local.requires_grad() || !at::GradMode::is_enabled()) {
+    return wrap(local.detach(), std::move(layout), sizes, strides);
+  }
   if (!grad_layout) {
     grad_layout = without_partial(layout);
   }

@@ -44,12 +44,15 @@ void register_tensor(py::module& m) {
   });
   m.def(
       "from_local",
-      [](const at::Tensor& local, const MutableLayout& layout, const std::vector<int64_t>& sizes,
-         const std::vector<int64_t>& strides, const std::optional<MutableLayout>& grad_layout) {
-        return from_local(local, as_const(layout), sizes, strides, grad_layout ? as_const(*grad_layout) : LayoutPtr());
+      [](const at::Tensor& local, const MutableLayout& layout, const std::optional<std::vector<int64_t>>& sizes,
+         const std::optional<std::vector<int64_t>>& strides, const std::optional<MutableLayout>& grad_layout) {
+        // Without sizes every rank's piece is as large as this one.
+        const auto global = sizes ? Sizes(sizes->begin(), sizes->end()) : layout->sizes_of_equal_pieces(local.sizes());
+        const auto lie = strides ? Sizes(strides->begin(), strides->end()) : strides_like(global, local);
+        return from_local(local, as_const(layout), global, lie, grad_layout ? as_const(*grad_layout) : LayoutPtr());
       },
-      py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("grad_layout") = py::none(),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("local"), py::arg("layout"), py::arg("sizes") = py::none(), py::arg("strides") = py::none(),
+      py::arg("grad_layout") = py::none(), py::call_guard<py::gil_scoped_release>());
   m.def(
       "to_local",
       [](const at::Tensor& t, const std::optional<MutableLayout>& grad_layout) {

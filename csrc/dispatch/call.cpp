@@ -286,32 +286,18 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
-  const bool broken = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
-  if (broken) {
-    base = nullptr;
-  }
-  at::Tensor out;
-  if (base) {
-    const auto& layout = result ? result->layout : solution.replicated;
-    const auto sizes =
-        result && layout->is_sharded() ? global_sizes(*result, refs, local) : Sizes(local.sizes().begin(), local.sizes().end());
+  const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
+  const auto& layout = result ? result->layout : solution.replicated;
+  const auto sizes =
+      result && layout->is_sharded() ? global_sizes(*result, refs, local) : Sizes(local.sizes().begin(), local.sizes().end());
+  if (base && !moved) {
     const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
     return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
   }
-  if (!result || !result->layout->is_sharded()) {
-    const auto sizes = local.sizes();
-    const auto strides = result && !result->strides.empty() ? c10::IntArrayRef(result->strides) : local.strides();
-    const auto& layout = result ? result->layout : solution.replicated;
-    out = wrap(std::move(local), layout, sizes, strides, base);
-  } else {
-    const auto sizes = global_sizes(*result, refs, local);
-    const auto strides = result->strides.empty() ? strides_like(sizes, local) : result->strides;
-    out = wrap(std::move(local), result->layout, sizes, strides, base);
-  }
-  if (broken) {
-    as_shard_tensor(out)->set_broken_view();
-  }
-  return out;
+  const auto strides = result && !result->strides.empty() ? result->strides
+                       : layout->is_sharded()             ? strides_like(sizes, local)
+                                                          : Sizes(local.strides().begin(), local.strides().end());
+  return wrap(std::move(local), layout, sizes, strides, base, 0, moved);
 }
 
 Refs collect(const Op& op, Stack& stack, size_t base) {
@@ -388,7 +374,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   for (const auto& a : solution->size_args) {
     stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
   }
-  if (solution->kernel) {
+  if (solution->kernel && (!solution->empty_kernel || locals.any_empty())) {
     c10::SmallVector<Run::At, 4> at;
     for (size_t i = 0; i < refs.size(); ++i) {
       const auto& need = solution->operands[i];

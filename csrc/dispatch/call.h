@@ -10,6 +10,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/stack.h>
 
+#include <algorithm>
+
 namespace shardtensor {
 
 // One tensor among the arguments, as it came. It owns nothing: taking a reference to a tensor that Python knows costs the GIL.
@@ -39,6 +41,9 @@ class Locals {
   }
   const at::Tensor& operator[](size_t i) const {
     return *at_[i];
+  }
+  bool any_empty() const {
+    return std::any_of(at_.begin(), at_.end(), [](const at::Tensor* t) { return t->numel() == 0; });
   }
 
  private:

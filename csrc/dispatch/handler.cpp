@@ -2,6 +2,7 @@
 
 #include "dispatch/call.h"
 #include "dispatch/gather.h"
+#include "dispatch/lists.h"
 #include "dispatch/special.h"
 #include "dispatch/typed.h"
 
@@ -165,10 +166,11 @@ int64_t install_handler() {
     if (entry && entry->options.gather) {
       aten_autograd.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<GatheringHandler>(&op)));
     }
-    if (is_special(op)) {
-      aten.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SpecialHandler>(&op)));
-    } else if (auto typed = typed_kernel(op)) {
+    auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
+    if (typed) {
       registrations.push_back(dispatcher.registerImpl(name, kKey, std::move(*typed), std::nullopt, nullptr, "shardtensor"));
+    } else if (is_special(op)) {
+      aten.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SpecialHandler>(&op)));
     } else {
       aten.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
     }

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/boxing/impl/boxing.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <unordered_map>
@@ -36,6 +37,9 @@ void collect(size_t i, const at::ITensorListRef& list, Refs& refs) {
     }
     ++k;
   }
+}
+void collect(size_t i, at::TensorList list, Refs& refs) {
+  collect(i, at::ITensorListRef(list), refs);
 }
 template <typename T>
 void collect(size_t, const T&, Refs&) {}
@@ -94,6 +98,7 @@ void push(Key& key, const std::optional<T>& v) {
 void push(Key&, const Tensor&) {}
 void push(Key&, const std::optional<Tensor>&) {}
 void push(Key&, const at::ITensorListRef&) {}
+void push(Key&, at::TensorList) {}
 
 // ---- the same argument with local tensors in it ----
 
@@ -104,6 +109,7 @@ struct Localizer {
   size_t next = 0;
   Sizes sizes; // storage for a localized size argument
   std::vector<Tensor> list;
+  std::vector<std::reference_wrapper<const Tensor>> borrowed;
 
   Tensor& operator()(size_t, const Tensor& t) {
     return const_cast<Tensor&>(t.defined() ? locals[next++] : t); // in-place ops take their first argument so
@@ -112,10 +118,18 @@ struct Localizer {
     return t && t->defined() ? optionals[used_optionals++] = locals[next++] : t;
   }
   at::ITensorListRef operator()(size_t, const at::ITensorListRef& given) {
+    borrowed.reserve(given.size());
+    for (const auto& t : given) {
+      borrowed.emplace_back(t.defined() ? locals[next++] : t);
+    }
+    return at::ITensorListRef(borrowed);
+  }
+  at::TensorList operator()(size_t, at::TensorList given) {
+    list.reserve(given.size());
     for (const auto& t : given) {
       list.push_back(t.defined() ? locals[next++] : t);
     }
-    return at::ITensorListRef(list);
+    return list;
   }
   c10::SymIntArrayRef operator()(size_t i, c10::SymIntArrayRef given) {
     for (const auto& a : solution.size_args) {
@@ -180,7 +194,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       Stack stack = c10::impl::boxArgs<Args...>(args...);
       return solve(op_, stack, 0, refs);
     });
-    if (solution->kernel || solution->write_back || needs_forms(op_, *solution, refs)) {
+    if (needs_more(*solution, refs)) {
       return boxed(args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
@@ -195,6 +209,13 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       return wrap_all(
           op_, invoke(std::tuple<decltype(local(I, args))...>{local(I, args)...}, std::index_sequence<I...>()), *solution, refs);
     }
+  }
+
+  // Before anything is moved: what is done twice by one rank alone would put the ranks out of step.
+  bool needs_more(const rules::Solution& s, const Refs& refs) const {
+    const auto is_empty = [](const Ref& r) { return (r.impl ? r.impl->local() : *r.tensor).numel() == 0; };
+    const bool kernel = s.kernel && (!s.empty_kernel || s.moves || std::any_of(refs.begin(), refs.end(), is_empty));
+    return kernel || s.write_back || needs_forms(op_, s, refs);
   }
 
   template <typename Tuple, size_t... I>
@@ -297,6 +318,8 @@ Table make_table() {
          });
   add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(t, {"mean.dim", "sum.dim_IntList"});
   add<Tensor(const Tensor&, std::optional<at::ScalarType>)>(t, {"mean", "sum"});
+  add<Tensor(const Tensor&, const c10::Scalar&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
+      t, {"linalg_vector_norm"});
   add<Tensor(const Tensor&, int64_t, bool)>(t, {"_log_softmax", "_softmax"});
   add<Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType)>(t, {"_log_softmax_backward_data", "_softmax_backward_data"});
   add<Tensor(const Tensor&, int64_t, int64_t)>(t, {"transpose.int"});
@@ -307,6 +330,7 @@ Table make_table() {
   add<Tensor(const Tensor&, std::optional<at::MemoryFormat>)>(t, {"clone"});
   add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>(t, {"addmm"});
   add<Tensor(const at::ITensorListRef&, int64_t)>(t, {"cat"});
+  add<Tensor(at::TensorList, int64_t)>(t, {"stack"});
   add<std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double)>(
       t, {"native_layer_norm"});

@@ -119,6 +119,8 @@ class Layout final : public c10::intrusive_ptr_target {
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
     return local_sizes(sizes, mesh_->coordinate());
   }
+  // The global sizes where every rank's piece is as large as `local`.
+  Sizes sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const;
   std::vector<Box> boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
 
   // Why a tensor of these sizes cannot have this layout; empty if it can.

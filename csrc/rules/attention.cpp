@@ -60,7 +60,7 @@ Attention attention_dims(const Call& call, Rule& rule, bool whole_queries) {
     rule.operands.emplace_back(mask);
   }
   rule.kernel = call_op_nonempty;
-  rule.always_kernel = true;
+  rule.empty_kernel = true;
   return a;
 }
 

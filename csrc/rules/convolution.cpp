@@ -117,7 +117,7 @@ Rule planes(const Call& call, int64_t space) {
     rule.results.emplace_back(dims);
   }
   rule.kernel = call_op_nonempty;
-  rule.always_kernel = true;
+  rule.empty_kernel = true;
   return rule;
 }
 

@@ -57,19 +57,22 @@ Rule like(const Call& call) {
   return rule;
 }
 
-// new_zeros and the like read no values of self. Of self's own sizes they are cut as it is, of others they are whole.
+// new_zeros and the like read no values of self. Dims that are as large as self's are cut as they are: the zeros that torch's
+// formulas write gradients into (of gather, of indexing) lie where the gradient is. Other dims are whole.
 Rule new_like(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  Dims dims;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    dims.emplace_back(rule.factor());
-  }
   auto sizes = call.ints(1);
-  const bool same = x.sizes.equals(sizes);
-  rule.operands.emplace_back(dims);
+  Dims in, out(sizes.size(), Dim(kNone));
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    in.emplace_back(rule.factor());
+    if (static_cast<int64_t>(sizes.size()) == x.dim() && sizes[d] == x.sizes[d]) {
+      out[d] = in[d];
+    }
+  }
+  rule.operands.emplace_back(std::move(in));
   rule.operands[0].free = true;
-  rule.results.emplace_back(same ? dims : Dims(sizes.size(), Dim(kNone)), std::move(sizes));
+  rule.results.emplace_back(std::move(out), std::move(sizes));
   rule.results[0].same_over = ~uint64_t{0}; // made anew: every rank makes the same
   rule.size_args.push_back({1, 0});
   return rule;

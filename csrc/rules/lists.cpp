@@ -2,7 +2,10 @@
 // dispatch/special.cpp runs them: one call on the lists of local tensors.
 #include "rules/registry.h"
 
+#include <ATen/ATen.h>
+
 #include <array>
+#include <limits>
 #include <string>
 
 namespace shardtensor::rules {
@@ -69,6 +72,20 @@ constexpr Family kFamilies[] = {
 
 constexpr std::array<const char*, 6> kOverloads = {"", "List", "Scalar", "ScalarAndTensor", "ScalarList", "Tensor"};
 
+// Each norm is left Partial. The op itself refuses some norms of an empty piece.
+void norm_of_nothing(Run& run) {
+  const auto x = run.arg(0).toTensorList().get(0);
+  const auto dtype = run.arg(2).isNone() ? x.scalar_type() : run.arg(2).toScalarType();
+  const double nothing = run.arg(1).toScalar().toDouble() < 0 ? std::numeric_limits<double>::infinity() : 0.0;
+  run.returns({c10::List<at::Tensor>({at::full({}, nothing, x.options().dtype(c10::toRealValueType(dtype)))})});
+}
+
+Rule norms(const Call& call) {
+  auto rule = registry().find("linalg_vector_norm")->rule(call);
+  rule.kernel = norm_of_nothing;
+  return rule;
+}
+
 // A number added to summands would be added once per rank.
 bool is_affine(const std::string& name, const std::string& overload) {
   return (name == "add" || name == "sub") && overload.rfind("Scalar", 0) == 0;
@@ -80,6 +97,7 @@ void register_lists(Registry& r) {
   Options o;
   o.any_args = true;
   o.lists = true;
+  o.elementwise = true;
   for (const auto& family : kFamilies) {
     const auto* like = r.find(family.like);
     TORCH_INTERNAL_ASSERT(like, "no rule for ", family.like);
@@ -97,6 +115,9 @@ void register_lists(Registry& r) {
       r.add("lists", {("_fused_" + optimizer + "_" + overload).c_str()}, step, o);
     }
   }
+  Options norm;
+  norm.lists = true;
+  r.add("lists", {"_foreach_norm.Scalar"}, norms, norm);
   r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, step, o);
 }
 

@@ -72,6 +72,28 @@ Rule lerp_tensor(const Call& call) {
   return rule;
 }
 
+// Halves of one dim, which stays whole, gate each other; the gradient, where there is one, comes first.
+Rule glu(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  const auto dim = call.dim(call.position("dim"), n);
+  Dims dims;
+  for (int64_t d = 0; d < n; ++d) {
+    dims.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
+  }
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(Dims(dims.begin(), dims.begin() + t.dim()));
+  }
+  rule.results.emplace_back(std::move(dims));
+  return rule;
+}
+
+Rule glu_backward(const Call& call) {
+  auto rule = glu(call);
+  rule.linear_in({0});
+  return rule;
+}
+
 } // namespace
 
 void register_pointwise(Registry& r) {
@@ -360,6 +382,9 @@ void register_pointwise(Registry& r) {
       },
       pointwise, o);
 
+  r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
+  r.add("pointwise", {"glu"}, glu);
+  r.add("pointwise", {"glu_backward"}, glu_backward);
   r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
   r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
   r.add_forms("pointwise", {"lerp.Tensor"}, lerp_tensor, o);

@@ -195,20 +195,18 @@ void extreme_kernel(Run& run) {
 
 template <ReduceOp op>
 Rule extreme_of(const Call& call) {
-  auto f = reduced_by(op);
-  f.kernel = true;
-  auto rule = reduce(call, f);
+  auto rule = reduce(call, reduced_by(op));
   rule.kernel = extreme_kernel;
+  rule.empty_kernel = true;
   rule.notes.push_back(static_cast<int64_t>(op));
   passes(call, rule, bit(op));
   return rule;
 }
 
 Rule aminmax(const Call& call) {
-  auto f = reduced_by(ReduceOp::Max);
-  f.kernel = true;
-  auto rule = reduce(call, f);
+  auto rule = reduce(call, reduced_by(ReduceOp::Max));
   rule.kernel = extreme_kernel;
+  rule.empty_kernel = true;
   constexpr ReduceOp ops[] = {ReduceOp::Min, ReduceOp::Max};
   for (size_t i = 0; i < 2; ++i) {
     rule.notes.push_back(static_cast<int64_t>(ops[i]));
@@ -359,9 +357,9 @@ Rule norm(const Call& call) {
              : order == 0          ? ReduceOp::Sum
                                    : ReduceOp::Norm;
   f.norm_order = order;
-  f.kernel = true;
   auto rule = reduce(call, f);
   rule.kernel = norm_kernel;
+  rule.empty_kernel = true;
   rule.notes.push_back(order < 0);
   if (f.reduce == ReduceOp::Norm) {
     passes(call, rule, bit(ReduceOp::Norm), order);

@@ -25,6 +25,8 @@ struct Options {
   uint64_t writes = 0;
   // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
   bool lists = false;
+  // Of those: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
+  bool elementwise = false;
   // Plain tensors among the arguments count as replicated: torch itself makes them on the way (embedding_bag's offsets).
   bool plain = false;
   // Not a rule: the op cannot be done on pieces; this says why and what to do.

@@ -58,7 +58,8 @@ class Resolver {
         kernel |= rule_.factors[c.factor].kernel;
       }
     }
-    s->kernel = kernel ? rule_.kernel : nullptr;
+    s->empty_kernel = rule_.empty_kernel && !kernel;
+    s->kernel = kernel || rule_.empty_kernel ? rule_.kernel : nullptr;
     s->notes = rule_.notes;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       const auto& t = call_.tensors[i];
@@ -307,6 +308,7 @@ class Resolver {
         std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(c); }),
         candidates.end());
     candidates.emplace_back();
+    add_spread(m, candidates);
     if (candidates.size() == 1) {
       return candidates[0];
     }
@@ -323,14 +325,33 @@ class Resolver {
     return candidates[best];
   }
 
+  // To shard a factor that no operand is sharded on has no donor: the cut is even.
+  void add_spread(int64_t m, c10::SmallVectorImpl<Choice>& candidates) const {
+    const auto moves = [&](size_t i) { return call_.tensors[i].layout->placement(m).is_shard() && !rule_.operands[i].free; };
+    bool any = false;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      any |= moves(i);
+    }
+    for (const auto f : rule_.spread) {
+      const bool known = std::any_of(candidates.begin(), candidates.end(), [&](const Choice& c) { return c.factor == f; });
+      if (any && !known && factor_size(f) >= mesh_.size(m)) {
+        Choice c;
+        c.kind = Choice::Kind::Shard;
+        c.factor = f;
+        candidates.push_back(c);
+      }
+    }
+  }
+
   // The earlier mesh dims that shard the factor must be the ones that cut the donor's dim, for its rows to mean the same.
   bool nested_alike(int64_t m) const {
     const auto& c = choices_[m];
     for (int64_t k = 0; k < m; ++k) {
       const bool now = call_.tensors[c.donor].layout->placement(k).is_shard(c.donor_dim);
       const bool then = choices_[k].kind == Choice::Kind::Shard && choices_[k].factor == c.factor;
-      if (now != then || (now && choices_[k].donor != c.donor &&
-                          !same_cut(call_.tensors[choices_[k].donor].layout->cut(k), call_.tensors[c.donor].layout->cut(k)))) {
+      if (now != then || (now && choices_[k].donor < 0) ||
+          (now && choices_[k].donor != c.donor &&
+           !same_cut(call_.tensors[choices_[k].donor].layout->cut(k), call_.tensors[c.donor].layout->cut(k)))) {
         return false;
       }
     }
@@ -346,7 +367,7 @@ class Resolver {
     if (has_windows(c.factor)) {
       return cut_around(m, c.factor);
     }
-    if (!nested_alike(m)) {
+    if (c.donor < 0 || !nested_alike(m)) {
       return nullptr;
     }
     const auto& t = call_.tensors[c.donor];

@@ -154,8 +154,12 @@ struct Rule {
   Kernel kernel = nullptr;
   // The kernel runs even where no kernel factor is sharded.
   bool always_kernel = false;
+  // The kernel runs on ranks that have a piece without elements, and only there: it must not talk to other ranks.
+  bool empty_kernel = false;
   // What this rule says holds for these sizes only (an op whose every rule does says so in Options instead).
   bool sized = false;
+  // Factors to shard, evenly, where an operand is sharded on what must be whole: exchanging pieces costs less than gathering.
+  c10::SmallVector<int64_t, 1> spread;
   // Numbers the rule wants to hand to its kernel.
   c10::SmallVector<int64_t, 4> notes;
 

@@ -255,6 +255,7 @@ bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dim
       const auto f = rule.factor();
       in[a] = Dim(f, unit / in_row);
       out[b] = Dim(f, unit / out_row);
+      rule.spread.push_back(f);
     }
   }
   return merges;
@@ -490,7 +491,7 @@ void select_kernel(Run& run) {
   const auto index = checked_index(run.arg(2).toInt(), dim, sizes);
   const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
   if (index >= piece.start && index < piece.start + piece.length) {
-    run.returns({x.select(dim, index - piece.start).clone()});
+    run.returns({x.select(dim, index - piece.start).clone(at::MemoryFormat::Contiguous)});
     return;
   }
   Sizes shape(x.sizes().begin(), x.sizes().end());
@@ -498,70 +499,160 @@ void select_kernel(Run& run) {
   run.returns({at::zeros(shape, x.options())});
 }
 
-Rule select(const Call& call) {
+void unbind_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto sizes = run.operands[0].sizes;
+  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
+  const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
+  Sizes shape(x.sizes().begin(), x.sizes().end());
+  shape.erase(shape.begin() + dim);
+  shape.insert(shape.begin(), sizes[dim]);
+  auto rows = at::zeros(shape, x.options());
+  rows.narrow(0, piece.start, piece.length).copy_(x.movedim(dim, 0));
+  run.returns({c10::List<at::Tensor>(rows.unbind())});
+}
+
+// Shards of `dim` leave each row with its owner, as a summand.
+Rule rows(const Call& call, int64_t dim) {
   Rule rule;
   const auto& x = call.tensors[0];
-  TORCH_CHECK_INDEX(x.dim() > 0, "select() cannot be applied to a 0-dim tensor.");
-  const auto dim = call.dim(1, x.dim());
-  const auto index = call.integer(2);
   auto in = fresh_dims(rule, x.dim());
   auto& f = rule.factors[dim];
   f.kernel = true;
   f.reduce = x.dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
-  auto out = in;
-  out.erase(out.begin() + dim);
-  auto kept = identity(x.dim());
-  kept.erase(kept.begin() + dim);
   rule.operands.emplace_back(std::move(in));
-  auto& result = rule.results.emplace_back(std::move(out));
-  result.geometry = strides_of(kept);
-  rule.sized = index < 0;
-  result.geometry->offset.push_back({dim, index < 0 ? checked_index(index, dim, x.sizes) : index});
-  rule.kernel = select_kernel;
   rule.passes_partial();
   return rule;
 }
 
-// All rows are wanted: one gather is less than a sum per row.
+void add_row(Rule& rule, int64_t dim, int64_t index) {
+  auto out = rule.operands[0].dims;
+  auto kept = identity(static_cast<int64_t>(out.size()));
+  out.erase(out.begin() + dim);
+  kept.erase(kept.begin() + dim);
+  auto& result = rule.results.emplace_back(std::move(out));
+  result.geometry = strides_of(kept);
+  result.geometry->offset.push_back({dim, index});
+}
+
+Rule select(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK_INDEX(x.dim() > 0, "select() cannot be applied to a 0-dim tensor.");
+  const auto dim = call.dim(1, x.dim());
+  const auto index = call.integer(2);
+  auto rule = rows(call, dim);
+  rule.sized = index < 0;
+  add_row(rule, dim, index < 0 ? checked_index(index, dim, x.sizes) : index);
+  rule.kernel = select_kernel;
+  return rule;
+}
+
 Rule unbind(const Call& call) {
-  Rule rule;
   const auto& x = call.tensors[0];
   TORCH_CHECK_INDEX(x.dim() > 0, "Dimension specified as 0 but tensor has no dimensions");
   const auto dim = call.dim(1, x.dim());
-  auto in = fresh_dims(rule, x.dim());
-  rule.factors[dim].whole = true;
-  auto out = in;
-  out.erase(out.begin() + dim);
-  auto kept = identity(x.dim());
-  kept.erase(kept.begin() + dim);
-  rule.operands.emplace_back(std::move(in));
+  auto rule = rows(call, dim);
   for (int64_t i = 0; i < x.sizes[dim]; ++i) {
-    auto& result = rule.results.emplace_back(out);
-    result.geometry = strides_of(kept);
-    result.geometry->offset.push_back({dim, i});
+    add_row(rule, dim, i);
   }
-  rule.passes_partial();
+  rule.kernel = unbind_kernel;
   return rule;
 }
 
 // ---- two dims become one, or one two ----
 
+// Where a diagonal starts on the two dims, and how long it is.
+struct Diagonal {
+  int64_t a, b; // the dims
+  int64_t offset, row, column, length;
+};
+
+Diagonal diagonal_of(const Call& call, int64_t offset_arg, c10::IntArrayRef sizes) {
+  const auto n = static_cast<int64_t>(sizes.size());
+  Diagonal d{call.dim(offset_arg + 1, n), call.dim(offset_arg + 2, n), call.integer(offset_arg), 0, 0, 0};
+  TORCH_CHECK(d.a != d.b, "diagonal dimensions cannot be identical ", d.a, ", ", d.b);
+  d.row = std::max<int64_t>(-d.offset, 0);
+  d.column = std::max<int64_t>(d.offset, 0);
+  d.length = std::max<int64_t>(std::min(sizes[d.a] - d.row, sizes[d.b] - d.column), 0);
+  return d;
+}
+
+// A piece of some rows has the diagonal from where its rows start, one of some columns likewise. Notes: offset, the two dims,
+// which of them is cut.
+at::Tensor diagonal_of_piece(const Run& run, const at::Tensor& piece, const Layout& layout, c10::IntArrayRef sizes) {
+  const auto& notes = run.solution.notes;
+  const auto cut = notes[3];
+  const auto start = mine(layout, cut, sizes[cut]).start;
+  return piece.diagonal(cut == notes[1] ? notes[0] + start : notes[0] - start, notes[1], notes[2]);
+}
+
+void diagonal_kernel(Run& run) {
+  const auto& x = run.operands[0];
+  run.returns({own(run, diagonal_of_piece(run, run.arg(0).toTensor(), *x.layout, x.sizes))});
+}
+
+// One of the two dims may stay cut: the diagonal is a window of it.
+Factor along_diagonal(const Diagonal& d, int64_t cut, c10::IntArrayRef sizes, Rule& rule) {
+  Factor f;
+  f.kernel = true;
+  f.size = sizes[cut];
+  rule.notes.append({d.offset, d.a, d.b, cut});
+  rule.sized = true;
+  return f;
+}
+
+Dim on_diagonal(const Diagonal& d, int64_t cut, int64_t factor) {
+  Dim dim(factor);
+  dim.window = Dim::Window{cut == d.a ? d.row : d.column, 1, d.length};
+  return dim;
+}
+
 Rule diagonal(const Call& call) {
   Rule rule;
-  const auto n = call.tensors[0].dim();
-  const auto a = call.dim(2, n), b = call.dim(3, n);
-  TORCH_CHECK(a != b, "diagonal dimensions cannot be identical ", a, ", ", b);
-  Dims in, out;
-  for (int64_t d = 0; d < n; ++d) {
-    in.push_back(d == a || d == b ? Dim(kNone) : Dim(rule.factor()));
-    if (d != a && d != b) {
-      out.push_back(in.back());
+  const auto& x = call.tensors[0];
+  const auto diag = diagonal_of(call, 1, x.sizes);
+  const auto cut = x.layout->shards(diag.a) ? diag.a : x.layout->shards(diag.b) ? diag.b : -1;
+  Dims in(x.dim(), Dim(kNone)), out;
+  Sizes sizes;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (d != diag.a && d != diag.b) {
+      in[d] = Dim(rule.factor());
+      out.push_back(in[d]);
+      sizes.push_back(x.sizes[d]);
     }
   }
-  out.emplace_back(kNone);
+  if (cut >= 0) {
+    in[cut] = Dim(rule.factor(along_diagonal(diag, cut, x.sizes, rule)));
+    out.push_back(on_diagonal(diag, cut, in[cut].factor));
+    sizes.push_back(diag.length);
+    rule.kernel = diagonal_kernel;
+  } else {
+    out.emplace_back(kNone);
+    sizes.clear();
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), std::move(sizes));
+  rule.passes_partial();
+  return rule;
+}
+
+// Not a view: the last dim is laid out along the diagonal of two new ones.
+Rule diag_embed(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  const auto a = call.dim(2, n + 1), b = call.dim(3, n + 1);
+  TORCH_CHECK(a != b, "diagonal dimensions cannot be identical ", a, ", ", b);
+  Dims in, out;
+  for (int64_t d = 0; d <= n; ++d) {
+    out.push_back(d == a || d == b ? Dim(kNone) : Dim(rule.factor()));
+    if (d != a && d != b) {
+      in.push_back(out.back());
+    }
+  }
+  in.emplace_back(kNone);
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out));
-  rule.passes_partial();
+  rule.linear_in({0});
   return rule;
 }
 
@@ -627,19 +718,35 @@ Rule slice_backward(const Call& call) {
   return rule;
 }
 
+void diagonal_backward_kernel(Run& run) {
+  const auto grad = run.arg(0).toTensor();
+  auto out = at::zeros(run.arg(1).toIntVector(), grad.options());
+  const auto& notes = run.solution.notes;
+  const c10::IntArrayRef sizes(notes.data() + 4, notes.size() - 4);
+  diagonal_of_piece(run, out, *run.solution.results[0].layout, sizes).copy_(grad);
+  run.returns({out});
+}
+
 Rule diagonal_backward(const Call& call) {
   Rule rule;
   auto sizes = call.ints(1);
   const auto n = static_cast<int64_t>(sizes.size());
-  const auto a = call.dim(3, n), b = call.dim(4, n);
-  Dims in, out;
+  const auto diag = diagonal_of(call, 2, sizes);
+  Dims in, out(n, Dim(kNone));
   for (int64_t d = 0; d < n; ++d) {
-    out.push_back(d == a || d == b ? Dim(kNone) : Dim(rule.factor()));
-    if (d != a && d != b) {
-      in.push_back(out.back());
+    if (d != diag.a && d != diag.b) {
+      out[d] = Dim(rule.factor());
+      in.push_back(out[d]);
     }
   }
-  in.emplace_back(kNone);
+  if (call.tensors[0].layout->shards(n - 2)) {
+    out[diag.a] = Dim(rule.factor(along_diagonal(diag, diag.a, sizes, rule)));
+    in.push_back(on_diagonal(diag, diag.a, out[diag.a].factor));
+    rule.notes.append(sizes.begin(), sizes.end());
+    rule.kernel = diagonal_backward_kernel;
+  } else {
+    in.emplace_back(kNone);
+  }
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), std::move(sizes));
   rule.size_args.push_back({1, 0});
@@ -940,6 +1047,7 @@ void register_views(Registry& r) {
           "set_.source_Tensor",
       },
       nullptr, frozen);
+  r.add("views", {"diag_embed"}, diag_embed);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
   r.add("views", {"diagonal_backward"}, diagonal_backward, sized);
   r.add("views", {"expand", "expand_copy"}, expand, sized);

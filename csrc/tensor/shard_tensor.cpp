@@ -92,6 +92,19 @@ ShardTensorImpl::ShardTensorImpl(
       local_(std::move(local)),
       layout_(std::move(layout)),
       traced_(traced) {
+  init(sizes, strides);
+}
+
+ShardTensorImpl::ShardTensorImpl(
+    ImplType view, at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, c10::Storage storage, bool traced)
+    : TensorImpl(view, std::move(storage), keys_for(local, traced), local.dtype()),
+      local_(std::move(local)),
+      layout_(std::move(layout)),
+      traced_(traced) {
+  init(sizes, strides);
+}
+
+void ShardTensorImpl::init(IntArrayRef sizes, IntArrayRef strides) {
   sizes_and_strides_.set_sizes(sizes);
   sizes_and_strides_.set_strides(strides);
   refresh_numel();
@@ -137,12 +150,26 @@ ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what) {
 }
 
 at::Tensor wrap(
-    at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, const ShardTensorImpl* base, int64_t offset) {
+    at::Tensor local,
+    LayoutPtr layout,
+    IntArrayRef sizes,
+    IntArrayRef strides,
+    const ShardTensorImpl* base,
+    int64_t offset,
+    bool moved) {
   const bool traced = needs_tracing(local);
-  auto storage = base ? base->storage() : null_storage(local, sizes);
-  auto t =
-      at::detail::make_tensor<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
-  t.unsafeGetTensorImpl()->set_storage_offset(offset);
+  auto storage = base && !moved ? base->storage() : null_storage(local, sizes);
+  const bool normal_view = base && base->key_set().has(DispatchKey::ADInplaceOrView);
+  auto impl =
+      normal_view
+          ? c10::make_intrusive<ShardTensorImpl>(
+                c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced)
+          : c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
+  impl->set_storage_offset(offset);
+  if (moved) {
+    impl->set_broken_view();
+  }
+  at::Tensor t(std::move(impl));
   attach_python_object(t, traced);
   return t;
 }

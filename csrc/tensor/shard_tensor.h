@@ -19,6 +19,15 @@ class ShardTensorImpl final : public c10::TensorImpl {
  public:
   ShardTensorImpl(
       at::Tensor local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::Storage storage, bool traced);
+  // A view: under inference mode it is an inference tensor only if its base is one.
+  ShardTensorImpl(
+      ImplType view,
+      at::Tensor local,
+      LayoutPtr layout,
+      c10::IntArrayRef sizes,
+      c10::IntArrayRef strides,
+      c10::Storage storage,
+      bool traced);
 
   const at::Tensor& local() const {
     return local_;
@@ -49,6 +58,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
 
  private:
+  void init(c10::IntArrayRef sizes, c10::IntArrayRef strides);
   const char* tensorimpl_type_name() const override {
     return "ShardTensorImpl";
   }
@@ -71,15 +81,16 @@ inline ShardTensorImpl* as_shard_tensor(const at::TensorBase& t) {
 // Raises a TypeError that names `what` where the tensor is not ours.
 ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what);
 
-// The only way to make a ShardTensor. `base`: the tensor whose (null) storage a view shares. No check that the local sizes
-// fit: callers either computed them or have checked.
+// The only way to make a ShardTensor. `base`: the tensor whose (null) storage a view shares; a `moved` view has one of its own
+// (set_broken_view). No check that the local sizes fit: callers either computed them or have checked.
 at::Tensor wrap(
     at::Tensor local,
     LayoutPtr layout,
     c10::IntArrayRef sizes,
     c10::IntArrayRef strides,
     const ShardTensorImpl* base = nullptr,
-    int64_t offset = 0);
+    int64_t offset = 0,
+    bool moved = false);
 
 // Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `local`'s do.
 Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& local);

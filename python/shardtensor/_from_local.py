@@ -18,6 +18,19 @@ from shardtensor._mesh import as_mesh
 Shapes = ShardingShapes | Literal["chunk", "infer"] | None
 
 
+def layout_of_equal_pieces(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, *, who: str
+) -> _C.Layout:
+    """Where every rank's piece is as large as this one: any sizes fit."""
+    _check_member(as_mesh(mesh), who)
+    return make_layout(mesh, placements, local.ndim, who=who)
+
+
+def _check_member(mesh: _C.Mesh, who: str) -> None:
+    if not mesh.has_me:
+        raise ValueError(f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}")
+
+
 def layout_for_local(
     local: torch.Tensor,
     mesh: DeviceMesh,
@@ -31,8 +44,7 @@ def layout_for_local(
     """The layout and the global sizes of the tensor whose piece on this rank is `local`."""
     view = as_mesh(mesh)
     rank = view.rank
-    if not view.has_me:
-        raise ValueError(f"{who}: argument 'device_mesh' ({view}) does not hold rank {rank}")
+    _check_member(view, who)
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
         raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")
     if sharding_shapes == "chunk" and shape is None:

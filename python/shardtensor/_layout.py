@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +63,24 @@ def placements_of(layout: _C.Layout) -> tuple[Placement, ...]:
     return tuple(_decode(*p) for p in layout.placements)
 
 
+# Layouts by what they were asked for with: looking one up costs less than encoding its placements again.
+_known: dict[Hashable, _C.Layout] = {}
+_MOST_KNOWN = 4096
+
+
+def _remembered(key: Hashable, make: Callable[[], _C.Layout]) -> _C.Layout:
+    try:
+        layout = _known.get(key)
+    except TypeError:  # something among the placements that is none: make() says so
+        return make()
+    if layout is None:
+        layout = make()
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = layout
+    return layout
+
+
 def make_layout(
     device_mesh: DeviceMesh,
     placements: Sequence[Placement] | None,
@@ -73,16 +91,41 @@ def make_layout(
 ) -> _C.Layout:
     """The layout of a tensor of `ndim` dims; placements default to Replicate, negative dims are normalised."""
     mesh = as_mesh(device_mesh)
+    if cuts:
+        return _make(mesh, placements, ndim, cuts, who)
+    asked = tuple(placements) if isinstance(placements, list) else placements
+    return _remembered((mesh, asked, ndim), lambda: _make(mesh, placements, ndim, (), who))
+
+
+def _make(
+    mesh: _C.Mesh, placements: Sequence[Placement] | None, ndim: int | None, cuts: Sequence[Sequence[int] | None], who: str
+) -> _C.Layout:
     where = f"{who}: argument 'placements' (rank {mesh.rank})"
+    dims = len(mesh.shape)
     if placements is None:
-        placements = [Replicate()] * device_mesh.ndim
+        placements = [Replicate()] * dims
     if isinstance(placements, Placement):
         placements = [placements]
-    if len(placements) != device_mesh.ndim:
-        raise ValueError(
-            f"{where}: {len(placements)} given, but the mesh has {device_mesh.ndim} dims; give one placement per mesh dim"
-        )
+    if len(placements) != dims:
+        raise ValueError(f"{where}: {len(placements)} given, but the mesh has {dims} dims; give one placement per mesh dim")
     return _C.Layout(mesh, [_encode(p, ndim, where) for p in placements], list(cuts))
+
+
+def moved_layout(layout: _C.Layout, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
+    """The layout after a redistribution: mesh dims that go on cutting the same dim keep their cuts, the others cut evenly."""
+
+    def make() -> _C.Layout:
+        even = _make(layout.mesh, placements, ndim, (), who)
+        for before, after in zip(layout.placements, even.placements, strict=True):
+            if after[0] == _PARTIAL and after != before:
+                raise RuntimeError(
+                    f"{who}: argument 'placements' {tuple(placements)}: summands come from ops, they cannot be asked for "
+                    f"(rank {layout.mesh.rank})"
+                )
+        return _make(layout.mesh, placements, ndim, fitting_cuts(layout, even.placements), who)
+
+    asked = tuple(placements) if isinstance(placements, list) else placements
+    return _remembered((layout, asked, ndim), make)
 
 
 def cuts_from_shapes(

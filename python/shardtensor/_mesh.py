@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from shardtensor import _C
 
 # Not an attribute of the DeviceMesh: users pickle those. By identity: equal ones may have other groups.
-_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh]] = {}
+_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str]]] = {}
 _device_meshes: dict[int, weakref.ReferenceType[DeviceMesh]] = {}
 # Made here, without groups of their own.
 _stand_ins: dict[int, DeviceMesh] = {}
@@ -25,9 +25,9 @@ _SUBMESHES = "_shardtensor_submeshes"
 
 def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
     """The extension's view of a DeviceMesh."""
-    names = list(getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim)
+    names = getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim
     known = _meshes.get(id(device_mesh))
-    if known is not None and known[0]() is device_mesh and known[1].groups == names:
+    if known is not None and known[0]() is device_mesh and known[2] == names:
         return known[1]
     rank = device_mesh.get_rank() if dist.is_initialized() else device_mesh._rank
     mesh = _C.Mesh(
@@ -35,7 +35,7 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
         list(device_mesh.mesh.shape),
         device_mesh.mesh.flatten().tolist(),
         list(device_mesh.mesh_dim_names or ()),
-        names,
+        list(names),
         rank,
     )
     _remember(device_mesh, mesh)
@@ -44,7 +44,7 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
 
 def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
     key = id(device_mesh)
-    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh)
+    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups)
     _device_meshes[mesh.id] = weakref.ref(device_mesh)
     _stand_ins.pop(mesh.id, None)
     # mesh["tp"] is a fresh object each time, but FSDP asks a parameter's mesh what it was cut from.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -16,9 +14,8 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from shardtensor import _C, _handlers
-from shardtensor._from_local import Shapes, layout_for_local
+from shardtensor._from_local import Shapes, layout_for_local, layout_of_equal_pieces
 from shardtensor._layout import (
-    _PARTIAL,
     _PARTIALS,
     _SHARD,
     ShardingShapes,
@@ -26,9 +23,17 @@ from shardtensor._layout import (
     cuts_from_shapes,
     fitting_cuts,
     make_layout,
+    moved_layout,
     placements_of,
 )
 from shardtensor._mesh import as_device_mesh, as_mesh, current_mesh
+
+if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the rest
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+_WHOLE = (Replicate(),) * 16  # more mesh dims than anyone has
 
 
 class ShardTensorSpec(DTensorSpec):
@@ -180,14 +185,16 @@ class ShardTensor(DTensor):
         if isinstance(local_tensor, DTensor):
             raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
         mesh = device_mesh if device_mesh is not None else current_mesh(who)
-        layout, sizes = layout_for_local(
-            local_tensor, mesh, placements, shape=shape, sharding_shapes=sharding_shapes, run_check=run_check, who=who
-        )
-        strides = list(stride) if stride is not None else _C.strides_like(sizes, local_tensor)
+        if shape is None and sharding_shapes is None and not run_check:
+            layout, sizes = layout_of_equal_pieces(local_tensor, mesh, placements, who=who), None
+        else:
+            layout, sizes = layout_for_local(
+                local_tensor, mesh, placements, shape=shape, sharding_shapes=sharding_shapes, run_check=run_check, who=who
+            )
         grad_layout = None
         if grad_placements is not None:
-            grad_layout = _grad_layout(layout, grad_placements, len(sizes), who)
-        return _C.from_local(local_tensor, layout, sizes, strides, grad_layout)  # type: ignore[return-value]
+            grad_layout = _grad_layout(layout, grad_placements, local_tensor.ndim, who)
+        return _C.from_local(local_tensor, layout, sizes, stride, grad_layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
@@ -197,7 +204,7 @@ class ShardTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank of the mesh."""
-        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        whole = self.redistribute(placements=_WHOLE[: len(self._layout.placements)])
         return whole.to_local(grad_placements=grad_placements)
 
     def redistribute(  # type: ignore[override]
@@ -216,29 +223,20 @@ class ShardTensor(DTensor):
         keeps its cut, and the others cut as torch.chunk does.
         """
         who = "ShardTensor.redistribute"
-        mesh = self.device_mesh if device_mesh is None else device_mesh
         if placements is None:
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
         ours = self._layout
-        if as_mesh(mesh) != ours.mesh:
+        if device_mesh is not None and as_mesh(device_mesh) != ours.mesh:
             raise NotImplementedError(
-                f"{who}: argument 'device_mesh' ({as_mesh(mesh)}) is not the tensor's ({ours.mesh}) and tensors do not move "
+                f"{who}: argument 'device_mesh' ({as_mesh(device_mesh)}) is not the tensor's ({ours.mesh}) and tensors do not move "
                 f"between meshes yet; use full_tensor() and distribute_tensor (rank {ours.mesh.rank})"
             )
-        layout = make_layout(mesh, placements, self.ndim, who=who)
-        for before, after in zip(ours.placements, layout.placements, strict=True):
-            if after[0] == _PARTIAL and after != before:
-                raise RuntimeError(
-                    f"{who}: argument 'placements' {tuple(placements)}: summands come from ops, they cannot be asked for (rank "
-                    f"{ours.mesh.rank})"
-                )
+        layout = moved_layout(ours, placements, self.ndim, who=who)
         if sharding_shapes is not None:
             cuts = cuts_from_shapes(layout, sharding_shapes, self.ndim, who=who)
-            layout = make_layout(mesh, placements, self.ndim, cuts, who=who)
+            layout = _C.Layout(ours.mesh, layout.placements, cuts)
             check_cuts(layout, cuts, self.shape, who=who)
-        else:
-            layout = make_layout(mesh, placements, self.ndim, fitting_cuts(ours, layout.placements), who=who)
-        return _C.redistribute(self, layout, forward_dtype, backward_dtype)  # type: ignore[return-value]
+        return _C.redistribute(self, layout, forward_dtype, backward_dtype)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
@@ -404,6 +402,8 @@ class ShardTensor(DTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """This rank's boxes; none where it has nothing."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         self._raise_if_contains_partial_placements()  # type: ignore[no-untyped-call]
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -412,6 +412,9 @@ class ShardTensor(DTensor):
         ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(

@@ -1,0 +1,215 @@
+#include "dispatch/lists.h"
+
+#include "dispatch/call.h"
+#include "dispatch/errors.h"
+#include "redistribute/redistribute.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::IValue;
+using rules::SolutionPtr;
+using torch::jit::Stack;
+
+// One index of the lists, with the tensors that are not in lists behind.
+struct Element {
+  Refs refs;                             // all of index 0, so that the indices share their cache entries
+  c10::SmallVector<size_t, 6> positions; // of refs among all refs
+  SolutionPtr solution;                  // null: nothing moves
+  bool plain = true;
+  at::Tensor result; // where a kernel has made it
+};
+
+// The elements of the lists, and how many there are. Lists of another length than the first (amsgrad's empty one) are passed
+// as they are.
+std::vector<Element> elements_of(const Refs& refs) {
+  std::vector<Element> out;
+  const auto add = [&refs](Element& e, size_t i) {
+    e.refs.push_back(refs[i]);
+    e.refs.back().index = std::min<int16_t>(refs[i].index, 0);
+    e.positions.push_back(i);
+    e.plain &= refs[i].impl == nullptr;
+  };
+  for (size_t i = 0; i < refs.size(); ++i) {
+    if (refs[i].index >= 0) {
+      const auto at = static_cast<size_t>(refs[i].index);
+      if (out.size() <= at) {
+        out.resize(at + 1);
+      }
+      add(out[at], i);
+    }
+  }
+  for (size_t i = 0; i < refs.size(); ++i) {
+    if (refs[i].index < 0) {
+      for (auto& e : out) {
+        add(e, i);
+      }
+    }
+  }
+  return out;
+}
+
+// One layout without summands and one shape: an elementwise op moves nothing.
+bool stays(const Element& e) {
+  const Ref* lead = nullptr;
+  for (const auto& r : e.refs) {
+    if (!r.impl && r.tensor->dim() == 0) {
+      continue;
+    }
+    if (!r.impl || r.impl->layout().has_partial()) {
+      return false;
+    }
+    if (lead && (r.impl->layout_ptr() != lead->impl->layout_ptr() || r.tensor->sizes() != lead->tensor->sizes())) {
+      return false;
+    }
+    lead = lead ? lead : &r;
+  }
+  return lead != nullptr;
+}
+
+// The tensors of an element where its solution wants them, into `locals`, which has one per ref of the whole call.
+void move(const Op& op, const Element& e, std::vector<at::Tensor>& locals) {
+  for (size_t k = 0; k < e.refs.size(); ++k) {
+    const auto& ref = e.refs[k];
+    const auto& need = e.solution->operands[k];
+    if (!need) {
+      continue;
+    }
+    const auto& have = ref.impl ? ref.impl->layout() : *e.solution->replicated;
+    auto moved = redistribute(ref.impl ? ref.impl->local() : *ref.tensor, have, *need, ref.tensor->sizes());
+    const bool written = op.mutated >> ref.arg & 1;
+    locals[e.positions[k]] = written && ref.impl && moved.is_alias_of(ref.impl->local()) ? moved.clone() : std::move(moved);
+  }
+}
+
+// Lists with the local tensors of `refs` in them in place of the stack's; the wrappers' own lists stay alive in `kept`.
+template <typename Local>
+void put_local(Stack& stack, size_t base, const Refs& refs, const Local& local, std::vector<IValue>& kept) {
+  for (size_t i = 0; i < refs.size();) {
+    auto& slot = stack[base + refs[i].arg];
+    auto own = std::move(slot);
+    if (refs[i].index < 0) {
+      slot = local(i++);
+    } else {
+      const auto arg = refs[i].arg;
+      c10::List<at::Tensor> list;
+      for (; i < refs.size() && refs[i].arg == arg; ++i) {
+        list.push_back(local(i));
+      }
+      slot = std::move(list);
+    }
+    kept.push_back(std::move(own));
+  }
+}
+
+// A rule's kernel on lists of one: what the op itself would refuse, such as the norm of an empty piece.
+void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const std::vector<at::Tensor>& locals) {
+  Stack one(stack.begin() + static_cast<int64_t>(base), stack.end());
+  std::vector<IValue> kept;
+  put_local(
+      one, 0, e.refs, [&](size_t k) { return locals[e.positions[k]]; }, kept);
+  c10::SmallVector<rules::Run::At, 4> at;
+  for (size_t k = 0; k < e.refs.size(); ++k) {
+    const auto& need = e.solution->operands[k];
+    const auto* impl = e.refs[k].impl;
+    at.push_back({need ? need.get() : impl ? &impl->layout() : e.solution->replicated.get(), e.refs[k].tensor->sizes()});
+  }
+  rules::Run run{op.handle, one, at, *e.solution};
+  e.solution->kernel(run);
+  if (!one.empty()) {
+    e.result = one.back().toTensorList().get(0);
+  }
+}
+
+bool has_empty_piece(const Element& e, const std::vector<at::Tensor>& locals) {
+  return std::any_of(e.positions.begin(), e.positions.end(), [&](size_t i) { return locals[i].numel() == 0; });
+}
+
+// What an element becomes in a list that it is left out of: the op runs on it for nothing.
+at::Tensor nothing(const at::Tensor& local) {
+  return at::zeros({1}, local.options());
+}
+
+at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
+  if (e.plain) {
+    return local; // a plain tensor among ShardTensors' lists stays one
+  }
+  if (e.solution) {
+    return wrap_result(op, std::move(local), *e.solution, 0, e.refs);
+  }
+  const auto* lead = std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl && r.tensor->dim() > 0; });
+  lead = lead == e.refs.end() ? std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl; }) : lead;
+  const auto sizes = lead->tensor->sizes();
+  const auto strides = strides_like(sizes, local);
+  return wrap(std::move(local), lead->impl->layout_ptr(), sizes, strides);
+}
+
+} // namespace
+
+void handle_lists(const Op& op, Stack* stack_ptr) {
+  auto& stack = *stack_ptr;
+  const auto base = stack.size() - op.kinds.size();
+  const auto refs = collect(op, stack, base);
+  auto elements = elements_of(refs);
+
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  std::vector<at::Tensor> locals;
+  locals.reserve(refs.size());
+  for (const auto& r : refs) {
+    locals.push_back(r.impl ? r.impl->local() : *r.tensor);
+  }
+  for (auto& e : elements) {
+    if (e.plain) {
+      continue;
+    }
+    check_plain(op, e.refs);
+    for (const auto& r : e.refs) {
+      // A plain number may be written: step counters, the same on every rank.
+      if ((op.mutated >> r.arg & 1) && (r.impl || r.tensor->dim() > 0)) {
+        errors::check_writable(op, r.arg, *r.tensor, r.impl);
+      }
+    }
+    if (op.entry->options.elementwise && stays(e)) {
+      continue;
+    }
+    e.solution = find_solution(op, stack, base, e.refs);
+    move(op, e, locals);
+    if (e.solution->empty_kernel && has_empty_piece(e, locals)) {
+      run_kernel(op, stack, base, e, locals);
+      for (const auto i : e.positions) {
+        locals[i] = nothing(locals[i]);
+      }
+    }
+  }
+  std::vector<IValue> kept;
+  put_local(
+      stack, base, refs, [&](size_t i) { return locals[i]; }, kept);
+  op.handle.callBoxed(stack_ptr);
+  for (const auto& e : elements) {
+    for (size_t k = 0; e.solution && k < e.refs.size(); ++k) {
+      if (e.solution->write_back >> k & 1) {
+        const auto& owner = e.refs[k];
+        auto local = owner.impl->local();
+        local.copy_(redistribute(locals[e.positions[k]], *e.solution->operands[k], owner.impl->layout(), owner.tensor->sizes()));
+      }
+    }
+  }
+  if (op.schema().returns().empty()) {
+    return;
+  }
+  auto results = stack.back().toTensorList();
+  c10::List<at::Tensor> out;
+  out.reserve(results.size());
+  for (size_t n = 0; n < results.size(); ++n) {
+    auto& e = elements[n];
+    out.push_back(wrap_element(op, e, e.result.defined() ? std::move(e.result) : results.extract(n)));
+  }
+  stack.back() = std::move(out);
+}
+
+} // namespace shardtensor
