@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 SAMPLES = 5  # of an op's sample inputs, spread over the list
 LAYOUTS = 10  # per sample
+SMALL = 20_000  # elements of all its tensors
 
 _MEMORY = "what it returns is memory that nobody has written yet"
 _RANDOM = "it draws random numbers, and another tensor's worth of them on shards than on the whole"
@@ -37,6 +38,7 @@ NOT_COMPARABLE = {
 
 # Reading more digits than the arithmetic has says nothing. By the coarsest dtype that takes part.
 TOLERANCE = {"float64": 1e-6, "complex128": 1e-6, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
+TOLERANCE.update(dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 0.2))
 
 
 def _key(op: Any) -> str:
@@ -49,15 +51,24 @@ def database() -> dict[str, Any]:
     return {_key(op): op for op in op_db}
 
 
-def _spread(items: list[Any], n: int) -> list[Any]:
-    return items if len(items) <= n else [items[i * len(items) // n] for i in range(n)]
+def _spread(samples: list[Any], n: int) -> list[Any]:
+    """n of the samples, evenly spread over the small ones if there are any: a large tensor takes long and shows no more."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    def elements(sample: Any) -> int:
+        leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+        return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
+
+    small = [s for s in samples if elements(s) <= SMALL] or samples
+    return small if len(small) <= n else [small[i * len(small) // n] for i in range(n)]
 
 
 def _options(t: Any) -> list[tuple[str, str]]:
     from oracle import EMPTY, EVEN, UNEVEN
 
     out = [("R", EVEN), *((f"S({d})", cut) for d in range(t.ndim) for cut in (EVEN, UNEVEN, EMPTY))]
-    if (t.is_floating_point() or t.is_complex()) and t.isfinite().all():
+    if (t.is_floating_point() or t.is_complex()) and t.element_size() >= 4 and t.isfinite().all():
         out.append(("P", EVEN))
     return out
 
@@ -113,7 +124,7 @@ def _same_form(got: Any, want: Any, what: str) -> None:
             whole(g)
 
 
-def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, comparable: bool, what: str) -> None:
+def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, comparable: bool, what: str, inplace: bool = False) -> None:
     """One sample under one choice of layouts; raises what the op raises, or AssertionError."""
     import torch
     import torch.utils._pytree as pytree
@@ -121,20 +132,28 @@ def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, compar
 
     flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [i for i, t in enumerate(flat) if _is_strided(t)]
+    grad = op.supports_inplace_autograd if inplace else True
     plain, ours = list(flat), list(flat)
     for i, (placement, cut) in zip(where, layouts, strict=True):
-        plain[i] = flat[i].detach().clone().requires_grad_(flat[i].requires_grad)
-        ours[i] = _place(flat[i], mesh, placement, cut).requires_grad_(flat[i].requires_grad)
+        plain[i] = flat[i].detach().clone().requires_grad_(grad and flat[i].requires_grad)
+        ours[i] = _place(flat[i], mesh, placement, cut).requires_grad_(grad and flat[i].requires_grad)
 
     def call(leaves: list[Any]) -> Any:
         x, args, kwargs = pytree.tree_unflatten(leaves, tree)
         torch.manual_seed(1)
-        return op.op(x, *args, **kwargs)
+        if not inplace:
+            return op.op(x, *args, **kwargs)
+        copy = x.clone()
+        written = op.inplace_variant(copy, *args, **kwargs)
+        assert written is copy, f"{what}: the in-place form returns another tensor"
+        return copy
 
     try:
         want = call(plain)
     except Exception:
         return  # a sample that torch itself refuses
+    if inplace and want.shape != flat[0].shape:
+        return  # torch's addbmm_ resizes self
     got = call(ours)
     _same_form(got, want, what)
     if not comparable:
@@ -142,9 +161,20 @@ def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, compar
     # What of the result is determined at all: of eigenvectors, not their phases.
     want, got = sample.output_process_fn_grad(want), sample.output_process_fn_grad(got)
     tolerance = _tolerance(flat, want)
-    compare(got, want, tolerance, what)
+    compare(_wide(got), _wide(want), tolerance, what)
     if any(t.requires_grad for t in plain if isinstance(t, torch.Tensor)):
         check_backward([plain[i] for i in where], [ours[i] for i in where], want, got, mesh, tolerance, what)
+
+
+def _wide(tree: Any) -> Any:
+    """float8 as float32: torch compares it bit by bit alone."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    def wide(t: Any) -> Any:
+        return t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.element_size() == 1 else t
+
+    return pytree.tree_map(wide, tree)
 
 
 def _is_strided(t: Any) -> bool:
@@ -153,8 +183,29 @@ def _is_strided(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.layout == torch.strided
 
 
-def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name: str | None = None) -> tuple[int, list[str]]:
-    """On every rank: how many calls were right and what was raised as unsupported. Anything else is raised, with the sample."""
+class Outcome(NamedTuple):
+    right: int  # calls
+    promoted: int  # of them, with plain tensors taken as replicated: the op itself makes one on the way
+    unsupported: list[str]
+
+
+def _attempt(*args: Any) -> str:
+    """Of one call: "right", "plain" where it met a plain tensor, or why it is not supported. Raises where it is wrong."""
+    try:
+        _try(*args)
+    except NotImplementedError as error:
+        return str(error)
+    except Exception as error:
+        if "NotImplementedError" in str(error):
+            return str(error)
+        if "is a plain torch.Tensor of sizes" in str(error):
+            return "plain"
+        raise
+    return "right"
+
+
+def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name: str | None = None) -> Outcome:
+    """On every rank. What is neither right nor unsupported is raised, with the sample."""
     import numpy
     import shardtensor as st
     import torch
@@ -165,10 +216,11 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     op = database()[name]
     mesh = mesh_of((dist.get_world_size(),))
     dtypes = op.supported_dtypes("cpu")
-    wanted = (getattr(torch, dtype_name),) if dtype_name else (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128)
+    usual = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)
+    wanted = (getattr(torch, dtype_name),) if dtype_name else usual
     dtype = next((d for d in wanted if d in dtypes), None)
     if dtype is None:
-        return 0, []
+        return Outcome(0, 0, [])
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
@@ -177,29 +229,27 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     comparable = name not in NOT_COMPARABLE
     if comparable:
         drawn = [s for s in drawn if not s.kwargs.get("dropout_p")]
-    right, unsupported = 0, []
-    st.set_promotion_mode("replicate")
-    try:
-        for number, sample in enumerate(_spread(drawn, samples)):
-            tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
-            for choice in _layouts(tensors, layouts, f"{name} {number} {mesh.size()}"):
-                what = f"{name}: sample {number} " + ", ".join(
-                    f"{tuple(t.shape)} {' '.join(c)}" for t, c in zip(tensors, choice, strict=True)
-                )
-                try:
-                    _try(op, sample, choice, mesh, comparable, what)
-                    right += 1
-                except NotImplementedError as error:
-                    unsupported.append(f"{what}: {error}")
-                except AssertionError as error:
-                    if "NotImplementedError" not in str(error):
-                        raise
-                    unsupported.append(str(error))
-                except Exception as error:
-                    raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
-    finally:
-        st.set_promotion_mode("error")
-    return right, unsupported
+    forms = [False, True] if op.inplace_variant else [False]
+    right, promoted, unsupported = 0, 0, []
+    for number, sample in enumerate(_spread(drawn, samples)):
+        tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
+        choices = _layouts(tensors, layouts, f"{name} {number} {mesh.size()}")
+        for inplace, choice in [(form, c) for form in forms for c in (choices[: max(layouts // 3, 1)] if form else choices)]:
+            what = f"{name}{' in place' * inplace}: sample {number} " + ", ".join(
+                f"{tuple(t.shape)} {' '.join(c)}" for t, c in zip(tensors, choice, strict=True)
+            )
+            try:
+                kind = _attempt(op, sample, choice, mesh, comparable, what, inplace)
+                if kind == "plain":
+                    with st.implicit_replication():
+                        kind = _attempt(op, sample, choice, mesh, comparable, what, inplace)
+                    promoted += kind == "right"
+            except Exception as error:
+                raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+            right += kind == "right"
+            if kind != "right":
+                unsupported.append(f"{what}: {kind}")
+    return Outcome(right, promoted, unsupported)
 
 
 def main() -> None:
@@ -223,14 +273,14 @@ def main() -> None:
         start = time.monotonic()
         try:
             answers = pool.run("opinfo:run_op", name, options.samples, options.layouts, options.dtype, seconds=300)
-            right, unsupported = answers[0]
-            kind = "unsupported" if unsupported else "right" if right else "not run"
-            if len({len(u) for _, u in answers}) > 1:
+            right, promoted, unsupported = answers[0]
+            kind = "unsupported" if unsupported else "plain inside" if promoted else "right" if right else "not run"
+            if any(len(a.unsupported) != len(unsupported) for a in answers):
                 kind = "out of step"
             text = unsupported[0] if unsupported else ""
         except RankError as error:
             rank_zero = str(error).split("--- rank 1 ---")[0]
-            kind = "wrong" if "AssertionError" in rank_zero else "error"
+            kind = "wrong" if "Tensor-likes are not close" in rank_zero else "error"
             text = "".join(line + " " for line in rank_zero.splitlines() if not line.startswith((" ", "Traceback", "---")))[-1200:]
             if str(error).count("--- rank") != options.world or "no answer" in str(error):
                 kind, text = "out of step", str(error)[-3000:]

@@ -5,7 +5,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/WrapDimUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_scaled_dot_product_attention_math_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul_ops.h>
@@ -213,6 +215,91 @@ at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sym_sizes)
   return at::diagonal_backward(grad.expand({std::min(sizes[0], sizes[1])}), sizes, 0, 0, 1);
 }
 
+// torch's own makes a plain mask of who comes before whom.
+std::tuple<at::Tensor, at::Tensor> attention_math(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& given_mask,
+    double dropout_p,
+    bool is_causal,
+    const std::optional<at::Tensor>& dropout_mask,
+    std::optional<double> scale,
+    bool enable_gqa) {
+  auto mask = given_mask;
+  const auto* impl = as_shard_tensor(query);
+  if (is_causal && impl && !(mask && mask->defined())) {
+    const auto before = at::ones({query.size(-2), key.size(-2)}, impl->local().options().dtype(at::kBool)).tril();
+    mask = from_local(before, Layout::replicated(impl->layout().mesh_ptr()), before.sizes(), before.strides());
+    is_causal = false;
+  }
+  return at::compositeimplicitautograd::_scaled_dot_product_attention_math(
+      query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
+}
+
+// The ranks, counted from 0, at which sorted rows have their quantiles. NaN comes last in a row: it is what a row's quantiles
+// are where one is there, or it is not counted.
+at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan) {
+  const auto nan = sorted.isnan();
+  if (skip_nan) {
+    return (q * (nan.logical_not().sum(-1, true) - 1).to(q.scalar_type())).clamp_min(0);
+  }
+  const auto last = static_cast<double>(sorted.size(-1) - 1);
+  return (q * last).masked_fill(nan.any(-1, true), last);
+}
+
+// As torch's, which picks by data pointer where it need not sort all.
+at::Tensor quantiles(
+    const at::Tensor& self, const at::Tensor& q, std::optional<int64_t> dim, bool keepdim, c10::string_view how, bool skip_nan) {
+  const auto* name = skip_nan ? "nanquantile" : "quantile";
+  TORCH_CHECK(self.numel() > 0, name, "() input tensor must be non-empty");
+  TORCH_CHECK(q.dim() <= 1, name, "() q must be a scalar or 1D tensor");
+  TORCH_CHECK(c10::isFloatingType(self.scalar_type()), name, "() input tensor must be either float or double dtype");
+  TORCH_CHECK(self.scalar_type() == q.scalar_type(), name, "() q tensor must be same dtype as the input tensor");
+  TORCH_CHECK(
+      !q.device().is_cpu() || q.ge(0).logical_and(q.le(1)).all().item<bool>(), name, "() q values must be in the range [0, 1]");
+  const auto along = dim ? at::maybe_wrap_dim(*dim, self.dim()) : 0;
+  const auto rows = !dim || self.dim() == 0 ? self.reshape({-1}) : self.movedim(along, -1);
+  const auto sorted = std::get<0>(rows.sort(/*dim=*/-1));
+  auto ranks = ranks_of(sorted, q.reshape({-1}), skip_nan);
+  auto sizes = sorted.sizes().vec();
+  sizes.back() = q.numel();
+  ranks = ranks.expand(sizes);
+  TORCH_CHECK(
+      how == "linear" || how == "lower" || how == "higher" || how == "midpoint" || how == "nearest", name,
+      "() interpolation must be one of linear, lower, higher, midpoint or nearest, but got ", how);
+  ranks = how == "lower" ? ranks.floor() : how == "higher" ? ranks.ceil() : how == "nearest" ? ranks.round() : ranks;
+  const auto below = ranks.floor();
+  auto out = sorted.gather(-1, below.to(at::kLong));
+  if (how == "linear" || how == "midpoint") {
+    const auto weights = how == "midpoint" ? at::full_like(ranks, 0.5) : ranks - below;
+    out = out.lerp(sorted.gather(-1, ranks.ceil().to(at::kLong)), weights);
+  }
+  // The quantiles first, then self's dims.
+  out = out.movedim(-1, 0);
+  if (keepdim) {
+    std::vector<int64_t> kept(self.dim() + 1, 1);
+    kept[0] = q.numel();
+    out = dim && self.dim() > 0 ? out.unsqueeze(along + 1) : out.reshape(kept);
+  }
+  return q.dim() == 0 ? out.squeeze(0) : out;
+}
+
+template <bool skip_nan>
+at::Tensor quantile(
+    const at::Tensor& self, const at::Tensor& q, std::optional<int64_t> dim, bool keepdim, c10::string_view interpolation) {
+  return quantiles(self, q, dim, keepdim, interpolation, skip_nan);
+}
+
+template <bool skip_nan>
+at::Tensor quantile_number(
+    const at::Tensor& self, double q, std::optional<int64_t> dim, bool keepdim, c10::string_view interpolation) {
+  TORCH_CHECK(q >= 0 && q <= 1, "quantile() q must be in the range [0, 1] but got ", q);
+  const auto layout = Layout::replicated(shard_tensor(self, "quantile").layout().mesh_ptr());
+  const auto whole = from_local(at::scalar_tensor(q, self.options()), layout, {}, {});
+  return quantiles(self, whole, dim, keepdim, interpolation, skip_nan);
+}
+
 at::Reduction::Reduction reduction_of(const c10::IValue& name) {
   const std::string text = name.isNone() ? "none" : name.toStringRef();
   return text == "none" ? at::Reduction::None : text == "mean" ? at::Reduction::Mean : at::Reduction::Sum;
@@ -240,6 +327,15 @@ void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* sta
   }
 }
 
+void take_composites(torch::Library& m) {
+  m.impl("_scaled_dot_product_attention_math", attention_math);
+  m.impl("nanquantile", quantile<true>);
+  m.impl("nanquantile.scalar", quantile_number<true>);
+  m.impl("quantile", quantile<false>);
+  m.impl("quantile.scalar", quantile_number<false>);
+  m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+}
+
 void take_chunked(torch::Library& m) {
   for (const char* name : {"_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<chunked_cross_entropy>());
@@ -253,12 +349,12 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("matmul", matmul);
   m.impl("max_pool1d", max_pool1d);
   m.impl("one_hot", torch::CppFunction::makeFallthrough()); // integers have no gradient
-  m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+  take_composites(m);
   m.impl("trace_backward", trace_backward);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
-  m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+  take_composites(m);
 }
 
 TORCH_LIBRARY_IMPL(torch_nn, AutogradPrivateUse2, m) {

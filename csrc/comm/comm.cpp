@@ -244,7 +244,7 @@ void all_to_all(std::vector<at::Tensor>& from, std::vector<at::Tensor>& to, cons
     out_sizes[i] = static_cast<int64_t>(from[i].nbytes());
     incoming += out_sizes[i];
     if (in_sizes[i]) {
-      outgoing.push_back(as_bytes(to[i]));
+      outgoing.push_back(as_bytes(to[i].resolve_conj().resolve_neg()));
     }
   }
   auto input = outgoing.empty() ? at::empty({0}, options) : at::cat(outgoing);

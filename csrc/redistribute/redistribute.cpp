@@ -285,7 +285,8 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   TORCH_CHECK_VALUE(
       &from.mesh() == &to.mesh(), "redistribute: from ", from.str(), " to ", to.str(),
       ": another mesh; both layouts must be on one mesh");
-  State s{local, LayoutPtr::reclaim_copy(&from), sizes};
+  // Bytes travel: what a lazily conjugated or negated piece stands for is computed first.
+  State s{local.resolve_conj().resolve_neg(), LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   for (const auto& step : plan_for(from, to, bytes).steps) {
     take_step(s, step, to);

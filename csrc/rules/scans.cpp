@@ -189,6 +189,15 @@ Rule scan(const Call& call) {
   return rule;
 }
 
+// A complex logarithm's branch depends on the order of the sums.
+Rule logcumsumexp(const Call& call) {
+  auto f = scanned();
+  f.whole = c10::isComplexType(call.tensors[0].dtype);
+  auto rule = along(call, f);
+  rule.kernel = logcumsumexp_kernel;
+  return rule;
+}
+
 // ---- sorts ----
 
 // Whole along the dim, free on the others.
@@ -385,7 +394,7 @@ void register_scans(Registry& r) {
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, scan<cumprod_kernel>);
   r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
   r.add(family, {"histc", "histc.out"}, histc);
-  r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, scan<logcumsumexp_kernel>);
+  r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, logcumsumexp);
   r.add(
       family,
       {

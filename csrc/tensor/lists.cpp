@@ -72,6 +72,7 @@ std::optional<std::vector<Tensors>> local_lists(const std::vector<Tensors>& list
       out[i].push_back(impl ? impl->local() : t);
       if (impl && static_cast<int64_t>(i) != read_only && !impl->is_inference()) {
         impl->bump_version();
+        impl->note_write();
       }
     }
   }
