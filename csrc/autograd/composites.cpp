@@ -1,5 +1,5 @@
-#include "autograd/composites.h"
-
+// Autograd for ops that torch itself would decompose, and that a rule takes whole (Options.composite): these kernels register
+// themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
 #include "tensor/shard_tensor.h"
 
@@ -135,8 +135,6 @@ auto new_node() {
 template <typename T>
 using NodePtr = decltype(new_node<T>());
 
-} // namespace
-
 at::Tensor linear(
     c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias_) {
   const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
@@ -198,8 +196,6 @@ at::Tensor max_pool1d(
     bool ceil_mode) {
   return std::get<0>(at::max_pool1d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode));
 }
-
-namespace {
 
 // The sections are read where they are used, so every rank needs them all.
 std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& sections, int64_t dim) {
