@@ -207,6 +207,21 @@ def test_boxes_of_many_tiles(dtype: torch.dtype, shape: tuple[int, ...], device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("start", [0, 1])  # on a cache line or not
+@pytest.mark.parametrize("run", [1, 3, 16, 32, 100, 128, 200, 1024])
+def test_rows_too_many_for_a_cache(run: int, start: int, device: str) -> None:
+    rows, pieces = 1_400_000 // (5 * run), 5
+    x = torch.arange(rows * pieces * run, dtype=torch.float32, device=device).view(rows, pieces * run)
+    boxes = [([0, i * run], [rows, run]) for i in range(pieces)]
+    flat = torch.zeros(x.numel() + start, device=device)[start:]
+    _C.pack(x, boxes, flat)
+    same(flat, packed(x, boxes))
+    back = torch.zeros(x.numel() + start, device=device)[start:].view_as(x)
+    _C.unpack(flat, boxes, back)
+    same(back, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_eight_dims_with_gaps(device: str) -> None:
     shape = (2, 3, 2, 2, 3, 2, 2, 2)
     x = spread(values(shape, torch.float32, device), 2)

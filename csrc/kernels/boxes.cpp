@@ -5,7 +5,9 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
 #include <bit>
+#include <numeric>
 
 namespace shardtensor::kernels {
 
@@ -166,13 +168,33 @@ struct Grain {
   int64_t tile_bytes;
   int64_t unit_bytes; // the widest
 };
-constexpr Grain kCpu{1 << 20, 1};
 constexpr Grain kCuda{1 << 14, 16};
+
+// Where tiles of all boxes take turns, together they stay in a core's cache.
+Grain cpu_grain(size_t boxes) {
+  return {std::max<int64_t>((1 << 18) / static_cast<int64_t>(boxes), 1 << 12), 1};
+}
 
 struct Plan {
   Moves moves{};
   Table table;
 };
+
+// Most tiles first.
+void sort_rows(Plan& plan) {
+  const int row = plan.moves.row();
+  std::vector<int64_t> order(static_cast<size_t>(plan.moves.boxes));
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return plan.table[a * row + Moves::kTiles] > plan.table[b * row + Moves::kTiles];
+  });
+  Table sorted;
+  sorted.reserve(plan.table.size());
+  for (const auto b : order) {
+    sorted.append(plan.table.begin() + b * row, plan.table.begin() + (b + 1) * row);
+  }
+  plan.table = std::move(sorted);
+}
 
 // What keeps all boxes from wide units: addresses and strides, as bits.
 uint64_t shared_bits(
@@ -185,9 +207,38 @@ uint64_t shared_bits(
   return bits;
 }
 
+// Boxes of about the same size get the same number of tiles, of whole rows where these are short: tiles of one level are
+// neighbours then. `largest` box and `full` tile are in elements.
+void cut_tiles(Plan& plan, int64_t largest, int64_t full) {
+  auto& moves = plan.moves;
+  const int row = moves.row();
+  const int64_t most = (largest + full - 1) / full;
+  bool sorted = true;
+  for (int64_t b = 0; b < moves.boxes; ++b) {
+    int64_t* box = plan.table.data() + b * row;
+    const auto width = box[Moves::kUnits];
+    const auto run = box[row - 1] >> width;
+    int64_t units = run;
+    for (int d = 0; d + 1 < moves.ndim; ++d) {
+      units *= box[Moves::kSizes + d];
+    }
+    const bool alike = (units << width) >= largest / 8;
+    const auto tiles = alike ? most : ((units << width) + full - 1) / full;
+    auto each = (units + tiles - 1) / tiles;
+    each = each >= 4 * run ? each / run * run : each;
+    box[Moves::kUnits] = each << 8 | width;
+    box[Moves::kTiles] = (units + each - 1) / each;
+    sorted = sorted && (b == 0 || box[Moves::kTiles - row] >= box[Moves::kTiles]);
+  }
+  if (!sorted) {
+    sort_rows(plan);
+  }
+  moves.tiles = number_tiles(plan.table.data(), moves.boxes, row);
+}
+
 // `bytes`: elements are bytes, else values. Values are moved one at a time or in the widest unit.
 void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t parts) {
-  const auto grain = from.tensor.is_cuda() ? kCuda : kCpu;
+  const auto grain = from.tensor.is_cuda() ? kCuda : cpu_grain(from.boxes.size());
   const int64_t from_bytes = bytes ? 1 : static_cast<int64_t>(from.tensor.element_size());
   const int64_t to_bytes = bytes ? 1 : static_cast<int64_t>(to.tensor.element_size());
   const int64_t element = bytes ? static_cast<int64_t>(from.tensor.element_size()) : 1;
@@ -199,16 +250,15 @@ void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t
   moves.ndim = static_cast<int>(dims.size());
   moves.from_flat = from.flat;
   moves.to_flat = to.flat;
-  moves.tile_bytes = grain.tile_bytes;
-  moves.element_bytes = std::max(from_bytes, to_bytes);
+  const auto element_bytes = std::max(from_bytes, to_bytes);
   moves.part_stride = parts > 1 ? numel_of(to.boxes) : 0;
   for (size_t d = 0; d < dims.size(); ++d) {
     moves.from_strides[d] = dims[d].from_stride;
     moves.to_strides[d] = dims[d].to_stride;
   }
-  const auto widest = std::countr_zero(static_cast<uint64_t>(std::max<int64_t>(grain.unit_bytes / moves.element_bytes, 1)));
+  const auto widest = std::countr_zero(static_cast<uint64_t>(std::max<int64_t>(grain.unit_bytes / element_bytes, 1)));
   const auto bits = shared_bits(moves, from, to, dims, from_bytes, to_bytes);
-  int64_t from_flat_at = 0, to_flat_at = 0;
+  int64_t from_flat_at = 0, to_flat_at = 0, largest = 0;
   for (size_t i = 0; i < from.boxes.size(); ++i) {
     const auto numel = numel_of(from.boxes[i]) * element;
     if (numel == 0) {
@@ -221,14 +271,15 @@ void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t
     const auto run = size_of(from.boxes[i], dims.back());
     auto width = std::min(widest, std::countr_zero(bits | static_cast<uint64_t>(from_at | to_at | run)));
     width = bytes || width == widest ? width : 0;
-    plan.table.append({moves.tiles, from_at, to_at, width});
+    plan.table.append({0, 0, width, from_at, to_at});
     for (const auto& dim : dims) {
       plan.table.push_back(size_of(from.boxes[i], dim));
     }
-    const auto units = moves.tile_units(width);
-    moves.tiles += ((numel >> width) + units - 1) / units;
+    largest = std::max(largest, numel);
+    moves.bytes += numel * element_bytes;
     ++moves.boxes;
   }
+  cut_tiles(plan, largest, grain.tile_bytes / element_bytes);
   moves.table = plan.table.data();
 }
 

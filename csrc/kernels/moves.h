@@ -17,29 +17,45 @@ constexpr int kMaxDims = 9;
 
 // An element is a byte where the dtype stays, and a value where it changes or parts are combined. The last dim is contiguous
 // on both sides. It is moved in units of 2^width elements, for which both sides are aligned.
+//
+// Tiles are numbered across the boxes: the first of each box, then the second of each that has two, and so on. Boxes are often
+// neighbours, so that what runs at the same time, or one after the other, shares cache lines and pages of memory.
 struct Moves {
   int ndim;
   bool from_flat, to_flat; // boxes one after the other: strides follow from each box's sizes
   int64_t boxes;
   int64_t tiles;
-  int64_t tile_bytes;
-  int64_t element_bytes; // of the larger side
-  int64_t part_stride;   // elements between two parts, to be combined
+  int64_t bytes;       // in all
+  int64_t part_stride; // elements between two parts, to be combined
   int64_t from_strides[kMaxDims], to_strides[kMaxDims];
-  // A row for each box: its first tile; where it starts on either side, in elements; width; sizes. None is empty.
+  // A row for each box, those of most tiles first. None is empty.
   const int64_t* table;
 
-  static constexpr int kTile = 0, kFrom = 1, kTo = 2, kWidth = 3, kSizes = 4;
+  // Words of a row: how many tiles have a lower level than the box has tiles; its tiles; units to a tile and width; where it
+  // starts on either side, in elements; sizes.
+  static constexpr int kBelow = 0, kTiles = 1, kUnits = 2, kFrom = 3, kTo = 4, kSizes = 5;
 
   C10_HOST_DEVICE int row() const {
     return kSizes + ndim;
   }
-  // Under 2^31.
-  C10_HOST_DEVICE int64_t tile_units(int64_t width) const {
-    const int64_t units = tile_bytes / (element_bytes << width);
-    return units > 0 ? units : 1;
+  static C10_HOST_DEVICE int64_t units(const int64_t* box) { // under 2^31
+    return box[kUnits] >> 8;
+  }
+  static C10_HOST_DEVICE int width(const int64_t* box) {
+    return static_cast<int>(box[kUnits] & 255);
   }
 };
+
+// Fills in kBelow of a table or of a part of one; returns the number of tiles.
+inline int64_t number_tiles(int64_t* table, int64_t boxes, int row) {
+  int64_t rest = 0;
+  for (int64_t b = boxes - 1; b >= 0; --b) {
+    int64_t* box = table + b * row;
+    rest += box[Moves::kTiles];
+    box[Moves::kBelow] = b * box[Moves::kTiles] + rest;
+  }
+  return rest;
+}
 
 // A run of units within one box.
 struct Tile {
@@ -54,14 +70,21 @@ struct Tile {
 
 C10_HOST_DEVICE inline void locate(const Moves& moves, const int64_t* table, int64_t index, Tile& tile) {
   const int row = moves.row(), last = moves.ndim - 1;
-  int64_t low = 0, high = moves.boxes; // the box is in [low, high)
-  while (high - low > 1) {
+  int64_t low = 1, high = moves.boxes; // how many boxes have a tile at this level
+  while (low < high) {
     const int64_t middle = (low + high) / 2;
-    (table[middle * row + Moves::kTile] <= index ? low : high) = middle;
+    if (table[middle * row + Moves::kBelow] > index) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
   }
-  const int64_t* box = table + low * row;
+  const bool more = low < moves.boxes;
+  const int64_t rank = index - (more ? table[low * row + Moves::kBelow] : 0);
+  const int64_t level = (more ? table[low * row + Moves::kTiles] : 0) + rank / low;
+  const int64_t* box = table + rank % low * row;
   tile.ndim = moves.ndim;
-  tile.width = static_cast<int>(box[Moves::kWidth]);
+  tile.width = Moves::width(box);
   int64_t units = 1;
   for (int d = last; d >= 0; --d) {
     const int64_t stride = units << tile.width;
@@ -70,8 +93,8 @@ C10_HOST_DEVICE inline void locate(const Moves& moves, const int64_t* table, int
     tile.size[d] = d == last ? box[Moves::kSizes + d] >> tile.width : box[Moves::kSizes + d];
     units *= tile.size[d];
   }
-  const int64_t full = moves.tile_units(tile.width);
-  int64_t first = (index - box[Moves::kTile]) * full;
+  const int64_t full = Moves::units(box);
+  int64_t first = level * full;
   tile.count = units - first < full ? units - first : full;
   tile.from = box[Moves::kFrom];
   tile.to = box[Moves::kTo];

@@ -6,12 +6,16 @@
 #include <ATen/Parallel.h>
 
 #include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace shardtensor::kernels::cpu {
 
 namespace {
 
 constexpr int64_t kParallelBytes = 1 << 18; // less is not worth waking a thread
+constexpr int64_t kStreamBytes = 4 << 20;   // less may stay in a cache until it is used
 
 // Rows of a box that lie at even distances; all in elements.
 struct Rows {
@@ -58,14 +62,16 @@ void for_rows(const Tile& tile, const Use& use) {
 }
 
 template <typename Use>
-void for_tiles(const Moves& moves, const Use& use) {
-  const int64_t grain = std::max<int64_t>(1, kParallelBytes / moves.tile_bytes);
+void for_tiles(
+    const Moves& moves, const Use& use, void (*end_of_range)() = [] {}) {
+  const int64_t grain = std::max<int64_t>(1, kParallelBytes * moves.tiles / moves.bytes);
   at::parallel_for(0, moves.tiles, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       Tile tile;
       locate(moves, moves.table, i, tile);
       for_rows(tile, use);
     }
+    end_of_range();
   });
 }
 
@@ -100,7 +106,7 @@ void copy_any(const Rows& rows, const char* from, char* to) {
   }
 }
 
-void copy_rows(const Rows& rows, const char* from, char* to) {
+void copy_cached(const Rows& rows, const char* from, char* to) {
   switch (rows.length) {
     case 1:
       return copy_short<1>(rows, from, to);
@@ -118,6 +124,76 @@ void copy_rows(const Rows& rows, const char* from, char* to) {
       return copy_short<64>(rows, from, to);
     default:
       return rows.length > 16 && rows.length <= 256 ? copy_medium(rows, from, to) : copy_any(rows, from, to);
+  }
+}
+
+// Past the caches: a store that fills a line need not read it first. For what is too large to be found in a cache later on.
+void stream_line(char* to, const char* from) {
+#ifdef __SSE2__
+  for (int i = 0; i < 64; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+#else
+  std::memcpy(to, from, 64);
+#endif
+}
+
+// Before other threads may look.
+void end_stream() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
+void stream_row(const char* from, char* to, int64_t length) {
+  const auto head = std::min<int64_t>(-reinterpret_cast<intptr_t>(to) & 63, length);
+  if (head > 0) {
+    std::memcpy(to, from, static_cast<size_t>(head));
+  }
+  int64_t i = head;
+  for (; i + 64 <= length; i += 64) {
+    stream_line(to + i, from + i);
+  }
+  if (i < length) {
+    std::memcpy(to + i, from + i, static_cast<size_t>(length - i));
+  }
+}
+
+// Rows of whole lines. Short ones defeat the processor's own prefetching.
+void stream_lines(const Rows& rows, const char* from, char* to) {
+  const int64_t ahead = rows.length <= 512 ? 16 * rows.from_stride : 0;
+  for (int64_t r = 0; r < rows.count; ++r) {
+    for (int64_t i = 0; i < rows.length; i += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(i + ahead)));
+      stream_line(to + i, from + i);
+    }
+    from += rows.from_stride;
+    to += rows.to_stride;
+  }
+}
+
+void stream_rows(const Rows& rows, const char* from, char* to) {
+  if (rows.length % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0 && rows.to_stride % 64 == 0) {
+    return stream_lines(rows, from, to);
+  }
+  if (rows.length >= 512) {
+    for (int64_t r = 0; r < rows.count; ++r) {
+      stream_row(from + r * rows.from_stride, to + r * rows.to_stride, rows.length);
+    }
+    return;
+  }
+  if (rows.to_stride != rows.length) {
+    copy_cached(rows, from, to);
+    return;
+  }
+  // Short rows, one after the other: put together first.
+  alignas(64) char stage[4096];
+  const int64_t batch = static_cast<int64_t>(sizeof(stage)) / rows.length;
+  for (int64_t r = 0; r < rows.count; r += batch) {
+    auto some = rows;
+    some.count = std::min(batch, rows.count - r);
+    copy_cached(some, from + r * rows.from_stride, stage);
+    stream_row(stage, to + r * rows.to_stride, some.count * rows.length);
   }
 }
 
@@ -200,7 +276,12 @@ void move(const Moves& moves, const at::Tensor& from, at::Tensor& to) {
   if (from.scalar_type() == to.scalar_type()) {
     const auto* source = static_cast<const char*>(from.const_data_ptr());
     auto* target = static_cast<char*>(to.mutable_data_ptr());
-    for_tiles(moves, [&](const Rows& rows) { copy_rows(rows, source + rows.from, target + rows.to); });
+    if (moves.bytes >= kStreamBytes) {
+      for_tiles(
+          moves, [&](const Rows& rows) { stream_rows(rows, source + rows.from, target + rows.to); }, end_stream);
+    } else {
+      for_tiles(moves, [&](const Rows& rows) { copy_cached(rows, source + rows.from, target + rows.to); });
+    }
     return;
   }
   with_float(from.scalar_type(), [&](auto f) {

@@ -25,8 +25,6 @@ constexpr int64_t kWords = (kArgumentBytes - 64 - static_cast<int64_t>(sizeof(Mo
 // The table rides along in the kernel's arguments where it fits: no copy to the device, and a CUDA graph can hold it.
 struct Argument {
   Moves moves; // its table is null where `words` has it
-  int64_t first_tile;
-  int64_t tiles; // of this launch
   int64_t words[kWords];
 };
 
@@ -35,9 +33,9 @@ template <typename Work>
 __global__ void __launch_bounds__(kThreads) tiles_kernel(const __grid_constant__ Argument argument, const Work work) {
   __shared__ Tile tile;
   const int64_t* table = argument.moves.table ? argument.moves.table : argument.words;
-  for (int64_t i = blockIdx.x; i < argument.tiles; i += gridDim.x) {
+  for (int64_t i = blockIdx.x; i < argument.moves.tiles; i += gridDim.x) {
     if (threadIdx.x == 0) {
-      locate(argument.moves, table, argument.first_tile + i, tile);
+      locate(argument.moves, table, i, tile);
     }
     __syncthreads();
     work(tile);
@@ -189,21 +187,16 @@ bool capturing() {
 
 // Small boxes get small blocks: more of them run at once.
 unsigned threads_for(const Moves& moves) {
-  int64_t units = 0;
+  int64_t units = 1;
   for (int64_t b = 0; b < moves.boxes && units < kThreads; ++b) {
-    const int64_t* box = moves.table + b * moves.row();
-    int64_t n = 1;
-    for (int d = 0; d < moves.ndim; ++d) {
-      n *= box[Moves::kSizes + d];
-    }
-    units = std::max(units, std::min<int64_t>(n >> box[Moves::kWidth], kThreads));
+    units = std::max(units, Moves::units(moves.table + b * moves.row()));
   }
-  return static_cast<unsigned>((units + 31) / 32 * 32);
+  return static_cast<unsigned>(std::min<int64_t>((units + 31) / 32 * 32, kThreads));
 }
 
 template <typename Work>
 void launch(const Argument& argument, unsigned threads, const Work& work) {
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(argument.tiles, std::numeric_limits<int32_t>::max()));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(argument.moves.tiles, std::numeric_limits<int32_t>::max()));
   tiles_kernel<<<blocks, threads, 0, c10::cuda::getCurrentCUDAStream()>>>(argument, work);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -225,8 +218,6 @@ void run(const Moves& moves, const at::Tensor& to, const Work& work) {
   const auto threads = threads_for(moves);
   Argument argument;
   argument.moves = moves;
-  argument.first_tile = 0;
-  argument.tiles = moves.tiles;
   const int64_t fits = kWords / moves.row(); // boxes
   if (moves.boxes > fits && !capturing()) {
     const auto table = on_device(moves, to.device());
@@ -238,11 +229,8 @@ void run(const Moves& moves, const at::Tensor& to, const Work& work) {
   argument.moves.table = nullptr;
   for (int64_t b = 0; b < moves.boxes; b += fits) {
     argument.moves.boxes = std::min(fits, moves.boxes - b);
-    const int64_t* rows = moves.table + b * moves.row();
-    std::copy_n(rows, argument.moves.boxes * moves.row(), argument.words);
-    const int64_t next = b + fits;
-    argument.first_tile = rows[Moves::kTile];
-    argument.tiles = (next < moves.boxes ? moves.table[next * moves.row() + Moves::kTile] : moves.tiles) - argument.first_tile;
+    std::copy_n(moves.table + b * moves.row(), argument.moves.boxes * moves.row(), argument.words);
+    argument.moves.tiles = number_tiles(argument.words, argument.moves.boxes, moves.row());
     launch(argument, threads, work);
   }
 }
