@@ -14,5 +14,6 @@ void register_tensor(py::module& m);
 void register_dispatch(py::module& m);
 void register_comm(py::module& m);
 void register_random(py::module& m);
+void register_kernels(py::module& m);
 
 } // namespace shardtensor::bindings

@@ -7,4 +7,5 @@ PYBIND11_MODULE(_C, m) {
   register_dispatch(m);
   register_comm(m);
   register_random(m);
+  register_kernels(m);
 }
