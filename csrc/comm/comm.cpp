@@ -224,94 +224,52 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
   }
 }
 
-void all_to_all(std::vector<at::Tensor>& from, std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim) {
-  const auto n = mesh.size(mesh_dim);
-  const auto me = mesh.coordinate()[mesh_dim];
-  from[me].copy_(to[me]);
-  if (n == 1) {
-    return;
-  }
-  auto group = group_of(mesh, mesh_dim, "all_to_all");
-  const auto options = from[me].options().dtype(at::kByte);
-  std::vector<int64_t> out_sizes(n, 0), in_sizes(n, 0);
-  std::vector<at::Tensor> outgoing;
-  int64_t incoming = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (i == me) {
-      continue;
+namespace {
+
+void exchange(
+    Kind kind,
+    at::Tensor& out,
+    at::IntArrayRef out_sizes,
+    const at::Tensor& in,
+    at::IntArrayRef in_sizes,
+    const Mesh& mesh,
+    int64_t mesh_dim) {
+  auto group = group_of(mesh, mesh_dim, name_of(kind));
+  const auto in_bytes = [item = in.element_size()](at::IntArrayRef sizes) {
+    auto bytes = sizes.vec();
+    for (auto& b : bytes) {
+      b *= item;
     }
-    in_sizes[i] = static_cast<int64_t>(to[i].nbytes());
-    out_sizes[i] = static_cast<int64_t>(from[i].nbytes());
-    incoming += out_sizes[i];
-    if (in_sizes[i]) {
-      outgoing.push_back(as_bytes(to[i].resolve_conj().resolve_neg()));
-    }
-  }
-  auto input = outgoing.empty() ? at::empty({0}, options) : at::cat(outgoing);
-  auto output = at::empty({incoming}, options);
-  count(Kind::AllToAll, input.numel());
-  wait(exchange_bytes(*group, output, input, out_sizes, in_sizes));
-  int64_t at = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (out_sizes[i]) {
-      as_bytes(from[i]).copy_(output.narrow(0, at, out_sizes[i]));
-      at += out_sizes[i];
-    }
+    return bytes;
+  };
+  auto out_cut = in_bytes(out_sizes), in_cut = in_bytes(in_sizes);
+  auto output = as_bytes(out), input = as_bytes(in);
+  count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]]);
+  wait(exchange_bytes(*group, output, input, out_cut, in_cut));
+}
+
+} // namespace
+
+void all_to_all(
+    at::Tensor& out,
+    at::IntArrayRef out_sizes,
+    const at::Tensor& in,
+    at::IntArrayRef in_sizes,
+    const Mesh& mesh,
+    int64_t mesh_dim) {
+  if (mesh.size(mesh_dim) > 1) {
+    exchange(Kind::AllToAll, out, out_sizes, in, in_sizes, mesh, mesh_dim);
   }
 }
 
-at::Tensor reduce_scatter(std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+void exchange_summands(at::Tensor& out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim) {
   const auto n = mesh.size(mesh_dim);
-  const auto me = mesh.coordinate()[mesh_dim];
   if (n == 1) {
-    return to[me];
+    out.copy_(in);
+    return;
   }
-  std::vector<at::Tensor> from(n);
-  for (auto& t : from) {
-    t = at::empty_like(to[me], at::MemoryFormat::Contiguous);
-  }
-  const auto before = counts();
-  all_to_all(from, to, mesh, mesh_dim);
-  const auto sent = counts().bytes[static_cast<size_t>(Kind::AllToAll)] - before.bytes[static_cast<size_t>(Kind::AllToAll)];
-  g_calls[static_cast<size_t>(Kind::AllToAll)] -= 1;
-  g_bytes[static_cast<size_t>(Kind::AllToAll)] -= sent;
-  count(Kind::ReduceScatter, sent);
-  auto out = from[0];
-  for (int64_t i = 1; i < n; ++i) {
-    switch (op) {
-      case ReduceOp::Sum:
-      case ReduceOp::Avg:
-      case ReduceOp::Norm:
-        if (out.scalar_type() == at::kBool) {
-          out.logical_or_(from[i]);
-        } else {
-          out.add_(from[i]);
-        }
-        break;
-      case ReduceOp::Product:
-        out.mul_(from[i]);
-        break;
-      case ReduceOp::Min:
-        out = at::minimum(out, from[i]);
-        break;
-      case ReduceOp::Max:
-        out = at::maximum(out, from[i]);
-        break;
-      case ReduceOp::Band:
-        out.bitwise_and_(from[i]);
-        break;
-      case ReduceOp::Bor:
-        out.bitwise_or_(from[i]);
-        break;
-      case ReduceOp::Bxor:
-        out.bitwise_xor_(from[i]);
-        break;
-    }
-  }
-  if (op == ReduceOp::Avg) {
-    out.div_(n);
-  }
-  return out;
+  const std::vector<int64_t> out_sizes(n, out.numel() / n);
+  exchange(Kind::ReduceScatter, out, out_sizes, in, in_sizes, mesh, mesh_dim);
 }
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {

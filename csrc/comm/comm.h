@@ -22,11 +22,19 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
 // pieces[i] receives what coordinate i sends as `mine`. All contiguous; ranks agree on the sizes beforehand.
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 
-// to[i] goes to coordinate i, from[i] comes from it. All contiguous; empty tensors cost nothing on the wire.
-void all_to_all(std::vector<at::Tensor>& from, std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim);
+// Flat buffers: `in` has what goes to coordinate 0, 1, ... one after the other, `out` what comes from each; sizes in elements,
+// this rank's own 0.
+void all_to_all(
+    at::Tensor& out,
+    at::IntArrayRef out_sizes,
+    const at::Tensor& in,
+    at::IntArrayRef in_sizes,
+    const Mesh& mesh,
+    int64_t mesh_dim);
 
-// to[i] is this rank's summand of coordinate i's piece; the result is this rank's piece, reduced.
-at::Tensor reduce_scatter(std::vector<at::Tensor>& to, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
+// A reduce-scatter but for the sum. `in` has this rank's summand of every coordinate's piece, `out` becomes the summands of this
+// rank's piece, one after the other in the order of the coordinates.
+void exchange_summands(at::Tensor& out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim);
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate);
 

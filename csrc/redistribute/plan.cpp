@@ -165,8 +165,7 @@ class Search {
       }
     } else if (stages[m] == kFrom && now.is_shard() && innermost(stages, m, now.dim)) {
       go(at, stages, m, StepKind::AllGather, kWhole);
-      const bool strided = now.split_factor > 1 || want.split_factor > 1;
-      if (can_cut && is_open(m) && !(now.dim == want.dim && strided)) {
+      if (can_cut && is_open(m)) {
         go(at, stages, m, StepKind::AllToAll, kTo);
       }
     }

@@ -1,6 +1,7 @@
 #include "redistribute/redistribute.h"
 
 #include "comm/comm.h"
+#include "kernels/boxes.h"
 #include "redistribute/plan.h"
 
 #include <ATen/ATen.h>
@@ -70,19 +71,76 @@ at::Tensor take(const at::Tensor& t, int64_t dim, const Intervals& runs) {
   return at::cat(parts, dim);
 }
 
-void put(at::Tensor& into, int64_t dim, const Intervals& runs, const at::Tensor& piece) {
-  int64_t at = 0;
-  for (const auto& run : runs) {
-    if (run.length) {
-      into.narrow(dim, run.start, run.length).copy_(piece.narrow(dim, at, run.length));
-      at += run.length;
-    }
-  }
-}
-
 Sizes with_size(const at::Tensor& t, int64_t dim, int64_t size) {
   Sizes out(t.sizes().begin(), t.sizes().end());
   out[dim] = size;
+  return out;
+}
+
+Box box_in(IntArrayRef sizes) {
+  Box box;
+  box.offsets.assign(sizes.size(), 0);
+  box.sizes.assign(sizes.begin(), sizes.end());
+  return box;
+}
+
+// What `runs` pick of tensor dim `dim`: one box each.
+std::vector<Box> boxes_along(IntArrayRef sizes, int64_t dim, const Intervals& runs) {
+  std::vector<Box> out;
+  for (const auto& run : runs) {
+    out.push_back(box_in(sizes));
+    out.back().offsets[dim] = run.start;
+    out.back().sizes[dim] = run.length;
+  }
+  return out;
+}
+
+// The same elements on both sides, box by box.
+struct Pairs {
+  std::vector<Box> from, to;
+
+  void append(const Pairs& o) {
+    from.insert(from.end(), o.from.begin(), o.from.end());
+    to.insert(to.end(), o.to.begin(), o.to.end());
+  }
+  int64_t numel() const {
+    int64_t n = 0;
+    for (const auto& box : from) {
+      n += c10::multiply_integers(box.sizes);
+    }
+    return n;
+  }
+};
+
+// What goes from a piece that holds the runs `held` of dim `src` to one that holds the runs `wanted` of dim `dst`. `sizes`: all
+// other dims, which are alike.
+Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64_t dst, const Intervals& wanted) {
+  Pairs out;
+  int64_t held_at = 0;
+  for (const auto& a : held) {
+    int64_t wanted_at = 0;
+    for (const auto& b : wanted) {
+      auto from = box_in(sizes), to = box_in(sizes);
+      if (src == dst) {
+        const auto start = std::max(a.start, b.start);
+        const auto length = std::max<int64_t>(0, std::min(a.start + a.length, b.start + b.length) - start);
+        from.offsets[src] = held_at + (length ? start - a.start : 0);
+        to.offsets[src] = wanted_at + (length ? start - b.start : 0);
+        from.sizes[src] = to.sizes[src] = length;
+      } else {
+        from.offsets[src] = held_at;
+        from.offsets[dst] = b.start;
+        to.offsets[src] = a.start;
+        to.offsets[dst] = wanted_at;
+        from.sizes[src] = to.sizes[src] = a.length;
+        from.sizes[dst] = to.sizes[dst] = b.length;
+      }
+      out.from.push_back(std::move(from));
+      out.to.push_back(std::move(to));
+      wanted_at += b.length;
+    }
+    held_at += a.length;
+  }
   return out;
 }
 
@@ -107,18 +165,32 @@ void reduce_everywhere(State& s, int64_t m) {
 void reduce_into_pieces(State& s, int64_t m, const Layout& to) {
   const auto p = s.layout->placement(m);
   const auto dim = to.placement(m).dim;
+  const auto n = s.mesh().size(m);
   s.layout = s.layout->with(m, to.placement(m), to.cut(m));
-  const auto extent = s.local.size(dim);
-  auto source = p.reduce == ReduceOp::Norm ? norm_power(s.local, p.norm_order) : s.local;
-  std::vector<at::Tensor> out;
-  for (const auto& piece : pieces_along(*s.layout, m, extent)) {
-    out.push_back(take(source, dim, piece).contiguous());
+  const auto source = p.reduce == ReduceOp::Norm ? norm_power(s.local, p.norm_order) : s.local;
+  const auto pieces = pieces_along(*s.layout, m, source.size(dim));
+  const auto rest = source.size(dim) ? source.numel() / source.size(dim) : 0;
+  std::vector<Box> boxes;
+  std::vector<int64_t> sent;
+  for (const auto& piece : pieces) {
+    const auto of_piece = boxes_along(source.sizes(), dim, piece);
+    boxes.insert(boxes.end(), of_piece.begin(), of_piece.end());
+    sent.push_back(length_of(piece) * rest);
   }
-  const auto dtype = s.local.scalar_type();
-  s.local = comm::reduce_scatter(out, s.mesh(), m, p.reduce);
-  if (p.reduce == ReduceOp::Norm) {
-    s.local = norm_root(s.local, p.norm_order, dtype);
+  auto packed = at::empty({source.numel()}, source.options());
+  kernels::pack(source, boxes, packed);
+  const auto& mine = pieces[s.mesh().coordinate()[m]];
+  auto out = at::empty(with_size(source, dim, length_of(mine)), source.options());
+  auto summands = at::empty({out.numel() * n}, source.options());
+  comm::exchange_summands(summands, packed, sent, s.mesh(), m);
+  Intervals runs; // of the piece, where they are in it
+  int64_t at = 0;
+  for (const auto& run : mine) {
+    runs.push_back({at, run.length});
+    at += run.length;
   }
+  kernels::unpack_reduce(summands, n, boxes_along(out.sizes(), dim, runs), p.reduce, out);
+  s.local = p.reduce == ReduceOp::Norm ? norm_root(out, p.norm_order, s.local.scalar_type()) : out;
 }
 
 void gather(State& s, int64_t m) {
@@ -126,26 +198,43 @@ void gather(State& s, int64_t m) {
   const auto extent = extent_before(*s.layout, m, dim, s.sizes);
   const auto pieces = pieces_along(*s.layout, m, extent);
   const auto n = s.mesh().size(m);
-  const auto whole_sizes = with_size(s.local, dim, extent);
-  auto whole = at::empty(whole_sizes, s.local.options());
+  const auto me = s.mesh().coordinate()[m];
+  auto whole = at::empty(with_size(s.local, dim, extent), s.local.options());
   // Cut on the outermost dim that has more than one index: every piece is one contiguous run of the result.
   bool direct = true;
   for (int64_t d = 0; d < dim; ++d) {
     direct &= whole.size(d) == 1;
   }
-  std::vector<at::Tensor> received(n);
   for (int64_t c = 0; c < n; ++c) {
     direct &= pieces[c].size() <= 1;
   }
-  for (int64_t c = 0; c < n; ++c) {
-    received[c] =
-        direct ? take(whole, dim, pieces[c]) : at::empty(with_size(s.local, dim, length_of(pieces[c])), s.local.options());
-  }
-  comm::all_gather(received, s.local.contiguous(), s.mesh(), m);
-  if (!direct) {
+  std::vector<at::Tensor> received(n);
+  if (direct) {
     for (int64_t c = 0; c < n; ++c) {
-      put(whole, dim, pieces[c], received[c]);
+      received[c] = take(whole, dim, pieces[c]);
     }
+    comm::all_gather(received, s.local.contiguous(), s.mesh(), m);
+  } else {
+    const auto mine = s.local.contiguous();
+    const auto rest = extent ? whole.numel() / extent : 0;
+    auto flat = at::empty({rest * (extent - length_of(pieces[me]))}, s.local.options());
+    std::vector<Box> boxes;
+    int64_t at = 0;
+    for (int64_t c = 0; c < n; ++c) {
+      if (c == me) {
+        received[c] = mine;
+        continue;
+      }
+      const auto numel = rest * length_of(pieces[c]);
+      received[c] = flat.narrow(0, at, numel);
+      at += numel;
+      const auto of_piece = boxes_along(whole.sizes(), dim, pieces[c]);
+      boxes.insert(boxes.end(), of_piece.begin(), of_piece.end());
+    }
+    comm::all_gather(received, mine, s.mesh(), m);
+    kernels::unpack(flat, boxes, whole);
+    const auto own = pairs_between(mine.sizes(), dim, pieces[me], dim, {{0, extent}});
+    kernels::copy(mine, own.from, whole, own.to);
   }
   s.local = std::move(whole);
   s.layout = s.layout->with(m, Placement::replicate());
@@ -157,52 +246,38 @@ void slice(State& s, int64_t m, const Layout& to) {
   s.local = take(s.local, dim, s.layout->split(m, s.local.size(dim), s.mesh().coordinate()));
 }
 
-// One mesh dim changes from one cut to another, on the same tensor dim or not, with no gather between.
+// One mesh dim changes from one cut to another, on the same tensor dim or not: every element goes straight to its new owner.
 void exchange(State& s, int64_t m, const Layout& to) {
   const auto src = s.layout->placement(m).dim;
   const auto dst = to.placement(m).dim;
   const auto next = s.layout->with(m, to.placement(m), to.cut(m));
   const auto extent = extent_before(*s.layout, m, src, s.sizes);
   const auto me = s.mesh().coordinate()[m];
+  const auto n = s.mesh().size(m);
   const auto held = pieces_along(*s.layout, m, extent);
   const auto wanted = pieces_along(*next, m, src == dst ? extent : s.local.size(dst));
-  const auto n = s.mesh().size(m);
-  std::vector<at::Tensor> to_them(n), from_them(n);
-  auto result = at::empty(
-      src == dst ? with_size(s.local, src, length_of(wanted[me])) : [&] {
-        auto sizes = with_size(s.local, src, extent);
-        sizes[dst] = length_of(wanted[me]);
-        return sizes;
-      }(),
-      s.local.options());
-  if (src != dst) {
-    for (int64_t c = 0; c < n; ++c) {
-      to_them[c] = take(s.local, dst, wanted[c]).contiguous();
-      from_them[c] = at::empty(with_size(result, src, length_of(held[c])), s.local.options());
-    }
-    comm::all_to_all(from_them, to_them, s.mesh(), m);
-    for (int64_t c = 0; c < n; ++c) {
-      put(result, src, held[c], from_them[c]);
-    }
-  } else {
-    const auto overlap = [](const Interval& a, const Interval& b) {
-      const auto start = std::max(a.start, b.start);
-      return Interval{start, std::max<int64_t>(0, std::min(a.start + a.length, b.start + b.length) - start)};
-    };
-    for (int64_t c = 0; c < n; ++c) {
-      const auto out = overlap(held[me][0], wanted[c][0]);
-      const auto in = overlap(held[c][0], wanted[me][0]);
-      to_them[c] = s.local.narrow(src, out.length ? out.start - held[me][0].start : 0, out.length).contiguous();
-      from_them[c] = at::empty(with_size(result, src, in.length), s.local.options());
-    }
-    comm::all_to_all(from_them, to_them, s.mesh(), m);
-    for (int64_t c = 0; c < n; ++c) {
-      const auto in = overlap(held[c][0], wanted[me][0]);
-      if (in.length) {
-        result.narrow(src, in.start - wanted[me][0].start, in.length).copy_(from_them[c]);
-      }
+  auto sizes = with_size(s.local, src, extent);
+  sizes[dst] = length_of(wanted[me]);
+  auto result = at::empty(sizes, s.local.options());
+  Pairs out, in;
+  std::vector<int64_t> sent(n, 0), received(n, 0);
+  for (int64_t c = 0; c < n; ++c) {
+    if (c != me) {
+      const auto to_c = pairs_between(s.local.sizes(), src, held[me], dst, wanted[c]);
+      const auto from_c = pairs_between(s.local.sizes(), src, held[c], dst, wanted[me]);
+      sent[c] = to_c.numel();
+      received[c] = from_c.numel();
+      out.append(to_c);
+      in.append(from_c);
     }
   }
+  auto packed = at::empty({out.numel()}, s.local.options());
+  auto arrived = at::empty({in.numel()}, s.local.options());
+  kernels::pack(s.local, out.from, packed);
+  comm::all_to_all(arrived, received, packed, sent, s.mesh(), m);
+  kernels::unpack(arrived, in.to, result);
+  const auto own = pairs_between(s.local.sizes(), src, held[me], dst, wanted[me]);
+  kernels::copy(s.local, own.from, result, own.to);
   s.local = std::move(result);
   s.layout = next;
 }
