@@ -1,14 +1,13 @@
 #include "dispatch/typed.h"
 
 #include "dispatch/call.h"
+#include "dispatch/kernel_table.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/boxing/impl/boxing.h>
 
 #include <algorithm>
 #include <array>
-#include <string>
-#include <unordered_map>
 
 namespace shardtensor {
 
@@ -243,113 +242,94 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
-template <typename Signature>
-c10::KernelFunction make(const Op& op) {
-  return c10::KernelFunction::makeFromUnboxedFunctor<false, Typed<Signature>>(std::make_unique<Typed<Signature>>(op));
-}
-
-using Make = c10::KernelFunction (*)(const Op&);
-using Table = std::unordered_map<std::string, Make>;
-
-template <typename Signature>
-void add(Table& table, std::initializer_list<const char*> ops) {
-  for (const char* op : ops) {
-    table.emplace(std::string("aten::") + op, &make<Signature>);
-  }
-}
-
 // One line per signature. An op belongs here if it runs all the time in training; any other is right without.
-Table make_table() {
-  Table t;
-  add<Tensor(const Tensor&)>(
-      t, {
-             "abs",
-             "alias",
-             "cos",
-             "detach",
-             "exp",
-             "log",
-             "neg",
-             "reciprocal",
-             "relu",
-             "rsqrt",
-             "sigmoid",
-             "silu",
-             "sin",
-             "sqrt",
-             "t",
-             "tanh",
-         });
-  add<Tensor(const Tensor&, const Tensor&)>(
-      t, {
-             "bmm",
-             "div.Tensor",
-             "dot",
-             "eq.Tensor",
-             "ge.Tensor",
-             "gt.Tensor",
-             "le.Tensor",
-             "lt.Tensor",
-             "matmul",
-             "maximum",
-             "minimum",
-             "mm",
-             "mul.Tensor",
-             "mv",
-             "ne.Tensor",
-             "sigmoid_backward",
-             "silu_backward",
-             "tanh_backward",
-         });
-  add<Tensor(const Tensor&, const Tensor&, const c10::Scalar&)>(t, {"add.Tensor", "sub.Tensor", "threshold_backward"});
-  add<Tensor(const Tensor&, const Tensor&, const Tensor&)>(t, {"where.self"});
-  add<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>(t, {"linear"});
-  add<Tensor(const Tensor&, const c10::Scalar&)>(
-      t, {
-             "div.Scalar",
-             "eq.Scalar",
-             "ge.Scalar",
-             "gt.Scalar",
-             "le.Scalar",
-             "lt.Scalar",
-             "mul.Scalar",
-             "ne.Scalar",
-             "pow.Tensor_Scalar",
-         });
-  add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(t, {"mean.dim", "sum.dim_IntList"});
-  add<Tensor(const Tensor&, std::optional<at::ScalarType>)>(t, {"mean", "sum"});
-  add<Tensor(const Tensor&, const c10::Scalar&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
-      t, {"linalg_vector_norm"});
-  add<Tensor(const Tensor&, int64_t, bool)>(t, {"_log_softmax", "_softmax"});
-  add<Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType)>(t, {"_log_softmax_backward_data", "_softmax_backward_data"});
-  add<Tensor(const Tensor&, int64_t, int64_t)>(t, {"transpose.int"});
-  add<Tensor(const Tensor&, int64_t)>(t, {"unsqueeze"});
-  add<Tensor(const Tensor&, c10::IntArrayRef)>(t, {"permute"});
-  add<Tensor(const Tensor&, c10::SymIntArrayRef)>(t, {"_unsafe_view", "view"});
-  add<Tensor(const Tensor&, c10::SymIntArrayRef, bool)>(t, {"expand"});
-  add<Tensor(const Tensor&, std::optional<at::MemoryFormat>)>(t, {"clone"});
-  add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>(t, {"addmm"});
-  add<Tensor(const at::ITensorListRef&, int64_t)>(t, {"cat"});
-  add<Tensor(at::TensorList, int64_t)>(t, {"stack"});
-  add<std::tuple<Tensor, Tensor, Tensor>(
+KernelTable<Typed> make_table() {
+  KernelTable<Typed> t;
+  t.add<Tensor(const Tensor&)>({
+      "abs",
+      "alias",
+      "cos",
+      "detach",
+      "exp",
+      "log",
+      "neg",
+      "reciprocal",
+      "relu",
+      "rsqrt",
+      "sigmoid",
+      "silu",
+      "sin",
+      "sqrt",
+      "t",
+      "tanh",
+  });
+  t.add<Tensor(const Tensor&, const Tensor&)>({
+      "bmm",
+      "div.Tensor",
+      "dot",
+      "eq.Tensor",
+      "ge.Tensor",
+      "gt.Tensor",
+      "le.Tensor",
+      "lt.Tensor",
+      "matmul",
+      "maximum",
+      "minimum",
+      "mm",
+      "mul.Tensor",
+      "mv",
+      "ne.Tensor",
+      "sigmoid_backward",
+      "silu_backward",
+      "tanh_backward",
+  });
+  t.add<Tensor(const Tensor&, const Tensor&, const c10::Scalar&)>({"add.Tensor", "sub.Tensor", "threshold_backward"});
+  t.add<Tensor(const Tensor&, const Tensor&, const Tensor&)>({"where.self"});
+  t.add<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>({"linear"});
+  t.add<Tensor(const Tensor&, const c10::Scalar&)>({
+      "div.Scalar",
+      "eq.Scalar",
+      "ge.Scalar",
+      "gt.Scalar",
+      "le.Scalar",
+      "lt.Scalar",
+      "mul.Scalar",
+      "ne.Scalar",
+      "pow.Tensor_Scalar",
+  });
+  t.add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>({"mean.dim", "sum.dim_IntList"});
+  t.add<Tensor(const Tensor&, std::optional<at::ScalarType>)>({"mean", "sum"});
+  t.add<Tensor(const Tensor&, const c10::Scalar&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
+      {"linalg_vector_norm"});
+  t.add<Tensor(const Tensor&, int64_t, bool)>({"_log_softmax", "_softmax"});
+  t.add<Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType)>({"_log_softmax_backward_data", "_softmax_backward_data"});
+  t.add<Tensor(const Tensor&, int64_t, int64_t)>({"transpose.int"});
+  t.add<Tensor(const Tensor&, int64_t)>({"unsqueeze"});
+  t.add<Tensor(const Tensor&, c10::IntArrayRef)>({"permute"});
+  t.add<Tensor(const Tensor&, c10::SymIntArrayRef)>({"_unsafe_view", "view"});
+  t.add<Tensor(const Tensor&, c10::SymIntArrayRef, bool)>({"expand"});
+  t.add<Tensor(const Tensor&, std::optional<at::MemoryFormat>)>({"clone"});
+  t.add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>({"addmm"});
+  t.add<Tensor(const at::ITensorListRef&, int64_t)>({"cat"});
+  t.add<Tensor(at::TensorList, int64_t)>({"stack"});
+  t.add<std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double)>(
-      t, {"native_layer_norm"});
-  add<Tensor&(Tensor&)>(t, {"relu_", "zero_"});
-  add<Tensor&(Tensor&, const Tensor&)>(t, {"div_.Tensor", "mul_.Tensor"});
-  add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>(t, {"add_.Tensor", "sub_.Tensor"});
-  add<Tensor&(Tensor&, const c10::Scalar&)>(t, {"fill_.Scalar", "mul_.Scalar"});
-  add<Tensor&(Tensor&, const Tensor&, bool)>(t, {"copy_"});
-  add<Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>(t, {"addcdiv_", "addcmul_"});
-  add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>(t, {"lerp_.Scalar"});
+      {"native_layer_norm"});
+  t.add<Tensor&(Tensor&)>({"relu_", "zero_"});
+  t.add<Tensor&(Tensor&, const Tensor&)>({"div_.Tensor", "mul_.Tensor"});
+  t.add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"add_.Tensor", "sub_.Tensor"});
+  t.add<Tensor&(Tensor&, const c10::Scalar&)>({"fill_.Scalar", "mul_.Scalar"});
+  t.add<Tensor&(Tensor&, const Tensor&, bool)>({"copy_"});
+  t.add<Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>({"addcdiv_", "addcmul_"});
+  t.add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"lerp_.Scalar"});
   return t;
 }
 
 } // namespace
 
 std::optional<c10::KernelFunction> typed_kernel(const Op& op) {
-  static const Table table = make_table();
-  const auto it = table.find(op.name);
-  return it == table.end() ? std::nullopt : std::optional(it->second(op));
+  static const auto table = make_table();
+  return table.kernel_for(op);
 }
 
 } // namespace shardtensor

@@ -1,5 +1,5 @@
 #include "dispatch/call.h"
-#include "dispatch/errors.h"
+#include "dispatch/kernel_table.h"
 #include "dispatch/lists.h"
 #include "tensor/lists.h"
 
@@ -7,8 +7,6 @@
 #include <ATen/core/boxing/impl/boxing.h>
 
 #include <array>
-#include <string>
-#include <unordered_map>
 
 namespace shardtensor {
 
@@ -156,61 +154,44 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
   c10::TypedOperatorHandle<Result(TensorList, Args...)> call_;
 };
 
-template <typename Signature>
-c10::KernelFunction make(const Op& op) {
-  return c10::KernelFunction::makeFromUnboxedFunctor<false, TypedList<Signature>>(std::make_unique<TypedList<Signature>>(op));
-}
-
-using Make = c10::KernelFunction (*)(const Op&);
-using Table = std::unordered_map<std::string, Make>;
-
-template <typename Signature>
-void add(Table& table, std::initializer_list<const char*> ops) {
-  for (const char* op : ops) {
-    table.emplace(std::string("aten::") + op, &make<Signature>);
-  }
-}
-
 // One line per signature: what torch.optim and clip_grad_norm_ call. Any other list op is right without.
-Table make_table() {
+KernelTable<TypedList> make_table() {
   using List = TensorList;
   using Lists = std::vector<Tensor>;
   using Scalar = c10::Scalar;
   using Scalars = at::ArrayRef<c10::Scalar>;
   using Maybe = std::optional<Tensor>;
-  Table t;
-  add<void(List)>(t, {"_foreach_neg_", "_foreach_reciprocal_", "_foreach_sqrt_", "_foreach_zero_"});
-  add<void(List, const Scalar&)>(
-      t,
+  KernelTable<TypedList> t;
+  t.add<void(List)>({"_foreach_neg_", "_foreach_reciprocal_", "_foreach_sqrt_", "_foreach_zero_"});
+  t.add<void(List, const Scalar&)>(
       {"_foreach_add_.Scalar", "_foreach_div_.Scalar", "_foreach_mul_.Scalar", "_foreach_pow_.Scalar", "_foreach_sub_.Scalar"});
-  add<void(List, Scalars)>(t, {"_foreach_add_.ScalarList", "_foreach_div_.ScalarList", "_foreach_mul_.ScalarList"});
-  add<void(List, const Tensor&)>(t, {"_foreach_div_.Tensor", "_foreach_mul_.Tensor"});
-  add<void(List, List)>(t, {"_foreach_div_.List", "_foreach_maximum_.List", "_foreach_mul_.List"});
-  add<void(List, List, const Scalar&)>(t, {"_foreach_add_.List", "_foreach_lerp_.Scalar", "_foreach_sub_.List"});
-  add<void(List, List, bool)>(t, {"_foreach_copy_"});
-  add<void(List, List, List, const Scalar&)>(t, {"_foreach_addcdiv_.Scalar", "_foreach_addcmul_.Scalar"});
-  add<void(List, List, List, Scalars)>(t, {"_foreach_addcdiv_.ScalarList", "_foreach_addcmul_.ScalarList"});
-  add<Lists(List)>(t, {"_foreach_abs", "_foreach_neg", "_foreach_sqrt"});
-  add<Lists(List, const Scalar&)>(t, {"_foreach_add.Scalar", "_foreach_div.Scalar", "_foreach_mul.Scalar"});
-  add<Lists(List, Scalars)>(t, {"_foreach_div.ScalarList", "_foreach_mul.ScalarList"});
-  add<Lists(List, List)>(t, {"_foreach_div.List", "_foreach_mul.List"});
-  add<Lists(List, List, const Scalar&)>(t, {"_foreach_add.List", "_foreach_sub.List"});
-  add<Lists(List, const Scalar&, std::optional<at::ScalarType>)>(t, {"_foreach_norm.Scalar"});
-  add<void(List, List, List, List, List, List, double, double, double, double, double, bool, bool, const Maybe&, const Maybe&)>(
-      t, {"_fused_adam_", "_fused_adamw_"});
-  add<void(
+  t.add<void(List, Scalars)>({"_foreach_add_.ScalarList", "_foreach_div_.ScalarList", "_foreach_mul_.ScalarList"});
+  t.add<void(List, const Tensor&)>({"_foreach_div_.Tensor", "_foreach_mul_.Tensor"});
+  t.add<void(List, List)>({"_foreach_div_.List", "_foreach_maximum_.List", "_foreach_mul_.List"});
+  t.add<void(List, List, const Scalar&)>({"_foreach_add_.List", "_foreach_lerp_.Scalar", "_foreach_sub_.List"});
+  t.add<void(List, List, bool)>({"_foreach_copy_"});
+  t.add<void(List, List, List, const Scalar&)>({"_foreach_addcdiv_.Scalar", "_foreach_addcmul_.Scalar"});
+  t.add<void(List, List, List, Scalars)>({"_foreach_addcdiv_.ScalarList", "_foreach_addcmul_.ScalarList"});
+  t.add<Lists(List)>({"_foreach_abs", "_foreach_neg", "_foreach_sqrt"});
+  t.add<Lists(List, const Scalar&)>({"_foreach_add.Scalar", "_foreach_div.Scalar", "_foreach_mul.Scalar"});
+  t.add<Lists(List, Scalars)>({"_foreach_div.ScalarList", "_foreach_mul.ScalarList"});
+  t.add<Lists(List, List)>({"_foreach_div.List", "_foreach_mul.List"});
+  t.add<Lists(List, List, const Scalar&)>({"_foreach_add.List", "_foreach_sub.List"});
+  t.add<Lists(List, const Scalar&, std::optional<at::ScalarType>)>({"_foreach_norm.Scalar"});
+  t.add<void(List, List, List, List, List, List, double, double, double, double, double, bool, bool, const Maybe&, const Maybe&)>(
+      {"_fused_adam_", "_fused_adamw_"});
+  t.add<void(
       List, List, List, List, List, List, const Tensor&, double, double, double, double, bool, bool, const Maybe&, const Maybe&)>(
-      t, {"_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"});
-  add<void(List, List, List, double, double, double, double, bool, bool, bool, const Maybe&, const Maybe&)>(t, {"_fused_sgd_"});
+      {"_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"});
+  t.add<void(List, List, List, double, double, double, double, bool, bool, bool, const Maybe&, const Maybe&)>({"_fused_sgd_"});
   return t;
 }
 
 } // namespace
 
 std::optional<c10::KernelFunction> typed_list_kernel(const Op& op) {
-  static const Table table = make_table();
-  const auto it = table.find(op.name);
-  return it == table.end() ? std::nullopt : std::optional(it->second(op));
+  static const auto table = make_table();
+  return table.kernel_for(op);
 }
 
 } // namespace shardtensor
