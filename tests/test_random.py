@@ -438,3 +438,40 @@ def make_factories(mesh_shape: tuple[int, ...]) -> Any:
     mesh = mesh_of(mesh_shape)
     placements = [st.Shard(1), st.Shard(0)][: mesh.ndim]
     return [f(5, 4, device_mesh=mesh, placements=placements).full_tensor().tolist() for f in (st.rand, st.randn)]
+
+
+ON_A_GPU = [
+    "uniform_",
+    "normal_",
+    "bernoulli_",
+    "random_",
+    "random_from_to",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+    "rand_like_float",
+    "randn_like_bfloat16",
+    "randn_like_complex",
+    "transposed",
+]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_cuda_draws_what_the_cpu_draws(pools):
+    there, here = (pools(1).run("test_random:draw_on", device)[0] for device in ("cuda", "cpu"))
+    for name in ON_A_GPU:
+        torch.testing.assert_close(there[name], here[name])
+
+
+def draw_on(device: str) -> dict[str, torch.Tensor]:
+    import shardtensor as st
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh(device, [0])
+    drawn = {}
+    for name in ON_A_GPU:
+        torch.manual_seed(7)
+        x = st.distribute_tensor(torch.zeros(40, 33, dtype=torch.float64, device=device), mesh, [st.Shard(0)])
+        drawn[name] = OPS[name](x).full_tensor().cpu()
+    return drawn
