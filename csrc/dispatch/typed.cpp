@@ -16,6 +16,20 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
+// Walking an IListRef asks at every step which kind it is.
+template <typename Use>
+void for_each(const at::ITensorListRef& list, const Use& use) {
+  if (list.isUnboxed()) {
+    for (const auto& t : list.toUnboxed()) {
+      use(t);
+    }
+  } else {
+    for (const auto& t : list) {
+      use(t);
+    }
+  }
+}
+
 // ---- what each kind of argument contributes to the call ----
 
 void collect(size_t i, const Tensor& t, Refs& refs) {
@@ -30,12 +44,12 @@ void collect(size_t i, const std::optional<Tensor>& t, Refs& refs) {
 }
 void collect(size_t i, const at::ITensorListRef& list, Refs& refs) {
   int64_t k = 0;
-  for (const auto& t : list) {
+  for_each(list, [&](const Tensor& t) {
     if (t.defined()) {
       refs.emplace_back(i, k, t);
     }
     ++k;
-  }
+  });
 }
 void collect(size_t i, at::TensorList list, Refs& refs) {
   collect(i, at::ITensorListRef(list), refs);
@@ -118,9 +132,7 @@ struct Localizer {
   }
   at::ITensorListRef operator()(size_t, const at::ITensorListRef& given) {
     borrowed.reserve(given.size());
-    for (const auto& t : given) {
-      borrowed.emplace_back(t.defined() ? locals[next++] : t);
-    }
+    for_each(given, [&](const Tensor& t) { borrowed.emplace_back(t.defined() ? locals[next++] : t); });
     return at::ITensorListRef(borrowed);
   }
   at::TensorList operator()(size_t, at::TensorList given) {
