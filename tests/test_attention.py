@@ -14,9 +14,9 @@ def alike(*dims: int):
     return lambda q, k, v, *mask: q == k == v and set(q.split()) <= allowed and all(set(m.split()) == {"R"} for m in mask)
 
 
-def math(q, k, v):
+def math(q, k, v, **how):
     with sdpa_kernel(SDPBackend.MATH):
-        return sdpa(q, k, v)
+        return sdpa(q, k, v, **how)
 
 
 def masked(q, k, v, mask):
@@ -53,6 +53,9 @@ CASES = [
     case("sdpa_gqa_even", lambda q, k, v: sdpa(q, k, v, enable_gqa=True), (2, 8, 4, 2), (2, 4, 4, 2), (2, 4, 4, 2), only=("R", "S(1)"), limit=40),
     case("sdpa_math", math, *QKV, limit=40),
     case("sdpa_3d", sdpa, (4, 5, 2), (4, 3, 2), (4, 3, 2), limit=40),
+    case("sdpa_3d_causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), (4, 3, 2), (4, 5, 2), (4, 5, 2), limit=40),
+    case("sdpa_math_causal", lambda q, k, v: math(q, k, v, is_causal=True), (3, 4, 3, 2), (3, 4, 3, 2), (3, 4, 3, 2), limit=40),
+    case("sdpa_broadcast_causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), (4, 3, 2), (2, 4, 5, 2), (2, 4, 5, 2), limit=40),
     case("multi_head", multi_head, (3, 2, 4), (12, 4), (12,), (4, 4), (4,), limit=40),
 ]
 

@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <numeric>
 
 namespace shardtensor {
@@ -225,8 +226,10 @@ std::tuple<at::Tensor, at::Tensor> attention_math(
   auto mask = given_mask;
   const auto* impl = as_shard_tensor(query);
   if (is_causal && impl && !(mask && mask->defined())) {
-    const auto before = at::ones({query.size(-2), key.size(-2)}, impl->local().options().dtype(at::kBool)).tril();
-    mask = from_local(before, Layout::replicated(impl->layout().mesh_ptr()), before.sizes(), before.strides());
+    // As it is added to the scores: the public op turns a mask of bools into one, this one does not.
+    const auto infinity = std::numeric_limits<double>::infinity();
+    const auto later = at::full({query.size(-2), key.size(-2)}, -infinity, impl->local().options()).triu(1);
+    mask = from_local(later, Layout::replicated(impl->layout().mesh_ptr()), later.sizes(), later.strides());
     is_causal = false;
   }
   return at::compositeimplicitautograd::_scaled_dot_product_attention_math(
