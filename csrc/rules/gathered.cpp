@@ -17,11 +17,7 @@ void register_gathered(Registry& r) {
           "linalg_matrix_rank.atol_rtol_float",
           "linalg_matrix_rank.atol_rtol_tensor",
           "linalg_matrix_rank.tol_tensor",
-          "nanquantile",
-          "nanquantile.scalar",
           "ormqr",
-          "quantile",
-          "quantile.scalar",
       },
       nullptr, gather);
 }
