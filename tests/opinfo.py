@@ -11,8 +11,8 @@ import random
 import sys
 from typing import Any, NamedTuple
 
-SAMPLES = 5  # of an op's sample inputs, spread over the list
-LAYOUTS = 10  # per sample
+SAMPLES = 4  # of an op's sample inputs, spread over the list
+LAYOUTS = 6  # per sample
 SMALL = 20_000  # elements of all its tensors
 
 _MEMORY = "what it returns is memory that nobody has written yet"
