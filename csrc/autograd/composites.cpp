@@ -200,9 +200,7 @@ at::Tensor max_pool1d(
 
 // The sections are read where they are used, so every rank needs them all.
 std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& sections, int64_t dim) {
-  const auto* impl = as_shard_tensor(sections);
-  const auto plain = impl ? to_local(redistribute(sections, Layout::replicated(impl->layout().mesh_ptr()))) : sections;
-  return at::compositeimplicitautograd::tensor_split(self, plain.to(at::kCPU), dim);
+  return at::compositeimplicitautograd::tensor_split(self, whole(sections).to(at::kCPU), dim);
 }
 
 // grad on the diagonal of zeros; torch's own writes it into a plain tensor.

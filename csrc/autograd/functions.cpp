@@ -171,4 +171,9 @@ at::Tensor redistribute(
   return Redistribute::apply(t, hold(std::move(layout)), c10::IValue(dtypes));
 }
 
+at::Tensor whole(const at::Tensor& t) {
+  const auto* impl = as_shard_tensor(t);
+  return impl ? to_local(redistribute(t, Layout::replicated(impl->layout().mesh_ptr()))) : t;
+}
+
 } // namespace shardtensor

@@ -17,6 +17,9 @@ at::Tensor from_local(
 // The gradient, a plain local tensor, is taken to have `grad_layout` (default: the tensor's, with Replicate for Partial).
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout = {});
 
+// All of a ShardTensor, as a plain tensor; a plain one as it is.
+at::Tensor whole(const at::Tensor& t);
+
 // Moves to another layout, casting to `forward_dtype` first; the gradient moves back in `backward_dtype`.
 at::Tensor redistribute(
     const at::Tensor& t,

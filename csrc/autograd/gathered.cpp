@@ -9,12 +9,7 @@ namespace shardtensor {
 
 namespace {
 
-at::Tensor whole(const at::Tensor& t) {
-  const auto* impl = as_shard_tensor(t);
-  return impl ? to_local(redistribute(t, Layout::replicated(impl->layout().mesh_ptr()))) : t;
-}
-
-c10::IValue whole(const c10::IValue& value) {
+c10::IValue gathered(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) {
     return whole(value.toTensor());
   }
@@ -35,7 +30,7 @@ void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
   check_plain(op, refs);
   const auto layout = find_solution(op, stack, base, refs)->replicated;
   for (size_t i = base; i < stack.size(); ++i) {
-    stack[i] = whole(stack[i]);
+    stack[i] = gathered(stack[i]);
   }
   op.handle.callBoxed(stack_ptr);
   for (size_t i = stack.size() - op.returns_argument.size(); i < stack.size(); ++i) {
@@ -60,9 +55,7 @@ void install_gathered() {
   static torch::Library library(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
   for (const auto& op : installed_ops()) {
     if (op.entry && op.entry->options.gather) {
-      const auto& name = op.handle.operator_name();
-      const auto text = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
-      library.impl(text.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
+      library.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
     }
   }
 }

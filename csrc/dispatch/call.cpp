@@ -189,11 +189,27 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
-  for (size_t i = 0; op.mutated && i < refs.size(); ++i) { // after all have been read: x.copy_(x[0])
-    if ((op.mutated >> refs[i].arg & 1) && refs[i].impl) {
-      refs[i].impl->note_write();
+  if (op.mutated) {
+    note_writes(op, refs); // after all have been read: x.copy_(x[0])
+  }
+}
+
+void note_writes(const Op& op, const Refs& refs) {
+  for (const auto& r : refs) {
+    if ((op.mutated >> r.arg & 1) && r.impl) {
+      r.impl->note_write();
     }
   }
+}
+
+c10::SmallVector<Run::At, 4> after_moves(const Refs& refs, const Solution& solution) {
+  c10::SmallVector<Run::At, 4> out;
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto* impl = refs[i].impl;
+    const auto* need = solution.operands[i].get();
+    out.push_back({need ? need : impl ? &impl->layout() : solution.replicated.get(), refs[i].tensor->sizes()});
+  }
+  return out;
 }
 
 void carry_back(const Refs& refs, const Solution& solution, const Locals& locals) {
@@ -404,15 +420,7 @@ void handle(const Op& op, Stack* stack_ptr) {
     stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
   }
   if (solution->kernel && (!solution->empty_kernel || locals.any_empty())) {
-    c10::SmallVector<Run::At, 4> at;
-    for (size_t i = 0; i < refs.size(); ++i) {
-      const auto& need = solution->operands[i];
-      at.push_back(
-          {need           ? need.get()
-           : refs[i].impl ? &refs[i].impl->layout()
-                          : solution->replicated.get(),
-           refs[i].tensor->sizes()});
-    }
+    const auto at = after_moves(refs, *solution);
     Run run{op.handle, stack, at, *solution};
     solution->kernel(run);
   } else {

@@ -70,6 +70,12 @@ rules::SolutionPtr find_solution(const Op& op, const torch::jit::Stack& stack, s
 // The local tensors in the layouts that the solution asks for.
 void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);
 
+// To be called before the op runs: copies of views look for writes to their base.
+void note_writes(const Op& op, const Refs& refs);
+
+// What a kernel is told of its operands.
+c10::SmallVector<rules::Run::At, 4> after_moves(const Refs& refs, const rules::Solution& solution);
+
 // What was written under another layout than its owner's goes back to the owner.
 void carry_back(const Refs& refs, const rules::Solution& solution, const Locals& locals);
 

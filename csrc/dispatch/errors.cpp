@@ -65,8 +65,7 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
       !impl->broken_view() || (!impl->watches() && !torch::autograd::get_current_node()), op.name, ": argument '",
       argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
       ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the "
-      "base "
-      "tensor, redistribute it before the view, or clone() the view.");
+      "base tensor, redistribute it before the view, or clone() the view.");
 }
 
 } // namespace shardtensor::errors

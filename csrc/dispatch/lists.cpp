@@ -63,13 +63,10 @@ bool stays(const Element& e) {
     if (!r.impl && r.tensor->dim() == 0) {
       continue;
     }
-    if (!r.impl || r.impl->layout().has_partial()) {
-      return false;
-    }
-    if (lead && (r.impl->layout_ptr() != lead->impl->layout_ptr() || r.tensor->sizes() != lead->tensor->sizes())) {
-      return false;
-    }
     lead = lead ? lead : &r;
+    if (!r.impl || !lies_with(*r.impl, *lead->impl)) {
+      return false;
+    }
   }
   return lead != nullptr;
 }
@@ -115,12 +112,7 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
   std::vector<IValue> kept;
   put_local(
       one, 0, e.refs, [&](size_t k) { return locals[e.positions[k]]; }, kept);
-  c10::SmallVector<rules::Run::At, 4> at;
-  for (size_t k = 0; k < e.refs.size(); ++k) {
-    const auto& need = e.solution->operands[k];
-    const auto* impl = e.refs[k].impl;
-    at.push_back({need ? need.get() : impl ? &impl->layout() : e.solution->replicated.get(), e.refs[k].tensor->sizes()});
-  }
+  const auto at = after_moves(e.refs, *e.solution);
   rules::Run run{op.handle, one, at, *e.solution};
   e.solution->kernel(run);
   if (!one.empty()) {
@@ -164,9 +156,7 @@ at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
   }
   const auto* lead = std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl && r.tensor->dim() > 0; });
   lead = lead == e.refs.end() ? std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl; }) : lead;
-  const auto sizes = lead->tensor->sizes();
-  const auto strides = strides_like(sizes, *lead->tensor);
-  return wrap(std::move(local), lead->impl->layout_ptr(), sizes, strides);
+  return wrap_with(*lead->tensor, std::move(local));
 }
 
 } // namespace
@@ -208,11 +198,7 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
       }
     }
   }
-  for (const auto& r : refs) {
-    if ((op.mutated >> r.arg & 1) && r.impl) {
-      r.impl->note_write();
-    }
-  }
+  note_writes(op, refs);
   std::vector<IValue> kept;
   put_local(
       stack, base, refs, [&](size_t i) { return locals[i]; }, kept);

@@ -42,10 +42,7 @@ bool stays(const Op& op, size_t arg, TensorList list, TensorList first, std::vec
       locals.push_back(t);
       continue;
     }
-    if (impl->layout().has_partial() || impl->layout_ptr() != lead->layout_ptr() || impl->sizes() != lead->sizes()) {
-      return false;
-    }
-    if (op.entry->options.dense && !lie_alike(impl->local(), lead->local())) {
+    if (!lies_with(*impl, *lead) || (op.entry->options.dense && !lie_alike(impl->local(), lead->local()))) {
       return false;
     }
     locals.push_back(impl->local());
@@ -115,17 +112,11 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
       c10::impl::ExcludeDispatchKeyGuard below(kBelow);
       auto results = call_.call(localized(first, locals[0]), localized(args, locals[I + 1])...);
       for (size_t n = 0; n < results.size(); ++n) {
-        results[n] = solutions.empty() ? like(first[n], std::move(results[n]))
+        results[n] = solutions.empty() ? wrap_with(first[n], std::move(results[n]))
                                        : wrap_result(op_, std::move(results[n]), *solutions[n], 0, {Ref(0, 0, first[n])});
       }
       return results;
     }
-  }
-
-  // An elementwise op's result lies where its argument does.
-  static Tensor like(const Tensor& lead, Tensor&& local) {
-    const auto strides = strides_like(lead.sizes(), lead);
-    return wrap(std::move(local), as_shard_tensor(lead)->layout_ptr(), lead.sizes(), strides);
   }
 
   // For one list: what each index's rule says. False where something has to move, or an empty piece needs a kernel.

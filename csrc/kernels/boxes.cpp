@@ -328,30 +328,28 @@ at::Tensor resolved(const at::Tensor& source) {
   return source.resolve_conj().resolve_neg();
 }
 
+// Between boxes of a tensor and a flat buffer, either way.
+void move_flat(const char* function, const Side& from, const Side& to) {
+  const auto& flat = from.flat ? from : to;
+  const auto& boxed = from.flat ? to : from;
+  check_strided(function, from.name, from.tensor);
+  check_strided(function, to.name, to.tensor);
+  check_boxes(function, boxed.name, boxed.boxes, boxed.tensor);
+  check_flat(function, flat.tensor, numel_of(flat.boxes));
+  check_target(function, to.name, to.tensor);
+  check_same_device(function, from, to);
+  const auto plain = resolved(from.tensor);
+  move(function, {from.name, plain, from.boxes, from.flat}, to);
+}
+
 } // namespace
 
 void pack(const at::Tensor& source, c10::ArrayRef<Box> boxes, at::Tensor& flat) {
-  constexpr auto kName = "pack";
-  check_strided(kName, "source", source);
-  check_strided(kName, "flat", flat);
-  check_boxes(kName, "source", boxes, source);
-  check_flat(kName, flat, numel_of(boxes));
-  check_target(kName, "flat", flat);
-  check_same_device(kName, {"source", source, boxes, false}, {"flat", flat, boxes, true});
-  const auto plain = resolved(source);
-  move(kName, {"source", plain, boxes, false}, {"flat", flat, boxes, true});
+  move_flat("pack", {"source", source, boxes, false}, {"flat", flat, boxes, true});
 }
 
 void unpack(const at::Tensor& flat, c10::ArrayRef<Box> boxes, at::Tensor& target) {
-  constexpr auto kName = "unpack";
-  check_strided(kName, "flat", flat);
-  check_strided(kName, "target", target);
-  check_boxes(kName, "target", boxes, target);
-  check_flat(kName, flat, numel_of(boxes));
-  check_target(kName, "target", target);
-  check_same_device(kName, {"flat", flat, boxes, true}, {"target", target, boxes, false});
-  const auto plain = resolved(flat);
-  move(kName, {"flat", plain, boxes, true}, {"target", target, boxes, false});
+  move_flat("unpack", {"flat", flat, boxes, true}, {"target", target, boxes, false});
 }
 
 void copy(const at::Tensor& source, c10::ArrayRef<Box> from, at::Tensor& target, c10::ArrayRef<Box> to) {

@@ -33,6 +33,9 @@ using Sizes = c10::SmallVector<int64_t, 5>;
 // The sizes along one mesh dim. Null is even: torch.chunk's rule, whatever the size. Explicit: one size per coordinate of
 // the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim.
 using Cut = std::shared_ptr<const std::vector<int64_t>>;
+inline bool same_cut(const Cut& a, const Cut& b) {
+  return a == b || (a && b && *a == *b);
+}
 using Cuts = c10::SmallVector<Cut, 2>;
 using Placements = c10::SmallVector<Placement, 2>;
 

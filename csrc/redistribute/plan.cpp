@@ -13,7 +13,7 @@ enum Stage : uint8_t { kFrom, kWhole, kTo, kStages };
 using Stages = c10::SmallVector<uint8_t, 4>;
 
 bool same_at(const Layout& a, const Layout& b, int64_t m) {
-  return a.placement(m) == b.placement(m) && (a.cut(m) == b.cut(m) || (a.cut(m) && b.cut(m) && *a.cut(m) == *b.cut(m)));
+  return a.placement(m) == b.placement(m) && same_cut(a.cut(m), b.cut(m));
 }
 
 // The mesh dims whose piece changes: their own placement does, or that of an earlier mesh dim which cuts the same tensor dim.

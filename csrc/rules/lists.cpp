@@ -1,5 +1,5 @@
 // foreach and fused optimizer ops: lists of tensors, each index an elementwise op of its own, resolved by the rule of that op.
-// dispatch/special.cpp runs them: one call on the lists of local tensors.
+// dispatch/lists.cpp runs them: one call on the lists of local tensors.
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -11,11 +11,6 @@
 namespace shardtensor::rules {
 
 namespace {
-
-// A fused optimizer step: parameter, gradient and states of one index follow one layout.
-Rule step(const Call& call) {
-  return broadcast(call);
-}
 
 struct Family {
   const char* name; // _foreach_<name>
@@ -113,13 +108,13 @@ void register_lists(Registry& r) {
   o.dense = true;
   for (const std::string optimizer : {"adagrad", "adam", "adamw", "sgd"}) {
     for (const std::string overload : {"", ".tensor_lr"}) {
-      r.add("lists", {("_fused_" + optimizer + "_" + overload).c_str()}, step, o);
+      r.add("lists", {("_fused_" + optimizer + "_" + overload).c_str()}, broadcast, o);
     }
   }
   Options norm;
   norm.lists = true;
   r.add("lists", {"_foreach_norm.Scalar"}, norms, norm);
-  r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, step, o);
+  r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, broadcast, o);
 }
 
 } // namespace shardtensor::rules

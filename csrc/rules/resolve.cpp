@@ -30,10 +30,6 @@ int64_t dim_of(const Dims& dims, int64_t factor) {
   return -1;
 }
 
-bool same_cut(const Cut& a, const Cut& b) {
-  return a == b || (a && b && *a == *b);
-}
-
 class Resolver {
  public:
   Resolver(const Call& call, const Rule& rule) : call_(call), rule_(rule), mesh_(call.mesh) {

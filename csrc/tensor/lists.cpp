@@ -1,7 +1,6 @@
 #include "tensor/lists.h"
 
 #include "redistribute/redistribute.h"
-#include "tensor/shard_tensor.h"
 
 namespace shardtensor {
 
@@ -12,11 +11,19 @@ bool fits(const at::Tensor& t, const ShardTensorImpl& lead) {
   if (!impl) {
     return t.dim() == 0; // a step counter
   }
-  return impl->layout_ptr() == lead.layout_ptr() && impl->sizes() == lead.sizes() && !impl->layout().has_partial() &&
-         !impl->broken_view() && lie_alike(impl->local(), lead.local());
+  return lies_with(*impl, lead) && !impl->broken_view() && lie_alike(impl->local(), lead.local());
 }
 
 } // namespace
+
+bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead) {
+  return t.layout_ptr() == lead.layout_ptr() && t.sizes() == lead.sizes() && !t.layout().has_partial();
+}
+
+at::Tensor wrap_with(const at::Tensor& lead, at::Tensor local) {
+  const auto strides = strides_like(lead.sizes(), lead);
+  return wrap(std::move(local), as_shard_tensor(lead)->layout_ptr(), lead.sizes(), strides);
+}
 
 bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && a.is_non_overlapping_and_dense());

@@ -68,7 +68,10 @@ _known: dict[Hashable, _C.Layout] = {}
 _MOST_KNOWN = 4096
 
 
-def _remembered(key: Hashable, make: Callable[[], _C.Layout]) -> _C.Layout:
+def _remembered(
+    where: _C.Mesh | _C.Layout, placements: Sequence[Placement] | None, ndim: int | None, make: Callable[[], _C.Layout]
+) -> _C.Layout:
+    key = (where, tuple(placements) if isinstance(placements, list) else placements, ndim)
     try:
         layout = _known.get(key)
     except TypeError:  # something among the placements that is none: make() says so
@@ -93,8 +96,7 @@ def make_layout(
     mesh = as_mesh(device_mesh)
     if cuts:
         return _make(mesh, placements, ndim, cuts, who)
-    asked = tuple(placements) if isinstance(placements, list) else placements
-    return _remembered((mesh, asked, ndim), lambda: _make(mesh, placements, ndim, (), who))
+    return _remembered(mesh, placements, ndim, lambda: _make(mesh, placements, ndim, (), who))
 
 
 def _make(
@@ -124,8 +126,7 @@ def moved_layout(layout: _C.Layout, placements: Sequence[Placement], ndim: int, 
                 )
         return _make(layout.mesh, placements, ndim, fitting_cuts(layout, even.placements), who)
 
-    asked = tuple(placements) if isinstance(placements, list) else placements
-    return _remembered((layout, asked, ndim), make)
+    return _remembered(layout, placements, ndim, make)
 
 
 def cuts_from_shapes(
