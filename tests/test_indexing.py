@@ -13,6 +13,10 @@ def no_partial(p, *rest: str) -> bool:
     return "P" not in p
 
 
+def whole_rows(p, *rest: str) -> bool:
+    return "P" not in p and "S(0)" not in p
+
+
 def written(f):
     """f(y) writes y in place; the copy is what is compared."""
 
@@ -70,6 +74,14 @@ CASES = [
     case("tril_batch", lambda x: x.tril(-1), (2, 3, 4), quiet=lambda p: True),
     case("triu_", lambda x: x.clone().triu_(-1), (5, 4), quiet=lambda p: True),
     case("trace", torch.trace, (5, 4), backward=False, quiet=lambda p: True),
+    case("list", lambda x: x[[0, 3, 0]], (5, 4), quiet=whole_rows),
+    case("list_and_slice", lambda x: x[1:, [2, 0]], (5, 4)),
+    case("lists", lambda x: x[[0, 3], range(2)], (5, 4), limit=30),
+    case("tuple_of_tuple", lambda x: x[(0, 3),], (5, 4), limit=30),
+    case("nested_list", lambda x: x[[[0, 3], [1, 1]]], (5, 4), limit=30),
+    case("list_of_bools", lambda x: x[[True, False, True, True, False]], (5, 4), limit=30),
+    case("setitem_list", written(lambda y: y.__setitem__([0, 3], 2.0)), (5, 4), partial=False),
+    case("setitem_list_of", written(lambda y, v: y.__setitem__([3, 0], v)), (5, 4), (2, 4), limit=40, partial=False),
     case("sort_of", lambda x: x.gather(0, x.argsort(0)), (5, 4), limit=30),
 ]
 
@@ -78,6 +90,28 @@ CASES = [
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
     assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+
+
+def plain_among_lists(layout: str) -> list[str]:
+    from oracle import EVEN, mesh_of, place
+
+    x = place(torch.arange(20.0).view(5, 4), mesh_of((2,)), (layout,), EVEN)
+    raised = []
+    for f in (
+        lambda: x[torch.tensor([0, 2])],
+        lambda: x[torch.tensor([0, 2]), [0, 1]],
+        lambda: x.__setitem__([0, 2], torch.zeros(2, 4)),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            f()
+        raised.append(str(error.value))
+    return raised
+
+
+@pytest.mark.parametrize("layout", ["R", "S(0)"])
+def test_plain_tensors_still_raise(pools, layout):
+    for raised in pools(2).run(f"{__name__}:plain_among_lists", layout):
+        assert all("plain torch.Tensor" in text for text in raised), raised
 
 
 def out_of_range(layout: str) -> list[str]:

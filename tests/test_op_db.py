@@ -30,7 +30,6 @@ UNSUPPORTED = {
 _RANDOM = "the plain tensor is random, so the user must see that the ranks draw the same"
 _MASKED = "torch.masked counts with a plain tensor of ones"
 PLAIN_INSIDE = {
-    "__getitem__": "a list of indices is a plain tensor by the time an op sees it",
     "combinations": "it indexes by a plain mask",
     "istft": "its window is plain",
     "linalg.matrix_power": "the power 0 is a plain identity",

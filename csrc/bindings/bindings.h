@@ -12,6 +12,7 @@ namespace py = pybind11;
 void register_layout(py::module& m);
 void register_tensor(py::module& m);
 void register_dispatch(py::module& m);
+void register_indexing(py::module& m);
 void register_comm(py::module& m);
 void register_random(py::module& m);
 void register_kernels(py::module& m);

@@ -5,6 +5,7 @@ PYBIND11_MODULE(_C, m) {
   register_layout(m);
   register_tensor(m);
   register_dispatch(m);
+  register_indexing(m);
   register_comm(m);
   register_random(m);
   register_kernels(m);

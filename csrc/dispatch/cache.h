@@ -4,6 +4,7 @@
 
 #include "rules/resolve.h"
 
+#include <bit>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -15,12 +16,11 @@ struct CacheInfo; // handler.h
 class Key {
  public:
   // What a word of a non-tensor argument stands for.
-  enum Tag : uint64_t { kNone = 1, kInt, kTrue, kFalse, kDouble, kInts, kString, kDevice, kList, kOpaque };
+  enum Tag : uint64_t { kNone = 1, kInt, kTrue, kFalse, kDouble, kInts, kString, kDevice, kList, kSizes, kOpaque };
 
   void push(uint64_t word) {
     words_.push_back(word);
-    hash_ = (hash_ ^ word) * 0x9e3779b97f4a7c15ULL;
-    hash_ ^= hash_ >> 32;
+    hash_ = (std::rotl(hash_, 29) ^ word) * 0x9e3779b97f4a7c15ULL;
   }
   void push(Tag tag, uint64_t word) {
     push(static_cast<uint64_t>(tag));
@@ -31,8 +31,13 @@ class Key {
     std::memcpy(&bits, &value, sizeof bits);
     push(kDouble, bits);
   }
+  void push_all(c10::ArrayRef<int64_t> words) {
+    for (const auto w : words) {
+      push(static_cast<uint64_t>(w));
+    }
+  }
   uint64_t hash() const {
-    return hash_;
+    return hash_ ^ hash_ >> 32;
   }
   bool operator==(const Key& o) const {
     return hash_ == o.hash_ && words_ == o.words_;
@@ -48,30 +53,32 @@ class Cache {
   // This thread's table for the op.
   static Cache& of(int32_t op);
 
-  // The solution for a call. `key(bool sizes)` makes its key with or without the tensors' sizes, `solve()` the solution.
+  // The solution for a call. `key` is without the tensors' sizes, `add_sizes(key)` adds them, `solve()` finds the solution.
   // `sized`: the op's rule reads sizes. Otherwise a solution that has weighed bytes is kept by sizes too: it must not depend
   // on what this rank has seen before, or ranks could choose differently.
-  template <typename MakeKey, typename Solve>
-  rules::SolutionPtr get(bool sized, const MakeKey& make_key, const Solve& solve) {
-    auto key = make_key(sized);
-    const auto* hit = find(key);
-    if (hit && (sized || !(*hit)->sized)) {
-      return *hit;
-    }
-    if (!hit) {
-      auto solution = solve();
-      if (!sized && solution->sized) {
-        put(make_key(true), solution);
+  template <typename AddSizes, typename Solve>
+  rules::SolutionPtr get(bool sized, Key& key, const AddSizes& add_sizes, const Solve& solve) {
+    if (!sized) {
+      const auto* hit = find(key);
+      if (hit && !(*hit)->sized) {
+        return *hit;
       }
-      put(std::move(key), solution);
-      return solution;
+      if (!hit) {
+        auto solution = solve();
+        put(key, solution);
+        if (solution->sized) {
+          add_sizes(key);
+          put(std::move(key), solution);
+        }
+        return solution;
+      }
     }
-    auto exact = make_key(true);
-    if (const auto* found = find(exact)) {
+    add_sizes(key);
+    if (const auto* found = find(key)) {
       return *found;
     }
     auto solution = solve();
-    put(std::move(exact), solution);
+    put(std::move(key), solution);
     return solution;
   }
 

@@ -26,6 +26,7 @@ using torch::jit::Stack;
 namespace {
 
 std::atomic<Promotion> g_promotion{Promotion::Error};
+thread_local int64_t t_as_replicated = 0;
 std::atomic<bool> g_strict{false};
 std::atomic<FallbackLog> g_fallback_log{nullptr};
 
@@ -65,7 +66,7 @@ void check_plain(const Op& op, const Refs& refs) {
     if (r.impl || r.tensor->dim() == 0) {
       continue;
     }
-    const auto mode = g_promotion.load(std::memory_order_relaxed);
+    const auto mode = t_as_replicated ? Promotion::Replicate : g_promotion.load(std::memory_order_relaxed);
     if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
       continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
     }
@@ -108,7 +109,7 @@ void key_of(const IValue& v, Key& key) {
   }
 }
 
-void key_of(const Op& op, const Refs& refs, bool sizes, Key& key) {
+void key_of(const Op& op, const Refs& refs, Key& key) {
   for (const auto& r : refs) {
     const auto shape = r.tensor->sizes();
     uint64_t ones = 0;
@@ -119,17 +120,20 @@ void key_of(const Op& op, const Refs& refs, bool sizes, Key& key) {
         (r.impl ? static_cast<uint64_t>(r.impl->layout().id()) : 0) | static_cast<uint64_t>(r.arg) << 40 |
         static_cast<uint64_t>(shape.size()) << 48 | static_cast<uint64_t>(r.tensor->scalar_type()) << 54);
     key.push(ones | static_cast<uint64_t>(static_cast<uint16_t>(r.index)) << 16);
-    if (sizes || shape.size() > 16) {
-      for (const auto s : shape) {
-        key.push(static_cast<uint64_t>(s));
-      }
+    if (shape.size() > 16) {
+      key.push_all(shape);
     }
     if (op.strided) {
-      for (const auto s : r.tensor->strides()) {
-        key.push(static_cast<uint64_t>(s));
-      }
+      key.push_all(r.tensor->strides());
       key.push(static_cast<uint64_t>(r.tensor->storage_offset()));
     }
+  }
+}
+
+void add_sizes(const Refs& refs, Key& key) {
+  key.push(Key::kSizes);
+  for (const auto& r : refs) {
+    key.push_all(r.tensor->sizes());
   }
 }
 
@@ -155,17 +159,15 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
 }
 
 SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
-  const auto key_with = [&](bool sizes) {
-    Key key;
-    key_of(op, refs, sizes, key);
-    for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
-      if (op.kinds[i] == ArgKind::Other) {
-        key_of(stack[base + i], key);
-      }
+  Key key;
+  key_of(op, refs, key);
+  for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
+    if (op.kinds[i] == ArgKind::Other) {
+      key_of(stack[base + i], key);
     }
-    return key;
-  };
-  return Cache::of(op.id).get(op.sized, key_with, [&] { return solve(op, stack, base, refs); });
+  }
+  return Cache::of(op.id).get(
+      op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
 }
 
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
@@ -252,11 +254,29 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
   return sizes;
 }
 
+// The operand it lies like, if that is as large in every dim and contiguous: then sizes and strides are there already.
+const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  if (result.like < 0) {
+    return nullptr;
+  }
+  const auto& lead = *refs[result.like].tensor;
+  const auto have = local.sizes(), want = lead.sizes();
+  if (result.sizes.size() != want.size() || have.size() != want.size() || !lead.is_contiguous()) {
+    return nullptr;
+  }
+  for (size_t d = 0; d < want.size(); ++d) {
+    const auto& from = result.sizes[d];
+    const bool same =
+        from.operand == result.like ? from.dim == static_cast<int16_t>(d) : from.operand == -1 && have[d] == want[d];
+    if (!same) {
+      return nullptr;
+    }
+  }
+  return &lead;
+}
+
 // A function of what all ranks know: a piece may be a single row, whose strides say nothing.
 Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
-  if (!result.strides.empty()) {
-    return result.strides;
-  }
   return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
 }
 
@@ -326,15 +346,25 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
   const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
   const auto& layout = result ? result->layout : solution.replicated;
-  const auto sizes =
-      result && layout->is_sharded() ? global_sizes(*result, refs, local) : Sizes(local.sizes().begin(), local.sizes().end());
+  if (!base && result && result->strides.empty()) {
+    if (const auto* twin = twin_of(*result, refs, local)) {
+      return wrap(std::move(local), layout, twin->sizes(), twin->strides());
+    }
+  }
+  Sizes own_sizes, own_strides;
+  c10::IntArrayRef sizes = local.sizes(), strides = local.strides(); // which outlives the move into the result
+  if (result && layout->is_sharded()) {
+    sizes = own_sizes = global_sizes(*result, refs, local);
+  }
   if (base && !moved) {
     const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
     return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
   }
-  const auto strides = result && solution.shards            ? strides_of(*result, refs, sizes)
-                       : result && !result->strides.empty() ? result->strides
-                                                            : Sizes(local.strides().begin(), local.strides().end());
+  if (result && !result->strides.empty()) {
+    strides = result->strides;
+  } else if (result && solution.shards) {
+    strides = own_strides = strides_of(*result, refs, sizes);
+  }
   auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
   if (moved) {
     mark_broken(op, *as_shard_tensor(out), *base);
@@ -472,6 +502,12 @@ Promotion promotion_mode() {
 }
 void set_promotion_mode(Promotion mode) {
   g_promotion = mode;
+}
+AsReplicated::AsReplicated() {
+  ++t_as_replicated;
+}
+AsReplicated::~AsReplicated() {
+  --t_as_replicated;
 }
 bool strict_mode() {
   return g_strict;

@@ -58,7 +58,8 @@ inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADI
 void check_plain(const Op& op, const Refs& refs);
 
 // The parts of a cache key.
-void key_of(const Op& op, const Refs& refs, bool sizes, Key& key);
+void key_of(const Op& op, const Refs& refs, Key& key);
+void add_sizes(const Refs& refs, Key& key);
 void key_of(const c10::IValue& value, Key& key);
 
 // A new solution from the op's rule, on boxed arguments.

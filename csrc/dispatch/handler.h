@@ -17,6 +17,15 @@ enum class Promotion : uint8_t { Error, Warn, Replicate };
 Promotion promotion_mode();
 void set_promotion_mode(Promotion mode); // process-wide, so that autograd's threads see it
 
+// While it lives this thread takes plain tensors as replicated, whatever the mode.
+class AsReplicated {
+ public:
+  AsReplicated();
+  ~AsReplicated();
+  AsReplicated(const AsReplicated&) = delete;
+  AsReplicated& operator=(const AsReplicated&) = delete;
+};
+
 // Whether an op without a rule raises (strict) or gathers its inputs.
 bool strict_mode();
 void set_strict_mode(bool strict);

@@ -75,9 +75,7 @@ void push(Key& key, at::MemoryFormat v) {
 }
 void push(Key& key, c10::IntArrayRef v) {
   key.push(Key::kInts, v.size());
-  for (const auto x : v) {
-    key.push(static_cast<uint64_t>(x));
-  }
+  key.push_all(v);
 }
 void push(Key& key, c10::SymIntArrayRef v) {
   push(key, C10_AS_INTARRAYREF_SLOW(v));
@@ -120,44 +118,66 @@ struct Localizer {
   const Refs& refs;
   const Locals& locals;
   size_t next = 0;
-  Sizes sizes; // storage for a localized size argument
-  std::vector<Tensor> list;
-  std::vector<std::reference_wrapper<const Tensor>> borrowed;
 
-  Tensor& operator()(size_t, const Tensor& t) {
-    return const_cast<Tensor&>(t.defined() ? locals[next++] : t); // in-place ops take their first argument so
+  const Tensor& local(const Tensor& t) {
+    return t.defined() ? locals[next++] : t;
   }
-  const std::optional<Tensor>& operator()(size_t, const std::optional<Tensor>& t) {
-    return t && t->defined() ? optionals[used_optionals++] = locals[next++] : t;
+};
+
+// What has to be kept for an argument while the op runs, and how it is made; nothing for most kinds.
+template <typename T>
+struct Localized {
+  const T& operator()(Localizer&, size_t, const T& given) {
+    return given;
   }
-  at::ITensorListRef operator()(size_t, const at::ITensorListRef& given) {
-    borrowed.reserve(given.size());
-    for_each(given, [&](const Tensor& t) { borrowed.emplace_back(t.defined() ? locals[next++] : t); });
-    return at::ITensorListRef(borrowed);
+};
+template <>
+struct Localized<const Tensor&> {
+  Tensor& operator()(Localizer& l, size_t, const Tensor& given) {
+    return const_cast<Tensor&>(l.local(given)); // in-place ops take their first argument so
   }
-  at::TensorList operator()(size_t, at::TensorList given) {
-    list.reserve(given.size());
+};
+template <>
+struct Localized<Tensor&> : Localized<const Tensor&> {};
+template <>
+struct Localized<const std::optional<Tensor>&> {
+  std::optional<Tensor> kept;
+  const std::optional<Tensor>& operator()(Localizer& l, size_t, const std::optional<Tensor>& given) {
+    return given && given->defined() ? kept = l.local(*given) : given;
+  }
+};
+template <>
+struct Localized<const at::ITensorListRef&> {
+  std::vector<std::reference_wrapper<const Tensor>> kept;
+  at::ITensorListRef operator()(Localizer& l, size_t, const at::ITensorListRef& given) {
+    kept.reserve(given.size());
+    for_each(given, [&](const Tensor& t) { kept.emplace_back(l.local(t)); });
+    return at::ITensorListRef(kept);
+  }
+};
+template <>
+struct Localized<at::TensorList> {
+  std::vector<Tensor> kept;
+  at::TensorList operator()(Localizer& l, size_t, at::TensorList given) {
+    kept.reserve(given.size());
     for (const auto& t : given) {
-      list.push_back(t.defined() ? locals[next++] : t);
+      kept.push_back(l.local(t));
     }
-    return list;
+    return kept;
   }
-  c10::SymIntArrayRef operator()(size_t i, c10::SymIntArrayRef given) {
-    for (const auto& a : solution.size_args) {
+};
+template <>
+struct Localized<c10::SymIntArrayRef> {
+  Sizes kept;
+  c10::SymIntArrayRef operator()(Localizer& l, size_t i, c10::SymIntArrayRef given) {
+    for (const auto& a : l.solution.size_args) {
       if (static_cast<size_t>(a.arg) == i) {
-        sizes = local_size_argument(solution, a, refs);
-        return c10::SymIntArrayRef(reinterpret_cast<const c10::SymInt*>(sizes.data()), sizes.size());
+        kept = local_size_argument(l.solution, a, l.refs);
+        return c10::SymIntArrayRef(reinterpret_cast<const c10::SymInt*>(kept.data()), kept.size());
       }
     }
     return given;
   }
-  template <typename T>
-  const T& operator()(size_t, const T& other) {
-    return other;
-  }
-
-  std::array<std::optional<Tensor>, 4> optionals;
-  size_t used_optionals = 0;
 };
 
 // ---- results ----
@@ -193,32 +213,32 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     Refs refs;
     (collect(I, args, refs), ...);
     check_plain(op_, refs);
-    const auto key_with = [&](bool sizes) {
-      Key key;
-      key_of(op_, refs, sizes, key);
-      if (op_.keyed_args) {
-        (push(key, args), ...);
-      }
-      return key;
-    };
-    const auto solution = Cache::of(op_.id).get(op_.sized, key_with, [&] {
-      Stack stack = c10::impl::boxArgs<Args...>(args...);
-      return solve(op_, stack, 0, refs);
-    });
+    Key key;
+    key_of(op_, refs, key);
+    if (op_.keyed_args) {
+      (push(key, args), ...);
+    }
+    const auto solution = Cache::of(op_.id).get(
+        op_.sized, key, [&](Key& k) { add_sizes(refs, k); },
+        [&] {
+          Stack stack = c10::impl::boxArgs<Args...>(args...);
+          return solve(op_, stack, 0, refs);
+        });
     if (needs_more(*solution, refs)) {
       return boxed(args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     Locals locals;
     local_arguments(op_, refs, *solution, locals);
-    Localizer local{*solution, refs, locals};
+    Localizer localizer{*solution, refs, locals};
+    std::tuple<Localized<Args>...> kept;
+    // Braces keep the order of evaluation: the localizer walks through the tensors.
+    std::tuple<decltype(std::get<I>(kept)(localizer, I, args))...> local{std::get<I>(kept)(localizer, I, args)...};
     if constexpr (std::is_same_v<Result, Tensor&>) {
-      // Braces keep the order of evaluation: the localizer walks through the tensors.
-      invoke(std::tuple<decltype(local(I, args))...>{local(I, args)...}, std::index_sequence<I...>());
+      call_.call(std::get<I>(local)...);
       return first(args...);
     } else {
-      return wrap_all(
-          op_, invoke(std::tuple<decltype(local(I, args))...>{local(I, args)...}, std::index_sequence<I...>()), *solution, refs);
+      return wrap_all(op_, call_.call(std::get<I>(local)...), *solution, refs);
     }
   }
 
@@ -227,11 +247,6 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     const auto is_empty = [](const Ref& r) { return (r.impl ? r.impl->local() : *r.tensor).numel() == 0; };
     const bool kernel = s.kernel && (!s.empty_kernel || s.moves || std::any_of(refs.begin(), refs.end(), is_empty));
     return kernel || s.write_back || needs_forms(op_, s, refs);
-  }
-
-  template <typename Tuple, size_t... I>
-  Result invoke(Tuple&& t, std::index_sequence<I...>) {
-    return call_.call(std::get<I>(t)...);
   }
 
   // In-place ops return their first argument.

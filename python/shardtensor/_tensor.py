@@ -332,7 +332,7 @@ class ShardTensor(DTensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """An int that picks from a sharded dim is written as a slice of one, which stays where it is."""
-        super().__setitem__(*_ints_as_slices(self, index, value))
+        _C.set_item(self, *_ints_as_slices(self, index, value))
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
@@ -491,4 +491,5 @@ def _rebuild(
 
 
 _C.set_python_class(ShardTensor)
+_C.install_getitem(ShardTensor)
 torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _NormPartial, _rebuild])

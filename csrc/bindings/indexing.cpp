@@ -1,0 +1,74 @@
+// x[[0, 2]] and x[[0, 2]] = y: torch makes a plain tensor of the list, which is the same on every rank as Python's numbers are.
+#include "bindings/bindings.h"
+
+#include "dispatch/handler.h"
+#include "tensor/shard_tensor.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+
+namespace shardtensor::bindings {
+
+namespace {
+
+bool is_list(PyObject* index) {
+  return PyList_Check(index) || PyTuple_Check(index) || PyRange_Check(index);
+}
+
+bool is_plain_tensor(PyObject* index) {
+  return THPVariable_Check(index) && !as_shard_tensor(THPVariable_Unpack(index));
+}
+
+// Lists of numbers among the indices, and no plain tensor, which only the promotion mode can let pass.
+bool lists_numbers(PyObject* index) {
+  if (!PyTuple_Check(index)) {
+    return is_list(index);
+  }
+  bool found = false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(index); ++i) {
+    auto* item = PyTuple_GET_ITEM(index, i);
+    if (is_plain_tensor(item)) {
+      return false;
+    }
+    found |= is_list(item);
+  }
+  return found;
+}
+
+PyMappingMethods& torchs() {
+  return *reinterpret_cast<PyTypeObject*>(THPVariableClass)->tp_as_mapping;
+}
+
+PyObject* get_item(PyObject* self, PyObject* index) {
+  std::optional<AsReplicated> guard;
+  if (lists_numbers(index)) {
+    guard.emplace();
+  }
+  return torchs().mp_subscript(self, index);
+}
+
+} // namespace
+
+void register_indexing(py::module& m) {
+  // A method in C: x[0] runs all the time.
+  m.def("install_getitem", [](const py::type& type) {
+    static PyMethodDef method{"__getitem__", get_item, METH_O | METH_COEXIST, nullptr};
+    type.attr("__getitem__") =
+        py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
+  });
+  m.def(
+      "set_item",
+      [](const py::object& self, const py::object& index, const py::object& value) {
+        std::optional<AsReplicated> guard;
+        if (lists_numbers(index.ptr()) && !is_plain_tensor(value.ptr())) {
+          guard.emplace();
+        }
+        if (torchs().mp_ass_subscript(self.ptr(), index.ptr(), value.ptr())) {
+          throw py::error_already_set();
+        }
+      },
+      py::arg("self"), py::arg("index"), py::arg("value"));
+}
+
+} // namespace shardtensor::bindings
