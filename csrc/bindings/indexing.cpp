@@ -59,16 +59,16 @@ void register_indexing(py::module& m) {
   });
   m.def(
       "set_item",
-      [](const py::object& self, const py::object& index, const py::object& value) {
+      [](const py::object& tensor, const py::object& index, const py::object& value) {
         std::optional<AsReplicated> guard;
         if (lists_numbers(index.ptr()) && !is_plain_tensor(value.ptr())) {
           guard.emplace();
         }
-        if (torchs().mp_ass_subscript(self.ptr(), index.ptr(), value.ptr())) {
+        if (torchs().mp_ass_subscript(tensor.ptr(), index.ptr(), value.ptr())) {
           throw py::error_already_set();
         }
       },
-      py::arg("self"), py::arg("index"), py::arg("value"));
+      py::arg("tensor"), py::arg("index"), py::arg("value"));
 }
 
 } // namespace shardtensor::bindings

@@ -1,0 +1,26 @@
+"""torch.distributed.tensor.parallel for ShardTensors: the same names, for sizes that need not divide by the ranks."""
+
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from shardtensor.parallel._hooks import input_reshard, loss_parallel
+from shardtensor.parallel._styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "input_reshard",
+    "loss_parallel",
+    "parallelize_module",
+]

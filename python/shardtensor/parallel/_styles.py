@@ -1,0 +1,343 @@
+"""The parallel styles: what becomes of a module's parameters, inputs and outputs on a 1-d mesh.
+
+Beyond torch's arguments: `multiple_of` cuts features in whole units (attention heads), and `sharding_shapes` says how plain
+inputs that are pieces of different sizes fit together, as in ShardTensor.from_local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from shardtensor import _C
+from shardtensor._api import distribute_module, distribute_tensor
+from shardtensor._mesh import as_mesh
+from shardtensor._tensor import ShardTensor
+
+Layouts = Placement | tuple[Placement | None, ...]
+Shapes = Literal["chunk", "infer"] | dict[int, Sequence[Sequence[int]]] | None
+
+# By module class, which dim of each parameter is cut; a parameter that is not named is replicated.
+Cuts = dict[type[nn.Module], dict[str, int]]
+_COLUMNS: Cuts = {nn.Linear: {"weight": 0, "bias": 0}, nn.Embedding: {"weight": 1}}
+_ROWS: Cuts = {nn.Linear: {"weight": 1}, nn.Embedding: {"weight": 0}}
+
+
+def _describe(style: ParallelStyle, *names: str) -> str:
+    return f"{type(style).__name__}({', '.join(f'{n}={getattr(style, n)}' for n in names)})"
+
+
+def _tuple(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
+    return (layouts,) if isinstance(layouts, Placement) else layouts
+
+
+def _enter(value: Any, mesh: DeviceMesh, layout: Placement, shapes: Shapes, who: str) -> ShardTensor:
+    """A plain tensor is taken as this rank's piece under `layout`; a distributed one is what it says it is."""
+    if isinstance(value, ShardTensor):
+        return value
+    if isinstance(value, DTensor):
+        return ShardTensor.from_dtensor(value)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{who}: expected a torch.Tensor to become {layout}, got {type(value).__name__} ({value!r:.80})")
+    return ShardTensor.from_local(value, mesh, (layout,), run_check=False, sharding_shapes=shapes)
+
+
+def _moved(value: ShardTensor, layout: Placement | None) -> ShardTensor:
+    return value if layout is None else value.redistribute(placements=(layout,), async_op=True)
+
+
+def _leave(value: ShardTensor, use_local_output: bool) -> torch.Tensor:
+    return value.to_local() if use_local_output else value
+
+
+class _Features(ParallelStyle):
+    """nn.Linear and nn.Embedding with their features cut over the ranks."""
+
+    cut_dims: Cuts
+
+    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool, multiple_of: int, shapes: Shapes):
+        super().__init__()
+        self.input_layouts = (input_layouts,)
+        self.output_layouts = (output_layouts,)
+        self.use_local_output = use_local_output
+        self.multiple_of = multiple_of
+        self.sharding_shapes = shapes
+
+    def __repr__(self) -> str:
+        return _describe(self, "input_layouts", "output_layouts", "use_local_output")
+
+    def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cuts = next((dims for cls, dims in self.cut_dims.items() if isinstance(module, cls)), None)
+        if cuts is None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: nn.Linear and nn.Embedding can be cut along their features, {type(module).__name__} cannot; "
+                "give its submodules a style each, or shard its parameters with distribute_module"
+            )
+
+        def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in list(submodule.named_parameters(recurse=False)):
+                submodule.register_parameter(key, self._distributed(parameter, cuts.get(key), mesh))
+
+        return distribute_module(
+            module,
+            device_mesh,
+            partition,
+            lambda m, inputs, mesh: (self._prepare(m, inputs[0], mesh), *inputs[1:]),
+            lambda m, output, mesh: _leave(_moved(output, self.output_layouts[0]), self.use_local_output),
+        )
+
+    def _distributed(self, parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
+        placement: Placement = Replicate() if dim is None else Shard(dim)
+        shapes = None if dim is None or self.multiple_of == 1 else {0: self._in_units(parameter.shape, dim, mesh)}
+        spread = distribute_tensor(
+            parameter.detach(), mesh, (placement,), src_data_rank=self.src_data_rank, sharding_shapes=shapes
+        )
+        return nn.Parameter(spread, parameter.requires_grad)
+
+    def _in_units(self, shape: torch.Size, dim: int, mesh: DeviceMesh) -> list[list[int]]:
+        if shape[dim] % self.multiple_of:
+            raise ValueError(
+                f"{type(self).__name__}: argument 'multiple_of' is {self.multiple_of}, which does not divide the {shape[dim]} features "
+                f"(rank {mesh.get_rank()})"
+            )
+        units = _C.Layout(as_mesh(mesh), [(1, 0, 1, "sum", 2.0)], [])
+        out = []
+        for rank in range(mesh.size()):
+            length = sum(n for _, n in units.intervals(0, shape[dim] // self.multiple_of, [rank]))
+            out.append([*shape[:dim], length * self.multiple_of, *shape[dim + 1 :]])
+        return out
+
+
+class ColwiseParallel(_Features):
+    """Each rank holds some of the output features: a Linear's rows of weight and bias, an Embedding's columns."""
+
+    cut_dims = _COLUMNS
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        multiple_of: int = 1,
+        sharding_shapes: Shapes = None,
+    ):
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output, multiple_of, sharding_shapes)
+
+    def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
+        return _moved(_enter(value, mesh, self.input_layouts[0], self.sharding_shapes, "ColwiseParallel"), Replicate())
+
+
+class RowwiseParallel(_Features):
+    """Each rank holds some of the input features: a Linear's columns of weight, an Embedding's rows. The results are summed."""
+
+    cut_dims = _ROWS
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        multiple_of: int = 1,
+        sharding_shapes: Shapes = None,
+    ):
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output, multiple_of, sharding_shapes)
+
+    def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
+        layout, shapes = self.input_layouts[0], self.sharding_shapes
+        if isinstance(module, nn.Embedding):
+            return _moved(_enter(value, mesh, layout, shapes, "RowwiseParallel"), Replicate())
+        if shapes is None and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            shapes = _as_weight(module, value, layout)
+        x = _enter(value, mesh, layout, shapes, "RowwiseParallel")
+        # A whole input is cut where the weight is, which need not be torch.chunk's cut; linear sees to it.
+        return x if x.placements == (Replicate(),) else _moved(x, Shard(-1))
+
+
+def _as_weight(module: nn.Module, value: torch.Tensor, layout: Placement) -> Shapes:
+    """The input's features are cut as the weight's columns, where these are not alike."""
+    weight = module.weight
+    if not isinstance(weight, ShardTensor) or not (layout.is_shard(value.ndim - 1) or layout.is_shard(-1)):
+        return None
+    columns = [shape[1] for shape in weight._spec.sharding_shapes()[0]]
+    return {0: [[*value.shape[:-1], n] for n in columns]} if len(set(columns)) > 1 else None
+
+
+class SequenceParallel(ParallelStyle):
+    """Norms and dropout on pieces of the sequence; the parameters are replicated as they are."""
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, sharding_shapes: Shapes = None):
+        super().__init__()
+        self.sequence_sharding = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+        self.sharding_shapes = sharding_shapes
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, use_local_output={self.use_local_output})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicate(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in list(submodule.named_parameters(recurse=False)):
+                whole = ShardTensor.from_local(parameter.detach(), mesh, (Replicate(),), run_check=False)
+                submodule.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+
+        (sharding,) = self.sequence_sharding
+        return distribute_module(
+            module,
+            device_mesh,
+            replicate,
+            lambda m, inputs, mesh: (
+                _moved(_enter(inputs[0], mesh, sharding, self.sharding_shapes, "SequenceParallel"), sharding),
+                *inputs[1:],
+            ),
+            lambda m, output, mesh: _leave(output, self.use_local_output),
+        )
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Turns a module's inputs into ShardTensors of `input_layouts` and moves them to `desired_input_layouts`."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        sharding_shapes: Shapes = None,
+    ):
+        self.input_layouts = _tuple(input_layouts)
+        self.desired_input_layouts = _tuple(desired_input_layouts)
+        self.input_kwarg_layouts = input_kwarg_layouts or {}
+        self.desired_input_kwarg_layouts = desired_input_kwarg_layouts or {}
+        self.use_local_output = use_local_output
+        self.sharding_shapes = sharding_shapes
+        _same_length("input_layouts", self.input_layouts, "desired_input_layouts", self.desired_input_layouts)
+        if input_kwarg_layouts is not None:
+            _same_length(
+                "input_kwarg_layouts", self.input_kwarg_layouts, "desired_input_kwarg_layouts", self.desired_input_kwarg_layouts
+            )
+
+    def __repr__(self) -> str:
+        return _describe(
+            self,
+            "input_layouts",
+            "desired_input_layouts",
+            "input_kwarg_layouts",
+            "desired_input_kwarg_layouts",
+            "use_local_output",
+        )
+
+    def _one(self, value: Any, mesh: DeviceMesh, layout: Placement | None, want: Placement | None) -> Any:
+        if layout is None:
+            return value
+        return _leave(_moved(_enter(value, mesh, layout, self.sharding_shapes, "PrepareModuleInput"), want), self.use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(m: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if self.input_layouts is not None and self.desired_input_layouts is not None:
+                _check_count("inputs", inputs, "input_layouts", self.input_layouts, module)
+                wanted = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
+                inputs = tuple(self._one(value, device_mesh, layout, want) for value, layout, want in wanted)
+            if self.input_kwarg_layouts:
+                have, want_by_key = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+                kwargs = {k: self._one(v, device_mesh, have.get(k), want_by_key.get(k)) for k, v in kwargs.items()}
+            return inputs, kwargs
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Turns a module's outputs into ShardTensors of `output_layouts` and moves them to `desired_output_layouts`."""
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+        sharding_shapes: Shapes = None,
+    ):
+        self.output_layouts = _tuple(output_layouts)
+        self.desired_output_layouts = _tuple(desired_output_layouts)
+        self.use_local_output = use_local_output
+        self.sharding_shapes = sharding_shapes
+        _same_length("output_layouts", self.output_layouts, "desired_output_layouts", self.desired_output_layouts)
+
+    def __repr__(self) -> str:
+        return _describe(self, "output_layouts", "desired_output_layouts", "use_local_output")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def finish(m: nn.Module, inputs: Any, outputs: Any) -> Any:
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+            assert self.output_layouts is not None and self.desired_output_layouts is not None
+            _check_count("outputs", values, "output_layouts", self.output_layouts, module)
+            out = []
+            for value, layout, want in zip(values, self.output_layouts, self.desired_output_layouts, strict=True):
+                if layout is not None:
+                    entered = _enter(value, device_mesh, layout, self.sharding_shapes, "PrepareModuleOutput")
+                    value = _leave(_moved(entered, want), self.use_local_output)
+                out.append(value)
+            return out[0] if len(out) == 1 else tuple(out)
+
+        module.register_forward_hook(finish)
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput in one."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ):
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts, use_local_output=use_local_output
+        )
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInputOutput({self.prepare_module_input}, {self.prepare_module_output})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+
+def _same_length(name: str, a: Any, other: str, b: Any) -> None:
+    if a is not None and (b is None or len(a) != len(b)):
+        raise AssertionError(f"{name} and {other} should have same length! Got {a} and {b}")
+
+
+def _check_count(what: str, values: tuple[Any, ...], name: str, layouts: tuple[Any, ...], module: nn.Module) -> None:
+    if len(values) != len(layouts):
+        raise ValueError(
+            f"module {what} and {name} should have same length! {type(module).__name__} has {len(values)}, {name} {len(layouts)}"
+        )

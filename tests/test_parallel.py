@@ -1,0 +1,348 @@
+"""The parallel styles against the same modules in one process, for features, heads, vocabularies and sequences of any size."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+DOUBLE = torch.float64
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(6, hidden, dtype=DOUBLE)
+        self.down = nn.Linear(hidden, 5, dtype=DOUBLE)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Attention(nn.Module):
+    """Whatever heads this rank finds in its features."""
+
+    def __init__(self, heads: int, head_dim: int):
+        super().__init__()
+        width = heads * head_dim
+        self.head_dim = head_dim
+        self.q, self.k, self.v = (nn.Linear(6, width, bias=False, dtype=DOUBLE) for _ in range(3))
+        self.out = nn.Linear(width, 6, dtype=DOUBLE)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6, dtype=DOUBLE)
+        self.layers = nn.ModuleList([MLP(7), MLP(4)])
+        self.layers[1].up = nn.Linear(5, 4, dtype=DOUBLE)
+
+    def forward(self, x):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def mesh_here():
+    import torch.distributed as dist
+    from oracle import mesh_of
+
+    return mesh_of((dist.get_world_size(),))
+
+
+def counted(f):
+    """What f returns, and the number of calls of each collective that it made."""
+    from shardtensor import _C
+
+    _C.reset_comm_counts()
+    out = f()
+    return out, {kind: calls for kind, (calls, _) in _C.comm_counts().items() if calls}
+
+
+def full(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def compare_gradients(ours, plain):
+    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        assert a.grad is not None and a.shape == b.shape, name
+        torch.testing.assert_close(full(a.grad), b.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def two_linears(hidden, local):
+    import torch.distributed as dist
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plain = MLP(hidden)
+    ours = copy.deepcopy(plain)
+    parallelize_module(ours, mesh_here(), {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel()})
+    x = torch.randn(4, 6, dtype=DOUBLE)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, forward = counted(lambda: ours(a))
+    want = plain(b)
+    torch.testing.assert_close(out, want)
+    _, backward = counted(lambda: out.square().sum().backward())
+    want.square().sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    compare_gradients(ours, plain)
+    assert all(p.grad.placements == p.placements for p in ours.parameters())
+    n = dist.get_world_size()
+    assert [tuple(ours.up.weight.to_local().shape)] == [tuple(t.shape) for t in [plain.up.weight.chunk(n)[dist.get_rank()]]]
+    return forward, backward
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("local", [True, False], ids=["local", "distributed"])
+@pytest.mark.parametrize("hidden", [6, 7])
+def test_two_linears(pools, world, hidden, local):
+    for forward, backward in pools(world).run(f"{__name__}:two_linears", hidden, local):
+        assert forward == {"all_reduce": 1}  # the sum behind the second
+        assert backward == {"all_reduce": 1}  # the input's gradient
+
+
+def heads(count):
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plain = Attention(count, 2)
+    ours = copy.deepcopy(plain)
+    columns = {name: ColwiseParallel(multiple_of=2, use_local_output=False) for name in "qkv"}
+    parallelize_module(ours, mesh_here(), {**columns, "out": RowwiseParallel(multiple_of=2)})
+    x = torch.randn(2, 5, 6, dtype=DOUBLE)
+    out, forward = counted(lambda: ours(x))
+    want = plain(x)
+    torch.testing.assert_close(out, want)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    compare_gradients(ours, plain)
+    return forward, ours.q.weight.to_local().shape[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("count", [3, 5])
+def test_uneven_heads_stay_whole(pools, world, count):
+    results = pools(world).run(f"{__name__}:heads", count)
+    assert all(forward == {"all_reduce": 1} for forward, _ in results)
+    rows = [n for _, n in results]
+    assert sum(rows) == 2 * count and all(n % 2 == 0 for n in rows)
+
+
+def embeddings(style):
+    from shardtensor import parallel
+
+    plain = nn.Embedding(11, 5, dtype=DOUBLE)
+    ours = copy.deepcopy(plain)
+    parallel.parallelize_module(ours, mesh_here(), getattr(parallel, style)(output_layouts=_replicate(), input_layouts=_replicate()))
+    tokens = torch.tensor([[0, 10, 3], [5, 5, 7]])
+    out, want = ours(tokens), plain(tokens)
+    torch.testing.assert_close(out, want)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    compare_gradients(ours, plain)
+
+
+def _replicate():
+    from shardtensor import Replicate
+
+    return Replicate()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
+def test_embedding(pools, world, style):
+    pools(world).run(f"{__name__}:embeddings", style)
+
+
+def sequence(given):
+    """Norm on pieces of the sequence, linears on pieces of the features, by patterns of names."""
+    import torch.distributed as dist
+    from shardtensor import Shard, distribute_tensor
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    mesh = mesh_here()
+    plain = Block()
+    ours = copy.deepcopy(plain)
+    plan = {
+        "norm": SequenceParallel(sharding_shapes="infer"),
+        "layers.*.up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(ours, mesh, plan)
+    x = torch.randn(2, 7, 6, dtype=DOUBLE)
+    if given == "distributed":
+        piece = distribute_tensor(x, mesh, [Shard(1)])
+    else:
+        cut = {2: [5, 2], 3: [5, 0, 2]}[dist.get_world_size()]
+        piece = x.split(cut, 1)[dist.get_rank()]
+    out = ours(piece)
+    want = plain(x)
+    assert out.placements == (Shard(1),)
+    torch.testing.assert_close(out.full_tensor(), want)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(full(a.grad), b.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("given", ["distributed", "pieces"])
+def test_sequence_parallel(pools, world, given):
+    pools(world).run(f"{__name__}:sequence", given)
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x, n, *, bias):
+        assert n == 3
+        return x * n + bias, n
+
+
+def prepared():
+    from shardtensor import Replicate, Shard, ShardTensor
+    from shardtensor.parallel import PrepareModuleInput, PrepareModuleInputOutput, parallelize_module
+
+    mesh = mesh_here()
+    x, bias = torch.randn(5, 4), torch.randn(5, 4)
+    module = TwoInputs()
+    style = PrepareModuleInput(
+        input_layouts=(Replicate(), None),
+        desired_input_layouts=(Shard(0), None),
+        input_kwarg_layouts={"bias": Replicate()},
+        desired_input_kwarg_layouts={"bias": Shard(0)},
+    )
+    parallelize_module(module, mesh, style)
+    out, n = module(x, 3, bias=bias)
+    assert isinstance(out, ShardTensor) and out.placements == (Shard(0),) and n == 3
+    torch.testing.assert_close(out.full_tensor(), x * 3 + bias)
+    both = PrepareModuleInputOutput(
+        input_layouts=(Replicate(), None),
+        desired_input_layouts=(Shard(1), None),
+        input_kwarg_layouts={"bias": Replicate()},
+        desired_input_kwarg_layouts={"bias": Shard(1)},
+        output_layouts=(Shard(1), None),
+        desired_output_layouts=(Replicate(), None),
+    )
+    out, n = parallelize_module(TwoInputs(), mesh, both)(x, 3, bias=bias)
+    assert type(out) is torch.Tensor and n == 3
+    torch.testing.assert_close(out, x * 3 + bias)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_inputs_and_outputs_are_prepared(pools, world):
+    pools(world).run(f"{__name__}:prepared")
+
+
+LOSSES = {
+    "mean": {},
+    "sum": dict(reduction="sum"),
+    "none": dict(reduction="none"),
+    "ignored": dict(ignore_index=3),
+    "weights": dict(weight=True),
+    "smooth": dict(label_smoothing=0.2),
+    "smooth_weights": dict(label_smoothing=0.2, weight=True, reduction="sum"),
+}
+
+
+def class_sharded(name):
+    from shardtensor import Shard, distribute_tensor
+    from shardtensor.parallel import loss_parallel
+
+    options = dict(LOSSES[name])
+    classes = 11
+    if options.pop("weight", None):
+        options["weight"] = torch.rand(classes, dtype=DOUBLE)
+    logits = torch.randn(4, classes, dtype=DOUBLE)
+    target = torch.tensor([0, 10, 3, 7])
+    a = distribute_tensor(logits, mesh_here(), [Shard(1)]).requires_grad_()
+    b = logits.clone().requires_grad_()
+
+    with loss_parallel():
+        loss, forward = counted(lambda: F.cross_entropy(a, target, **options))
+        _, backward = counted(lambda: loss.sum().backward())
+    want = F.cross_entropy(b, target, **options)
+    want.sum().backward()
+    torch.testing.assert_close(loss.full_tensor(), want)
+    assert a.grad.placements == (Shard(1),)
+    torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+    return forward, backward
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_parallel_never_gathers(pools, world, name):
+    for forward, backward in pools(world).run(f"{__name__}:class_sharded", name):
+        assert set(forward) <= {"all_reduce"}, forward
+        # Of both, the smoothed part's gradient is made whole, and autograd adds the other part to it in place.
+        assert set(backward) <= {"all_reduce"} | ({"all_gather"} if name == "smooth_weights" else set()), backward
+
+
+def resharded():
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, input_reshard, parallelize_module
+
+    mesh = mesh_here()
+    plain = MLP(7)
+    ours = copy.deepcopy(plain)
+    parallelize_module(ours, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    input_reshard(ours, mesh, 0)
+    x = torch.randn(5, 6, dtype=DOUBLE)
+    out, calls = counted(lambda: ours(x))
+    want = plain(x)
+    torch.testing.assert_close(out, want)
+    _, backward = counted(lambda: out.square().sum().backward())
+    want.square().sum().backward()
+    compare_gradients(ours, plain)
+    return calls, backward
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_inputs_are_kept_in_pieces(pools, world):
+    for calls, backward in pools(world).run(f"{__name__}:resharded"):
+        assert calls == {"all_reduce": 1}
+        assert backward.get("all_gather", 0) >= 1, backward  # what was saved in pieces comes together again
+
+
+def refusals():
+    from shardtensor import Replicate, Shard
+    from shardtensor import parallel as p
+
+    mesh = mesh_here()
+    texts = []
+    for f in (
+        lambda: p.parallelize_module(nn.Conv1d(2, 2, 1), mesh, p.ColwiseParallel()),
+        lambda: p.parallelize_module(nn.Linear(4, 6), mesh, p.ColwiseParallel(multiple_of=4)),
+        lambda: p.PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(),)),
+        lambda: p.parallelize_module(
+            nn.Identity(), mesh, p.PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None))
+        )(torch.zeros(2)),
+        lambda: p.parallelize_module(nn.Linear(4, 6), mesh, p.ColwiseParallel())(3),
+    ):
+        with pytest.raises((NotImplementedError, ValueError, AssertionError, TypeError)) as error:
+            f()
+        texts.append(str(error.value))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        p.parallelize_module(MLP(4), mesh, {"nowhere": p.ColwiseParallel()})
+    texts.append(str(caught[0].message))
+    return texts
+
+
+def test_bad_plans_say_what_is_wrong(pools):
+    wanted = ["Conv1d cannot", "'multiple_of' is 4", "same length", "same length", "got int", "nowhere"]
+    for texts in pools(2).run(f"{__name__}:refusals"):
+        assert [w for w, t in zip(wanted, texts, strict=True) if w not in t] == []
+
+
+def test_every_public_name_is_here():
+    import torch.distributed.tensor.parallel as torchs
+    from shardtensor import parallel
+
+    assert set(torchs.__all__) <= set(parallel.__all__)
+    assert set(parallel.__all__) == {n for n in vars(parallel) if not n.startswith("_")}
