@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from stock import import_shard_tensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -74,13 +75,7 @@ class Bare(torch.Tensor):
 
 
 def load_shardtensor(mesh: DeviceMesh) -> FromLocal:
-    """shardtensor lays hooks into torch's engine; the stock DTensor is measured without them."""
-    engine: Any = DTensor._op_dispatcher
-    attributes, handlers = set(vars(engine)), dict(engine._custom_op_handlers)
-    cls = importlib.import_module("shardtensor").ShardTensor
-    for name in set(vars(engine)) - attributes:
-        delattr(engine, name)
-    engine._custom_op_handlers.update(handlers)
+    cls = import_shard_tensor()
     return lambda t, placement: cls.from_local(t, mesh, [placement])
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from stock import import_shard_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -58,13 +59,7 @@ class Setting:
 
 
 def classes() -> dict[str, Any]:
-    found: dict[str, Any] = {STOCK: DTensor}
-    engine: Any = DTensor._op_dispatcher
-    attributes, handlers = set(vars(engine)), dict(engine._custom_op_handlers)
-    found[OURS] = importlib.import_module("shardtensor").ShardTensor
-    for name in set(vars(engine)) - attributes:  # the stock DTensor is measured without what shardtensor lays into its engine
-        delattr(engine, name)
-    engine._custom_op_handlers.update(handlers)
+    found: dict[str, Any] = {STOCK: DTensor, OURS: import_shard_tensor()}
     try:
         found[NEMO] = importlib.import_module("physicsnemo.domain_parallel").ShardTensor
     except ImportError as error:

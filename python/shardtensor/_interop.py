@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
 from shardtensor._layout import make_layout
-from shardtensor._tensor import ShardTensor
+from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
 
 def _promote(value: Any) -> Any:
@@ -36,7 +36,7 @@ def _again(op: Any, leaves: list[Any], tree: Any) -> Any:
 
 
 def install() -> None:
-    """Wraps the slow path and the custom handlers of torch's engine, once."""
+    """Wraps DTensor's constructor, the slow path and the custom handlers of torch's engine, once."""
     engine: Any = DTensor._op_dispatcher
     if getattr(engine, "_shardtensor_installed", False):
         return
@@ -53,6 +53,14 @@ def install() -> None:
 
         return call
 
+    make = DTensor.__new__
+
+    def new(cls: type[DTensor], *args: Any, **kwargs: Any) -> DTensor:
+        """torch's own tools (FSDP2) build a DTensor from a parameter's spec; a ShardTensor's spec makes a ShardTensor."""
+        spec = args[1] if len(args) > 1 else kwargs.get("spec")
+        return ShardTensor(*args, **kwargs) if isinstance(spec, ShardTensorSpec) else make(cls, *args, **kwargs)
+
+    DTensor.__new__ = new  # type: ignore[method-assign, assignment]
     engine._propagate_op_sharding_dispatch_slow_path = slow_path
     for op, handler in list(engine._custom_op_handlers.items()):
         engine._custom_op_handlers[op] = guarded(handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,10 +37,18 @@ if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the res
 _WHOLE = (Replicate(),) * 16  # more mesh dims than anyone has
 
 
+@dataclass(eq=False)
 class ShardTensorSpec(DTensorSpec):
     """A DTensorSpec that knows uneven cuts. It never equals a stock spec, so stock's caches cannot serve a ShardTensor."""
 
-    _layout: _C.Layout
+    _layout: _C.Layout = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # dataclasses.replace hands the old layout on; with other placements it says nothing.
+        if self._layout is None or placements_of(self._layout) != self.placements:
+            assert self.tensor_meta is not None
+            self._layout = make_layout(self.mesh, self.placements, len(self.tensor_meta.shape), who="ShardTensorSpec")
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -132,13 +141,12 @@ class ShardTensor(DTensor):
     @property
     def _spec(self) -> ShardTensorSpec:  # type: ignore[override]
         layout = _C.layout(self)
-        spec = ShardTensorSpec(
+        return ShardTensorSpec(
             as_device_mesh(layout.mesh),
             placements_of(layout),
             tensor_meta=TensorMeta(self.shape, self.stride(), self.dtype),
+            _layout=layout,
         )
-        spec._layout = layout
-        return spec
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -1,0 +1,62 @@
+"""FSDP2 trains as one process does: alone, over tensor parallelism, for sizes that do not divide by the ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+
+def train(ours, plain, batches, accumulate=1):
+    """Both take the same steps; the losses and the clipped norms agree, and so do the parameters in the end."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (ours, plain)]
+    for i, x in enumerate(batches):
+        losses, norms = [], []
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if (i + 1) % accumulate == 0:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert losses[0] == pytest.approx(losses[1], rel=1e-9), i
+        assert norms == pytest.approx(norms[1:] * 2, rel=1e-9), i
+    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(a.full_tensor(), b.data, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def fully_sharded(over, options):
+    import torch.distributed as dist
+    from shardtensor import init_device_mesh
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from test_parallel import MLP
+    from torch.distributed.fsdp import fully_shard
+
+    plain = nn.Sequential(MLP(7))
+    ours = copy.deepcopy(plain)
+    if over == "tensor parallel":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        style = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(ours[0], mesh["tp"], style)
+        mesh = mesh["dp"]
+    elif over == "replicas":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    accumulate = options.pop("accumulate", 1)
+    fully_shard(ours[0], mesh=mesh, **options)
+    fully_shard(ours, mesh=mesh, **options)
+    train(ours, plain, torch.randn(4, 4, 6, dtype=torch.float64), accumulate)
+
+
+OPTIONS = {"usual": {}, "kept": dict(reshard_after_forward=False), "accumulated": dict(accumulate=2)}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("over", "world"), [("nothing", 2), ("nothing", 3), ("replicas", 4), ("tensor parallel", 4)])
+def test_trains_as_one_process(pools, over, world, options):
+    pools(world).run(f"{__name__}:fully_sharded", over, dict(OPTIONS[options]))
