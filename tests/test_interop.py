@@ -88,6 +88,46 @@ def handlers_are_called_and_taken_back():
     library._destroy()
 
 
+def listeners_hear_what_autograd_does_not_record():
+    """Ops without a gradient pass autograd by, and nothing else."""
+    import torch.autograd.forward_ad as forward_ad
+    from oracle import EVEN, mesh_of, place
+    from shardtensor import ShardTensor, _handlers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    x, t = (place(torch.arange(10.0).view(5, 2) + i, mesh_of((2,)), ("S(0)",), EVEN) for i in range(2))
+    seen = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    with Listen():
+        x + t
+        torch.cat([x, t])
+    assert seen == ["aten.add.Tensor", "aten.cat.default"]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t)
+        tangent = forward_ad.unpack_dual(dual * 3.0).tangent
+        assert tangent.full_tensor().equal(t.full_tensor() * 3)
+    w = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert not (w * 2).requires_grad
+    base = x.clone()
+    view = base.view(-1)
+    base.mul_(w)  # the view requires a gradient by its base alone
+    assert (view + 1).requires_grad
+    ShardTensor.register_dispatch_handler(torch.ops.aten.mul.Tensor, lambda a, b: a)
+    assert (x * t).full_tensor().equal(x.full_tensor())
+    _handlers.unregister_handler(torch.ops.aten.mul.Tensor)
+    assert (x * t).full_tensor().equal(x.full_tensor() * t.full_tensor())
+
+
+def test_listeners(pools):
+    pools(2).run(f"{__name__}:listeners_hear_what_autograd_does_not_record")
+
+
 def test_stock_and_ours_mix(pools):
     pools(2).run(f"{__name__}:stock_and_ours_mix")
 

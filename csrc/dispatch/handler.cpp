@@ -161,6 +161,10 @@ int64_t install_handler() {
     auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
     if (typed) {
       registrations.push_back(dispatcher.registerImpl(name, kKey, std::move(*typed), std::nullopt, nullptr, "shardtensor"));
+      if (auto untracked = untracked_kernel(op)) {
+        registrations.push_back(
+            dispatcher.registerImpl(name, kAutogradKey, std::move(*untracked), std::nullopt, nullptr, "shardtensor"));
+      }
     } else if (is_special(op)) {
       aten.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SpecialHandler>(&op)));
     } else {

@@ -269,10 +269,53 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
+// Whether autograd has anything to record of it.
+bool tracked(const Tensor& t) {
+  return t.defined() && t.unsafeGetTensorImpl()->autograd_meta() &&
+         ((t.requires_grad() && at::GradMode::is_enabled()) || t._fw_grad(/*level=*/0).defined());
+}
+bool tracked(const std::optional<Tensor>& t) {
+  return t && tracked(*t);
+}
+bool tracked(const at::ITensorListRef& list) {
+  bool any = false;
+  for_each(list, [&](const Tensor& t) { any |= tracked(t); });
+  return any;
+}
+bool tracked(at::TensorList list) {
+  return tracked(at::ITensorListRef(list));
+}
+template <typename T>
+bool tracked(const T&) {
+  return false;
+}
+
+// Stands before autograd's kernel, which is passed by where there is nothing to record and no mode listens below it.
+template <typename Signature>
+class Untracked;
+
+template <typename Result, typename... Args>
+class Untracked<Result(Args...)> final : public c10::OperatorKernel {
+ public:
+  explicit Untracked(const Op& op) : call_(op.handle.typed<Result(Args...)>()) {}
+
+  Result operator()(c10::DispatchKeySet keys, Args... args) {
+    const auto below = keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    if (below.highestPriorityTypeId() == kKey && !(tracked(args) || ...)) {
+      return call_.redispatch(below, args...);
+    }
+    return call_.redispatch((keys - c10::autograd_dispatch_keyset).add(c10::DispatchKey::AutogradOther), args...);
+  }
+
+ private:
+  c10::TypedOperatorHandle<Result(Args...)> call_;
+};
+
 // One line per signature. An op belongs here if it runs all the time in training; any other is right without.
-KernelTable<Typed> make_table() {
-  KernelTable<Typed> t;
-  t.add<Tensor(const Tensor&)>({
+template <template <typename> class Kernel>
+KernelTable<Kernel> make_table() {
+  KernelTable<Kernel> t;
+  t.template add<Tensor(const Tensor&)>({
       "abs",
       "alias",
       "cos",
@@ -290,7 +333,7 @@ KernelTable<Typed> make_table() {
       "t",
       "tanh",
   });
-  t.add<Tensor(const Tensor&, const Tensor&)>({
+  t.template add<Tensor(const Tensor&, const Tensor&)>({
       "bmm",
       "div.Tensor",
       "dot",
@@ -310,10 +353,10 @@ KernelTable<Typed> make_table() {
       "silu_backward",
       "tanh_backward",
   });
-  t.add<Tensor(const Tensor&, const Tensor&, const c10::Scalar&)>({"add.Tensor", "sub.Tensor", "threshold_backward"});
-  t.add<Tensor(const Tensor&, const Tensor&, const Tensor&)>({"where.self"});
-  t.add<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>({"linear"});
-  t.add<Tensor(const Tensor&, const c10::Scalar&)>({
+  t.template add<Tensor(const Tensor&, const Tensor&, const c10::Scalar&)>({"add.Tensor", "sub.Tensor", "threshold_backward"});
+  t.template add<Tensor(const Tensor&, const Tensor&, const Tensor&)>({"where.self"});
+  t.template add<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>({"linear"});
+  t.template add<Tensor(const Tensor&, const c10::Scalar&)>({
       "div.Scalar",
       "eq.Scalar",
       "ge.Scalar",
@@ -324,39 +367,49 @@ KernelTable<Typed> make_table() {
       "ne.Scalar",
       "pow.Tensor_Scalar",
   });
-  t.add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>({"mean.dim", "sum.dim_IntList"});
-  t.add<Tensor(const Tensor&, std::optional<at::ScalarType>)>({"mean", "sum"});
-  t.add<Tensor(const Tensor&, const c10::Scalar&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
+  t.template add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
+      {"mean.dim", "sum.dim_IntList"});
+  t.template add<Tensor(const Tensor&, std::optional<at::ScalarType>)>({"mean", "sum"});
+  t.template add<Tensor(const Tensor&, const c10::Scalar&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
       {"linalg_vector_norm"});
-  t.add<Tensor(const Tensor&, int64_t, bool)>({"_log_softmax", "_softmax"});
-  t.add<Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType)>({"_log_softmax_backward_data", "_softmax_backward_data"});
-  t.add<Tensor(const Tensor&, int64_t, int64_t)>({"transpose.int"});
-  t.add<Tensor(const Tensor&, int64_t)>({"unsqueeze"});
-  t.add<Tensor(const Tensor&, c10::IntArrayRef)>({"permute"});
-  t.add<Tensor(const Tensor&, c10::SymIntArrayRef)>({"_unsafe_view", "view"});
-  t.add<Tensor(const Tensor&, c10::SymIntArrayRef, bool)>({"expand"});
-  t.add<Tensor(const Tensor&, std::optional<at::MemoryFormat>)>({"clone"});
-  t.add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>({"addmm"});
-  t.add<Tensor(const at::ITensorListRef&, int64_t)>({"cat"});
-  t.add<Tensor(at::TensorList, int64_t)>({"stack"});
-  t.add<std::tuple<Tensor, Tensor, Tensor>(
+  t.template add<Tensor(const Tensor&, int64_t, bool)>({"_log_softmax", "_softmax"});
+  t.template add<Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType)>(
+      {"_log_softmax_backward_data", "_softmax_backward_data"});
+  t.template add<Tensor(const Tensor&, int64_t, int64_t)>({"transpose.int"});
+  t.template add<Tensor(const Tensor&, int64_t)>({"unsqueeze"});
+  t.template add<Tensor(const Tensor&, c10::IntArrayRef)>({"permute"});
+  t.template add<Tensor(const Tensor&, c10::SymIntArrayRef)>({"_unsafe_view", "view"});
+  t.template add<Tensor(const Tensor&, c10::SymIntArrayRef, bool)>({"expand"});
+  t.template add<Tensor(const Tensor&, std::optional<at::MemoryFormat>)>({"clone"});
+  t.template add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>({"addmm"});
+  t.template add<Tensor(const at::ITensorListRef&, int64_t)>({"cat"});
+  t.template add<Tensor(at::TensorList, int64_t)>({"stack"});
+  t.template add<std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double)>(
       {"native_layer_norm"});
-  t.add<Tensor&(Tensor&)>({"relu_", "zero_"});
-  t.add<Tensor&(Tensor&, const Tensor&)>({"div_.Tensor", "mul_.Tensor"});
-  t.add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"add_.Tensor", "sub_.Tensor"});
-  t.add<Tensor&(Tensor&, const c10::Scalar&)>({"fill_.Scalar", "mul_.Scalar"});
-  t.add<Tensor&(Tensor&, const Tensor&, bool)>({"copy_"});
-  t.add<Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>({"addcdiv_", "addcmul_"});
-  t.add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"lerp_.Scalar"});
+  t.template add<Tensor&(Tensor&)>({"relu_", "zero_"});
+  t.template add<Tensor&(Tensor&, const Tensor&)>({"div_.Tensor", "mul_.Tensor"});
+  t.template add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"add_.Tensor", "sub_.Tensor"});
+  t.template add<Tensor&(Tensor&, const c10::Scalar&)>({"fill_.Scalar", "mul_.Scalar"});
+  t.template add<Tensor&(Tensor&, const Tensor&, bool)>({"copy_"});
+  t.template add<Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>({"addcdiv_", "addcmul_"});
+  t.template add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"lerp_.Scalar"});
   return t;
 }
 
 } // namespace
 
 std::optional<c10::KernelFunction> typed_kernel(const Op& op) {
-  static const auto table = make_table();
+  static const auto table = make_table<Typed>();
   return table.kernel_for(op);
+}
+
+std::optional<c10::KernelFunction> untracked_kernel(const Op& op) {
+  static const auto table = make_table<Untracked>();
+  const bool functional = !op.mutated && !op.is_view && !op.reshapes_self;
+  const bool autograds =
+      op.handle.hasKernelForDispatchKey(c10::DispatchKey::Autograd) && !op.handle.hasKernelForDispatchKey(kAutogradKey);
+  return functional && autograds ? table.kernel_for(op) : std::nullopt;
 }
 
 } // namespace shardtensor
