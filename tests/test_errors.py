@@ -159,7 +159,7 @@ def shapes_where_nothing_is_cut(mesh, me):
 def mesh_without_some_ranks(mesh, me):
     from shardtensor import Shard, ShardTensor
 
-    ShardTensor.from_local(piece(2), smaller_mesh(), [Shard(0)])
+    ShardTensor.from_local(piece(2), smaller_mesh(), [Shard(0)], sharding_shapes="infer")
     raise ValueError("device_mesh rank 0 is in it")
 
 
@@ -199,11 +199,11 @@ def redistribute_to_nowhere(mesh, me):
     zeros(3, device_mesh=mesh).redistribute()
 
 
-def another_mesh(mesh, me):
-    from shardtensor import Shard, init_device_mesh, zeros
+def summands_on_another_mesh(mesh, me):
+    from shardtensor import Partial, Shard, init_device_mesh, zeros
 
     other = init_device_mesh("cpu", (1, mesh.size()))
-    zeros(3, device_mesh=mesh).redistribute(other, [Shard(0), Shard(0)])
+    zeros(3, device_mesh=mesh).redistribute(other, [Shard(0), Partial()])
 
 
 def meshes_mixed(mesh, me):
@@ -293,7 +293,7 @@ WRONG = [
     (source_out_of_range, ValueError, "argument 'src_data_rank' is 5", "rank {me}"),
     (distribute_elsewhere, ValueError, "argument 'tensor'", "redistribute", "rank {me}"),
     (redistribute_to_nowhere, RuntimeError, "argument 'placements'"),
-    (another_mesh, NotImplementedError, "argument 'device_mesh'", "rank {me}"),
+    (summands_on_another_mesh, RuntimeError, "argument 'placements'", "rank {me}"),
     (meshes_mixed, RuntimeError, "add", "different meshes", "rank {me}"),
     (offsets_of_nothing, ValueError, "argument 'mesh_dim'", "rank {me}"),
     (not_a_tensor, TypeError, "argument 'local_tensor' is list"),

@@ -8,9 +8,9 @@ import pytest
 from shardtensor import _C
 
 R, S0, S1, P = (0, -1, 1, "sum", 2.0), (1, 0, 1, "sum", 2.0), (1, 1, 1, "sum", 2.0), (2, -1, 1, "sum", 2.0)
-MAX = (2, -1, 1, "max", 2.0)
+MAX, AVG = (2, -1, 1, "max", 2.0), (2, -1, 1, "avg", 2.0)
 MIB = 2.0**20
-LOCAL = {"slice", "make_partial"}
+LOCAL = {"slice", "make_partial", "pad"}
 
 
 def mesh(*shape):
@@ -36,6 +36,8 @@ PAIRS = {
     "reduce": (P, R, ["all_reduce"]),
     "reduce_to_pieces": (P, S1, ["reduce_scatter"]),
     "other_summands": (P, MAX, ["all_reduce", "make_partial"]),
+    "pieces_to_summands": (S0, P, ["pad"]),
+    "pieces_to_an_average": (S0, AVG, ["all_gather", "make_partial"]),
     "nothing": (S0, S0, []),
 }
 
@@ -61,10 +63,53 @@ def test_slices_before_it_sends():
     assert steps(layout(two, S0, R), layout(two, R, S1)) == [("slice", 1), ("all_gather", 0)]
 
 
-def test_nested_pieces_are_lifted_in_order():
+AT_ONCE = {
+    "swap": ((S0, S1), (S1, S0)),
+    "all_to_another_dim": ((S0, S0), (S1, S1)),
+    "outer_nest": ((S0, S0), (R, S0)),
+    "into_a_nest": ((S0, S1), (S1, S1)),
+    "two_dims": ((S0, R), (S1, S0)),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_changes_that_go_at_once(name):
+    source, target = AT_ONCE[name]
     two = mesh(2, 2)
-    assert steps(layout(two, S0, S0), layout(two, R, S0)) == [("all_gather", 1), ("all_gather", 0), ("slice", 1)]
-    assert steps(layout(two, S0, S0), layout(two, S1, S1)) == [("all_gather", 1), ("all_to_all", 0), ("slice", 1)]
+    assert steps(layout(two, *source), layout(two, *target)) == [("transfer", -1)]
+
+
+def test_nested_cuts_change_at_once():
+    two = mesh(2, 2)
+    source, target = layout(two, S0, S0, cuts=[[5, 3], [1, 4, 3, 0]]), layout(two, S0, S0, cuts=[[3, 5], [1, 2, 3, 2]])
+    assert steps(source, target) == [("transfer", -1)]
+    assert steps(source, layout(two, S0, S0, cuts=[[5, 3], [4, 1, 0, 3]])) == [("all_to_all", 1)]
+
+
+def test_summands_are_added_up_before_the_rest_goes_at_once():
+    three = mesh(2, 2, 2)
+    assert steps(layout(three, P, S0, S1), layout(three, R, S1, S0)) == [("all_reduce", 0), ("transfer", -1)]
+    assert steps(layout(three, P, S0, S1), layout(three, P, S1, S0)) == [("transfer", -1)]
+    assert sorted(steps(layout(three, R, S0, S1), layout(three, P, S1, S0))) == [("make_partial", 0), ("transfer", -1)]
+
+
+SINGLE = [(S0, R, "all_gather"), (S0, S1, "all_to_all"), (P, S0, "reduce_scatter"), (P, R, "all_reduce")]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("size", [1.0, MIB], ids=["small", "large"])
+@pytest.mark.parametrize("before,after,kind", SINGLE, ids=[kind for *_, kind in SINGLE])
+def test_one_collective_is_not_replaced(shape, size, before, after, kind):
+    on = mesh(*shape)
+    for m, other in itertools.product(range(len(shape)), (R, (1, 2, 1, "sum", 2.0))):
+        source, target = [other] * len(shape), [other] * len(shape)
+        source[m], target[m] = before, after
+        assert steps(layout(on, *source), layout(on, *target), size) == [(kind, m)]
+
+
+def test_gathers_stay_collectives_where_they_carry_much():
+    two = mesh(2, 2)
+    assert [kind for kind, _ in steps(layout(two, S0, S1), layout(two, R, R))] == ["all_gather"] * 2
 
 
 def gathered_first(source, target, size):

@@ -1,6 +1,8 @@
 #include "bindings/bindings.h"
 
 #include "redistribute/plan.h"
+#include "redistribute/route.h"
+#include "redistribute/transfer.h"
 
 namespace shardtensor::bindings {
 
@@ -38,18 +40,55 @@ Coordinate coordinate_or_mine(const Layout& l, const std::optional<std::vector<i
   return c ? Coordinate(c->begin(), c->end()) : l.mesh().coordinate();
 }
 
+using BoxTuples = std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>>;
+
+BoxTuples box_tuples(const std::vector<Box>& boxes) {
+  BoxTuples out;
+  for (const auto& box : boxes) {
+    out.emplace_back(
+        std::vector<int64_t>(box.offsets.begin(), box.offsets.end()), std::vector<int64_t>(box.sizes.begin(), box.sizes.end()));
+  }
+  return out;
+}
+
+std::vector<std::pair<int64_t, int64_t>> messages(const std::vector<Transfer::Message>& list) {
+  std::vector<std::pair<int64_t, int64_t>> out;
+  for (const auto& message : list) {
+    out.emplace_back(message.rank, message.numel);
+  }
+  return out;
+}
+
+c10::intrusive_ptr<Layout> as_mutable(LayoutPtr l) {
+  return c10::intrusive_ptr<Layout>::reclaim(const_cast<Layout*>(l.release()));
+}
+
+// Bytes that each rank of either mesh sends and receives: {rank: (sent, received)}.
+std::map<int64_t, std::pair<int64_t, int64_t>> traffic(const Leg& leg, const std::vector<int64_t>& sizes, int64_t item) {
+  std::map<int64_t, std::pair<int64_t, int64_t>> out;
+  for (const auto* layout : {leg.before.get(), leg.after.get()}) {
+    for (auto rank : layout->mesh().description().ranks) {
+      const auto t = traffic_of(leg, sizes, rank);
+      out[rank] = {t.sent * item, t.received * item};
+    }
+  }
+  return out;
+}
+
 } // namespace
 
 void register_layout(py::module& m) {
   py::class_<Mesh, c10::intrusive_ptr<Mesh>>(m, "Mesh")
       .def(
           py::init([](std::string device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
-                      std::vector<std::string> dim_names, std::vector<std::string> groups, int64_t rank) {
+                      std::vector<std::string> dim_names, std::vector<std::string> groups, int64_t rank, std::string world) {
             auto mesh = Mesh::make(
-                {std::move(device_type), std::move(shape), std::move(ranks), std::move(dim_names), std::move(groups), rank});
+                {std::move(device_type), std::move(shape), std::move(ranks), std::move(dim_names), std::move(groups), rank,
+                 std::move(world)});
             return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
           }),
-          py::arg("device_type"), py::arg("shape"), py::arg("ranks"), py::arg("dim_names"), py::arg("groups"), py::arg("rank"))
+          py::arg("device_type"), py::arg("shape"), py::arg("ranks"), py::arg("dim_names"), py::arg("groups"), py::arg("rank"),
+          py::arg("world") = "")
       .def_property_readonly("id", &Mesh::id)
       .def_property_readonly("shape", [](const Mesh& self) { return self.description().shape; })
       .def_property_readonly("ranks", [](const Mesh& self) { return self.description().ranks; })
@@ -57,6 +96,7 @@ void register_layout(py::module& m) {
       .def_property_readonly("groups", [](const Mesh& self) { return self.description().groups; })
       .def_property_readonly("device_type", [](const Mesh& self) { return self.description().device_type; })
       .def_property_readonly("rank", &Mesh::rank)
+      .def_property_readonly("world", [](const Mesh& self) { return self.description().world; })
       .def_property_readonly("has_me", &Mesh::has_me)
       .def_property_readonly(
           "coordinate", [](const Mesh& self) { return std::vector<int64_t>(self.coordinate().begin(), self.coordinate().end()); })
@@ -108,9 +148,16 @@ void register_layout(py::module& m) {
       .def_property_readonly("is_sharded", &Layout::is_sharded)
       .def_property_readonly("has_partial", &Layout::has_partial)
       .def(
+          "sizes_of_equal_pieces",
+          [](const Layout& self, const std::vector<int64_t>& local) {
+            const auto out = self.sizes_of_equal_pieces(local);
+            return std::vector<int64_t>(out.begin(), out.end());
+          },
+          py::arg("local"))
+      .def(
           "local_sizes",
           [](const Layout& self, const std::vector<int64_t>& sizes, const std::optional<std::vector<int64_t>>& c) {
-            const auto out = self.local_sizes(sizes, coordinate_or_mine(self, c));
+            const auto out = c ? self.local_sizes(sizes, Coordinate(c->begin(), c->end())) : self.local_sizes(sizes);
             return std::vector<int64_t>(out.begin(), out.end());
           },
           py::arg("sizes"), py::arg("coordinate") = py::none())
@@ -123,13 +170,10 @@ void register_layout(py::module& m) {
       .def(
           "boxes",
           [](const Layout& self, const std::vector<int64_t>& sizes, const std::optional<std::vector<int64_t>>& c) {
-            std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> out;
-            for (const auto& box : self.boxes(sizes, coordinate_or_mine(self, c))) {
-              out.emplace_back(
-                  std::vector<int64_t>(box.offsets.begin(), box.offsets.end()),
-                  std::vector<int64_t>(box.sizes.begin(), box.sizes.end()));
+            if (!c && !self.mesh().has_me()) {
+              return BoxTuples{};
             }
-            return out;
+            return box_tuples(self.boxes(sizes, coordinate_or_mine(self, c)));
           },
           py::arg("sizes"), py::arg("coordinate") = py::none())
       .def("misfit", [](const Layout& self, const std::vector<int64_t>& sizes) { return self.misfit(sizes); })
@@ -148,6 +192,33 @@ void register_layout(py::module& m) {
         return std::make_pair(steps, plan.cost);
       },
       py::arg("source"), py::arg("target"), py::arg("bytes"));
+  m.def(
+      "route",
+      [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, const std::vector<int64_t>& sizes,
+         int64_t item) {
+        py::list out;
+        for (const auto& leg : route(*from, *to, sizes, item)) {
+          out.append(py::make_tuple(
+              name_of(leg.step.kind), leg.step.mesh_dim, as_mutable(leg.before), as_mutable(leg.after),
+              traffic(leg, sizes, item)));
+        }
+        return out;
+      },
+      py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("item"));
+  m.def(
+      "transfer_of",
+      [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, const std::vector<int64_t>& sizes,
+         int64_t rank) {
+        const auto t = transfer_of(*from, *to, sizes, rank);
+        py::dict out;
+        out["sent"] = messages(t.sent);
+        out["received"] = messages(t.received);
+        out["packed"] = box_tuples(t.packed);
+        out["unpacked"] = box_tuples(t.unpacked);
+        out["kept"] = py::make_tuple(box_tuples(t.kept_from), box_tuples(t.kept_to));
+        return out;
+      },
+      py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("rank"));
 }
 
 } // namespace shardtensor::bindings

@@ -32,6 +32,18 @@ void all_to_all(
     const Mesh& mesh,
     int64_t mesh_dim);
 
+// Between any ranks, whatever their meshes. `out` has what comes from peers[0], peers[1], ... one after the other, `in` what goes
+// to each; sizes in elements, peers as global ranks in ascending order, this rank not among them. `callers`: how many ranks make
+// this call, peers or not; all of the default group's, or else no others than peers need to.
+void send_receive(
+    at::Tensor& out,
+    at::IntArrayRef out_sizes,
+    const at::Tensor& in,
+    at::IntArrayRef in_sizes,
+    at::IntArrayRef peers,
+    const Mesh& mesh,
+    int64_t callers);
+
 // A reduce-scatter but for the sum. `in` has this rank's summand of every coordinate's piece, `out` becomes the summands of this
 // rank's piece, one after the other in the order of the coordinates.
 void exchange_summands(at::Tensor& out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim);

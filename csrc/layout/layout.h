@@ -119,8 +119,9 @@ class Layout final : public c10::intrusive_ptr_target {
     return shards(dim) ? local_size(dim, size, mesh_->coordinate()) : size;
   }
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
+  // This rank's; a rank that the mesh does not hold has an empty tensor of one dim, whatever the tensor is.
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
-    return local_sizes(sizes, mesh_->coordinate());
+    return C10_LIKELY(mesh_->has_me()) ? local_sizes(sizes, mesh_->coordinate()) : Sizes{0};
   }
   // The global sizes where every rank's piece is as large as `local`.
   Sizes sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const;

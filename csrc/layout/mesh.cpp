@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
+#include <algorithm>
 #include <mutex>
 #include <sstream>
 #include <unordered_map>
@@ -32,7 +33,7 @@ size_t hash_of(const Mesh::Description& d) {
   for (const auto& g : d.groups) {
     h = c10::hash_combine(h, std::hash<std::string>()(g));
   }
-  return h;
+  return c10::hash_combine(h, std::hash<std::string>()(d.world));
 }
 
 } // namespace
@@ -46,6 +47,9 @@ MeshPtr Mesh::make(Description d) {
   TORCH_CHECK_VALUE(
       count == static_cast<int64_t>(d.ranks.size()), "Mesh: shape holds ", count, " ranks but ", d.ranks.size(), " are given");
   TORCH_CHECK_VALUE(d.groups.size() == d.shape.size(), "Mesh: one group name per mesh dim is needed");
+  for (auto r : d.ranks) {
+    TORCH_CHECK_VALUE(r >= 0, "Mesh: rank ", r, " is negative");
+  }
   const auto hash = hash_of(d);
   auto& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
@@ -63,6 +67,8 @@ MeshPtr Mesh::make(Description d) {
 Mesh::Mesh(Description description, int64_t id) : d_(std::move(description)), id_(id) {
   coordinate_.assign(d_.shape.size(), 0);
   for (size_t i = 0; i < d_.ranks.size(); ++i) {
+    places_.resize(std::max(places_.size(), static_cast<size_t>(d_.ranks[i]) + 1), -1);
+    places_[d_.ranks[i]] = static_cast<int32_t>(i);
     if (d_.ranks[i] == d_.rank) {
       mine_ = true;
       coordinate_ = coordinate_at(static_cast<int64_t>(i));

@@ -25,10 +25,11 @@ class Mesh final : public c10::intrusive_ptr_target {
     std::vector<std::string> dim_names; // empty: unnamed
     std::vector<std::string> groups;    // a process group's name per mesh dim; empty where this rank has none
     int64_t rank = 0;                   // this process's global rank; threads that act as several ranks have a mesh each
+    std::string world;                  // the name of the default group, which holds all ranks; empty where there is none
 
     bool operator==(const Description& o) const {
       return device_type == o.device_type && shape == o.shape && ranks == o.ranks && dim_names == o.dim_names &&
-             groups == o.groups && rank == o.rank;
+             groups == o.groups && rank == o.rank && world == o.world;
     }
   };
 
@@ -54,6 +55,10 @@ class Mesh final : public c10::intrusive_ptr_target {
   }
   int64_t index_of(c10::ArrayRef<int64_t> coordinate) const;
   Coordinate coordinate_at(int64_t index) const;
+  // Where a global rank stands among the mesh's, or -1.
+  int64_t index_of_rank(int64_t rank) const {
+    return rank >= 0 && rank < static_cast<int64_t>(places_.size()) ? places_[rank] : -1;
+  }
   // Is this rank one of the mesh's?
   bool has_me() const {
     return mine_;
@@ -78,6 +83,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   int64_t id_;
   bool mine_ = false;
   Coordinate coordinate_;
+  std::vector<int32_t> places_; // by global rank
 };
 
 } // namespace shardtensor

@@ -1,7 +1,11 @@
 #include "redistribute/plan.h"
 
 #include <array>
+#include <cmath>
 #include <limits>
+#include <map>
+#include <queue>
+#include <tuple>
 #include <vector>
 
 namespace shardtensor {
@@ -32,6 +36,16 @@ uint64_t changing(const Layout& from, const Layout& to) {
   return out;
 }
 
+// Zeros and the like around a piece leave the reduction's value as it is. An average would need the piece scaled up first, which
+// overflows or rounds.
+bool can_pad(const Placement& summand) {
+  return summand.is_partial() && summand.reduce != ReduceOp::Avg;
+}
+
+double transfer_cost(double lacking) {
+  return kTransferLatency + kTransferByte * lacking;
+}
+
 // The least cost from the first state to any other, over all states: 3 stages to the power of mesh dims, few edges each.
 class Search {
  public:
@@ -45,10 +59,12 @@ class Search {
     }
     nodes_.assign(states, Node{});
     nodes_[0].cost = 0;
-    for (;;) {
-      const auto at = nearest();
-      if (at == states) {
-        break;
+    reached_.push({0, 0, 0});
+    while (!reached_.empty()) {
+      const auto at = std::get<2>(reached_.top());
+      reached_.pop();
+      if (nodes_[at].done) {
+        continue;
       }
       nodes_[at].done = true;
       const auto stages = stages_of(at);
@@ -58,6 +74,7 @@ class Search {
       for (int64_t m = 0; m < n_; ++m) {
         leave(at, stages, m);
       }
+      leave_at_once(at, stages);
     }
     TORCH_INTERNAL_ASSERT(false, "no way from ", from_.str(), " to ", to_.str());
   }
@@ -70,6 +87,8 @@ class Search {
     int32_t steps = 0;
     bool done = false;
   };
+  // By cost, then by the number of steps, then by the state's number: all ranks go the same way.
+  using Reached = std::tuple<double, int32_t, size_t>;
 
   Stages stages_of(size_t state) const {
     Stages out;
@@ -84,22 +103,6 @@ class Search {
       out = out * kStages + stages[m];
     }
     return out;
-  }
-
-  // By cost, then by the number of steps, then by the state's number: all ranks go the same way.
-  size_t nearest() const {
-    size_t best = nodes_.size();
-    for (size_t i = 0; i < nodes_.size(); ++i) {
-      const auto& node = nodes_[i];
-      if (node.done || node.cost == std::numeric_limits<double>::infinity()) {
-        continue;
-      }
-      if (best == nodes_.size() || node.cost < nodes_[best].cost ||
-          (node.cost == nodes_[best].cost && node.steps < nodes_[best].steps)) {
-        best = i;
-      }
-    }
-    return best;
   }
 
   bool is_open(int64_t m) const {
@@ -137,11 +140,13 @@ class Search {
     }
     return true;
   }
+  Placement placement_at(const Stages& stages, int64_t m) const {
+    return stages[m] == kWhole ? Placement::replicate() : (stages[m] == kFrom ? from_ : to_).placement(m);
+  }
   double held(const Stages& stages) const {
     double out = bytes_;
     for (int64_t m = 0; m < n_; ++m) {
-      const auto& p = stages[m] == kFrom ? from_.placement(m) : to_.placement(m);
-      if (stages[m] != kWhole && p.is_shard()) {
+      if (placement_at(stages, m).is_shard()) {
         out /= static_cast<double>(from_.mesh().size(m));
       }
     }
@@ -168,16 +173,63 @@ class Search {
       if (can_cut && is_open(m)) {
         go(at, stages, m, StepKind::AllToAll, kTo);
       }
+      if (can_pad(want)) {
+        go(at, stages, m, StepKind::Pad, kTo);
+      }
     }
   }
 
   void go(size_t at, Stages stages, int64_t m, StepKind kind, Stage stage) {
-    const auto cost = nodes_[at].cost + cost_of(kind, held(stages), from_.mesh().size(m));
-    const auto steps = nodes_[at].steps + 1;
+    const auto cost = cost_of(kind, held(stages), from_.mesh().size(m));
     stages[m] = stage;
-    auto& next = nodes_[index_of(stages)];
-    if (cost < next.cost || (cost == next.cost && steps < next.steps)) {
-      next = Node{cost, at, {kind, m}, steps, next.done};
+    reach(at, stages, {kind, m}, cost);
+  }
+
+  // One transfer to the end; to new summands but for the last, local step.
+  void leave_at_once(size_t at, const Stages& stages) {
+    auto end = stages;
+    for (int64_t m = 0; m < n_; ++m) {
+      if (is_open(m) && stages[m] == kFrom && from_.placement(m).is_partial()) {
+        return;
+      }
+      if (is_open(m) && stages[m] != kTo) {
+        end[m] = to_.placement(m).is_partial() ? kWhole : kTo;
+      }
+    }
+    const auto lacking = held(end) * (1 - overlap(stages, end));
+    if (lacking > 0) {
+      reach(at, end, {StepKind::Transfer, -1}, transfer_cost(lacking));
+    }
+  }
+
+  // How much of what it wants a rank holds already, on average, where cuts are even: all where both sides are cut alike; of what
+  // is cut another way, or within what is, as much as it holds of anything.
+  double overlap(const Stages& stages, const Stages& end) const {
+    double out = 1;
+    uint64_t apart = 0; // tensor dims
+    for (int64_t m = 0; m < n_; ++m) {
+      const auto held = placement_at(stages, m), wanted = placement_at(end, m);
+      const bool same = held == wanted && (stages[m] == end[m] || same_at(from_, to_, m));
+      for (const auto* p : {&held, &wanted}) {
+        if (!same && p->is_shard()) {
+          apart |= uint64_t{1} << p->dim;
+        }
+      }
+      if (held.is_shard() && (apart >> held.dim & 1)) {
+        out /= static_cast<double>(from_.mesh().size(m));
+      }
+    }
+    return out;
+  }
+
+  void reach(size_t from, const Stages& stages, const Step& step, double cost) {
+    cost += nodes_[from].cost;
+    const auto steps = nodes_[from].steps + 1;
+    const auto index = index_of(stages);
+    auto& next = nodes_[index];
+    if (!next.done && (cost < next.cost || (cost == next.cost && steps < next.steps))) {
+      next = Node{cost, from, step, steps, false};
+      reached_.push({cost, steps, index});
     }
   }
 
@@ -196,13 +248,14 @@ class Search {
   int64_t n_;
   uint64_t open_;
   std::vector<Node> nodes_;
+  std::priority_queue<Reached, std::vector<Reached>, std::greater<>> reached_;
 };
 
 } // namespace
 
 const char* name_of(StepKind kind) {
-  static constexpr std::array<const char*, 6> names = {"all_reduce", "reduce_scatter", "all_gather",
-                                                       "all_to_all", "slice",          "make_partial"};
+  static constexpr std::array<const char*, 8> names = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all",
+                                                       "slice",      "make_partial",   "pad",        "transfer"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -220,11 +273,42 @@ double cost_of(StepKind kind, double held, int64_t n) {
       return kLatency + share;
     case StepKind::AllGather:
       return kLatency + held * others;
+    case StepKind::Transfer:
+      return transfer_cost(held);
     case StepKind::Slice:
     case StepKind::MakePartial:
+    case StepKind::Pad:
       return 0;
   }
   return 0;
+}
+
+LayoutPtr transfer_target(const Layout& now, const Layout& to) {
+  auto out = LayoutPtr::reclaim_copy(&to);
+  for (int64_t m = 0; m < to.ndim(); ++m) {
+    if (to.placement(m).is_partial() && (&now.mesh() != &to.mesh() || now.placement(m) != to.placement(m))) {
+      out = out->with(m, Placement::replicate());
+    }
+  }
+  return out;
+}
+
+LayoutPtr layout_after(const Step& step, const Layout& now, const Layout& to) {
+  const auto m = step.mesh_dim;
+  switch (step.kind) {
+    case StepKind::AllReduce:
+    case StepKind::AllGather:
+      return now.with(m, Placement::replicate());
+    case StepKind::ReduceScatter:
+    case StepKind::AllToAll:
+    case StepKind::Slice:
+    case StepKind::MakePartial:
+    case StepKind::Pad:
+      return now.with(m, to.placement(m), to.cut(m));
+    case StepKind::Transfer:
+      return transfer_target(now, to);
+  }
+  return {};
 }
 
 Plan make_plan(const Layout& from, const Layout& to, double bytes) {
@@ -232,6 +316,21 @@ Plan make_plan(const Layout& from, const Layout& to, double bytes) {
     return {};
   }
   return Search(from, to, bytes).run();
+}
+
+const Plan& plan_for(const Layout& from, const Layout& to, double bytes) {
+  using Key = std::tuple<int64_t, int64_t, int>;
+  constexpr size_t kLimit = 4096;
+  static thread_local std::map<Key, Plan>* plans = new std::map<Key, Plan>();
+  const int power = std::ilogb(std::max(bytes, 1.0));
+  if (plans->size() >= kLimit) {
+    plans->clear();
+  }
+  auto [it, is_new] = plans->try_emplace(Key{from.id(), to.id(), power});
+  if (is_new) {
+    it->second = make_plan(from, to, std::ldexp(1.0, power));
+  }
+  return it->second;
 }
 
 } // namespace shardtensor

@@ -2,14 +2,14 @@
 
 #include "comm/comm.h"
 #include "kernels/boxes.h"
+#include "redistribute/pad.h"
 #include "redistribute/plan.h"
+#include "redistribute/route.h"
+#include "redistribute/transfer.h"
 
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <limits>
-#include <map>
-#include <tuple>
 
 namespace shardtensor {
 
@@ -317,22 +317,6 @@ void make_partial(State& s, int64_t m, const Placement& p) {
   s.layout = s.layout->with(m, p);
 }
 
-// Plans by layouts and size, to the nearest power of two, so that all ranks look up the same.
-const Plan& plan_for(const Layout& from, const Layout& to, double bytes) {
-  using Key = std::tuple<int64_t, int64_t, int>;
-  constexpr size_t kLimit = 4096;
-  static thread_local std::map<Key, Plan>* plans = new std::map<Key, Plan>();
-  const int power = std::ilogb(std::max(bytes, 1.0));
-  if (plans->size() >= kLimit) {
-    plans->clear();
-  }
-  auto [it, is_new] = plans->try_emplace(Key{from.id(), to.id(), power});
-  if (is_new) {
-    it->second = make_plan(from, to, std::ldexp(1.0, power));
-  }
-  return it->second;
-}
-
 void take_step(State& s, const Step& step, const Layout& to) {
   const auto m = step.mesh_dim;
   switch (step.kind) {
@@ -348,6 +332,16 @@ void take_step(State& s, const Step& step, const Layout& to) {
       return slice(s, m, to);
     case StepKind::MakePartial:
       return make_partial(s, m, to.placement(m));
+    case StepKind::Pad:
+      s.local = pad(s.local, *s.layout, m, to.placement(m), s.sizes);
+      s.layout = layout_after(step, *s.layout, to);
+      return;
+    case StepKind::Transfer: {
+      auto next = layout_after(step, *s.layout, to);
+      s.local = transfer(s.local, *s.layout, *next, s.sizes);
+      s.layout = std::move(next);
+      return;
+    }
   }
 }
 
@@ -357,9 +351,12 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   if (&from == &to) {
     return local;
   }
-  TORCH_CHECK_VALUE(
-      &from.mesh() == &to.mesh(), "redistribute: from ", from.str(), " to ", to.str(),
-      ": another mesh; both layouts must be on one mesh");
+  if (&from.mesh() != &to.mesh()) {
+    return redistribute_across(local, from, to, sizes);
+  }
+  if (!from.mesh().has_me()) {
+    return local;
+  }
   // Bytes travel: what a lazily conjugated or negated piece stands for is computed first.
   State s{local.resolve_conj().resolve_neg(), LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());

@@ -1,6 +1,6 @@
-// Moves a tensor's pieces from one layout to another on the same mesh. The one mechanism behind redistribute(), full_tensor()
-// and every op that needs other placements than it was given.
-// Uses layout/ and comm/. Used by tensor/, rules/, dispatch/, autograd/.
+// Moves a tensor's pieces from one layout to another, from mesh to mesh too. The one mechanism behind redistribute(),
+// full_tensor() and every op that needs other placements than it was given. Uses layout/ and comm/. Used by tensor/, rules/,
+// dispatch/, autograd/.
 #pragma once
 
 #include "layout/layout.h"
@@ -10,7 +10,8 @@
 namespace shardtensor {
 
 // `local` is this rank's piece under `from` of a tensor of global `sizes`; returns its piece under `to`.
-// The result may alias `local` where nothing had to move.
+// The result may alias `local` where nothing had to move. Called by every rank of either mesh; one that a mesh does not hold has
+// an empty tensor there.
 at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
 
 } // namespace shardtensor

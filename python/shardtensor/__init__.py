@@ -20,6 +20,7 @@ from shardtensor._api import (
     scatter_tensor,
     zeros,
 )
+from shardtensor._explain import Explanation, explain
 from shardtensor._modes import (
     get_promotion_mode,
     implicit_replication,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "Explanation",
     "Partial",
     "Placement",
     "Replicate",
@@ -49,6 +51,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "get_promotion_mode",
     "implicit_replication",

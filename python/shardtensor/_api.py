@@ -37,8 +37,6 @@ def _full_layout(
 ) -> _C.Layout:
     """The layout asked for, checked; `partial`: the reductions that may be asked for."""
     layout = make_layout(mesh, placements, len(sizes), who=who)
-    if not layout.mesh.has_me:
-        raise ValueError(f"{who}: argument 'device_mesh' ({layout.mesh}) does not hold rank {layout.mesh.rank}")
     if sharding_shapes is not None:
         cuts = cuts_from_shapes(layout, sharding_shapes, len(sizes), who=who)
         layout = make_layout(mesh, placements, len(sizes), cuts, who=who)
@@ -103,6 +101,10 @@ def distribute_tensor(
             f"dim (rank {layout.mesh.rank})"
         )
     local = tensor.detach()
+    if not layout.mesh.has_me:
+        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device if tensor.is_meta else _device(mesh))
+        strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), tensor)
+        return _C.wrap(nothing, layout, list(tensor.shape), strides).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if not tensor.is_meta:
         local = local.to(_device(mesh))
         if src_data_rank is not None:
@@ -336,6 +338,8 @@ def _spaced(who: str, whole: torch.Tensor, layout: torch.layout, requires_grad: 
     where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
 
     def fill(local_sizes: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if not where.mesh.has_me:
+            return torch.empty(local_sizes, dtype=dtype, device=device)
         return _piece(whole, where).to(device=device).clone()
 
     return _make(who, fill, sizes, whole.dtype, layout, requires_grad, mesh, placements, sharding_shapes)

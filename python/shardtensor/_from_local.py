@@ -22,13 +22,7 @@ def layout_of_equal_pieces(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, *, who: str
 ) -> _C.Layout:
     """Where every rank's piece is as large as this one: any sizes fit."""
-    _check_member(as_mesh(mesh), who)
     return make_layout(mesh, placements, local.ndim, who=who)
-
-
-def _check_member(mesh: _C.Mesh, who: str) -> None:
-    if not mesh.has_me:
-        raise ValueError(f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}")
 
 
 def layout_for_local(
@@ -44,7 +38,11 @@ def layout_for_local(
     """The layout and the global sizes of the tensor whose piece on this rank is `local`."""
     view = as_mesh(mesh)
     rank = view.rank
-    _check_member(view, who)
+    if not view.has_me and (run_check or sharding_shapes == "infer"):
+        raise ValueError(
+            f"{who}: argument 'device_mesh' ({view}) does not hold rank {rank}, which cannot ask its ranks; pass 'shape' or "
+            "'sharding_shapes'"
+        )
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
         raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")
     if sharding_shapes == "chunk" and shape is None:
@@ -66,6 +64,8 @@ def layout_for_local(
     if len(sizes) != local.ndim:
         raise ValueError(f"{who}: argument 'shape' has {len(sizes)} dims, the local tensor {local.ndim} (rank {rank})")
     check_cuts(layout, cuts, sizes, who=who)
+    if not view.has_me:
+        return layout, sizes
     if told is None:
         _check_fit(local.shape, layout, sizes, view.coordinate, rank, who)
     else:

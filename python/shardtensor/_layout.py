@@ -113,6 +113,25 @@ def _make(
     return _C.Layout(mesh, [_encode(p, ndim, where) for p in placements], list(cuts))
 
 
+def layout_elsewhere(mesh: _C.Mesh, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
+    """The layout after a move to another mesh, where all is cut evenly."""
+
+    def make() -> _C.Layout:
+        layout = _make(mesh, placements, ndim, (), who)
+        if layout.has_partial:
+            raise _no_summands(placements, mesh, who)
+        return layout
+
+    key = (tuple(placements) if isinstance(placements, list) else placements, "elsewhere")
+    return _remembered(mesh, key, ndim, make)  # type: ignore[arg-type]
+
+
+def _no_summands(placements: Sequence[Placement], mesh: _C.Mesh, who: str) -> RuntimeError:
+    return RuntimeError(
+        f"{who}: argument 'placements' {tuple(placements)}: summands come from ops, they cannot be asked for (rank {mesh.rank})"
+    )
+
+
 def moved_layout(layout: _C.Layout, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
     """The layout after a redistribution: mesh dims that go on cutting the same dim keep their cuts, the others cut evenly."""
 
@@ -120,10 +139,7 @@ def moved_layout(layout: _C.Layout, placements: Sequence[Placement], ndim: int, 
         even = _make(layout.mesh, placements, ndim, (), who)
         for before, after in zip(layout.placements, even.placements, strict=True):
             if after[0] == _PARTIAL and after != before:
-                raise RuntimeError(
-                    f"{who}: argument 'placements' {tuple(placements)}: summands come from ops, they cannot be asked for "
-                    f"(rank {layout.mesh.rank})"
-                )
+                raise _no_summands(placements, layout.mesh, who)
         return _make(layout.mesh, placements, ndim, fitting_cuts(layout, even.placements), who)
 
     return _remembered(layout, placements, ndim, make)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from shardtensor import _C
 
 # Not an attribute of the DeviceMesh: users pickle those. By identity: equal ones may have other groups.
-_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str]]] = {}
+_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str]] = {}
 _device_meshes: dict[int, weakref.ReferenceType[DeviceMesh]] = {}
 # Made here, without groups of their own.
 _stand_ins: dict[int, DeviceMesh] = {}
@@ -27,7 +27,7 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
     """The extension's view of a DeviceMesh."""
     names = getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim
     known = _meshes.get(id(device_mesh))
-    if known is not None and known[0]() is device_mesh and known[2] == names:
+    if known is not None and known[0]() is device_mesh and known[2] == names and (known[3] or not dist.is_initialized()):
         return known[1]
     rank = device_mesh.get_rank() if dist.is_initialized() else device_mesh._rank
     mesh = _C.Mesh(
@@ -37,14 +37,21 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
         list(device_mesh.mesh_dim_names or ()),
         list(names),
         rank,
+        _world(),
     )
     _remember(device_mesh, mesh)
     return mesh
 
 
+def _world() -> str:
+    """The default group's name: pieces that move from mesh to mesh go through it."""
+    group: Any = dist.group.WORLD
+    return group.group_name if group is not None else ""
+
+
 def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
     key = id(device_mesh)
-    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups)
+    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups, mesh.world)
     _device_meshes[mesh.id] = weakref.ref(device_mesh)
     _stand_ins.pop(mesh.id, None)
     # mesh["tp"] is a fresh object each time, but FSDP asks a parameter's mesh what it was cut from.
@@ -81,4 +88,5 @@ def current_mesh(who: str) -> DeviceMesh:
     group: Any = dist.group.WORLD
     device = dist.distributed_c10d._get_pg_default_device(group).type
     world = dist.get_world_size()
-    return as_device_mesh(_C.Mesh(device, [world], list(range(world)), [], [group.group_name], dist.get_rank()))
+    name = group.group_name
+    return as_device_mesh(_C.Mesh(device, [world], list(range(world)), [], [name], dist.get_rank(), name))

@@ -15,19 +15,17 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from shardtensor import _C, _handlers
+from shardtensor._explain import Explanation, explain, target_layout
 from shardtensor._from_local import Shapes, layout_for_local, layout_of_equal_pieces
 from shardtensor._layout import (
     _PARTIALS,
     _SHARD,
     ShardingShapes,
-    check_cuts,
-    cuts_from_shapes,
     fitting_cuts,
     make_layout,
-    moved_layout,
     placements_of,
 )
-from shardtensor._mesh import as_device_mesh, as_mesh, current_mesh
+from shardtensor._mesh import as_device_mesh, current_mesh
 
 if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the rest
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -202,6 +200,10 @@ class ShardTensor(DTensor):
         grad_layout = None
         if grad_placements is not None:
             grad_layout = _grad_layout(layout, grad_placements, local_tensor.ndim, who)
+        if not layout.mesh.has_me:  # as in torch: nothing, of whatever the others have
+            sizes = sizes or layout.sizes_of_equal_pieces(list(local_tensor.shape))
+            stride = stride or tuple(_C.strides_like(sizes, local_tensor))
+            local_tensor = _nothing_of(local_tensor)
         return _C.from_local(local_tensor, layout, sizes, stride, grad_layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -228,23 +230,24 @@ class ShardTensor(DTensor):
         """The same tensor with its pieces elsewhere; differentiable.
 
         sharding_shapes asks for uneven cuts, as in from_local. Without it a mesh dim that goes on cutting the same tensor dim
-        keeps its cut, and the others cut as torch.chunk does.
+        keeps its cut, and the others cut as torch.chunk does. With another `device_mesh` all ranks of both meshes call it; a
+        rank that the tensor's mesh does not hold has an empty piece of it.
         """
         who = "ShardTensor.redistribute"
         if placements is None:
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
-        ours = self._layout
-        if device_mesh is not None and as_mesh(device_mesh) != ours.mesh:
-            raise NotImplementedError(
-                f"{who}: argument 'device_mesh' ({as_mesh(device_mesh)}) is not the tensor's ({ours.mesh}) and tensors do not move "
-                f"between meshes yet; use full_tensor() and distribute_tensor (rank {ours.mesh.rank})"
-            )
-        layout = moved_layout(ours, placements, self.ndim, who=who)
-        if sharding_shapes is not None:
-            cuts = cuts_from_shapes(layout, sharding_shapes, self.ndim, who=who)
-            layout = _C.Layout(ours.mesh, layout.placements, cuts)
-            check_cuts(layout, cuts, self.shape, who=who)
+        layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype)
+
+    def explain(
+        self,
+        placements: Sequence[Placement],
+        device_mesh: DeviceMesh | None = None,
+        *,
+        sharding_shapes: ShardingShapes | None = None,
+    ) -> Explanation:
+        """What redistribute() with these arguments would do, step by step, and what each rank would send; nothing is sent."""
+        return explain(self, placements, device_mesh, sharding_shapes=sharding_shapes)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
@@ -467,6 +470,11 @@ def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
         behind += type(parts[i]) is not int
         dim -= part is not None
     return tuple(parts), value
+
+
+def _nothing_of(t: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a tensor on a mesh that it is not in; a gradient goes back as zeros."""
+    return t.flatten()[:0]
 
 
 def _grad_layout(layout: _C.Layout, grad_placements: Sequence[Placement], ndim: int, who: str) -> _C.Layout:

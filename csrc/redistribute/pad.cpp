@@ -1,0 +1,92 @@
+#include "redistribute/pad.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+
+namespace shardtensor {
+
+namespace {
+
+template <typename T>
+at::Scalar bound(bool highest) {
+  return at::Scalar(highest ? std::numeric_limits<T>::max() : std::numeric_limits<T>::lowest());
+}
+
+// What no value is beyond.
+at::Scalar extreme(at::ScalarType type, bool highest) {
+  switch (type) {
+    case at::kBool:
+      return at::Scalar(highest);
+    case at::kByte:
+      return bound<uint8_t>(highest);
+    case at::kChar:
+      return bound<int8_t>(highest);
+    case at::kShort:
+      return bound<int16_t>(highest);
+    case at::kInt:
+      return bound<int32_t>(highest);
+    case at::kLong:
+      return bound<int64_t>(highest);
+    case at::kUInt16:
+      return bound<uint16_t>(highest);
+    case at::kUInt32:
+      return bound<uint32_t>(highest);
+    case at::kUInt64:
+      return bound<uint64_t>(highest);
+    case at::kFloat8_e4m3fn: // the eight-bit floats without infinity
+      return at::Scalar(highest ? 448.0 : -448.0);
+    case at::kFloat8_e4m3fnuz:
+      return at::Scalar(highest ? 240.0 : -240.0);
+    case at::kFloat8_e5m2fnuz:
+      return at::Scalar(highest ? 57344.0 : -57344.0);
+    default:
+      return at::Scalar(highest ? std::numeric_limits<double>::infinity() : -std::numeric_limits<double>::infinity());
+  }
+}
+
+at::Scalar identity(const Placement& summand, at::ScalarType type) {
+  switch (summand.reduce) {
+    case ReduceOp::Sum:
+    case ReduceOp::Bor:
+    case ReduceOp::Bxor:
+      return at::Scalar(0);
+    case ReduceOp::Product:
+      return at::Scalar(1);
+    case ReduceOp::Min:
+      return extreme(type, true);
+    case ReduceOp::Max:
+      return extreme(type, false);
+    case ReduceOp::Band: // all bits
+      return type == at::kBool ? at::Scalar(true) : c10::isSignedType(type) ? at::Scalar(-1) : extreme(type, true);
+    case ReduceOp::Norm:
+      return summand.norm_order < 0 ? at::Scalar(std::numeric_limits<double>::infinity()) : at::Scalar(0);
+    case ReduceOp::Avg:
+      break;
+  }
+  TORCH_INTERNAL_ASSERT(false, "nothing leaves ", summand.str(), " as it is");
+}
+
+} // namespace
+
+at::Tensor pad(const at::Tensor& local, const Layout& layout, int64_t m, const Placement& summand, c10::ArrayRef<int64_t> sizes) {
+  const auto dim = layout.placement(m).dim;
+  const auto& me = layout.mesh().coordinate();
+  auto extent = sizes[dim];
+  for (int64_t i = 0; i < m; ++i) {
+    if (layout.placement(i).is_shard(dim)) {
+      extent = layout.split_size(i, extent, me);
+    }
+  }
+  Sizes whole(local.sizes().begin(), local.sizes().end());
+  whole[dim] = extent;
+  auto out = at::full(whole, identity(summand, local.scalar_type()), local.options());
+  int64_t at = 0;
+  for (const auto& run : layout.split(m, extent, me)) {
+    out.narrow(dim, run.start, run.length).copy_(local.narrow(dim, at, run.length));
+    at += run.length;
+  }
+  return out;
+}
+
+} // namespace shardtensor

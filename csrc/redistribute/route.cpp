@@ -1,0 +1,161 @@
+#include "redistribute/route.h"
+
+#include "redistribute/redistribute.h"
+#include "redistribute/transfer.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::IntArrayRef;
+
+double bytes_of(IntArrayRef sizes, int64_t item) {
+  return static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(item);
+}
+
+// Pieces under an even layout, per rank's share.
+double pieces(const Layout& layout) {
+  double n = 1;
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    n *= layout.placement(m).is_shard() ? static_cast<double>(layout.mesh().size(m)) : 1;
+  }
+  return n;
+}
+
+double cost_across(const Layout& from, const Layout& to, double bytes) {
+  int64_t shared = 0;
+  for (auto rank : to.mesh().description().ranks) {
+    shared += from.mesh().index_of_rank(rank) >= 0;
+  }
+  const auto held = static_cast<double>(shared) / static_cast<double>(to.mesh().size()) / pieces(from);
+  return held < 1 ? cost_of(StepKind::Transfer, bytes / pieces(to) * (1 - held), 2) : 0;
+}
+
+// The tensor dim that mesh dim m may cut without a later one having cut it, with the most to cut; -1 if there is nothing.
+int64_t dim_to_scatter(const Layout& layout, int64_t m, IntArrayRef sizes) {
+  int64_t best = -1, most = 1;
+  for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) {
+    auto left = sizes[d];
+    for (int64_t i = 0; i < layout.ndim(); ++i) {
+      if (layout.placement(i).is_shard(d)) {
+        left = i > m ? 0 : left / layout.mesh().size(i);
+      }
+    }
+    if (left > most) {
+      best = d;
+      most = left;
+    }
+  }
+  return best;
+}
+
+// The layout of the sums before they move: whole, or scattered where that sends less in all.
+LayoutPtr added_up(const Layout& from, const Layout& to, IntArrayRef sizes, double bytes) {
+  auto whole = LayoutPtr::reclaim_copy(&from), scattered = whole;
+  for (int64_t m = 0; m < from.ndim(); ++m) {
+    if (from.placement(m).is_partial()) {
+      whole = whole->with(m, Placement::replicate());
+      const auto dim = dim_to_scatter(*scattered, m, sizes);
+      scattered = scattered->with(m, dim < 0 ? Placement::replicate() : Placement::shard(dim));
+    }
+  }
+  const auto cost = [&](const Layout& by) { return plan_for(from, by, bytes).cost + cost_across(by, to, bytes); };
+  return whole == scattered || cost(*whole) <= cost(*scattered) ? whole : scattered;
+}
+
+void append_legs(const Layout& from, const Layout& to, double bytes, std::vector<Leg>& legs) {
+  auto now = LayoutPtr::reclaim_copy(&from);
+  if (&from == &to) {
+    return;
+  }
+  for (const auto& step : plan_for(from, to, bytes).steps) {
+    auto next = layout_after(step, *now, to);
+    legs.push_back({step, now, next});
+    now = std::move(next);
+  }
+}
+
+// Meshes of the same ranks in the same places, each with groups of its own: one is as good as the other. Null for others.
+LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
+  const auto &a = layout.mesh().description(), &b = mesh->description();
+  return a.shape == b.shape && a.ranks == b.ranks ? Layout::make(mesh, layout.placements(), layout.cuts()) : LayoutPtr();
+}
+
+int64_t numel_at(const Layout& layout, IntArrayRef sizes, const Coordinate& c) {
+  return c10::multiply_integers(layout.local_sizes(sizes, c));
+}
+
+int64_t total(const std::vector<Transfer::Message>& messages) {
+  int64_t n = 0;
+  for (const auto& message : messages) {
+    n += message.numel;
+  }
+  return n;
+}
+
+} // namespace
+
+at::Tensor redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(
+      from.mesh().description().device_type == to.mesh().description().device_type, "redistribute: from ", from.str(), " to ",
+      to.str(), ": another kind of device (rank ", to.mesh().rank(), "); move the local tensors first");
+  if (const auto here = relabelled(from, to.mesh_ptr())) {
+    return redistribute(local, *here, to, sizes);
+  }
+  const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
+  const auto there = transfer_target(*by, to);
+  auto out = redistribute(local.resolve_conj().resolve_neg(), from, *by, sizes);
+  out = transfer(out, *by, *there, sizes);
+  return redistribute(out, *there, to, sizes);
+}
+
+std::vector<Leg> route(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {
+  std::vector<Leg> legs;
+  const auto bytes = bytes_of(sizes, item);
+  if (&from.mesh() == &to.mesh()) {
+    append_legs(from, to, bytes, legs);
+    return legs;
+  }
+  if (const auto here = relabelled(from, to.mesh_ptr())) {
+    append_legs(*here, to, bytes, legs);
+    return legs;
+  }
+  const auto by = added_up(from, to, sizes, bytes);
+  const auto there = transfer_target(*by, to);
+  append_legs(from, *by, bytes, legs);
+  legs.push_back({{StepKind::Transfer, -1}, by, there});
+  append_legs(*there, to, bytes, legs);
+  return legs;
+}
+
+Traffic traffic_of(const Leg& leg, IntArrayRef sizes, int64_t rank) {
+  const auto kind = leg.step.kind;
+  if (kind == StepKind::Transfer || kind == StepKind::AllToAll) {
+    const auto t = transfer_of(*leg.before, *leg.after, sizes, rank);
+    return {total(t.sent), total(t.received)};
+  }
+  const auto& mesh = leg.before->mesh();
+  const auto index = mesh.index_of_rank(rank);
+  const auto n = mesh.size(leg.step.mesh_dim);
+  if (index < 0 || n == 1) {
+    return {};
+  }
+  const auto c = mesh.coordinate_at(index);
+  const auto before = numel_at(*leg.before, sizes, c), after = numel_at(*leg.after, sizes, c);
+  switch (kind) {
+    case StepKind::AllReduce:
+      return {before, before};
+    case StepKind::ReduceScatter:
+      return {before - after, after * (n - 1)};
+    case StepKind::AllGather:
+      return {before, after - before};
+    default:
+      return {};
+  }
+}
+
+} // namespace shardtensor

@@ -1,0 +1,28 @@
+// The whole way from layout to layout, from mesh to mesh too: summands are added up where they are, then pieces move, then new
+// summands are made. And what it costs each rank, said without going.
+// Uses plan.h, transfer.h. Used by redistribute.cpp and bindings/.
+#pragma once
+
+#include "redistribute/plan.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace shardtensor {
+
+// redistribute() between two meshes. Called by every rank of either.
+at::Tensor redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
+
+struct Leg {
+  Step step;
+  LayoutPtr before, after;
+};
+// What redistribute() of a tensor with elements of `item` bytes does.
+std::vector<Leg> route(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
+
+struct Traffic {
+  int64_t sent = 0, received = 0;
+};
+// In elements: what a rank puts in, as comm's counters count it, and what it gets that it did not have.
+Traffic traffic_of(const Leg& leg, c10::ArrayRef<int64_t> sizes, int64_t rank);
+
+} // namespace shardtensor

@@ -1,0 +1,32 @@
+// From any layout to any other, on any two meshes: which boxes go from whom to whom, and the going. Every element that a rank
+// lacks comes once, from one holder; what it holds already is copied. Ranks agree on it all without asking each other.
+// Uses layout/, comm/, kernels/. Used by redistribute.cpp, route.cpp and bindings/.
+#pragma once
+
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace shardtensor {
+
+struct Transfer {
+  struct Message {
+    int64_t rank; // global
+    int64_t numel;
+  };
+  // At most one message to and from each rank, by ascending rank.
+  std::vector<Message> sent, received;
+  // The messages' boxes one after the other: of this rank's piece before, and of its piece after.
+  std::vector<Box> packed, unpacked;
+  // What it keeps.
+  std::vector<Box> kept_from, kept_to;
+};
+
+// What any rank does, without communication, in time proportional to the ranks it deals with plus those of both meshes.
+// Where there is Partial, it is on the same mesh dims of both sides, on one mesh: the summands move, each among its own kind.
+Transfer transfer_of(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
+
+// `local`: this rank's piece under `from`, anything where the mesh does not hold it. Called by every rank of either mesh.
+at::Tensor transfer(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
+
+} // namespace shardtensor

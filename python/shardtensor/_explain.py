@@ -1,0 +1,138 @@
+"""What a redistribution would do and cost, said without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from shardtensor import _C
+from shardtensor._layout import (
+    ShardingShapes,
+    check_cuts,
+    cuts_from_shapes,
+    layout_elsewhere,
+    make_layout,
+    moved_layout,
+)
+from shardtensor._mesh import as_mesh
+
+if TYPE_CHECKING:
+    from shardtensor._tensor import ShardTensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective, or one local step, on the way."""
+
+    kind: str
+    along: int | str  # a mesh dim, or "mesh": all at once
+    before: _C.Layout
+    after: _C.Layout
+    sent: Mapping[int, int]  # bytes by global rank, as the rank puts them in
+    received: Mapping[int, int]  # bytes that the rank did not have
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The steps from one layout to another, and the bytes they move."""
+
+    source: _C.Layout
+    target: _C.Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    steps: tuple[Step, ...]
+
+    def sent(self, rank: int) -> int:
+        return sum(step.sent.get(rank, 0) for step in self.steps)
+
+    def received(self, rank: int) -> int:
+        return sum(step.received.get(rank, 0) for step in self.steps)
+
+    def __str__(self) -> str:
+        head = f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}: {self.source} -> {self.target}"
+        if not self.steps:
+            return f"{head}\n  nothing to do"
+        rows = [("step", "along", "leaves", "sent by a rank", "received by a rank")]
+        for step in self.steps:
+            along = step.along if isinstance(step.along, str) else f"mesh dim {step.along}"
+            rows.append((step.kind, along, str(step.after), _span(step.sent), _span(step.received)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
+
+
+def _span(of: Mapping[int, int]) -> str:
+    least, most = min(of.values()), max(of.values())
+    return _bytes(most) if least == most else f"{_bytes(least)} to {_bytes(most)}"
+
+
+def _bytes(n: int) -> str:
+    if n < 1024:
+        return f"{n} B"
+    value, units = float(n), iter(("KiB", "MiB", "GiB", "TiB"))
+    unit = "B"
+    while value >= 1024:
+        value, unit = value / 1024, next(units, unit)
+    return f"{value:.1f} {unit}"
+
+
+def target_layout(
+    ours: _C.Layout,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None,
+    sharding_shapes: ShardingShapes | None,
+    *,
+    who: str,
+) -> _C.Layout:
+    """What redistribute()'s arguments ask for."""
+    mesh = ours.mesh if device_mesh is None else as_mesh(device_mesh)
+    if mesh == ours.mesh:
+        layout = moved_layout(ours, placements, len(shape), who=who)
+    else:
+        layout = layout_elsewhere(mesh, placements, len(shape), who=who)
+    if sharding_shapes is not None:
+        cuts = cuts_from_shapes(layout, sharding_shapes, len(shape), who=who)
+        layout = _C.Layout(mesh, layout.placements, cuts)
+        check_cuts(layout, cuts, shape, who=who)
+    return layout
+
+
+def explain(
+    source: ShardTensor | tuple[DeviceMesh, Sequence[Placement], Sequence[int], torch.dtype],
+    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None = None,
+    *,
+    sharding_shapes: ShardingShapes | None = None,
+) -> Explanation:
+    """The steps that redistribute() would take from `source`, a ShardTensor or (mesh, placements, shape, dtype).
+
+    Nothing is sent, any rank may ask alone, and what every rank would send and receive is told.
+    """
+    who = "explain"
+    if isinstance(source, torch.Tensor):
+        if not _C.is_shard_tensor(source):
+            raise TypeError(f"{who}: argument 'source' is a plain torch.Tensor; give a ShardTensor or (mesh, placements, shape, dtype)")
+        ours, shape, dtype = _C.layout(source), tuple(source.shape), source.dtype
+    else:
+        mesh, given, sizes, dtype = source
+        shape = tuple(sizes)
+        ours = make_layout(mesh, given, len(shape), who=who)
+    target = target_layout(ours, shape, placements, device_mesh, sharding_shapes, who=who)
+    steps = tuple(
+        Step(
+            kind,
+            "mesh" if mesh_dim < 0 else mesh_dim,
+            before,
+            after,
+            {rank: sent for rank, (sent, _) in traffic.items()},
+            {rank: received for rank, (_, received) in traffic.items()},
+        )
+        for kind, mesh_dim, before, after, traffic in _C.route(ours, target, list(shape), dtype.itemsize)
+    )
+    return Explanation(ours, target, shape, dtype, steps)
