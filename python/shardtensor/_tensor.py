@@ -221,6 +221,9 @@ class ShardTensor(DTensor):
 
         sharding_shapes asks for uneven cuts, as in from_local. Without it a mesh dim that goes on cutting the same tensor dim
         keeps its cut, and the others cut as torch.chunk does.
+
+        async_op returns while the last collective is on its way; the first use of the result's data waits for it. Its sizes, its
+        layout and views that cannot need a copy are there without a wait. The gradient moves the same way.
         """
         who = "ShardTensor.redistribute"
         if placements is None:
@@ -236,7 +239,7 @@ class ShardTensor(DTensor):
             cuts = cuts_from_shapes(layout, sharding_shapes, self.ndim, who=who)
             layout = _C.Layout(ours.mesh, layout.placements, cuts)
             check_cuts(layout, cuts, self.shape, who=who)
-        return _C.redistribute(self, layout, forward_dtype, backward_dtype)
+        return _C.redistribute(self, layout, forward_dtype, backward_dtype, async_op)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
