@@ -463,7 +463,7 @@ def pieces_become_summands():
     from shardtensor._mesh import as_mesh
 
     square, row = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((4,)))
-    cases = [(reduce, dtype) for reduce, dtype in PADDED.items()]
+    cases = list(PADDED.items())
     cases += [("max", torch.int8), ("min", torch.uint8), ("max", torch.bool), ("band", torch.bool), ("min", torch.bfloat16)]
     for reduce, dtype in cases:
         whole = (torch.arange(20).view(5, 4) % 5 + (0 if dtype in (torch.uint8, torch.bool) or reduce == "norm" else -2)).to(dtype)
@@ -569,7 +569,7 @@ def explained():
     away = x.explain([Shard(0)], part)
     assert [away.received(r) for r in range(4)] == [lacking(x._layout, away.target, (256, 64), r) * 4 for r in range(4)]
     assert [leg.kind for leg in away.steps] == ["transfer"]
-    with pytest.raises(TypeError, match="plain torch.Tensor"):
+    with pytest.raises(TypeError, match=r"plain torch\.Tensor"):
         st.explain(torch.zeros(3), [Shard(0)])
 
 

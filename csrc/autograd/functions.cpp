@@ -31,19 +31,24 @@ at::Tensor as_dtype(const at::Tensor& t, const std::optional<at::ScalarType>& dt
 }
 
 // No autograd: the data moves, the result is fresh.
-at::Tensor move(const at::Tensor& t, const LayoutPtr& layout) {
+at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  auto local = redistribute(self.local(), self.layout(), *layout, t.sizes());
+  comm::Completion completion;
+  auto local = redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
   // Never a silent alias: writing to the result must not reach the input.
   if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
     local = local.clone();
   }
-  return wrap(std::move(local), layout, t.sizes(), t.strides());
+  auto out = wrap(std::move(local), layout, t.sizes(), t.strides());
+  if (completion) {
+    as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(completion)));
+  }
+  return out;
 }
 
 struct Redistribute : torch::autograd::Function<Redistribute> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue to, c10::IValue dtypes) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue to, c10::IValue dtypes, bool async) {
     const auto& self = shard_tensor(t, "redistribute");
     const auto pair = dtypes.toList();
     const auto dtype_at = [&](size_t i) {
@@ -54,17 +59,18 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
     ctx->saved_data["from"] = hold(without_partial(self.layout_ptr()));
     ctx->saved_data["dtype"] = t.scalar_type();
     ctx->saved_data["backward_dtype"] = pair.get(1);
-    return move(as_dtype(t, dtype_at(0)), held(to));
+    ctx->saved_data["async"] = async;
+    return move(as_dtype(t, dtype_at(0)), held(to), async);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) {
-      return {at::Tensor(), at::Tensor(), at::Tensor()};
+      return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
     }
     const auto& backward_dtype = ctx->saved_data["backward_dtype"];
     auto grad = as_dtype(grads[0], backward_dtype.isNone() ? std::nullopt : std::optional(backward_dtype.toScalarType()));
-    grad = redistribute(grad, held(ctx->saved_data["from"]));
-    return {as_dtype(grad, ctx->saved_data["dtype"].toScalarType()), at::Tensor(), at::Tensor()};
+    grad = redistribute(grad, held(ctx->saved_data["from"]), {}, {}, ctx->saved_data["async"].toBool());
+    return {as_dtype(grad, ctx->saved_data["dtype"].toScalarType()), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -156,19 +162,20 @@ at::Tensor redistribute(
     const at::Tensor& t,
     LayoutPtr layout,
     std::optional<at::ScalarType> forward_dtype,
-    std::optional<at::ScalarType> backward_dtype) {
+    std::optional<at::ScalarType> backward_dtype,
+    bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   const bool cast = forward_dtype && *forward_dtype != t.scalar_type();
   if (&self.layout() == layout.get() && !cast && !backward_dtype) {
     return t;
   }
   if (!t.requires_grad() || !at::GradMode::is_enabled()) {
-    return move(as_dtype(t, forward_dtype), layout);
+    return move(as_dtype(t, forward_dtype), layout, async);
   }
   c10::List<c10::IValue> dtypes(c10::AnyType::get());
   dtypes.push_back(forward_dtype ? c10::IValue(*forward_dtype) : c10::IValue());
   dtypes.push_back(backward_dtype ? c10::IValue(*backward_dtype) : c10::IValue());
-  return Redistribute::apply(t, hold(std::move(layout)), c10::IValue(dtypes));
+  return Redistribute::apply(t, hold(std::move(layout)), c10::IValue(dtypes), async);
 }
 
 at::Tensor whole(const at::Tensor& t) {

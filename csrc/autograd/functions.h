@@ -20,12 +20,14 @@ at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout = {});
 // All of a ShardTensor, as a plain tensor; a plain one as it is.
 at::Tensor whole(const at::Tensor& t);
 
-// Moves to another layout, casting to `forward_dtype` first; the gradient moves back in `backward_dtype`.
+// Moves to another layout, casting to `forward_dtype` first; the gradient moves back in `backward_dtype`. `async`: both return
+// while the data is on its way, and wait at its first use.
 at::Tensor redistribute(
     const at::Tensor& t,
     LayoutPtr layout,
     std::optional<at::ScalarType> forward_dtype = std::nullopt,
-    std::optional<at::ScalarType> backward_dtype = std::nullopt);
+    std::optional<at::ScalarType> backward_dtype = std::nullopt,
+    bool async = false);
 
 // A layout with every Partial replaced by Replicate.
 LayoutPtr without_partial(const LayoutPtr& layout);

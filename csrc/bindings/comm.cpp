@@ -16,6 +16,7 @@ void register_comm(py::module& m) {
     return out;
   });
   m.def("reset_comm_counts", &comm::reset_counts);
+  m.def("comm_call_alone", &comm::call_alone);
   m.def(
       "broadcast",
       [](at::Tensor tensor, const c10::intrusive_ptr<Mesh>& mesh, int64_t mesh_dim, int64_t from_coordinate) {

@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "kernels/boxes.h"
+#include "kernels/memory.h"
 
 namespace shardtensor::bindings {
 
@@ -21,6 +22,12 @@ std::vector<Box> boxes_from(const std::vector<Tuple>& tuples) {
 } // namespace
 
 void register_kernels(py::module& m) {
+  m.def("count_memory", &kernels::count_memory);
+  m.def("reset_most_held", &kernels::reset_most_held);
+  m.def("held_memory", [] {
+    const auto held = kernels::held_memory();
+    return py::make_tuple(held.now, held.most);
+  });
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def(
       "pack",

@@ -118,11 +118,10 @@ void register_tensor(py::module& m) {
   m.def(
       "redistribute",
       [](const at::Tensor& t, const MutableLayout& layout, std::optional<at::ScalarType> forward_dtype,
-         std::optional<at::ScalarType> backward_dtype) {
-        return redistribute(t, as_const(layout), forward_dtype, backward_dtype);
-      },
+         std::optional<at::ScalarType> backward_dtype,
+         bool async_op) { return redistribute(t, as_const(layout), forward_dtype, backward_dtype, async_op); },
       py::arg("tensor"), py::arg("layout"), py::arg("forward_dtype") = py::none(), py::arg("backward_dtype") = py::none(),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("async_op") = false, py::call_guard<py::gil_scoped_release>());
 }
 
 } // namespace shardtensor::bindings

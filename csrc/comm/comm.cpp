@@ -2,17 +2,21 @@
 
 #include <ATen/ATen.h>
 #include <torch/headeronly/version.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
+#include <stdexcept>
 
 namespace shardtensor::comm {
 
 namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr size_t kKinds = static_cast<size_t>(Kind::kCount);
 std::array<std::atomic<int64_t>, kKinds> g_calls{};
@@ -21,14 +25,6 @@ std::array<std::atomic<int64_t>, kKinds> g_bytes{};
 void count(Kind kind, int64_t bytes) {
   g_calls[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
   g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
-}
-
-int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
-  int64_t bytes = 0;
-  for (const auto& t : tensors) {
-    bytes += static_cast<int64_t>(t.nbytes());
-  }
-  return bytes;
 }
 
 // By name, each time: a group destroyed and made anew under the same name is found, and none is kept alive.
@@ -40,24 +36,112 @@ GroupPtr group_of(const Mesh& mesh, int64_t mesh_dim, const char* what) {
   return c10d::resolve_process_group(name);
 }
 
-// One byte buffer for all ranks, cut by sizes.
-c10::intrusive_ptr<c10d::Work> exchange_bytes(
-    c10d::ProcessGroup& group,
-    at::Tensor& output,
-    at::Tensor& input,
-    std::vector<int64_t>& output_sizes,
-    std::vector<int64_t>& input_sizes) {
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-  return group.alltoall_base(output, input, output_sizes, input_sizes);
-#else
-  return group.all_to_all_single(output, input, output_sizes, input_sizes);
-#endif
+// All that tells backends apart. What is false is done in a way that every backend has.
+struct Backend {
+  bool groups = false;  // several calls can be made as one
+  bool adds_up = false; // reduces on the way, pieces of any size
+  bool sends = false;   // between two ranks, and the others need not call
+  bool by_host = false; // sends from main memory alone
+};
+
+Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
+  const auto types = group.getDeviceTypes();
+  if (std::none_of(types.begin(), types.end(), [&](c10::Device d) { return d.type() == device.type(); })) {
+    return {}; // a group written in Python
+  }
+  const auto backend = group.getBackend(device.type());
+  const auto name = backend->getBackendName();
+  if (name == "nccl") {
+    return {.groups = backend->supportsCoalescing(), .adds_up = true};
+  }
+  if (name == "gloo") {
+    return {.sends = device.is_cpu(), .by_host = !device.is_cpu()};
+  }
+  return {};
 }
 
-void wait(const c10::intrusive_ptr<c10d::Work>& work) {
-  if (work) {
-    work->wait();
+std::vector<int64_t> times(at::IntArrayRef sizes, int64_t factor) {
+  auto out = sizes.vec();
+  for (auto& n : out) {
+    n *= factor;
   }
+  return out;
+}
+
+constexpr int kTag = 0x5d; // of messages between two ranks, apart from a user's own
+
+std::atomic<bool> g_call_alone{false};
+
+bool alone(const Mesh& mesh, int64_t mesh_dim) {
+  return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
+}
+
+// c10d's newer names for what works on one flat buffer.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
+WorkPtr exchange_bytes(
+    c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
+  return group.alltoall_base(out, in, out_sizes, in_sizes);
+}
+WorkPtr gather_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in) {
+  return group._allgather_base(out, in);
+}
+WorkPtr reduce_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) {
+  return group._reduce_scatter_base(out, in, options);
+}
+#else
+WorkPtr exchange_bytes(
+    c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
+  return group.all_to_all_single(out, in, out_sizes, in_sizes);
+}
+WorkPtr gather_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in) {
+  return group.all_gather_single(out, in);
+}
+WorkPtr reduce_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) {
+  return group.reduce_scatter_single(out, in, options);
+}
+#endif
+
+Completion nothing() {
+  return [] {};
+}
+
+struct Where {
+  Kind kind;
+  int64_t mesh_dim, rank;
+
+  Where(Kind k, const Mesh& mesh, int64_t m) : kind(k), mesh_dim(m), rank(mesh.rank()) {}
+  std::string str() const {
+    return c10::str(name_of(kind), mesh_dim < 0 ? " between meshes" : c10::str(" along mesh dim ", mesh_dim), ", rank ", rank);
+  }
+};
+
+// What goes wrong says where. c10's errors keep their class; the backends' own become torch.distributed's.
+template <typename F>
+auto guarded(const Where& where, F&& run) {
+  try {
+    return run();
+  } catch (c10::Error& e) {
+    e.add_context(where.str());
+    throw;
+  } catch (const std::runtime_error& e) {
+    throw c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, where.str() + ": " + e.what());
+  }
+}
+
+void wait(const Where& where, const WorkPtr& work) {
+  if (work) {
+    guarded(where, [&] { work->wait(); });
+  }
+}
+
+Completion waiting_for(const Where& where, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers) {
+  return [where, works = std::move(works), buffers = std::move(buffers)]() mutable {
+    for (const auto& work : works) {
+      wait(where, work);
+    }
+    works.clear();
+    buffers.clear();
+  };
 }
 
 c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
@@ -164,9 +248,13 @@ void reset_counts() {
   }
 }
 
-void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  if (mesh.size(mesh_dim) == 1 || tensor.numel() == 0) {
-    return;
+void call_alone(bool on) {
+  g_call_alone = on;
+}
+
+Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+  if (alone(mesh, mesh_dim) || tensor.numel() == 0) {
+    return nothing();
   }
   auto group = group_of(mesh, mesh_dim, "all_reduce");
   auto buffer = reducible(tensor, op);
@@ -174,18 +262,27 @@ void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp
   c10d::AllreduceOptions options;
   options.reduceOp = op_for(op, tensor.scalar_type());
   count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()));
-  wait(group->allreduce(tensors, options));
-  if (op == ReduceOp::Avg) {
-    buffer.div_(mesh.size(mesh_dim));
-  }
-  if (tensor.scalar_type() == at::kBool && op == ReduceOp::Bxor) {
-    buffer = buffer.remainder(2);
-  }
-  if (by_order(tensor, op)) {
-    tensor.copy_(from_ordered(buffer));
-  } else if (!tensor.is_complex() && buffer.scalar_type() != tensor.scalar_type()) {
-    tensor.copy_(buffer);
-  }
+  const Where where(Kind::AllReduce, mesh, mesh_dim);
+  auto work = guarded(where, [&] { return group->allreduce(tensors, options); });
+  return [where, work = std::move(work), tensor = std::move(tensor), buffer = std::move(buffer), op,
+          n = mesh.size(mesh_dim)]() mutable {
+    wait(where, work);
+    if (op == ReduceOp::Avg) {
+      buffer.div_(n);
+    }
+    if (tensor.scalar_type() == at::kBool && op == ReduceOp::Bxor) {
+      buffer = buffer.remainder(2);
+    }
+    if (by_order(tensor, op)) {
+      tensor.copy_(from_ordered(buffer));
+    } else if (!tensor.is_complex() && buffer.scalar_type() != tensor.scalar_type()) {
+      tensor.copy_(buffer);
+    }
+  };
+}
+
+void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+  start_all_reduce(tensor, mesh, mesh_dim, op)();
 }
 
 void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, ReduceOp op) {
@@ -196,86 +293,131 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
   }
 }
 
-void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
-  const auto me = mesh.coordinate()[mesh_dim];
-  if (pieces[me].data_ptr() != mine.data_ptr()) {
-    pieces[me].copy_(mine);
-  }
-  if (mesh.size(mesh_dim) == 1) {
-    return;
-  }
-  auto group = group_of(mesh, mesh_dim, "all_gather");
-  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()));
-  // One broadcast per piece, straight into its place: any sizes, no padding, no copy afterwards.
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<std::vector<at::Tensor>> holders;
-  holders.reserve(pieces.size());
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    if (pieces[i].numel() == 0) {
-      continue;
-    }
-    holders.push_back({as_bytes(pieces[i])});
-    c10d::BroadcastOptions options;
-    options.rootRank = static_cast<int64_t>(i);
-    works.push_back(group->broadcast(holders.back(), options));
-  }
-  for (const auto& work : works) {
-    wait(work);
-  }
-}
-
 namespace {
 
-void exchange(
-    Kind kind,
-    at::Tensor& out,
-    at::IntArrayRef out_sizes,
-    const at::Tensor& in,
-    at::IntArrayRef in_sizes,
-    const Mesh& mesh,
-    int64_t mesh_dim) {
-  auto group = group_of(mesh, mesh_dim, name_of(kind));
-  const auto in_bytes = [item = in.element_size()](at::IntArrayRef sizes) {
-    auto bytes = sizes.vec();
-    for (auto& b : bytes) {
-      b *= item;
-    }
-    return bytes;
-  };
-  auto out_cut = in_bytes(out_sizes), in_cut = in_bytes(in_sizes);
-  auto output = as_bytes(out), input = as_bytes(in);
-  count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]]);
-  wait(exchange_bytes(*group, output, input, out_cut, in_cut));
+bool of_one_size(const std::vector<at::Tensor>& pieces) {
+  return pieces[0].numel() &&
+         std::all_of(pieces.begin(), pieces.end(), [&](const auto& p) { return p.numel() == pieces[0].numel(); });
 }
 
 } // namespace
 
-void all_to_all(
+Completion start_all_gather(
+    std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one) {
+  const auto me = mesh.coordinate()[mesh_dim];
+  if (pieces[me].data_ptr() != mine.data_ptr()) {
+    pieces[me].copy_(mine);
+  }
+  if (alone(mesh, mesh_dim)) {
+    return nothing();
+  }
+  auto group = group_of(mesh, mesh_dim, "all_gather");
+  const auto device = mine.device();
+  const auto backend = backend_of(*group, device);
+  const Where where(Kind::AllGather, mesh, mesh_dim);
+  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()));
+  if (backend.groups && as_one && pieces.size() > 1 && of_one_size(pieces)) {
+    auto own = as_bytes(pieces[me]), first = as_bytes(pieces[0]);
+    auto whole = first.as_strided({own.numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
+    return waiting_for(where, {guarded(where, [&] { return gather_evenly(*group, whole, own); })}, {whole});
+  }
+  // One broadcast per piece, straight into its place: any sizes, no padding, no copy afterwards.
+  std::vector<WorkPtr> works;
+  std::vector<at::Tensor> buffers;
+  if (backend.groups) {
+    group->startCoalescing(device.type());
+  }
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (pieces[i].numel() == 0) {
+      continue;
+    }
+    std::vector<at::Tensor> buffer{as_bytes(pieces[i])};
+    buffers.push_back(buffer[0]);
+    c10d::BroadcastOptions options;
+    options.rootRank = static_cast<int64_t>(i);
+    works.push_back(guarded(where, [&] { return group->broadcast(buffer, options); }));
+  }
+  if (backend.groups) {
+    works = {guarded(where, [&] { return group->endCoalescing(device.type()); })};
+  }
+  return waiting_for(where, std::move(works), std::move(buffers));
+}
+
+void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
+  start_all_gather(pieces, mine, mesh, mesh_dim)();
+}
+
+Completion start_all_to_all(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
     const at::Tensor& in,
     at::IntArrayRef in_sizes,
     const Mesh& mesh,
-    int64_t mesh_dim) {
-  if (mesh.size(mesh_dim) > 1) {
-    exchange(Kind::AllToAll, out, out_sizes, in, in_sizes, mesh, mesh_dim);
+    int64_t mesh_dim,
+    bool of_summands) {
+  const auto kind = of_summands ? Kind::ReduceScatter : Kind::AllToAll;
+  if (alone(mesh, mesh_dim)) {
+    as_bytes(out).copy_(as_bytes(in));
+    return nothing();
+  }
+  auto group = group_of(mesh, mesh_dim, name_of(kind));
+  auto out_cut = times(out_sizes, out.element_size()), in_cut = times(in_sizes, in.element_size());
+  auto output = as_bytes(out), input = as_bytes(in);
+  count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]]);
+  const Where where(kind, mesh, mesh_dim);
+  return waiting_for(
+      where, {guarded(where, [&] { return exchange_bytes(*group, output, input, out_cut, in_cut); })}, {output, input});
+}
+
+bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+  if (alone(mesh, mesh_dim) || !backend_of(*group_of(mesh, mesh_dim, "reduce_scatter"), summand.device()).adds_up) {
+    return false;
+  }
+  switch (summand.scalar_type()) {
+    case at::kDouble:
+    case at::kFloat:
+    case at::kHalf:
+    case at::kBFloat16:
+      return op == ReduceOp::Sum || op == ReduceOp::Avg || op == ReduceOp::Norm || op == ReduceOp::Product;
+    case at::kLong:
+    case at::kInt:
+    case at::kChar:
+    case at::kByte:
+      return op == ReduceOp::Sum || op == ReduceOp::Product || op == ReduceOp::Min || op == ReduceOp::Max;
+    default:
+      return false;
   }
 }
 
-void exchange_summands(at::Tensor& out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim) {
-  const auto n = mesh.size(mesh_dim);
-  if (n == 1) {
-    out.copy_(in);
-    return;
+Completion start_reduce_scatter(
+    at::Tensor out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+  auto group = group_of(mesh, mesh_dim, "reduce_scatter");
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op_for(op, in.scalar_type());
+  auto input = in.view(-1), output = out.view(-1);
+  count(Kind::ReduceScatter, static_cast<int64_t>(in.nbytes() - out.nbytes()));
+  const Where where(Kind::ReduceScatter, mesh, mesh_dim);
+  WorkPtr work;
+  if (std::equal(in_sizes.begin() + 1, in_sizes.end(), in_sizes.begin())) {
+    work = guarded(where, [&] { return reduce_evenly(*group, output, input, options); });
+  } else {
+    std::vector<at::Tensor> outputs{output};
+    std::vector<std::vector<at::Tensor>> inputs{input.split_with_sizes(in_sizes)};
+    work = guarded(where, [&] { return group->reduce_scatter(outputs, inputs, options); });
   }
-  const std::vector<int64_t> out_sizes(n, out.numel() / n);
-  exchange(Kind::ReduceScatter, out, out_sizes, in, in_sizes, mesh, mesh_dim);
+  return [wait = waiting_for(where, {std::move(work)}, {input}), out = std::move(out), op, n = mesh.size(mesh_dim)]() mutable {
+    wait();
+    if (op == ReduceOp::Avg) {
+      out.div_(n);
+    }
+  };
 }
 
 namespace {
 
 // As many bytes to and from each peer as said, along all ranks of the group.
 void exchange_with_all(
+    const Where& where,
     c10d::ProcessGroup& group,
     at::Tensor& out,
     at::IntArrayRef out_bytes,
@@ -287,35 +429,36 @@ void exchange_with_all(
     out_cut[peers[i]] = out_bytes[i];
     in_cut[peers[i]] = in_bytes[i];
   }
-  wait(exchange_bytes(group, out, in, out_cut, in_cut));
+  wait(where, guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); }));
 }
 
 // Message by message, in an order that cannot lock up where a backend does them one after the other: pairs of ranks ascending,
 // the lower rank sends first. Not coalesced: NCCL would make a communicator of the whole group, for which all ranks must come.
 void exchange_with_peers(
+    const Where& where,
     c10d::ProcessGroup& group,
     at::Tensor& out,
     at::IntArrayRef out_bytes,
     at::Tensor& in,
     at::IntArrayRef in_bytes,
     at::IntArrayRef peers) {
-  constexpr int kTag = 0x5354; // not the default, which users' own messages have
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<std::vector<at::Tensor>> holders;
-  holders.reserve(2 * peers.size());
+  std::vector<WorkPtr> works;
+  std::vector<at::Tensor> buffers;
   int64_t out_at = 0, in_at = 0;
   for (size_t i = 0; i < peers.size(); ++i) {
     const auto peer = static_cast<int>(peers[i]);
     const auto send = [&, length = in_bytes[i]] {
       if (length) {
-        holders.push_back({in.narrow(0, in_at, length)});
-        works.push_back(group.send(holders.back(), peer, kTag));
+        std::vector<at::Tensor> buffer{in.narrow(0, in_at, length)};
+        buffers.push_back(buffer[0]);
+        works.push_back(guarded(where, [&] { return group.send(buffer, peer, kTag); }));
       }
     };
     const auto receive = [&, length = out_bytes[i]] {
       if (length) {
-        holders.push_back({out.narrow(0, out_at, length)});
-        works.push_back(group.recv(holders.back(), peer, kTag));
+        std::vector<at::Tensor> buffer{out.narrow(0, out_at, length)};
+        buffers.push_back(buffer[0]);
+        works.push_back(guarded(where, [&] { return group.recv(buffer, peer, kTag); }));
       }
     };
     if (group.getRank() < peer) {
@@ -328,9 +471,7 @@ void exchange_with_peers(
     in_at += in_bytes[i];
     out_at += out_bytes[i];
   }
-  for (const auto& work : works) {
-    wait(work);
-  }
+  waiting_for(where, std::move(works), std::move(buffers))();
 }
 
 } // namespace
@@ -355,70 +496,110 @@ void send_receive(
   if (!all && peers.empty()) {
     return;
   }
-  const auto in_bytes = [item = in.element_size()](at::IntArrayRef sizes) {
-    auto bytes = sizes.vec();
-    for (auto& b : bytes) {
-      b *= item;
-    }
-    return bytes;
-  };
   auto output = as_bytes(out), input = as_bytes(in);
+  const auto out_bytes = times(out_sizes, out.element_size()), in_bytes = times(in_sizes, in.element_size());
+  const Where where(Kind::AllToAll, mesh, -1);
   count(Kind::AllToAll, input.numel());
   if (all) {
-    return exchange_with_all(*group, output, in_bytes(out_sizes), input, in_bytes(in_sizes), peers);
+    return exchange_with_all(where, *group, output, out_bytes, input, in_bytes, peers);
   }
-  // Gloo sends from main memory alone.
-  const bool staged = out.is_cuda() && group->getBackend(c10::DeviceType::CUDA)->getBackendName() == "gloo";
+  const bool staged = backend_of(*group, out.device()).by_host;
   auto landing = staged ? output.cpu() : output;
   auto source = staged ? input.cpu() : input;
-  exchange_with_peers(*group, landing, in_bytes(out_sizes), source, in_bytes(in_sizes), peers);
+  exchange_with_peers(where, *group, landing, out_bytes, source, in_bytes, peers);
   if (staged) {
     output.copy_(landing);
   }
 }
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
-  if (mesh.size(mesh_dim) == 1 || tensor.numel() == 0) {
+  if (alone(mesh, mesh_dim) || tensor.numel() == 0) {
     return;
   }
   auto group = group_of(mesh, mesh_dim, "broadcast");
   std::vector<at::Tensor> tensors{as_bytes(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = from_coordinate;
-  count(Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? bytes_of(tensors) : 0);
-  wait(group->broadcast(tensors, options));
+  count(Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0);
+  const Where where(Kind::Broadcast, mesh, mesh_dim);
+  wait(where, guarded(where, [&] { return group->broadcast(tensors, options); }));
 }
 
+namespace {
+
+// Straight out of the pieces: nothing is packed, and ranks that get nothing make no call.
+void scatter_by_sends(
+    const Where& where, c10d::ProcessGroup& group, at::Tensor& mine, std::vector<at::Tensor>& pieces, int64_t me, int64_t from) {
+  std::vector<WorkPtr> works;
+  std::vector<at::Tensor> buffers;
+  const auto n = me == from ? static_cast<int64_t>(pieces.size()) : 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (i != me && pieces[i].numel()) {
+      std::vector<at::Tensor> buffer{as_bytes(pieces[i].contiguous())};
+      buffers.push_back(buffer[0]);
+      works.push_back(guarded(where, [&] { return group.send(buffer, static_cast<int>(i), kTag); }));
+    }
+  }
+  if (me != from && mine.numel()) {
+    buffers = {as_bytes(mine)};
+    works.push_back(guarded(where, [&] { return group.recv(buffers, static_cast<int>(from), kTag); }));
+  }
+  waiting_for(where, std::move(works), std::move(buffers))();
+}
+
+// One packed buffer on the rank that sends. Every rank calls, whatever it receives: none may know that another's piece is empty.
+void scatter_by_exchange(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    at::Tensor& mine,
+    std::vector<at::Tensor>& pieces,
+    int64_t n,
+    int64_t me,
+    int64_t from) {
+  std::vector<int64_t> in_sizes(n, 0), out_sizes(n, 0);
+  auto output = at::empty({0}, mine.options().dtype(at::kByte)), input = output;
+  if (me == from) {
+    int64_t numel = 0, at = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      numel += i == me ? 0 : pieces[i].numel();
+    }
+    const auto packed = at::empty({numel}, mine.options());
+    for (int64_t i = 0; i < n; ++i) {
+      if (i != me) {
+        packed.narrow(0, at, pieces[i].numel()).view(pieces[i].sizes()).copy_(pieces[i]);
+        at += pieces[i].numel();
+        in_sizes[i] = static_cast<int64_t>(pieces[i].nbytes());
+      }
+    }
+    input = as_bytes(packed);
+  } else {
+    output = as_bytes(mine);
+    out_sizes[from] = output.numel();
+  }
+  wait(where, guarded(where, [&] { return exchange_bytes(group, output, input, out_sizes, in_sizes); }));
+}
+
+} // namespace
+
 void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
-  const auto n = mesh.size(mesh_dim);
   const auto me = mesh.coordinate()[mesh_dim];
   if (me == from_coordinate) {
     mine.copy_(pieces[me]);
   }
-  if (n == 1) {
+  if (alone(mesh, mesh_dim)) {
     return;
   }
-  // Every rank along the dim calls, whatever it receives: no rank may know that another's piece is empty.
   auto group = group_of(mesh, mesh_dim, "scatter");
-  const auto options = mine.options().dtype(at::kByte);
-  std::vector<int64_t> in_sizes(n, 0), out_sizes(n, 0);
-  std::vector<at::Tensor> outgoing;
-  if (me == from_coordinate) {
-    for (int64_t i = 0; i < n; ++i) {
-      if (i != me && pieces[i].numel()) {
-        in_sizes[i] = static_cast<int64_t>(pieces[i].nbytes());
-        outgoing.push_back(as_bytes(pieces[i]));
-      }
-    }
-  } else {
-    out_sizes[from_coordinate] = static_cast<int64_t>(mine.nbytes());
+  int64_t sent = 0;
+  for (size_t i = 0; me == from_coordinate && i < pieces.size(); ++i) {
+    sent += static_cast<int64_t>(i) == me ? 0 : static_cast<int64_t>(pieces[i].nbytes());
   }
-  auto input = outgoing.empty() ? at::empty({0}, options) : at::cat(outgoing);
-  auto output = at::empty({out_sizes[from_coordinate]}, options);
-  count(Kind::Scatter, input.numel());
-  wait(exchange_bytes(*group, output, input, out_sizes, in_sizes));
-  if (output.numel()) {
-    as_bytes(mine).copy_(output);
+  count(Kind::Scatter, sent);
+  const Where where(Kind::Scatter, mesh, mesh_dim);
+  if (backend_of(*group, mine.device()).sends) {
+    scatter_by_sends(where, *group, mine, pieces, me, from_coordinate);
+  } else {
+    scatter_by_exchange(where, *group, mine, pieces, mesh.size(mesh_dim), me, from_coordinate);
   }
 }
 

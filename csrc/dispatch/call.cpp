@@ -180,14 +180,14 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     if (written) {
       errors::check_writable(op, r.arg, *r.tensor, r.impl);
     }
-    const auto& local = r.impl ? r.impl->local() : *r.tensor;
     const auto& need = solution.operands[i];
+    const auto& local = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
     if (!need) {
       locals.borrow(local);
       continue;
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
-    auto moved = redistribute(local, have, *need, r.tensor->sizes());
+    auto moved = errors::while_doing(op, [&] { return redistribute(local, have, *need, r.tensor->sizes()); });
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
@@ -344,7 +344,7 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
-  const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local()));
+  const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local(true)));
   const auto& layout = result ? result->layout : solution.replicated;
   if (!base && result && result->strides.empty()) {
     if (const auto* twin = twin_of(*result, refs, local)) {
@@ -452,7 +452,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   if (solution->kernel && (!solution->empty_kernel || locals.any_empty())) {
     const auto at = after_moves(refs, *solution);
     Run run{op.handle, stack, at, *solution};
-    solution->kernel(run);
+    errors::while_doing(op, [&] { solution->kernel(run); });
   } else {
     op.handle.callBoxed(stack_ptr);
   }
@@ -460,7 +460,7 @@ void handle(const Op& op, Stack* stack_ptr) {
     check_outputs(op, *solution, refs, locals);
   }
   if (solution->write_back) {
-    carry_back(refs, *solution, locals);
+    errors::while_doing(op, [&] { carry_back(refs, *solution, locals); });
   }
 
   const auto returned = op.returns_argument.size();

@@ -15,4 +15,15 @@ std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t);
 // Raises where the op may not write to the tensor: a plain one, or a view that had to move data.
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);
 
+// Runs what communicates for an op: a dead peer, a time-out names it.
+template <typename F>
+auto while_doing(const Op& op, F&& run) {
+  try {
+    return run();
+  } catch (c10::DistError& e) {
+    e.add_context(c10::str("in ", op.name));
+    throw;
+  }
+}
+
 } // namespace shardtensor::errors

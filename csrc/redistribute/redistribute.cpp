@@ -8,8 +8,13 @@
 #include "redistribute/transfer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <limits>
+#include <optional>
+#include <utility>
 
 namespace shardtensor {
 
@@ -21,6 +26,9 @@ struct State {
   at::Tensor local;
   LayoutPtr layout;
   IntArrayRef sizes;
+  bool later = false;                   // the step at hand only starts, and leaves the rest of itself here:
+  comm::Completion rest = nullptr;      // after it `local`, whose sizes and place are known at once, has its data
+  std::vector<at::Tensor> buffers = {}; // that `rest` reads or writes
 
   const Mesh& mesh() const {
     return layout->mesh();
@@ -55,6 +63,34 @@ int64_t length_of(const Intervals& runs) {
     n += run.length;
   }
   return n;
+}
+
+// Where the runs of a piece are in it.
+Intervals side_by_side(const Intervals& runs) {
+  Intervals out;
+  int64_t at = 0;
+  for (const auto& run : runs) {
+    out.push_back({at, run.length});
+    at += run.length;
+  }
+  return out;
+}
+
+// The second half of a step: now, or later.
+void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buffers) {
+  if (s.later) {
+    s.rest = std::move(completion);
+    s.buffers = std::move(buffers);
+  } else {
+    completion();
+  }
+}
+
+void bring_in(State& s) {
+  if (s.rest) {
+    std::exchange(s.rest, nullptr)();
+    s.buffers.clear();
+  }
 }
 
 at::Tensor take(const at::Tensor& t, int64_t dim, const Intervals& runs) {
@@ -95,14 +131,39 @@ std::vector<Box> boxes_along(IntArrayRef sizes, int64_t dim, const Intervals& ru
   return out;
 }
 
+// Whether the boxes, one after the other, are the tensor's memory from its first element to its last: nothing to pack or unpack.
+bool tiles(const at::Tensor& t, const std::vector<Box>& boxes) {
+  if (!t.is_contiguous()) {
+    return false;
+  }
+  const auto strides = c10::contiguous_strides(t.sizes());
+  int64_t at = 0;
+  for (const auto& box : boxes) {
+    const auto numel = c10::multiply_integers(box.sizes);
+    if (numel == 0) {
+      continue;
+    }
+    int64_t offset = 0;
+    bool full = true;
+    for (int64_t d = t.dim() - 1; d >= 0; --d) {
+      if (!full && box.sizes[d] != 1) {
+        return false;
+      }
+      full &= box.sizes[d] == t.size(d);
+      offset += box.offsets[d] * strides[d];
+    }
+    if (offset != at) {
+      return false;
+    }
+    at += numel;
+  }
+  return at == t.numel();
+}
+
 // The same elements on both sides, box by box.
 struct Pairs {
   std::vector<Box> from, to;
 
-  void append(const Pairs& o) {
-    from.insert(from.end(), o.from.begin(), o.from.end());
-    to.insert(to.end(), o.to.begin(), o.to.end());
-  }
   int64_t numel() const {
     int64_t n = 0;
     for (const auto& box : from) {
@@ -156,41 +217,126 @@ at::Tensor norm_root(const at::Tensor& t, double order, at::ScalarType dtype) {
 
 void reduce_everywhere(State& s, int64_t m) {
   const auto p = s.layout->placement(m);
-  auto next = p.reduce == ReduceOp::Norm ? norm_power(s.local, p.norm_order) : s.local.clone(at::MemoryFormat::Contiguous);
-  comm::all_reduce(next, s.mesh(), m, p.reduce);
-  s.local = p.reduce == ReduceOp::Norm ? norm_root(next, p.norm_order, s.local.scalar_type()) : next;
+  const bool norm = p.reduce == ReduceOp::Norm;
+  auto sum = norm ? norm_power(s.local, p.norm_order) : s.local.clone(at::MemoryFormat::Contiguous);
+  auto out = norm ? at::empty(sum.sizes(), s.local.options()) : sum;
+  auto reduced = comm::start_all_reduce(sum, s.mesh(), m, p.reduce);
+  auto finish = [reduced = std::move(reduced), sum, out, p, norm]() mutable {
+    reduced();
+    if (norm) {
+      out.copy_(norm_root(sum, p.norm_order, out.scalar_type()));
+    }
+  };
+  s.local = out;
   s.layout = s.layout->with(m, Placement::replicate());
+  complete(s, std::move(finish), {sum, out});
+}
+
+// What a reduce-scatter is about on this rank.
+struct Scattering {
+  at::Tensor source;      // this rank's summand of the whole
+  std::vector<Box> boxes; // of all coordinates' pieces
+  std::vector<Box> own, others;
+  std::vector<int64_t> numels; // of the pieces
+  std::vector<Box> places;     // of the own boxes in the own piece
+  Sizes sizes;                 // the own piece's
+  bool in_place;               // `source` is what is sent, as it lies
+};
+
+Scattering scattering_of(const State& s, int64_t m, int64_t dim, at::Tensor source) {
+  Scattering out;
+  const auto me = s.mesh().coordinate()[m];
+  const auto pieces = pieces_along(*s.layout, m, source.size(dim));
+  const auto rest = source.size(dim) ? source.numel() / source.size(dim) : 0;
+  for (int64_t c = 0; c < s.mesh().size(m); ++c) {
+    const auto boxes = boxes_along(source.sizes(), dim, pieces[c]);
+    out.boxes.insert(out.boxes.end(), boxes.begin(), boxes.end());
+    auto& side = c == me ? out.own : out.others;
+    side.insert(side.end(), boxes.begin(), boxes.end());
+    out.numels.push_back(length_of(pieces[c]) * rest);
+  }
+  out.sizes = with_size(source, dim, length_of(pieces[me]));
+  out.places = boxes_along(out.sizes, dim, side_by_side(pieces[me]));
+  out.in_place = !s.later && tiles(source, out.boxes); // later it may have been written
+  out.source = std::move(source);
+  return out;
+}
+
+at::Tensor packed(const at::Tensor& source, const std::vector<Box>& boxes, int64_t numel) {
+  auto out = at::empty({numel}, source.options());
+  kernels::pack(source, boxes, out);
+  return out;
+}
+
+// The backend adds up.
+void reduce_on_the_way(State& s, int64_t m, const Scattering& x, at::Tensor& out, ReduceOp op) {
+  const auto in = x.in_place ? x.source : packed(x.source, x.boxes, x.source.numel());
+  const bool direct = x.places.size() <= 1;
+  auto flat = direct ? out.view(-1) : at::empty({out.numel()}, out.options());
+  auto reduced = comm::start_reduce_scatter(flat, in, x.numels, s.mesh(), m, op);
+  auto finish = [reduced = std::move(reduced), flat, out, direct, places = x.places]() mutable {
+    reduced();
+    if (!direct) {
+      kernels::unpack(flat, places, out);
+    }
+  };
+  complete(s, std::move(finish), {flat, out});
+}
+
+// The summands of the own piece arrive one after the other and are added up here, coordinate 0's first whoever does it. The own
+// one waits in `out` while the others arrive, so that nothing is packed that is not sent.
+void reduce_on_arrival(State& s, int64_t m, const Scattering& x, at::Tensor& out, ReduceOp op) {
+  const auto n = s.mesh().size(m);
+  const auto me = s.mesh().coordinate()[m];
+  const auto numel = out.numel();
+  auto sent = x.numels;
+  std::vector<int64_t> received(n, numel);
+  at::Tensor in = x.source;
+  if (!x.in_place) {
+    sent[me] = received[me] = 0;
+    in = packed(x.source, x.others, x.source.numel() - numel);
+    auto flat = out.view(-1);
+    kernels::pack(x.source, x.own, flat);
+  }
+  auto summands = at::empty({numel * n}, out.options());
+  auto arriving = x.in_place ? summands : summands.narrow(0, numel, numel * (n - 1));
+  auto arrived = comm::start_all_to_all(arriving, received, in, sent, s.mesh(), m, /*of_summands=*/true);
+  auto finish = [arrived = std::move(arrived), summands, out, places = x.places, in_place = x.in_place, n, me, numel,
+                 op]() mutable {
+    arrived();
+    if (!in_place) {
+      for (int64_t c = 0; c <= me; ++c) {
+        summands.narrow(0, c * numel, numel).copy_(c < me ? summands.narrow(0, (c + 1) * numel, numel) : out.view(-1));
+      }
+    }
+    kernels::unpack_reduce(summands, n, places, op, out);
+  };
+  complete(s, std::move(finish), {in, summands, out});
 }
 
 void reduce_into_pieces(State& s, int64_t m, const Layout& to) {
   const auto p = s.layout->placement(m);
   const auto dim = to.placement(m).dim;
-  const auto n = s.mesh().size(m);
+  const bool norm = p.reduce == ReduceOp::Norm;
   s.layout = s.layout->with(m, to.placement(m), to.cut(m));
-  const auto source = p.reduce == ReduceOp::Norm ? norm_power(s.local, p.norm_order) : s.local;
-  const auto pieces = pieces_along(*s.layout, m, source.size(dim));
-  const auto rest = source.size(dim) ? source.numel() / source.size(dim) : 0;
-  std::vector<Box> boxes;
-  std::vector<int64_t> sent;
-  for (const auto& piece : pieces) {
-    const auto of_piece = boxes_along(source.sizes(), dim, piece);
-    boxes.insert(boxes.end(), of_piece.begin(), of_piece.end());
-    sent.push_back(length_of(piece) * rest);
+  const auto x = scattering_of(s, m, dim, norm ? norm_power(s.local, p.norm_order) : s.local);
+  auto sum = at::empty(x.sizes, x.source.options());
+  const bool on_the_way = comm::adds_up(sum, s.mesh(), m, p.reduce);
+  (on_the_way ? reduce_on_the_way : reduce_on_arrival)(s, m, x, sum, p.reduce);
+  auto out = sum;
+  if (norm) {
+    out = at::empty(x.sizes, s.local.options());
+    auto finish = [reduced = std::move(s.rest), sum, out, p]() mutable {
+      if (reduced) {
+        reduced();
+      }
+      out.copy_(norm_root(sum, p.norm_order, out.scalar_type()));
+    };
+    auto buffers = std::move(s.buffers);
+    buffers.push_back(out);
+    complete(s, std::move(finish), std::move(buffers));
   }
-  auto packed = at::empty({source.numel()}, source.options());
-  kernels::pack(source, boxes, packed);
-  const auto& mine = pieces[s.mesh().coordinate()[m]];
-  auto out = at::empty(with_size(source, dim, length_of(mine)), source.options());
-  auto summands = at::empty({out.numel() * n}, source.options());
-  comm::exchange_summands(summands, packed, sent, s.mesh(), m);
-  Intervals runs; // of the piece, where they are in it
-  int64_t at = 0;
-  for (const auto& run : mine) {
-    runs.push_back({at, run.length});
-    at += run.length;
-  }
-  kernels::unpack_reduce(summands, n, boxes_along(out.sizes(), dim, runs), p.reduce, out);
-  s.local = p.reduce == ReduceOp::Norm ? norm_root(out, p.norm_order, s.local.scalar_type()) : out;
+  s.local = std::move(out);
 }
 
 void gather(State& s, int64_t m) {
@@ -213,28 +359,36 @@ void gather(State& s, int64_t m) {
     for (int64_t c = 0; c < n; ++c) {
       received[c] = take(whole, dim, pieces[c]);
     }
-    comm::all_gather(received, s.local.contiguous(), s.mesh(), m);
+    complete(s, comm::start_all_gather(received, s.local, s.mesh(), m, /*as_one=*/true), {whole});
   } else {
-    const auto mine = s.local.contiguous();
+    // Pieces travel run after run. The own one is sent from where it is, unless it lies otherwise or may be written too soon.
+    const bool stage_own = s.later || !s.local.is_contiguous() || pieces[me].size() > 1;
     const auto rest = extent ? whole.numel() / extent : 0;
-    auto flat = at::empty({rest * (extent - length_of(pieces[me]))}, s.local.options());
+    auto flat = at::empty({rest * (extent - (stage_own ? 0 : length_of(pieces[me])))}, s.local.options());
     std::vector<Box> boxes;
     int64_t at = 0;
     for (int64_t c = 0; c < n; ++c) {
-      if (c == me) {
-        received[c] = mine;
-        continue;
-      }
+      const bool staged = c != me || stage_own;
       const auto numel = rest * length_of(pieces[c]);
-      received[c] = flat.narrow(0, at, numel);
-      at += numel;
-      const auto of_piece = boxes_along(whole.sizes(), dim, pieces[c]);
-      boxes.insert(boxes.end(), of_piece.begin(), of_piece.end());
+      received[c] = staged ? flat.narrow(0, at, numel) : s.local;
+      if (staged) {
+        at += numel;
+        const auto of_piece = boxes_along(whole.sizes(), dim, pieces[c]);
+        boxes.insert(boxes.end(), of_piece.begin(), of_piece.end());
+      }
     }
-    comm::all_gather(received, mine, s.mesh(), m);
-    kernels::unpack(flat, boxes, whole);
-    const auto own = pairs_between(mine.sizes(), dim, pieces[me], dim, {{0, extent}});
-    kernels::copy(mine, own.from, whole, own.to);
+    if (stage_own) {
+      kernels::pack(s.local, boxes_along(s.local.sizes(), dim, side_by_side(pieces[me])), received[me]);
+    } else {
+      const auto own = pairs_between(s.local.sizes(), dim, pieces[me], dim, {{0, extent}});
+      kernels::copy(s.local, own.from, whole, own.to);
+    }
+    auto arrived = comm::start_all_gather(received, received[me], s.mesh(), m);
+    auto finish = [arrived = std::move(arrived), flat, boxes, whole]() mutable {
+      arrived();
+      kernels::unpack(flat, boxes, whole);
+    };
+    complete(s, std::move(finish), {flat, whole});
   }
   s.local = std::move(whole);
   s.layout = s.layout->with(m, Placement::replicate());
@@ -243,43 +397,81 @@ void gather(State& s, int64_t m) {
 void slice(State& s, int64_t m, const Layout& to) {
   const auto dim = to.placement(m).dim;
   s.layout = s.layout->with(m, to.placement(m), to.cut(m));
-  s.local = take(s.local, dim, s.layout->split(m, s.local.size(dim), s.mesh().coordinate()));
+  const auto runs = s.layout->split(m, s.local.size(dim), s.mesh().coordinate());
+  if (runs.size() > 1) {
+    bring_in(s); // they are copied
+  }
+  s.local = take(s.local, dim, runs);
+}
+
+// What an exchange moves, for all coordinates in their order.
+struct Exchange {
+  std::vector<Pairs> to, from; // from the piece before to the piece after
+  std::vector<int64_t> sent, received;
+  Sizes sizes; // of the piece after
+
+  static std::vector<Box> boxes(const std::vector<Pairs>& all, std::vector<Box> Pairs::*side, int64_t without = -1) {
+    std::vector<Box> out;
+    for (size_t c = 0; c < all.size(); ++c) {
+      if (static_cast<int64_t>(c) != without) {
+        out.insert(out.end(), (all[c].*side).begin(), (all[c].*side).end());
+      }
+    }
+    return out;
+  }
+};
+
+Exchange exchange_of(const State& s, int64_t m, const Layout& next) {
+  const auto src = s.layout->placement(m).dim;
+  const auto dst = next.placement(m).dim;
+  const auto extent = extent_before(*s.layout, m, src, s.sizes);
+  const auto me = s.mesh().coordinate()[m];
+  const auto held = pieces_along(*s.layout, m, extent);
+  const auto wanted = pieces_along(next, m, src == dst ? extent : s.local.size(dst));
+  Exchange x;
+  x.sizes = with_size(s.local, src, extent);
+  x.sizes[dst] = length_of(wanted[me]);
+  for (int64_t c = 0; c < s.mesh().size(m); ++c) {
+    x.to.push_back(pairs_between(s.local.sizes(), src, held[me], dst, wanted[c]));
+    x.from.push_back(pairs_between(s.local.sizes(), src, held[c], dst, wanted[me]));
+    x.sent.push_back(x.to.back().numel());
+    x.received.push_back(x.from.back().numel());
+  }
+  return x;
 }
 
 // One mesh dim changes from one cut to another, on the same tensor dim or not: every element goes straight to its new owner.
 void exchange(State& s, int64_t m, const Layout& to) {
-  const auto src = s.layout->placement(m).dim;
-  const auto dst = to.placement(m).dim;
   const auto next = s.layout->with(m, to.placement(m), to.cut(m));
-  const auto extent = extent_before(*s.layout, m, src, s.sizes);
+  auto x = exchange_of(s, m, *next);
   const auto me = s.mesh().coordinate()[m];
-  const auto n = s.mesh().size(m);
-  const auto held = pieces_along(*s.layout, m, extent);
-  const auto wanted = pieces_along(*next, m, src == dst ? extent : s.local.size(dst));
-  auto sizes = with_size(s.local, src, extent);
-  sizes[dst] = length_of(wanted[me]);
-  auto result = at::empty(sizes, s.local.options());
-  Pairs out, in;
-  std::vector<int64_t> sent(n, 0), received(n, 0);
-  for (int64_t c = 0; c < n; ++c) {
-    if (c != me) {
-      const auto to_c = pairs_between(s.local.sizes(), src, held[me], dst, wanted[c]);
-      const auto from_c = pairs_between(s.local.sizes(), src, held[c], dst, wanted[me]);
-      sent[c] = to_c.numel();
-      received[c] = from_c.numel();
-      out.append(to_c);
-      in.append(from_c);
+  const auto source = s.local;
+  const auto numel = c10::multiply_integers(x.sizes);
+  s.layout = next;
+  if (!s.later && tiles(source, Exchange::boxes(x.to, &Pairs::from))) {
+    if (auto result = at::empty(x.sizes, source.options()); tiles(result, Exchange::boxes(x.from, &Pairs::to))) {
+      comm::start_all_to_all(result, x.received, source, x.sent, s.mesh(), m)();
+      s.local = std::move(result);
+      return;
     }
   }
-  auto packed = at::empty({out.numel()}, s.local.options());
-  auto arrived = at::empty({in.numel()}, s.local.options());
-  kernels::pack(s.local, out.from, packed);
-  comm::all_to_all(arrived, received, packed, sent, s.mesh(), m);
-  kernels::unpack(arrived, in.to, result);
-  const auto own = pairs_between(s.local.sizes(), src, held[me], dst, wanted[me]);
-  kernels::copy(s.local, own.from, result, own.to);
-  s.local = std::move(result);
-  s.layout = next;
+  // What is sent is given back before the result is made, unless there is no waiting here.
+  auto arrived = at::empty({numel - x.received[me]}, source.options());
+  x.sent[me] = x.received[me] = 0;
+  auto move = comm::start_all_to_all(
+      arrived, x.received, packed(source, Exchange::boxes(x.to, &Pairs::from, me), c10::sum_integers(x.sent)), x.sent, s.mesh(),
+      m);
+  if (!s.later) {
+    std::exchange(move, [] {})();
+  }
+  auto result = at::empty(x.sizes, source.options());
+  kernels::copy(source, x.to[me].from, result, x.to[me].to);
+  auto finish = [move = std::move(move), arrived, result, boxes = Exchange::boxes(x.from, &Pairs::to, me)]() mutable {
+    move();
+    kernels::unpack(arrived, boxes, result);
+  };
+  s.local = result;
+  complete(s, std::move(finish), {arrived, result});
 }
 
 // A replicated value as summands: coordinate 0 keeps it, the others hold what changes nothing.
@@ -333,6 +525,7 @@ void take_step(State& s, const Step& step, const Layout& to) {
     case StepKind::MakePartial:
       return make_partial(s, m, to.placement(m));
     case StepKind::Pad:
+      bring_in(s);
       s.local = pad(s.local, *s.layout, m, to.placement(m), s.sizes);
       s.layout = layout_after(step, *s.layout, to);
       return;
@@ -345,14 +538,57 @@ void take_step(State& s, const Step& step, const Layout& to) {
   }
 }
 
+// What goes wrong says where, and keeps its class.
+template <typename F>
+void in_step(const Layout& from, const Layout& to, const Step& step, F&& run) {
+  try {
+    run();
+  } catch (c10::Error& e) {
+    const auto along = step.mesh_dim < 0 ? std::string() : c10::str(" along mesh dim ", step.mesh_dim);
+    e.add_context(c10::str(
+        "redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along, ", rank ",
+        from.mesh().rank()));
+    throw;
+  }
+}
+
+bool communicates(const Step& step) {
+  return step.kind != StepKind::Slice && step.kind != StepKind::MakePartial && step.kind != StepKind::Pad;
+}
+
+std::optional<c10::Stream> stream_of(const at::Tensor& t) {
+  if (t.device().is_cpu()) {
+    return std::nullopt;
+  }
+  return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
+}
+
+// With the words of its step; on the stream that is current then, which may be another than where the buffers were made.
+comm::Completion ready_for_use(State& s, const LayoutPtr& from, const LayoutPtr& to, const Step& step) {
+  return [rest = std::move(s.rest), buffers = std::move(s.buffers), made = stream_of(s.local), from, to, step]() mutable {
+    const auto used = buffers.empty() ? std::nullopt : stream_of(buffers[0]);
+    if (used != made) {
+      for (auto& buffer : buffers) {
+        buffer.record_stream(*used);
+      }
+    }
+    in_step(*from, *to, step, rest);
+    rest = nullptr;
+    buffers.clear();
+  };
+}
+
 } // namespace
 
-at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes) {
+at::Tensor redistribute(
+    const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, comm::Completion* completion) {
   if (&from == &to) {
     return local;
   }
   if (&from.mesh() != &to.mesh()) {
-    return redistribute_across(local, from, to, sizes);
+    at::Tensor out;
+    in_step(from, to, {StepKind::Transfer, -1}, [&] { out = redistribute_across(local, from, to, sizes); });
+    return out;
   }
   if (!from.mesh().has_me()) {
     return local;
@@ -360,11 +596,17 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   // Bytes travel: what a lazily conjugated or negated piece stands for is computed first.
   State s{local.resolve_conj().resolve_neg(), LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
-  for (const auto& step : plan_for(from, to, bytes).steps) {
-    take_step(s, step, to);
+  const auto& steps = plan_for(from, to, bytes).steps;
+  const auto last = std::find_if(steps.rbegin(), steps.rend(), communicates);
+  for (const auto& step : steps) {
+    s.later = completion && last != steps.rend() && &step == &*last;
+    in_step(from, to, step, [&] { take_step(s, step, to); });
   }
   TORCH_INTERNAL_ASSERT(
       s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
+  if (s.rest) {
+    *completion = ready_for_use(s, LayoutPtr::reclaim_copy(&from), LayoutPtr::reclaim_copy(&to), *last);
+  }
   return s.local;
 }
 

@@ -4,6 +4,7 @@
 
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/pyobject_preservation.h>
 #include <torch/headeronly/version.h>
 
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
+#include <utility>
 
 namespace shardtensor {
 
@@ -126,8 +128,48 @@ void ShardTensorImpl::init(IntArrayRef sizes, IntArrayRef strides) {
   refresh_contiguous();
 }
 
+void Pending::wait() {
+  // The peers may be threads of this process, which need the GIL to do their part.
+  std::optional<pybind11::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) {
+    no_gil.emplace();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (finish_) {
+    const auto finish = std::exchange(finish_, nullptr);
+    try {
+      c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+      finish();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+}
+
 void ShardTensorImpl::set_local(at::Tensor local) {
   local_ = std::move(local);
+  pending_.reset();
+  look_first_ = broken_view_;
+}
+
+void ShardTensorImpl::set_pending(c10::intrusive_ptr<Pending> pending) {
+  pending_ = std::move(pending);
+  look_first_ = broken_view_ || pending_;
+}
+
+void ShardTensorImpl::look(bool to_view) const {
+  if (pending_ && !to_view) {
+    pending_->wait();
+    if (!broken_view_) {
+      look_first_.store(false, std::memory_order_release);
+    }
+  }
+  if (broken_view_) {
+    check_not_old();
+  }
 }
 
 c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
@@ -161,6 +203,7 @@ void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
 
 void ShardTensorImpl::copy_origin(const ShardTensorImpl& other) {
   broken_view_ = other.broken_view_;
+  share_pending(other);
   base_writes_ = other.base_writes_;
   seen_writes_ = other.seen_writes_;
 }
@@ -173,6 +216,7 @@ void ShardTensorImpl::set_broken_view(const ShardTensorImpl& base, bool watch) {
     seen_writes_ = base_writes_->count;
   }
   broken_view_ = true;
+  look_first_ = true;
   shared_ = storage_;
 }
 
@@ -214,6 +258,9 @@ at::Tensor wrap(
                 c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced)
           : c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
   impl->set_storage_offset(offset);
+  if (base) {
+    impl->share_pending(*base);
+  }
   at::Tensor t(std::move(impl));
   attach_python_object(t, traced);
   return t;

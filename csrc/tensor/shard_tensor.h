@@ -9,6 +9,9 @@
 #include <c10/core/TensorImpl.h>
 
 #include <atomic>
+#include <exception>
+#include <functional>
+#include <mutex>
 
 struct _typeobject;
 
@@ -30,6 +33,19 @@ struct Writes final : c10::intrusive_ptr_target {
   static inline std::atomic<int64_t> alive{0}; // nobody looks for writes while it is 0
 };
 
+// A piece that is on its way: what is left to do before its data is used. Its tensor's views and detached copies share it.
+class Pending final : public c10::intrusive_ptr_target {
+ public:
+  explicit Pending(std::function<void()> finish) : finish_(std::move(finish)) {}
+  // Any thread, any number of times; an error is raised each time. Lets go of the GIL.
+  void wait();
+
+ private:
+  std::mutex mutex_;
+  std::function<void()> finish_;
+  std::exception_ptr error_;
+};
+
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
   ShardTensorImpl(
@@ -44,9 +60,10 @@ class ShardTensorImpl final : public c10::TensorImpl {
       c10::Storage storage,
       bool traced);
 
-  const at::Tensor& local() const {
-    if (C10_UNLIKELY(broken_view_)) {
-      check_not_old();
+  // Waits for a pending piece, unless only a view of it is taken.
+  const at::Tensor& local(bool to_view = false) const {
+    if (C10_UNLIKELY(look_first_.load(std::memory_order_acquire))) {
+      look(to_view);
     }
     return local_;
   }
@@ -57,6 +74,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return layout_;
   }
   void set_local(at::Tensor local);
+  void set_pending(c10::intrusive_ptr<Pending> pending);
   // Traced: the local tensor is fake, functional or a proxy, and the key set is Python's (DESIGN 2).
   bool traced() const {
     return traced_;
@@ -71,6 +89,12 @@ class ShardTensorImpl final : public c10::TensorImpl {
   // Whether a base that may still be seen has other memory.
   bool watches() const {
     return broken_view_ && base_writes_;
+  }
+  // The data may still be on its way, as `other`'s.
+  void share_pending(const ShardTensorImpl& other) {
+    if (C10_UNLIKELY(other.look_first_.load(std::memory_order_relaxed) || pending_)) {
+      set_pending(other.pending_);
+    }
   }
   // An op is about to write it.
   void note_write() {
@@ -89,6 +113,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return "ShardTensorImpl";
   }
 
+  void look(bool to_view) const;
   void check_not_old() const;
   void count_write();
   void copy_origin(const ShardTensorImpl& other);
@@ -97,6 +122,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   LayoutPtr layout_;
   bool traced_;
   bool broken_view_ = false;
+  mutable std::atomic<bool> look_first_{false}; // broken_view_, or local_ is pending
+  c10::intrusive_ptr<Pending> pending_;         // stays when it is done: another thread may be in it
   c10::Storage shared_;
   c10::intrusive_ptr<Writes> base_writes_; // of a broken view
   uint32_t seen_writes_ = 0;

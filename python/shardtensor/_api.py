@@ -197,7 +197,7 @@ def _scatter_along(
         for c in range(view.shape[mesh_dim]):
             at = [*view.coordinate[:mesh_dim], c, *view.coordinate[mesh_dim + 1 :]]
             parts = [block.narrow(dim, place.get(start, 0), n) for start, n in after.intervals(dim, sizes[dim], at)]
-            pieces.append(parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim))
+            pieces.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim))
     mine = torch.empty(after.local_sizes(sizes), dtype=dtype, device=device)
     _C.scatter(mine, pieces, view, mesh_dim, source[mesh_dim])
     return mine

@@ -92,10 +92,9 @@ def target_layout(
 ) -> _C.Layout:
     """What redistribute()'s arguments ask for."""
     mesh = ours.mesh if device_mesh is None else as_mesh(device_mesh)
-    if mesh == ours.mesh:
-        layout = moved_layout(ours, placements, len(shape), who=who)
-    else:
-        layout = layout_elsewhere(mesh, placements, len(shape), who=who)
+    ndim = len(shape)
+    here = mesh == ours.mesh
+    layout = moved_layout(ours, placements, ndim, who=who) if here else layout_elsewhere(mesh, placements, ndim, who=who)
     if sharding_shapes is not None:
         cuts = cuts_from_shapes(layout, sharding_shapes, len(shape), who=who)
         layout = _C.Layout(mesh, layout.placements, cuts)

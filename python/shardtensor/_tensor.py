@@ -232,12 +232,15 @@ class ShardTensor(DTensor):
         sharding_shapes asks for uneven cuts, as in from_local. Without it a mesh dim that goes on cutting the same tensor dim
         keeps its cut, and the others cut as torch.chunk does. With another `device_mesh` all ranks of both meshes call it; a
         rank that the tensor's mesh does not hold has an empty piece of it.
+
+        async_op returns while the last collective is on its way; the first use of the result's data waits for it. Its sizes, its
+        layout and views that cannot need a copy are there without a wait. The gradient moves the same way.
         """
         who = "ShardTensor.redistribute"
         if placements is None:
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
         layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
-        return _C.redistribute(self, layout, forward_dtype, backward_dtype)
+        return _C.redistribute(self, layout, forward_dtype, backward_dtype, async_op)
 
     def explain(
         self,

@@ -1,0 +1,183 @@
+"""redistribute(async_op=True): the result is there at once, its data at its first use, equal to what the blocking call gives."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import mesh_id, mesh_of, place
+
+WORLDS = [(2, (2,)), (3, (3,)), (4, (2, 2))]
+SIZES = (6, 5)
+
+
+def objects(texts):
+    from shardtensor import Partial, Replicate, Shard
+
+    return [Replicate() if t == "R" else Partial() if t == "P" else Shard(int(t[2:-1])) for t in texts]
+
+
+def data():
+    return torch.arange(30, dtype=torch.float64).reshape(SIZES) + 1
+
+
+def uneven(shape):
+    return "uneven" if len(shape) == 1 else "even"
+
+
+def all_pairs(shape):
+    """Every change of placements, from every cut; on two mesh dims a fifth of them."""
+    mesh = mesh_of(shape)
+    single = ["R", "S(0)", "S(1)", "P"]
+    starts = list(itertools.product(single, repeat=len(shape)))
+    for start, end in list(itertools.product(starts, starts))[:: 1 if len(shape) == 1 else 5]:
+        if start == end or any(e == "P" != s for s, e in zip(start, end, strict=True)):
+            continue
+        for cut in ("uneven", "empty") if len(shape) == 1 else ("even",):
+            x = place(data(), mesh, start, cut)
+            later = x.redistribute(placements=objects(end), async_op=True)
+            now = x.redistribute(placements=objects(end))
+            assert later.shape == now.shape and later.stride() == now.stride() and later._layout == now._layout
+            # Written while the data may be on its way: what was sent stays what it was.
+            x._local_tensor.fill_(-1)
+            assert torch.equal(later._local_tensor, now._local_tensor), (start, end, cut)
+
+
+def not_done_at_once(shape):
+    """Rank 0 has its result, views and all, before rank 1 has begun; the store says so, not a clock."""
+    from shardtensor import Replicate
+
+    if len(shape) > 1:
+        return  # all but the last collective are waited for
+    mesh = mesh_of(shape)
+    me = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    key = f"test_async/{not_done_at_once.calls}"
+    not_done_at_once.calls += 1
+    dist.barrier()
+    x = place(data(), mesh, ("S(1)",) * len(shape), uneven(shape))
+    if me != 0:
+        store.wait([key])  # rank 0 is past its call
+    y = x.redistribute(placements=[Replicate()] * len(shape), async_op=True)
+    views = [y.t(), y[1:], y.view(3, 2, 5), y.detach(), y.unsqueeze(0)[0].transpose(0, 1)]
+    assert y.shape == SIZES and views[0].shape == SIZES[::-1] and y._layout.is_replicated
+    if me == 0:
+        store.set(key, "past")
+    for view, want in zip(views, [data().t(), data()[1:], data().view(3, 2, 5), data(), data().t()], strict=True):
+        assert torch.equal(view.to_local(), want)
+    assert torch.equal(y.to_local(), data())
+
+
+not_done_at_once.calls = 0
+
+
+def chains(shape):
+    mesh = mesh_of(shape)
+    n = len(shape)
+    x = place(data(), mesh, ("S(0)",) * n, uneven(shape))
+    y = x.redistribute(placements=objects(["S(1)"] * n), async_op=True)
+    z = y.redistribute(placements=objects(["R"] * n), async_op=True)
+    w = z.redistribute(placements=objects(["S(0)"] * n), async_op=True)
+    assert torch.equal((w + 0 * x.redistribute(placements=w.placements)).full_tensor(), data())
+    many = [x.redistribute(placements=objects([p] * n), async_op=True) for p in ("R", "S(1)", "R", "S(1)")]
+    for y in reversed(many) if dist.get_rank() else many:  # waits are local: any order on any rank
+        y._local_tensor  # noqa: B018
+    for y in many:
+        assert torch.equal(y.full_tensor(), data())
+
+
+def writes(shape):
+    from shardtensor import Replicate
+
+    mesh = mesh_of(shape)
+    n = len(shape)
+    x = place(data(), mesh, ("S(0)",) * n, "even")
+    y = x.redistribute(placements=[Replicate()] * n, async_op=True)
+    y.mul_(2)
+    assert torch.equal(y.to_local(), data() * 2)
+    y = x.redistribute(placements=[Replicate()] * n, async_op=True)
+    view = y[2]
+    view.zero_()
+    want = data()
+    want[2] = 0
+    assert torch.equal(y.to_local(), want)
+    y = x.redistribute(placements=[Replicate()] * n, async_op=True)
+    x.zero_()
+    assert torch.equal(y.to_local(), data())
+    y.copy_(x)
+    assert not y.to_local().any()
+
+
+def dropped(shape):
+    from shardtensor import Replicate
+
+    mesh = mesh_of(shape)
+    n = len(shape)
+    x = place(data(), mesh, ("S(1)",) * n, uneven(shape))
+    for i in range(8):
+        y = x.redistribute(placements=[Replicate()] * n, async_op=True)
+        if i % 2:
+            del y
+        torch.full((1000,), -1.0)  # would land in memory that came back too early
+    assert torch.equal(x.full_tensor(), data())
+    view = x.redistribute(placements=[Replicate()] * n, async_op=True)[3:]
+    assert torch.equal(view.to_local(), data()[3:])  # outlives its base
+
+
+def gradients(shape):
+    from shardtensor import Replicate, Shard
+
+    mesh = mesh_of(shape)
+    n = len(shape)
+    for start, end in (("S(0)", "R"), ("S(1)", "S(0)"), ("P", "S(0)"), ("R", "S(1)")):
+        want = None
+        for async_op in (False, True):
+            x = place(data(), mesh, (start,) * n, "even").requires_grad_()
+            y = x.redistribute(placements=objects([end] * n), async_op=async_op)
+            assert y.requires_grad and y.grad_fn is not None
+            ((y * y).sin() + y).sum().backward()
+            got = x.grad.full_tensor()
+            assert want is None or torch.equal(got, want), (start, end)
+            want = got
+    x = place(data(), mesh, ("S(0)",) * n, uneven(shape)).requires_grad_()
+    y = x.redistribute(placements=[Replicate()] * n, async_op=True, forward_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    (y.redistribute(placements=[Shard(1)] * n, async_op=True) * 3).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.full(SIZES, 3.0, dtype=torch.float64)) and x.grad.dtype == torch.float64
+
+
+def threads(shape):
+    """Many threads use it first; it is finished once."""
+    from shardtensor import Replicate
+
+    mesh = mesh_of(shape)
+    for _ in range(10):
+        y = place(data(), mesh, ("S(1)",) * len(shape), uneven(shape)).redistribute(placements=[Replicate()] * len(shape), async_op=True)
+        seen = []
+        users = [threading.Thread(target=lambda y=y, seen=seen: seen.append((y + 1).to_local())) for _ in range(4)]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join()
+        assert len(seen) == 4 and all(torch.equal(s, data() + 1) for s in seen)
+
+
+def under_inference_mode(shape):
+    from shardtensor import Replicate
+
+    mesh = mesh_of(shape)
+    with torch.inference_mode():
+        y = place(data(), mesh, ("S(1)",) * len(shape), uneven(shape)).redistribute(placements=[Replicate()] * len(shape), async_op=True)
+    assert torch.equal(y.to_local(), data())
+
+
+CASES = [all_pairs, not_done_at_once, chains, writes, dropped, gradients, threads, under_inference_mode]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("world", "shape"), WORLDS, ids=map(mesh_id, WORLDS))
+def test_async(pools, world, shape, case):
+    pools(world).run(f"test_async:{case.__name__}", shape)
