@@ -18,11 +18,6 @@ constexpr size_t kKinds = static_cast<size_t>(Kind::kCount);
 std::array<std::atomic<int64_t>, kKinds> g_calls{};
 std::array<std::atomic<int64_t>, kKinds> g_bytes{};
 
-void count(Kind kind, int64_t bytes) {
-  g_calls[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
-  g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
-}
-
 int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   int64_t bytes = 0;
   for (const auto& t : tensors) {
@@ -148,6 +143,11 @@ const char* name_of(Kind kind) {
   return names[static_cast<size_t>(kind)];
 }
 
+void count(Kind kind, int64_t bytes) {
+  g_calls[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
+  g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
+}
+
 Counts counts() {
   Counts out;
   for (size_t i = 0; i < kKinds; ++i) {
@@ -216,7 +216,7 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
     }
     holders.push_back({as_bytes(pieces[i])});
     c10d::BroadcastOptions options;
-    options.rootRank = static_cast<int64_t>(i);
+    options.rootRank = mesh.group_rank(mesh_dim, static_cast<int64_t>(i));
     works.push_back(group->broadcast(holders.back(), options));
   }
   for (const auto& work : works) {
@@ -225,6 +225,43 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
 }
 
 namespace {
+
+std::vector<int64_t> coordinates_by_group_rank(const Mesh& mesh, int64_t mesh_dim) {
+  std::vector<int64_t> out(mesh.size(mesh_dim));
+  for (int64_t c = 0; c < mesh.size(mesh_dim); ++c) {
+    out[mesh.group_rank(mesh_dim, c)] = c;
+  }
+  return out;
+}
+
+std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order) {
+  std::vector<int64_t> out;
+  for (auto c : order) {
+    out.push_back(sizes[c]);
+  }
+  return out;
+}
+
+// exchange_bytes() of buffers in the order of the coordinates, where the group's ranks have another.
+void exchange_reordered(
+    c10d::ProcessGroup& group,
+    at::Tensor& output,
+    const at::Tensor& input,
+    const std::vector<int64_t>& out_cut,
+    const std::vector<int64_t>& in_cut,
+    const std::vector<int64_t>& order) {
+  auto arrived = at::empty_like(output), sent = at::empty_like(input);
+  auto out_sizes = picked(out_cut, order), in_sizes = picked(in_cut, order);
+  const auto sources = input.split_with_sizes(in_cut), targets = sent.split_with_sizes(in_sizes);
+  for (size_t r = 0; r < order.size(); ++r) {
+    at::Tensor(targets[r]).copy_(sources[order[r]]);
+  }
+  wait(exchange_bytes(group, arrived, sent, out_sizes, in_sizes));
+  const auto pieces = arrived.split_with_sizes(out_sizes), places = output.split_with_sizes(out_cut);
+  for (size_t r = 0; r < order.size(); ++r) {
+    at::Tensor(places[order[r]]).copy_(pieces[r]);
+  }
+}
 
 void exchange(
     Kind kind,
@@ -245,6 +282,9 @@ void exchange(
   auto out_cut = in_bytes(out_sizes), in_cut = in_bytes(in_sizes);
   auto output = as_bytes(out), input = as_bytes(in);
   count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]]);
+  if (mesh.is_reordered(mesh_dim)) {
+    return exchange_reordered(*group, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
+  }
   wait(exchange_bytes(*group, output, input, out_cut, in_cut));
 }
 
@@ -272,111 +312,6 @@ void exchange_summands(at::Tensor& out, const at::Tensor& in, at::IntArrayRef in
   exchange(Kind::ReduceScatter, out, out_sizes, in, in_sizes, mesh, mesh_dim);
 }
 
-namespace {
-
-// As many bytes to and from each peer as said, along all ranks of the group.
-void exchange_with_all(
-    c10d::ProcessGroup& group,
-    at::Tensor& out,
-    at::IntArrayRef out_bytes,
-    at::Tensor& in,
-    at::IntArrayRef in_bytes,
-    at::IntArrayRef peers) {
-  std::vector<int64_t> out_cut(group.getSize(), 0), in_cut(group.getSize(), 0);
-  for (size_t i = 0; i < peers.size(); ++i) {
-    out_cut[peers[i]] = out_bytes[i];
-    in_cut[peers[i]] = in_bytes[i];
-  }
-  wait(exchange_bytes(group, out, in, out_cut, in_cut));
-}
-
-// Message by message, in an order that cannot lock up where a backend does them one after the other: pairs of ranks ascending,
-// the lower rank sends first. Not coalesced: NCCL would make a communicator of the whole group, for which all ranks must come.
-void exchange_with_peers(
-    c10d::ProcessGroup& group,
-    at::Tensor& out,
-    at::IntArrayRef out_bytes,
-    at::Tensor& in,
-    at::IntArrayRef in_bytes,
-    at::IntArrayRef peers) {
-  constexpr int kTag = 0x5354; // not the default, which users' own messages have
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<std::vector<at::Tensor>> holders;
-  holders.reserve(2 * peers.size());
-  int64_t out_at = 0, in_at = 0;
-  for (size_t i = 0; i < peers.size(); ++i) {
-    const auto peer = static_cast<int>(peers[i]);
-    const auto send = [&, length = in_bytes[i]] {
-      if (length) {
-        holders.push_back({in.narrow(0, in_at, length)});
-        works.push_back(group.send(holders.back(), peer, kTag));
-      }
-    };
-    const auto receive = [&, length = out_bytes[i]] {
-      if (length) {
-        holders.push_back({out.narrow(0, out_at, length)});
-        works.push_back(group.recv(holders.back(), peer, kTag));
-      }
-    };
-    if (group.getRank() < peer) {
-      send();
-      receive();
-    } else {
-      receive();
-      send();
-    }
-    in_at += in_bytes[i];
-    out_at += out_bytes[i];
-  }
-  for (const auto& work : works) {
-    wait(work);
-  }
-}
-
-} // namespace
-
-void send_receive(
-    at::Tensor& out,
-    at::IntArrayRef out_sizes,
-    const at::Tensor& in,
-    at::IntArrayRef in_sizes,
-    at::IntArrayRef peers,
-    const Mesh& mesh,
-    int64_t callers) {
-  if (callers == 1) {
-    return;
-  }
-  const auto& name = mesh.description().world;
-  TORCH_CHECK(
-      !name.empty(), "shardtensor: pieces move between ranks of ", mesh.str(), ", but rank ", mesh.rank(),
-      " knew no default process group when the mesh was made; call init_process_group first");
-  auto group = c10d::resolve_process_group(name);
-  const bool all = callers == group->getSize();
-  if (!all && peers.empty()) {
-    return;
-  }
-  const auto in_bytes = [item = in.element_size()](at::IntArrayRef sizes) {
-    auto bytes = sizes.vec();
-    for (auto& b : bytes) {
-      b *= item;
-    }
-    return bytes;
-  };
-  auto output = as_bytes(out), input = as_bytes(in);
-  count(Kind::AllToAll, input.numel());
-  if (all) {
-    return exchange_with_all(*group, output, in_bytes(out_sizes), input, in_bytes(in_sizes), peers);
-  }
-  // Gloo sends from main memory alone.
-  const bool staged = out.is_cuda() && group->getBackend(c10::DeviceType::CUDA)->getBackendName() == "gloo";
-  auto landing = staged ? output.cpu() : output;
-  auto source = staged ? input.cpu() : input;
-  exchange_with_peers(*group, landing, in_bytes(out_sizes), source, in_bytes(in_sizes), peers);
-  if (staged) {
-    output.copy_(landing);
-  }
-}
-
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
   if (mesh.size(mesh_dim) == 1 || tensor.numel() == 0) {
     return;
@@ -384,7 +319,7 @@ void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t f
   auto group = group_of(mesh, mesh_dim, "broadcast");
   std::vector<at::Tensor> tensors{as_bytes(tensor)};
   c10d::BroadcastOptions options;
-  options.rootRank = from_coordinate;
+  options.rootRank = mesh.group_rank(mesh_dim, from_coordinate);
   count(Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? bytes_of(tensors) : 0);
   wait(group->broadcast(tensors, options));
 }
@@ -404,17 +339,17 @@ void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh
   std::vector<int64_t> in_sizes(n, 0), out_sizes(n, 0);
   std::vector<at::Tensor> outgoing;
   if (me == from_coordinate) {
-    for (int64_t i = 0; i < n; ++i) {
+    for (auto i : coordinates_by_group_rank(mesh, mesh_dim)) {
       if (i != me && pieces[i].numel()) {
-        in_sizes[i] = static_cast<int64_t>(pieces[i].nbytes());
+        in_sizes[mesh.group_rank(mesh_dim, i)] = static_cast<int64_t>(pieces[i].nbytes());
         outgoing.push_back(as_bytes(pieces[i]));
       }
     }
   } else {
-    out_sizes[from_coordinate] = static_cast<int64_t>(mine.nbytes());
+    out_sizes[mesh.group_rank(mesh_dim, from_coordinate)] = static_cast<int64_t>(mine.nbytes());
   }
   auto input = outgoing.empty() ? at::empty({0}, options) : at::cat(outgoing);
-  auto output = at::empty({out_sizes[from_coordinate]}, options);
+  auto output = at::empty({me == from_coordinate ? 0 : static_cast<int64_t>(mine.nbytes())}, options);
   count(Kind::Scatter, input.numel());
   wait(exchange_bytes(*group, output, input, out_sizes, in_sizes));
   if (output.numel()) {

@@ -61,6 +61,7 @@ struct Counts {
   std::array<int64_t, static_cast<size_t>(Kind::kCount)> bytes{};
 };
 Counts counts();
+void count(Kind kind, int64_t bytes);
 void reset_counts();
 
 } // namespace shardtensor::comm
