@@ -68,9 +68,12 @@ def check_transfer(source, target, sizes):
         pieces = [box(indices(source, sizes, rank), *b).flatten() for b in part["packed"]]
         flat = torch.cat([torch.empty(0, dtype=torch.int64), *pieces])
         assert [r for r, _ in part["sent"]] == sorted({r for r, _ in part["sent"]} - {rank})
-        for (to, numel), message in zip(part["sent"], flat.split([n for _, n in part["sent"]]) if part["sent"] else (), strict=True):
+        at = 0
+        for to, numel in part["sent"]:
             assert numel > 0
-            mail[rank, to] = message
+            mail[rank, to] = flat[at : at + numel]
+            at += numel
+        assert at == len(flat)
     for rank, part in parts.items():
         wanted = indices(target, sizes, rank)
         assert [(r, n) for r, n in part["received"]] == [(a, len(m)) for (a, b), m in sorted(mail.items()) if b == rank]
@@ -126,7 +129,7 @@ MESHES = {
     "row": mesh_of_ranks((4,)),
     "square": mesh_of_ranks((2, 2)),
     "reordered": mesh_of_ranks((2, 2), [3, 1, 0, 2]),
-    "part": mesh_of_ranks((2,), [1, 3]),
+    "part": mesh_of_ranks((2,), [3, 1]),
     "elsewhere": mesh_of_ranks((3,), [4, 6, 5]),
     "larger": mesh_of_ranks((3, 2), [0, 5, 4, 2, 1, 3]),
     "one": mesh_of_ranks((1,), [2]),
@@ -159,7 +162,8 @@ def test_sizes(sizes):
 def test_nested_cuts():
     mesh, sizes = mesh_of_ranks((2, 3)), (11, 2)
     cuts = [[None, None], [[3, 8], None], [None, [1, 0, 5, 2, 2, 1]], [[0, 11], [0, 0, 0, 4, 7, 0]], [[8, 3], [2, 5, 1, 3, 0, 0]]]
-    nested = [layout(mesh, S0, S0, cuts=c) for c in cuts] + [layout(mesh, STRIDED0, S0), layout(mesh, R, S0), layout(mesh, S0, S1)]
+    nested = [layout(mesh, S0, S0, cuts=c) for c in cuts]
+    nested += [layout(mesh, *p) for p in [(STRIDED0, S0), (R, S0), (S0, S1)]]
     for source, target in itertools.product(nested, repeat=2):
         check_transfer(source, target, sizes)
 
@@ -293,10 +297,11 @@ def check_move(whole, source, target):
 def meshes_here():
     from shardtensor._mesh import as_mesh
 
-    world = dist.get_world_size()
-    shapes = {2: [((2,), None), ((1,), [1])], 3: [((3,), None), ((2,), [0, 2]), ((1,), [1])]}.get(
-        world, [((4,), None), ((2, 2), None), ((2,), [1, 3]), ((3,), [0, 2, 3]), ((1,), [2]), ((2,), [0, 2])]
-    )
+    shapes = {
+        2: [((2,), None), ((2,), [1, 0]), ((1,), [1])],
+        3: [((3,), None), ((2,), [2, 0]), ((1,), [1])],
+        4: [((4,), None), ((2, 2), None), ((2, 2), [3, 1, 0, 2]), ((2,), [3, 1]), ((3,), [0, 2, 3]), ((1,), [2]), ((2,), [0, 2])],
+    }[dist.get_world_size()]
     return [as_mesh(device_mesh(shape, ranks)) for shape, ranks in shapes]
 
 
@@ -319,7 +324,8 @@ def moves_at_once():
 
     mesh = as_mesh(device_mesh((2, 2)))
     whole = torch.randn(128, 64, dtype=torch.float64)
-    for p, q in [((S0, S1), (S1, S0)), ((S0, S0), (S1, S1)), ((S1, S0), (S0, S0)), ((S0, STRIDED1), (S1, S1)), ((S0, S0), (R, S0))]:
+    pairs = [((S0, S1), (S1, S0)), ((S0, S0), (S1, S1)), ((S1, S0), (S0, S0)), ((S0, STRIDED1), (S1, S1)), ((S0, S0), (R, S0))]
+    for p, q in pairs:
         source, target = layout(mesh, *p), layout(mesh, *q)
         assert [leg[0] for leg in _C.route(source, target, list(whole.shape), 8)] == ["transfer"], (source, target)
         check_move(whole, source, target)
@@ -339,7 +345,7 @@ DTYPES = [
 def dtypes():
     from shardtensor._mesh import as_mesh
 
-    square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [1, 3]))
+    square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
     for dtype in DTYPES:
         whole = (torch.arange(20).view(5, 4) % 7).to(dtype)
         check_move(whole, layout(square, S0, S1), layout(square, S1, S0))
@@ -357,13 +363,14 @@ def locals_of_any_strides():
     whole = torch.randn(6, 8, dtype=torch.complex128)
     for target in (layout(mesh, S1, S0), layout(part, S1)):
         x = put(whole, layout(mesh, S0, S1))
-        for local in (x._local_tensor.t().contiguous().t(), x._local_tensor.conj().resolve_conj().conj()):
-            y = _C.wrap(local, x._layout, [6, 8], [8, 1])
-            want = whole.conj() if local.is_conj() and not torch.equal(local, x._local_tensor) else whole
-            torch.testing.assert_close(_C.redistribute(y, target)._local_tensor, put(want.resolve_conj(), target)._local_tensor)
-        row = torch.randn(8)
-        expanded = _C.wrap(put(row.expand(6, 8).contiguous(), x._layout)._local_tensor[:1].expand(3, 4), x._layout, [6, 8], [8, 1])
-        close(_C.redistribute(expanded, target)._local_tensor, put(row.expand(6, 8).contiguous(), target)._local_tensor)
+        transposed = x._local_tensor.t().contiguous().t()
+        close(_C.redistribute(_C.wrap(transposed, x._layout, [6, 8], [1, 6]), target)._local_tensor, put(whole, target)._local_tensor)
+        conjugate = _C.wrap(x._local_tensor.conj(), x._layout, [6, 8], [8, 1])
+        assert conjugate._local_tensor.is_conj()
+        close(_C.redistribute(conjugate, target)._local_tensor, put(whole.conj().resolve_conj(), target)._local_tensor)
+        rows = torch.randn(8).expand(6, 8).contiguous()
+        expanded = _C.wrap(put(rows, x._layout)._local_tensor[:1].expand(3, 4), x._layout, [6, 8], [8, 1])
+        close(_C.redistribute(expanded, target)._local_tensor, put(rows, target)._local_tensor)
 
 
 test_locals_of_any_strides = on_ranks(locals_of_any_strides)
@@ -372,7 +379,7 @@ test_locals_of_any_strides = on_ranks(locals_of_any_strides)
 def odd_sizes():
     from shardtensor._mesh import as_mesh
 
-    square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [1, 3]))
+    square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
     for sizes in [(), (0, 4), (4, 0), (1, 1)]:
         whole = torch.randn(sizes)
         singles = [R, S0, S1][: 1 + len(sizes)]
@@ -413,7 +420,7 @@ def from_summands():
 
     whole = torch.arange(20.0, dtype=torch.float64).view(5, 4) / 4
     square = as_mesh(device_mesh((2, 2)))
-    targets = [where for mesh in meshes_here() if len(mesh.shape) == 1 or mesh != square for where in layouts(mesh, [R, S0, S1], whole.shape)]
+    targets = [where for mesh in meshes_here() if mesh != square for where in layouts(mesh, [R, S0, S1], whole.shape)]
     generator = random.Random(3)
     for p in itertools.product([R, S0, partial(), partial("avg"), partial("max"), partial("min")], repeat=2):
         if not any(q[0] == 2 for q in p):
@@ -466,7 +473,8 @@ def pieces_become_summands():
     cases = list(PADDED.items())
     cases += [("max", torch.int8), ("min", torch.uint8), ("max", torch.bool), ("band", torch.bool), ("min", torch.bfloat16)]
     for reduce, dtype in cases:
-        whole = (torch.arange(20).view(5, 4) % 5 + (0 if dtype in (torch.uint8, torch.bool) or reduce == "norm" else -2)).to(dtype)
+        low = 0 if dtype in (torch.uint8, torch.bool) or reduce == "norm" else -2
+        whole = (torch.arange(20).view(5, 4) % 5 + low).to(dtype)
         for source, target in [
             (layout(row, S0), layout(row, partial(reduce))),
             (layout(row, S0, cuts=[[1, 0, 4, 0]]), layout(row, partial(reduce))),
@@ -491,7 +499,7 @@ test_pieces_become_summands = on_ranks(pieces_become_summands)
 def to_summands_elsewhere():
     from shardtensor._mesh import as_mesh
 
-    row, part = as_mesh(device_mesh((4,))), as_mesh(device_mesh((2,), [1, 3]))
+    row, part = as_mesh(device_mesh((4,))), as_mesh(device_mesh((2,), [3, 1]))
     whole = torch.arange(20.0).view(5, 4)
     for source, target in itertools.product([layout(row, S0), layout(row, partial())], [layout(part, partial())]):
         y = _C.redistribute(summands(whole, source), target)
@@ -509,7 +517,7 @@ def public_door():
     from shardtensor import Replicate, Shard, ShardTensor, distribute_tensor
 
     me = dist.get_rank()
-    all_ranks, part, other = device_mesh((4,)), device_mesh((2,), [1, 3]), device_mesh((2,), [0, 2])
+    all_ranks, part, other = device_mesh((4,)), device_mesh((2,), [3, 1]), device_mesh((2,), [0, 2])
     whole = torch.arange(20.0).view(5, 4)
     x = distribute_tensor(whole.clone().requires_grad_(), part, [Shard(-1)])
     assert x.shape == (5, 4) and x.requires_grad
@@ -529,7 +537,7 @@ def public_door():
     w = ShardTensor.from_local(local, part, [Shard(0)])
     assert w.shape == (4, 3) and w.to_local().numel() == (6 if me in (1, 3) else 0)
     moved = w.redistribute(all_ranks, [Replicate()])
-    assert moved.to_local()[:, 0].tolist() == [1.0, 1.0, 3.0, 3.0]
+    assert moved.to_local()[:, 0].tolist() == [3.0, 3.0, 1.0, 1.0]
     moved.sum().to_local().backward()
     assert local.grad.tolist() == [[1.0 if me in (1, 3) else 0.0] * 3] * 2
     # The same ranks in the same places, with groups of their own: nothing moves.
@@ -545,11 +553,37 @@ def public_door():
 test_public_door = on_ranks(public_door)
 
 
+def meshes_out_of_order():
+    """A group sorts its ranks, a mesh need not: the first coordinate is the first of the mesh."""
+    import shardtensor as st
+    from shardtensor import Replicate, Shard
+
+    me = dist.get_rank()
+    mesh = device_mesh((2, 2), [3, 1, 0, 2])
+    whole = torch.arange(20.0).view(5, 4)
+    mine = whole + 100 * me
+    x = st.distribute_tensor(mine, mesh, [Shard(0), Replicate()])
+    assert x.to_local().shape[0] == (3 if me in (3, 1) else 2)
+    assert torch.equal(x.full_tensor(), whole + 300)
+    assert torch.equal(st.distribute_tensor(mine, mesh, [Shard(1), Shard(0)], src_data_rank=1).full_tensor(), whole + 200)
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):
+        y = st.scatter_tensor(whole if me == 2 else None, 2, mesh, placements)
+        assert torch.equal(y.full_tensor(), whole)
+        assert torch.equal(y.redistribute(placements=[Shard(0), Shard(0)]).full_tensor(), whole)
+    local = torch.full((me + 1, 2), float(me))
+    rows = st.ShardTensor.from_local(local, device_mesh((4,), [3, 1, 0, 2]), [Shard(0)], sharding_shapes="infer")
+    assert rows.full_tensor()[:, 0].tolist() == [3.0] * 4 + [1.0] * 2 + [0.0] + [2.0] * 3
+    assert torch.equal(rows.sum(1).full_tensor(), rows.full_tensor().sum(1))
+
+
+test_meshes_out_of_order = on_ranks(meshes_out_of_order)
+
+
 def explained():
     import shardtensor as st
     from shardtensor import Replicate, Shard
 
-    square, part = device_mesh((2, 2)), device_mesh((2,), [1, 3])
+    square, part = device_mesh((2, 2)), device_mesh((2,), [3, 1])
     x = put(torch.zeros(256, 64), st._layout.make_layout(square, [Shard(0), Shard(1)], 2, who="test"))
     _C.reset_comm_counts()
     said = x.explain([Shard(1), Shard(0)])

@@ -81,14 +81,15 @@ void register_layout(py::module& m) {
   py::class_<Mesh, c10::intrusive_ptr<Mesh>>(m, "Mesh")
       .def(
           py::init([](std::string device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
-                      std::vector<std::string> dim_names, std::vector<std::string> groups, int64_t rank, std::string world) {
+                      std::vector<std::string> dim_names, std::vector<std::string> groups, int64_t rank, std::string world,
+                      std::vector<std::vector<int64_t>> places) {
             auto mesh = Mesh::make(
                 {std::move(device_type), std::move(shape), std::move(ranks), std::move(dim_names), std::move(groups), rank,
-                 std::move(world)});
+                 std::move(world), std::move(places)});
             return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
           }),
           py::arg("device_type"), py::arg("shape"), py::arg("ranks"), py::arg("dim_names"), py::arg("groups"), py::arg("rank"),
-          py::arg("world") = "")
+          py::arg("world") = "", py::arg("places") = std::vector<std::vector<int64_t>>{})
       .def_property_readonly("id", &Mesh::id)
       .def_property_readonly("shape", [](const Mesh& self) { return self.description().shape; })
       .def_property_readonly("ranks", [](const Mesh& self) { return self.description().ranks; })

@@ -316,7 +316,7 @@ Completion start_all_gather(
   const auto backend = backend_of(*group, device);
   const Where where(Kind::AllGather, mesh, mesh_dim);
   count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()));
-  if (backend.groups && as_one && pieces.size() > 1 && of_one_size(pieces)) {
+  if (backend.groups && as_one && pieces.size() > 1 && of_one_size(pieces) && !mesh.is_reordered(mesh_dim)) {
     auto own = as_bytes(pieces[me]), first = as_bytes(pieces[0]);
     auto whole = first.as_strided({own.numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
     return waiting_for(where, {guarded(where, [&] { return gather_evenly(*group, whole, own); })}, {whole});
@@ -334,7 +334,7 @@ Completion start_all_gather(
     std::vector<at::Tensor> buffer{as_bytes(pieces[i])};
     buffers.push_back(buffer[0]);
     c10d::BroadcastOptions options;
-    options.rootRank = static_cast<int64_t>(i);
+    options.rootRank = mesh.group_rank(mesh_dim, static_cast<int64_t>(i));
     works.push_back(guarded(where, [&] { return group->broadcast(buffer, options); }));
   }
   if (backend.groups) {
@@ -346,6 +346,51 @@ Completion start_all_gather(
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
   start_all_gather(pieces, mine, mesh, mesh_dim)();
 }
+
+namespace {
+
+std::vector<int64_t> coordinates_by_group_rank(const Mesh& mesh, int64_t mesh_dim) {
+  std::vector<int64_t> out(mesh.size(mesh_dim));
+  for (int64_t c = 0; c < mesh.size(mesh_dim); ++c) {
+    out[mesh.group_rank(mesh_dim, c)] = c;
+  }
+  return out;
+}
+
+std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order) {
+  std::vector<int64_t> out;
+  for (auto c : order) {
+    out.push_back(sizes[c]);
+  }
+  return out;
+}
+
+// exchange_bytes() of buffers in the order of the coordinates, where the group's ranks have another.
+Completion exchange_reordered(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    const at::Tensor& output,
+    const at::Tensor& input,
+    const std::vector<int64_t>& out_cut,
+    const std::vector<int64_t>& in_cut,
+    const std::vector<int64_t>& order) {
+  auto arrived = at::empty_like(output), sent = at::empty_like(input);
+  auto out_sizes = picked(out_cut, order), in_sizes = picked(in_cut, order);
+  const auto sources = input.split_with_sizes(in_cut), targets = sent.split_with_sizes(in_sizes);
+  for (size_t r = 0; r < order.size(); ++r) {
+    at::Tensor(targets[r]).copy_(sources[order[r]]);
+  }
+  auto work = guarded(where, [&] { return exchange_bytes(group, arrived, sent, out_sizes, in_sizes); });
+  return [wait = waiting_for(where, {std::move(work)}, {arrived, sent}), output, arrived, out_cut, out_sizes, order]() mutable {
+    wait();
+    const auto pieces = arrived.split_with_sizes(out_sizes), places = output.split_with_sizes(out_cut);
+    for (size_t r = 0; r < order.size(); ++r) {
+      at::Tensor(places[order[r]]).copy_(pieces[r]);
+    }
+  };
+}
+
+} // namespace
 
 Completion start_all_to_all(
     at::Tensor& out,
@@ -365,12 +410,16 @@ Completion start_all_to_all(
   auto output = as_bytes(out), input = as_bytes(in);
   count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]]);
   const Where where(kind, mesh, mesh_dim);
+  if (mesh.is_reordered(mesh_dim)) {
+    return exchange_reordered(where, *group, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
+  }
   return waiting_for(
       where, {guarded(where, [&] { return exchange_bytes(*group, output, input, out_cut, in_cut); })}, {output, input});
 }
 
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  if (alone(mesh, mesh_dim) || !backend_of(*group_of(mesh, mesh_dim, "reduce_scatter"), summand.device()).adds_up) {
+  if (alone(mesh, mesh_dim) || mesh.is_reordered(mesh_dim) ||
+      !backend_of(*group_of(mesh, mesh_dim, "reduce_scatter"), summand.device()).adds_up) {
     return false;
   }
   switch (summand.scalar_type()) {
@@ -519,7 +568,7 @@ void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t f
   auto group = group_of(mesh, mesh_dim, "broadcast");
   std::vector<at::Tensor> tensors{as_bytes(tensor)};
   c10d::BroadcastOptions options;
-  options.rootRank = from_coordinate;
+  options.rootRank = mesh.group_rank(mesh_dim, from_coordinate);
   count(Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0);
   const Where where(Kind::Broadcast, mesh, mesh_dim);
   wait(where, guarded(where, [&] { return group->broadcast(tensors, options); }));
@@ -529,7 +578,12 @@ namespace {
 
 // Straight out of the pieces: nothing is packed, and ranks that get nothing make no call.
 void scatter_by_sends(
-    const Where& where, c10d::ProcessGroup& group, at::Tensor& mine, std::vector<at::Tensor>& pieces, int64_t me, int64_t from) {
+    const Where& where,
+    c10d::ProcessGroup& group,
+    at::Tensor& mine,
+    const std::vector<at::Tensor>& pieces,
+    int64_t me,
+    int64_t from) {
   std::vector<WorkPtr> works;
   std::vector<at::Tensor> buffers;
   const auto n = me == from ? static_cast<int64_t>(pieces.size()) : 0;
@@ -552,10 +606,10 @@ void scatter_by_exchange(
     const Where& where,
     c10d::ProcessGroup& group,
     at::Tensor& mine,
-    std::vector<at::Tensor>& pieces,
-    int64_t n,
+    const std::vector<at::Tensor>& pieces,
     int64_t me,
     int64_t from) {
+  const auto n = static_cast<int64_t>(pieces.size());
   std::vector<int64_t> in_sizes(n, 0), out_sizes(n, 0);
   auto output = at::empty({0}, mine.options().dtype(at::kByte)), input = output;
   if (me == from) {
@@ -596,10 +650,15 @@ void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh
   }
   count(Kind::Scatter, sent);
   const Where where(Kind::Scatter, mesh, mesh_dim);
+  std::vector<at::Tensor> by_rank;
+  for (auto c : coordinates_by_group_rank(mesh, mesh_dim)) {
+    by_rank.push_back(me == from_coordinate ? pieces[c] : at::Tensor());
+  }
+  const auto my_rank = mesh.group_rank(mesh_dim, me), from_rank = mesh.group_rank(mesh_dim, from_coordinate);
   if (backend_of(*group, mine.device()).sends) {
-    scatter_by_sends(where, *group, mine, pieces, me, from_coordinate);
+    scatter_by_sends(where, *group, mine, by_rank, my_rank, from_rank);
   } else {
-    scatter_by_exchange(where, *group, mine, pieces, mesh.size(mesh_dim), me, from_coordinate);
+    scatter_by_exchange(where, *group, mine, by_rank, my_rank, from_rank);
   }
 }
 

@@ -22,6 +22,7 @@ class Mesh:
         groups: Sequence[str],
         rank: int,
         world: str = ...,
+        places: Sequence[Sequence[int]] = ...,
     ) -> None: ...
     @property
     def id(self) -> int: ...

@@ -38,9 +38,33 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
         list(names),
         rank,
         _world(),
+        _places(device_mesh, names),
     )
     _remember(device_mesh, mesh)
     return mesh
+
+
+def _places(device_mesh: DeviceMesh, names: list[str]) -> list[list[int]]:
+    """Per mesh dim, which rank of its process group each coordinate is: groups sort their ranks, meshes need not."""
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None or not all(names):
+        return []
+    out: list[list[int]] = []
+    for mesh_dim, name in enumerate(names):
+        at: list[Any] = list(coordinate)
+        at[mesh_dim] = slice(None)
+        line = device_mesh.mesh[tuple(at)].tolist()
+        ranks = _ranks_of_group(name, line)
+        out.append([] if ranks == line else [ranks.index(rank) for rank in line])
+    return out if any(out) else []
+
+
+def _ranks_of_group(name: str, default: list[int]) -> list[int]:
+    try:
+        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type, attr-defined]
+    except (KeyError, RuntimeError, ValueError):  # one that torch keeps no list of
+        return default
+    return ranks if sorted(ranks) == sorted(default) else default
 
 
 def _world() -> str:
