@@ -342,14 +342,14 @@ def number(value: float, suffix: str = "") -> str:
 
 def header(names: list[str]) -> str:
     titles = [*names, *(f"{name}-plain" for name in names[1:]), "overheads", "ours/plain"]
-    return f"{'microseconds':17s}" + "".join(f"{title:>18s}" for title in titles)
+    return f"{'microseconds':17s}" + "".join(f"{title:>20s}" for title in titles)
 
 
 def line(row: str, names: list[str], costs: dict[str, float], errors: dict[str, str]) -> str:
     cells = ["error" if name in errors else number(costs[name]) for name in names]
     cells += [number(over(costs, name)) for name in names[1:]]
     cells += [number(ratio(costs), "x"), number(costs.get(OURS, math.nan) / costs.get(PLAIN, math.nan), "x")]
-    return f"{row:17s}" + "".join(f"{cell:>18s}" for cell in cells)
+    return f"{row:17s}" + "".join(f"{cell:>20s}" for cell in cells)
 
 
 def targets(table: dict[str, dict[str, float]], ratios: dict[str, float]) -> Iterator[tuple[str, float, bool]]:

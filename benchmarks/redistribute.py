@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,14 @@ class Setting:
         return pieces[self.rank].contiguous() if self.rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
 
 
+@cache
 def classes() -> dict[str, Any]:
     found: dict[str, Any] = {STOCK: DTensor, OURS: import_shard_tensor()}
     try:
         found[NEMO] = importlib.import_module("physicsnemo.domain_parallel").ShardTensor
     except ImportError as error:
-        print(f"{NEMO}: left out, {error}") if dist.get_rank() == 0 else None
+        if dist.get_rank() == 0:
+            print(f"{NEMO}: left out, {error}")
     return found
 
 
@@ -212,7 +215,7 @@ def measure(rank: int, ranks: int, sizes: list[int], repeats: int, store: str, r
 def show(row: dict[str, Any], header: bool) -> None:
     names = [OURS, STOCK, NEMO, HAND]
     if header:
-        print(f"\nmicroseconds, {row['device']}; of shardtensor's time\n{'':12}{'pieces':>8}{'KiB':>8}", end="")
+        print(f"\nmicroseconds, {row['device']}\n{'':12}{'pieces':>8}{'KiB':>8}", end="")
         print("".join(f"{n:>14}" for n in names) + f"{STOCK + '/ours':>14}{HAND + '/ours':>14}")
     t = row["seconds"]
     cells = "".join(f"{t[n] * 1e6:14.0f}" if t.get(n) else f"{'-':>14}" for n in names)

@@ -12,23 +12,38 @@ namespace shardtensor::bindings {
 
 namespace {
 
+bool is_plain_tensor(PyObject* index) {
+  return THPVariable_Check(index) && !as_shard_tensor(THPVariable_Unpack(index));
+}
+
 bool is_list(PyObject* index) {
   return PyList_Check(index) || PyTuple_Check(index) || PyRange_Check(index);
 }
 
-bool is_plain_tensor(PyObject* index) {
-  return THPVariable_Check(index) && !as_shard_tensor(THPVariable_Unpack(index));
+bool has_only_numbers(PyObject* list) {
+  if (PyRange_Check(list)) {
+    return true;
+  }
+  const auto count = PySequence_Fast_GET_SIZE(list);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    auto* item = PySequence_Fast_GET_ITEM(list, i);
+    const bool number = is_list(item) ? has_only_numbers(item) : PyIndex_Check(item) && !THPVariable_Check(item);
+    if (!number) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Lists of numbers among the indices, and no plain tensor, which only the promotion mode can let pass.
 bool lists_numbers(PyObject* index) {
   if (!PyTuple_Check(index)) {
-    return is_list(index);
+    return is_list(index) && has_only_numbers(index);
   }
   bool found = false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(index); ++i) {
     auto* item = PyTuple_GET_ITEM(index, i);
-    if (is_plain_tensor(item)) {
+    if (is_plain_tensor(item) || (is_list(item) && !has_only_numbers(item))) {
       return false;
     }
     found |= is_list(item);
