@@ -101,7 +101,6 @@ def plain_among_lists(layout: str) -> list[str]:
         lambda: x[torch.tensor([0, 2])],
         lambda: x[torch.tensor([0, 2]), [0, 1]],
         lambda: x[[torch.tensor([0, 2]), torch.tensor([0, 1])]],
-        lambda: x[[torch.tensor([0, 2])], :],
         lambda: x.__setitem__([0, 2], torch.zeros(2, 4)),
     ):
         with pytest.raises(RuntimeError) as error:
