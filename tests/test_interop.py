@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -122,6 +123,33 @@ def listeners_hear_what_autograd_does_not_record():
     assert (x * t).full_tensor().equal(x.full_tensor())
     _handlers.unregister_handler(torch.ops.aten.mul.Tensor)
     assert (x * t).full_tensor().equal(x.full_tensor() * t.full_tensor())
+
+
+def plain_parameters_get_plain_gradients():
+    from oracle import mesh_of, place
+    from shardtensor import implicit_replication
+
+    whole = torch.arange(20.0, dtype=torch.float64).view(5, 4)
+    x = place(whole, mesh_of((dist.get_world_size(),)), ("S(0)",), "uneven")
+    scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    bias = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+    inner = torch.ones((), dtype=torch.float64, requires_grad=True)
+    wanted = [p.detach().clone().requires_grad_() for p in (scale, bias, inner)]
+    for _ in range(2):  # the second adds to the first
+        with implicit_replication():
+            (x * scale + bias * x * (inner * 3).sin()).square().mean().backward()
+        (whole * wanted[0] + wanted[1] * whole * (wanted[2] * 3).sin()).square().mean().backward()
+    for p, q in zip((scale, bias, inner), wanted, strict=True):
+        assert type(p.grad) is torch.Tensor
+        torch.testing.assert_close(p.grad, q.grad)
+    optimizer = torch.optim.SGD([scale, bias], lr=0.1)
+    optimizer.step()
+    assert len(scale._backward_hooks or ()) == 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_plain_parameters(pools, world):
+    pools(world).run(f"{__name__}:plain_parameters_get_plain_gradients")
 
 
 def test_listeners(pools):

@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 
+#include "autograd/functions.h"
 #include "autograd/gathered.h"
 #include "dispatch/handler.h"
 #include "rules/registry.h"
@@ -26,6 +27,7 @@ void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
     install_gathered();
+    set_whole(&whole);
     return count;
   });
   m.def("promotion_mode", [] { return static_cast<int>(promotion_mode()); });

@@ -13,6 +13,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
+#include <unordered_map>
 
 namespace shardtensor {
 
@@ -29,6 +31,28 @@ std::atomic<Promotion> g_promotion{Promotion::Error};
 thread_local int64_t t_as_replicated = 0;
 std::atomic<bool> g_strict{false};
 std::atomic<FallbackLog> g_fallback_log{nullptr};
+std::atomic<Whole> g_whole{nullptr};
+
+// Its gradient will come from ops on ShardTensors, as one of them and often as summands.
+void want_plain_gradient(const at::Tensor& t) {
+  const auto hook = [whole = g_whole.load()](const at::Tensor& gradient) { return whole(gradient); };
+  if (!t.is_leaf()) {
+    t.register_hook(hook);
+    return;
+  }
+  // A parameter enters many calls; once is enough.
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  static std::mutex mutex;
+  static auto* known = new std::unordered_map<const c10::TensorImpl*, Weak>();
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto it = known->find(t.unsafeGetTensorImpl());
+  if (it != known->end() && !it->second.expired()) {
+    return;
+  }
+  std::erase_if(*known, [](const auto& entry) { return entry.second.expired(); });
+  known->emplace(t.unsafeGetTensorImpl(), Weak(t.getIntrusivePtr()));
+  t.register_hook(hook);
+}
 
 const MeshPtr& mesh_of(const Op& op, const Refs& refs) {
   const ShardTensorImpl* first = nullptr;
@@ -59,11 +83,15 @@ Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, c
 } // namespace
 
 void check_plain(const Op& op, const Refs& refs) {
-  if (op.entry && op.entry->options.plain) {
-    return;
-  }
+  const bool allowed = op.entry && op.entry->options.plain;
   for (const auto& r : refs) {
-    if (r.impl || r.tensor->dim() == 0) {
+    if (r.impl) {
+      continue;
+    }
+    if (r.tensor->requires_grad() && at::GradMode::is_enabled()) {
+      want_plain_gradient(*r.tensor);
+    }
+    if (allowed || r.tensor->dim() == 0) {
       continue;
     }
     const auto mode = t_as_replicated ? Promotion::Replicate : g_promotion.load(std::memory_order_relaxed);
@@ -508,6 +536,9 @@ AsReplicated::AsReplicated() {
 }
 AsReplicated::~AsReplicated() {
   --t_as_replicated;
+}
+void set_whole(Whole whole) {
+  g_whole = whole;
 }
 bool strict_mode() {
   return g_strict;

@@ -26,6 +26,10 @@ class AsReplicated {
   AsReplicated& operator=(const AsReplicated&) = delete;
 };
 
+// Plain tensors that enter a call get plain gradients: what makes a ShardTensor whole and plain, set by autograd/.
+using Whole = at::Tensor (*)(const at::Tensor& gradient);
+void set_whole(Whole whole);
+
 // Whether an op without a rule raises (strict) or gathers its inputs.
 bool strict_mode();
 void set_strict_mode(bool strict);
