@@ -116,14 +116,10 @@ def _make(
 def layout_elsewhere(mesh: _C.Mesh, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
     """The layout after a move to another mesh, where all is cut evenly."""
 
-    def make() -> _C.Layout:
-        layout = _make(mesh, placements, ndim, (), who)
-        if layout.has_partial:
-            raise _no_summands(placements, mesh, who)
-        return layout
-
-    key = (tuple(placements) if isinstance(placements, list) else placements, "elsewhere")
-    return _remembered(mesh, key, ndim, make)  # type: ignore[arg-type]
+    layout = _make(mesh, placements, ndim, (), who)
+    if layout.has_partial:
+        raise _no_summands(placements, mesh, who)
+    return layout
 
 
 def _no_summands(placements: Sequence[Placement], mesh: _C.Mesh, who: str) -> RuntimeError:

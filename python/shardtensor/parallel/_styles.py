@@ -7,6 +7,7 @@ inputs that are pieces of different sizes fit together, as in ShardTensor.from_l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardtensor import _C
 from shardtensor._api import distribute_module, distribute_tensor
-from shardtensor._mesh import as_mesh
+from shardtensor._layout import make_layout
 from shardtensor._tensor import ShardTensor
 
 Layouts = Placement | tuple[Placement | None, ...]
@@ -61,14 +62,24 @@ class _Features(ParallelStyle):
     """nn.Linear and nn.Embedding with their features cut over the ranks."""
 
     cut_dims: Cuts
+    usual_input: Placement
+    usual_output: Placement
 
-    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool, multiple_of: int, shapes: Shapes):
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        multiple_of: int = 1,
+        sharding_shapes: Shapes = None,
+    ):
         super().__init__()
-        self.input_layouts = (input_layouts,)
-        self.output_layouts = (output_layouts,)
+        self.input_layouts = (input_layouts or self.usual_input,)
+        self.output_layouts = (output_layouts or self.usual_output,)
         self.use_local_output = use_local_output
         self.multiple_of = multiple_of
-        self.sharding_shapes = shapes
+        self.sharding_shapes = sharding_shapes
 
     def __repr__(self) -> str:
         return _describe(self, "input_layouts", "output_layouts", "use_local_output")
@@ -110,10 +121,10 @@ class _Features(ParallelStyle):
                 f"{type(self).__name__}: argument 'multiple_of' is {self.multiple_of}, which does not divide the {shape[dim]} features "
                 f"(rank {mesh.get_rank()})"
             )
-        units = _C.Layout(as_mesh(mesh), [(1, 0, 1, "sum", 2.0)], [])
+        units = make_layout(mesh, [Shard(0)], 1, who=type(self).__name__)
         out = []
         for rank in range(mesh.size()):
-            length = sum(n for _, n in units.intervals(0, shape[dim] // self.multiple_of, [rank]))
+            (length,) = units.local_sizes([shape[dim] // self.multiple_of], [rank])
             out.append([*shape[:dim], length * self.multiple_of, *shape[dim + 1 :]])
         return out
 
@@ -122,17 +133,8 @@ class ColwiseParallel(_Features):
     """Each rank holds some of the output features: a Linear's rows of weight and bias, an Embedding's columns."""
 
     cut_dims = _COLUMNS
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        multiple_of: int = 1,
-        sharding_shapes: Shapes = None,
-    ):
-        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output, multiple_of, sharding_shapes)
+    usual_input = Replicate()
+    usual_output = Shard(-1)
 
     def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
         return _moved(_enter(value, mesh, self.input_layouts[0], self.sharding_shapes, "ColwiseParallel"), Replicate())
@@ -142,17 +144,8 @@ class RowwiseParallel(_Features):
     """Each rank holds some of the input features: a Linear's columns of weight, an Embedding's rows. The results are summed."""
 
     cut_dims = _ROWS
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        multiple_of: int = 1,
-        sharding_shapes: Shapes = None,
-    ):
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output, multiple_of, sharding_shapes)
+    usual_input = Shard(-1)
+    usual_output = Replicate()
 
     def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
         layout, shapes = self.input_layouts[0], self.sharding_shapes
@@ -165,12 +158,17 @@ class RowwiseParallel(_Features):
         return x if x.placements == (Replicate(),) else _moved(x, Shard(-1))
 
 
+@lru_cache(maxsize=4096)
+def _columns(layout: _C.Layout, shape: torch.Size) -> tuple[int, ...]:
+    return tuple(layout.local_sizes(list(shape), [rank])[1] for rank in range(layout.mesh.shape[0]))
+
+
 def _as_weight(module: nn.Module, value: torch.Tensor, layout: Placement) -> Shapes:
     """The input's features are cut as the weight's columns, where these are not alike."""
     weight = module.weight
     if not isinstance(weight, ShardTensor) or not (layout.is_shard(value.ndim - 1) or layout.is_shard(-1)):
         return None
-    columns = [shape[1] for shape in weight._spec.sharding_shapes()[0]]
+    columns = _columns(weight._layout, weight.shape)
     return {0: [[*value.shape[:-1], n] for n in columns]} if len(set(columns)) > 1 else None
 
 
