@@ -144,6 +144,32 @@ Completion waiting_for(const Where& where, std::vector<WorkPtr> works, std::vect
   };
 }
 
+// Messages between two ranks of a group, as bytes; the buffers live until they have arrived.
+class Messages {
+ public:
+  Messages(const Where& where, c10d::ProcessGroup& group) : where_(where), group_(group) {}
+
+  void send(const at::Tensor& bytes, int64_t rank) {
+    std::vector<at::Tensor> buffer{bytes};
+    works_.push_back(guarded(where_, [&] { return group_.send(buffer, static_cast<int>(rank), kTag); }));
+    buffers_.push_back(bytes);
+  }
+  void receive(const at::Tensor& bytes, int64_t rank) {
+    std::vector<at::Tensor> buffer{bytes};
+    works_.push_back(guarded(where_, [&] { return group_.recv(buffer, static_cast<int>(rank), kTag); }));
+    buffers_.push_back(bytes);
+  }
+  void wait() {
+    waiting_for(where_, std::move(works_), std::move(buffers_))();
+  }
+
+ private:
+  const Where& where_;
+  c10d::ProcessGroup& group_;
+  std::vector<WorkPtr> works_;
+  std::vector<at::Tensor> buffers_;
+};
+
 c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
   switch (op) {
     case ReduceOp::Sum:
@@ -491,26 +517,20 @@ void exchange_with_peers(
     at::Tensor& in,
     at::IntArrayRef in_bytes,
     at::IntArrayRef peers) {
-  std::vector<WorkPtr> works;
-  std::vector<at::Tensor> buffers;
+  Messages messages(where, group);
   int64_t out_at = 0, in_at = 0;
   for (size_t i = 0; i < peers.size(); ++i) {
-    const auto peer = static_cast<int>(peers[i]);
-    const auto send = [&, length = in_bytes[i]] {
-      if (length) {
-        std::vector<at::Tensor> buffer{in.narrow(0, in_at, length)};
-        buffers.push_back(buffer[0]);
-        works.push_back(guarded(where, [&] { return group.send(buffer, peer, kTag); }));
+    const auto send = [&] {
+      if (in_bytes[i]) {
+        messages.send(in.narrow(0, in_at, in_bytes[i]), peers[i]);
       }
     };
-    const auto receive = [&, length = out_bytes[i]] {
-      if (length) {
-        std::vector<at::Tensor> buffer{out.narrow(0, out_at, length)};
-        buffers.push_back(buffer[0]);
-        works.push_back(guarded(where, [&] { return group.recv(buffer, peer, kTag); }));
+    const auto receive = [&] {
+      if (out_bytes[i]) {
+        messages.receive(out.narrow(0, out_at, out_bytes[i]), peers[i]);
       }
     };
-    if (group.getRank() < peer) {
+    if (group.getRank() < peers[i]) {
       send();
       receive();
     } else {
@@ -520,7 +540,7 @@ void exchange_with_peers(
     in_at += in_bytes[i];
     out_at += out_bytes[i];
   }
-  waiting_for(where, std::move(works), std::move(buffers))();
+  messages.wait();
 }
 
 } // namespace
@@ -584,21 +604,17 @@ void scatter_by_sends(
     const std::vector<at::Tensor>& pieces,
     int64_t me,
     int64_t from) {
-  std::vector<WorkPtr> works;
-  std::vector<at::Tensor> buffers;
+  Messages messages(where, group);
   const auto n = me == from ? static_cast<int64_t>(pieces.size()) : 0;
   for (int64_t i = 0; i < n; ++i) {
     if (i != me && pieces[i].numel()) {
-      std::vector<at::Tensor> buffer{as_bytes(pieces[i].contiguous())};
-      buffers.push_back(buffer[0]);
-      works.push_back(guarded(where, [&] { return group.send(buffer, static_cast<int>(i), kTag); }));
+      messages.send(as_bytes(pieces[i].contiguous()), i);
     }
   }
   if (me != from && mine.numel()) {
-    buffers = {as_bytes(mine)};
-    works.push_back(guarded(where, [&] { return group.recv(buffers, static_cast<int>(from), kTag); }));
+    messages.receive(as_bytes(mine), from);
   }
-  waiting_for(where, std::move(works), std::move(buffers))();
+  messages.wait();
 }
 
 // One packed buffer on the rank that sends. Every rank calls, whatever it receives: none may know that another's piece is empty.
