@@ -125,26 +125,60 @@ def listeners_hear_what_autograd_does_not_record():
     assert (x * t).full_tensor().equal(x.full_tensor() * t.full_tensor())
 
 
+def _plain_before(x, s, w):
+    return 0.01 * s * s + w.sum() * s + (x * s).sum() + (w * x).square().sum()
+
+
+def _plain_behind(x, s, w):
+    return (x * s).sum() + (w * x).square().sum() + 0.01 * s * s + w.sum() * s
+
+
+def _twice(x, s, w):
+    return (x * s + s * w).square().mean() * s
+
+
+def _boxed(x, s, w):
+    return torch.addcmul(x, x, w, value=0.5).pow(s).sum() + torch.hypot(x, s).sum() + torch.stack([x, x * w]).mean() / s
+
+
+def _products(x, s, w):
+    return (x @ torch.outer(w, w)).sum() * s + torch.nn.functional.linear(x, torch.outer(w, w), w).square().sum()
+
+
+def _inner(x, s, w):
+    return ((w * 3).sin() * x * (s * 3).exp()).square().mean()
+
+
+def _in_place(x, s, w):
+    return (x * 2).mul_(s).add_(w).square().mean()
+
+
 def plain_parameters_get_plain_gradients():
+    """Whatever they are used in, by ShardTensors and by plain tensors, in any order."""
     from oracle import mesh_of, place
     from shardtensor import implicit_replication
 
-    whole = torch.arange(20.0, dtype=torch.float64).view(5, 4)
+    whole = torch.arange(1.0, 21.0, dtype=torch.float64).view(5, 4) / 7
     x = place(whole, mesh_of((dist.get_world_size(),)), ("S(0)",), "uneven")
-    scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-    bias = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
-    inner = torch.ones((), dtype=torch.float64, requires_grad=True)
-    wanted = [p.detach().clone().requires_grad_() for p in (scale, bias, inner)]
-    for _ in range(2):  # the second adds to the first
+    for loss_of in (_plain_before, _plain_behind, _twice, _boxed, _products, _inner, _in_place):
+        scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        weight = torch.nn.Parameter(torch.arange(1.0, 5.0, dtype=torch.float64))
+        wanted = [p.detach().clone().requires_grad_() for p in (scale, weight)]
+        for _ in range(2):  # the second adds to the first
+            with implicit_replication():
+                loss = loss_of(x, scale, weight)
+            loss.backward()  # by autograd's threads, and outside
+            loss_of(whole, *wanted).backward()
+        for p, q in zip((scale, weight), wanted, strict=True):
+            assert type(p.grad) is torch.Tensor, loss_of.__name__
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, f=loss_of: f"{f.__name__}: {m}")
         with implicit_replication():
-            (x * scale + bias * x * (inner * 3).sin()).square().mean().backward()
-        (whole * wanted[0] + wanted[1] * whole * (wanted[2] * 3).sin()).square().mean().backward()
-    for p, q in zip((scale, bias, inner), wanted, strict=True):
-        assert type(p.grad) is torch.Tensor
-        torch.testing.assert_close(p.grad, q.grad)
-    optimizer = torch.optim.SGD([scale, bias], lr=0.1)
-    optimizer.step()
-    assert len(scale._backward_hooks or ()) == 0
+            (first,) = torch.autograd.grad(loss_of(x, scale, weight), scale, create_graph=True)
+            (second,) = torch.autograd.grad(first, scale, allow_unused=True)
+        (expected,) = torch.autograd.grad(loss_of(whole, *wanted), wanted[0], create_graph=True)
+        (expected2,) = torch.autograd.grad(expected, wanted[0], allow_unused=True)
+        torch.testing.assert_close([first, second], [expected, expected2])
+        torch.optim.SGD([scale, weight], lr=0.1).step()
 
 
 @pytest.mark.parametrize("world", [2, 3])

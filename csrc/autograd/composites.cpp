@@ -1,6 +1,7 @@
 // Autograd for ops that torch itself would decompose, and that a rule takes whole (Options.composite): these kernels register
 // themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
+#include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -139,6 +140,13 @@ using NodePtr = decltype(new_node<T>());
 at::Tensor linear(
     c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias_) {
   const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
+  if (wants_entrance(x) || wants_entrance(weight) || wants_entrance(bias)) {
+    static const auto& op = installed_op("aten::linear");
+    torch::jit::Stack in{x, weight, bias_};
+    if (enter_plain(op, in, 0)) {
+      return at::linear(in[0].toTensor(), in[1].toTensor(), in[2].toOptional<at::Tensor>());
+    }
+  }
   // Forward mode, and shapes that linear takes beyond what it documents: in terms of ops that have formulas for them.
   const bool plain_shapes =
       weight.dim() == 2 && x.dim() > 0 && (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)));
@@ -165,6 +173,13 @@ at::Tensor linear(
 }
 
 at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
+  if (wants_entrance(self) || wants_entrance(other)) {
+    static const auto& op = installed_op("aten::matmul");
+    torch::jit::Stack in{self, other};
+    if (enter_plain(op, in, 0)) {
+      return at::matmul(in[0].toTensor(), in[1].toTensor());
+    }
+  }
   if (has_tangent(self) || has_tangent(other)) {
     return at::compositeimplicitautograd::matmul(self, other);
   }

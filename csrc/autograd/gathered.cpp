@@ -1,7 +1,7 @@
 #include "autograd/gathered.h"
 
 #include "autograd/functions.h"
-#include "dispatch/call.h"
+#include "dispatch/plain.h"
 
 #include <torch/library.h>
 

@@ -3,6 +3,7 @@
 #include "autograd/functions.h"
 #include "autograd/gathered.h"
 #include "dispatch/handler.h"
+#include "dispatch/plain.h"
 #include "rules/registry.h"
 
 namespace shardtensor::bindings {
@@ -27,7 +28,7 @@ void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
     install_gathered();
-    set_whole(&whole);
+    set_entrance([](const at::Tensor& t, const LayoutPtr& layout) { return from_local(t, layout, t.sizes(), t.strides()); });
     return count;
   });
   m.def("promotion_mode", [] { return static_cast<int>(promotion_mode()); });

@@ -1,7 +1,7 @@
 // x[[0, 2]] and x[[0, 2]] = y: torch makes a plain tensor of the list, which is the same on every rank as Python's numbers are.
 #include "bindings/bindings.h"
 
-#include "dispatch/handler.h"
+#include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
 #include <torch/csrc/autograd/python_variable.h>

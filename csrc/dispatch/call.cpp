@@ -3,6 +3,7 @@
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
 #include "dispatch/outputs.h"
+#include "dispatch/plain.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -13,8 +14,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <mutex>
-#include <unordered_map>
 
 namespace shardtensor {
 
@@ -27,32 +26,20 @@ using torch::jit::Stack;
 
 namespace {
 
-std::atomic<Promotion> g_promotion{Promotion::Error};
-thread_local int64_t t_as_replicated = 0;
 std::atomic<bool> g_strict{false};
 std::atomic<FallbackLog> g_fallback_log{nullptr};
-std::atomic<Whole> g_whole{nullptr};
 
-// Its gradient will come from ops on ShardTensors, as one of them and often as summands.
-void want_plain_gradient(const at::Tensor& t) {
-  const auto hook = [whole = g_whole.load()](const at::Tensor& gradient) { return whole(gradient); };
-  if (!t.is_leaf()) {
-    t.register_hook(hook);
-    return;
+Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Layout& replicated) {
+  Call call{op.schema(), c10::ArrayRef<IValue>(stack.data() + base, op.kinds.size()), {}, replicated.mesh()};
+  for (const auto& r : refs) {
+    call.tensors.push_back(
+        {r.arg, r.index, (op.mutated >> r.arg & 1) != 0, r.impl ? &r.impl->layout() : &replicated, r.tensor->sizes(),
+         r.tensor->scalar_type(), r.tensor->strides(), r.tensor->storage_offset()});
   }
-  // A parameter enters many calls; once is enough.
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  static std::mutex mutex;
-  static auto* known = new std::unordered_map<const c10::TensorImpl*, Weak>();
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto it = known->find(t.unsafeGetTensorImpl());
-  if (it != known->end() && !it->second.expired()) {
-    return;
-  }
-  std::erase_if(*known, [](const auto& entry) { return entry.second.expired(); });
-  known->emplace(t.unsafeGetTensorImpl(), Weak(t.getIntrusivePtr()));
-  t.register_hook(hook);
+  return call;
 }
+
+} // namespace
 
 const MeshPtr& mesh_of(const Op& op, const Refs& refs) {
   const ShardTensorImpl* first = nullptr;
@@ -68,43 +55,6 @@ const MeshPtr& mesh_of(const Op& op, const Refs& refs) {
   }
   TORCH_INTERNAL_ASSERT(first, op.name, ": no ShardTensor among the arguments");
   return first->layout().mesh_ptr();
-}
-
-Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Layout& replicated) {
-  Call call{op.schema(), c10::ArrayRef<IValue>(stack.data() + base, op.kinds.size()), {}, replicated.mesh()};
-  for (const auto& r : refs) {
-    call.tensors.push_back(
-        {r.arg, r.index, (op.mutated >> r.arg & 1) != 0, r.impl ? &r.impl->layout() : &replicated, r.tensor->sizes(),
-         r.tensor->scalar_type(), r.tensor->strides(), r.tensor->storage_offset()});
-  }
-  return call;
-}
-
-} // namespace
-
-void check_plain(const Op& op, const Refs& refs) {
-  const bool allowed = op.entry && op.entry->options.plain;
-  for (const auto& r : refs) {
-    if (r.impl) {
-      continue;
-    }
-    if (r.tensor->requires_grad() && at::GradMode::is_enabled()) {
-      want_plain_gradient(*r.tensor);
-    }
-    if (allowed || r.tensor->dim() == 0) {
-      continue;
-    }
-    const auto mode = t_as_replicated ? Promotion::Replicate : g_promotion.load(std::memory_order_relaxed);
-    if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
-      continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
-    }
-    if (mode == Promotion::Error) {
-      errors::plain_tensor(op, r.arg, *r.tensor);
-    }
-    if (mode == Promotion::Warn) {
-      TORCH_WARN_ONCE(errors::plain_tensor_text(op, r.arg, *r.tensor), " It is taken as replicated.");
-    }
-  }
 }
 
 void key_of(const IValue& v, Key& key) {
@@ -439,17 +389,11 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
       continue;
     }
     const auto first = i;
-    const auto fill = [&](auto list) {
+    change_list(slot, kept.back(), [&](auto& list) {
       for (; i < refs.size() && refs[i].arg == refs[first].arg; ++i) {
         list.set(static_cast<size_t>(refs[i].index), locals[i]);
       }
-      slot = std::move(list);
-    };
-    if (kept.back().isTensorList()) {
-      fill(kept.back().toTensorList().copy());
-    } else {
-      fill(c10::impl::toTypedList<std::optional<at::Tensor>>(kept.back().toList()).copy());
-    }
+    });
   }
 }
 
@@ -525,21 +469,6 @@ void handle(const Op& op, Stack* stack_ptr) {
   }
 }
 
-Promotion promotion_mode() {
-  return g_promotion;
-}
-void set_promotion_mode(Promotion mode) {
-  g_promotion = mode;
-}
-AsReplicated::AsReplicated() {
-  ++t_as_replicated;
-}
-AsReplicated::~AsReplicated() {
-  --t_as_replicated;
-}
-void set_whole(Whole whole) {
-  g_whole = whole;
-}
 bool strict_mode() {
   return g_strict;
 }

@@ -1,5 +1,5 @@
 // One call on ShardTensors, from its arguments to its wrapped results: what the boxed handler and the typed ones share.
-// Uses rules/, redistribute/, tensor/. Used by handler.cpp, typed.h, special.cpp.
+// Uses rules/, redistribute/, tensor/. Used by handler.cpp, typed.cpp, lists.cpp, special.cpp, plain.cpp and autograd/.
 #pragma once
 
 #include "dispatch/cache.h"
@@ -54,8 +54,8 @@ class Locals {
 // The keys that a local tensor must not meet again below the handler.
 inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
 
-// Plain tensors of one dim or more are refused, warned of or let pass, as the promotion mode says.
-void check_plain(const Op& op, const Refs& refs);
+// That of the ShardTensors among the arguments: one.
+const MeshPtr& mesh_of(const Op& op, const Refs& refs);
 
 // The parts of a cache key.
 void key_of(const Op& op, const Refs& refs, Key& key);
@@ -99,6 +99,20 @@ at::Tensor wrap_result(
 
 // Every tensor among boxed arguments. The references point into the stack.
 Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
+
+// Puts a copy of `list`, a list of tensors or of optional ones, changed by `change`, into the slot.
+template <typename Change>
+void change_list(c10::IValue& slot, const c10::IValue& list, const Change& change) {
+  const auto put = [&](auto copy) {
+    change(copy);
+    slot = std::move(copy);
+  };
+  if (list.isTensorList()) {
+    put(list.toTensorList().copy());
+  } else {
+    put(c10::impl::toTypedList<std::optional<at::Tensor>>(list.toList()).copy());
+  }
+}
 
 // Runs a whole call on boxed arguments, replacing them by the results.
 void handle(const Op& op, torch::jit::Stack* stack);

@@ -2,12 +2,14 @@
 
 #include "dispatch/call.h"
 #include "dispatch/lists.h"
+#include "dispatch/plain.h"
 #include "dispatch/special.h"
 #include "dispatch/typed.h"
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <unordered_map>
@@ -30,6 +32,14 @@ struct SpecialHandler final : c10::OperatorKernel {
   explicit SpecialHandler(const Op* op) : op_(op) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
     handle_specially(*op_, stack);
+  }
+  const Op* op_;
+};
+
+struct Recorder final : c10::OperatorKernel {
+  explicit Recorder(const Op* op) : op_(op) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
+    record(*op_, keys, stack);
   }
   const Op* op_;
 };
@@ -127,11 +137,16 @@ const std::deque<Op>& installed_ops() {
   return ops();
 }
 
+const Op& installed_op(const char* name) {
+  const auto it = std::find_if(ops().begin(), ops().end(), [&](const Op& op) { return op.name == name; });
+  TORCH_INTERNAL_ASSERT(it != ops().end(), name, " is not installed");
+  return *it;
+}
+
 int64_t install_handler() {
   static std::deque<torch::Library> libraries;
   static std::deque<c10::RegistrationHandleRAII> registrations;
   auto& dispatcher = c10::Dispatcher::singleton();
-  auto& aten = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   auto& rest = libraries.emplace_back(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   for (const auto key : {c10::DispatchKey::SparsePrivateUse2, c10::DispatchKey::SparseCsrPrivateUse2}) {
@@ -158,17 +173,21 @@ int64_t install_handler() {
     }
     ops().emplace_back(*handle_);
     const auto& op = ops().back();
+    const auto on = [&](c10::DispatchKey key, c10::KernelFunction kernel) {
+      registrations.push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "shardtensor"));
+    };
     auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
     if (typed) {
-      registrations.push_back(dispatcher.registerImpl(name, kKey, std::move(*typed), std::nullopt, nullptr, "shardtensor"));
-      if (auto untracked = untracked_kernel(op)) {
-        registrations.push_back(
-            dispatcher.registerImpl(name, kAutogradKey, std::move(*untracked), std::nullopt, nullptr, "shardtensor"));
-      }
+      on(kKey, std::move(*typed));
     } else if (is_special(op)) {
-      aten.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<SpecialHandler>(&op)));
+      on(kKey, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<SpecialHandler>(&op)));
     } else {
-      aten.impl(local_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
+      on(kKey, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
+    }
+    if (has_entrance(op)) {
+      auto recorder = typed_record(op);
+      on(kAutogradKey,
+         recorder ? std::move(*recorder) : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Recorder>(&op)));
     }
     ++count;
   }

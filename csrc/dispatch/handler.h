@@ -12,24 +12,6 @@ namespace shardtensor {
 // Called once at import; returns the number of ops.
 int64_t install_handler();
 
-// Plain tensors of one dim or more among ShardTensors.
-enum class Promotion : uint8_t { Error, Warn, Replicate };
-Promotion promotion_mode();
-void set_promotion_mode(Promotion mode); // process-wide, so that autograd's threads see it
-
-// While it lives this thread takes plain tensors as replicated, whatever the mode.
-class AsReplicated {
- public:
-  AsReplicated();
-  ~AsReplicated();
-  AsReplicated(const AsReplicated&) = delete;
-  AsReplicated& operator=(const AsReplicated&) = delete;
-};
-
-// Plain tensors that enter a call get plain gradients: what makes a ShardTensor whole and plain, set by autograd/.
-using Whole = at::Tensor (*)(const at::Tensor& gradient);
-void set_whole(Whole whole);
-
 // Whether an op without a rule raises (strict) or gathers its inputs.
 bool strict_mode();
 void set_strict_mode(bool strict);

@@ -2,6 +2,7 @@
 
 #include "dispatch/call.h"
 #include "dispatch/errors.h"
+#include "dispatch/plain.h"
 #include "redistribute/redistribute.h"
 #include "tensor/lists.h"
 

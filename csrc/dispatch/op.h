@@ -38,5 +38,6 @@ struct Op {
 
 // All that the handler has been registered for, by id.
 const std::deque<Op>& installed_ops();
+const Op& installed_op(const char* name); // "aten::linear"
 
 } // namespace shardtensor

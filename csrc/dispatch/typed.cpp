@@ -2,6 +2,7 @@
 
 #include "dispatch/call.h"
 #include "dispatch/kernel_table.h"
+#include "dispatch/plain.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/boxing/impl/boxing.h>
@@ -195,6 +196,27 @@ std::tuple<T...> wrap_all(const Op& op, std::tuple<T...>&& out, const rules::Sol
   return std::apply([&](auto&... t) { return std::tuple<T...>{one(t)...}; }, out);
 }
 
+// In-place ops return their first argument.
+template <typename First, typename... Rest>
+Tensor& first(First& f, Rest&...) {
+  return const_cast<Tensor&>(f);
+}
+
+// The same call on a stack.
+template <typename Result, typename... Args>
+struct Boxed {
+  template <typename Run>
+  static Result call(const Run& run, Args... args) {
+    Stack stack = c10::impl::boxArgs<Args...>(args...);
+    run(&stack);
+    if constexpr (std::is_same_v<Result, Tensor&>) {
+      return first(args...);
+    } else {
+      return c10::impl::PopResult<Result>::call(stack);
+    }
+  }
+};
+
 template <typename Signature>
 class Typed;
 
@@ -225,7 +247,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
           return solve(op_, stack, 0, refs);
         });
     if (needs_more(*solution, refs)) {
-      return boxed(args...);
+      return Boxed<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     Locals locals;
@@ -249,65 +271,58 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     return kernel || s.write_back || needs_forms(op_, s, refs);
   }
 
-  // In-place ops return their first argument.
-  template <typename First, typename... Rest>
-  static Tensor& first(First& f, Rest&...) {
-    return const_cast<Tensor&>(f);
-  }
-
-  Result boxed(Args... args) {
-    Stack stack = c10::impl::boxArgs<Args...>(args...);
-    handle(op_, &stack);
-    if constexpr (std::is_same_v<Result, Tensor&>) {
-      return first(args...);
-    } else {
-      return c10::impl::PopResult<Result>::call(stack);
-    }
-  }
-
   const Op& op_;
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
-// Whether autograd has anything to record of it.
-bool tracked(const Tensor& t) {
-  return t.defined() && t.unsafeGetTensorImpl()->autograd_meta() &&
-         ((t.requires_grad() && at::GradMode::is_enabled()) || t._fw_grad(/*level=*/0).defined());
+// Whether any tensor of the argument is such.
+template <typename Is>
+bool any(const Tensor& t, const Is& is) {
+  return t.defined() && is(t);
 }
-bool tracked(const std::optional<Tensor>& t) {
-  return t && tracked(*t);
+template <typename Is>
+bool any(const std::optional<Tensor>& t, const Is& is) {
+  return t && any(*t, is);
 }
-bool tracked(const at::ITensorListRef& list) {
-  bool any = false;
-  for_each(list, [&](const Tensor& t) { any |= tracked(t); });
-  return any;
+template <typename Is>
+bool any(const at::ITensorListRef& list, const Is& is) {
+  bool found = false;
+  for_each(list, [&](const Tensor& t) { found |= any(t, is); });
+  return found;
 }
-bool tracked(at::TensorList list) {
-  return tracked(at::ITensorListRef(list));
+template <typename Is>
+bool any(at::TensorList list, const Is& is) {
+  return any(at::ITensorListRef(list), is);
 }
-template <typename T>
-bool tracked(const T&) {
+template <typename T, typename Is>
+bool any(const T&, const Is&) {
   return false;
 }
 
-// Stands before autograd's kernel, which is passed by where there is nothing to record and no mode listens below it.
+// record() for one signature.
 template <typename Signature>
-class Untracked;
+class TypedRecord;
 
 template <typename Result, typename... Args>
-class Untracked<Result(Args...)> final : public c10::OperatorKernel {
+class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
  public:
-  explicit Untracked(const Op& op) : call_(op.handle.typed<Result(Args...)>()) {}
+  explicit TypedRecord(const Op& op) : op_(op), call_(op.handle.typed<Result(Args...)>()) {}
 
   Result operator()(c10::DispatchKeySet keys, Args... args) {
-    const auto below = keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
-    if (below.highestPriorityTypeId() == kKey && !(tracked(args) || ...)) {
-      return call_.redispatch(below, args...);
+    if constexpr (!std::is_same_v<Result, Tensor&>) {
+      const auto below = below_autograd(keys);
+      if (below.highestPriorityTypeId() == kKey && may_pass_by(op_) && !(any(args, is_tracked) || ...)) {
+        return call_.redispatch(below, args...);
+      }
     }
-    return call_.redispatch((keys - c10::autograd_dispatch_keyset).add(c10::DispatchKey::AutogradOther), args...);
+    if (!(any(args, wants_entrance) || ...)) {
+      return call_.redispatch(torchs_autograd(keys), args...);
+    }
+    return Boxed<Result, Args...>::call([&](Stack* stack) { record(op_, keys, stack); }, args...);
   }
 
  private:
+  const Op& op_;
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
@@ -404,12 +419,9 @@ std::optional<c10::KernelFunction> typed_kernel(const Op& op) {
   return table.kernel_for(op);
 }
 
-std::optional<c10::KernelFunction> untracked_kernel(const Op& op) {
-  static const auto table = make_table<Untracked>();
-  const bool functional = !op.mutated && !op.is_view && !op.reshapes_self;
-  const bool autograds =
-      op.handle.hasKernelForDispatchKey(c10::DispatchKey::Autograd) && !op.handle.hasKernelForDispatchKey(kAutogradKey);
-  return functional && autograds ? table.kernel_for(op) : std::nullopt;
+std::optional<c10::KernelFunction> typed_record(const Op& op) {
+  static const auto table = make_table<TypedRecord>();
+  return table.kernel_for(op);
 }
 
 } // namespace shardtensor

@@ -14,7 +14,7 @@ namespace shardtensor {
 // A typed kernel for the op, if its signature is among those compiled in.
 std::optional<c10::KernelFunction> typed_kernel(const Op& op);
 
-// One for the autograd key that leaves autograd out where it has nothing to record; for ops that make new tensors.
-std::optional<c10::KernelFunction> untracked_kernel(const Op& op);
+// record() for the autograd key.
+std::optional<c10::KernelFunction> typed_record(const Op& op);
 
 } // namespace shardtensor

@@ -1,0 +1,120 @@
+#include "dispatch/plain.h"
+
+#include "dispatch/errors.h"
+
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace shardtensor {
+
+namespace {
+
+std::atomic<Promotion> g_promotion{Promotion::Error};
+thread_local int64_t t_as_replicated = 0;
+std::atomic<Entrance> g_entrance{nullptr};
+
+} // namespace
+
+Promotion promotion_mode() {
+  return g_promotion;
+}
+void set_promotion_mode(Promotion mode) {
+  g_promotion = mode;
+}
+AsReplicated::AsReplicated() {
+  ++t_as_replicated;
+}
+AsReplicated::~AsReplicated() {
+  --t_as_replicated;
+}
+void set_entrance(Entrance entrance) {
+  g_entrance = entrance;
+}
+
+void check_plain(const Op& op, const Refs& refs) {
+  const bool allowed = op.entry && op.entry->options.plain;
+  for (const auto& r : refs) {
+    if (allowed || r.impl || r.tensor->dim() == 0) {
+      continue;
+    }
+    const auto mode = t_as_replicated ? Promotion::Replicate : g_promotion.load(std::memory_order_relaxed);
+    if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
+      continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
+    }
+    if (mode == Promotion::Error) {
+      errors::plain_tensor(op, r.arg, *r.tensor);
+    }
+    if (mode == Promotion::Warn) {
+      TORCH_WARN_ONCE(errors::plain_tensor_text(op, r.arg, *r.tensor), " It is taken as replicated.");
+    }
+  }
+}
+
+bool wants_entrance(const at::Tensor& t) {
+  // Others' tensors (functorch's levels, Python's subclasses) are not plain: they may hold a ShardTensor.
+  static constexpr c10::DispatchKeySet kOthers(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+       c10::DispatchKey::Functionalize});
+  return t.defined() && at::GradMode::is_enabled() && t.requires_grad() && !as_shard_tensor(t) && !t.key_set().has_any(kOthers);
+}
+
+bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base) {
+  const auto refs = collect(op, stack, base);
+  const auto enters = [&](const Ref& r) { return wants_entrance(*r.tensor) && !(op.mutated >> r.arg & 1); };
+  const bool among = std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; });
+  if (!among || std::none_of(refs.begin(), refs.end(), enters)) {
+    return false;
+  }
+  check_plain(op, refs);
+  const auto layout = Layout::replicated(mesh_of(op, refs));
+  const auto entered = [&](const Ref& r) { return g_entrance.load()(*r.tensor, layout); };
+  for (size_t i = 0; i < refs.size();) {
+    auto& slot = stack[base + refs[i].arg];
+    if (refs[i].index < 0) {
+      if (enters(refs[i])) {
+        slot = entered(refs[i]);
+      }
+      ++i;
+      continue;
+    }
+    const auto first = i;
+    const auto given = slot; // owns what the references point into
+    change_list(slot, given, [&](auto& list) {
+      for (; i < refs.size() && refs[i].arg == refs[first].arg; ++i) {
+        if (enters(refs[i])) {
+          list.set(static_cast<size_t>(refs[i].index), entered(refs[i]));
+        }
+      }
+    });
+  }
+  return true;
+}
+
+void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto base = stack->size() - op.kinds.size();
+  const auto below = below_autograd(keys);
+  if (may_pass_by(op) && below.highestPriorityTypeId() == kKey) {
+    const auto refs = collect(op, *stack, base);
+    if (std::none_of(refs.begin(), refs.end(), [](const Ref& r) { return is_tracked(*r.tensor); })) {
+      op.handle.redispatchBoxed(below, stack);
+      return;
+    }
+  }
+  enter_plain(op, *stack, base);
+  op.handle.redispatchBoxed(torchs_autograd(keys), stack);
+}
+
+bool has_entrance(const Op& op) {
+  const auto has = [&](c10::DispatchKey key) { return op.handle.hasKernelForDispatchKey(key); };
+  const auto lists = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::TensorList);
+  const auto tensors = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::Tensor);
+  const bool element_by_element = op.entry && op.entry->options.lists;
+  const bool ours = (op.entry && op.entry->options.gather) || has(kAutogradKey);
+  // AutogradOther, which stands for torch's formula, would decompose those.
+  const bool decomposes = has(c10::DispatchKey::CompositeImplicitAutograd);
+  return (lists || tensors > 1) && !element_by_element && !ours && !decomposes && has(c10::DispatchKey::Autograd);
+}
+
+} // namespace shardtensor

@@ -1,0 +1,57 @@
+// Plain tensors among ShardTensors: which are let in, as what, and how a gradient finds its way back to them.
+// Uses call.h. Used by handler.cpp, typed.cpp, lists.cpp, autograd/ and bindings/.
+#pragma once
+
+#include "dispatch/call.h"
+
+namespace shardtensor {
+
+// What becomes of plain tensors of one dim or more; those of none are replicated.
+enum class Promotion : uint8_t { Error, Warn, Replicate };
+Promotion promotion_mode();
+void set_promotion_mode(Promotion mode); // process-wide, so that autograd's threads see it
+
+// While it lives this thread takes plain tensors as replicated, whatever the mode.
+class AsReplicated {
+ public:
+  AsReplicated();
+  ~AsReplicated();
+  AsReplicated(const AsReplicated&) = delete;
+  AsReplicated& operator=(const AsReplicated&) = delete;
+};
+
+// Refuses or warns of plain tensors, or lets them pass as replicated ones.
+void check_plain(const Op& op, const Refs& refs);
+
+// Whether autograd has anything to record of it.
+inline bool is_tracked(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->autograd_meta() &&
+         ((t.requires_grad() && at::GradMode::is_enabled()) || t._fw_grad(/*level=*/0).defined());
+}
+
+// Whether it is a plain tensor that autograd will want a gradient for, which the ops behind it would make a ShardTensor.
+bool wants_entrance(const at::Tensor& t);
+
+// Autograd's kernel, which is passed by where there is nothing to record. Plain tensors that want a gradient are replaced by
+// replicated ShardTensors, connected to them in the graph.
+void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+// The second half alone; false if there are none.
+bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base);
+
+// Whether the op needs to come by here: torch has a formula for it, we have none, and it takes several tensors.
+bool has_entrance(const Op& op);
+inline bool may_pass_by(const Op& op) {
+  return !op.mutated && !op.is_view && !op.reshapes_self; // of others autograd counts versions
+}
+inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
+  return keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+}
+inline c10::DispatchKeySet torchs_autograd(c10::DispatchKeySet keys) {
+  return (keys - c10::autograd_dispatch_keyset).add(c10::DispatchKey::AutogradOther);
+}
+
+// How they are made: from_local, set by autograd/'s user.
+using Entrance = at::Tensor (*)(const at::Tensor& plain, const LayoutPtr& layout);
+void set_entrance(Entrance entrance);
+
+} // namespace shardtensor
