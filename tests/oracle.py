@@ -262,5 +262,10 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
 
 
+def mesh_here() -> Any:
+    """One mesh dim over all ranks."""
+    return mesh_of((dist.get_world_size(),))
+
+
 def mesh_id(mesh: Any) -> str:
     return "x".join(str(n) for n in mesh[1])

@@ -76,30 +76,21 @@ bool alone(const Mesh& mesh, int64_t mesh_dim) {
   return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
 }
 
-// c10d's newer names for what works on one flat buffer.
+// What works on one flat buffer; torch 2.15 renamed the three.
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-WorkPtr exchange_bytes(
-    c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
-  return group.alltoall_base(out, in, out_sizes, in_sizes);
-}
-WorkPtr gather_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in) {
-  return group._allgather_base(out, in);
-}
-WorkPtr reduce_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) {
-  return group._reduce_scatter_base(out, in, options);
-}
+constexpr auto kExchange = &c10d::ProcessGroup::alltoall_base;
+constexpr auto kGather = &c10d::ProcessGroup::_allgather_base;
+constexpr auto kReduce = &c10d::ProcessGroup::_reduce_scatter_base;
 #else
+constexpr auto kExchange = &c10d::ProcessGroup::all_to_all_single;
+constexpr auto kGather = &c10d::ProcessGroup::all_gather_single;
+constexpr auto kReduce = &c10d::ProcessGroup::reduce_scatter_single;
+#endif
+
 WorkPtr exchange_bytes(
     c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
-  return group.all_to_all_single(out, in, out_sizes, in_sizes);
+  return (group.*kExchange)(out, in, out_sizes, in_sizes, {});
 }
-WorkPtr gather_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in) {
-  return group.all_gather_single(out, in);
-}
-WorkPtr reduce_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) {
-  return group.reduce_scatter_single(out, in, options);
-}
-#endif
 
 Completion nothing() {
   return [] {};
@@ -345,7 +336,7 @@ Completion start_all_gather(
   if (backend.groups && as_one && pieces.size() > 1 && of_one_size(pieces) && !mesh.is_reordered(mesh_dim)) {
     auto own = as_bytes(pieces[me]), first = as_bytes(pieces[0]);
     auto whole = first.as_strided({own.numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
-    return waiting_for(where, {guarded(where, [&] { return gather_evenly(*group, whole, own); })}, {whole});
+    return waiting_for(where, {guarded(where, [&] { return ((*group).*kGather)(whole, own, {}); })}, {whole});
   }
   // One broadcast per piece, straight into its place: any sizes, no padding, no copy afterwards.
   std::vector<WorkPtr> works;
@@ -474,7 +465,7 @@ Completion start_reduce_scatter(
   const Where where(Kind::ReduceScatter, mesh, mesh_dim);
   WorkPtr work;
   if (std::equal(in_sizes.begin() + 1, in_sizes.end(), in_sizes.begin())) {
-    work = guarded(where, [&] { return reduce_evenly(*group, output, input, options); });
+    work = guarded(where, [&] { return ((*group).*kReduce)(output, input, options); });
   } else {
     std::vector<at::Tensor> outputs{output};
     std::vector<std::vector<at::Tensor>> inputs{input.split_with_sizes(in_sizes)};

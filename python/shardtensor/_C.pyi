@@ -22,7 +22,7 @@ class Mesh:
         groups: Sequence[str],
         rank: int,
         world: str = ...,
-        places: Sequence[Sequence[int]] = ...,
+        group_ranks: Sequence[Sequence[int]] = ...,
     ) -> None: ...
     @property
     def id(self) -> int: ...
