@@ -6,7 +6,7 @@ from shardtensor import _load  # noqa: F401  checks torch's version and loads th
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C, _interop, _optimizers, random
+from shardtensor import _C, _interop, _logging, _optimizers, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -21,6 +21,7 @@ from shardtensor._api import (
     zeros,
 )
 from shardtensor._explain import Explanation, explain
+from shardtensor._limits import ExplicitRedistributionContext, comm_budget
 from shardtensor._modes import (
     get_promotion_mode,
     implicit_replication,
@@ -34,6 +35,7 @@ from shardtensor._tensor import ShardTensor, ShardTensorSpec
 _C.install_handler()
 _interop.install()
 _optimizers.install()
+_logging.install()
 
 DTensor = ShardTensor
 
@@ -42,12 +44,14 @@ __all__ = [
     "DTensor",
     "DeviceMesh",
     "Explanation",
+    "ExplicitRedistributionContext",
     "Partial",
     "Placement",
     "Replicate",
     "Shard",
     "ShardTensor",
     "ShardTensorSpec",
+    "comm_budget",
     "distribute_module",
     "distribute_tensor",
     "empty",
