@@ -30,6 +30,7 @@ from shardtensor._modes import (
     set_strict,
     strict_mode,
 )
+from shardtensor._replace import Replacement, replace_dtensor
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
 _C.install_handler()
@@ -47,6 +48,7 @@ __all__ = [
     "ExplicitRedistributionContext",
     "Partial",
     "Placement",
+    "Replacement",
     "Replicate",
     "Shard",
     "ShardTensor",
@@ -67,6 +69,7 @@ __all__ = [
     "rand",
     "randn",
     "random",
+    "replace_dtensor",
     "scatter_tensor",
     "set_promotion_mode",
     "set_strict",
