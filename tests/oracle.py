@@ -119,6 +119,7 @@ def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str | 
             objects.append(Shard(dim))
             cuts[m] = cut_sizes(whole.shape[dim], mesh.size(m), cut)
     layout = make_layout(mesh, objects, whole.ndim, cuts, who="oracle")
+    assert not layout.misfit(list(whole.shape)), "two mesh dims on one tensor dim are cut evenly here"
     local = whole.detach().clone()
     for m, text in enumerate(placements):
         if text == "P":
