@@ -94,11 +94,11 @@ def lay(value, name, device=None):
     return _C.wrap(local.to(device) if device else local, layout, list(value.shape), list(value.stride()))
 
 
-def replicate(value, name):
+def replicate(value, name, device=None):
     import shardtensor as st
 
     mesh = mesh_of(LAYOUTS[name][0])
-    return st.distribute_tensor(value, mesh, [st.Replicate()] * mesh.ndim, src_data_rank=None)
+    return st.distribute_tensor(value.to(device) if device else value, mesh, [st.Replicate()] * mesh.ndim, src_data_rank=None)
 
 
 def state_of(value, name, kind):
@@ -195,9 +195,9 @@ def save_on_some(path):
     import torch.distributed.checkpoint as dcp
 
     mesh = st.DeviceMesh("cpu", [1, 3])
-    x = st.distribute_tensor(values(), mesh, [st.Shard(0)], src_data_rank=None, sharding_shapes={0: [(2, 5), (5, 5)]})
+    how = dict(placements=[st.Shard(0)], src_data_rank=None, sharding_shapes={0: [(2, 5), (5, 5)]})
+    x, y = (st.distribute_tensor(value, mesh, **how) for value in (values(), torch.zeros_like(values())))
     dcp.save({"x": x}, checkpoint_id=path)
-    y = torch.zeros_like(x)
     dcp.load({"x": y}, checkpoint_id=path)
     if mesh.get_coordinate() is not None:
         assert torch.equal(whole(y), values())
@@ -294,11 +294,9 @@ class Model(nn.Module):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
         self.weight = nn.Parameter(lay(torch.randn(SIZES, generator=g, dtype=torch.float64), name, device))
-        self.scale = nn.Parameter(replicate(torch.randn((), generator=g, dtype=torch.float64), name))
-        self.bias = nn.Parameter(replicate(torch.randn(5, generator=g), name), requires_grad=False)
-        self.register_buffer("mask", lay(torch.rand(SIZES, generator=g, dtype=torch.float64), name))
-        if device:
-            self.to(device)
+        self.scale = nn.Parameter(replicate(torch.randn((), generator=g, dtype=torch.float64), name, device))
+        self.bias = nn.Parameter(replicate(torch.randn(5, generator=g), name, device), requires_grad=False)
+        self.register_buffer("mask", lay(torch.rand(SIZES, generator=g, dtype=torch.float64), name, device))
 
     def forward(self, x):
         return ((x @ (self.weight * self.mask)) * self.scale + self.bias).square().mean()
@@ -376,7 +374,12 @@ def trained(name, seed, count):
 
 def optimizer_state(name):
     """Through each of the options, into an optimizer that has never stepped: training goes on as if nothing had happened."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
 
     first = dist.get_rank() == 0
     for full_state, offload, broadcast in ((False, False, False), (False, True, False), (True, False, False), (True, True, True)):
@@ -390,7 +393,8 @@ def optimizer_state(name):
         if broadcast:
             got = got if first else ({}, {})
         options = StateDictOptions(full_state_dict=full_state, broadcast_from_rank0=broadcast)
-        set_state_dict(other, again, model_state_dict=got[0], optim_state_dict=got[1], options=options)
+        set_model_state_dict(other, got[0], options=options)  # set_state_dict() does not take {} for the model's
+        set_optimizer_state_dict(other, again, got[1], options=options)
         for p in again.param_groups[0]["params"]:
             state = again.state[p]
             assert state["exp_avg"]._layout == p._layout and state["step"].item() == 2
@@ -430,6 +434,88 @@ def test_training_goes_on(pools, saved, loaded, flat, tmp_path):
     want = pools(world(saved)).run(f"{__name__}:save_training", str(tmp_path), saved, flat)
     got = pools(world(loaded)).run(f"{__name__}:load_training", str(tmp_path), loaded, flat)
     assert got == [pytest.approx(want[0], rel=1e-9)] * len(got)
+
+
+def parallel_model(over, seed):
+    """Seven hidden features over tensor parallelism of all ranks, or of two within FSDP2 of two."""
+    from shardtensor import init_device_mesh
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from test_parallel import MLP
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = MLP(7)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if over == "tensor parallel":
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, optimizer
+
+
+def parallel_steps(model, optimizer):
+    losses = []
+    for i in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_parallel(path, over):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model, optimizer = parallel_model(over, 1)
+    parallel_steps(model, optimizer)
+    for name, full_state in (("pieces", False), ("whole", True)):
+        state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=full_state))
+        dcp.save(dict(zip(("model", "optimizer"), state, strict=True)), checkpoint_id=f"{path}/{name}")
+        if full_state and dist.get_rank() == 0:
+            torch.save(state, f"{path}/file")
+    return parallel_steps(model, optimizer)
+
+
+def load_parallel(path, over):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+        set_state_dict,
+    )
+
+    losses = []
+    for name in ("pieces", "whole"):
+        model, optimizer = parallel_model(over, 2)
+        state = get_state_dict(model, optimizer)
+        dcp.load(dict(zip(("model", "optimizer"), state, strict=True)), checkpoint_id=f"{path}/{name}")
+        set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+        losses.append(parallel_steps(model, optimizer))
+    model, optimizer = parallel_model(over, 2)
+    state = torch.load(f"{path}/file") if dist.get_rank() == 0 else ({}, {})
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state[0], options=options)
+    set_optimizer_state_dict(model, optimizer, state[1], options=options)
+    losses.append(parallel_steps(model, optimizer))
+    return losses
+
+
+PARALLEL = [(2, "tensor parallel", 4, "FSDP"), (4, "FSDP", 3, "tensor parallel"), (4, "FSDP", 4, "FSDP")]
+
+
+@pytest.mark.parametrize(("ranks", "saved", "more", "loaded"), PARALLEL)
+def test_parallel_training_goes_on(pools, ranks, saved, more, loaded, tmp_path):
+    want = pools(ranks).run(f"{__name__}:save_parallel", str(tmp_path), saved)[0]
+    for got in pools(more).run(f"{__name__}:load_parallel", str(tmp_path), loaded):
+        assert got == [pytest.approx(want, rel=1e-9)] * 3
 
 
 # ---- files of other kinds ----

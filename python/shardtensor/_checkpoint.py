@@ -127,6 +127,27 @@ def _spread_broadcast(stock: Callable[..., None]) -> Callable[..., None]:
     return distribute
 
 
+def _spread_scalars(stock: Callable[..., None]) -> Callable[..., None]:
+    """Around all of that: tensors of no dims are handed over as plain ones."""
+
+    def broadcast(
+        full_state_dict: dict[str, Any],
+        local_state_dict: dict[str, Any],
+        device: torch.device,
+        pg: Any = None,
+        strict: bool = False,
+        cpu_offload: bool = False,
+    ) -> None:
+        mine = {k: t for k, t in local_state_dict.items() if isinstance(t, ShardTensor) and t.ndim == 0}
+        stock(full_state_dict, local_state_dict, device, pg, strict, cpu_offload)
+        for key, t in mine.items():
+            value = local_state_dict.get(key)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                local_state_dict[key] = _cut_alike(value, t, value.device if cpu_offload else device)
+
+    return broadcast
+
+
 def _spread_own(stock: Callable[..., None]) -> Callable[..., None]:
     """set_model_state_dict with full_state_dict: every rank has the whole tensor and takes its piece, without communication."""
 
@@ -210,6 +231,7 @@ def _one_box_per_file(stock: Callable[..., dict[int, list[WriteItem]]]) -> Calla
 _DCP = "torch.distributed.checkpoint"
 # Module, name in it, what wraps that. A name that another module has imported is there a second time.
 MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("torch.distributed._state_dict_utils", "_broadcast_state_dict", _spread_scalars),
     ("torch.distributed._state_dict_utils", "_distribute_state_dict", _spread_own),
     ("torch.distributed._state_dict_utils", "_distribute_tensors", _spread_broadcast),
     (f"{_DCP}._state_dict_stager", "StateDictStager._offload_tensor", _stage_piece),
@@ -218,5 +240,6 @@ MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     (f"{_DCP}.hf_storage", "HuggingFaceStorageWriter._split_by_storage_plan", _one_box_per_file),
     (f"{_DCP}.planner_helpers", "_create_default_metadata_only_plan", _plan_of_boxes),
     (f"{_DCP}.planner_helpers", "_init_state_dict", _give_memory),
+    (f"{_DCP}.state_dict", "_broadcast_state_dict", _spread_scalars),
     (f"{_DCP}.state_dict", "_distribute_state_dict", _spread_own),
 ]
