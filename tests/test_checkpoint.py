@@ -249,7 +249,8 @@ def load_into_meta(path, name):
     import torch.distributed.checkpoint as dcp
 
     x = lay(values(), name)
-    state = {"x": lay(values(), name, "meta"), "deep": {"x": lay(values(), name, "meta")}}
+    state = {"x": x.to("meta"), "deep": {"x": lay(values(), name, "meta")}}
+    assert state["x"].is_meta and state["x"]._layout == x._layout
     dcp.save({"x": x, "deep": {"x": x}}, checkpoint_id=path)
     dcp.load(state, checkpoint_id=path)
     for got in (state["x"], state["deep"]["x"]):
