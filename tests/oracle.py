@@ -119,6 +119,7 @@ def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str | 
             objects.append(Shard(dim))
             cuts[m] = cut_sizes(whole.shape[dim], mesh.size(m), cut)
     layout = make_layout(mesh, objects, whole.ndim, cuts, who="oracle")
+    assert not layout.misfit(list(whole.shape)), "two mesh dims on one tensor dim are cut evenly here"
     local = whole.detach().clone()
     for m, text in enumerate(placements):
         if text == "P":
@@ -260,6 +261,11 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 # Every family is tried on these: (ranks, mesh shape).
 MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
+
+
+def mesh_here() -> Any:
+    """One mesh dim over all ranks."""
+    return mesh_of((dist.get_world_size(),))
 
 
 def mesh_id(mesh: Any) -> str:

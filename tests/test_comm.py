@@ -138,8 +138,9 @@ def fail(rank, world, store, results):
     from shardtensor import DeviceMesh, Replicate, Shard
 
     def mesh():
-        group = dist.new_group(list(range(world)), timeout=timedelta(seconds=SECONDS))
-        dist.barrier(group)  # connected
+        group = dist.new_group(list(range(world)))
+        dist.barrier(group)  # connected, which may take longer than a call may
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS), group)
         return DeviceMesh.from_group(group, "cpu")
 
     dist.barrier()

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-
-def mesh_here():
-    import torch.distributed as dist
-    from oracle import mesh_of
-
-    return mesh_of((dist.get_world_size(),))
+from oracle import mesh_here
 
 
 def mapped(rows):
@@ -81,3 +75,105 @@ def test_bad_use_says_what_is_wrong(pools):
               "for 2 outputs", "None for input 0"]
     for texts in pools(2).run(f"{__name__}:refusals"):
         assert [w for w, t in zip(wanted, texts, strict=True) if w not in t] == []
+
+
+# ---- register_sharding ----
+
+
+def _define_scaled_rows():
+    """A custom op with a derivative: every row by its own norm, times a factor. Returns rows and norms."""
+
+    @torch.library.custom_op("shardtensor_test::scaled_rows", mutates_args=())
+    def scaled_rows(x: torch.Tensor, w: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        norms = x.norm(dim=1)
+        return (x @ w) * factor, norms * factor
+
+    @scaled_rows.register_fake
+    def _(x, w, factor):
+        return x.new_empty(x.shape[0], w.shape[1]), x.new_empty(x.shape[0])
+
+    def backward(ctx, grad, _):
+        x, w = ctx.saved_tensors
+        return grad @ w.T * ctx.factor, x.T @ grad * ctx.factor, None
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+        ctx.factor = inputs[2]
+
+    scaled_rows.register_autograd(backward, setup_context=setup)
+    return torch.ops.shardtensor_test.scaled_rows.default
+
+
+def rules_of_ones_own(mesh_shape, first, second, cut, quiet):
+    from oracle import mesh_of, place
+    from shardtensor import _C, Partial, Replicate, Shard, ShardTensor
+    from shardtensor.experimental import register_sharding
+
+    op = _define_scaled_rows()
+    seen = []
+
+    @register_sharding(op)
+    def rule(x, w, factor):
+        seen.append((tuple(x.shape), w.ndim, factor))
+        return [
+            ([Replicate(), Replicate()], [Replicate(), Replicate(), None]),
+            ([Shard(0), Shard(0)], [Shard(0), Replicate(), None]),
+            ([Shard(1), Replicate()], [Replicate(), Shard(1), None]),
+        ]
+
+    try:
+        mesh = mesh_of(mesh_shape)
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(*sizes, dtype=torch.float64, generator=generator) for sizes in ((7, 4), (4, 5))]
+        plain = [t.clone().requires_grad_() for t in whole]
+        ours = [place(t, mesh, p, cut).requires_grad_() for t, p in zip(whole, (first, second), strict=True)]
+        want, norms = op(*plain, 0.5)
+        _C.reset_comm_counts()
+        got, ours_norms = op(*ours, 0.5)
+        assert bool(_C.comm_counts()) != quiet, (got._layout, _C.comm_counts())
+        if quiet and first[0] == "S(0)":
+            cut_of = [t._spec.sharding_shapes()[0] for t in (got, ours[0])]
+            assert [a[0] for a in cut_of[0]] == [b[0] for b in cut_of[1]]
+        torch.testing.assert_close(got.full_tensor(), want)
+        torch.testing.assert_close(ours_norms.full_tensor(), norms)
+        weight = torch.randn(want.shape, dtype=torch.float64, generator=generator)
+        (want * weight).sum().backward()
+        (got * place(weight, mesh, ("R",) * mesh.ndim, "even")).sum().backward()
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+        op(*ours, 0.5)
+        assert seen == [((7, 4), 2, 0.5)]  # asked once
+    finally:
+        ShardTensor.unregister_handler(op)
+
+    softmax, x = torch.ops.aten._softmax.default, place(whole[0], mesh, ("R",) * mesh.ndim, "even")
+    try:
+        register_sharding(softmax)(lambda x, dim, half: [([Shard(0)], [Shard(0), None, None])])
+        torch.testing.assert_close(torch._softmax(x, 1, False).full_tensor(), whole[0].softmax(1))
+        register_sharding(softmax)(lambda x, dim, half: [([Shard(0)], [Shard(0), Shard(0)])])
+        with pytest.raises(ValueError, match="placements for 1 results and 2 tensors; the call has 1 and 1"):
+            torch._softmax(x, 1, False)
+        register_sharding(softmax)(lambda x, dim, half: [([Partial()], [Partial(), None])])
+        with pytest.raises(RuntimeError, match="no acceptable sharding for"):
+            torch._softmax(x, 1, False)
+    finally:
+        ShardTensor.unregister_handler(softmax)
+    torch.testing.assert_close(torch._softmax(x, 1, False).full_tensor(), whole[0].softmax(1))
+    with pytest.raises(NotImplementedError, match="writes its arguments"):
+        register_sharding(torch.ops.aten.add_.Tensor)(rule)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "first", "second", "cut", "quiet"),
+    [
+        ((2,), ["S(0)"], ["R"], "even", True),
+        ((3,), ["S(0)"], ["R"], "uneven", True),
+        ((3,), ["R"], ["S(1)"], "empty", True),
+        ((2,), ["S(0)"], ["S(1)"], "uneven", False),
+        ((3,), ["P"], ["S(0)"], "uneven", False),
+        ((2, 2), ["S(0)", "R"], ["R", "S(1)"], "uneven", True),
+        ((2, 2), ["S(0)", "S(0)"], ["R", "S(0)"], "even", False),
+    ],
+)
+def test_register_sharding(pools, mesh_shape, first, second, cut, quiet):
+    pools(torch.Size(mesh_shape).numel()).run(f"{__name__}:rules_of_ones_own", mesh_shape, first, second, cut, quiet)

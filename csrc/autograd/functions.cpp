@@ -1,6 +1,7 @@
 #include "autograd/functions.h"
 
 #include "redistribute/redistribute.h"
+#include "redistribute/watch.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -74,6 +75,17 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
+// A gradient that comes to from_local in another layout than its input had.
+void tell_of_gradient(const at::Tensor& grad, const Layout& want) {
+  static const std::string op = "from_local", argument = "gradient";
+  const auto* impl = as_shard_tensor(grad);
+  auto* tell = watcher();
+  if (tell && impl && &impl->layout() != &want) {
+    const auto item = static_cast<int64_t>(grad.element_size());
+    tell({op, argument, "its input had another layout", impl->layout(), want, grad.sizes(), item});
+  }
+}
+
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(
       AutogradContext* ctx,
@@ -91,6 +103,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     auto grad = grads[0];
     if (grad.defined()) {
       const auto& want = held(ctx->saved_data["grad_layout"]);
+      tell_of_gradient(grad, *want);
       grad = to_local(redistribute(grad, want));
     }
     return {grad, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};

@@ -9,6 +9,12 @@ namespace shardtensor::bindings {
 
 namespace py = pybind11;
 
+// pybind11 holds no pointers to const.
+using MutableLayout = c10::intrusive_ptr<Layout>;
+inline MutableLayout as_mutable(LayoutPtr l) {
+  return MutableLayout::reclaim(const_cast<Layout*>(l.release()));
+}
+
 void register_layout(py::module& m);
 void register_tensor(py::module& m);
 void register_dispatch(py::module& m);

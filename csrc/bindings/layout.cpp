@@ -59,10 +59,6 @@ std::vector<std::pair<int64_t, int64_t>> messages(const std::vector<Transfer::Me
   return out;
 }
 
-c10::intrusive_ptr<Layout> as_mutable(LayoutPtr l) {
-  return c10::intrusive_ptr<Layout>::reclaim(const_cast<Layout*>(l.release()));
-}
-
 // Bytes that each rank of either mesh sends and receives: {rank: (sent, received)}.
 std::map<int64_t, std::pair<int64_t, int64_t>> traffic(const Leg& leg, const std::vector<int64_t>& sizes, int64_t item) {
   std::map<int64_t, std::pair<int64_t, int64_t>> out;
@@ -82,14 +78,14 @@ void register_layout(py::module& m) {
       .def(
           py::init([](std::string device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
                       std::vector<std::string> dim_names, std::vector<std::string> groups, int64_t rank, std::string world,
-                      std::vector<std::vector<int64_t>> places) {
+                      std::vector<std::vector<int64_t>> group_ranks) {
             auto mesh = Mesh::make(
                 {std::move(device_type), std::move(shape), std::move(ranks), std::move(dim_names), std::move(groups), rank,
-                 std::move(world), std::move(places)});
+                 std::move(world), std::move(group_ranks)});
             return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
           }),
           py::arg("device_type"), py::arg("shape"), py::arg("ranks"), py::arg("dim_names"), py::arg("groups"), py::arg("rank"),
-          py::arg("world") = "", py::arg("places") = std::vector<std::vector<int64_t>>{})
+          py::arg("world") = "", py::arg("group_ranks") = std::vector<std::vector<int64_t>>{})
       .def_property_readonly("id", &Mesh::id)
       .def_property_readonly("shape", [](const Mesh& self) { return self.description().shape; })
       .def_property_readonly("ranks", [](const Mesh& self) { return self.description().ranks; })

@@ -10,14 +10,8 @@ namespace shardtensor::bindings {
 
 namespace {
 
-using MutableLayout = c10::intrusive_ptr<Layout>;
-
 LayoutPtr as_const(const MutableLayout& l) {
   return LayoutPtr(l);
-}
-
-MutableLayout as_mutable(LayoutPtr l) {
-  return MutableLayout::reclaim(const_cast<Layout*>(l.release()));
 }
 
 // pybind11's own conversion asks Python whether each is an instance of torch.Tensor, a third of an optimizer's overhead.

@@ -22,7 +22,36 @@ constexpr size_t kKinds = static_cast<size_t>(Kind::kCount);
 std::array<std::atomic<int64_t>, kKinds> g_calls{};
 std::array<std::atomic<int64_t>, kKinds> g_bytes{};
 
-void count(Kind kind, int64_t bytes) {
+std::atomic<Listener> g_listener{nullptr};
+thread_local int64_t t_telling = 0;
+thread_local int64_t t_calling = 0;
+
+struct Raised {
+  explicit Raised(int64_t& n) : n_(n) {
+    ++n_;
+  }
+  ~Raised() {
+    --n_;
+  }
+  Raised(const Raised&) = delete;
+  Raised& operator=(const Raised&) = delete;
+
+ private:
+  int64_t& n_;
+};
+
+// What is about to be called, where it may be that this rank has nothing to call for.
+void tell(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
+  auto* listener = g_listener.load(std::memory_order_relaxed);
+  if (C10_LIKELY(!listener) || t_telling) {
+    return;
+  }
+  const Raised telling(t_telling);
+  listener(kind, bytes, mesh, mesh_dim);
+}
+
+void count(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
+  tell(kind, bytes, mesh, mesh_dim);
   g_calls[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
   g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
 }
@@ -76,30 +105,21 @@ bool alone(const Mesh& mesh, int64_t mesh_dim) {
   return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
 }
 
-// c10d's newer names for what works on one flat buffer.
+// What works on one flat buffer; torch 2.15 renamed the three.
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
-WorkPtr exchange_bytes(
-    c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
-  return group.alltoall_base(out, in, out_sizes, in_sizes);
-}
-WorkPtr gather_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in) {
-  return group._allgather_base(out, in);
-}
-WorkPtr reduce_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) {
-  return group._reduce_scatter_base(out, in, options);
-}
+constexpr auto kExchange = &c10d::ProcessGroup::alltoall_base;
+constexpr auto kGather = &c10d::ProcessGroup::_allgather_base;
+constexpr auto kReduce = &c10d::ProcessGroup::_reduce_scatter_base;
 #else
+constexpr auto kExchange = &c10d::ProcessGroup::all_to_all_single;
+constexpr auto kGather = &c10d::ProcessGroup::all_gather_single;
+constexpr auto kReduce = &c10d::ProcessGroup::reduce_scatter_single;
+#endif
+
 WorkPtr exchange_bytes(
     c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
-  return group.all_to_all_single(out, in, out_sizes, in_sizes);
+  return (group.*kExchange)(out, in, out_sizes, in_sizes, {});
 }
-WorkPtr gather_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in) {
-  return group.all_gather_single(out, in);
-}
-WorkPtr reduce_evenly(c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) {
-  return group.reduce_scatter_single(out, in, options);
-}
-#endif
 
 Completion nothing() {
   return [] {};
@@ -118,6 +138,7 @@ struct Where {
 // What goes wrong says where. c10's errors keep their class; the backends' own become torch.distributed's.
 template <typename F>
 auto guarded(const Where& where, F&& run) {
+  const Raised calling(t_calling);
   try {
     return run();
   } catch (c10::Error& e) {
@@ -274,12 +295,24 @@ void reset_counts() {
   }
 }
 
+void set_listener(Listener listener) {
+  g_listener = listener;
+}
+
+bool is_calling() {
+  return t_calling > 0;
+}
+
 void call_alone(bool on) {
   g_call_alone = on;
 }
 
 Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  if (alone(mesh, mesh_dim) || tensor.numel() == 0) {
+  if (alone(mesh, mesh_dim)) {
+    return nothing();
+  }
+  if (tensor.numel() == 0) {
+    tell(Kind::AllReduce, 0, mesh, mesh_dim);
     return nothing();
   }
   auto group = group_of(mesh, mesh_dim, "all_reduce");
@@ -287,7 +320,7 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
   std::vector<at::Tensor> tensors{buffer};
   c10d::AllreduceOptions options;
   options.reduceOp = op_for(op, tensor.scalar_type());
-  count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()));
+  count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()), mesh, mesh_dim);
   const Where where(Kind::AllReduce, mesh, mesh_dim);
   auto work = guarded(where, [&] { return group->allreduce(tensors, options); });
   return [where, work = std::move(work), tensor = std::move(tensor), buffer = std::move(buffer), op,
@@ -341,11 +374,11 @@ Completion start_all_gather(
   const auto device = mine.device();
   const auto backend = backend_of(*group, device);
   const Where where(Kind::AllGather, mesh, mesh_dim);
-  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()));
+  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
   if (backend.groups && as_one && pieces.size() > 1 && of_one_size(pieces) && !mesh.is_reordered(mesh_dim)) {
     auto own = as_bytes(pieces[me]), first = as_bytes(pieces[0]);
     auto whole = first.as_strided({own.numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
-    return waiting_for(where, {guarded(where, [&] { return gather_evenly(*group, whole, own); })}, {whole});
+    return waiting_for(where, {guarded(where, [&] { return ((*group).*kGather)(whole, own, {}); })}, {whole});
   }
   // One broadcast per piece, straight into its place: any sizes, no padding, no copy afterwards.
   std::vector<WorkPtr> works;
@@ -434,7 +467,7 @@ Completion start_all_to_all(
   auto group = group_of(mesh, mesh_dim, name_of(kind));
   auto out_cut = times(out_sizes, out.element_size()), in_cut = times(in_sizes, in.element_size());
   auto output = as_bytes(out), input = as_bytes(in);
-  count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]]);
+  count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
   const Where where(kind, mesh, mesh_dim);
   if (mesh.is_reordered(mesh_dim)) {
     return exchange_reordered(where, *group, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
@@ -470,11 +503,11 @@ Completion start_reduce_scatter(
   c10d::ReduceScatterOptions options;
   options.reduceOp = op_for(op, in.scalar_type());
   auto input = in.view(-1), output = out.view(-1);
-  count(Kind::ReduceScatter, static_cast<int64_t>(in.nbytes() - out.nbytes()));
+  count(Kind::ReduceScatter, static_cast<int64_t>(in.nbytes() - out.nbytes()), mesh, mesh_dim);
   const Where where(Kind::ReduceScatter, mesh, mesh_dim);
   WorkPtr work;
   if (std::equal(in_sizes.begin() + 1, in_sizes.end(), in_sizes.begin())) {
-    work = guarded(where, [&] { return reduce_evenly(*group, output, input, options); });
+    work = guarded(where, [&] { return ((*group).*kReduce)(output, input, options); });
   } else {
     std::vector<at::Tensor> outputs{output};
     std::vector<std::vector<at::Tensor>> inputs{input.split_with_sizes(in_sizes)};
@@ -568,7 +601,7 @@ void send_receive(
   auto output = as_bytes(out), input = as_bytes(in);
   const auto out_bytes = times(out_sizes, out.element_size()), in_bytes = times(in_sizes, in.element_size());
   const Where where(Kind::AllToAll, mesh, -1);
-  count(Kind::AllToAll, input.numel());
+  count(Kind::AllToAll, input.numel(), mesh, -1);
   if (all) {
     return exchange_with_all(where, *group, output, out_bytes, input, in_bytes, peers);
   }
@@ -582,14 +615,19 @@ void send_receive(
 }
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
-  if (alone(mesh, mesh_dim) || tensor.numel() == 0) {
+  if (alone(mesh, mesh_dim)) {
     return;
+  }
+  if (tensor.numel() == 0) {
+    return tell(Kind::Broadcast, 0, mesh, mesh_dim);
   }
   auto group = group_of(mesh, mesh_dim, "broadcast");
   std::vector<at::Tensor> tensors{as_bytes(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = mesh.group_rank(mesh_dim, from_coordinate);
-  count(Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0);
+  count(
+      Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0, mesh,
+      mesh_dim);
   const Where where(Kind::Broadcast, mesh, mesh_dim);
   wait(where, guarded(where, [&] { return group->broadcast(tensors, options); }));
 }
@@ -664,7 +702,7 @@ void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh
   for (size_t i = 0; me == from_coordinate && i < pieces.size(); ++i) {
     sent += static_cast<int64_t>(i) == me ? 0 : static_cast<int64_t>(pieces[i].nbytes());
   }
-  count(Kind::Scatter, sent);
+  count(Kind::Scatter, sent, mesh, mesh_dim);
   const Where where(Kind::Scatter, mesh, mesh_dim);
   std::vector<at::Tensor> by_rank;
   for (auto c : coordinates_by_group_rank(mesh, mesh_dim)) {

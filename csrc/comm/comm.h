@@ -78,6 +78,13 @@ struct Counts {
 Counts counts();
 void reset_counts();
 
+// Told of every call before it is made, on each rank along the mesh dim, whatever it holds: the kind, the bytes that this rank
+// puts in, and where (mesh_dim -1: between meshes). It may throw. Calls that it makes itself are not told.
+using Listener = void (*)(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim);
+void set_listener(Listener listener);
+// Whether this thread is in a call to a process group from here.
+bool is_calling();
+
 // A rank that is alone along a mesh dim makes no call. For tests of a backend with one rank: make it still.
 void call_alone(bool on);
 

@@ -5,6 +5,7 @@
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
 #include "redistribute/redistribute.h"
+#include "redistribute/watch.h"
 
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
@@ -148,6 +149,21 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
       op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
 }
 
+at::Tensor move_for(
+    const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to) {
+  const auto sizes = ref.tensor->sizes();
+  return errors::while_doing(op, [&] {
+    if (auto* tell = watcher()) {
+      tell({op.name, op.schema().arguments()[ref.arg].name(), why, from, to, sizes, local.element_size()});
+    }
+    return redistribute(local, from, to, sizes);
+  });
+}
+
+const char* why_moved(const Op& op) {
+  return op.entry && op.entry->rule ? "its rule needs it so" : "it has no sharding rule, so its inputs are gathered";
+}
+
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
   if (solution.moves) {
     locals.reserve(refs.size());
@@ -165,7 +181,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       continue;
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
-    auto moved = errors::while_doing(op, [&] { return redistribute(local, have, *need, r.tensor->sizes()); });
+    auto moved = move_for(op, r, why_moved(op), local, have, *need);
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
@@ -192,14 +208,14 @@ c10::SmallVector<Run::At, 4> after_moves(const Refs& refs, const Solution& solut
   return out;
 }
 
-void carry_back(const Refs& refs, const Solution& solution, const Locals& locals) {
+void carry_back(const Op& op, const Refs& refs, const Solution& solution, const Locals& locals) {
   for (size_t i = 0; i < refs.size(); ++i) {
     if (!(solution.write_back >> i & 1)) {
       continue;
     }
     auto* self = refs[i].impl;
     TORCH_INTERNAL_ASSERT(self, "a plain tensor is written");
-    auto back = redistribute(locals[i], *solution.operands[i], self->layout(), refs[i].tensor->sizes());
+    auto back = move_for(op, refs[i], kWrittenBack, locals[i], *solution.operands[i], self->layout());
     at::Tensor local = self->local();
     local.copy_(back);
   }
@@ -432,7 +448,7 @@ void handle(const Op& op, Stack* stack_ptr) {
     check_outputs(op, *solution, refs, locals);
   }
   if (solution->write_back) {
-    errors::while_doing(op, [&] { carry_back(refs, *solution, locals); });
+    carry_back(op, refs, *solution, locals);
   }
 
   const auto returned = op.returns_argument.size();

@@ -68,6 +68,11 @@ rules::SolutionPtr solve(const Op& op, const torch::jit::Stack& stack, size_t ba
 // The cached one for boxed arguments, or a new one. `refs` may be some of the tensors: one index of lists.
 rules::SolutionPtr find_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
+// A local tensor of an argument in another layout. Failures name the op.
+at::Tensor move_for(const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to);
+const char* why_moved(const Op& op); // an operand
+inline constexpr const char* kWrittenBack = "it was written under another layout";
+
 // The local tensors in the layouts that the solution asks for.
 void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);
 
@@ -78,7 +83,7 @@ void note_writes(const Op& op, const Refs& refs);
 c10::SmallVector<rules::Run::At, 4> after_moves(const Refs& refs, const rules::Solution& solution);
 
 // What was written under another layout than its owner's goes back to the owner.
-void carry_back(const Refs& refs, const rules::Solution& solution, const Locals& locals);
+void carry_back(const Op& op, const Refs& refs, const rules::Solution& solution, const Locals& locals);
 
 // This rank's sizes of the result that a size argument lists.
 Sizes local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs);

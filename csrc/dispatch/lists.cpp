@@ -81,7 +81,7 @@ void move(const Op& op, const Element& e, std::vector<at::Tensor>& locals) {
       continue;
     }
     const auto& have = ref.impl ? ref.impl->layout() : *e.solution->replicated;
-    auto moved = redistribute(ref.impl ? ref.impl->local() : *ref.tensor, have, *need, ref.tensor->sizes());
+    auto moved = move_for(op, ref, why_moved(op), ref.impl ? ref.impl->local() : *ref.tensor, have, *need);
     const bool written = op.mutated >> ref.arg & 1;
     locals[e.positions[k]] = written && ref.impl && moved.is_alias_of(ref.impl->local()) ? moved.clone() : std::move(moved);
   }
@@ -210,7 +210,7 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
       const auto& local = locals[e.positions[k]];
       if (e.solution && (e.solution->write_back >> k & 1)) {
         at::Tensor(owner.impl->local())
-            .copy_(redistribute(local, *e.solution->operands[k], owner.impl->layout(), owner.tensor->sizes()));
+            .copy_(move_for(op, owner, kWrittenBack, local, *e.solution->operands[k], owner.impl->layout()));
       } else if ((e.copied >> k & 1) && (op.mutated >> owner.arg & 1)) {
         at::Tensor(owner.impl->local()).copy_(local);
       }

@@ -57,7 +57,8 @@ bool wants_entrance(const at::Tensor& t) {
   static constexpr c10::DispatchKeySet kOthers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
        c10::DispatchKey::Functionalize});
-  return t.defined() && at::GradMode::is_enabled() && t.requires_grad() && !as_shard_tensor(t) && !t.key_set().has_any(kOthers);
+  return t.defined() && at::GradMode::is_enabled() && t.requires_grad() && !as_shard_tensor(t) && t.layout() == at::kStrided &&
+         !t.key_set().has_any(kOthers);
 }
 
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base) {

@@ -193,6 +193,15 @@ int64_t Layout::row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) cons
   return row;
 }
 
+int64_t Layout::extent_before(int64_t m, int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const {
+  for (int64_t i = 0; i < m; ++i) {
+    if (placements_[i].is_shard(dim)) {
+      size = split_size(i, size, coordinate);
+    }
+  }
+  return size;
+}
+
 Intervals Layout::split(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
   const auto pieces = mesh_->size(m);
   const auto index = coordinate[m];
@@ -320,12 +329,7 @@ std::string Layout::misfit(c10::ArrayRef<int64_t> sizes) const {
           rest /= mesh_->size(i);
         }
       }
-      int64_t extent = sizes[p.dim];
-      for (int64_t i = 0; i < m; ++i) {
-        if (placements_[i].is_shard(p.dim)) {
-          extent = split_size(i, extent, c);
-        }
-      }
+      const auto extent = extent_before(m, p.dim, sizes[p.dim], c);
       int64_t sum = 0;
       for (int64_t i = 0; i < n; ++i) {
         sum += (*cuts_[m])[row * n + i];

@@ -107,6 +107,8 @@ class Layout final : public c10::intrusive_ptr_target {
   // The last mesh dim that cuts tensor dim `dim`, or -1.
   int64_t innermost(int64_t dim) const;
 
+  // What the mesh dims before `mesh_dim` leave it of tensor dim `dim`, of `size`.
+  int64_t extent_before(int64_t mesh_dim, int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
   // What coordinate[mesh_dim] holds of the `extent` that the earlier mesh dims leave it.
   Intervals split(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
   int64_t split_size(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;

@@ -33,8 +33,8 @@ size_t hash_of(const Mesh::Description& d) {
   for (const auto& g : d.groups) {
     h = c10::hash_combine(h, std::hash<std::string>()(g));
   }
-  for (const auto& places : d.places) {
-    for (auto r : places) {
+  for (const auto& along : d.group_ranks) {
+    for (auto r : along) {
       h = c10::hash_combine(h, static_cast<size_t>(r));
     }
   }
@@ -52,7 +52,8 @@ MeshPtr Mesh::make(Description d) {
   TORCH_CHECK_VALUE(
       count == static_cast<int64_t>(d.ranks.size()), "Mesh: shape holds ", count, " ranks but ", d.ranks.size(), " are given");
   TORCH_CHECK_VALUE(d.groups.size() == d.shape.size(), "Mesh: one group name per mesh dim is needed");
-  TORCH_CHECK_VALUE(d.places.empty() || d.places.size() == d.shape.size(), "Mesh: places are given per mesh dim");
+  TORCH_CHECK_VALUE(
+      d.group_ranks.empty() || d.group_ranks.size() == d.shape.size(), "Mesh: ranks in the groups are given per mesh dim");
   for (auto r : d.ranks) {
     TORCH_CHECK_VALUE(r >= 0, "Mesh: rank ", r, " is negative");
   }

@@ -27,11 +27,11 @@ class Mesh final : public c10::intrusive_ptr_target {
     int64_t rank = 0;                   // this process's global rank; threads that act as several ranks have a mesh each
     std::string world;                  // the name of the default group, which holds all ranks; empty where there is none
     // Per mesh dim, each coordinate's rank in the group; empty where that is the coordinate. torch's groups sort their ranks.
-    std::vector<std::vector<int64_t>> places;
+    std::vector<std::vector<int64_t>> group_ranks;
 
     bool operator==(const Description& o) const {
       return device_type == o.device_type && shape == o.shape && ranks == o.ranks && dim_names == o.dim_names &&
-             groups == o.groups && rank == o.rank && world == o.world && places == o.places;
+             groups == o.groups && rank == o.rank && world == o.world && group_ranks == o.group_ranks;
     }
   };
 
@@ -77,10 +77,10 @@ class Mesh final : public c10::intrusive_ptr_target {
   }
   // The coordinates along mesh dim `dim` in the order of the group's ranks is another than theirs.
   bool is_reordered(int64_t dim) const {
-    return !d_.places.empty() && !d_.places[dim].empty();
+    return !d_.group_ranks.empty() && !d_.group_ranks[dim].empty();
   }
   int64_t group_rank(int64_t dim, int64_t coordinate) const {
-    return is_reordered(dim) ? d_.places[dim][coordinate] : coordinate;
+    return is_reordered(dim) ? d_.group_ranks[dim][coordinate] : coordinate;
   }
   int64_t id() const {
     return id_;

@@ -45,8 +45,10 @@ at::Scalar extreme(at::ScalarType type, bool highest) {
   }
 }
 
-at::Scalar identity(const Placement& summand, at::ScalarType type) {
-  switch (summand.reduce) {
+} // namespace
+
+at::Scalar identity(ReduceOp op, at::ScalarType type, double norm_order) {
+  switch (op) {
     case ReduceOp::Sum:
     case ReduceOp::Bor:
     case ReduceOp::Bxor:
@@ -60,27 +62,20 @@ at::Scalar identity(const Placement& summand, at::ScalarType type) {
     case ReduceOp::Band: // all bits
       return type == at::kBool ? at::Scalar(true) : c10::isSignedType(type) ? at::Scalar(-1) : extreme(type, true);
     case ReduceOp::Norm:
-      return summand.norm_order < 0 ? at::Scalar(std::numeric_limits<double>::infinity()) : at::Scalar(0);
+      return norm_order < 0 ? at::Scalar(std::numeric_limits<double>::infinity()) : at::Scalar(0);
     case ReduceOp::Avg:
       break;
   }
-  TORCH_INTERNAL_ASSERT(false, "nothing leaves ", summand.str(), " as it is");
+  TORCH_INTERNAL_ASSERT(false, name_of(op), " has no identity");
 }
-
-} // namespace
 
 at::Tensor pad(const at::Tensor& local, const Layout& layout, int64_t m, const Placement& summand, c10::ArrayRef<int64_t> sizes) {
   const auto dim = layout.placement(m).dim;
   const auto& me = layout.mesh().coordinate();
-  auto extent = sizes[dim];
-  for (int64_t i = 0; i < m; ++i) {
-    if (layout.placement(i).is_shard(dim)) {
-      extent = layout.split_size(i, extent, me);
-    }
-  }
+  const auto extent = layout.extent_before(m, dim, sizes[dim], me);
   Sizes whole(local.sizes().begin(), local.sizes().end());
   whole[dim] = extent;
-  auto out = at::full(whole, identity(summand, local.scalar_type()), local.options());
+  auto out = at::full(whole, identity(summand.reduce, local.scalar_type(), summand.norm_order), local.options());
   int64_t at = 0;
   for (const auto& run : layout.split(m, extent, me)) {
     out.narrow(dim, run.start, run.length).copy_(local.narrow(dim, at, run.length));

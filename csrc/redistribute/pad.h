@@ -8,6 +8,9 @@
 
 namespace shardtensor {
 
+// What changes nothing under the reduction; Avg has none.
+at::Scalar identity(ReduceOp op, at::ScalarType type, double norm_order = 2.0);
+
 // `local` under `layout`, whose mesh dim m shards, with that placement replaced by `summand`.
 at::Tensor pad(const at::Tensor& local, const Layout& layout, int64_t m, const Placement& summand, c10::ArrayRef<int64_t> sizes);
 

@@ -35,17 +35,6 @@ struct State {
   }
 };
 
-// What mesh dim `m` finds along tensor dim `dim` on this rank before it cuts: what the earlier mesh dims leave.
-int64_t extent_before(const Layout& layout, int64_t m, int64_t dim, IntArrayRef sizes) {
-  int64_t extent = sizes[dim];
-  for (int64_t i = 0; i < m; ++i) {
-    if (layout.placement(i).is_shard(dim)) {
-      extent = layout.split_size(i, extent, layout.mesh().coordinate());
-    }
-  }
-  return extent;
-}
-
 // The intervals that each coordinate of mesh dim `m` holds of what the earlier mesh dims leave on this rank.
 std::vector<Intervals> pieces_along(const Layout& layout, int64_t m, int64_t extent) {
   auto coordinate = layout.mesh().coordinate();
@@ -341,7 +330,7 @@ void reduce_into_pieces(State& s, int64_t m, const Layout& to) {
 
 void gather(State& s, int64_t m) {
   const auto dim = s.layout->placement(m).dim;
-  const auto extent = extent_before(*s.layout, m, dim, s.sizes);
+  const auto extent = s.layout->extent_before(m, dim, s.sizes[dim], s.mesh().coordinate());
   const auto pieces = pieces_along(*s.layout, m, extent);
   const auto n = s.mesh().size(m);
   const auto me = s.mesh().coordinate()[m];
@@ -424,7 +413,7 @@ struct Exchange {
 Exchange exchange_of(const State& s, int64_t m, const Layout& next) {
   const auto src = s.layout->placement(m).dim;
   const auto dst = next.placement(m).dim;
-  const auto extent = extent_before(*s.layout, m, src, s.sizes);
+  const auto extent = s.layout->extent_before(m, src, s.sizes[src], s.mesh().coordinate());
   const auto me = s.mesh().coordinate()[m];
   const auto held = pieces_along(*s.layout, m, extent);
   const auto wanted = pieces_along(next, m, src == dst ? extent : s.local.size(dst));
@@ -474,37 +463,17 @@ void exchange(State& s, int64_t m, const Layout& to) {
   complete(s, std::move(finish), {arrived, result});
 }
 
-// A replicated value as summands: coordinate 0 keeps it, the others hold what changes nothing.
+// A replicated value as summands: all keep it where it may be repeated; else coordinate 0 does, and the others hold what changes
+// nothing.
 void make_partial(State& s, int64_t m, const Placement& p) {
-  const bool first = s.mesh().coordinate()[m] == 0;
-  switch (p.reduce) {
-    case ReduceOp::Norm:
-      if (!first && p.norm_order < 0) {
-        s.local = at::full_like(s.local, std::numeric_limits<double>::infinity());
-        break;
-      }
-      [[fallthrough]];
-    case ReduceOp::Sum:
-    case ReduceOp::Bor:
-    case ReduceOp::Bxor:
-      if (!first) {
-        const bool number = s.local.unsafeGetTensorImpl()->is_wrapped_number();
-        s.local = at::zeros_like(s.local);
-        if (number) { // type promotion must not tell the ranks apart
-          s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
-        }
-      }
-      break;
-    case ReduceOp::Product:
-      if (!first) {
-        s.local = at::ones_like(s.local);
-      }
-      break;
-    case ReduceOp::Avg:
-    case ReduceOp::Min:
-    case ReduceOp::Max:
-    case ReduceOp::Band:
-      break;
+  const bool repeats =
+      p.reduce == ReduceOp::Avg || p.reduce == ReduceOp::Min || p.reduce == ReduceOp::Max || p.reduce == ReduceOp::Band;
+  if (!repeats && s.mesh().coordinate()[m] != 0) {
+    const bool number = s.local.unsafeGetTensorImpl()->is_wrapped_number();
+    s.local = at::full_like(s.local, identity(p.reduce, s.local.scalar_type(), p.norm_order));
+    if (number) { // type promotion must not tell the ranks apart
+      s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
   }
   s.layout = s.layout->with(m, p);
 }

@@ -1,11 +1,10 @@
 #include "rules/pieces.h"
 
 #include "comm/comm.h"
+#include "redistribute/pad.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-
-#include <limits>
 
 namespace shardtensor::rules {
 
@@ -88,21 +87,6 @@ uint64_t mesh_dims_of(const Run& run, uint64_t factors) {
 at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, ReduceOp op) {
   auto out = t.contiguous();
   comm::all_reduce_over(out, run.mesh(), mesh_dims, op);
-  return out;
-}
-
-at::Scalar identity(ReduceOp op, at::ScalarType dtype) {
-  const bool max = op == ReduceOp::Max;
-  if (c10::isFloatingType(dtype)) {
-    const auto inf = std::numeric_limits<double>::infinity();
-    return max ? -inf : inf;
-  }
-  if (dtype == at::kBool) {
-    return !max;
-  }
-  at::Scalar out;
-  AT_DISPATCH_INTEGRAL_TYPES(
-      dtype, "identity", [&] { out = max ? std::numeric_limits<scalar_t>::lowest() : std::numeric_limits<scalar_t>::max(); });
   return out;
 }
 

@@ -27,9 +27,6 @@ uint64_t mesh_dims_of(const Run& run, uint64_t factors);
 // `t` reduced over the ranks along the mesh dims, the same on each. `t` is the caller's own: it may be written.
 at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, ReduceOp op);
 
-// What changes nothing under max (the lowest value) or min (the highest).
-at::Scalar identity(ReduceOp op, at::ScalarType dtype);
-
 // amax or amin of a piece, keeping the dims; the identity where the piece is empty along `dims`.
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
 

@@ -197,12 +197,7 @@ class Resolver {
   std::vector<int64_t> piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const {
     std::vector<int64_t> out;
     each_row(layout, d, m, [&](Coordinate& c) {
-      int64_t extent = size;
-      for (int64_t k = 0; k < m; ++k) {
-        if (layout.placement(k).is_shard(d)) {
-          extent = layout.split_size(k, extent, c);
-        }
-      }
+      const auto extent = layout.extent_before(m, d, size, c);
       for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
         out.push_back(layout.split_size(m, extent, c));
       }

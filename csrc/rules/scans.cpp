@@ -1,5 +1,6 @@
 // Ops along a dim that keep it: cumsum and its like, sort, topk. A scan along the sharded dim runs on each piece and then takes
 // in what the pieces before it come to: one slice a rank is gathered, never the data.
+#include "redistribute/pad.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
@@ -226,12 +227,7 @@ void topk_kernel(Run& run) {
     auto coordinate = run.mesh().coordinate();
     std::vector<at::Tensor> all_values, all_indices;
     for (coordinate[m] = 0; coordinate[m] < run.mesh().size(m); ++coordinate[m]) {
-      int64_t extent = at.sizes[dim];
-      for (int64_t i = 0; i <= m; ++i) {
-        if (at.layout->placement(i).is_shard(dim)) {
-          extent = at.layout->split_size(i, extent, coordinate);
-        }
-      }
+      const auto extent = at.layout->extent_before(m + 1, dim, at.sizes[dim], coordinate);
       Sizes sizes(values.sizes().begin(), values.sizes().end());
       sizes[dim] = std::min(k, extent);
       all_values.push_back(at::empty(sizes, values.options()));

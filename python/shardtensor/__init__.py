@@ -6,7 +6,7 @@ from shardtensor import _load  # noqa: F401  checks torch's version and loads th
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C, _interop, _optimizers, random
+from shardtensor import _C, _interop, _logging, _optimizers, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -21,6 +21,7 @@ from shardtensor._api import (
     zeros,
 )
 from shardtensor._explain import Explanation, explain
+from shardtensor._limits import ExplicitRedistributionContext, comm_budget
 from shardtensor._modes import (
     get_promotion_mode,
     implicit_replication,
@@ -29,11 +30,13 @@ from shardtensor._modes import (
     set_strict,
     strict_mode,
 )
+from shardtensor._replace import Replacement, replace_dtensor
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
 _C.install_handler()
 _interop.install()
 _optimizers.install()
+_logging.install()
 
 DTensor = ShardTensor
 
@@ -42,12 +45,15 @@ __all__ = [
     "DTensor",
     "DeviceMesh",
     "Explanation",
+    "ExplicitRedistributionContext",
     "Partial",
     "Placement",
+    "Replacement",
     "Replicate",
     "Shard",
     "ShardTensor",
     "ShardTensorSpec",
+    "comm_budget",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -63,6 +69,7 @@ __all__ = [
     "rand",
     "randn",
     "random",
+    "replace_dtensor",
     "scatter_tensor",
     "set_promotion_mode",
     "set_strict",

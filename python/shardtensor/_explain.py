@@ -68,10 +68,10 @@ class Explanation:
 
 def _span(of: Mapping[int, int]) -> str:
     least, most = min(of.values()), max(of.values())
-    return _bytes(most) if least == most else f"{_bytes(least)} to {_bytes(most)}"
+    return in_bytes(most) if least == most else f"{in_bytes(least)} to {in_bytes(most)}"
 
 
-def _bytes(n: int) -> str:
+def in_bytes(n: int) -> str:
     if n < 1024:
         return f"{n} B"
     value, units = float(n), iter(("KiB", "MiB", "GiB", "TiB"))

@@ -44,6 +44,15 @@ def _again(op: Any, leaves: list[Any], tree: Any) -> Any:
     return op(*args, **kwargs)
 
 
+_everything = False
+
+
+def make_everything_ours(on: bool) -> None:
+    """Whether whatever is built as a DTensor becomes a ShardTensor."""
+    global _everything
+    _everything = on
+
+
 def install() -> None:
     """Wraps DTensor's constructor, the slow path and the custom handlers of torch's engine, and what MENDS lists, once."""
     engine: Any = DTensor._op_dispatcher
@@ -67,7 +76,8 @@ def install() -> None:
     def new(cls: type[DTensor], *args: Any, **kwargs: Any) -> DTensor:
         """torch's own tools (FSDP2) build a DTensor from a parameter's spec; a ShardTensor's spec makes a ShardTensor."""
         spec = args[1] if len(args) > 1 else kwargs.get("spec")
-        return ShardTensor(*args, **kwargs) if isinstance(spec, ShardTensorSpec) else make(cls, *args, **kwargs)
+        ours = _everything or isinstance(spec, ShardTensorSpec)
+        return ShardTensor(*args, **kwargs) if ours else make(cls, *args, **kwargs)
 
     DTensor.__new__ = new  # type: ignore[method-assign, assignment]
     engine._propagate_op_sharding_dispatch_slow_path = slow_path

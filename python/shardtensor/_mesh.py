@@ -38,13 +38,13 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
         list(names),
         rank,
         _world(),
-        _places(device_mesh, names),
+        _group_ranks(device_mesh, names),
     )
     _remember(device_mesh, mesh)
     return mesh
 
 
-def _places(device_mesh: DeviceMesh, names: list[str]) -> list[list[int]]:
+def _group_ranks(device_mesh: DeviceMesh, names: list[str]) -> list[list[int]]:
     """Per mesh dim, which rank of its process group each coordinate is: groups sort their ranks, meshes need not."""
     coordinate = device_mesh.get_coordinate()
     if coordinate is None or not all(names):

@@ -124,6 +124,7 @@ class ShardTensor(DTensor):
     register_dispatch_handler = staticmethod(_handlers.register_dispatch_handler)
     register_function_handler = staticmethod(_handlers.register_function_handler)
     register_named_function_handler = staticmethod(_handlers.register_named_function_handler)
+    unregister_handler = staticmethod(_handlers.unregister_handler)
 
     # ---- where the pieces are ----
 

@@ -1,6 +1,7 @@
-"""torch.distributed.tensor.experimental for ShardTensors, as far as it is here: implicit_replication and local_map."""
+"""torch.distributed.tensor.experimental for ShardTensors; context_parallel is not here yet."""
 
 from shardtensor._modes import implicit_replication
 from shardtensor.experimental._local_map import local_map
+from shardtensor.experimental._register_sharding import register_sharding
 
-__all__ = ["implicit_replication", "local_map"]
+__all__ = ["implicit_replication", "local_map", "register_sharding"]

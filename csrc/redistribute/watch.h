@@ -1,0 +1,26 @@
+// Who wants to know of moves that nobody asked for by name: operands that an op needs elsewhere, gradients on their way back.
+// Uses layout/. Used by dispatch/, autograd/ and bindings/.
+#pragma once
+
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace shardtensor {
+
+struct ImplicitMove {
+  const std::string& op;
+  const std::string& argument;
+  const char* why;
+  const Layout& from;
+  const Layout& to;
+  c10::ArrayRef<int64_t> sizes;
+  int64_t item; // bytes of an element
+};
+
+// Called before the move, on each rank of the mesh; it may throw. Null: nobody listens.
+using Watcher = void (*)(const ImplicitMove&);
+void set_watcher(Watcher watcher);
+Watcher watcher();
+
+} // namespace shardtensor

@@ -1,0 +1,90 @@
+"""Communication that is not wanted: refused, warned of, or held within a budget."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import ClassVar, Literal
+
+from torch.distributed.tensor._utils import ExplicitRedistributionContext as _Stock
+
+from shardtensor import _C, _watch
+
+_log = logging.getLogger("shardtensor")
+
+
+class ExplicitRedistributionContext(_Stock):
+    """Inside, a redistribution that an op or a gradient needs raises (or is warned of), so that every one is written out with
+    `redistribute()`. Of those that communicate; with `strict`, of all. Nested, the inner one decides; `enable=False` lifts it.
+
+    Heard by autograd's threads too, and for stock DTensors as well."""
+
+    _active: ClassVar[list[ExplicitRedistributionContext]] = []
+
+    def __init__(self, enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise") -> None:
+        super().__init__(enable, strict, mode)
+        self._refuses = enable
+        self._all = strict
+        self._raises = mode == "raise"
+
+    @classmethod
+    def _hear(cls, move: _watch.Move) -> str | None:
+        context = cls._active[-1]
+        if not context._refuses or not (context._all or move.communicates):
+            return None
+        text = f"Implicit redistribution occurred for {move}, while ExplicitRedistributionContext was active"
+        if context._raises:
+            return f"{text}; call redistribute() on it before, or bring its operands into layouts that fit"
+        _log.warning(text)
+        return None
+
+    def __enter__(self) -> ExplicitRedistributionContext:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if not self._active:
+            _watch.listen_to_moves(self._hear)
+        self._active.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._active.remove(self)
+        if not self._active:
+            _watch.forget_moves(self._hear)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+
+class comm_budget:
+    """Inside, at most so many bytes sent by a rank and so many collective calls: the op that would exceed it raises instead of
+    communicating, on all ranks of its mesh alike. Stacks with others; `bytes` and `calls` have what was spent.
+
+    To decide alike, ranks agree on the most that any has sent before each collective, which costs a small one: for tests and
+    debugging. Pieces that go from one mesh to another are counted, and judged at the next collective."""
+
+    def __init__(self, *, bytes: int | None = None, calls: int | None = None) -> None:
+        for name, limit in (("bytes", bytes), ("calls", calls)):
+            if limit is not None and limit < 0:
+                raise ValueError(f"comm_budget: argument '{name}' is {limit}; it must not be negative")
+        self._limits = bytes, calls
+        self.bytes = 0  # by the rank that sent most, where ranks agreed on it (a budget of bytes); else by this one
+        self.calls = 0
+        self._own = 0
+
+    def _hear(self, call: _watch.Call) -> str | None:
+        most, times = self._limits
+        own, calls = self._own + call.bytes, self.calls + 1
+        judged = most is not None and call.mesh_dim >= 0
+        spent = _C.max_over(call.mesh, own) if judged else max(self.bytes, own)
+        what = f"comm_budget: a call of {call.kind} on rank {call.mesh.rank} would make it"
+        if judged and most is not None and spent > most:
+            return f"{what} {spent} bytes sent by a rank, but the budget is {most} bytes"
+        if times is not None and calls > times:
+            return f"{what} {calls} calls, but the budget is {times} calls"
+        self._own, self.bytes, self.calls = own, spent, calls
+        return None
+
+    def __enter__(self) -> comm_budget:
+        self.bytes = self.calls = self._own = 0
+        _watch.listen_to_calls(self._hear)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _watch.forget_calls(self._hear)

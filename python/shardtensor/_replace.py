@@ -1,0 +1,77 @@
+"""Scripts written for torch.distributed.tensor, as they are: its names make ShardTensors."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from shardtensor import _interop
+from shardtensor._tensor import ShardTensor
+
+# torch's modules and ours of the same names; and what is public in them without being listed.
+_MODULES = ("", ".parallel", ".experimental", ".debug")
+_UNLISTED = {".parallel": ("input_reshard",), "._utils": ("ExplicitRedistributionContext",)}
+
+
+def _pairs() -> dict[int, tuple[Any, Any]]:
+    """By the identity of torch's object: it, and ours. The classes DTensor and DeviceMesh stay: ours is one, or the same."""
+    out: dict[int, tuple[Any, Any]] = {}
+    for name in (*_MODULES, *_UNLISTED):
+        stock = importlib.import_module(f"torch.distributed.tensor{name}")
+        ours = importlib.import_module("shardtensor" if name == "._utils" else f"shardtensor{name}")
+        for attribute in (*(getattr(stock, "__all__", ()) if name in _MODULES else ()), *_UNLISTED.get(name, ())):
+            old, new = getattr(stock, attribute, None), getattr(ours, attribute, None)
+            if old is not None and new is not None and new is not old and old is not DTensor:
+                out[id(old)] = old, new
+    return out
+
+
+class Replacement:
+    """What replace_dtensor() did; restore() undoes it, and so does leaving it as a context."""
+
+    _count = 0
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+        pairs = _pairs()
+        for module_name, module in list(sys.modules.items()):
+            if module is None or module_name.split(".")[0] == "shardtensor":
+                continue
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if id(value) in pairs and pairs[id(value)][0] is value:
+                    self._set(module, name, pairs[id(value)][1])
+        self._set(DTensor, "from_local", staticmethod(ShardTensor.from_local))
+        Replacement._count += 1
+        _interop.make_everything_ours(True)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        if not self._undo:
+            return
+        for owner, name, value in reversed(self._undo):
+            setattr(owner, name, value)
+        self._undo.clear()
+        Replacement._count -= 1
+        _interop.make_everything_ours(Replacement._count > 0)
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.restore()
+
+
+def replace_dtensor() -> Replacement:
+    """From here on torch.distributed.tensor's functions, in whatever module they have been imported, and torch's own tools
+    (FSDP2, checkpoints, pipelines) make ShardTensors where they made DTensors. `isinstance(x, DTensor)` holds for them.
+
+    Call it before the script builds its model, or run the script by `torchrun ... -m shardtensor script.py`. The result undoes
+    it: call its restore(), or use it as a context. Two of them are undone in reverse order."""
+    return Replacement()

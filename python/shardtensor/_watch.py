@@ -1,0 +1,86 @@
+"""Who listens to collectives and to redistributions that nobody asked for. C++ tells only while somebody does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardtensor import _C
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that is about to be made on this rank."""
+
+    kind: str
+    bytes: int  # that this rank puts in
+    mesh: _C.Mesh
+    mesh_dim: int  # -1: between meshes
+
+
+@dataclass(frozen=True)
+class Move:
+    """A redistribution that is about to happen because an op, or a gradient, needs it."""
+
+    op: str
+    argument: str
+    why: str
+    source: _C.Layout
+    target: _C.Layout
+    shape: tuple[int, ...]
+    item: int  # bytes of an element
+    communicates: bool
+
+    def __str__(self) -> str:
+        size = math.prod(self.shape) * self.item
+        return (
+            f"{self.op}, argument '{self.argument}': {self.source} -> {self.target}, shape {self.shape}, {size} bytes in all, "
+            f"on rank {self.source.mesh.rank}, for {self.why}"
+        )
+
+
+# A listener may return a text: the call is not made, it raises with that text.
+CallListener = Callable[[Call], str | None]
+MoveListener = Callable[[Move], str | None]
+_calls: list[CallListener] = []
+_moves: list[MoveListener] = []
+
+
+def _on_call(kind: str, size: int, mesh: _C.Mesh, mesh_dim: int) -> str | None:
+    call = Call(kind, size, mesh, mesh_dim)
+    return _first(listener(call) for listener in tuple(_calls))
+
+
+def _on_move(
+    op: str, argument: str, why: str, source: _C.Layout, target: _C.Layout, shape: Sequence[int], item: int, communicates: bool
+) -> str | None:
+    move = Move(op, argument, why, source, target, tuple(shape), item, communicates)
+    return _first(listener(move) for listener in tuple(_moves))
+
+
+def _first(answers: object) -> str | None:
+    said = [answer for answer in answers if answer]  # type: ignore[attr-defined]  # all listeners hear of it
+    return said[0] if said else None
+
+
+def listen_to_calls(listener: CallListener) -> None:
+    _calls.append(listener)
+    _C.set_comm_listener(_on_call)
+
+
+def forget_calls(listener: CallListener) -> None:
+    _calls.remove(listener)
+    if not _calls:
+        _C.set_comm_listener(None)
+
+
+def listen_to_moves(listener: MoveListener) -> None:
+    _moves.append(listener)
+    _C.set_watcher(_on_move)
+
+
+def forget_moves(listener: MoveListener) -> None:
+    _moves.remove(listener)
+    if not _moves:
+        _C.set_watcher(None)

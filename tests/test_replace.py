@@ -1,0 +1,144 @@
+"""Scripts that know torch.distributed.tensor alone get ShardTensors."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+STOCK_NAMES = ["distribute_tensor", "zeros", "randn"]
+
+
+def names_make_ours_and_are_restored():
+    import shardtensor
+    import torch.distributed.tensor as stock
+    from oracle import mesh_here
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # bound before
+    from torch.distributed.tensor._utils import ExplicitRedistributionContext
+
+    here = sys.modules[__name__]
+    here.distribute_tensor = distribute_tensor
+    mesh, whole = mesh_here(), torch.arange(10.0).view(5, 2)
+    before = {name: getattr(stock, name) for name in STOCK_NAMES}
+    with shardtensor.replace_dtensor():
+        for x in (
+            here.distribute_tensor(whole, mesh, [Shard(0)]),
+            stock.distribute_tensor(whole, mesh, [Shard(1)]),
+            DTensor.from_local(whole, mesh, [Shard(0)]),
+            stock.zeros(5, 2, device_mesh=mesh, placements=[Shard(0)]),
+            DTensor(whole.clone(), distribute_tensor(whole, mesh, [stock.Replicate()])._spec),
+        ):
+            assert type(x) is shardtensor.ShardTensor and isinstance(x, DTensor)
+        from torch.distributed.tensor.debug import CommDebugMode
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        assert CommDebugMode is shardtensor.debug.CommDebugMode
+        assert ColwiseParallel is shardtensor.parallel.ColwiseParallel
+        assert stock._utils.ExplicitRedistributionContext is shardtensor.ExplicitRedistributionContext
+    assert {name: getattr(stock, name) for name in STOCK_NAMES} == before
+    assert type(here.distribute_tensor(whole, mesh, [Shard(0)])) is DTensor
+    assert type(DTensor.from_local(whole, mesh, [Shard(0)])) is DTensor
+    assert stock._utils.ExplicitRedistributionContext is ExplicitRedistributionContext
+
+
+def fsdp_stores_ours(world_mesh, options):
+    """FSDP2's parameters, gradients and optimizer states are ShardTensors, and it trains as one process does."""
+    import shardtensor
+    from test_fsdp import train
+    from test_parallel import MLP
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with shardtensor.replace_dtensor():
+        names = ("replicate", "shard")[-len(world_mesh) :]
+        mesh = init_device_mesh("cpu", world_mesh, mesh_dim_names=names)
+        plain = nn.Sequential(MLP(7), nn.LayerNorm(5, dtype=torch.float64))
+        ours = copy.deepcopy(plain)
+        fully_shard(ours[0], mesh=mesh, **options)
+        fully_shard(ours, mesh=mesh, **options)
+        assert {type(p.data) for p in ours.parameters()} == {shardtensor.ShardTensor}
+        train(ours, plain, torch.randn(4, 4, 6, dtype=torch.float64))
+        loss = ours(torch.randn(4, 6, dtype=torch.float64)).sum()
+        loss.backward()
+        assert {type(p.grad) for p in ours.parameters()} == {shardtensor.ShardTensor}
+        state = copy.deepcopy(ours.state_dict())
+        ours.load_state_dict(state)
+        for name, value in state.items():
+            torch.testing.assert_close(dict(ours.named_parameters())[name].full_tensor(), value.full_tensor())
+
+
+def test_names(pools):
+    pools(2).run(f"{__name__}:names_make_ours_and_are_restored")
+
+
+@pytest.mark.parametrize("world_mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(reshard_after_forward=False)], ids=["usual", "kept"])
+def test_fsdp(pools, world_mesh, options):
+    pools(torch.Size(world_mesh).numel()).run(f"{__name__}:fsdp_stores_ours", world_mesh, options)
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+fully_shard(model, mesh=mesh["dp"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+x = torch.randn(5, 4)
+for _ in range(3):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+made = {type(p.data).__name__ for p in model.parameters()} | {type(distribute_tensor(x, mesh, [Shard(0), Shard(0)])).__name__}
+if dist.get_rank() == 0:
+    print(sys.argv[1:], *sorted(made), f"{loss.item():.6f}", isinstance(next(model.parameters()), DTensor))
+dist.destroy_process_group()
+"""
+
+
+def test_unmodified_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+    package = _package()
+    environment = os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+    said = {}
+    for name, how in {"stock": [], "file": ["-m", "shardtensor"], "module": ["-m", "shardtensor", "-m"]}.items():
+        target = "train" if name == "module" else str(script)
+        done = subprocess.run(
+            [*torchrun, *how, target, "--epochs", "3"],
+            capture_output=True, text=True, timeout=110, env=environment, cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        said[name] = done.stdout.strip().splitlines()[-1]
+    assert said["stock"].startswith("['--epochs', '3'] DTensor ") and said["stock"].endswith(" True")
+    assert said["file"] == said["module"] == said["stock"].replace("DTensor", "ShardTensor")
+
+
+def _package() -> str:
+    import shardtensor
+
+    return str(Path(shardtensor.__file__).parents[1])
+
+
+def test_usage():
+    environment = os.environ | {"PYTHONPATH": _package()}
+    done = subprocess.run(
+        [sys.executable, "-m", "shardtensor"], capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert done.returncode == 1 and "usage: python -m shardtensor" in done.stderr
