@@ -1,19 +1,28 @@
-"""Stock DTensors that meet ShardTensors in one call.
+"""Stock DTensors that meet ShardTensors in one call, and the places where torch works from placements alone.
 
 A stock DTensor carries the Python key, so torch's own engine gets such a call first and takes a ShardTensor for a DTensor,
 sizes and all. A ShardTensorSpec never equals a stock spec, so the engine's caches miss and its slow path runs; wrapped here,
 it turns the stock DTensors into ShardTensors, without a copy, and calls the op again.
+
+Functions of torch that would lose a ShardTensor's cuts are wrapped by name, when their module is imported: see MENDS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
+from shardtensor._checkpoint import MENDS
 from shardtensor._layout import make_layout
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
@@ -45,7 +54,7 @@ def make_everything_ours(on: bool) -> None:
 
 
 def install() -> None:
-    """Wraps DTensor's constructor, the slow path and the custom handlers of torch's engine, once."""
+    """Wraps DTensor's constructor, the slow path and the custom handlers of torch's engine, and what MENDS lists, once."""
     engine: Any = DTensor._op_dispatcher
     if getattr(engine, "_shardtensor_installed", False):
         return
@@ -75,3 +84,44 @@ def install() -> None:
     for op, handler in list(engine._custom_op_handlers.items()):
         engine._custom_op_handlers[op] = guarded(handler)
     engine._shardtensor_installed = True
+    for name in {module for module, _, _ in MENDS}:
+        if name in sys.modules:
+            _mend(sys.modules[name])
+    sys.meta_path.insert(0, _Mender())
+
+
+class _Mender(MetaPathFinder):
+    """Finds what the others find, and has it mended once it has run."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not any(module == name for module, _, _ in MENDS):
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_mend(module: ModuleType) -> None:
+            run(module)
+            _mend(module)
+
+        spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
+        return spec
+
+
+def _mend(module: ModuleType) -> None:
+    for name, path, wrap in MENDS:
+        if name != module.__name__:
+            continue
+        *outer, last = path.split(".")
+        owner: Any = module
+        for part in outer:
+            owner = getattr(owner, part, None)
+        stock = getattr(owner, last, None)
+        if stock is None:
+            logging.getLogger("shardtensor").warning("this torch has no %s.%s; ShardTensors need it mended", name, path)
+        elif not hasattr(stock, "_shardtensor_stock"):
+            mended: Any = update_wrapper(wrap(stock), stock)
+            mended._shardtensor_stock = stock
+            setattr(owner, last, mended)

@@ -58,6 +58,9 @@ class ShardTensorSpec(DTensorSpec):
     def __hash__(self) -> int:
         return hash((self._layout.id, self.tensor_meta))
 
+    def __reduce__(self) -> Any:
+        return _rebuild_spec, (self.mesh, self.placements, self.tensor_meta, self._layout.cuts)
+
     def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
         """Every rank's shape along each mesh dim that shards: {mesh_dim: one shape per coordinate}."""
         assert self.tensor_meta is not None
@@ -345,6 +348,13 @@ class ShardTensor(DTensor):
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """As torch.Tensor.to. Onto the meta device, torch asks that device's kernel, which knows no pieces."""
+        out = super().to(*args, **kwargs)
+        if type(out) is ShardTensor or not out.is_meta:
+            return out
+        return torch.empty_like(self, dtype=out.dtype, device="meta").requires_grad_(out.requires_grad)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         """An int that picks from a sharded dim is written as a slice of one, which stays where it is."""
         _C.set_item(self, *_ints_as_slices(self, index, value))
@@ -416,39 +426,19 @@ class ShardTensor(DTensor):
     # ---- torch.distributed.checkpoint ----
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """This rank's boxes; none where it has nothing."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from shardtensor import _checkpoint
 
-        self._raise_if_contains_partial_placements()  # type: ignore[no-untyped-call]
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in self._layout.boxes(list(self.shape))
-            if all(sizes) or not self.numel()
-        ]
+        return _checkpoint.chunks(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+        from shardtensor import _checkpoint
 
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.size())
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return _checkpoint.write_items(self, fqn)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The part of this rank's piece that is the box at index.offset."""
-        piece = self._local_tensor.detach()
-        for dim, start in enumerate(index.offset or ()):
-            at = 0
-            for begin, length in self._layout.intervals(dim, self.shape[dim]):
-                if begin == start:
-                    piece = piece.narrow(dim, at, length)
-                    break
-                at += length
-        return piece
+        from shardtensor import _checkpoint
+
+        return _checkpoint.box_at(self, index)
 
 
 def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
@@ -510,6 +500,13 @@ def _rebuild(
     return out
 
 
+def _rebuild_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], tensor_meta: TensorMeta, cuts: list[list[int] | None]
+) -> ShardTensorSpec:
+    layout = make_layout(mesh, placements, len(tensor_meta.shape), cuts, who="ShardTensorSpec.__reduce__")
+    return ShardTensorSpec(mesh, placements, tensor_meta=tensor_meta, _layout=layout)
+
+
 _C.set_python_class(ShardTensor)
 _C.install_getitem(ShardTensor)
-torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _NormPartial, _rebuild])
+torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _NormPartial, _rebuild, _rebuild_spec])

@@ -1,0 +1,245 @@
+"""Checkpoints and state dicts: which boxes of a tensor this rank writes and reads, in whatever sizes they are cut.
+
+ShardTensor speaks torch's checkpoint protocol with the first three functions. Where torch's own code works from placements
+alone, as if all were cut evenly, it is wrapped: one entry of _MENDS per place, applied when that module is imported (torch's
+checkpoints take longer to import than all the rest here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardtensor import _C
+from shardtensor._api import _device, _piece
+from shardtensor._tensor import ShardTensor, _nothing_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+
+# ---- the protocol ----
+
+
+def chunks(t: ShardTensor) -> list[ChunkStorageMetadata]:
+    """This rank's boxes; none where it has nothing, one without elements where nobody has."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    layout = t._layout
+    if layout.has_partial:
+        raise RuntimeError(
+            f"checkpoint: a tensor is in summands, {layout}, which are no parts of it that could be saved or loaded; redistribute "
+            f"it to Replicate or Shard first (rank {layout.mesh.rank})"
+        )
+    if not layout.mesh.has_me:
+        return []
+    return [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for offsets, sizes in layout.boxes(list(t.shape))
+        if all(sizes) or not t.numel()
+    ]
+
+
+def write_items(t: ShardTensor, fqn: str) -> list[WriteItem]:
+    """One per box. Replicas offer the same boxes, of which torch's planner keeps one each."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(t._local_tensor)
+    properties.requires_grad = t.requires_grad
+    return [
+        WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, t.size()))
+        for chunk in chunks(t)
+    ]
+
+
+def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
+    """The box that begins at index.offset, as a view of this rank's piece: what is written to it is loaded."""
+    layout, piece = t._layout, t._local_tensor.detach()
+    boxes = layout.boxes(list(t.shape)) if layout.mesh.has_me else []
+    if index.offset is None and len(boxes) == 1:
+        return piece
+    starts = None if index.offset is None else list(index.offset)
+    if starts not in [list(offsets) for offsets, _ in boxes]:
+        raise ValueError(
+            f"checkpoint: no box of {index.fqn!r} begins at {starts} on rank {layout.mesh.rank}, which holds "
+            f"{boxes or 'nothing'} of {layout}"
+        )
+    assert starts is not None
+    for dim, start in enumerate(starts):
+        at = 0
+        for begin, length in layout.intervals(dim, t.shape[dim]):
+            if begin == start:
+                piece = piece.narrow(dim, at, length)
+                break
+            at += length
+    return piece
+
+
+# ---- what torch works out from placements alone ----
+
+
+def _with_local(t: ShardTensor, local: torch.Tensor) -> ShardTensor:
+    return _C.wrap(local, t._layout, list(t.shape), list(t.stride()))
+
+
+def _part(whole: torch.Tensor, t: ShardTensor) -> torch.Tensor:
+    """The part of the whole that this rank holds of `t`."""
+    layout = t._layout
+    if whole.shape != t.shape:
+        raise ValueError(
+            f"state dict: a tensor of sizes {list(whole.shape)} is given for one of sizes {list(t.shape)} (rank {layout.mesh.rank})"
+        )
+    if layout.has_partial:
+        raise RuntimeError(
+            f"state dict: a whole tensor is given for one in summands, {layout}; redistribute that to Replicate or Shard first "
+            f"(rank {layout.mesh.rank})"
+        )
+    return _piece(whole.detach(), layout) if layout.mesh.has_me else _nothing_of(whole.detach())
+
+
+def _cut_alike(whole: torch.Tensor, t: ShardTensor, device: torch.device) -> ShardTensor:
+    """The whole tensor's values in memory of their own, where `t` has its pieces."""
+    local = torch.empty_like(t._local_tensor, dtype=whole.dtype, device=device)
+    return _with_local(t, local.copy_(_part(whole, t)))
+
+
+def _spread_broadcast(stock: Callable[..., None]) -> Callable[..., None]:
+    """set_model_state_dict with broadcast_from_rank0: of each whole tensor, this rank's piece goes where it was."""
+
+    def distribute(local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
+        for key in keys:
+            pair = local_state_dict.get(key)
+            if not isinstance(pair, tuple) or not isinstance(pair[0], ShardTensor):
+                continue
+            mine, whole = pair
+            if mine.is_meta:
+                mine = _cut_alike(whole, mine, whole.device)
+            else:
+                mine._local_tensor.detach().copy_(_part(whole, mine))
+            local_state_dict[key] = mine
+        stock(local_state_dict, keys, device, pg)
+
+    return distribute
+
+
+def _spread_scalars(stock: Callable[..., None]) -> Callable[..., None]:
+    """Around all of that: tensors of no dims are handed over as plain ones."""
+
+    def broadcast(
+        full_state_dict: dict[str, Any],
+        local_state_dict: dict[str, Any],
+        device: torch.device,
+        pg: Any = None,
+        strict: bool = False,
+        cpu_offload: bool = False,
+    ) -> None:
+        mine = {k: t for k, t in local_state_dict.items() if isinstance(t, ShardTensor) and t.ndim == 0}
+        stock(full_state_dict, local_state_dict, device, pg, strict, cpu_offload)
+        for key, t in mine.items():
+            value = local_state_dict.get(key)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                local_state_dict[key] = _cut_alike(value, t, value.device if cpu_offload else device)
+
+    return broadcast
+
+
+def _spread_own(stock: Callable[..., None]) -> Callable[..., None]:
+    """set_model_state_dict with full_state_dict: every rank has the whole tensor and takes its piece, without communication."""
+
+    def distribute(full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], device: torch.device, pg: Any = None) -> None:
+        mine = {k: t for k, t in local_state_dict.items() if isinstance(t, ShardTensor) and torch.is_tensor(full_state_dict.get(k))}
+        stock({k: v for k, v in full_state_dict.items() if k not in mine}, local_state_dict, device, pg)
+        for key, t in mine.items():
+            whole = full_state_dict[key]
+            if isinstance(whole, DTensor):  # not whole after all
+                whole = whole.full_tensor()
+            local_state_dict[key] = _cut_alike(whole, t, device)
+
+    return distribute
+
+
+def _give_memory(stock: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Before a load: tensors on the meta device get pieces on their mesh's device."""
+
+    def real(t: Any) -> Any:
+        if not isinstance(t, ShardTensor) or not t.is_meta:
+            return t
+        return _with_local(t, torch.empty_like(t._local_tensor, device=_device(t.device_mesh)))
+
+    def initialise(state_dict: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.planner_helpers import _iterate_state_dict
+
+        _iterate_state_dict(state_dict, real, lambda t: t, lambda t: t)
+        stock(state_dict)
+
+    return initialise
+
+
+def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """async_save's copy on the CPU: of the piece, since the whole has no memory."""
+
+    def offload(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
+        if not isinstance(x, ShardTensor):
+            return stock(self, x, memo, non_blocking=non_blocking)
+        local = x._local_tensor.detach()
+        self._keep_alive(local, memo)  # what has been staged is known by its id
+        out = memo[id(x)] = _with_local(x, stock(self, local, memo, non_blocking=non_blocking))
+        out.__dict__.update(self.deepcopy_with_tensor_offload(x._attributes(), memo, non_blocking=non_blocking))
+        return out
+
+    return offload
+
+
+def _plan_of_boxes(stock: Callable[[dict[str, Any]], SavePlan]) -> Callable[[dict[str, Any]], SavePlan]:
+    """A save plan that is only looked at."""
+
+    def plan(state_dict: dict[str, Any]) -> SavePlan:
+        out = stock({fqn: value for fqn, value in state_dict.items() if not isinstance(value, ShardTensor)})
+        for fqn, value in state_dict.items():
+            out.items.extend(write_items(value, fqn) if isinstance(value, ShardTensor) else [])
+        return out
+
+    return plan
+
+
+def _one_box_per_file(stock: Callable[..., dict[int, list[WriteItem]]]) -> Callable[..., dict[int, list[WriteItem]]]:
+    """A safetensors file holds one box of a tensor under its name; a second box on the same rank goes to a further file."""
+
+    def split(self: Any, storage_plan: dict[str, int] | None, items: list[WriteItem]) -> dict[int, list[WriteItem]]:
+        files: dict[int, list[WriteItem]] = {}
+        more: list[WriteItem] = []
+        for index, bucket in stock(self, storage_plan, items).items():
+            first = {item.index.fqn: item for item in reversed(bucket)}
+            files[index] = [item for item in bucket if first[item.index.fqn] is item]
+            more += [item for item in bucket if first[item.index.fqn] is not item]
+        last = max(storage_plan.values()) if storage_plan else max(files, default=1)
+        while more:
+            last += 1
+            first = {item.index.fqn: item for item in reversed(more)}
+            files[last] = [item for item in more if first[item.index.fqn] is item]
+            more = [item for item in more if first[item.index.fqn] is not item]
+        return files
+
+    return split
+
+
+_DCP = "torch.distributed.checkpoint"
+# Module, name in it, what wraps that. A name that another module has imported is there a second time.
+MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("torch.distributed._state_dict_utils", "_broadcast_state_dict", _spread_scalars),
+    ("torch.distributed._state_dict_utils", "_distribute_state_dict", _spread_own),
+    ("torch.distributed._state_dict_utils", "_distribute_tensors", _spread_broadcast),
+    (f"{_DCP}._state_dict_stager", "StateDictStager._offload_tensor", _stage_piece),
+    (f"{_DCP}.default_planner", "_create_default_metadata_only_plan", _plan_of_boxes),
+    (f"{_DCP}.default_planner", "_init_state_dict", _give_memory),
+    (f"{_DCP}.hf_storage", "HuggingFaceStorageWriter._split_by_storage_plan", _one_box_per_file),
+    (f"{_DCP}.planner_helpers", "_create_default_metadata_only_plan", _plan_of_boxes),
+    (f"{_DCP}.planner_helpers", "_init_state_dict", _give_memory),
+    (f"{_DCP}.state_dict", "_broadcast_state_dict", _spread_scalars),
+    (f"{_DCP}.state_dict", "_distribute_state_dict", _spread_own),
+]
