@@ -80,16 +80,22 @@ Rule embedding(const Call& call) {
   return rule;
 }
 
-// (grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
-Rule embedding_dense_backward(const Call& call) {
-  Rule rule;
+// The dims of the indices, which a gradient sums over; frequencies count all of them.
+Dims summed_indices(Rule& rule, const Call& call, bool frequencies) {
   Factor f;
   f.reduce = ReduceOp::Sum;
-  f.whole = call.flag(4); // frequencies count all indices
+  f.whole = frequencies;
   Dims indices;
   for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
     indices.emplace_back(rule.factor(f));
   }
+  return indices;
+}
+
+// (grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
+Rule embedding_dense_backward(const Call& call) {
+  Rule rule;
+  const auto indices = summed_indices(rule, call, call.flag(4));
   auto grad = indices;
   grad.emplace_back(rule.factor());
   rule.operands = {Operand(grad), Operand(indices)};
@@ -113,15 +119,9 @@ void table_backward_kernel(Run& run) {
 // makes the gradient of its own.
 Rule table_backward(const Call& call) {
   Rule rule;
-  Factor f;
-  f.reduce = ReduceOp::Sum;
-  f.whole = call.flag(5); // frequencies count all indices
   Factor row;
   row.kernel = true;
-  Dims indices;
-  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
-    indices.emplace_back(rule.factor(f));
-  }
+  const auto indices = summed_indices(rule, call, call.flag(5));
   auto grad = indices;
   grad.emplace_back(rule.factor());
   const Dims table{rule.factor(row), grad.back()};

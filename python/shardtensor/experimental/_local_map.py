@@ -27,6 +27,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
     sharding_shapes: Shapes = None,
 ) -> Callable[..., Any]:
     """`func`, which takes plain tensors, as a function of ShardTensors: it is given their pieces, and its results become the
@@ -35,6 +36,8 @@ def local_map(
     Where some input is cut unevenly the ranks ask each other how large the results' pieces are; `sharding_shapes` says how
     instead, as in ShardTensor.from_local. Where all are even, every rank's result is taken to be as large as this one's.
     """
+    if spmd_types:
+        raise NotImplementedError("local_map: argument 'spmd_types': local tensors get no types of the package spmd_types here; leave it out")
     if func is None:
         return functools.partial(
             local_map,

@@ -1,0 +1,54 @@
+"""Every public name of torch.distributed.tensor and its submodules is here, with the same signature; ours may take more."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+MODULES = ["", ".parallel", ".experimental", ".debug", ".placement_types", ".device_mesh"]
+NOT_YET = {"context_parallel"}
+METHODS = ["from_local", "to_local", "full_tensor", "redistribute"]
+
+
+def pairs():
+    for module in MODULES:
+        stock = importlib.import_module(f"torch.distributed.tensor{module}")
+        for name in stock.__all__:
+            yield module, name, getattr(stock, name)
+
+
+def takes_the_same(stock, ours):
+    theirs, own = (list(inspect.signature(f).parameters.values()) for f in (stock, ours))
+    positional = [p for p in theirs if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    assert [p.name for p in own[: len(positional)]] == [p.name for p in positional]
+    by_name = {p.name: p for p in own}
+    for p in theirs:
+        assert p.name in by_name, p.name
+        assert by_name[p.name].kind == p.kind and by_name[p.name].default == p.default, p.name
+    for p in own:  # what is more may be left out
+        assert p.name in {q.name for q in theirs} or p.default is not p.empty, p.name
+
+
+@pytest.mark.parametrize(("module", "name", "stock"), [pytest.param(*p, id=f"tensor{p[0]}.{p[1]}") for p in pairs()])
+def test_name(module, name, stock):
+    import shardtensor
+
+    ours = getattr(importlib.import_module(f"shardtensor{module}"), name, None)
+    if name in NOT_YET:
+        assert ours is None, f"{name} is here: take it off the list"
+        return
+    if stock is DTensor:
+        assert ours is shardtensor.ShardTensor
+    elif ours is not stock:
+        assert name in importlib.import_module(f"shardtensor{module}").__all__
+        takes_the_same(stock, ours)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method(name):
+    from shardtensor import ShardTensor
+
+    takes_the_same(getattr(DTensor, name), getattr(ShardTensor, name))
