@@ -1,7 +1,15 @@
-"""torch.distributed.tensor.experimental for ShardTensors; context_parallel is not here yet."""
+"""torch.distributed.tensor.experimental for ShardTensors."""
 
 from shardtensor._modes import implicit_replication
+from shardtensor.experimental._context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
 from shardtensor.experimental._local_map import local_map
 from shardtensor.experimental._register_sharding import register_sharding
 
-__all__ = ["implicit_replication", "local_map", "register_sharding"]
+__all__ = [
+    "context_parallel",
+    "context_parallel_unshard",
+    "implicit_replication",
+    "local_map",
+    "register_sharding",
+    "set_rotate_method",
+]
