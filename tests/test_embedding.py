@@ -61,7 +61,33 @@ def layouts() -> None:
             seed = place(torch.ones(5, 4, dtype=torch.float64), mesh_of((3,)), ("S(1)" if weight == "S(1)" else "R",), cut)
             (grad,) = torch.autograd.grad(out, w, seed)
             assert not _C.comm_counts()
-            assert grad.placements == ((Partial(),) if index == "S(0)" else (Shard(1),) if weight == "S(1)" else (Replicate(),))
+            if index == "S(0)":
+                assert grad.placements == (Partial(),)
+            else:  # each rank makes the rows, or the columns, that it holds
+                assert grad._layout == w._layout
+
+
+def rows_and_batches() -> None:
+    """Rows over one mesh dim, batches over the other: summands of the held rows alone."""
+    from shardtensor import _C, Partial, Shard
+
+    mesh = mesh_of((2, 2))
+    whole = torch.arange(28, dtype=torch.float64).view(7, 4)
+    numbers = torch.tensor([6, 0, 3, 3, 1])
+    w = place(whole, mesh, ("R", "S(0)"), "uneven").requires_grad_()
+    out = F.embedding(place(numbers, mesh, ("S(0)", "R"), "uneven"), w, padding_idx=3)
+    seed = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _C.reset_comm_counts()
+    (grad,) = torch.autograd.grad(out, w, place(seed, mesh, ("S(0)", "R"), "uneven"))
+    assert not _C.comm_counts() and grad.placements == (Partial(), Shard(0))
+    assert grad.to_local().shape == w.to_local().shape
+    plain = whole.clone().requires_grad_()
+    (want,) = torch.autograd.grad(F.embedding(numbers, plain, padding_idx=3), plain, seed)
+    torch.testing.assert_close(grad.full_tensor(), want)
+
+
+def test_rows_and_batches(pools):
+    pools(4).run("test_embedding:rows_and_batches")
 
 
 def test_nothing_is_sent(pools):

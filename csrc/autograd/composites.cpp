@@ -1,5 +1,5 @@
-// Autograd for ops that torch itself would decompose, and that a rule takes whole (Options.composite): these kernels register
-// themselves at AutogradPrivateUse2 when the module loads.
+// Autograd for ops that torch itself would decompose, and that a rule takes whole (Options.composite), or whose formula leaves
+// out what matters here (embedding): these kernels register themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
@@ -9,6 +9,7 @@
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_attention_math_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/embedding_ops.h>
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul_ops.h>
@@ -79,6 +80,42 @@ struct LinearBackward final : Node {
       out[2] = sum_rows(grad);
     }
     return out;
+  }
+};
+
+// Knows the table, and with it which rows this rank needs the gradient of.
+struct EmbeddingBackward final : Node {
+  at::Tensor table; // its layout alone is read
+  SavedVariable indices;
+  int64_t padding_idx;
+  bool scale_grad_by_freq;
+
+  std::string name() const override {
+    return "EmbeddingBackward0";
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    table.reset();
+    indices.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto& grad = grads[0];
+    if (!grad.defined()) {
+      return {at::Tensor()};
+    }
+    TORCH_CHECK(table.defined(), "Trying to backward through the graph a second time: specify retain_graph=True the first time.");
+    const auto at = indices.unpack();
+    if (at::GradMode::is_enabled()) { // differentiable in turn
+      return {at::embedding_dense_backward(grad, at, table.size(0), padding_idx, scale_grad_by_freq)};
+    }
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("shardtensor::embedding_backward", "")
+            .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, bool)>();
+    return {op.call(grad, at, table, table.size(0), padding_idx, scale_grad_by_freq)};
   }
 };
 
@@ -200,6 +237,34 @@ at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Te
   if (node) {
     torch::autograd::set_history(out, node);
   }
+  return out;
+}
+
+at::Tensor embedding(
+    c10::DispatchKeySet keys,
+    const at::Tensor& weight,
+    const at::Tensor& indices,
+    c10::SymInt padding_idx,
+    bool scale_grad_by_freq,
+    bool sparse) {
+  if (wants_entrance(weight)) {
+    static const auto& op = installed_op("aten::embedding");
+    torch::jit::Stack in{weight, indices, padding_idx, scale_grad_by_freq, sparse};
+    if (enter_plain(op, in, 0)) {
+      return at::embedding_symint(in[0].toTensor(), indices, padding_idx, scale_grad_by_freq, sparse);
+    }
+  }
+  if (!as_shard_tensor(weight) || has_tangent(weight) || !torch::autograd::compute_requires_grad(weight)) {
+    return at::_ops::embedding::redispatch(torchs_autograd(keys), weight, indices, padding_idx, scale_grad_by_freq, sparse);
+  }
+  auto node = new_node<EmbeddingBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(weight));
+  node->table = weight.detach();
+  node->indices = SavedVariable(indices, false);
+  node->padding_idx = padding_idx.expect_int();
+  node->scale_grad_by_freq = scale_grad_by_freq;
+  auto out = call_below<at::_ops::embedding>(keys, weight, indices, padding_idx, scale_grad_by_freq, sparse);
+  torch::autograd::set_history(out, node);
   return out;
 }
 
@@ -357,6 +422,7 @@ void take_chunked(torch::Library& m) {
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("embedding", embedding);
   m.impl("linear", linear);
   m.impl("matmul", matmul);
   m.impl("max_pool1d", max_pool1d);

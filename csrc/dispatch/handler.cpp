@@ -79,6 +79,16 @@ void refuse_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
       "full_tensor() or to_local() on the ShardTensors.");
 }
 
+// torch's ops and our own; others may have any name.
+bool is_known(const std::string& name) {
+  return name.rfind("aten::", 0) == 0 || name.rfind("shardtensor::", 0) == 0;
+}
+
+// As rule files call it: "add.Tensor", "shardtensor::embedding_backward".
+std::string short_name(const std::string& name) {
+  return name.rfind("aten::", 0) == 0 ? name.substr(6) : name;
+}
+
 bool takes_tensors(const c10::FunctionSchema& schema) {
   for (const auto& a : schema.arguments()) {
     if (a.type()->annotation_str().find("Tensor") != std::string::npos) {
@@ -122,8 +132,8 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
   if (reshapes_self) {
     mutated = 0; // no value of it
   }
-  if (name.rfind("aten::", 0) == 0) {
-    entry = rules::registry().find(name.substr(6));
+  if (is_known(name)) {
+    entry = rules::registry().find(short_name(name));
     mutated |= entry ? entry->options.writes : 0;
   }
   if (entry) {
@@ -158,15 +168,14 @@ int64_t install_handler() {
   autograd.fallback(torch::autograd::basicAutogradNotImplementedFallback());
   int64_t count = 0;
   for (const auto& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0) {
+    if (!is_known(name.name)) {
       continue;
     }
     const auto handle_ = dispatcher.findOp(name);
     if (!handle_ || !handle_->hasSchema() || !takes_tensors(handle_->schema())) {
       continue;
     }
-    const auto local_name = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    const auto* entry = rules::registry().find(local_name);
+    const auto* entry = rules::registry().find(short_name(c10::toString(name)));
     const bool taken_whole = entry && (entry->options.composite || entry->options.gather);
     if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !taken_whole) {
       continue;

@@ -5,6 +5,7 @@
 #include "rules/resolve.h"
 
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 namespace shardtensor::rules {
 
@@ -93,6 +94,41 @@ Rule embedding_dense_backward(const Call& call) {
   grad.emplace_back(rule.factor());
   rule.operands = {Operand(grad), Operand(indices)};
   rule.results = {Result(Dims{Dim(), grad.back()})};
+  rule.linear_in({0});
+  return rule;
+}
+
+// The gradient of the rows that this rank has in the result, from all indices.
+void table_backward_kernel(Run& run) {
+  const auto grad = run.arg(0).toTensor(), indices = run.arg(1).toTensor();
+  const auto padding = run.arg(4).toInt();
+  const auto held = run.solution.results[0].layout->intervals(0, run.arg(3).toInt(), run.mesh().coordinate())[0];
+  const auto elsewhere = (indices < held.start).logical_or_(indices >= held.start + held.length).logical_or_(indices == padding);
+  const auto at = (indices - held.start).masked_fill_(elsewhere, held.length);
+  const auto rows = at::embedding_dense_backward(grad, at, held.length + 1, held.length, run.arg(5).toBool());
+  run.returns({rows.narrow(0, 0, held.length)});
+}
+
+// (grad_output, indices, weight, num_weights, padding_idx, scale_grad_by_freq): where the table's rows are sharded, each rank
+// makes the gradient of its own.
+Rule table_backward(const Call& call) {
+  Rule rule;
+  Factor f;
+  f.reduce = ReduceOp::Sum;
+  f.whole = call.flag(5); // frequencies count all indices
+  Factor row;
+  row.kernel = true;
+  Dims indices;
+  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
+    indices.emplace_back(rule.factor(f));
+  }
+  auto grad = indices;
+  grad.emplace_back(rule.factor());
+  const Dims table{rule.factor(row), grad.back()};
+  rule.operands = {Operand(grad), Operand(indices), Operand(table)};
+  rule.operands[2].free = true; // it says where the rows are
+  rule.results = {Result(table)};
+  rule.kernel = table_backward_kernel;
   rule.linear_in({0});
   return rule;
 }
@@ -209,6 +245,24 @@ Rule one_hot(const Call& call) {
   return rule;
 }
 
+at::Tensor embedding_backward(
+    const at::Tensor& grad,
+    const at::Tensor& indices,
+    const at::Tensor& /*weight*/,
+    int64_t num_weights,
+    int64_t padding_idx,
+    bool scale_grad_by_freq) {
+  return at::embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq);
+}
+
+// torch's formula forgets the table, whose layout says which rows a rank should make.
+TORCH_LIBRARY(shardtensor, m) {
+  m.def(
+      "embedding_backward(Tensor grad_output, Tensor indices, Tensor weight, int num_weights, int padding_idx, bool "
+      "scale_grad_by_freq) -> Tensor");
+  m.impl("embedding_backward", c10::DispatchKey::CompositeExplicitAutograd, embedding_backward);
+}
+
 } // namespace
 
 void register_embedding(Registry& r) {
@@ -223,6 +277,7 @@ void register_embedding(Registry& r) {
   r.add("embedding", {"_embedding_bag_per_sample_weights_backward"}, embedding_bag_per_sample_weights_backward, bag);
   r.add("embedding", {"embedding"}, embedding);
   r.add("embedding", {"embedding_dense_backward"}, embedding_dense_backward);
+  r.add("embedding", {"shardtensor::embedding_backward"}, table_backward);
   r.add("embedding", {"embedding_renorm_"}, embedding_renorm, o);
   r.add("embedding", {"one_hot"}, one_hot, composite);
 }

@@ -43,7 +43,8 @@ struct Entry {
 
 class Registry {
  public:
-  // Names without "aten::", with the overload: "add.Tensor". A name this torch does not have is fine.
+  // Names without "aten::", with the overload: "add.Tensor"; our own with "shardtensor::". A name this torch does not have is
+  // fine.
   void add(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});
   // The same for each op's other forms too: abs, abs_, abs.out; add.Tensor, add_.Tensor, add.out, add.Tensor_out.
   void add_forms(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});
