@@ -1,7 +1,7 @@
 """Checkpoints and state dicts: which boxes of a tensor this rank writes and reads, in whatever sizes they are cut.
 
 ShardTensor speaks torch's checkpoint protocol with the first three functions. Where torch's own code works from placements
-alone, as if all were cut evenly, it is wrapped: one entry of _MENDS per place, applied when that module is imported (torch's
+alone, as if all were cut evenly, it is wrapped: one entry of MENDS per place, applied when that module is imported (torch's
 checkpoints take longer to import than all the rest here).
 """
 
@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 # ---- the protocol ----
 
 
+def _refuse_summands(layout: _C.Layout, what: str) -> None:
+    if layout.has_partial:
+        raise RuntimeError(
+            f"{what} is in summands, {layout}, which are no parts of it that could be saved or loaded; redistribute it to Replicate "
+            f"or Shard first (rank {layout.mesh.rank})"
+        )
+
+
 def chunks(t: ShardTensor) -> list[ChunkStorageMetadata]:
     """This rank's boxes; none where it has nothing, one without elements where nobody has."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     layout = t._layout
-    if layout.has_partial:
-        raise RuntimeError(
-            f"checkpoint: a tensor is in summands, {layout}, which are no parts of it that could be saved or loaded; redistribute "
-            f"it to Replicate or Shard first (rank {layout.mesh.rank})"
-        )
+    _refuse_summands(layout, "checkpoint: a tensor")
     if not layout.mesh.has_me:
         return []
     return [
@@ -60,6 +64,7 @@ def write_items(t: ShardTensor, fqn: str) -> list[WriteItem]:
 def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
     """The box that begins at index.offset, as a view of this rank's piece: what is written to it is loaded."""
     layout, piece = t._layout, t._local_tensor.detach()
+    _refuse_summands(layout, f"checkpoint: {index.fqn!r}")
     boxes = layout.boxes(list(t.shape)) if layout.mesh.has_me else []
     if index.offset is None and len(boxes) == 1:
         return piece
@@ -87,25 +92,22 @@ def _with_local(t: ShardTensor, local: torch.Tensor) -> ShardTensor:
     return _C.wrap(local, t._layout, list(t.shape), list(t.stride()))
 
 
-def _part(whole: torch.Tensor, t: ShardTensor) -> torch.Tensor:
+def _part(key: str, whole: torch.Tensor, t: ShardTensor) -> torch.Tensor:
     """The part of the whole that this rank holds of `t`."""
     layout = t._layout
     if whole.shape != t.shape:
         raise ValueError(
-            f"state dict: a tensor of sizes {list(whole.shape)} is given for one of sizes {list(t.shape)} (rank {layout.mesh.rank})"
-        )
-    if layout.has_partial:
-        raise RuntimeError(
-            f"state dict: a whole tensor is given for one in summands, {layout}; redistribute that to Replicate or Shard first "
+            f"state dict: {key!r} has sizes {list(whole.shape)}, and is given to a tensor of sizes {list(t.shape)} "
             f"(rank {layout.mesh.rank})"
         )
+    _refuse_summands(layout, f"state dict: what {key!r} is given to")
     return _piece(whole.detach(), layout) if layout.mesh.has_me else _nothing_of(whole.detach())
 
 
-def _cut_alike(whole: torch.Tensor, t: ShardTensor, device: torch.device) -> ShardTensor:
+def _cut_alike(key: str, whole: torch.Tensor, t: ShardTensor, device: torch.device) -> ShardTensor:
     """The whole tensor's values in memory of their own, where `t` has its pieces."""
     local = torch.empty_like(t._local_tensor, dtype=whole.dtype, device=device)
-    return _with_local(t, local.copy_(_part(whole, t)))
+    return _with_local(t, local.copy_(_part(key, whole, t)))
 
 
 def _spread_broadcast(stock: Callable[..., None]) -> Callable[..., None]:
@@ -118,9 +120,9 @@ def _spread_broadcast(stock: Callable[..., None]) -> Callable[..., None]:
                 continue
             mine, whole = pair
             if mine.is_meta:
-                mine = _cut_alike(whole, mine, whole.device)
+                mine = _cut_alike(key, whole, mine, whole.device)
             else:
-                mine._local_tensor.detach().copy_(_part(whole, mine))
+                mine._local_tensor.detach().copy_(_part(key, whole, mine))
             local_state_dict[key] = mine
         stock(local_state_dict, keys, device, pg)
 
@@ -143,7 +145,7 @@ def _spread_scalars(stock: Callable[..., None]) -> Callable[..., None]:
         for key, t in mine.items():
             value = local_state_dict.get(key)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                local_state_dict[key] = _cut_alike(value, t, value.device if cpu_offload else device)
+                local_state_dict[key] = _cut_alike(key, value, t, value.device if cpu_offload else device)
 
     return broadcast
 
@@ -158,7 +160,7 @@ def _spread_own(stock: Callable[..., None]) -> Callable[..., None]:
             whole = full_state_dict[key]
             if isinstance(whole, DTensor):  # not whole after all
                 whole = whole.full_tensor()
-            local_state_dict[key] = _cut_alike(whole, t, device)
+            local_state_dict[key] = _cut_alike(key, whole, t, device)
 
     return distribute
 
