@@ -10,7 +10,7 @@ from torch.autograd.graph import save_on_cpu
 
 from shardtensor import _C
 from shardtensor._late import when_imported
-from shardtensor._tensor import ShardTensor
+from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
 
 def _pieces_on_cpu() -> None:
@@ -47,7 +47,23 @@ def _count_linear(module: Any) -> None:
     module.register_flop_formula(torch.ops.aten.linear_backward)(_linear_backward_flops)
 
 
+def _know_cuts_under_ddp(module: Any) -> None:
+    """DDP gets the pieces as plain parameters, and makes them whole again around each forward from what was noted of them."""
+    flat, torchs = module._flatten_tensor, module._unflatten_tensor
+
+    def flatten(t: torch.Tensor) -> Any:
+        return (t._local_tensor.detach(), t._spec) if isinstance(t, ShardTensor) else flat(t)
+
+    def unflatten(t: torch.Tensor, spec: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(spec, ShardTensorSpec):
+            return torchs(t, spec, **kwargs)  # type: ignore[no-any-return]
+        return _C.from_local(t, spec._layout, list(spec.shape), list(spec.stride), None)
+
+    module._flatten_tensor, module._unflatten_tensor = flatten, unflatten
+
+
 def install() -> None:
     """Called once."""
+    when_imported("torch.distributed.tensor.parallel.ddp", _know_cuts_under_ddp)
     _pieces_on_cpu()
     when_imported("torch.utils.flop_counter", _count_linear)
