@@ -177,7 +177,7 @@ def test_facts():
         ([S(0), R], [[1, 2, 3]], "mesh dim 0 needs 2 sizes, got 3"),
         ([S(0), R], [[-1, 4]], "negative size -1"),
         ([R, R], [[1, 3]], "its placement is R"),
-        ([S(0, 2), R], [[1, 3]], "not Shard"),
+        ([S(0, 3), R], [[1, 3]], "mesh dim 0 needs 3 sizes, got 2"),
         ([S(64), R], [], "must name a dim"),
     ],
 )
@@ -239,6 +239,23 @@ def test_as_torch_strides(pieces, factor):
         for rank, want in enumerate(split):
             runs = make_layout(device_mesh((pieces,), rank), [strided], 1, who="test").intervals(0, size)
             assert torch.cat([whole[a : a + n] for a, n in runs]).tolist() == want.tolist(), (size, rank)
+
+
+@pytest.mark.parametrize("outer", [[5, 2], [2, 5], [0, 7], [3, 1, 0, 9]], ids=str)
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_uneven_strides_are_pieces_of_pieces(pieces, outer):
+    """What FSDP makes of an unevenly cut tensor: each piece in chunks, on the mesh of (FSDP, tensor parallelism)."""
+    n, size = len(outer), sum(outer)
+    nothing = [torch.arange(0)] * pieces
+    chunked = [[*run.chunk(pieces), *nothing][:pieces] for run in torch.arange(size).split(outer)]
+    rows = [len(chunked[t][f]) for f in range(pieces) for t in range(n)]
+    for f, t in itertools.product(range(pieces), range(n)):
+        l = _C.Layout(mesh_of(pieces, n), [S(0, n), S(0)], [outer, rows])
+        assert l.misfit([size]) == ""
+        assert l.misfit([size + 1]) != ""
+        held = [i for start, length in l.intervals(0, size, [f, t]) for i in range(start, start + length)]
+        assert held == chunked[t][f].tolist()
+        assert l.local_sizes([size], [f, t]) == [len(held)]
 
 
 # ---- placements and cuts in Python ----

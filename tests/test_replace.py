@@ -111,6 +111,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.timeout(300)
 def test_unmodified_script(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -118,16 +119,15 @@ def test_unmodified_script(tmp_path):
     package = _package()
     environment = os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
     said = {}
-    for name, how in {"stock": [], "file": ["-m", "shardtensor"], "module": ["-m", "shardtensor", "-m"]}.items():
-        target = "train" if name == "module" else str(script)
+    for name, how in {"stock": [], "ours": ["-m", "shardtensor"]}.items():
         done = subprocess.run(
-            [*torchrun, *how, target, "--epochs", "3"],
+            [*torchrun, *how, str(script), "--epochs", "3"],
             capture_output=True, text=True, timeout=110, env=environment, cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
         said[name] = done.stdout.strip().splitlines()[-1]
     assert said["stock"].startswith("['--epochs', '3'] DTensor ") and said["stock"].endswith(" True")
-    assert said["file"] == said["module"] == said["stock"].replace("DTensor", "ShardTensor")
+    assert said["ours"] == said["stock"].replace("DTensor", "ShardTensor")
 
 
 def _package() -> str:
@@ -136,9 +136,15 @@ def _package() -> str:
     return str(Path(shardtensor.__file__).parents[1])
 
 
-def test_usage():
-    environment = os.environ | {"PYTHONPATH": _package()}
-    done = subprocess.run(
-        [sys.executable, "-m", "shardtensor"], capture_output=True, text=True, timeout=100, env=environment
+def test_module_and_usage(tmp_path):
+    (tmp_path / "which.py").write_text(
+        "import sys\nfrom torch.distributed.tensor import DTensor\nprint(sys.argv[1:], DTensor.from_local.__module__, __name__)\n"
     )
-    assert done.returncode == 1 and "usage: python -m shardtensor" in done.stderr
+    said = {}
+    for how in (["-m", "which", "-x"], []):
+        said[bool(how)] = subprocess.run(
+            [sys.executable, "-m", "shardtensor", *how],
+            capture_output=True, text=True, timeout=100, cwd=tmp_path, env=os.environ | {"PYTHONPATH": _package()},
+        )
+    assert said[True].stdout.strip() == "['-x'] shardtensor._tensor __main__", said[True].stderr
+    assert said[False].returncode == 1 and "usage: python -m shardtensor" in said[False].stderr

@@ -53,6 +53,16 @@ std::deque<Op>& ops() {
   return *all;
 }
 
+// Their schemas do not say what they write, and on gathered copies they would do nothing.
+void refuse_collective(const std::string& name) {
+  const bool collective =
+      name.rfind("c10d::", 0) == 0 || name.rfind("_c10d_functional::", 0) == 0 || name.rfind("c10d_functional::", 0) == 0;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !collective, name,
+      ": a collective on a ShardTensor, which is one tensor for all ranks already. Pass this rank's piece, to_local(), or move "
+      "the pieces with redistribute() or full_tensor().");
+}
+
 // Ops that appear after import (torch.library) reach the key's fallback; each is described once.
 void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* stack) {
   static std::mutex mutex;
@@ -68,6 +78,7 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
     }
     op = it->second;
   }
+  refuse_collective(op->name);
   handle(*op, stack);
 }
 

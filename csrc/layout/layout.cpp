@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 #include <unordered_map>
 
@@ -86,6 +87,11 @@ int64_t total(const Intervals& runs) {
   return n;
 }
 
+// How many sizes an explicit cut has per row: a strided placement's are those of its chunks.
+int64_t sizes_per_row(const Mesh& mesh, const Placement& p, int64_t mesh_dim) {
+  return p.split_factor > 1 ? p.split_factor : mesh.size(mesh_dim);
+}
+
 } // namespace
 
 LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
@@ -99,16 +105,17 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
       continue;
     }
     TORCH_CHECK_VALUE(
-        placements[m].is_shard() && placements[m].split_factor == 1, "sharding_shapes: mesh dim ", m,
-        " has explicit sizes but its placement is ", placements[m].str(), ", not Shard");
+        placements[m].is_shard(), "sharding_shapes: mesh dim ", m, " has explicit sizes but its placement is ",
+        placements[m].str(), ", not Shard");
+    const auto pieces = sizes_per_row(*mesh, placements[m], m);
     int64_t rows = 1;
     for (int64_t i = 0; i < m; ++i) {
       if (placements[i].is_shard(placements[m].dim)) {
         rows *= mesh->size(i);
       }
     }
-    const auto want = rows * mesh->size(m);
-    if (rows > 1 && static_cast<int64_t>(cut->size()) == mesh->size(m)) { // one row that holds for all
+    const auto want = rows * pieces;
+    if (rows > 1 && static_cast<int64_t>(cut->size()) == pieces) { // one row that holds for all
       std::vector<int64_t> all;
       for (int64_t r = 0; r < rows; ++r) {
         all.insert(all.end(), cut->begin(), cut->end());
@@ -120,7 +127,7 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
     for (auto s : *cut) {
       TORCH_CHECK_VALUE(s >= 0, "sharding_shapes: mesh dim ", m, " has the negative size ", s);
     }
-    if (shardtensor::is_even(*cut, mesh->size(m))) {
+    if (shardtensor::is_even(*cut, pieces)) {
       cut = nullptr;
     }
   }
@@ -205,22 +212,22 @@ int64_t Layout::extent_before(int64_t m, int64_t dim, int64_t size, c10::ArrayRe
 Intervals Layout::split(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
   const auto pieces = mesh_->size(m);
   const auto index = coordinate[m];
-  if (const auto& cut = cuts_[m]) {
-    const auto* row = cut->data() + row_of(m, coordinate) * pieces;
-    int64_t start = 0;
-    for (int64_t i = 0; i < index; ++i) {
-      start += row[i];
+  const auto& cut = cuts_[m];
+  const auto per_row = sizes_per_row(*mesh_, placements_[m], m);
+  const auto piece_at = [&](int64_t at) {
+    if (!cut) {
+      return chunk(extent, per_row, at);
     }
-    return {Interval{start, row[index]}};
-  }
-  const int64_t factor = placements_[m].split_factor;
-  if (factor == 1) {
-    return {chunk(extent, pieces, index)};
+    const auto* row = cut->data() + row_of(m, coordinate) * per_row;
+    return Interval{std::accumulate(row, row + at, int64_t{0}), row[at]};
+  };
+  if (placements_[m].split_factor == 1) {
+    return {piece_at(index)};
   }
   Intervals out;
   const Intervals whole{Interval{0, extent}};
-  for (int64_t f = 0; f < factor; ++f) {
-    const auto outer = chunk(extent, factor, f);
+  for (int64_t f = 0; f < per_row; ++f) {
+    const auto outer = piece_at(f);
     const auto inner = chunk(outer.length, pieces, index);
     take(whole, outer.start + inner.start, inner.length, out);
   }
@@ -228,13 +235,13 @@ Intervals Layout::split(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordi
 }
 
 int64_t Layout::split_size(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
+  if (placements_[m].split_factor > 1) {
+    return total(split(m, extent, coordinate));
+  }
   if (const auto& cut = cuts_[m]) {
     return (*cut)[row_of(m, coordinate) * mesh_->size(m) + coordinate[m]];
   }
-  if (placements_[m].split_factor == 1) {
-    return chunk(extent, mesh_->size(m), coordinate[m]).length;
-  }
-  return total(split(m, extent, coordinate));
+  return chunk(extent, mesh_->size(m), coordinate[m]).length;
 }
 
 Intervals Layout::intervals(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const {
@@ -319,7 +326,7 @@ std::string Layout::misfit(c10::ArrayRef<int64_t> sizes) const {
     }
     // Each row must add up to what the outer mesh dims leave it.
     Coordinate c(ndim(), 0);
-    const auto n = mesh_->size(m);
+    const auto n = sizes_per_row(*mesh_, p, m);
     const auto rows = static_cast<int64_t>(cuts_[m]->size()) / n;
     for (int64_t row = 0; row < rows; ++row) {
       int64_t rest = row;

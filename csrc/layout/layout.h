@@ -31,7 +31,8 @@ struct Box {
 using Sizes = c10::SmallVector<int64_t, 5>;
 
 // The sizes along one mesh dim. Null is even: torch.chunk's rule, whatever the size. Explicit: one size per coordinate of
-// the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim.
+// the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim. Of a strided
+// placement, the sizes of its chunks.
 using Cut = std::shared_ptr<const std::vector<int64_t>>;
 inline bool same_cut(const Cut& a, const Cut& b) {
   return a == b || (a && b && *a == *b);

@@ -10,11 +10,8 @@ Functions of torch that would lose a ShardTensor's cuts are wrapped by name, whe
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import update_wrapper
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
 from shardtensor._checkpoint import MENDS
+from shardtensor._late import when_imported
 from shardtensor._layout import make_layout
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
@@ -85,29 +83,7 @@ def install() -> None:
         engine._custom_op_handlers[op] = guarded(handler)
     engine._shardtensor_installed = True
     for name in {module for module, _, _ in MENDS}:
-        if name in sys.modules:
-            _mend(sys.modules[name])
-    sys.meta_path.insert(0, _Mender())
-
-
-class _Mender(MetaPathFinder):
-    """Finds what the others find, and has it mended once it has run."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not any(module == name for module, _, _ in MENDS):
-            return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def run_and_mend(module: ModuleType) -> None:
-            run(module)
-            _mend(module)
-
-        spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
-        return spec
+        when_imported(name, _mend)
 
 
 def _mend(module: ModuleType) -> None:

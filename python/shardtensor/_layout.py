@@ -155,9 +155,10 @@ def cuts_from_shapes(
         if not -len(sizes) <= mesh_dim < len(sizes):
             raise ValueError(f"{where}: mesh dim {mesh_dim} is named, of a mesh of {len(sizes)} dims")
         mesh_dim %= len(sizes)
-        kind, dim, *_ = layout.placements[mesh_dim]
-        if kind != _SHARD:
-            raise ValueError(f"{where}: mesh dim {mesh_dim} is given shapes, but shards nothing")
+        kind, dim, split_factor, *_ = layout.placements[mesh_dim]
+        if kind != _SHARD or split_factor > 1:
+            what = "is strided" if kind == _SHARD else "shards nothing"
+            raise ValueError(f"{where}: mesh dim {mesh_dim} is given shapes, but {what}")
         if len(shapes) != sizes[mesh_dim]:
             raise ValueError(f"{where}: {len(shapes)} shapes for mesh dim {mesh_dim}, which has {sizes[mesh_dim]} ranks")
         for coordinate, shape in enumerate(shapes):

@@ -4,6 +4,8 @@ An optimizer's step is elementwise from end to end, so it can run on every rank'
 plain tensors. torch's optimizers gather lists of parameters, gradients and states and hand them to one function per algorithm;
 that function is given the pieces where they all lie alike. Gradients that lie elsewhere, summands too, are brought there first,
 once per step. Whatever does not fit runs on the ShardTensors, op by op.
+
+A norm over tensors of several meshes, or with plain ones among them, is put together from one norm per mesh.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
@@ -41,8 +45,71 @@ def _on_pieces(step: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _home(t: torch.Tensor) -> Any:
+    """What a tensor's norm can be put together within: its mesh; None for plain tensors."""
+    return t._layout.mesh if isinstance(t, ShardTensor) else t.device_mesh if isinstance(t, DTensor) else None
+
+
+def _as_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(total_norm)
+    def run(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        tensors = _as_list(tensors)
+        by_home: dict[Any, list[torch.Tensor]] = {}
+        for t in tensors:
+            by_home.setdefault(_home(t), []).append(t)
+        if len(by_home) < 2 or not any(isinstance(t, ShardTensor) for t in tensors):
+            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        device = tensors[0].device
+        parts = [_whole(total_norm(part, norm_type, False, foreach)).to(device) for part in by_home.values()]
+        # Of order 0, torch counts the tensors that are not all zeros.
+        total = torch.stack(parts).sum() if norm_type == 0 else torch.linalg.vector_norm(torch.stack(parts), float(norm_type))
+        if error_if_nonfinite and not total.isfinite():
+            total_norm(total, norm_type, True)  # which says so
+        return total
+
+    return run
+
+
+def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(clip)
+    def run(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+        parameters = _as_list(parameters)
+        if isinstance(total_norm, ShardTensor):
+            home = _home(total_norm)
+            if any(p.grad is not None and _home(p.grad) != home for p in parameters):
+                total_norm = total_norm.full_tensor()
+        clip(parameters, max_norm, total_norm, foreach)
+
+    return run
+
+
+def _wrap_clipping() -> None:
+    for wrap, name, public in (
+        (_total_norm_of_all, "_get_total_norm", "get_total_norm"),
+        (_clip_all, "_clip_grads_with_norm_", "clip_grads_with_norm_"),
+    ):
+        function = getattr(clip_grad, name)
+        if not hasattr(function, "_shardtensor"):
+            wrapped: Any = wrap(function)
+            wrapped._shardtensor = True
+            setattr(clip_grad, name, wrapped)
+            setattr(torch.nn.utils, public, wrapped)
+
+
 def install() -> None:
-    """Wraps torch.optim's functions, and has foreach chosen where torch would choose it for plain tensors; once."""
+    """Wraps torch.optim's functions and the clipping of gradients, and has foreach chosen where torch would choose it for plain
+    tensors; once."""
+    _wrap_clipping()
     for name in _ELEMENTWISE:
         module = importlib.import_module(f"torch.optim.{name}")
         step = getattr(module, name)

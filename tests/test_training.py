@@ -1,0 +1,596 @@
+"""torch's training tools on modules cut unevenly: checkpointing, FSDP2, schedulers, scaling, averages, clipping, Muon."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import EMPTY, EVEN, UNEVEN, mesh_of, place
+from test_parallel import DOUBLE, MLP, Attention, full, mesh_here
+from torch import nn
+
+# ---- activation checkpointing ----
+
+
+class Dropped(nn.Module):
+    """Two blocks with dropout where their features are cut; `calls` counts how often each has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([MLP(7), MLP(4)])
+        self.blocks[1].up = nn.Linear(5, 4, dtype=DOUBLE)
+        self.run = lambda block, x: block(x)
+        self.calls = [0, 0]
+
+    def block(self, i, x):
+        self.calls[i] += 1
+        block = self.blocks[i]
+        return block.down(nn.functional.dropout(torch.relu(block.up(x)), 0.4))
+
+    def forward(self, x):
+        for i in range(len(self.blocks)):
+            x = self.run(partial(self.block, i), x)
+        return x
+
+
+def _save_linears():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context, op, *args, **kwargs):
+        save = op is torch.ops.aten.linear.default
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+CHECKPOINTS = {
+    "reentrant": dict(use_reentrant=True),
+    "not reentrant": dict(use_reentrant=False),
+    "no early stop": dict(use_reentrant=False, early_stop=False),
+    "selective": dict(use_reentrant=False, context_fn=_save_linears),
+    "recomputed alike": dict(use_reentrant=False, determinism_check="default"),
+}
+
+
+def tensor_parallel(module, names, local=True):
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    style = {}
+    for name in names:
+        style |= {f"{name}up": ColwiseParallel(use_local_output=False), f"{name}down": RowwiseParallel(use_local_output=local)}
+    return parallelize_module(module, mesh_here(), style)
+
+
+def checkpointing(how, local):
+    """The same values, gradients and random state as without checkpoints and as with the whole model on every rank."""
+    from shardtensor import Replicate, distribute_module, distribute_tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import checkpoint
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(op)
+            return op(*args, **(kwargs or {}))
+
+    plain = Dropped()
+    kept, ours = (tensor_parallel(copy.deepcopy(plain), ["blocks.*."], local) for _ in range(2))
+    whole = distribute_module(plain, mesh_here())
+    ours.run = lambda block, x: checkpoint(block, x, **CHECKPOINTS[how])
+    x = torch.randn(3, 6, dtype=DOUBLE)
+    results = []
+    for model in (whole, kept, ours):
+        torch.manual_seed(5)
+        given = x.clone().requires_grad_()
+        if model is whole:
+            given = distribute_tensor(x, mesh_here(), [Replicate()]).requires_grad_()
+        for _ in range(2):
+            out = model(given)
+            seen = []
+            with Ops():
+                out.square().sum().backward()
+        results.append((full(out.detach()), full(given.grad), torch.get_rng_state(), [full(p.grad) for p in model.parameters()]))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+    assert kept.calls == [2, 2] and ours.calls == [4, 4]
+    aten = torch.ops.aten
+    assert aten.bernoulli_.float in seen and aten.relu.default in seen
+    # Without early stop, or where the sum of the last linear belongs to the block, that too runs again.
+    assert seen.count(aten.linear.default) == {"selective": 0}.get(how, 4 if how in ("reentrant", "no early stop") else 2)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("local", [True, False], ids=["local", "distributed"])
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_checkpointing(pools, how, local, world):
+    pools(world).run(f"{__name__}:checkpointing", how, local)
+
+
+class Noisy(nn.Sequential):
+    """Dropout on what lies in pieces."""
+
+    def forward(self, x):
+        for block in self:
+            x = block.down(nn.functional.dropout(block.up(x), 0.3))
+        return x
+
+
+def wrapped(kind):
+    """The wrapper modules of torch.distributed.algorithms, put around the blocks by a function that asks for their class."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+
+    plain = nn.Sequential(Noisy(MLP(7)), nn.Tanh(), Noisy(MLP(4)))
+    plain[2][0].up = nn.Linear(5, 4, dtype=DOUBLE)
+    kept, ours = (tensor_parallel(copy.deepcopy(plain), ["0.0.", "2.0."]) for _ in range(2))
+    if kind == "offload":
+        ours = torchs.offload_wrapper(ours)
+    else:
+        wrapper = partial(torchs.checkpoint_wrapper, checkpoint_impl=getattr(torchs.CheckpointImpl, kind))
+        torchs.apply_activation_checkpointing(ours, checkpoint_wrapper_fn=wrapper, check_fn=lambda m: isinstance(m, Noisy))
+        assert isinstance(ours[0], torchs.CheckpointWrapper)
+    assert list(ours.state_dict()) == list(kept.state_dict())
+    results = []
+    for model in (kept, ours):
+        torch.manual_seed(5)
+        x = torch.linspace(-1, 1, 24, dtype=DOUBLE).view(4, 6).requires_grad_()
+        out = model(x)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad, *(full(p.grad) for p in model.parameters())))
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("kind", ["NO_REENTRANT", "REENTRANT", "offload"])
+def test_checkpoint_wrappers(pools, kind):
+    pools(3).run(f"{__name__}:wrapped", kind)
+
+
+# ---- FSDP2 ----
+
+
+class Layers(nn.Sequential):
+    def __init__(self):
+        super().__init__(MLP(7), nn.Tanh(), nn.Linear(5, 6, dtype=DOUBLE), MLP(3))
+
+
+def fsdp_mesh(over, ours):
+    """The mesh that FSDP is given; `ours` is made tensor-parallel where it shall be."""
+    from shardtensor import init_device_mesh
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    world = dist.get_world_size()
+    if over == "nothing":
+        return mesh_here()
+    if over == "replicas":
+        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    style = {}
+    for name in ("0.", "3."):
+        style |= {f"{name}up": ColwiseParallel(), f"{name}down": RowwiseParallel()}
+    parallelize_module(ours, mesh["tp"], style)
+    return mesh["dp"]
+
+
+def shard_fully(model, mesh, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model[0], model[2], model[3]):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def frozen(model):
+    model[0].up.weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    return model
+
+
+def losses(model, steps=3, sync_every=1, seed=1):
+    """Of some steps, each of `sync_every` backwards, with the batches that every rank has."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    out = []
+    for _ in range(steps):
+        for i in range(sync_every):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i + 1 == sync_every)
+                model.set_is_last_backward(i + 1 == sync_every)
+            x = torch.randn(4, 6, generator=generator, dtype=DOUBLE)
+            loss = model(x).square().mean()
+            loss.backward()
+            out.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return out
+
+
+def same_parameters(ours, plain, **tolerance):
+    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            full(a.detach()), b.detach(), msg=lambda text, name=name: f"{name}: {text}", check_dtype=False, **tolerance
+        )
+
+
+def fsdp_options(name):
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    return {
+        "usual": {},
+        "kept": dict(reshard_after_forward=False),
+        "smaller groups": dict(reshard_after_forward=2),
+        "offloaded": dict(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "reduced in double": dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=DOUBLE)),
+    }[name]
+
+
+def trains_alike(over, options, freeze, sync_every):
+    plain = Layers()
+    if freeze:
+        frozen(plain)
+    ours = copy.deepcopy(plain)
+    mesh = fsdp_mesh(over, ours)
+    shard_fully(ours, mesh, **fsdp_options(options))
+    wanted = losses(plain, sync_every=sync_every)
+    assert losses(ours, sync_every=sync_every) == pytest.approx(wanted, rel=1e-9)
+    for layer in (ours[0], ours[2], ours[3], ours):
+        layer.reshard()
+    same_parameters(ours, plain)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert a.requires_grad == b.requires_grad
+
+
+FSDP = [
+    ("nothing", 3, "kept", False, 2),
+    ("nothing", 2, "offloaded", True, 1),
+    ("nothing", 4, "smaller groups", False, 1),
+    ("nothing", 3, "usual", True, 2),
+    ("replicas", 4, "usual", True, 1),
+    ("replicas", 4, "offloaded", False, 2),
+    ("tensor parallel", 4, "usual", True, 2),
+    ("tensor parallel", 4, "offloaded", False, 1),
+    ("tensor parallel", 4, "kept", True, 1),
+    ("tensor parallel", 4, "reduced in double", False, 1),
+]
+
+
+@pytest.mark.parametrize(("over", "world", "options", "freeze", "sync_every"), FSDP)
+def test_fsdp(pools, over, world, options, freeze, sync_every):
+    pools(world).run(f"{__name__}:trains_alike", over, options, freeze, sync_every)
+
+
+def mixed_precision(over):
+    """Computes in bfloat16, as a single process does under the same casts; the parameters and the steps stay in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plain = Layers().float()
+    ours = copy.deepcopy(plain)
+    mesh = fsdp_mesh(over, ours)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    shard_fully(ours, mesh, mp_policy=policy)
+    x = torch.randn(4, 6)
+    low = copy.deepcopy(plain).bfloat16()
+    want, got = low(x.bfloat16()), ours(x)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want.float(), rtol=0.05, atol=0.01)
+    got.square().mean().backward()
+    want.square().mean().backward()
+    for (name, a), (_, b) in zip(ours.named_parameters(), low.named_parameters(), strict=True):
+        assert a.dtype == a.grad.dtype == torch.float32, name
+        torch.testing.assert_close(
+            full(a.grad), b.grad.float(), rtol=0.1, atol=0.02, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    torch.optim.SGD(ours.parameters(), lr=0.1).step()
+    torch.optim.SGD(low.parameters(), lr=0.1).step()
+    same_parameters(ours, low.float(), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize(("over", "world"), [("nothing", 3), ("tensor parallel", 4)])
+def test_fsdp_mixed_precision(pools, over, world):
+    pools(world).run(f"{__name__}:mixed_precision", over)
+
+
+def from_meta(over):
+    """Made without memory, sharded, then given memory and values; a single process with those values has the same losses."""
+    with torch.device("meta"):
+        ours = Layers()
+    mesh = fsdp_mesh(over, ours)
+    shard_fully(ours, mesh)
+    assert all(p.is_meta for p in ours.parameters())
+    ours.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for module in ours.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    plain = Layers()
+    with torch.no_grad():
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            value = full(a.detach())
+            assert value.abs().sum() > 0 and value.abs().max() < 1
+            b.copy_(value)
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-9)
+    return [full(p.detach()).tolist() for p in ours.parameters()]
+
+
+@pytest.mark.parametrize(("over", "world"), [("nothing", 3), ("tensor parallel", 4)])
+def test_fsdp_from_meta(pools, over, world):
+    first, *others = pools(world).run(f"{__name__}:from_meta", over)
+    assert all(values == first for values in others)
+
+
+def cut_in_heads(replicas):
+    """FSDP cuts further what tensor parallelism has cut in whole heads: its pieces are ShardTensors that know where they are."""
+    from shardtensor import ShardTensor, init_device_mesh
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.fsdp import fully_shard
+
+    plain = Attention(5, 2)
+    ours = copy.deepcopy(plain)
+    shape, names = ((1, 2, 2), ("replicate", "dp", "tp")) if replicas else ((2, 2), ("dp", "tp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    columns = {name: ColwiseParallel(multiple_of=2, use_local_output=False) for name in "qkv"}
+    parallelize_module(ours, mesh["tp"], {**columns, "out": RowwiseParallel(multiple_of=2)})
+    fully_shard(ours, mesh=mesh[names[:-1]])
+    assert all(type(p) is ShardTensor and p.device_mesh.mesh_dim_names == names for p in ours.parameters())
+    same_parameters(ours, plain)
+    x = torch.randn(2, 5, 6, dtype=DOUBLE)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (ours, plain)]
+    for _ in range(2):
+        values = []
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            loss = model(x).square().mean()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            values.append((loss.item(), full(norm).item()))
+            if model is ours:
+                assert all(type(p.grad) is ShardTensor and p.grad._layout == p._layout for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert values[0] == pytest.approx(values[1], rel=1e-9)
+    ours.reshard()
+    same_parameters(ours, plain)
+    state = {name: value.full_tensor() for name, value in ours.state_dict().items()}
+    torch.testing.assert_close(state, dict(plain.state_dict()))
+    held = [len(p.__create_chunk_list__()) for p in ours.parameters()]
+    return held, ours.q.weight.to_local().shape[0], ours.q.weight._layout.intervals(0, 10)
+
+
+@pytest.mark.parametrize("replicas", [False, True], ids=["flat", "hybrid"])
+def test_fsdp_over_whole_heads(pools, replicas):
+    results = pools(4).run(f"{__name__}:cut_in_heads", replicas)
+    assert [rows for _, rows, _ in results] == [3, 2, 3, 2]  # 6 and 4 rows, each in two
+    assert [where for _, _, where in results] == [[(0, 3)], [(6, 2)], [(3, 3)], [(8, 2)]]
+    assert all(count == 1 for held, _, _ in results for count in held)
+
+
+# ---- schedulers, scaling, averages, Muon ----
+
+
+class Mixed(nn.Sequential):
+    """With a plain layer behind: an optimizer's parameters are of both kinds."""
+
+    def __init__(self):
+        super().__init__(MLP(7), nn.Linear(5, 3, dtype=DOUBLE))
+
+
+def pair():
+    plain = Mixed()
+    return tensor_parallel(copy.deepcopy(plain), ["0."]), plain
+
+
+def batch():
+    return torch.linspace(-1, 2, 24, dtype=DOUBLE).sin().view(4, 6)
+
+
+SCHEDULERS = {
+    "OneCycleLR": dict(max_lr=0.1, total_steps=5),
+    "CosineAnnealingWarmRestarts": dict(T_0=2),
+    "CyclicLR": dict(base_lr=0.01, max_lr=0.1, step_size_up=2),
+    "ExponentialLR": dict(gamma=0.5),
+    "ReduceLROnPlateau": dict(patience=0, factor=0.5),
+}
+
+
+def scheduled(name, as_tensor):
+    seen = []
+    for model in (models := pair()):
+        rate = torch.tensor(0.05) if as_tensor else 0.05
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **SCHEDULERS[name])
+        steps = []
+        for _ in range(4):
+            loss = model(batch()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(*([loss] if name == "ReduceLROnPlateau" else []))
+            steps.append((loss.item(), float(optimizer.param_groups[0]["lr"])))
+        seen.append(steps)
+    torch.testing.assert_close(seen[0], seen[1])
+    assert len({rate for _, rate in seen[0]}) > 1 or name == "ReduceLROnPlateau"
+    same_parameters(*models)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(pools, name, as_tensor):
+    pools(2).run(f"{__name__}:scheduled", name, as_tensor)
+
+
+def scaled(foreach):
+    """An infinity on one rank makes all skip the step and halve the scale."""
+    seen = []
+    for model in (models := pair()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=foreach)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        steps = []
+        for step in range(5):
+            loss = model(batch()).square().mean()
+            scaler.scale(loss).backward()
+            weight = model[0].up.weight
+            if step == 2:
+                with torch.no_grad():  # the last row is the last rank's
+                    piece = weight.grad.to_local() if hasattr(weight, "to_local") else weight.grad
+                    if piece is weight.grad or dist.get_rank() == dist.get_world_size() - 1:
+                        piece[-1] = float("inf")
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+            before = full(weight.detach()).clone()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, full(weight.detach())) == (step == 2)
+            optimizer.zero_grad()
+            steps.append((loss.item(), full(norm).item(), scaler.get_scale()))
+        seen.append(steps)
+    torch.testing.assert_close(seen[0], seen[1])
+    assert [scale for _, _, scale in seen[0]] == [8, 16, 8, 8, 16]
+    same_parameters(*models)
+
+
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "loop"])
+def test_scaler(pools, foreach):
+    pools(2).run(f"{__name__}:scaled", foreach)
+    pools(3).run(f"{__name__}:scaled", foreach)
+
+
+def averaged(kind):
+    from torch.optim import swa_utils
+
+    options = {
+        "swa": {},
+        "swa one by one": dict(avg_fn=swa_utils.get_swa_avg_fn()),
+        "ema": dict(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
+        "ema one by one": dict(avg_fn=swa_utils.get_ema_avg_fn(0.9)),
+        "buffers": dict(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True),
+    }[kind]
+    averages = []
+    for model in pair():
+        average = swa_utils.AveragedModel(model, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = swa_utils.SWALR(optimizer, swa_lr=0.1, anneal_epochs=2)
+        for _ in range(3):
+            model(batch()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            schedule.step()
+        averages.append(average)
+        assert not torch.allclose(full(average.module[0].up.weight), full(model[0].up.weight))
+    ours, plain = averages
+    assert type(ours.module[0].up.weight) is not type(plain.module[0].up.weight)
+    same_parameters(ours, plain)
+    torch.testing.assert_close(ours(batch()), plain(batch()))
+
+
+@pytest.mark.parametrize("kind", ["swa", "swa one by one", "ema", "ema one by one", "buffers"])
+def test_averaged_models(pools, kind):
+    pools(3).run(f"{__name__}:averaged", kind)
+
+
+def other_optimizers(name):
+    models = pair()
+    patch = pytest.MonkeyPatch()
+    if name == "Muon":  # it computes in bfloat16, where the order of a sum would show
+        from torch.optim import _muon
+
+        patch.setattr(_muon, "torch", SimpleNamespace(**{**vars(torch), "bfloat16": DOUBLE}))
+    values = []
+    for model in models:
+        parameters = {
+            "Adafactor": list(model.parameters()),
+            "LBFGS": list(model[0].parameters()),  # which it joins to one vector: all ShardTensors, or all plain
+            "Muon": [p for p in model.parameters() if p.ndim == 2],
+        }[name]
+        optimizer = getattr(torch.optim, name)(parameters, lr=0.05)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean()
+            loss.backward()
+            return loss
+
+        values.append([float(optimizer.step(closure)) for _ in range(3)])
+    patch.undo()
+    torch.testing.assert_close(values[0], values[1])
+    assert values[0][2] < values[0][0]
+    same_parameters(*models)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_other_optimizers(pools, name):
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    pools(2).run(f"{__name__}:other_optimizers", name)
+
+
+# ---- clipping over several meshes ----
+
+AMONG = ["two meshes", "plain", "plain first", "plain and two meshes"]
+
+
+def gradients(kind):
+    """Plain gradients, and the same ones on the meshes that `kind` says."""
+    world = dist.get_world_size()
+    one, two = mesh_of((world,)), mesh_of((1, world))
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(5, 4, generator=generator, dtype=DOUBLE) for _ in range(5)]
+    values[4].zero_()
+    placed = [
+        values[0].clone() if kind == "plain first" else place(values[0], one, ("S(0)",), UNEVEN),
+        place(values[1], two, ("R", "S(1)"), UNEVEN) if "two" in kind else values[1].clone(),
+        place(values[2], one, ("P",), EVEN),
+        values[3].clone() if kind == "plain and two meshes" else place(values[3], one, ("S(1)",), EMPTY),
+        place(values[4], two, ("S(0)", "S(1)"), UNEVEN),
+    ]
+    return values, placed
+
+
+def with_gradients(values):
+    out = []
+    for value in values:
+        parameter = torch.zeros_like(value)
+        if hasattr(value, "placements") and any(p.is_partial() for p in value.placements):
+            parameter = torch.zeros_like(value.redistribute(placements=[_replicate()]))
+        out.append(nn.Parameter(parameter))
+        out[-1].grad = value
+    return out
+
+
+def _replicate():
+    from shardtensor import Replicate
+
+    return Replicate()
+
+
+def clipped(kind, foreach):
+    from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+    for order in (0.0, 1.0, 2.0, 3.0, float("inf")):
+        values, placed = gradients(kind)
+        want = get_total_norm(values, order, foreach=foreach)
+        torch.testing.assert_close(full(get_total_norm(placed, order, foreach=foreach)), want)
+        plain, ours = with_gradients(values), with_gradients(placed)
+        torch.testing.assert_close(full(clip_grad_norm_(ours, 0.3, order, foreach=foreach)), want)
+        clip_grad_norm_(plain, 0.3, order, foreach=foreach)
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(full(a.grad), b.grad)
+    clip_grad_value_(plain, 0.01, foreach=foreach)
+    clip_grad_value_(ours, 0.01, foreach=foreach)
+    # A norm of some of them, on their mesh, for all of them.
+    norm, total = (get_total_norm([p[2].grad]) for p in (ours, plain))
+    clip_grads_with_norm_(ours, 0.001, norm, foreach=foreach)
+    clip_grads_with_norm_(plain, 0.001, total, foreach=foreach)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(full(a.grad), b.grad)
+    plain[0].grad[0, 0] = float("nan")
+    ours[0].grad[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 .* non-finite"):
+        get_total_norm([p.grad for p in ours], 2.0, error_if_nonfinite=True, foreach=foreach)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False], ids=["default", "foreach", "loop"])
+@pytest.mark.parametrize("kind", AMONG)
+def test_clipping_among_meshes(pools, kind, foreach):
+    pools(2).run(f"{__name__}:clipped", kind, foreach)
+    pools(3).run(f"{__name__}:clipped", kind, foreach)
