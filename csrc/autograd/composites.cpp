@@ -9,6 +9,7 @@
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_attention_math_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/_to_copy_ops.h>
 #include <ATen/ops/embedding_ops.h>
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
@@ -268,6 +269,24 @@ at::Tensor embedding(
   return out;
 }
 
+// Onto the meta device torch takes that device's kernel, whose key is above ours, and which knows no pieces.
+at::Tensor to_copy(
+    c10::DispatchKeySet keys,
+    const at::Tensor& self,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> layout,
+    std::optional<at::Device> device,
+    std::optional<bool> pin_memory,
+    bool non_blocking,
+    std::optional<at::MemoryFormat> memory_format) {
+  if (device && device->is_meta() && as_shard_tensor(self)) {
+    auto out = at::empty_like(self.detach(), dtype, layout, device, pin_memory, memory_format);
+    return out.set_requires_grad(self.requires_grad());
+  }
+  return at::_ops::_to_copy::redispatch(
+      torchs_autograd(keys), self, dtype, layout, device, pin_memory, non_blocking, memory_format);
+}
+
 at::Tensor max_pool1d(
     const at::Tensor& x,
     at::IntArrayRef kernel_size,
@@ -422,6 +441,7 @@ void take_chunked(torch::Library& m) {
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("_to_copy", to_copy);
   m.impl("embedding", embedding);
   m.impl("linear", linear);
   m.impl("matmul", matmul);

@@ -76,6 +76,9 @@ def _world() -> str:
 def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
     key = id(device_mesh)
     _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups, mesh.world)
+    known = _device_meshes.get(mesh.id)
+    if known is not None and known() is not None and mesh.id not in _stand_ins:
+        return  # an equal one came first: a file that is loaded brings meshes of its own
     _device_meshes[mesh.id] = weakref.ref(device_mesh)
     _stand_ins.pop(mesh.id, None)
     # mesh["tp"] is a fresh object each time, but FSDP asks a parameter's mesh what it was cut from.

@@ -348,13 +348,6 @@ class ShardTensor(DTensor):
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """As torch.Tensor.to. Onto the meta device, torch asks that device's kernel, which knows no pieces."""
-        out = super().to(*args, **kwargs)
-        if type(out) is ShardTensor or not out.is_meta:
-            return out
-        return torch.empty_like(self, dtype=out.dtype, device="meta").requires_grad_(out.requires_grad)
-
     def __setitem__(self, index: Any, value: Any) -> None:
         """An int that picks from a sharded dim is written as a slice of one, which stays where it is."""
         _C.set_item(self, *_ints_as_slices(self, index, value))
