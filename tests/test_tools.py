@@ -70,7 +70,7 @@ def counted_flops():
             with FlopCounterMode(display=False) as counter:
                 f(*arguments).sum().backward()
             totals.append(counter.get_total_flops())
-        assert totals[0] == totals[1] > 0
+        assert totals[0] == totals[1] > 0, totals
 
 
 def test_flop_counter(pools):
