@@ -113,6 +113,25 @@ def test_timer(pools):
     pools(2).run(f"{__name__}:timed")
 
 
+def written_down():
+    """Ops with the global sizes and placements; the collectives below with what each rank sends."""
+    from torch.utils._debug_mode import DebugMode
+
+    model = tensor_parallel(MLP(7), [""])
+    with DebugMode() as mode:
+        tensor().relu().full_tensor()
+        model(batch()).sum().backward()
+    return mode.debug_string()
+
+
+def test_debug_mode(pools):
+    for text in pools(2).run(f"{__name__}:written_down", seconds=110):  # it imports the compiler
+        assert "aten::relu(dt: f64[5, 4]| S(0))" in text
+        assert "aten::linear(dt: f64[4, 6]| R, dt: f64[7, 6]| S(0), dt: f64[7]| S(0))" in text
+        assert "aten::linear_backward(dt: f64[4, 7]| S(1), dt: f64[4, 5]| R, dt: f64[5, 7]| S(1), [True, True, True])" in text
+        assert "c10d::allreduce_(['t: f64[4, 5]']" in text
+
+
 # ---- modes ----
 
 
