@@ -6,7 +6,7 @@ from shardtensor import _load  # noqa: F401  checks torch's version and loads th
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C, _fsdp, _interop, _logging, _optimizers, _tools, random
+from shardtensor import _C, _fsdp, _interop, _logging, _optimizers, _pipelines, _tools, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -37,6 +37,7 @@ _C.install_handler()
 _interop.install()
 _optimizers.install()
 _fsdp.install()
+_pipelines.install()
 _tools.install()
 _logging.install()
 

@@ -194,6 +194,7 @@ class ShardTensor(DTensor):
             raise TypeError(f"{who}: argument 'local_tensor' is {type(local_tensor).__name__}, not a torch.Tensor")
         if isinstance(local_tensor, DTensor):
             raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
+        refuse_transformed(local_tensor, who)
         mesh = device_mesh if device_mesh is not None else current_mesh(who)
         if shape is None and sharding_shapes is None and not run_check:
             layout, sizes = layout_of_equal_pieces(local_tensor, mesh, placements, who=who), None
@@ -457,6 +458,15 @@ def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
         behind += type(parts[i]) is not int
         dim -= part is not None
     return tuple(parts), value
+
+
+def refuse_transformed(t: Any, who: str) -> None:
+    """torch.func hides a tensor, distributed or not, in one of its own, which has no pieces."""
+    if isinstance(t, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        raise NotImplementedError(
+            f"{who}: a tensor inside torch.func.grad, jvp or vmap cannot be distributed, moved or taken apart. Do that outside of "
+            "the transform, or use torch.autograd.grad (torch.func.functional_call works with both)"
+        )
 
 
 def _nothing_of(t: torch.Tensor) -> torch.Tensor:

@@ -37,15 +37,24 @@ def _pieces_on_cpu() -> None:
     save_on_cpu.__init__ = wrapped  # type: ignore[method-assign]
 
 
+# torch itself calls neither op on CPU or CUDA tensors, so it has no formulas. Two products of the size of the forward's.
+
+
 def _linear_backward_flops(
-    x: torch.Size, gradient: torch.Size, weight: torch.Size, mask: list[bool], *args: Any, out_shape: Any = None, **kwargs: Any
+    x: torch.Size, gradient: torch.Size, weight: torch.Size, mask: list[bool], *args: Any, **kwargs: Any
 ) -> int:
-    """Of two products: the input's gradient and the weight's. torch itself never calls the op on CPU or CUDA tensors."""
     return 2 * gradient.numel() * weight[-1] * (bool(mask[0]) + bool(mask[1]))
 
 
-def _count_linear(module: Any) -> None:
+def _matmul_backward_flops(
+    gradient: torch.Size, left: torch.Size, right: torch.Size, mask: list[bool], *args: Any, **kwargs: Any
+) -> int:
+    return 2 * gradient.numel() * left[-1] * (bool(mask[0]) + bool(mask[1]))
+
+
+def _count_products(module: Any) -> None:
     module.register_flop_formula(torch.ops.aten.linear_backward)(_linear_backward_flops)
+    module.register_flop_formula(torch.ops.aten.matmul_backward)(_matmul_backward_flops)
 
 
 def _know_cuts_under_ddp(module: Any) -> None:
@@ -67,4 +76,4 @@ def install() -> None:
     """Called once."""
     when_imported("torch.distributed.tensor.parallel.ddp", _know_cuts_under_ddp)
     _pieces_on_cpu()
-    when_imported("torch.utils.flop_counter", _count_linear)
+    when_imported("torch.utils.flop_counter", _count_products)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardtensor import _C
 from shardtensor._api import distribute_module, distribute_tensor
 from shardtensor._layout import make_layout
-from shardtensor._tensor import ShardTensor
+from shardtensor._tensor import ShardTensor, refuse_transformed
 
 Layouts = Placement | tuple[Placement | None, ...]
 Shapes = Literal["chunk", "infer"] | dict[int, Sequence[Sequence[int]]] | None
@@ -51,6 +51,8 @@ def _enter(value: Any, mesh: DeviceMesh, layout: Placement, shapes: Shapes, who:
 
 
 def _moved(value: ShardTensor, layout: Placement | None) -> ShardTensor:
+    if not isinstance(value, DTensor):
+        refuse_transformed(value, "a parallel style")
     return value if layout is None else value.redistribute(placements=(layout,), async_op=True)
 
 
