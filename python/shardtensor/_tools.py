@@ -83,7 +83,7 @@ def _identify() -> None:
     def get_sid(t: torch.Tensor) -> tuple[int, int]:
         return (t._local_tensor.data_ptr(), t._version) if isinstance(t, ShardTensor) else of_storage(t)
 
-    graph._get_tid, graph._get_sid = get_tid, get_sid
+    graph._get_tid, graph._get_sid = get_tid, get_sid  # type: ignore[assignment]
 
 
 def install() -> None:
