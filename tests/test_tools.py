@@ -345,6 +345,22 @@ def test_saved_tensors(pools, how):
     pools(3).run(f"{__name__}:saved", how)
 
 
+def overwritten():
+    from torch.autograd.graph import allow_mutation_on_saved_tensors
+
+    x = tensor().requires_grad_()
+    with allow_mutation_on_saved_tensors():
+        y = x.clone()
+        z = y * y
+        y.zero_()
+        z.sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * whole(x).detach())
+
+
+def test_saved_tensors_may_be_overwritten(pools):
+    pools(2).run(f"{__name__}:overwritten")
+
+
 def parametrized(name, placement):
     from shardtensor import ShardTensor
     from torch.nn.utils import parametrizations, parametrize

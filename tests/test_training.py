@@ -364,6 +364,50 @@ def test_fsdp_over_whole_heads(pools, replicas):
     assert all(count == 1 for held, _, _ in results for count in held)
 
 
+def on_one_mesh():
+    """FSDP along one dim of the mesh that the parameters are on already, cut unevenly along the other."""
+    from shardtensor import Replicate, Shard, ShardTensor, distribute_tensor, init_device_mesh
+    from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = MLP(7)
+    ours = copy.deepcopy(plain)
+    for name, placement, shapes in (
+        ("up.weight", Shard(0), [[5, 6], [2, 6]]),
+        ("up.bias", Shard(0), [[5], [2]]),
+        ("down.weight", Shard(1), [[5, 5], [5, 2]]),
+        ("down.bias", Replicate(), None),
+    ):
+        cut = {} if shapes is None else dict(sharding_shapes={1: shapes})
+        value = distribute_tensor(plain.get_parameter(name).detach(), mesh, [Replicate(), placement], **cut)
+        module, _, key = name.partition(".")
+        setattr(ours.get_submodule(module), key, nn.Parameter(value))
+    fully_shard(ours, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    ours.set_gradient_divide_factor(1.0)  # the losses here are of the whole batch
+    same_parameters(ours, plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (ours, plain)]
+    for _ in range(2):
+        seen = []
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            x = distribute_tensor(batch(), mesh, [Shard(0), Replicate()]) if model is ours else batch()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        assert seen[0] == pytest.approx(seen[1], rel=1e-9)
+    ours.reshard()
+    assert all(type(p) is ShardTensor for p in ours.parameters())
+    same_parameters(ours, plain)
+
+
+def test_fsdp_on_one_mesh(pools):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        pytest.skip("this torch's FSDP wants a mesh of its own")
+    pools(4).run(f"{__name__}:on_one_mesh")
+
+
 # ---- schedulers, scaling, averages, Muon ----
 
 

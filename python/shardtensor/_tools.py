@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.autograd import graph
 from torch.autograd.graph import save_on_cpu
 
 from shardtensor import _C
@@ -72,8 +73,22 @@ def _know_cuts_under_ddp(module: Any) -> None:
     module._flatten_tensor, module._unflatten_tensor = flatten, unflatten
 
 
+def _identify() -> None:
+    """allow_mutation_on_saved_tensors knows tensors by their memory: here the piece's."""
+    of_tensor, of_storage = graph._get_tid, graph._get_sid
+
+    def get_tid(t: torch.Tensor) -> tuple[int, int, int]:
+        return (id(t), t._local_tensor.data_ptr(), t._version) if isinstance(t, ShardTensor) else of_tensor(t)
+
+    def get_sid(t: torch.Tensor) -> tuple[int, int]:
+        return (t._local_tensor.data_ptr(), t._version) if isinstance(t, ShardTensor) else of_storage(t)
+
+    graph._get_tid, graph._get_sid = get_tid, get_sid  # type: ignore[assignment]
+
+
 def install() -> None:
     """Called once."""
+    _identify()
     when_imported("torch.distributed.tensor.parallel.ddp", _know_cuts_under_ddp)
     _pieces_on_cpu()
     when_imported("torch.utils.flop_counter", _count_products)
