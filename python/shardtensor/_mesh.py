@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from shardtensor import _C
 
 # Not an attribute of the DeviceMesh: users pickle those. By identity: equal ones may have other groups.
-_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str]] = {}
+_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str, int]] = {}
 _device_meshes: dict[int, weakref.ReferenceType[DeviceMesh]] = {}
 # Made here, without groups of their own.
 _stand_ins: dict[int, DeviceMesh] = {}
@@ -28,9 +28,16 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
     names = getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim
     known = _meshes.get(id(device_mesh))
     if known is not None and known[0]() is device_mesh and known[2] == names and (known[3] or not dist.is_initialized()):
+        _device_meshes[known[4]] = known[0]  # of equal ones, the one given last
         return known[1]
+    mesh = _view(device_mesh, names)
+    _remember(device_mesh, mesh)
+    return mesh
+
+
+def _view(device_mesh: DeviceMesh, names: list[str]) -> _C.Mesh:
     rank = device_mesh.get_rank() if dist.is_initialized() else device_mesh._rank
-    mesh = _C.Mesh(
+    return _C.Mesh(
         device_mesh.device_type,
         list(device_mesh.mesh.shape),
         device_mesh.mesh.flatten().tolist(),
@@ -40,8 +47,13 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
         _world(),
         _group_ranks(device_mesh, names),
     )
-    _remember(device_mesh, mesh)
-    return mesh
+
+
+def at_home(device_mesh: DeviceMesh) -> DeviceMesh:
+    """For a mesh that came in a file, the equal one that is in use here, if there is one."""
+    mesh = _view(device_mesh, list(getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim))
+    reference = _device_meshes.get(mesh.id)
+    return (reference() if reference is not None else None) or device_mesh
 
 
 def _group_ranks(device_mesh: DeviceMesh, names: list[str]) -> list[list[int]]:
@@ -75,10 +87,7 @@ def _world() -> str:
 
 def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
     key = id(device_mesh)
-    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups, mesh.world)
-    known = _device_meshes.get(mesh.id)
-    if known is not None and known() is not None and mesh.id not in _stand_ins:
-        return  # an equal one came first: a file that is loaded brings meshes of its own
+    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups, mesh.world, mesh.id)
     _device_meshes[mesh.id] = weakref.ref(device_mesh)
     _stand_ins.pop(mesh.id, None)
     # mesh["tp"] is a fresh object each time, but FSDP asks a parameter's mesh what it was cut from.

@@ -25,7 +25,7 @@ from shardtensor._layout import (
     make_layout,
     placements_of,
 )
-from shardtensor._mesh import as_device_mesh, current_mesh
+from shardtensor._mesh import as_device_mesh, at_home, current_mesh
 
 if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the rest
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -497,7 +497,7 @@ def _rebuild(
     is_parameter: bool,
     attributes: dict[str, Any],
 ) -> ShardTensor:
-    layout = make_layout(mesh, placements, len(shape), cuts, who="ShardTensor.__reduce_ex__")
+    layout = make_layout(at_home(mesh), placements, len(shape), cuts, who="ShardTensor.__reduce_ex__")
     out = _as_leaf(_C.wrap(local, layout, list(shape), list(stride)), requires_grad, is_parameter)
     out.__dict__.update(attributes)
     return out
@@ -506,6 +506,7 @@ def _rebuild(
 def _rebuild_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], tensor_meta: TensorMeta, cuts: list[list[int] | None]
 ) -> ShardTensorSpec:
+    mesh = at_home(mesh)
     layout = make_layout(mesh, placements, len(tensor_meta.shape), cuts, who="ShardTensorSpec.__reduce__")
     return ShardTensorSpec(mesh, placements, tensor_meta=tensor_meta, _layout=layout)
 
