@@ -6,6 +6,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 namespace shardtensor::bindings {
 
 namespace {
@@ -47,6 +49,16 @@ void register_tensor(py::module& m) {
   m.def("is_shard_tensor", [](const at::Tensor& t) { return as_shard_tensor(t) != nullptr; });
   m.def("local", [](const at::Tensor& t) { return shard_tensor(t, "_local_tensor").local(); });
   m.def("set_local", [](const at::Tensor& t, const at::Tensor& local) { shard_tensor(t, "_local_tensor").set_local(local); });
+  m.def("of_one_mesh", [](const py::list& list) {
+    const auto tensors = tensor_list(list);
+    const Mesh* mesh = nullptr;
+    return tensors && std::all_of(tensors->begin(), tensors->end(), [&](const at::Tensor& t) {
+             const auto* impl = as_shard_tensor(t);
+             const bool same = impl && (!mesh || mesh == &impl->layout().mesh());
+             mesh = same ? &impl->layout().mesh() : mesh;
+             return same;
+           });
+  });
   m.def("layout", [](const at::Tensor& t) { return as_mutable(shard_tensor(t, "layout").layout_ptr()); });
   m.def("is_traced", [](const at::Tensor& t) { return shard_tensor(t, "is_traced").traced(); });
   m.def(

@@ -64,6 +64,8 @@ def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[...,
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         tensors = _as_list(tensors)
+        if _C.of_one_mesh(tensors):
+            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         by_home: dict[Any, list[torch.Tensor]] = {}
         for t in tensors:
             by_home.setdefault(_home(t), []).append(t)
@@ -85,8 +87,8 @@ def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
     def run(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
         parameters = _as_list(parameters)
         if isinstance(total_norm, ShardTensor):
-            home = _home(total_norm)
-            if any(p.grad is not None and _home(p.grad) != home for p in parameters):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if not _C.of_one_mesh([total_norm, *gradients]):
                 total_norm = total_norm.full_tensor()
         clip(parameters, max_norm, total_norm, foreach)
 
