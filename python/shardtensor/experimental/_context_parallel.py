@@ -345,7 +345,8 @@ def context_parallel_unshard(
         plan = _plan(mesh, int(sum(sizes)), load_balance, None)
         moved = buffer.movedim(dim, 0).contiguous()
         pieces = _C.all_gather([moved.new_empty(n, *moved.shape[1:]) for n in plan.lengths()], moved, as_mesh(mesh), 0)
-        whole = torch.empty_like(torch.cat(pieces))
-        whole[plan.order().to(whole.device)] = torch.cat(pieces)
+        held = torch.cat(pieces)
+        whole = torch.empty_like(held)
+        whole[plan.order().to(whole.device)] = held
         out.append(whole.movedim(0, dim).contiguous())
     return out
