@@ -73,12 +73,12 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
     auto name = c10::toString(handle_.operator_name());
     auto it = known.find(name);
     if (it == known.end()) {
+      refuse_collective(name);
       ops().emplace_back(handle_);
       it = known.emplace(std::move(name), &ops().back()).first;
     }
     op = it->second;
   }
-  refuse_collective(op->name);
   handle(*op, stack);
 }
 
