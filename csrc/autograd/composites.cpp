@@ -181,7 +181,7 @@ at::Tensor linear(
   if (wants_entrance(x) || wants_entrance(weight) || wants_entrance(bias)) {
     static const auto& op = installed_op("aten::linear");
     torch::jit::Stack in{x, weight, bias_};
-    if (enter_plain(op, in, 0)) {
+    if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::linear(in[0].toTensor(), in[1].toTensor(), in[2].toOptional<at::Tensor>());
     }
   }
@@ -214,7 +214,7 @@ at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Te
   if (wants_entrance(self) || wants_entrance(other)) {
     static const auto& op = installed_op("aten::matmul");
     torch::jit::Stack in{self, other};
-    if (enter_plain(op, in, 0)) {
+    if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::matmul(in[0].toTensor(), in[1].toTensor());
     }
   }
@@ -251,7 +251,7 @@ at::Tensor embedding(
   if (wants_entrance(weight)) {
     static const auto& op = installed_op("aten::embedding");
     torch::jit::Stack in{weight, indices, padding_idx, scale_grad_by_freq, sparse};
-    if (enter_plain(op, in, 0)) {
+    if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::embedding_symint(in[0].toTensor(), indices, padding_idx, scale_grad_by_freq, sparse);
     }
   }

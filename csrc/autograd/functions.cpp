@@ -79,10 +79,8 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
 void tell_of_gradient(const at::Tensor& grad, const Layout& want) {
   static const std::string op = "from_local", argument = "gradient";
   const auto* impl = as_shard_tensor(grad);
-  auto* tell = watcher();
-  if (tell && impl && &impl->layout() != &want) {
-    const auto item = static_cast<int64_t>(grad.element_size());
-    tell({op, argument, "its input had another layout", impl->layout(), want, grad.sizes(), item});
+  if (impl && &impl->layout() != &want) {
+    tell_watcher(op, argument, "its input had another layout", impl->layout(), want, grad);
   }
 }
 

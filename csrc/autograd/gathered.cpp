@@ -10,14 +10,10 @@ namespace shardtensor {
 
 namespace {
 
-// The watcher hears of it before.
-void tell(const Op& op, const Refs& refs, const Layout& replicated) {
-  auto* tell = watcher();
+void tell_of_gathers(const Op& op, const Refs& refs, const Layout& replicated) {
   for (const auto& r : refs) {
-    if (tell && r.impl && &r.impl->layout() != &replicated) {
-      const auto sizes = r.tensor->sizes();
-      const auto item = static_cast<int64_t>(r.tensor->element_size());
-      tell({op.name, op.schema().arguments()[r.arg].name(), why_moved(op), r.impl->layout(), replicated, sizes, item});
+    if (r.impl && &r.impl->layout() != &replicated) {
+      tell_watcher(op.name, op.schema().arguments()[r.arg].name(), why_moved(op), r.impl->layout(), replicated, *r.tensor);
     }
   }
 }
@@ -42,7 +38,7 @@ void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
   const auto refs = collect(op, stack, base);
   check_plain(op, refs);
   const auto layout = find_solution(op, stack, base, refs)->replicated;
-  tell(op, refs, *layout);
+  tell_of_gathers(op, refs, *layout);
   for (size_t i = base; i < stack.size(); ++i) {
     stack[i] = gathered(stack[i]);
   }

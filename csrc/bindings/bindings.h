@@ -10,9 +10,46 @@ namespace shardtensor::bindings {
 namespace py = pybind11;
 
 // pybind11 holds no pointers to const.
+template <typename T>
+c10::intrusive_ptr<T> as_mutable(c10::intrusive_ptr<const T> p) {
+  return c10::intrusive_ptr<T>::reclaim(const_cast<T*>(p.release()));
+}
 using MutableLayout = c10::intrusive_ptr<Layout>;
-inline MutableLayout as_mutable(LayoutPtr l) {
-  return MutableLayout::reclaim(const_cast<Layout*>(l.release()));
+
+// (offsets, sizes)
+using BoxTuple = std::pair<std::vector<int64_t>, std::vector<int64_t>>;
+inline Box box_from(const BoxTuple& t) {
+  return {{t.first.begin(), t.first.end()}, {t.second.begin(), t.second.end()}};
+}
+inline BoxTuple tuple_of(const Box& box) {
+  return {{box.offsets.begin(), box.offsets.end()}, {box.sizes.begin(), box.sizes.end()}};
+}
+
+// A Python function that C++ tells of things, from any thread; a text that it returns is an error.
+class Ear {
+ public:
+  void set(py::object function) {
+    function_ = std::move(function);
+  }
+  bool listens() const {
+    return function_ && !function_.is_none();
+  }
+  // `arguments` makes the tuple, under the GIL.
+  template <typename F>
+  std::string tell(F arguments) {
+    py::gil_scoped_acquire gil;
+    const auto answer = listens() ? function_(*arguments()) : py::none();
+    return answer.is_none() ? "" : answer.template cast<std::string>();
+  }
+
+ private:
+  py::object function_;
+};
+// One per thing to tell of, never destroyed: the interpreter may be gone by then.
+template <typename Thing>
+Ear& ear_for() {
+  static auto* ear = new Ear();
+  return *ear;
 }
 
 void register_layout(py::module& m);

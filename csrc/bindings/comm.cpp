@@ -1,7 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "comm/comm.h"
-
+#include "redistribute/exchange.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
 
@@ -11,57 +11,24 @@ namespace shardtensor::bindings {
 
 namespace {
 
-// Python's ear: called under the GIL; a text that it returns is an error on this rank.
-class Ear {
- public:
-  void set(py::object object) {
-    object_ = std::move(object);
-  }
-  bool listens() const {
-    return object_ && !object_.is_none();
-  }
-  template <typename... Args>
-  std::string operator()(Args&&... args) {
-    const auto answer = object_(std::forward<Args>(args)...);
-    return answer.is_none() ? "" : answer.template cast<std::string>();
-  }
-
- private:
-  py::object object_;
-};
-
-Ear& comm_ear() {
-  static auto* ear = new Ear();
-  return *ear;
-}
-Ear& move_ear() {
-  static auto* ear = new Ear();
-  return *ear;
-}
-
-c10::intrusive_ptr<Mesh> as_mutable(const Mesh& mesh) {
-  return c10::intrusive_ptr<Mesh>::reclaim_copy(const_cast<Mesh*>(&mesh));
+template <typename T>
+c10::intrusive_ptr<T> shared(const T& object) {
+  return as_mutable(c10::intrusive_ptr<const T>::reclaim_copy(&object));
 }
 
 void tell_of_call(comm::Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
-  std::string error;
-  {
-    py::gil_scoped_acquire gil;
-    error = comm_ear()(comm::name_of(kind), bytes, as_mutable(mesh), mesh_dim);
-  }
+  const auto error =
+      ear_for<comm::Listener>().tell([&] { return py::make_tuple(comm::name_of(kind), bytes, shared(mesh), mesh_dim); });
   TORCH_CHECK_WITH(DistError, error.empty(), error);
 }
 
 void tell_of_move(const ImplicitMove& move) {
   const auto bytes = static_cast<double>(c10::multiply_integers(move.sizes) * move.item);
   const bool communicates = &move.from.mesh() != &move.to.mesh() || plan_for(move.from, move.to, bytes).communicates();
-  std::string error;
-  {
-    py::gil_scoped_acquire gil;
-    error = move_ear()(
-        move.op, move.argument, move.why, bindings::as_mutable(LayoutPtr::reclaim_copy(&move.from)),
-        bindings::as_mutable(LayoutPtr::reclaim_copy(&move.to)), move.sizes.vec(), move.item, communicates);
-  }
+  const auto error = ear_for<Watcher>().tell([&] {
+    return py::make_tuple(
+        move.op, move.argument, move.why, shared(move.from), shared(move.to), move.sizes.vec(), move.item, communicates);
+  });
   TORCH_CHECK(error.empty(), error);
 }
 
@@ -82,12 +49,12 @@ void register_comm(py::module& m) {
   m.def("comm_call_alone", &comm::call_alone);
   m.def("is_calling", &comm::is_calling);
   m.def("set_comm_listener", [](py::object f) {
-    comm_ear().set(std::move(f));
-    comm::set_listener(comm_ear().listens() ? &tell_of_call : nullptr);
+    ear_for<comm::Listener>().set(std::move(f));
+    comm::set_listener(ear_for<comm::Listener>().listens() ? &tell_of_call : nullptr);
   });
   m.def("set_watcher", [](py::object f) {
-    move_ear().set(std::move(f));
-    set_watcher(move_ear().listens() ? &tell_of_move : nullptr);
+    ear_for<Watcher>().set(std::move(f));
+    set_watcher(ear_for<Watcher>().listens() ? &tell_of_move : nullptr);
   });
   m.def(
       "max_over",
@@ -114,6 +81,22 @@ void register_comm(py::module& m) {
         comm::all_gather(pieces, mine, *mesh, mesh_dim);
         return pieces;
       },
+      py::call_guard<py::gil_scoped_release>());
+  using Places = std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
+  m.def(
+      "exchange_boxes",
+      [](const std::vector<at::Tensor>& pieces, const Places& held, const Places& wanted, const c10::intrusive_ptr<Mesh>& mesh,
+         at::ScalarType dtype, c10::Device device) {
+        const auto placed = [](const Places& places) {
+          std::vector<Placed> out;
+          for (const auto& [rank, offsets, sizes] : places) {
+            out.push_back({rank, box_from({offsets, sizes})});
+          }
+          return out;
+        };
+        return exchange(pieces, placed(held), placed(wanted), *mesh, at::TensorOptions(dtype).device(device));
+      },
+      py::arg("pieces"), py::arg("held"), py::arg("wanted"), py::arg("mesh"), py::arg("dtype"), py::arg("device"),
       py::call_guard<py::gil_scoped_release>());
 }
 

@@ -10,16 +10,8 @@ namespace shardtensor::bindings {
 
 namespace {
 
-py::object& listener() {
-  static auto* object = new py::object();
-  return *object;
-}
-
-void tell_listener(const std::string& op, const std::string& layouts) {
-  py::gil_scoped_acquire gil;
-  if (listener() && !listener().is_none()) {
-    listener()(op, layouts);
-  }
+void tell_of_fallback(const std::string& op, const std::string& layouts) {
+  ear_for<FallbackLog>().tell([&] { return py::make_tuple(op, layouts); });
 }
 
 } // namespace
@@ -36,8 +28,9 @@ void register_dispatch(py::module& m) {
   m.def("strict_mode", &strict_mode);
   m.def("set_strict_mode", &set_strict_mode);
   m.def("set_fallback_log", [](py::object f) {
-    listener() = std::move(f);
-    set_fallback_log(listener().is_none() ? nullptr : &tell_listener);
+    auto& ear = ear_for<FallbackLog>();
+    ear.set(std::move(f));
+    set_fallback_log(ear.listens() ? &tell_of_fallback : nullptr);
   });
   m.def("cache_info", [] {
     const auto i = cache_info();

@@ -7,15 +7,9 @@ namespace shardtensor::bindings {
 
 namespace {
 
-// (offsets, sizes)
-using Tuple = std::pair<std::vector<int64_t>, std::vector<int64_t>>;
-
-std::vector<Box> boxes_from(const std::vector<Tuple>& tuples) {
-  std::vector<Box> boxes;
-  boxes.reserve(tuples.size());
-  for (const auto& [offsets, sizes] : tuples) {
-    boxes.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}});
-  }
+std::vector<Box> boxes_from(const std::vector<BoxTuple>& tuples) {
+  std::vector<Box> boxes(tuples.size());
+  std::transform(tuples.begin(), tuples.end(), boxes.begin(), box_from);
   return boxes;
 }
 
@@ -31,25 +25,25 @@ void register_kernels(py::module& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def(
       "pack",
-      [](const at::Tensor& source, const std::vector<Tuple>& boxes, at::Tensor flat) {
+      [](const at::Tensor& source, const std::vector<BoxTuple>& boxes, at::Tensor flat) {
         kernels::pack(source, boxes_from(boxes), flat);
       },
       py::arg("source"), py::arg("boxes"), py::arg("flat"), Released());
   m.def(
       "unpack",
-      [](const at::Tensor& flat, const std::vector<Tuple>& boxes, at::Tensor target) {
+      [](const at::Tensor& flat, const std::vector<BoxTuple>& boxes, at::Tensor target) {
         kernels::unpack(flat, boxes_from(boxes), target);
       },
       py::arg("flat"), py::arg("boxes"), py::arg("target"), Released());
   m.def(
       "copy_boxes",
-      [](const at::Tensor& source, const std::vector<Tuple>& from, at::Tensor target, const std::vector<Tuple>& to) {
+      [](const at::Tensor& source, const std::vector<BoxTuple>& from, at::Tensor target, const std::vector<BoxTuple>& to) {
         kernels::copy(source, boxes_from(from), target, boxes_from(to));
       },
       py::arg("source"), py::arg("source_boxes"), py::arg("target"), py::arg("target_boxes"), Released());
   m.def(
       "unpack_reduce",
-      [](const at::Tensor& flat, int64_t parts, const std::vector<Tuple>& boxes, const std::string& op, at::Tensor target) {
+      [](const at::Tensor& flat, int64_t parts, const std::vector<BoxTuple>& boxes, const std::string& op, at::Tensor target) {
         kernels::unpack_reduce(flat, parts, boxes_from(boxes), reduce_op_from(op), target);
       },
       py::arg("flat"), py::arg("parts"), py::arg("boxes"), py::arg("op"), py::arg("target"), Released());

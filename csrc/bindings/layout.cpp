@@ -40,13 +40,10 @@ Coordinate coordinate_or_mine(const Layout& l, const std::optional<std::vector<i
   return c ? Coordinate(c->begin(), c->end()) : l.mesh().coordinate();
 }
 
-using BoxTuples = std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>>;
-
-BoxTuples box_tuples(const std::vector<Box>& boxes) {
-  BoxTuples out;
+std::vector<BoxTuple> box_tuples(const std::vector<Box>& boxes) {
+  std::vector<BoxTuple> out;
   for (const auto& box : boxes) {
-    out.emplace_back(
-        std::vector<int64_t>(box.offsets.begin(), box.offsets.end()), std::vector<int64_t>(box.sizes.begin(), box.sizes.end()));
+    out.push_back(bindings::tuple_of(box));
   }
   return out;
 }
@@ -79,10 +76,9 @@ void register_layout(py::module& m) {
           py::init([](std::string device_type, std::vector<int64_t> shape, std::vector<int64_t> ranks,
                       std::vector<std::string> dim_names, std::vector<std::string> groups, int64_t rank, std::string world,
                       std::vector<std::vector<int64_t>> group_ranks) {
-            auto mesh = Mesh::make(
+            return as_mutable(Mesh::make(
                 {std::move(device_type), std::move(shape), std::move(ranks), std::move(dim_names), std::move(groups), rank,
-                 std::move(world), std::move(group_ranks)});
-            return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
+                 std::move(world), std::move(group_ranks)}));
           }),
           py::arg("device_type"), py::arg("shape"), py::arg("ranks"), py::arg("dim_names"), py::arg("groups"), py::arg("rank"),
           py::arg("world") = "", py::arg("group_ranks") = std::vector<std::vector<int64_t>>{})
@@ -111,17 +107,11 @@ void register_layout(py::module& m) {
             for (const auto& sizes : cuts) {
               c.push_back(sizes ? std::make_shared<const std::vector<int64_t>>(*sizes) : nullptr);
             }
-            auto layout = Layout::make(MeshPtr(mesh), std::move(p), std::move(c));
-            return c10::intrusive_ptr<Layout>::reclaim(const_cast<Layout*>(layout.release()));
+            return as_mutable(Layout::make(MeshPtr(mesh), std::move(p), std::move(c)));
           }),
           py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<std::vector<int64_t>>>{})
       .def_property_readonly("id", &Layout::id)
-      .def_property_readonly(
-          "mesh",
-          [](const Layout& self) {
-            auto mesh = self.mesh_ptr();
-            return c10::intrusive_ptr<Mesh>::reclaim(const_cast<Mesh*>(mesh.release()));
-          })
+      .def_property_readonly("mesh", [](const Layout& self) { return as_mutable(self.mesh_ptr()); })
       .def_property_readonly(
           "placements",
           [](const Layout& self) {
@@ -168,7 +158,7 @@ void register_layout(py::module& m) {
           "boxes",
           [](const Layout& self, const std::vector<int64_t>& sizes, const std::optional<std::vector<int64_t>>& c) {
             if (!c && !self.mesh().has_me()) {
-              return BoxTuples{};
+              return std::vector<BoxTuple>{};
             }
             return box_tuples(self.boxes(sizes, coordinate_or_mine(self, c)));
           },

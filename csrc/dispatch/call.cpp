@@ -151,12 +151,9 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
 
 at::Tensor move_for(
     const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to) {
-  const auto sizes = ref.tensor->sizes();
   return errors::while_doing(op, [&] {
-    if (auto* tell = watcher()) {
-      tell({op.name, op.schema().arguments()[ref.arg].name(), why, from, to, sizes, local.element_size()});
-    }
-    return redistribute(local, from, to, sizes);
+    tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why, from, to, *ref.tensor);
+    return redistribute(local, from, to, ref.tensor->sizes());
   });
 }
 

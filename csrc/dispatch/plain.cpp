@@ -61,8 +61,7 @@ bool wants_entrance(const at::Tensor& t) {
          !t.key_set().has_any(kOthers);
 }
 
-bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base) {
-  const auto refs = collect(op, stack, base);
+bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
   const auto enters = [&](const Ref& r) { return wants_entrance(*r.tensor) && !(op.mutated >> r.arg & 1); };
   const bool among = std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; });
   if (!among || std::none_of(refs.begin(), refs.end(), enters)) {
@@ -96,14 +95,13 @@ bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base) {
 void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto base = stack->size() - op.kinds.size();
   const auto below = below_autograd(keys);
-  if (may_pass_by(op) && below.highestPriorityTypeId() == kKey) {
-    const auto refs = collect(op, *stack, base);
-    if (std::none_of(refs.begin(), refs.end(), [](const Ref& r) { return is_tracked(*r.tensor); })) {
-      op.handle.redispatchBoxed(below, stack);
-      return;
-    }
+  const auto refs = collect(op, *stack, base);
+  const auto tracked = [](const Ref& r) { return is_tracked(*r.tensor); };
+  if (may_pass_by(op) && below.highestPriorityTypeId() == kKey && std::none_of(refs.begin(), refs.end(), tracked)) {
+    op.handle.redispatchBoxed(below, stack);
+    return;
   }
-  enter_plain(op, *stack, base);
+  enter_plain(op, *stack, base, refs);
   op.handle.redispatchBoxed(torchs_autograd(keys), stack);
 }
 

@@ -36,7 +36,7 @@ bool wants_entrance(const at::Tensor& t);
 // replicated ShardTensors, connected to them in the graph.
 void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 // The second half alone; false if there are none.
-bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base);
+bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // Whether the op needs to come by here: torch has a formula for it, we have none, and it takes several tensors.
 bool has_entrance(const Op& op);

@@ -21,6 +21,13 @@ struct ImplicitMove {
 // Called before the move, on each rank of the mesh; it may throw. Null: nobody listens.
 using Watcher = void (*)(const ImplicitMove&);
 void set_watcher(Watcher watcher);
-Watcher watcher();
+// `moved`: the tensor whose layout is to change.
+void tell_watcher(
+    const std::string& op,
+    const std::string& argument,
+    const char* why,
+    const Layout& from,
+    const Layout& to,
+    const at::Tensor& moved);
 
 } // namespace shardtensor

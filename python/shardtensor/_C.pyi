@@ -136,6 +136,14 @@ def set_watcher(
     watcher: Callable[[str, str, str, Layout, Layout, Sequence[int], int, bool], str | None] | None,
 ) -> None: ...
 def max_over(mesh: Mesh, value: int) -> int: ...
+def exchange_boxes(
+    pieces: Sequence[torch.Tensor],
+    held: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+    wanted: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]: ...
 def broadcast(tensor: torch.Tensor, mesh: Mesh, mesh_dim: int, from_coordinate: int) -> None: ...
 def scatter(
     mine: torch.Tensor, pieces: Sequence[torch.Tensor], mesh: Mesh, mesh_dim: int, from_coordinate: int

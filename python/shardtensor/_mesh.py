@@ -122,7 +122,11 @@ def current_mesh(who: str) -> DeviceMesh:
             "pass a mesh (shardtensor.init_device_mesh) or launch with torchrun and call init_process_group"
         )
     group: Any = dist.group.WORLD
-    device = dist.distributed_c10d._get_pg_default_device(group).type
-    world = dist.get_world_size()
-    name = group.group_name
-    return as_device_mesh(_C.Mesh(device, [world], list(range(world)), [], [name], dist.get_rank(), name))
+    return as_device_mesh(group_mesh(group, dist.distributed_c10d._get_pg_default_device(group).type))
+
+
+def group_mesh(group: Any, device_type: str) -> _C.Mesh:
+    """A process group's ranks in a row; None: the default group's."""
+    group = group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(group)
+    return _C.Mesh(device_type, [len(ranks)], ranks, [], [group.group_name], dist.get_rank(), _world())
