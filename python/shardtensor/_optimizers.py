@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,30 +96,22 @@ def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _wrap_clipping() -> None:
-    for wrap, name, public in (
-        (_total_norm_of_all, "_get_total_norm", "get_total_norm"),
-        (_clip_all, "_clip_grads_with_norm_", "clip_grads_with_norm_"),
-    ):
-        function = getattr(clip_grad, name)
-        if not hasattr(function, "_shardtensor"):
-            wrapped: Any = wrap(function)
-            wrapped._shardtensor = True
-            setattr(clip_grad, name, wrapped)
-            setattr(torch.nn.utils, public, wrapped)
+def _wrap_once(module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    function = getattr(module, name)
+    if not hasattr(function, "_shardtensor"):
+        wrapped: Any = wrap(function)
+        wrapped._shardtensor = True
+        setattr(module, name, wrapped)
 
 
 def install() -> None:
     """Wraps torch.optim's functions and the clipping of gradients, and has foreach chosen where torch would choose it for plain
     tensors; once."""
-    _wrap_clipping()
+    for wrap, name in ((_total_norm_of_all, "get_total_norm"), (_clip_all, "clip_grads_with_norm_")):
+        _wrap_once(clip_grad, f"_{name}", wrap)
+        setattr(torch.nn.utils, name, getattr(clip_grad, f"_{name}"))
     for name in _ELEMENTWISE:
-        module = importlib.import_module(f"torch.optim.{name}")
-        step = getattr(module, name)
-        if not hasattr(step, "_shardtensor"):
-            wrapped = _on_pieces(step)
-            wrapped._shardtensor = True  # type: ignore[attr-defined]
-            setattr(module, name, wrapped)
+        _wrap_once(importlib.import_module(f"torch.optim.{name}"), name, _on_pieces)
     for types in (_optimizers_types, _clipping_types):
         if ShardTensor not in types:
             types.append(ShardTensor)  # type: ignore[arg-type]

@@ -306,10 +306,10 @@ def context_parallel(
         raise ValueError(f"context_parallel: argument 'buffers': sequences of different lengths, {sorted(lengths)}")
     plan = _plan(mesh, lengths.pop(), load_balance, document_lengths)
     mine = plan.mine()
-    originals = [b.clone() for b in buffers]
+    originals = [(b, b.clone()) for b in buffers if not any(b is k for k in kept)]
     with torch.no_grad():
-        for buffer, original, dim in zip(buffers, originals, dims, strict=True):
-            part = original.index_select(dim, mine.to(original.device))
+        for buffer, dim in zip(buffers, dims, strict=True):
+            part = buffer.index_select(dim, mine.to(buffer.device))
             buffer.resize_(part.shape).copy_(part)
     _active.append(plan)
     outside = F.scaled_dot_product_attention
@@ -320,9 +320,8 @@ def context_parallel(
         _active.pop()
         F.scaled_dot_product_attention = outside
         with torch.no_grad():
-            for buffer, original in zip(buffers, originals, strict=True):
-                if not any(buffer is k for k in kept):
-                    buffer.resize_(original.shape).copy_(original)
+            for buffer, original in originals:
+                buffer.resize_(original.shape).copy_(original)
 
 
 @torch.no_grad()
