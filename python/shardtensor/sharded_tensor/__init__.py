@@ -1,0 +1,94 @@
+"""ShardedTensor, its factories and the sharding of modules: a drop-in for torch.distributed._shard and its sharded_tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
+
+from shardtensor.sharded_tensor import _tensor
+from shardtensor.sharded_tensor._modules import (  # noqa: F401  torch's private names, which are in use
+    _collect_local_shard,
+    _get_current_process_group,
+    _reshard_output,
+    _shard_tensor,
+    load_with_process_group,
+    pre_load_state_dict_hook,
+    shard_module,
+    shard_parameter,
+    state_dict_hook,
+)
+from shardtensor.sharded_tensor._ops import _likes, _sharded_op_impl, custom_sharded_op_impl  # noqa: F401
+from shardtensor.sharded_tensor._tensor import ShardedTensor, ShardedTensorBase
+from shardtensor.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+
+__all__ = [
+    "MEM_FORMAT_ENCODING",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "custom_sharded_op_impl",
+    "empty",
+    "full",
+    "init_from_local_shards",
+    "load_with_process_group",
+    "ones",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
+    "shard_module",
+    "shard_parameter",
+    "state_dict_hook",
+    "zeros",
+]
+
+
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Not initialised. The options of all factories are those of ShardedTensor."""
+    return ShardedTensor(sharding_spec, *size, **options)
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    return full(sharding_spec, size, 0, **options)
+
+
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    return full(sharding_spec, size, 1, **options)
+
+
+def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
+    return torch.nn.init.constant_(ShardedTensor(sharding_spec, *size, **options), fill_value)  # type: ignore[return-value]
+
+
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Uniform in [0, 1): the values of shardtensor.rand, however the tensor is cut."""
+    return torch.nn.init.uniform_(ShardedTensor(sharding_spec, *size, **options))  # type: ignore[return-value]
+
+
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Standard normal: the values of shardtensor.randn, however the tensor is cut."""
+    return torch.nn.init.normal_(ShardedTensor(sharding_spec, *size, **options))  # type: ignore[return-value]
+
+
+def init_from_local_shards(local_shards: list[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False) -> ShardedTensor:
+    """From each rank's shards. What they say is compared on all ranks, and whatever does not fit is raised on all.
+
+    With a None among the sizes, the shards are stacked along dim 0, by rank, and sized by what they are.
+    """
+    return ShardedTensor._init_from_local_shards(local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs)
+
+
+_likes()
+torch.serialization.add_safe_globals(
+    [
+        ChunkShardingSpec, EnumerableShardingSpec, MEM_FORMAT_ENCODING, Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata,
+        TensorProperties, _remote_device, _tensor._rebuild,
+    ]
+)  # fmt: skip

@@ -1,0 +1,48 @@
+"""A ShardedTensor in torch's distributed checkpoints: which shards this rank writes and reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:
+    from shardtensor.sharded_tensor import ShardedTensor
+
+
+def _written(t: ShardedTensor) -> list[Shard]:
+    """Those with elements; one per place where nobody has any."""
+    return list({tuple(s.metadata.shard_offsets): s for s in t._local_shards if all(s.metadata.shard_sizes) or not t.numel()}.values())
+
+
+def _chunk(shard: Shard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes))
+
+
+def chunks(t: ShardedTensor) -> list[ChunkStorageMetadata]:
+    return [_chunk(shard) for shard in _written(t)]
+
+
+def write_items(t: ShardedTensor, fqn: str) -> list[WriteItem]:
+    return [
+        WriteItem(
+            MetadataIndex(fqn, _chunk(shard).offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(_chunk(shard), TensorProperties.create_from_tensor(shard.tensor), t.size()),
+        )
+        for shard in _written(t)
+    ]
+
+
+def shard_at(t: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
+    """The shard itself, without its history: what is written to it is loaded."""
+    if index.offset is None:
+        raise ValueError(f"Cannot lookup {index.fqn} since its a ShardedTensor and no offset was provided (rank {dist.get_rank()})")
+    for shard in _written(t):
+        if torch.Size(shard.metadata.shard_offsets) == index.offset:
+            return shard.tensor.detach()
+    raise ValueError(f"Could not find shard at '{index.offset}' for FQN: '{index.fqn}' on rank {dist.get_rank()}")

@@ -1,0 +1,70 @@
+"""Random values of shards: an element's value depends on the seed and its global index alone, as in shardtensor.random."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardtensor import _C
+from shardtensor._mesh import group_mesh
+from shardtensor.sharded_tensor._move import carrier_of
+
+if TYPE_CHECKING:
+    from shardtensor.sharded_tensor import ShardedTensor
+
+_agreed: set[int] = set()
+
+
+def _box_layout(offsets: list[int], sizes: list[int], whole: list[int], device_type: str) -> _C.Layout:
+    """A layout whose piece here is that box. Its mesh says where things are and never communicates: per dim that is cut, a
+    coordinate each for what is before the box, the box, and what is behind it."""
+    cut = [d for d, (n, size) in enumerate(zip(sizes, whole, strict=True)) if n != size]
+    shape = [3] * len(cut) or [1]
+    here = (3 ** len(cut)) // 2  # 1, 1, ..., 1
+    mesh = _C.Mesh(device_type, shape, list(range(3 ** len(cut))), [], [""] * len(shape), here)
+    _C.mark_random_agreed(mesh)
+    placements = [(1, d, 1, "sum", 2.0) for d in cut] or [(0, -1, 1, "sum", 2.0)]
+    return _C.Layout(mesh, placements, [[offsets[d], sizes[d], whole[d] - offsets[d] - sizes[d]] for d in cut] or [None])
+
+
+def _agree(t: ShardedTensor) -> None:
+    """Once per group: the ranks' default generators are in one state."""
+    device = carrier_of(t._process_group, set())
+    mesh = group_mesh(t._process_group, device.type)
+    if mesh.id in _agreed:
+        return
+    mine = torch.get_rng_state()
+    first = mine.to(device, copy=True)
+    _C.broadcast(first, mesh, 0, 0)
+    if not torch.equal(first.cpu(), mine):
+        warnings.warn(
+            f"shardtensor: on rank {mesh.rank} the default random generator is in another state than on rank {mesh.ranks[0]}, the "
+            "first of the process group; its state is taken over. Seed all ranks alike: torch.manual_seed(seed)",
+            stacklevel=4,
+        )
+        torch.set_rng_state(first.cpu())
+    _C.mark_random_agreed(mesh)
+    _agreed.add(mesh.id)
+
+
+def fill(draw: Callable[..., Any], t: ShardedTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> ShardedTensor:
+    """Tensor.uniform_ or another that fills with random values. All ranks of the group take one step of the generator."""
+    if dist.distributed_c10d._rank_not_in_group(t._process_group):
+        return t
+    if generator is None:
+        _agree(t)
+    source = generator if generator is not None else torch.default_generator
+    state = source.get_state()
+    boxes = [(s.tensor.detach(), s.metadata.shard_offsets, s.metadata.shard_sizes) for s in t._local_shards]
+    with torch.no_grad():
+        # The same step for every shard, and for a rank without any.
+        for tensor, offsets, sizes in boxes or [(torch.empty(0, dtype=t.dtype), [0], [0])]:
+            whole = list(t.size()) if boxes else sizes
+            source.set_state(state)
+            layout = _box_layout(offsets, sizes, whole, tensor.device.type)
+            draw(_C.wrap(tensor, layout, whole, _C.strides_like(whole, tensor)), *args, generator=generator, **kwargs)
+    return t

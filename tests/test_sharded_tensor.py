@@ -1,0 +1,698 @@
+"""ShardedTensor: torch's older tensor of shards, over one exchange of boxes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+SIZES = (7, 5)
+ROOT = Path(__file__).parents[1]
+
+
+def here(case):
+    """The case's name for a pool of ranks."""
+    return f"test_sharded_tensor:{case.__name__}"
+
+
+def on_ranks(*worlds):
+    """A function of the ranks as a test on pools of so many."""
+
+    def decorate(case):
+        globals()[f"rank_{case.__name__}"] = case
+
+        @pytest.mark.parametrize("world", worlds)
+        def test(pools, world):
+            pools(world).run(f"test_sharded_tensor:rank_{case.__name__}")
+
+        test.__name__ = case.__name__
+        return test
+
+    return decorate
+
+
+# ---- ways to cut a tensor of 7 x 5: lists of (rank, offsets, sizes) ----
+
+GRID = [(0, (0, 0), (3, 2)), (1, (0, 2), (3, 3)), (2, (3, 0), (4, 2)), (3, (3, 2), (4, 3))]
+CUTS = {
+    "one rank has all": [(1, (0, 0), (7, 5))],
+    "rows": [(0, (0, 0), (4, 5)), (1, (4, 0), (3, 5))],
+    "rows, ranks turned": [(1, (0, 0), (4, 5)), (0, (4, 0), (3, 5))],
+    "columns": [(0, (0, 0), (7, 1)), (1, (0, 1), (7, 4))],
+    "two to a rank": [(0, (0, 0), (2, 5)), (1, (2, 0), (1, 5)), (0, (3, 0), (3, 5)), (1, (6, 0), (1, 5))],
+    "grid of 2": [(rank % 2, offsets, sizes) for rank, offsets, sizes in GRID],
+    "windmill": [
+        (0, (0, 0), (2, 4)), (1, (0, 4), (4, 1)), (0, (4, 2), (3, 3)), (1, (2, 0), (5, 2)), (0, (2, 2), (2, 2)), (1, (2, 2), (0, 2)),
+    ],
+    "rows of 3": [(0, (0, 0), (3, 5)), (1, (3, 0), (3, 5)), (2, (6, 0), (1, 5))],
+    "nothing in the middle": [(0, (0, 0), (5, 5)), (1, (5, 0), (0, 5)), (2, (5, 0), (2, 5))],
+    "grid of 3": [(rank % 3, offsets, sizes) for rank, offsets, sizes in GRID],
+    "grid": GRID,
+}  # fmt: skip
+
+
+def ranks_of(name):
+    return 1 + max(rank for rank, *_ in CUTS[name])
+
+
+def cuts_for(world):
+    return [name for name in CUTS if ranks_of(name) <= world]
+
+
+def shard_list(name, device="cpu"):
+    from shardtensor.sharding_spec import ShardMetadata
+
+    return [ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/{device}") for rank, offsets, sizes in CUTS[name]]
+
+
+def spec_of(name):
+    from shardtensor.sharding_spec import EnumerableShardingSpec
+
+    return EnumerableShardingSpec(shard_list(name))
+
+
+def chunks(dim=0, ranks=None):
+    from shardtensor.sharding_spec import ChunkShardingSpec
+
+    return ChunkShardingSpec(dim, [f"rank:{r}/cpu" for r in (ranks if ranks is not None else range(dist.get_world_size()))])
+
+
+def whole(dtype=torch.float32, sizes=SIZES):
+    return torch.arange(math.prod(sizes)).view(sizes).to(dtype)
+
+
+def part(t, shard):
+    return t[tuple(slice(o, o + n) for o, n in zip(shard.shard_offsets, shard.shard_sizes, strict=True))]
+
+
+def shards_of(spec, value, module=None):
+    """This rank's shards of the value, cut as the spec says."""
+    from shardtensor.sharded_tensor import Shard, TensorProperties
+
+    metadata = spec.build_metadata(value.size(), TensorProperties()).shards_metadata
+    return [Shard(part(value, s).clone(), s) for s in metadata if s.placement.rank() == dist.get_rank()]
+
+
+def mine_of(metadata):
+    return [s for s in metadata.shards_metadata if s.placement.rank() == dist.get_rank()]
+
+
+def lay(value, spec, **options):
+    from shardtensor import sharded_tensor
+
+    return sharded_tensor.init_from_local_shards(shards_of(spec, value), *value.shape, **options)
+
+
+def together(t, dst=0):
+    """The whole tensor, on every rank."""
+    me = dist.get_rank(t._process_group)
+    out = torch.empty(t.size(), dtype=t.dtype) if me == dst else None
+    t.gather(dst, out)
+    box = [out]
+    dist.broadcast_object_list(box, dist.get_global_rank(t._process_group, dst), group=t._process_group)
+    return box[0]
+
+
+def holds(t, value):
+    for shard in t.local_shards():
+        torch.testing.assert_close(shard.tensor.detach(), part(value, shard.metadata), rtol=0, atol=0)
+    return t
+
+
+def raises_everywhere(function, kind, match):
+    """On every rank; and the ranks can go on."""
+    with pytest.raises(kind, match=match):
+        function()
+    dist.barrier()
+
+
+# ---- specs ----
+
+
+def test_specs_are_torchs_and_equal_torchs():
+    from shardtensor import sharding_spec as ours
+    from torch.distributed._shard import sharding_spec as stock
+
+    pairs = [
+        (ours.ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"]), stock.ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"])),
+        (spec_of("grid"), stock.EnumerableShardingSpec(shard_list("grid"))),
+    ]
+    for mine, theirs in pairs:
+        assert isinstance(mine, stock.ShardingSpec) and isinstance(mine, type(theirs))
+        assert mine == theirs and theirs == mine and ours.own_spec(theirs) == mine and type(ours.own_spec(theirs)) is type(mine)
+        assert pickle.loads(pickle.dumps(mine)) == mine and copy.deepcopy(mine) == mine
+        assert repr(mine) == repr(theirs)
+        for sizes in [SIZES, (7, 5, 2)[:2]]:
+            properties = ours.TensorProperties()
+            assert mine.build_metadata(torch.Size(sizes), properties) == theirs.build_metadata(torch.Size(sizes), properties)
+    assert pairs[0][0] != pairs[1][0]
+    device = ours.DevicePlacementSpec("rank:1/cpu")
+    assert device.device.rank() == 1 and isinstance(device, ours.PlacementSpec)
+
+
+@pytest.mark.parametrize(
+    ("shards", "match"),
+    [
+        ([], "Empty shard list provided"),
+        ([((0, 0), (4, 5)), ((3, 0), (4, 5))], "Shards .*offsets=\\[0, 0\\].* and .*offsets=\\[3, 0\\].* overlap"),
+        ([((0, 0), (4, 3)), ((4, 0), (3, 5)), ((2, 2), (3, 3))], "overlap"),
+        ([((0, 0), (4, 5)), ((0, 0), (4, 5))], "overlap"),
+        ([((0, 0), (4, 5)), ((4,), (3,))], "Found inconsistent ranks for shards: 2 and 1"),
+        ([((), ()), ((), ())], "overlap"),
+    ],
+)
+def test_enumerated_shards_are_checked(shards, match):
+    from shardtensor.sharding_spec import EnumerableShardingSpec, ShardMetadata
+
+    with pytest.raises(ValueError, match=match):
+        EnumerableShardingSpec([ShardMetadata(list(o), list(n), "rank:0/cpu") for o, n in shards])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ((7, 5, 1), "Rank of tensor is 3, but shards rank is 2"),
+        ((7, 4), "Shard offset 2 and length 3 exceeds tensor dim: 4 for shard"),
+        ((7, 6), "Total volume of shards: 35 does not match tensor volume: 42, in other words all the individual shards do not cover"),
+    ],
+)
+def test_enumerated_shards_make_up_the_tensor(sizes, match):
+    from shardtensor.sharding_spec import TensorProperties
+
+    with pytest.raises(ValueError, match=match):
+        spec_of("grid").build_metadata(torch.Size(sizes), TensorProperties())
+
+
+def test_overlaps_are_found_as_by_brute_force():
+    import random
+
+    from shardtensor.sharding_spec import ShardMetadata, _overlapping
+
+    def touch(a, b):
+        return all(
+            set(range(o, o + n)) & set(range(p, p + m))
+            for o, n, p, m in zip(a.shard_offsets, a.shard_sizes, b.shard_offsets, b.shard_sizes, strict=True)
+        )
+
+    found = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        ndim = draw.randint(1, 3)
+        shards = [
+            ShardMetadata([draw.randint(0, 6) for _ in range(ndim)], [draw.randint(0, 3) for _ in range(ndim)])
+            for _ in range(draw.randint(1, 5))
+        ]
+        pairs = [(a, b) for i, a in enumerate(shards) for b in shards[i + 1 :] if touch(a, b)]
+        pair = _overlapping(shards)
+        assert (pair is not None) == bool(pairs)
+        assert pair is None or any(a is pair[0] and b is pair[1] for a, b in pairs)
+        found += bool(pairs)
+    assert 50 < found < 250
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "match"),
+    [
+        (lambda s: s.ChunkShardingSpec("row", ["rank:0/cpu"]), NotImplementedError, "does not support named dimension yet"),
+        (lambda s: s.ChunkShardingSpec(0.5, ["rank:0/cpu"]), ValueError, "Sharding dim needs to be an integer, found: 0.5"),
+        (lambda s: s.ChunkShardingSpec(0, []), ValueError, "argument 'placements' is empty"),
+        (lambda s: s.ChunkShardingSpec(0, ["rank:0/nowhere"]), RuntimeError, "nowhere"),
+        (lambda s: s.ChunkShardingSpec(0, ["rank:a/cpu"]), ValueError, "Could not parse remote_device"),
+        (lambda s: s.DevicePlacementSpec("rank:0/cpu/1"), ValueError, "Could not parse remote_device"),
+        (lambda s: s.ChunkShardingSpec(2, ["rank:0/cpu"]).build_metadata(torch.Size(SIZES), None), ValueError, "Invalid sharding dim: 2"),
+        (lambda s: s.ShardMetadata([-1, 0], [2, 2]), ValueError, "shard_offsets should be >=0"),
+        (lambda s: s.ShardMetadata([0], [2, 2]), ValueError, "should have the same number of elements"),
+        (lambda s: s.own_spec("rank:0/cpu"), ValueError, "Expecting ShardingSpec but got: <class 'str'>"),
+    ],
+)
+def test_specs_refuse(make, kind, match):
+    from shardtensor import sharding_spec
+
+    with pytest.raises(kind, match=match):
+        make(sharding_spec)
+
+
+@pytest.mark.parametrize("size", range(9))
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_spec_of_shards_is_found_as_torch_does(size, dim):
+    from shardtensor import sharding_spec as ours
+    from torch.distributed._shard.sharding_spec import _infer_sharding_spec_from_shards_metadata as stock
+
+    sizes = torch.Size([size, 3] if dim == 0 else [3, size])
+    spec = ours.ChunkShardingSpec(dim, ["rank:2/cpu", "rank:0/cpu", "rank:1/cpu"])
+    shards = spec.build_metadata(sizes, ours.TensorProperties()).shards_metadata
+    found = ours._infer_sharding_spec_from_shards_metadata(shards[::-1])
+    if size and math.ceil(size / math.ceil(size / 3)) == 3:  # no empty chunk, whose offset torch may refuse
+        assert found == stock(shards[::-1]) == spec
+    if size:
+        assert found == spec
+    assert ours._infer_sharding_spec_from_shards_metadata(shard_list("grid")) == spec_of("grid")
+
+
+# ---- made in place ----
+
+
+@on_ranks(2, 3, 4)
+def test_factories_make_what_the_spec_says():
+    from shardtensor import sharded_tensor as st
+
+    for spec in [chunks(0), chunks(1), chunks(-1), chunks(0, list(range(dist.get_world_size()))[::-1]), *map(spec_of, cuts_for(dist.get_world_size()))]:
+        for made, value in [
+            (st.zeros(spec, *SIZES), torch.zeros(SIZES)),
+            (st.ones(spec, SIZES, dtype=torch.int64), torch.ones(SIZES, dtype=torch.int64)),
+            (st.full(spec, SIZES, 2.5, requires_grad=True), torch.full(SIZES, 2.5)),
+            (st.full(spec, list(SIZES), 3, dtype=torch.float64), torch.full(SIZES, 3.0, dtype=torch.float64)),
+        ]:
+            holds(made, value)
+            assert made.dtype == value.dtype and made.size() == value.size() == made.shape and made.dim() == made.ndim == 2
+            assert made.size(1) == 5 and made.numel() == 35 and made.stride() == (5, 1) and made.layout == torch.strided
+            assert made.metadata() == spec.build_metadata(value.size(), made.metadata().tensor_properties)
+            assert made.sharding_spec() is spec and not made.is_pinned() and made.device == torch.device("cpu") and not made.is_meta
+            assert torch.equal(together(made), value)
+        assert st.full(spec, SIZES, 2.5, requires_grad=True).requires_grad
+        empty = st.ShardedTensor(spec, *SIZES, dtype=torch.bool)
+        assert [s.metadata for s in empty.local_shards()] == mine_of(empty.metadata())
+        assert all(s.tensor.dtype == torch.bool and list(s.tensor.shape) == s.metadata.shard_sizes for s in empty.local_shards())
+
+
+@on_ranks(3)
+def test_chunks_may_be_empty_and_several_on_a_rank():
+    for sizes, ranks in [((4, 3), [0, 1, 2]), ((2, 3), [2, 1, 0]), ((0, 3), [0, 1, 2]), ((7, 0), [0, 1, 2]), ((7, 2), [1, 0, 1, 0, 1]), ((5, 3), [0, 1, 2, 0])]:
+        value = torch.arange(math.prod(sizes), dtype=torch.float64).view(sizes)
+        t = lay(value, chunks(0, ranks))
+        holds(t, value)
+        if 0 not in sizes:
+            assert t.sharding_spec() == chunks(0, ranks)
+        assert torch.equal(together(t, dst=1), value)
+        assert torch.equal(together(t.clone()), value) and torch.equal(together(torch.zeros_like(t)), value * 0)
+        assert torch.equal(together(t.reshard(chunks(1, [1]))), value)
+
+
+@on_ranks(2)
+def test_factories_refuse_on_all_ranks():
+    from shardtensor import sharded_tensor as st
+    from shardtensor.sharding_spec import ChunkShardingSpec
+
+    for make, kind, match in [
+        (lambda: st.zeros(chunks(0, [0, 2]), 7, 5), ValueError, r"Global rank 2 does not exist in input process group: \[0, 1\]"),
+        (lambda: st.zeros(chunks(), 7, 5, layout=torch.sparse_coo), ValueError, "Only torch.strided layout is currently supported"),
+        (lambda: st.zeros(chunks(), 7, 5, memory_format=torch.channels_last), ValueError, "Only torch.contiguous_format memory_format"),
+        (lambda: st.zeros("rows", 7, 5), ValueError, "Expecting ShardingSpec but got"),
+        (lambda: st.zeros(chunks(2), 7, 5), ValueError, "Invalid sharding dim: 2"),
+        (lambda: st.zeros(chunks(), 7, "5"), TypeError, "size has to be a sequence of ints, found"),
+        (lambda: st.zeros(spec_of("rows"), 8, 5), ValueError, "do not cover the entire tensor"),
+        (lambda: st.zeros(ChunkShardingSpec(0, ["cpu", "cpu"]), 7, 5), ValueError, "placement cpu names no rank"),
+        (lambda: st.zeros(ChunkShardingSpec(0, ["trainer/cpu"]), 7, 5), RuntimeError, "RPC framework needs to be initialized for using worker names: trainer"),
+        (lambda: st.zeros(chunks(), 7, 5, init_rrefs=True), RuntimeError, "RPC Framework needs to be initialized"),
+        (lambda: st.zeros(chunks(), 7, 5).remote_shards(), RuntimeError, "created with init_rrefs=False"),
+    ]:
+        raises_everywhere(make, kind, match)
+
+
+# ---- from local shards ----
+
+
+@on_ranks(2, 3, 4)
+def test_from_local_shards():
+    from shardtensor import sharded_tensor as st
+
+    me = dist.get_rank()
+    for name in cuts_for(dist.get_world_size()):
+        spec, value = spec_of(name), whole()
+        mine = shards_of(spec, value)
+        t = st.init_from_local_shards(mine, *SIZES)
+        assert all(a is b for a, b in zip(t.local_shards(), mine, strict=True))  # the user's own, not copies
+        assert sorted(map(repr, t.metadata().shards_metadata)) == sorted(map(repr, spec.shards))
+        assert torch.equal(together(t), value)
+        if len(mine) == 1:
+            assert t.local_tensor() is mine[0].tensor
+        else:
+            with pytest.raises(NotImplementedError, match=f"Only single local shard is supported. Number of shards: {len(mine)}"):
+                t.local_tensor()
+        # The same from metadata that all know, and in another order.
+        again = st.ShardedTensor._init_from_local_shards_and_global_metadata(mine[::-1], t.metadata(), sharding_spec=spec)
+        assert torch.equal(together(again), value) and again.sharding_spec() == spec
+        base = st.ShardedTensorBase._init_from_local_shards_and_global_metadata(mine, t.metadata())
+        assert isinstance(base, st.ShardedTensor) and base.metadata() == t.metadata() and base.local_shards() == mine
+    chunked = st.ShardedTensor._init_from_local_tensor(shards_of(chunks(1), whole())[0].tensor, chunks(1), SIZES)
+    assert torch.equal(together(chunked), whole()) and chunked.sharding_spec() == chunks(1)
+    own = st.Shard.from_tensor_and_offsets(whole()[:1] + me, [me, 0], me)
+    assert torch.equal(together(st.init_from_local_shards([own], dist.get_world_size(), 5))[:, 0], torch.arange(dist.get_world_size()) * 1.0)
+
+
+@on_ranks(3)
+def test_shards_of_unknown_places_are_stacked():
+    from shardtensor import sharded_tensor as st
+
+    me = dist.get_rank()
+    mine = st.Shard.from_tensor_and_offsets(torch.full((me + 1, 5), float(me)), [0, 0], me)
+    for sizes in [(None, 5), ((None, 5),), (None, None)]:
+        t = st.init_from_local_shards([mine], *sizes)
+        assert t.size() == (6, 5) and t.local_shards()[0].metadata.shard_offsets == [[0, 0], [1, 0], [3, 0]][me]
+        assert together(t)[:, 0].tolist() == [0, 1, 1, 2, 2, 2]
+    raises_everywhere(lambda: st.init_from_local_shards([mine], None, 4), ValueError, r"global_size' is \(None, 4\), but the shards make up \(6, 5\)")
+
+
+def broken(how):
+    """Shards and sizes of which rank 1's, or all together, are wrong in one way."""
+    from shardtensor.sharded_tensor import Shard
+
+    sizes, value = list(SIZES), whole()
+    mine = shards_of(chunks(0, [0, 1, 2, 0, 1, 2]), value)
+    if dist.get_rank() == 1 and how in ("dtype", "requires_grad"):
+        other = mine[1].tensor.double() if how == "dtype" else mine[1].tensor.requires_grad_()
+        mine[1] = Shard(other, mine[1].metadata)
+    elif how in ("dtypes", "requires_grads") and dist.get_rank() == 1:
+        mine = [Shard(s.tensor.double() if how == "dtypes" else s.tensor.requires_grad_(), s.metadata) for s in mine]
+    elif how == "layout" and dist.get_rank() == 1:
+        mine[0] = Shard(mine[0].tensor.to_sparse(), mine[0].metadata)
+    elif how == "strides" and dist.get_rank() == 1:
+        mine[0] = Shard(torch.empty(mine[0].tensor.shape[::-1]).t(), mine[0].metadata)
+        mine[0].tensor.resize_(5, 2).t_() if mine[0].tensor.is_contiguous() else None
+    elif how == "rank" and dist.get_rank() == 1:
+        mine[0].metadata.placement._rank = 0
+    elif how == "no rank" and dist.get_rank() == 1:
+        mine[0].metadata.placement = None
+    elif how == "foreign rank" and dist.get_rank() == 1:
+        mine[0].metadata.placement._rank = 7
+    elif how == "device" and dist.get_rank() == 1:
+        mine[0].metadata.placement._device = torch.device("meta")
+    elif how == "sizes" and dist.get_rank() == 1:
+        mine[0].metadata.shard_sizes = [1, 1]
+    elif how == "offsets" and dist.get_rank() == 1:
+        mine[0].metadata.shard_offsets = [7, 0]
+    elif how == "overlap" and dist.get_rank() == 1:
+        mine[0].metadata.shard_offsets = [0, 0]
+    elif how == "gap" and dist.get_rank() == 1:
+        mine = mine[1:]
+    elif how == "nothing":
+        mine = []
+    elif how == "dims":
+        sizes = [7, 5, 1]
+    elif how == "global size" and dist.get_rank() == 1:
+        sizes = [5, 7]
+    elif how == "no sizes" and dist.get_rank() == 1:
+        sizes = [7, 5.0]
+    return mine, sizes
+
+
+# Torch's texts; what rank 1 does wrong by itself is raised on the others as well.
+MISMATCHES = {
+    "dtype": "Local shards' tensor dtype property need to be the same on rank:1! Found one local shard tensor dtype=torch.float64",
+    "requires_grad": "Local shards' tensor requires_grad property need to be the same on rank:1!",
+    "dtypes": "ShardedTensor dtype property does not match from different ranks! Found dtype=torch.float32 on rank:0, and dtype=torch.float64 on rank:1.",
+    "requires_grads": "ShardedTensor requires_grad property does not match from different ranks!",
+    "layout": "Only torch.strided layout is currently supported, but found torch.sparse_coo on rank:1!",
+    "strides": "Only torch.contiguous_format memory_format is currently supported!",
+    "rank": "Local shard metadata's rank does not match with the rank in its process group! Found current rank in the process group: 1, ",
+    "no rank": "remote device is None",
+    "foreign rank": "Global rank 7 does not exist in input process group: [0, 1, 2]",
+    "device": "Local shard tensor device does not match with local Shard's placement! Found local shard tensor device: cpu, ",
+    "sizes": "Local shards' tensor size property need to be the same on rank:1! Found one local shard tensor size=[1, 1]",
+    "offsets": "Shard offset 7 and length 2 exceeds tensor dim: 7 for shard",
+    "overlap": "overlap",
+    "gap": "do not cover the entire tensor",
+    "nothing": "ShardedTensor have no local shards on all ranks!",
+    "dims": "Rank of tensor is 3, but shards rank is 2",
+    "global size": "ShardedTensor global_size property does not match from different ranks! Found global_size=torch.Size([7, 5]) on rank:0",
+    "no sizes": "size has to be a sequence of ints, found: [7, 5.0]",
+}
+
+
+@on_ranks(3)
+def test_every_mismatch_is_named_on_all_ranks():
+    from shardtensor import sharded_tensor as st
+
+    for how, text in MISMATCHES.items():
+        with pytest.raises((ValueError, TypeError)) as raised:
+            mine, sizes = broken(how)
+            st.init_from_local_shards(mine, *sizes)
+        assert text in str(raised.value), how
+        told = [None] * 3
+        dist.all_gather_object(told, str(raised.value))  # the ranks are in step
+        assert len({t.replace(" (on rank 1)", "") for t in told}) == 1, told
+
+
+@on_ranks(2)
+def test_metadata_taken_at_its_word_is_compared_with_this_ranks_shards():
+    from shardtensor import sharded_tensor as st
+    from shardtensor.sharded_tensor import Shard
+
+    t = lay(whole(), chunks())
+    good, (mine,) = t.metadata(), t.local_shards()
+
+    def make(shards, metadata=good):
+        return lambda: st.ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata)
+
+    def other(**changes):
+        metadata = copy.deepcopy(good)
+        for name, value in changes.items():
+            setattr(metadata.tensor_properties, name, value)
+        return metadata
+
+    size, foreign = copy.deepcopy(mine.metadata), st.ShardMetadata([0, 0], [1, 5], mine.metadata.placement)
+    for function, kind, match in [
+        (make([]), RuntimeError, rf"Number of local shards \(0\) does not match .* \(1\) on rank \({dist.get_rank()}\)"),
+        (make([mine], other(dtype=torch.int64)), ValueError, "dtype property is incompatible with tensor property on rank"),
+        (make([mine], other(requires_grad=True)), ValueError, "requires_grad property is incompatible with tensor property"),
+        (make([mine], other(pin_memory=True)), ValueError, "pin_memory property is incompatible with tensor property"),
+        (make([mine], other(layout=torch.sparse_coo)), ValueError, "Only torch.strided layout is currently supported"),
+        (make([Shard(torch.zeros(size.shard_sizes[::-1]).t(), size)]), ValueError, "Only torch.contiguous_format"),
+        (make([Shard(mine.tensor[:1], foreign)]), ValueError, "is none of sharded_tensor_metadata's"),
+        (make([mine], replace(good, shards_metadata=[])), RuntimeError, "does not match number of local"),
+        (make([mine], replace(good, size=torch.Size([7, 6]))), ValueError, "do not cover"),
+    ]:
+        with pytest.raises(kind, match=match):
+            function()
+    with pytest.raises(ValueError, match="local_tensor is not a contiguous Tensor"):
+        st.ShardedTensor._init_from_local_tensor(torch.zeros(5, 7).t(), chunks(), SIZES)
+    with pytest.raises(ValueError, match="shards_metadata must not be empty!"):
+        st.ShardedTensorBase._init_from_local_shards_and_global_metadata([], st.ShardedTensorMetadata())
+    with pytest.raises(ValueError, match="Found shard tensor size"):
+        Shard(torch.zeros(2, 2), size)
+
+
+# ---- moved ----
+
+
+@on_ranks(2, 3, 4)
+def test_gather():
+    import warnings
+
+    world, me = dist.get_world_size(), dist.get_rank()
+    for name in cuts_for(world):
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            t = lay(whole(dtype), spec_of(name))
+            for dst in range(world):
+                out = torch.zeros(SIZES, dtype=dtype) if me == dst else None
+                assert t.gather(dst, out) is None
+                assert out is None or torch.equal(out, whole(dtype))
+    t = lay(whole() + 0.3, chunks())
+    out = torch.zeros(SIZES, dtype=torch.float64) if me == 0 else None
+    t.gather(out=out, dtype=torch.int32)  # what is sent
+    assert out is None or torch.equal(out, whole(torch.float64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        t.gather(out=out, enforce_dtype=True)
+    assert any("`enforce_dtype` is deprecated" in str(w.message) for w in caught)
+    assert out is None or torch.equal(out, (whole() + 0.3).double())
+    for arguments, match in [
+        ((0, None), r"Argument ``dst_tensor`` must be specified on destination rank 0"),
+        ((0, torch.zeros(SIZES)), "must NOT be specified on non-destination ranks"),
+        ((0, torch.zeros(7, 4) if me == 0 else None), r"Argument ``dst_tensor`` have size \(7, 4\),but should be \(7, 5\)"),
+        ((world, None), f"argument 'dst' is {world}, no rank of a group of {world} ranks"),
+        ((me, torch.zeros(SIZES)), rf"dst={me} on rank: {me} does not match with dst=\d on rank: \d"),
+    ]:
+        raises_everywhere(lambda arguments=arguments: t.gather(*arguments), ValueError, match)
+
+
+@on_ranks(2, 3, 4)
+def test_reshard_to_any_spec_in_one_exchange():
+    from shardtensor import _C
+
+    world = dist.get_world_size()
+    specs = [chunks(0), chunks(1), chunks(0, list(range(world))[::-1]), *map(spec_of, cuts_for(world))]
+    for source in specs:
+        for target in specs:
+            t = lay(whole(torch.float64), source)
+            kept = {id(s.tensor) for s in t.local_shards()}
+            _C.reset_comm_counts()
+            assert t.reshard(target) is t
+            calls = {name: n for name, (n, _) in _C.comm_counts().items() if n}
+            assert calls.pop("all_gather") == 1  # of two numbers: do all ranks ask for the same?
+            assert calls in ([{}] if source == target else [{"all_to_all": 1}, {}])
+            assert t.sharding_spec() == target and t.metadata().shards_metadata == target.build_metadata(t.size(), None).shards_metadata
+            assert [s.metadata for s in t.local_shards()] == mine_of(t.metadata())
+            holds(t, whole(torch.float64))
+            if source == target:
+                assert kept == {id(s.tensor) for s in t.local_shards()}
+    raises_everywhere(lambda: t.reshard("rows"), ValueError, "Expecting ShardingSpec but got")
+    raises_everywhere(lambda: t.reshard(chunks(0, [0, 9])), ValueError, "Global rank 9 does not exist")
+    raises_everywhere(lambda: t.reshard(chunks(dist.get_rank() % 2)), ValueError, "resharding_spec=.* does not match with resharding_spec=")
+
+
+@on_ranks(3)
+def test_the_gradient_of_reshard_goes_the_way_back():
+    weight = whole(torch.float64) + 1
+    for source, target in [(chunks(0), chunks(1)), (spec_of("grid of 3"), spec_of("rows of 3")), (spec_of("rows"), spec_of("nothing in the middle"))]:
+        t = lay(whole(torch.float64), source).requires_grad_()
+        leaves = [s.tensor for s in t.local_shards()]
+        t.reshard(target)
+        loss = sum((s.tensor.square() * part(weight, s.metadata)).sum() for s in t.local_shards())
+        loss.backward()
+        for leaf, shard in zip(leaves, shards_of(source, 2 * whole(torch.float64) * weight), strict=True):
+            torch.testing.assert_close(leaf.grad, shard.tensor)
+    t = lay(whole(), chunks()).requires_grad_()
+    raises_everywhere(lambda: t.reshard(spec_of("rows")), RuntimeError, r"ranks \[2\] would have no shard and so no part in the backward")
+    with torch.no_grad():
+        t.reshard(spec_of("rows"))
+    assert all(s.tensor.requires_grad and s.tensor.is_leaf for s in t.local_shards()) and t.requires_grad
+    holds(t, whole())
+
+
+@on_ranks(2)
+def test_to_other_dtypes_devices_and_groups():
+    t = lay(whole(), spec_of("two to a rank"))
+    for same in (t.to(torch.float32), t.to("cpu"), t.cpu(), t.to(torch.zeros(1)), t.to(device="cpu", dtype=torch.float32), t.float()):
+        assert same is t
+    double = torch.zeros(1).double()
+    for made in (t.to(torch.float64), t.to("cpu", torch.float64), t.to(dtype=torch.float64), t.to(double), t.double(), t.type_as(double)):
+        assert made.dtype == torch.float64 and made.metadata().tensor_properties.dtype == torch.float64
+        assert made.sharding_spec() == t.sharding_spec()
+        holds(made, whole(torch.float64))
+    copied = t.to("cpu", torch.float32, False, True)
+    assert all(a.tensor is not b.tensor for a, b in zip(copied.local_shards(), t.local_shards(), strict=True))
+    nowhere = t.to("meta")
+    assert nowhere.is_meta and nowhere.device.type == "meta"
+    assert {str(s.placement) for s in nowhere.metadata().shards_metadata} == {"rank:0/meta", "rank:1/meta"}
+    group = dist.new_group([0, 1])
+    moved = t.to(process_group=group)
+    assert moved._process_group is group and t._process_group is not group and torch.equal(together(moved), whole())
+    assert not t.requires_grad_().to(torch.int32).requires_grad
+    with pytest.raises(RuntimeError, match=r"ShardedTensor.to\(\) have wrong arguments"):
+        t.to([1])
+    with pytest.raises(RuntimeError, match=r"Only `torch.contiguous_format` or `torch.preserve_format` is supported!"):
+        t.cpu(memory_format=torch.channels_last)
+
+
+@on_ranks(3)
+def test_in_a_group_of_some_ranks():
+    from shardtensor import sharded_tensor as st
+
+    group, me = dist.new_group([1, 2]), dist.get_rank()
+    spec = chunks(0, [2, 1])
+    made = st.zeros(spec, *SIZES, process_group=group)
+    assert len(made.local_shards()) == (me > 0)
+    if me == 0:
+        for call in (made.gather, lambda: made.reshard(chunks(1, [1, 2])), lambda: st.init_from_local_shards([], 7, 5, process_group=group)):
+            with pytest.raises(RuntimeError, match="rank 0 is not in the process group"):
+                call()
+        assert torch.equal(made, st.zeros(chunks(0, [2, 1]), *SIZES, process_group=group))
+        return
+    with pytest.raises(ValueError, match=r"Global rank 0 does not exist in input process group: \[1, 2\]"):
+        st.zeros(chunks(), *SIZES, process_group=group)
+    t = lay(whole(), spec, process_group=group)
+    assert torch.equal(together(t, dst=1), whole())  # rank 1 of the group
+    holds(t.reshard(chunks(1, [1, 2])), whole())
+    assert torch.equal(together(t.reshard(spec)), whole()) and torch.equal(t, lay(whole(), spec, process_group=group))
+    sharded = st._shard_tensor(whole() + me, spec, src_rank=1, process_group=group)
+    holds(sharded, whole() + 2)
+    torch.manual_seed(3)
+    once = together(st.rand(spec, *SIZES, process_group=group))
+    torch.manual_seed(3)
+    assert torch.equal(once, together(st.rand(chunks(1, [1]), *SIZES, process_group=group)))
+
+
+# ---- copies, comparison, files ----
+
+
+@on_ranks(2, 3)
+def test_copies_and_comparison():
+    t = lay(whole(), spec_of("windmill")).requires_grad_()
+    for made, same_memory in [(t.clone(), False), (copy.deepcopy(t), False), (t.detach(), True)]:
+        assert made.metadata().shards_metadata == t.metadata().shards_metadata and made._process_group is t._process_group
+        for a, b in zip(made.local_shards(), t.local_shards(), strict=True):
+            assert (a.tensor.data_ptr() == b.tensor.data_ptr()) == (same_memory or not b.tensor.numel())
+        holds(made, whole())
+    assert not t.detach().requires_grad and not t.detach().metadata().tensor_properties.requires_grad and t.requires_grad
+    assert copy.deepcopy(t).requires_grad and all(s.tensor.is_leaf and s.tensor.requires_grad for s in copy.deepcopy(t).local_shards())
+    assert not t.detach().requires_grad_().requires_grad_(False).requires_grad
+    parameter = nn.Parameter(t.detach())
+    assert isinstance(parameter, nn.Parameter) and isinstance(copy.deepcopy(parameter), nn.Parameter)
+    twice = copy.deepcopy([t, t])
+    assert twice[0] is twice[1] and hash(t) == id(t)
+    with pytest.raises(RuntimeError, match=r"Only support torch.preserve_format"):
+        t.clone(memory_format=torch.contiguous_format)
+
+    a, b = lay(whole(), chunks()), lay(whole(), chunks())
+    assert torch.equal(a, b) and torch.allclose(a, b + 1e-9, rtol=0, atol=1e-6)
+    if dist.get_rank() == 0:
+        b.local_shards()[0].tensor[0, 0] += 1
+    assert not torch.equal(a, b) and not torch.allclose(a, b)  # on all ranks
+    assert not torch.equal(a, lay(whole(), chunks(1))) and not torch.equal(a, a.double())
+    with pytest.raises(TypeError, match=r"Both arguments to torch\.equal need to be of type ShardedTensor"):
+        torch.equal(a, whole())
+    assert torch.equal(b.copy_(a), a)
+    with pytest.raises(RuntimeError, match="inplace copy can only happen between two ShardedTensor with same metadata!"):
+        b.copy_(lay(whole(), chunks(1)))
+    assert repr(a) == f"ShardedTensor({a.metadata()})"
+
+
+@on_ranks(2, 3)
+def test_files():
+    from shardtensor import sharded_tensor as st
+
+    group = dist.new_group(list(range(dist.get_world_size())))
+    t = lay(whole(), spec_of("windmill"), process_group=group).requires_grad_()
+    t.note = "mine"
+    for weights_only in (False, True):
+        file = io.BytesIO()
+        torch.save({"t": t, "p": nn.Parameter(lay(whole(), chunks()))}, file)
+        file.seek(0)
+        with st.load_with_process_group(group):
+            back = torch.load(file, weights_only=weights_only)
+        assert back["t"]._process_group is group and back["t"].note == "mine" and back["t"].sharding_spec() == t.sharding_spec()
+        assert torch.equal(back["t"], t) and back["t"].requires_grad and isinstance(back["p"], nn.Parameter)
+        holds(back["t"], whole())
+    plain = pickle.loads(pickle.dumps(lay(whole(), chunks())))
+    assert plain._process_group is dist.group.WORLD and torch.equal(plain, lay(whole(), chunks()))
+    with st.load_with_process_group(group), pytest.raises(RuntimeError, match="ProcessGroup already set by previous"), st.load_with_process_group(group):
+        pass
+
+
+@on_ranks(3)
+def test_files_of_other_groups_are_refused():
+    from shardtensor import sharded_tensor as st
+
+    me = dist.get_rank()
+    pair, turned = dist.new_group([0, 1]), dist.new_group([1, 2])
+    whole_world = pickle.dumps(lay(whole(), chunks()))
+    if me < 2:
+        with st.load_with_process_group(pair), pytest.raises(RuntimeError, match="Local world size at save time was 3, but at load time was 2"):
+            pickle.loads(whole_world)
+    if me == 1:
+        data = pickle.dumps(st.zeros(chunks(0, [0, 1]), 2, 2, process_group=pair))
+        with st.load_with_process_group(turned), pytest.raises(RuntimeError, match="Local rank at save time was 1, but at load time was 0"):
+            pickle.loads(data)
+    others = [None] * 3
+    dist.all_gather_object(others, whole_world)
+    with pytest.raises(RuntimeError, match=f"(Local|Global) rank at save time was {(me + 1) % 3}, but at load time was {me}"):
+        pickle.loads(others[(me + 1) % 3])
+
+
+def test_files_need_a_process_group(pools, tmp_path):
+    pools(2).run(here(write_pickle), str(tmp_path))
+    with pytest.raises(RuntimeError, match='Need to initialize default process group using "init_process_group" before loading ShardedTensor'):
+        pickle.loads((tmp_path / "0").read_bytes())
+
+
+def write_pickle(folder):
+    Path(folder, str(dist.get_rank())).write_bytes(pickle.dumps(lay(whole(), chunks())))
