@@ -696,3 +696,334 @@ def test_files_need_a_process_group(pools, tmp_path):
 
 def write_pickle(folder):
     Path(folder, str(dist.get_rank())).write_bytes(pickle.dumps(lay(whole(), chunks())))
+
+
+# ---- random values ----
+
+DRAWS = {
+    "rand": lambda st, spec: st.rand(spec, *SIZES),
+    "randn": lambda st, spec: st.randn(spec, SIZES, dtype=torch.float64),
+    "uniform_": lambda st, spec: nn.init.uniform_(st.empty(spec, *SIZES), -1, 3),
+    "normal_": lambda st, spec: nn.init.normal_(st.empty(spec, *SIZES), mean=2, std=0.5),
+    "kaiming_uniform_": lambda st, spec: nn.init.kaiming_uniform_(st.empty(spec, *SIZES), a=1, mode="fan_out"),
+    "kaiming_normal_": lambda st, spec: nn.init.kaiming_normal_(st.empty(spec, *SIZES)),
+    "xavier_uniform_": lambda st, spec: nn.init.xavier_uniform_(st.empty(spec, *SIZES)),
+    "trunc_normal_": lambda st, spec: nn.init.trunc_normal_(st.empty(spec, *SIZES)),
+    "rand_like": lambda st, spec: torch.rand_like(st.empty(spec, *SIZES)),
+    "bernoulli_": lambda st, spec: st.empty(spec, *SIZES).bernoulli_(0.3),
+    "generator": lambda st, spec: st.empty(spec, *SIZES).uniform_(generator=torch.Generator().manual_seed(8)),
+}
+
+
+def drawn(name, spec):
+    """Two in a row, and what torch draws behind them."""
+    from shardtensor import sharded_tensor as st
+
+    torch.manual_seed(5)
+    values = [together(DRAWS[name](st, spec)) for _ in range(2)]
+    return torch.stack(values), torch.rand(1)
+
+
+def draw_all(cuts):
+    specs = [chunks(0), chunks(1), *map(spec_of, cuts)]
+    first = {name: drawn(name, specs[0]) for name in DRAWS}
+    for spec in specs:
+        for name, (values, behind) in first.items():
+            mine, mine_behind = drawn(name, spec)
+            assert torch.equal(mine, values) and torch.equal(mine_behind, behind), (name, spec)
+    return {name: values.tolist() for name, (values, _) in first.items()}
+
+
+def test_random_values_are_the_same_whatever_the_sharding(pools):
+    told = [told for world in (2, 3, 4) for told in pools(world).run(here(draw_all), cuts_for(world))]
+    assert all(one == told[0] for one in told)
+    values = {name: torch.tensor(v) for name, v in told[0].items()}
+    assert values["generator"][0].equal(values["generator"][1]) and not values["rand"][0].equal(values["rand"][1])
+    bound = math.sqrt(3) / math.sqrt(7)  # gain 1, fan_out 7: of the whole, not of a shard
+    assert 0.9 * bound < values["kaiming_uniform_"].abs().max() <= bound
+    assert values["uniform_"].min() < 0 and values["uniform_"].max() > 2 and abs(values["normal_"].mean() - 2) < 0.4
+    assert set(values["bernoulli_"].flatten().tolist()) == {0.0, 1.0}
+
+
+@on_ranks(2)
+def test_random_values_are_those_of_shardtensor():
+    import shardtensor as shards
+    from shardtensor import sharded_tensor as st
+
+    for name in ("rand", "randn"):
+        torch.manual_seed(3)
+        mine = together(getattr(st, name)(spec_of("windmill"), 7, 5))
+        torch.manual_seed(3)
+        placed = getattr(shards, name)(7, 5, device_mesh=shards.init_device_mesh("cpu", (2,)), placements=[shards.Shard(0)])
+        assert torch.equal(mine, placed.full_tensor())
+
+
+@on_ranks(2)
+def test_ranks_that_seed_differently_are_told_and_brought_together():
+    from shardtensor import sharded_tensor as st
+
+    group = dist.new_group([0, 1])
+    torch.manual_seed(dist.get_rank())
+    if dist.get_rank() == 1:
+        with pytest.warns(UserWarning, match="on rank 1 the default random generator is in another state than on rank 0"):
+            t = st.rand(spec_of("rows"), 7, 5, process_group=group)
+    else:
+        t = st.rand(spec_of("rows"), 7, 5, process_group=group)
+    value = together(t)
+    torch.manual_seed(0)
+    assert torch.equal(value, together(st.rand(spec_of("columns"), 7, 5, process_group=group)))
+
+
+@on_ranks(2)
+def test_initialisers_refuse():
+    from shardtensor import sharded_tensor as st
+
+    t = st.empty(chunks(), 7, 5)
+    for call, match in [
+        (lambda: nn.init.uniform_(t, None, 1), "param: a shouldn't be None!"),
+        (lambda: nn.init.normal_(t, 0, None), "param: std shouldn't be None!"),
+        (lambda: nn.init.constant_(t, None), "param: val shouldn't be None!"),
+        (lambda: nn.init.kaiming_uniform_(t, mode=None), "param: mode shouldn't be None!"),
+        (lambda: nn.init.kaiming_uniform_(st.empty(chunks(), 7)), "fewer than 2 dimensions"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+# ---- ops ----
+
+ELEMENTWISE = {
+    "relu": (torch.relu, nn.functional.relu),
+    "gelu": (nn.functional.gelu,),
+    "more": (torch.sigmoid, torch.tanh, torch.neg, torch.exp, nn.functional.silu, lambda t: t.clamp(2, 9), lambda t: t.float()),
+    "numbers": (lambda t: t + 1, lambda t: 2 * t, lambda t: t / 3, lambda t: 1 - t, lambda t: t**2, lambda t: t > 4, lambda t: t + torch.tensor(2.0)),
+    "two": (lambda t: t + t, lambda t: torch.where(t > 3, t, -t), lambda t: torch.addcmul(t, t, t, value=2), lambda t: t * t.detach()),
+    "in place": (lambda t: t.clone().add_(1), lambda t: t.clone().mul_(t), lambda t: t.clone().zero_(), lambda t: t.clone().fill_(3)),
+}
+
+
+@on_ranks(2, 3)
+def test_elementwise_ops():
+    from shardtensor import _C
+
+    for name in ("rows, ranks turned", "windmill", "one rank has all"):
+        t, value = lay(whole(torch.float64), spec_of(name)), whole(torch.float64)
+        for functions in ELEMENTWISE.values():
+            for function in functions:
+                _C.reset_comm_counts()
+                out, expected = function(t), function(value)
+                assert not any(n for n, _ in _C.comm_counts().values())
+                assert out.dtype == expected.dtype == out.metadata().tensor_properties.dtype and out.sharding_spec() == t.sharding_spec()
+                assert torch.equal(together(out), expected)
+        copied = t.clone()
+        assert copied.add_(1) is copied
+        holds(copied, value + 1)
+        t.requires_grad_()
+        (out,) = [torch.sigmoid(t) * 3]
+        assert out.requires_grad and out.metadata().tensor_properties.requires_grad
+        for before, after in zip(t.local_shards(), out.local_shards(), strict=True):
+            after.tensor.sum().backward()
+            torch.testing.assert_close(before.tensor.grad, part(3 * torch.sigmoid(value) * (1 - torch.sigmoid(value)), before.metadata))
+
+
+@on_ranks(2)
+def test_other_ops_are_refused_on_all_ranks():
+    t = lay(whole(), spec_of("one rank has all"))
+    for call, match in [
+        (lambda: t.sum(), "torch function 'sum', with args: .* not supported for ShardedTensor!"),
+        (lambda: torch.softmax(t, 1), "torch function 'softmax'.*_softmax.* is not element-wise"),
+        (lambda: t.t(), "not supported for ShardedTensor!"),
+        (lambda: t[0], "not supported for ShardedTensor!"),
+        (lambda: nn.functional.dropout(t, 0.5), "not supported for ShardedTensor!"),
+        (lambda: t + whole(), "a plain tensor of more than one element is cut in no way"),
+        (lambda: t + lay(whole(), chunks()), "not cut alike; reshard one"),
+        (lambda: nn.functional.linear(t, torch.zeros(1, 1)), "not supported for ShardedTensor!"),
+    ]:
+        with pytest.raises(RuntimeError, match=match):
+            call()
+    with pytest.raises(RuntimeError, match="A ShardedTensor object is being used from c"), torch._C.DisableTorchFunctionSubclass():
+        torch.neg(t)
+
+
+@on_ranks(2)
+def test_users_own_ops():
+    from shardtensor import sharded_tensor as st
+    from shardtensor import sharding_spec
+    from shardtensor.sharded_tensor import _ops
+
+    t, enumerated = lay(whole(), chunks()), lay(whole(), spec_of("windmill"))
+
+    @st.custom_sharded_op_impl(torch.asin)
+    def asin(types, args, kwargs, process_group):
+        assert st.ShardedTensor in types
+        return "mine", len(args[0].local_shards()), kwargs, process_group is dist.group.WORLD
+
+    @sharding_spec.custom_sharding_spec_op(sharding_spec.ChunkShardingSpec, torch.acos)
+    def acos(types, args, kwargs, process_group):
+        return "chunked"
+
+    try:
+        assert torch.asin(t) == ("mine", 1, {}, True)
+        assert torch.acos(t) == "chunked" and torch.acos(enumerated).sharding_spec() == enumerated.sharding_spec()
+        with pytest.raises(TypeError, match="Custom sharded op function expects signature"):
+            st.custom_sharded_op_impl(torch.asin)(lambda types, args: None)
+        other = st.zeros(chunks(), 7, 5, process_group=dist.new_group([0, 1]))
+        with pytest.raises(RuntimeError, match="All distributed tensors should use the same ProcessGroup"):
+            torch.Tensor.type_as(t, other)
+    finally:
+        del _ops._CUSTOM_SHARDED_OPS[torch.asin], sharding_spec._SPEC_OPS[sharding_spec.ChunkShardingSpec, torch.acos]
+    assert isinstance(torch.acos(t), st.ShardedTensor)
+
+
+@on_ranks(2)
+def test_likes_take_dtype_and_group():
+    group = dist.new_group([0, 1])
+    t = lay(whole(torch.float64), spec_of("windmill"), process_group=group)
+    for made, value in [
+        (torch.zeros_like(t), torch.zeros(SIZES).double()),
+        (torch.ones_like(t, dtype=torch.int64), torch.ones(SIZES, dtype=torch.int64)),
+        (torch.full_like(t, 4.5, requires_grad=True), torch.full(SIZES, 4.5).double()),
+    ]:
+        assert made.dtype == value.dtype and made._process_group is group and made.sharding_spec() == t.sharding_spec()
+        holds(made, value)
+    assert torch.empty_like(t).metadata() == t.metadata() and torch.randn_like(t).dtype == torch.float64
+
+
+# ---- parameters and modules ----
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(5, 7)
+        self.ten = nn.Sequential(nn.Linear(7, 3))
+        self.cut = Cut()
+
+
+class Cut(nn.Module):
+    """Gives a ShardedTensor."""
+
+    def forward(self, spec):
+        return lay(whole(), spec)
+
+
+@on_ranks(2, 3)
+def test_shard_parameter_and_tensor():
+    from shardtensor import sharded_tensor as st
+
+    world, me = dist.get_world_size(), dist.get_rank()
+    for spec in [chunks(0), chunks(1), *map(spec_of, cuts_for(world))]:
+        module = nn.Linear(5, 7)
+        module.weight.data.copy_(whole() + me)
+        st.shard_parameter(module, "weight", spec, src_rank=1)
+        assert isinstance(module.weight, nn.Parameter) and isinstance(module.weight, st.ShardedTensor) and module.weight.requires_grad
+        assert module.weight.sharding_spec() == spec and dict(module.named_parameters())["weight"] is module.weight
+        assert all(s.tensor.is_leaf and s.tensor.requires_grad for s in module.weight.local_shards())
+        holds(module.weight, whole() + 1)
+        for direct in (spec.shard(whole() * (me + 1)), st._shard_tensor(whole() * (me + 1), spec)):
+            holds(direct, whole())
+        module.double()
+        assert module.weight.dtype == torch.float64 and isinstance(module.weight, nn.Parameter)
+        holds(module.weight, whole(torch.float64) + 1)
+    module = nn.Linear(5, 7, bias=False).requires_grad_(False)
+    st.shard_parameter(module, "weight", chunks())
+    assert not module.weight.requires_grad and not module.weight.local_tensor().requires_grad
+
+
+@on_ranks(2)
+def test_shard_parameter_refuses_on_all_ranks():
+    from shardtensor import sharded_tensor as st
+
+    me, module = dist.get_rank(), nn.Linear(5, 7)
+    odd = nn.Linear(5, 7, bias=me == 1)
+    turned = nn.Linear(5, 7)
+    if me == 0:
+        turned.weight = nn.Parameter(torch.zeros(5, 7).t())
+    small = nn.Linear(5, 7 - me)
+    for call, kind, match in [
+        (lambda: st.shard_parameter(module, "wait", chunks()), AttributeError, "Linear has no attribute `wait`"),
+        (lambda: st.shard_parameter(odd, "bias", chunks()), ValueError, "Expected Linear.bias to be a Tensor, but found NoneType"),
+        (lambda: st.shard_parameter(turned, "weight", chunks()), ValueError, "param: weight is not a contiguous Tensor"),
+        (lambda: st._shard_tensor(turned.weight, chunks()), ValueError, "input tensor is not a contiguous Tensor"),
+        (lambda: st.shard_parameter(small, "weight", chunks()), ValueError, "size=.* on rank: . does not match with size="),
+        (lambda: st.shard_parameter(module, "weight", chunks(), src_rank=me), ValueError, "src_rank=. on rank: . does not match with src_rank=. on rank: ."),
+        (lambda: st.shard_parameter(module, "weight", chunks(me)), ValueError, "sharding_spec=.* does not match with sharding_spec="),
+        (lambda: st.shard_parameter(module, "weight", chunks(), src_rank=2), ValueError, "src_rank=2 is no rank of a group of 2 ranks"),
+        (lambda: st.shard_parameter(module, "weight", chunks(0, [0, 5])), ValueError, "Global rank 5 does not exist"),
+        (lambda: st.shard_parameter(module, "weight", chunks(3)), ValueError, "Invalid sharding dim: 3"),
+    ]:
+        raises_everywhere(call, kind, match)
+    assert type(module.weight) is nn.Parameter
+
+
+@on_ranks(2)
+def test_shard_module():
+    from shardtensor import sharded_tensor as st
+    from shardtensor.sharding_plan import Sharder, ShardingPlan, ShardingPlanner
+
+    class Halve(Sharder):
+        def shard(self, module):
+            return nn.Sequential(module, nn.Identity())
+
+    class Planner(ShardingPlanner):
+        def build_plan(self, module):
+            plan = {"one.weight": chunks(0), "one.bias": spec_of_sizes(7), "ten.0": Halve()}
+            return ShardingPlan(plan, output_plan={"cut": chunks(1)}, return_local_tensor=["cut"])
+
+    def spec_of_sizes(n):
+        return chunks(0, [1, 0])
+
+    net = Net()
+    st.shard_module(net, Planner().build_plan(net), src_rank=0)
+    assert isinstance(net.one.weight, st.ShardedTensor) and isinstance(net.one.bias, st.ShardedTensor)
+    assert isinstance(net.ten[0], nn.Sequential) and not hasattr(net.ten, "mod_name")
+    assert torch.equal(net.cut(chunks(0)), whole()[:, :3] if dist.get_rank() == 0 else whole()[:, 3:])
+
+    squeezed = Net()
+    st.shard_module(squeezed, ShardingPlan({}, return_local_tensor=["cut"]))
+    assert squeezed.cut(spec_of("rows of 3") if dist.get_world_size() > 2 else chunks(0)).dim() == 2
+    assert squeezed.cut(chunks(0, [0, 1])).shape == ((4, 5), (3, 5))[dist.get_rank()]
+    st._collect_local_shard(hooked := nn.Identity())
+    assert hooked(lay(whole(sizes=(2, 5)), chunks(0))).shape == (5,) and torch.equal(hooked(whole()), whole())
+    st._reshard_output(hooked := nn.Identity(), chunks(1))
+    assert hooked(lay(whole(), chunks(0))).sharding_spec() == chunks(1)
+
+    for plan, kind, match in [
+        (ShardingPlan({"one.weight": "rows"}), TypeError, "Only `ShardingSpec` and `Sharder` are supported to shard 'one.weight'"),
+        (ShardingPlan({"": Halve()}), KeyError, "Module path must not be empty for custom sharder!"),
+        (ShardingPlan({"ten.0.weight": chunks(0), "ten": Halve()}), RuntimeError, "ShardingPlan is in-valid, trying to shard a parameter: ten.0.weight"),
+        (ShardingPlan({}, output_plan={"one": 3}), TypeError, "Only `ShardingSpec` is supported as output_plan for 'one'"),
+        (ShardingPlan({"two.weight": chunks(0)}), AttributeError, "two"),
+    ]:
+        raises_everywhere(lambda plan=plan: st.shard_module(Net(), plan), kind, match)
+
+
+class Table(nn.Module):
+    """ShardedTensors that are attributes."""
+
+    def __init__(self, fill=None):
+        super().__init__()
+        self.rows = lay(whole(), chunks(0)) if fill is None else fill
+        self.inner = nn.Module()
+        self.inner.columns = lay(whole() + 1, spec_of("windmill")) if fill is None else fill
+        self.plain = nn.Linear(2, 2)
+
+
+@on_ranks(2)
+def test_state_dict_hooks():
+    from shardtensor import sharded_tensor as st
+
+    module, other = Table(), Table(st.zeros(chunks(0), 7, 5))
+    for m in (module, other):
+        m._register_state_dict_hook(st.state_dict_hook)
+        m.register_load_state_dict_pre_hook(st.pre_load_state_dict_hook)
+    state = module.state_dict()
+    assert {"rows", "inner.columns", "plain.weight"} <= set(state) and state["rows"] is module.rows
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file), strict=False)
+    assert torch.equal(other.rows, module.rows) and torch.equal(other.inner.columns, module.inner.columns)
+    holds(other.inner.columns, whole() + 1)
+    outer = nn.Sequential(module)
+    assert "0.inner.columns" in outer.state_dict()

@@ -211,6 +211,13 @@ _compare(torch.equal)
 _compare(torch.allclose)
 
 
+@_method_of_shards(_T.any)
+def _any(t: ShardedTensor) -> torch.Tensor:
+    """On every rank; nn.init.trunc_normal_ asks it."""
+    mine = any(bool(shard.tensor.any()) for shard in t._local_shards)
+    return torch.tensor(anywhere(mine, t._process_group), device=_device(t))
+
+
 # ---- values ----
 
 
@@ -225,6 +232,12 @@ def _likes() -> None:
 
     for name in ("empty", "full", "ones", "rand", "randn", "zeros"):
         register_like(getattr(torch, f"{name}_like"), getattr(factories, name))
+
+
+@_method_of_shards(_T.new_tensor)
+def _new_tensor(t: ShardedTensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
+    """A plain one."""
+    return torch.tensor(data, dtype=dtype or t.dtype, device=device or t.device, requires_grad=requires_grad)
 
 
 def _draws(draw: Op) -> None:

@@ -59,9 +59,9 @@ def fill(draw: Callable[..., Any], t: ShardedTensor, *args: Any, generator: torc
         _agree(t)
     source = generator if generator is not None else torch.default_generator
     state = source.get_state()
-    boxes = [(s.tensor.detach(), s.metadata.shard_offsets, s.metadata.shard_sizes) for s in t._local_shards]
+    boxes = [(s.tensor.detach(), s.metadata.shard_offsets, s.metadata.shard_sizes) for s in t._local_shards if s.tensor.numel()]
     with torch.no_grad():
-        # The same step for every shard, and for a rank without any.
+        # The same step for every shard, and for a rank that has no element.
         for tensor, offsets, sizes in boxes or [(torch.empty(0, dtype=t.dtype), [0], [0])]:
             whole = list(t.size()) if boxes else sizes
             source.set_state(state)
