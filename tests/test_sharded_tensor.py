@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -1027,3 +1030,271 @@ def test_state_dict_hooks():
     holds(other.inner.columns, whole() + 1)
     outer = nn.Sequential(module)
     assert "0.inner.columns" in outer.state_dict()
+
+
+# ---- distributed checkpoints ----
+
+
+def state_of(kind, name, value=None):
+    """A state dict of ours, torch's or a ShardTensor's; without a value, one to load into."""
+    import shardtensor
+    from shardtensor import sharded_tensor as ours
+    from torch.distributed._shard import sharded_tensor as stock
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+
+    given = value if value is not None else torch.full(SIZES, -1.0, dtype=torch.float64)
+    spec = chunks(0) if name is None else spec_of(name)
+    if kind == "placed":
+        return {"x": shardtensor.distribute_tensor(given, shardtensor.init_device_mesh("cpu", (dist.get_world_size(),)), [shardtensor.Shard(1)])}
+    if kind == "stock":
+        t = stock.empty(EnumerableShardingSpec(spec.shards) if name else spec, *SIZES, dtype=given.dtype)
+        for shard in t.local_shards():
+            shard.tensor.copy_(part(given, shard.metadata))
+        return {"x": t}
+    nothing = ours.zeros(spec_of_nothing(), 0, 5) if name else ours.zeros(spec, 0, 5)
+    return {"x": lay(given, spec), "nested": {"y": lay(given.long(), chunks(1)), "none": nothing}, "n": 3}
+
+
+def spec_of_nothing():
+    from shardtensor.sharding_spec import EnumerableShardingSpec, ShardMetadata
+
+    return EnumerableShardingSpec([ShardMetadata([0, 0], [0, 5], f"rank:{r}/cpu") for r in (0, 0, 1)])
+
+
+def save(path, kind, name):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state_of(kind, name, whole(torch.float64)), checkpoint_id=path)
+    written = dcp.FileSystemReader(path).read_metadata()
+    chunks_ = written.state_dict_metadata["x"].chunks
+    assert sum(math.prod(c.sizes) for c in chunks_) == 35 and all(math.prod(c.sizes) for c in chunks_)
+
+
+def load(path, kind, name):
+    import torch.distributed.checkpoint as dcp
+
+    state = {k: v for k, v in state_of(kind, name).items() if k == "x" or kind == "ours"}
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    if "nested.y" not in saved:
+        state = {"x": state["x"]}
+    t = state["x"]
+    dcp.load(state, checkpoint_id=path)
+    assert state["x"] is t
+    if kind == "placed":
+        assert torch.equal(t.full_tensor(), whole(torch.float64))
+        return
+    holds(t, whole(torch.float64))
+    if "nested" in state:
+        holds(state["nested"]["y"], whole(torch.int64))
+        assert state["n"] == 3
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ((4, "ours", "grid"), (3, "ours", "grid of 3")),
+        ((3, "ours", "nothing in the middle"), (4, "ours", "grid")),
+        ((4, "ours", None), (3, "ours", "windmill")),
+        ((3, "ours", "rows of 3"), (2, "ours", "windmill")),
+        ((2, "ours", "windmill"), (4, "ours", None)),
+        ((4, "ours", "grid"), (3, "stock", "rows of 3")),
+        ((3, "ours", "windmill"), (2, "stock", None)),
+        ((4, "stock", "grid"), (3, "ours", "nothing in the middle")),
+        ((2, "stock", None), (3, "ours", "windmill")),
+        ((4, "ours", "grid"), (3, "placed", None)),
+        ((3, "placed", None), (4, "ours", "grid")),
+    ],
+)
+def test_save_on_some_ranks_load_on_others(pools, tmp_path, writer, reader):
+    path = str(tmp_path / "checkpoint")
+    pools(writer[0]).run(here(save), path, *writer[1:])
+    pools(reader[0]).run(here(load), path, *reader[1:])
+
+
+def save_and_load_module(path, background):
+    import torch.distributed.checkpoint as dcp
+    from shardtensor import sharded_tensor as st
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    def net(fill, spec):
+        module = nn.Linear(5, 7)
+        nn.init.constant_(module.weight, fill)
+        st.shard_parameter(module, "weight", spec)
+        return module
+
+    state = get_model_state_dict(net(4.0, spec_of("windmill")))
+    if background:
+        dcp.async_save(state, checkpoint_id=path).result()
+    else:
+        dcp.save(state, checkpoint_id=path)
+    module = net(1.0, chunks(1))
+    state = get_model_state_dict(module)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(module, state)
+    assert isinstance(module.weight, nn.Parameter) and torch.equal(together(module.weight.detach()), torch.full(SIZES, 4.0))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_modules_checkpoint(pools, tmp_path, background):
+    pools(2).run(here(save_and_load_module), str(tmp_path / "checkpoint"), background)
+
+
+@on_ranks(2)
+def test_a_shard_that_is_not_here_is_named():
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    t = lay(whole(), spec_of("one rank has all"))
+    with pytest.raises(ValueError, match=r"Could not find shard at 'torch.Size\(\[1, 0\]\)' for FQN: 'x' on rank"):
+        t.__get_tensor_shard__(MetadataIndex("x", torch.Size([1, 0])))
+    with pytest.raises(ValueError, match="Cannot lookup x since its a ShardedTensor and no offset was provided"):
+        t.__get_tensor_shard__(MetadataIndex("x"))
+    assert len(t.__create_chunk_list__()) == dist.get_rank()
+
+
+# ---- beside torch's own ----
+
+
+@on_ranks(2, 3)
+def test_as_torchs_own():
+    """Where torch's works on CPU: the same shards, metadata, values and errors."""
+    from shardtensor import sharded_tensor as ours
+    from shardtensor import sharding_spec as our_specs
+    from torch.distributed._shard import sharded_tensor as stock
+    from torch.distributed._shard import sharding_spec as stock_specs
+
+    world = dist.get_world_size()
+    both = [(ours, our_specs), (stock, stock_specs)]
+
+    def same(do):
+        """Of both: what it gives, or the error's kind and text."""
+        told = []
+        for module, specs in both:
+            try:
+                told.append(do(module, specs))
+            except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+                told.append((type(error), str(error)))
+        assert told[0] == told[1], told
+        return told[0]
+
+    def chunked(specs, dim=0, order=1):
+        return specs.ChunkShardingSpec(dim, [f"rank:{r}/cpu" for r in range(world)][::order])
+
+    def seen(t):
+        shards = [(s.metadata, s.tensor.tolist(), s.tensor.requires_grad) for s in t.local_shards()]
+        return t.metadata(), shards, t.size(), t.dtype, t.requires_grad, t.device, t.is_pinned()
+
+    for dim, order in [(0, 1), (1, 1), (-1, 1), (0, -1)]:
+        for dtype, grad in [(None, False), (torch.float64, True), (torch.int64, False)]:
+            same(lambda m, s, d=dim, o=order, t=dtype, g=grad: seen(m.full(chunked(s, d, o), SIZES, 3, dtype=t, requires_grad=g)))
+    same(lambda m, s: seen(m.ones(s.EnumerableShardingSpec(shard_list("windmill")[:-1] + shard_list("windmill")[-1:]), 7, 5)))
+    for do in [
+        lambda m, s: m.ones(chunked(s, 2), 7, 5),
+        lambda m, s: m.ones("spec", 7, 5),
+        lambda m, s: m.ones(chunked(s), 7, 0.5),
+        lambda m, s: s.EnumerableShardingSpec([]),
+        lambda m, s: s.EnumerableShardingSpec(shard_list("rows") + shard_list("grid")[1:2]),
+        lambda m, s: s.ChunkShardingSpec("x", ["rank:0"]),
+        lambda m, s: m.ones(chunked(s), 7, 5).remote_shards(),
+        lambda m, s: m.ones(s.ChunkShardingSpec(0, ["rank:0/cpu", "rank:8/cpu"]), 7, 5),
+    ]:
+        assert isinstance(same(do)[0], type)
+
+    def value(m, s):
+        return m.init_from_local_shards(shards_of(chunked(s), whole()), *SIZES)
+
+    for do in [
+        lambda t: t.clone(), lambda t: t.detach(), copy.deepcopy, lambda t: t.to(torch.float64), lambda t: t.cpu(), lambda t: t.requires_grad_(),
+        lambda t: t.type_as(torch.zeros(1).double()), lambda t: torch.zeros_like(t), lambda t: torch.full_like(t, 2),
+    ]:  # fmt: skip
+        same(lambda m, s, do=do: seen(do(value(m, s))))
+
+    def gathered(m, s):
+        out = torch.zeros(SIZES) if dist.get_rank() == 1 else None
+        value(m, s).gather(1, out)
+        return None if out is None else out.tolist()
+
+    def resharded(m, s):
+        even = whole(sizes=(2 * world, 2 * world))  # torch's reshard of uneven pieces does not work with Gloo
+        t = m.init_from_local_shards(shards_of(chunked(s), even), *even.shape)
+        return seen(t.reshard(chunked(s, 1)))
+
+    same(gathered)
+    same(resharded)
+    same(lambda m, s: value(m, s).sharding_spec())
+    same(lambda m, s: repr(value(m, s)))
+    # Each takes the other's specs.
+    assert seen(ours.ones(chunked(stock_specs), 7, 5)) == seen(stock.ones(chunked(our_specs), 7, 5))
+
+
+# ---- RPC ----
+
+RPC_RANK = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed import rpc
+sys.path.insert(0, {tests!r})
+rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{{folder}}/group", rank=rank, world_size=world)
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{{folder}}/rpc", rpc_timeout=30, _transports=["uv"], _channels=["basic"])
+rpc.init_rpc(f"worker{{rank}}", rank=rank, world_size=world, rpc_backend_options=options)
+import test_sharded_tensor
+test_sharded_tensor.remote_shards()
+rpc.shutdown()
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def remote_shards():
+    from shardtensor import sharded_tensor as st
+    from shardtensor.sharded_tensor import _remote
+    from shardtensor.sharding_spec import ChunkShardingSpec
+
+    me, world = dist.get_rank(), dist.get_world_size()
+    for spec in (spec_of("windmill"), spec_of("grid of 3"), spec_of("nothing in the middle"), chunks(0, [2, 1, 0])):
+        t = lay(whole(), spec, init_rrefs=True)
+        remote = t.remote_shards()
+        held = {s.placement.rank() for s in t.metadata().shards_metadata}
+        assert set(remote) == held - {me}
+        for rank, rrefs in remote.items():
+            shards = [rref.to_here() for rref in rrefs]
+            assert all(rref.owner().id == rank for rref in rrefs)
+            assert [s.metadata for s in shards] == [s for s in t.metadata().shards_metadata if s.placement.rank() == rank]
+            assert all(torch.equal(s.tensor, part(whole(), s.metadata)) for s in shards)
+        again = pickle.loads(pickle.dumps(st.ones(spec, 7, 5, init_rrefs=True)))
+        assert set(again.remote_shards()) == held - {me}
+        dist.barrier()
+        del t, again, remote
+    named = st.zeros(ChunkShardingSpec(0, [f"worker{r}/cpu" for r in range(world)]), 7, 5)
+    assert [s.tensor.shape for s in named.local_shards()] == [(min(3, 7 - 3 * me), 5)]
+    out = torch.ones(SIZES) if me == 0 else None
+    named.gather(0, out)
+    assert out is None or not out.any()
+    with pytest.raises(ValueError, match="Invalid worker name: nobody"):
+        st.zeros(ChunkShardingSpec(0, ["nobody/cpu"]), 7, 5)
+    with pytest.raises(RuntimeError, match="Could not find sharded_tensor_id: 99"):
+        _remote._receive(99, [], 0)
+    group = dist.new_group(list(range(1, world)))
+    part_of = st.zeros(chunks(0, range(1, world)), 7, 5, process_group=group, init_rrefs=True)
+    assert set(part_of.remote_shards()) == set(range(1, world)) - {me}
+
+
+def test_remote_shards_over_rpc(tmp_path):
+    program = tmp_path / "rank.py"
+    program.write_text(RPC_RANK.format(tests=str(ROOT / "tests")))
+    import shardtensor
+
+    path = [str(Path(shardtensor.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), "3", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        for rank in range(3)
+    ]
+    try:
+        told = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 and "done" in text for rank, text in zip(ranks, told, strict=True)), "\n".join(told)

@@ -186,6 +186,9 @@ def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     """async_save's copy on the CPU: of the piece, since the whole has no memory."""
 
     def offload(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
+        if hasattr(x, "_staged"):  # a ShardedTensor
+            staged: torch.Tensor = x._staged(lambda shard: stock(self, shard, memo, non_blocking=non_blocking))
+            return memo.setdefault(id(x), staged)  # type: ignore[no-any-return]
         if not isinstance(x, ShardTensor):
             return stock(self, x, memo, non_blocking=non_blocking)
         local = x._local_tensor.detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -355,7 +355,7 @@ class ShardedTensor(ShardedTensorBase):
         current = torch.device(torch.accelerator.current_device_index())
         if device is not None and torch.device(device) not in (current, torch.device(current.type)):
             raise AssertionError(f"Only device without device id (e.g. 'cpu' or '{current.type}') is expected for ShardedTensor!")
-        return self._relocated(current, self.dtype, non_blocking, False, process_group)
+        return self._relocated(current, self.dtype, lambda t: t.to(current, non_blocking=non_blocking), process_group)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:  # type: ignore[override]
         """As Tensor.to, and with `process_group`: the shards stay on their ranks, on the current device of each."""
@@ -365,7 +365,8 @@ class ShardedTensor(ShardedTensorBase):
         here = all(place(self._process_group, s.placement)[1].type == device.type for s in self._metadata.shards_metadata)
         if not copied and here and device == self.device and dtype == self.dtype and group in (None, self._process_group):
             return self
-        return self._relocated(device, dtype, kwargs.get("non_blocking", flags[0]), copied, group)
+        non_blocking = kwargs.get("non_blocking", flags[0])
+        return self._relocated(device, dtype, lambda t: t.to(device, dtype, non_blocking, copied), group)
 
     def _target(self, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device, torch.dtype, list[bool]]:
         device, dtype, flags = kwargs.get("device"), kwargs.get("dtype"), []
@@ -393,9 +394,13 @@ class ShardedTensor(ShardedTensorBase):
         return where, dtype or self.dtype, [*flags, False, False]
 
     def _relocated(
-        self, device: torch.device, dtype: torch.dtype, non_blocking: bool, copied: bool, process_group: ProcessGroup | None
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        move_one: Callable[[torch.Tensor], torch.Tensor],
+        process_group: ProcessGroup | None = None,
     ) -> ShardedTensor:
-        """Of the other ranks' devices only the type is known: their current ones."""
+        """`move_one` takes a shard there. Of the other ranks' devices only the type is known: their current ones."""
 
         def moved(shard: ShardMetadata) -> ShardMetadata:
             rank, _ = place(self._process_group, shard.placement)
@@ -407,7 +412,7 @@ class ShardedTensor(ShardedTensorBase):
         if device.type != "cpu":
             metadata = _check.with_properties(metadata, pin_memory=False)
         metadata.shards_metadata = [moved(shard) for shard in metadata.shards_metadata]
-        shards = [Shard(s.tensor.to(device, dtype, non_blocking, copied), moved(s.metadata)) for s in self._local_shards]
+        shards = [Shard(move_one(s.tensor), moved(s.metadata)) for s in self._local_shards]
         spec = _relocated_spec(self._sharding_spec, metadata.shards_metadata)
         return self._make(spec, metadata, shards, process_group or self._process_group, self._init_rrefs)
 
@@ -445,6 +450,10 @@ class ShardedTensor(ShardedTensorBase):
         return _rebuild, (type(self), *state)
 
     # ---- torch.distributed.checkpoint ----
+
+    def _staged(self, copy_one: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
+        """async_save's copy on the CPU: of each shard, since the whole has no memory."""
+        return self.detach()._relocated(torch.device("cpu"), self.dtype, copy_one)  # type: ignore[attr-defined, no-any-return]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from shardtensor.sharded_tensor import _checkpoint
