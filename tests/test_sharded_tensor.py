@@ -1298,3 +1298,110 @@ def test_remote_shards_over_rpc(tmp_path):
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode == 0 and "done" in text for rank, text in zip(ranks, told, strict=True)), "\n".join(told)
+
+
+# ---- ShardTensors ----
+
+
+def memory(*tensors):
+    return {t.data_ptr() for t in tensors if t.numel()}
+
+
+@on_ranks(2, 3)
+def test_from_sharded_tensor():
+    import shardtensor
+    from shardtensor import _C, Replicate, Shard, ShardTensor
+    from torch.distributed._shard import sharded_tensor as stock
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    world = dist.get_world_size()
+    in_a_row = {"rows", "columns", "one rank has all", *(["rows of 3", "nothing in the middle"] if world == 3 else [])}
+    for name in [None, *cuts_for(world)]:
+        t = lay(whole(torch.float64), chunks(1) if name is None else spec_of(name)).requires_grad_()
+        _C.reset_comm_counts()
+        placed = ShardTensor.from_sharded_tensor(t)
+        assert placed.requires_grad and placed.is_leaf and placed.dtype == torch.float64 and placed.shape == SIZES
+        silent = not any(n for n, _ in _C.comm_counts().values())
+        shared = memory(placed.to_local()) == memory(*[s.tensor for s in t.local_shards()])
+        assert (silent and shared) == (name is None or name in in_a_row), name
+        assert torch.equal(placed.full_tensor(), whole(torch.float64))
+    mesh, spec = shardtensor.init_device_mesh("cpu", (world,)), spec_of("windmill")
+    for options in [
+        dict(placements=[Shard(1)]),
+        dict(placements=[Replicate()]),
+        dict(placements=[Shard(0)], sharding_shapes={0: [(7, 5), *[(0, 5)] * (world - 1)]}),
+        dict(placements=[_StridedShard(0, split_factor=2)]),
+        dict(),
+    ]:
+        placed = ShardTensor.from_sharded_tensor(lay(whole(), spec), mesh, **options)
+        assert list(placed.placements) == options.get("placements", [Shard(0)])
+        assert torch.equal(placed.full_tensor(), whole())
+    turned = DeviceMesh("cpu", list(range(world))[::-1])
+    t = lay(whole(), chunks(0, list(range(world))[::-1]))
+    assert memory(ShardTensor.from_sharded_tensor(t, turned).to_local()) == memory(t.local_tensor())
+    theirs = stock.full(chunks(0), SIZES, 3)
+    assert memory(ShardTensor.from_sharded_tensor(theirs).to_local()) == memory(*[s.tensor for s in theirs.local_shards()])
+    with pytest.raises(TypeError, match="argument 'sharded_tensor' is Tensor, not a ShardedTensor"):
+        ShardTensor.from_sharded_tensor(whole())
+
+
+@on_ranks(4)
+def test_grids_to_and_from_sharded_tensors():
+    import shardtensor
+    from shardtensor import Replicate, Shard, ShardTensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = shardtensor.init_device_mesh("cpu", (2, 2))
+    t = lay(whole(), spec_of("grid"))
+    rows = 3 if dist.get_rank() < 2 else 4
+    shapes = {0: [(3, 5), (4, 5)], 1: [(rows, 2), (rows, 3)]}
+    placed = ShardTensor.from_sharded_tensor(t, mesh, [Shard(0), Shard(1)], sharding_shapes=shapes)
+    assert memory(placed.to_local()) == memory(t.local_tensor())
+    back = placed.to_sharded_tensor()
+    assert back.sharding_spec() == t.sharding_spec() and memory(back.local_tensor()) == memory(t.local_tensor())
+    half = shardtensor.distribute_tensor(whole(), mesh, [Replicate(), Shard(1)]).to_sharded_tensor()
+    assert [len(half.local_shards())] == [[1, 1, 0, 0][dist.get_rank()]] and torch.equal(together(half), whole())
+    some = DeviceMesh("cpu", [[0, 1]])
+    if dist.get_rank() < 2:
+        with pytest.raises(ValueError, match=r"argument 'process_group': .* has no group of all its ranks; pass one"):
+            shardtensor.zeros(7, 5, device_mesh=some, placements=[Shard(0), Shard(1)]).to_sharded_tensor()
+
+
+@on_ranks(2, 3)
+def test_to_sharded_tensor():
+    import shardtensor
+    from shardtensor import _C, Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    world = dist.get_world_size()
+    mesh = shardtensor.init_device_mesh("cpu", (world,))
+    for placements, options in [
+        ([Shard(0)], {}),
+        ([Shard(1)], {}),
+        ([Replicate()], {}),
+        ([Shard(0)], dict(sharding_shapes={0: [(0, 5), (6, 5), (1, 5)] if world == 3 else [(0, 5), (7, 5)]})),
+        ([_StridedShard(0, split_factor=2)], {}),
+        ([_StridedShard(1, split_factor=2)], {}),
+    ]:
+        placed = shardtensor.distribute_tensor(whole(), mesh, placements, **options).requires_grad_()
+        _C.reset_comm_counts()
+        t = placed.to_sharded_tensor()
+        assert not any(n for n, _ in _C.comm_counts().values())
+        assert t.requires_grad and all(s.tensor.requires_grad and s.tensor.is_leaf for s in t.local_shards())
+        assert torch.equal(together(t), whole())
+        if type(placements[0]) is Shard:
+            assert options or t.sharding_spec() == chunks(placements[0].dim)
+            assert memory(*[s.tensor for s in t.local_shards()]) == memory(placed.to_local())
+        elsewhere = placed.to_sharded_tensor(spec_of("windmill"))
+        assert elsewhere.sharding_spec() == spec_of("windmill")
+        holds(elsewhere, whole())
+    few = shardtensor.distribute_tensor(whole(sizes=(world - 1, 5)), mesh, [Shard(0)])
+    assert few.to_sharded_tensor().sharding_spec() == chunks(0) and torch.equal(together(few.to_sharded_tensor()), few.full_tensor())
+    for scalar in (torch.tensor(3.0), torch.zeros(0, 5)):
+        placed = shardtensor.distribute_tensor(scalar, mesh, [Replicate()])
+        t = placed.to_sharded_tensor()
+        assert torch.equal(together(t), scalar) and torch.equal(shardtensor.ShardTensor.from_sharded_tensor(t).full_tensor(), scalar)
+    sums = shardtensor.ShardTensor.from_local(whole(), mesh, [Partial()])
+    with pytest.raises(RuntimeError, match=r"to_sharded_tensor: a tensor is in summands"):
+        sums.to_sharded_tensor()

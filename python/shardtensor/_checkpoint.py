@@ -75,9 +75,14 @@ def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
             f"{boxes or 'nothing'} of {layout}"
         )
     assert starts is not None
+    return box_view(piece, layout, list(t.shape), starts)
+
+
+def box_view(piece: torch.Tensor, layout: _C.Layout, sizes: list[int], starts: list[int]) -> torch.Tensor:
+    """Of this rank's piece, the box that begins there."""
     for dim, start in enumerate(starts):
         at = 0
-        for begin, length in layout.intervals(dim, t.shape[dim]):
+        for begin, length in layout.intervals(dim, sizes[dim]):
             if begin == start:
                 piece = piece.narrow(dim, at, length)
                 break

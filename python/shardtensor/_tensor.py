@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the res
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+    from shardtensor.sharded_tensor import ShardedTensor
+
 
 _WHOLE = (Replicate(),) * 16  # more mesh dims than anyone has
 
@@ -281,6 +283,29 @@ class ShardTensor(DTensor):
         return DTensor.from_local(
             self.to_local(), self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
+
+    @staticmethod
+    def from_sharded_tensor(
+        sharded_tensor: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        sharding_shapes: ShardingShapes | None = None,
+    ) -> ShardTensor:
+        """A ShardedTensor, torch's too, as a leaf: its memory where the layout has the same box on every rank, else moved, once.
+
+        Without `placements`, the dim that it is cut along; where a row of ranks cannot say how it is cut, dim 0, evenly. The
+        mesh's ranks must be in its process group, whose ranks all call this.
+        """
+        from shardtensor.sharded_tensor import _convert
+
+        return _convert.from_sharded(sharded_tensor, device_mesh, placements, sharding_shapes)
+
+    def to_sharded_tensor(self, sharding_spec: Any = None, *, process_group: Any = None) -> ShardedTensor:
+        """This tensor as a ShardedTensor, a leaf: its memory, of replicas the first one's; moved where a spec asks for it."""
+        from shardtensor.sharded_tensor import _convert
+
+        return _convert.to_sharded(self, sharding_spec, process_group)
 
     def backward(  # type: ignore[override]
         self,
