@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
@@ -50,29 +51,41 @@ __all__ = [
 ]
 
 
-def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """Not initialised. The options of all factories are those of ShardedTensor."""
+class Options(TypedDict, total=False):
+    """What ShardedTensor and the factories take by name."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: ProcessGroup | None
+    init_rrefs: bool
+
+
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Not initialised."""
     return ShardedTensor(sharding_spec, *size, **options)
 
 
-def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     return full(sharding_spec, size, 0, **options)
 
 
-def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     return full(sharding_spec, size, 1, **options)
 
 
-def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
+def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
     return torch.nn.init.constant_(ShardedTensor(sharding_spec, *size, **options), fill_value)  # type: ignore[return-value]
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """Uniform in [0, 1): the values of shardtensor.rand, however the tensor is cut."""
     return torch.nn.init.uniform_(ShardedTensor(sharding_spec, *size, **options))  # type: ignore[return-value]
 
 
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """Standard normal: the values of shardtensor.randn, however the tensor is cut."""
     return torch.nn.init.normal_(ShardedTensor(sharding_spec, *size, **options))  # type: ignore[return-value]
 
