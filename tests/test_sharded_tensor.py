@@ -617,6 +617,32 @@ def test_in_a_group_of_some_ranks():
     assert torch.equal(once, together(st.rand(chunks(1, [1]), *SIZES, process_group=group)))
 
 
+class Halves:
+    """A user's spec, which knows nothing of what equals it."""
+
+    def build_metadata(self, tensor_sizes, tensor_properties):
+        return chunks(0, [1, 0]).build_metadata(tensor_sizes, tensor_properties)
+
+    def shard(self, tensor, src_rank=0, process_group=None):
+        return chunks(0, [1, 0]).shard(tensor, src_rank, process_group)
+
+
+@on_ranks(2)
+def test_users_own_specs():
+    from shardtensor import sharded_tensor as st
+    from shardtensor.sharding_spec import ShardingSpec
+
+    class Own(Halves, ShardingSpec):
+        pass
+
+    spec = Own()
+    t = st.ones(spec, 7, 5)
+    assert t.sharding_spec() is spec and t.to(torch.float64).sharding_spec() == chunks(0, [1, 0])
+    assert lay(whole(), chunks(1)).reshard(spec).sharding_spec() is spec
+    holds(lay(whole(), chunks(1)).reshard(spec), whole())
+    holds(st._shard_tensor(whole() + dist.get_rank(), spec, src_rank=1), whole() + 1)
+
+
 # ---- copies, comparison, files ----
 
 
@@ -649,7 +675,7 @@ def test_copies_and_comparison():
     assert torch.equal(b.copy_(a), a)
     with pytest.raises(RuntimeError, match="inplace copy can only happen between two ShardedTensor with same metadata!"):
         b.copy_(lay(whole(), chunks(1)))
-    assert repr(a) == f"ShardedTensor({a.metadata()})"
+    assert repr(a) == f"{a}" == f"ShardedTensor({a.metadata()})"
 
 
 @on_ranks(2, 3)
@@ -1451,6 +1477,15 @@ def test_methods_take_what_torchs_take(name):
         return [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
 
     assert taken(getattr(ShardedTensor, name)) == taken(getattr(Stock, name))
+
+
+@pytest.mark.parametrize("name", ["empty", "full", "ones", "rand", "randn", "zeros"])
+def test_factories_take_what_torchs_take(name):
+    from shardtensor import sharded_tensor as ours
+    from torch.distributed._shard import sharded_tensor as stock
+
+    named = [p.name for p in inspect.signature(getattr(stock, name)).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert named == [*ours.Options.__annotations__]
 
 
 @on_ranks(2)

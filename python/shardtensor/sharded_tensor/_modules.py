@@ -18,6 +18,8 @@ from shardtensor.sharded_tensor._tensor import ShardedTensor, _device_types, fin
 from shardtensor.sharding_plan import ShardingPlan
 from shardtensor.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, own_spec
 
+_SPECS = (ChunkShardingSpec, EnumerableShardingSpec)
+
 # ---- tensors ----
 
 
@@ -60,9 +62,11 @@ def _shard_agreed(
         if not 0 <= src_rank < dist.get_world_size(group):
             raise ValueError(f"src_rank={src_rank} is no rank of a group of {dist.get_world_size(group)} ranks")
         ours = own_spec(spec)
-        boxes_of(ours.build_metadata(tensor.size(), _check.properties_of(tensor)).shards_metadata, group)
+        shards = ours.build_metadata(tensor.size(), _check.properties_of(tensor)).shards_metadata
+        boxes_of(shards, group)
+        asked = ours if isinstance(ours, _SPECS) else shards  # users' specs need not know what equals them
         facts = dict(size=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad, device=tensor.device.type)
-        return dict(src_rank=src_rank, sharding_spec=ours) | facts
+        return dict(src_rank=src_rank, sharding_spec=asked) | facts
 
     mine, problem = attempt(check)
     told = gather_values(mine, problem, group)
@@ -74,10 +78,10 @@ def _shard_agreed(
                     f"{name}={value} on rank: {dist.get_rank()} does not "
                     f"match with {name}={theirs[name]} on rank: {dist.get_global_rank(group, group_rank)}"
                 )
-    ours = mine["sharding_spec"]
-    if isinstance(ours, (ChunkShardingSpec, EnumerableShardingSpec)):
+    ours = own_spec(spec)
+    if isinstance(ours, _SPECS):
         return shard_whole(tensor, ours, src_rank, group)
-    return ours.shard(tensor, src_rank=src_rank, process_group=group)  # type: ignore[no-any-return]
+    return ours.shard(tensor, src_rank=src_rank, process_group=group)  # type: ignore[return-value]
 
 
 # ---- modules ----

@@ -312,7 +312,7 @@ class ShardedTensor(ShardedTensorBase):
             return spec, metadata, boxes_of(metadata.shards_metadata, group)
 
         made, error = attempt(target)
-        agree("ShardedTensor.reshard", group, error, resharding_spec=resharding_spec)
+        agree("ShardedTensor.reshard", group, error, resharding_spec=made and made[1].shards_metadata)
         assert made is not None
         spec, metadata, wanted = made
         mine = [shard for shard, box in zip(metadata.shards_metadata, wanted, strict=True) if box[0] == dist.get_rank()]
@@ -429,6 +429,9 @@ class ShardedTensor(ShardedTensorBase):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor({self._metadata})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) not in memo:
