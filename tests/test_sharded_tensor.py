@@ -869,6 +869,7 @@ def test_other_ops_are_refused_on_all_ranks():
         (lambda: nn.functional.dropout(t, 0.5), "not supported for ShardedTensor!"),
         (lambda: t + whole(), "a plain tensor of more than one element is cut in no way"),
         (lambda: t + lay(whole(), chunks()), "not cut alike; reshard one"),
+        (lambda: nn.functional.embedding_bag(torch.zeros(1, 2, dtype=torch.int64), t), "'embedding_bag', with .* not supported for ShardedTensor!"),
         (lambda: nn.functional.linear(t, torch.zeros(1, 1)), "not supported for ShardedTensor!"),
     ]:
         with pytest.raises(RuntimeError, match=match):
@@ -919,6 +920,32 @@ def test_likes_take_dtype_and_group():
         assert made.dtype == value.dtype and made._process_group is group and made.sharding_spec() == t.sharding_spec()
         holds(made, value)
     assert torch.empty_like(t).metadata() == t.metadata() and torch.randn_like(t).dtype == torch.float64
+
+
+@on_ranks(2, 3)
+def test_embedding_of_each_ranks_own_indices():
+    from shardtensor import sharded_tensor as st
+
+    world, me = dist.get_world_size(), dist.get_rank()
+    all_ids = [torch.tensor([[r, 2, 6], [3, 4 - r, 5], [0, 0, r]])[: r + 1] for r in range(world)]
+    plain = nn.Embedding(7, 5, padding_idx=2, _weight=whole(torch.float64))
+    scale = torch.arange(5.0, dtype=torch.float64)
+    for ids in all_ids:
+        (plain(ids) * scale).sum().backward()
+    uneven = spec_of("nothing in the middle") if world == 3 else spec_of("one rank has all")
+    for spec in (chunks(0), chunks(1), chunks(-1), uneven):
+        module = nn.Embedding(7, 5, padding_idx=2, _weight=whole(torch.float64))
+        st.shard_parameter(module, "weight", spec)
+        out = module(all_ids[me])
+        assert torch.equal(out, plain(all_ids[me]))
+        (out * scale).sum().backward()
+        for shard in module.weight.local_shards():
+            if shard.tensor.numel():
+                torch.testing.assert_close(shard.tensor.grad, part(plain.weight.grad, shard.metadata))
+        with pytest.raises(NotImplementedError, match="argument 'max_norm' would write to rows that other ranks hold"):
+            nn.functional.embedding(all_ids[me], module.weight, max_norm=1.0)
+    with pytest.raises(NotImplementedError, match="is not one dim cut in a row of the ranks; reshard it first"):
+        nn.functional.embedding(all_ids[me], lay(whole(), spec_of("windmill")))
 
 
 # ---- parameters and modules ----

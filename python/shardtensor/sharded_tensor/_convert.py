@@ -111,8 +111,10 @@ def from_sharded(
     if device_mesh is None:
         device_mesh = as_device_mesh(group_mesh(group, carrier_of(group, devices).type))
     held = [box for box in t._boxes() if all(box[2])]
-    asked = placements is not None
-    layout = _full_layout(device_mesh, placements, sizes, sharding_shapes, who) if asked else _layout_of(held, sizes, device_mesh, who)
+    if placements is not None:
+        layout = _full_layout(device_mesh, placements, sizes, sharding_shapes, who)
+    else:
+        layout = _layout_of(held, sizes, device_mesh, who) or _even_layout(device_mesh, len(sizes), who)
     outside = sorted(set(layout.mesh.ranks) - set(dist.get_process_group_ranks(group)))
     if outside:
         raise ValueError(f"{who}: argument 'device_mesh': ranks {outside} are not in the ShardedTensor's process group")
@@ -144,8 +146,8 @@ def _pieces_as_local(t: ShardedTensor, held: list[Box], layout: _C.Layout, sizes
     return local
 
 
-def _layout_of(held: list[Box], sizes: list[int], mesh: DeviceMesh, who: str) -> _C.Layout:
-    """The layout that says where the boxes are: a dim cut in a row of ranks. Where there is none, dim 0 is cut evenly."""
+def _layout_of(held: list[Box], sizes: list[int], mesh: DeviceMesh, who: str) -> _C.Layout | None:
+    """The layout that says where the boxes are, if there is one: a dim cut in a row of ranks."""
     ranks = mesh.mesh.flatten().tolist()
     for dim in range(len(sizes)) if mesh.ndim == 1 else ():
         lengths = {rank: lengths[dim] for rank, _, lengths in held}
@@ -153,5 +155,41 @@ def _layout_of(held: list[Box], sizes: list[int], mesh: DeviceMesh, who: str) ->
         layout = make_layout(mesh, [ShardPlacement(dim)], len(sizes), [cut], who=who) if sum(cut) == sizes[dim] else None
         if layout is not None and sorted(held) == sorted(b for b in _layout_boxes(layout, sizes, replicas=True) if all(b[2])):
             return layout
-    rest = [Replicate()] * (mesh.ndim - bool(sizes))
-    return make_layout(mesh, [*([ShardPlacement(0)] if sizes else []), *rest], len(sizes), who=who)
+    return None
+
+
+def _even_layout(mesh: DeviceMesh, ndim: int, who: str) -> _C.Layout:
+    rest = [Replicate()] * (mesh.ndim - bool(ndim))
+    return make_layout(mesh, [*([ShardPlacement(0)] if ndim else []), *rest], ndim, who=who)
+
+
+# ---- a sharded embedding, by way of a ShardTensor ----
+
+
+def embedding(
+    input: torch.Tensor,
+    weight: ShardedTensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """The rows that this rank asks for. Every rank of the group calls it with indices of its own; gradients reach the shards."""
+    who, group, sizes = "embedding of a ShardedTensor", weight._process_group, list(weight.size())
+    require_member(group, who)
+    mesh = as_device_mesh(group_mesh(group, carrier_of(group, _device_types(weight.metadata().shards_metadata)).type))
+    layout = _layout_of([box for box in weight._boxes() if all(box[2])], sizes, mesh, who)
+    if layout is None:
+        raise NotImplementedError(f"{who}: {weight.sharding_spec()} is not one dim cut in a row of the ranks; reshard it first")
+    if max_norm is not None:
+        raise NotImplementedError(f"{who}: argument 'max_norm' would write to rows that other ranks hold; scale the weight yourself")
+    mine = [shard.tensor for shard in weight.local_shards() if shard.tensor.numel()]
+    if not mine:  # nothing, but a part in the backward
+        mine = [torch.empty(layout.local_sizes(sizes), dtype=weight.dtype, device=mesh.device_type, requires_grad=weight.requires_grad)]
+    rows = _C.from_local(mine[0], layout, sizes, None, None)
+    ids = ShardTensor.from_local(input, mesh, [ShardPlacement(0)], sharding_shapes="infer")
+    shapes = ids._spec.sharding_shapes()
+    out: Any = torch.nn.functional.embedding(ids, rows, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+    cut = {m: [(*shape, sizes[1]) for shape in by_rank] for m, by_rank in shapes.items()}
+    return out.redistribute(placements=[ShardPlacement(0)], sharding_shapes=cut).to_local()  # type: ignore[no-any-return]

@@ -218,6 +218,13 @@ def _any(t: ShardedTensor) -> torch.Tensor:
     return torch.tensor(anywhere(mine, t._process_group), device=_device(t))
 
 
+@_method_of_shards(nn.functional.embedding)
+def _embedding(*args: Any, **kwargs: Any) -> torch.Tensor:
+    from shardtensor.sharded_tensor import _convert
+
+    return _convert.embedding(*args, **kwargs)
+
+
 # ---- values ----
 
 
