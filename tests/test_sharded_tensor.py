@@ -266,7 +266,7 @@ def test_the_spec_of_shards_is_found_as_torch_does(size, dim):
 # ---- made in place ----
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 4)
 def test_factories_make_what_the_spec_says():
     from shardtensor import sharded_tensor as st
 
@@ -767,7 +767,7 @@ def draw_all(cuts):
 
 
 def test_random_values_are_the_same_whatever_the_sharding(pools):
-    told = [told for world in (2, 3, 4) for told in pools(world).run(here(draw_all), ["windmill", cuts_for(world)[-1]])]
+    told = [told for world in (2, 4) for told in pools(world).run(here(draw_all), ["windmill", cuts_for(world)[-1]])]
     assert all(one == told[0] for one in told)
     values = {name: torch.tensor(v) for name, v in told[0].items()}
     assert values["generator"][0].equal(values["generator"][1]) and not values["rand"][0].equal(values["rand"][1])

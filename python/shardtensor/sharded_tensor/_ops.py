@@ -308,6 +308,10 @@ _AS_GOOD_AS_POINTWISE = {
 
 
 class _ElementwiseOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True imports torch._dynamo at the first op, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         elementwise = torch.Tag.pointwise in func.tags or func in _AS_GOOD_AS_POINTWISE
         if not elementwise or torch.Tag.nondeterministic_seeded in func.tags:
@@ -316,14 +320,15 @@ class _ElementwiseOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _elementwise(func: Op, args: Any, kwargs: Any, found: list[ShardedTensor]) -> Any:
-    """Shard by shard, after a run on tensors without data, which tells every rank alike whether that is right."""
+    """Shard by shard, after a run on tensors of one element, which tells every rank alike whether that is right."""
     first = found[0]
     leaves, tree = pytree.tree_flatten((args, kwargs))
     if any(isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.numel() != 1 for x in leaves):
         raise _unsupported(func, args, kwargs, "a plain tensor of more than one element is cut in no way")
     if any(t._metadata.shards_metadata != first._metadata.shards_metadata or t._process_group != first._process_group for t in found):
         raise _unsupported(func, args, kwargs, "the ShardedTensors are not cut alike; reshard one")
-    empties = {id(t): _without_data(t) for t in found}
+    # Not on the meta device, whose kernels import torch._dynamo.
+    samples = {id(t): torch.ones([1] * t.dim(), dtype=t.dtype, requires_grad=t.requires_grad) for t in found}
 
     def run(choose: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         chosen = [choose(x) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -332,10 +337,10 @@ def _elementwise(func: Op, args: Any, kwargs: Any, found: list[ShardedTensor]) -
 
     try:
         with _ElementwiseOnly():  # type: ignore[no-untyped-call]
-            like = run(lambda x: empties[id(x)] if isinstance(x, ShardedTensor) else x.to("meta"))
+            like = run(lambda x: samples[id(x)] if isinstance(x, ShardedTensor) else x.cpu())
     except NotImplementedError as error:
         raise _unsupported(func, args, kwargs, str(error)) from error
-    if not isinstance(like, torch.Tensor) or like.shape != first.shape:
+    if not isinstance(like, torch.Tensor) or like.shape != samples[id(first)].shape:
         raise _unsupported(func, args, kwargs, "the result is not one tensor of the same sizes")
     pieces = {id(t): t._tensors_of([shard.metadata for shard in first._local_shards]) for t in found}
 
@@ -343,9 +348,5 @@ def _elementwise(func: Op, args: Any, kwargs: Any, found: list[ShardedTensor]) -
         return lambda x: pieces[id(x)][i] if isinstance(x, ShardedTensor) else x
 
     mine = [run(piece(i)) for i in range(len(first._local_shards))]
-    in_place = [t for t in found if empties[id(t)] is like]
+    in_place = [t for t in found if samples[id(t)] is like]
     return in_place[0] if in_place else first._alike(mine, dtype=like.dtype, requires_grad=like.requires_grad)
-
-
-def _without_data(t: ShardedTensor) -> torch.Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
