@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.utils._pytree import tree_leaves
 
 from shardtensor import _C, _handlers
 from shardtensor._explain import Explanation, explain, target_layout
@@ -302,7 +305,10 @@ class ShardTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func}: traced ShardTensors (torch.compile, FakeTensorMode) are not supported yet")
+        kwargs = kwargs or {}
+        pieces = [t._local_tensor for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor)]
+        with detect_fake_mode(pieces) or nullcontext():  # what is made on the way is as fake as they are
+            return _C.call(func._schema.name, func._schema.overload_name, *args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         spec = self._spec
