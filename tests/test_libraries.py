@@ -138,3 +138,66 @@ def quantised():
 def test_torchao(pools, world):
     pytest.importorskip("torchao")
     pools(world).run("test_libraries:quantised")
+
+
+# ---- accelerate ----
+
+
+def accelerated(folder):
+    """Its FSDP2 path, which it keeps for GPUs, told to run here: trained, clipped, saved and loaded."""
+    import copy
+
+    import shardtensor
+
+    as_launched()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    with shardtensor.replace_dtensor():
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.state import AcceleratorState, PartialState
+        from accelerate.utils import DistributedType
+
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.GELU(), torch.nn.Linear(7, 3)).to(DOUBLE)
+        ours = copy.deepcopy(plain)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, ours)]
+        accelerator = Accelerator(cpu=True)
+        for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+            shared["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, state_dict_type="SHARDED_STATE_DICT"
+        )
+        ours, optimizers[1] = accelerator.prepare(ours, optimizers[1])
+        assert all(type(p.data) is shardtensor.ShardTensor for p in ours.parameters())
+
+        def step(x):
+            results = []
+            for model, optimizer, backward, clip in (
+                (plain, optimizers[0], torch.Tensor.backward, torch.nn.utils.clip_grad_norm_),
+                (ours, optimizers[1], accelerator.backward, accelerator.clip_grad_norm_),
+            ):
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                backward(loss)
+                results.append((loss.item(), whole(clip(model.parameters(), 0.1))))
+                optimizer.step()
+            torch.testing.assert_close(results[1], results[0])
+
+        x = torch.randn(6, 4, dtype=DOUBLE)
+        step(x)
+        accelerator.save_state(folder)
+        saved = [whole(p.detach()).clone() for p in ours.parameters()]
+        step(x)
+        accelerator.load_state(folder)
+        torch.testing.assert_close([whole(p.detach()) for p in ours.parameters()], saved)
+        state = accelerator.get_state_dict(ours)
+        assert {k: v.shape for k, v in state.items()} == (
+            {k: v.shape for k, v in plain.state_dict().items()} if dist.get_rank() == 0 else {}
+        )
+    for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+        shared.clear()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_accelerate(pools, world, tmp_path):
+    pytest.importorskip("accelerate")
+    pools(world).run("test_libraries:accelerated", tmp_path)
