@@ -201,3 +201,54 @@ def accelerated(folder):
 def test_accelerate(pools, world, tmp_path):
     pytest.importorskip("accelerate")
     pools(world).run("test_libraries:accelerated", tmp_path)
+
+
+# ---- torchtitan ----
+
+
+def titanic():
+    """Its Llama under its own plan, sequence parallel, recomputed op by op; over two rows of ranks FSDP2 too."""
+    import shardtensor
+
+    as_launched()
+    with shardtensor.replace_dtensor():
+        from torch.distributed.fsdp import fully_shard
+        from torchtitan.config.job_config import JobConfig
+        from torchtitan.distributed import ParallelDims, parallel_dims
+        from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
+
+        torch.manual_seed(0)
+        sizes = TransformerModelArgs(dim=32, n_layers=2, n_heads=4, vocab_size=61, multiple_of=16, max_seq_len=16)
+        plain, ours = Transformer(sizes), Transformer(sizes)
+        with torch.no_grad():
+            plain.init_weights()
+        ours.load_state_dict(plain.state_dict())
+        rows = dist.get_world_size() // 2
+        mesh = shardtensor.init_device_mesh("cpu", (rows, 2), mesh_dim_names=("data", "tensor"))
+        dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=2)
+        dims.get_mesh = lambda name: mesh["tensor"]  # of as many ranks as there are
+        parallel_dims.device_type = "cpu"
+        job = JobConfig()
+        job.activation_checkpoint.mode = "selective"
+        job.parallelism.tensor_parallel_degree = 2
+        dims.__class__ = type("Dims", (ParallelDims,), {"fsdp_enabled": False, "dp_replicate_enabled": False})
+        parallelize_llama(ours, dims, job)
+        if rows > 1:
+            for block in ours.layers.values():
+                fully_shard(block, mesh=mesh["data"])
+            fully_shard(ours, mesh=mesh["data"])
+        assert all(type(p.data) is shardtensor.ShardTensor for p in ours.parameters())
+        tokens = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1))
+        results = []
+        for model in (plain, ours):
+            out = whole(model(tokens))
+            out.square().mean().backward()
+            results.append((out, [whole(p.grad) for p in model.parameters()]))
+        torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_torchtitan(pools, world):
+    pytest.importorskip("torchtitan")
+    pytest.importorskip("torchtitan.config.job_config", reason="this torchtitan computes attention by torch.compile alone")
+    pools(world).run("test_libraries:titanic")
