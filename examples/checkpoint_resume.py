@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from shardtensor import init_device_mesh
-from shardtensor.parallel import loss_parallel, parallelize_module
-from tensor_parallel import plan
+from shardtensor.parallel import parallelize_module
+from tensor_parallel import losses_of, plan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from train_transformer import build, fit, mean_loss, run
+from train_transformer import build, fit, run
 
 
 def train(
@@ -44,13 +44,7 @@ def train(
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         done = state["steps"]
 
-    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with loss_parallel():
-            loss = mean_loss(model, inputs.to(device), targets.to(device))
-            loss.backward()
-        return loss
-
-    losses = fit(loss_of, optimizer, data, context=context, first=done, steps=steps, **arguments)
+    losses = fit(losses_of(model, device), optimizer, data, context=context, first=done, steps=steps, **arguments)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state, "steps": done + steps}, checkpoint_id=folder)
     return losses

@@ -16,11 +16,11 @@ from shardtensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
+from tensor_parallel import losses_of
 from torch import nn
-from train_transformer import build, fit, mean_loss, run
+from train_transformer import build, fit, run
 
 SEQUENCE = Shard(1)
 
@@ -50,13 +50,7 @@ def train(device: str, *, context: int = 24, rate: float = 3e-3, dtype: torch.dt
     position = distribute_tensor(model.position.detach(), mesh, [Replicate()], src_data_rank=None)
     model.position = nn.Parameter(position)  # no style takes it, and it is added to parts of the sequence
 
-    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with loss_parallel():
-            loss = mean_loss(model, inputs.to(device), targets.to(device))
-            loss.backward()
-        return loss
-
-    return fit(loss_of, torch.optim.AdamW(model.parameters(), lr=rate), data, context=context, **arguments)
+    return fit(losses_of(model, device), torch.optim.AdamW(model.parameters(), lr=rate), data, context=context, **arguments)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ hidden units and 43 characters as they come. The loss is taken of logits that st
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from shardtensor import Replicate, Shard, init_device_mesh
 from shardtensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel, parallelize_module
+from torch import nn
 from train_transformer import build, fit, mean_loss, run
 
 
@@ -28,18 +31,22 @@ def plan(head_size: int) -> dict[str, ParallelStyle]:
     }
 
 
-def train(device: str, *, context: int = 24, rate: float = 3e-3, dtype: torch.dtype = torch.float32, **arguments) -> list[float]:
-    model, data = build(context, dtype)
-    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
-    parallelize_module(model.to(device), mesh, plan(model.blocks[0].attention.head_size))
-
+def losses_of(model: nn.Module, device: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with loss_parallel():
             loss = mean_loss(model, inputs.to(device), targets.to(device))
             loss.backward()
         return loss
 
-    return fit(loss_of, torch.optim.AdamW(model.parameters(), lr=rate), data, context=context, **arguments)
+    return loss_of
+
+
+def train(device: str, *, context: int = 24, rate: float = 3e-3, dtype: torch.dtype = torch.float32, **arguments) -> list[float]:
+    model, data = build(context, dtype)
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    parallelize_module(model.to(device), mesh, plan(model.blocks[0].attention.head_size))
+
+    return fit(losses_of(model, device), torch.optim.AdamW(model.parameters(), lr=rate), data, context=context, **arguments)
 
 
 if __name__ == "__main__":
