@@ -43,6 +43,16 @@ _logging.install()
 
 DTensor = ShardTensor
 
+
+def __getattr__(name: str) -> object:
+    """LocalShardsWrapper needs torch's checkpoints, which take longer to import than all the rest."""
+    if name == "LocalShardsWrapper":
+        from shardtensor._shards_wrapper import LocalShardsWrapper
+
+        return LocalShardsWrapper
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
 __all__ = [
     "DTensor",
