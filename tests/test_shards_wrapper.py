@@ -365,6 +365,8 @@ def moved(name):
     placements = [st.Shard(0)] + [st.Replicate()] * (t.device_mesh.ndim - 1)
     out = t.redistribute(placements=placements, sharding_shapes={0: [(n, *value.shape[1:]) for n in uneven]}, forward_dtype=torch.float32)
     assert torch.equal(whole(out), value.float()) and out.dtype == torch.float32
+    other = st.DeviceMesh("cpu", list(reversed(range(dist.get_world_size()))))
+    assert torch.equal(whole(t.redistribute(other, [st.Shard(0)])), value)
     if starts:
         assert t.offsets() == tuple(min(s[d] for s in starts) for d in range(value.ndim))
 
@@ -375,10 +377,16 @@ def test_the_whole_is_told_by_the_offsets(pools, name):
 
 
 def differentiated(name):
+    import shardtensor as st
+
     value = values(name)
     t = table(name, value).requires_grad_()
     (t.full_tensor() * value).sum().backward()
     same(t.grad.to_local(), pieces(name, value)[0], t.to_local())
+    t.grad = None
+    few = t.redistribute(st.DeviceMesh("cpu", [2, 0]), [st.Shard(0)])
+    few.redistribute(t.device_mesh, [st.Replicate()] * t.device_mesh.ndim).to_local().sum().backward()
+    same(t.grad.to_local(), pieces(name, torch.ones_like(value))[0], t.to_local())
     t.grad = None
     (t * 3).full_tensor().sum().backward()
     same(t.grad.to_local(), pieces(name, torch.full_like(value, 3.0))[0], t.to_local())
@@ -387,3 +395,396 @@ def differentiated(name):
 @pytest.mark.parametrize("name", ["interleaved 3", "vector 3", "grid 4", "anywhere 4"])
 def test_gradients(pools, name):
     pools(world(name)).run(f"{__name__}:differentiated", name)
+
+
+# ---- checkpoints ----
+
+# ShardTensors without wrappers: mesh shape, placements, sharding_shapes.
+PLAIN = {
+    "plain 2": ((2,), "S0", {0: [(5, 6), (2, 6)]}),
+    "plain 3": ((3,), "S1", {0: [(7, 1), (7, 0), (7, 5)]}),
+    "plain 4": ((2, 2), "S0 S1", {0: [(1, 6), (6, 6)], 1: [(7, 4), (7, 2)]}),
+}
+
+
+def state(name, value, kind):
+    import shardtensor as st
+
+    if name not in PLAIN:
+        return table(name, value, kind)
+    shape, placements, shapes = PLAIN[name]
+    return st.distribute_tensor(value, mesh_of(shape), objects(placements), sharding_shapes=shapes)
+
+
+def save(path, name, kind, later=False):
+    import torch.distributed.checkpoint as dcp
+
+    x = state(name, values(name), kind)
+    if later:
+        future = dcp.async_save({"x": x}, checkpoint_id=path)
+        for shard in x.to_local().local_shards():
+            shard.zero_()  # staged already
+        future.result()
+    else:
+        dcp.save({"x": x}, checkpoint_id=path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    written = metadata.state_dict_metadata["x"]
+    assert sum(math.prod(c.sizes) for c in written.chunks) == math.prod(written.size) == values(name).numel()
+    assert written.properties.dtype == torch.float64
+
+
+def load(path, name, kind, device=None):
+    import torch.distributed.checkpoint as dcp
+
+    want = values(name)
+    x = state(name, torch.zeros_like(want), kind)
+    given = {"x": x.to(device) if device else x}
+    dcp.load(given, checkpoint_id=path)
+    assert device or given["x"] is x
+    if name in PLAIN:
+        assert torch.equal(whole(given["x"]), want)
+        return
+    for got, shard in zip(given["x"].to_local().local_shards(), pieces(name, want)[0], strict=True):
+        assert torch.equal(got, shard)
+
+
+def size_of(name):
+    return world(name) if name in TABLES else math.prod(PLAIN[name][0])
+
+
+PAIRS = [
+    ("grid 4", "interleaved 3"),
+    ("interleaved 3", "grid 4"),
+    ("anywhere 4", "rows 3"),
+    ("rows 3", "anywhere 4"),
+    ("replicas 4", "columns 2"),
+    ("apart 2", "replicas 4"),
+    ("grid 4", "plain 3"),
+    ("plain 3", "grid 4"),
+    ("interleaved 3", "plain 4"),
+    ("plain 4", "interleaved 3"),
+    ("plain 2", "anywhere 4"),
+    ("vector 3", "vector 3"),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_save_and_load(pools, saved, loaded, tmp_path):
+    pools(size_of(saved)).run(f"{__name__}:save", str(tmp_path), saved, "ours")
+    pools(size_of(loaded)).run(f"{__name__}:load", str(tmp_path), loaded, "ours")
+
+
+# torch cannot load where a rank's list is empty and the tensor has one dim.
+STOCK = [("grid 4", "interleaved 3"), ("rows 3", "apart 2"), ("anywhere 4", "rows 3")]
+
+
+@pytest.mark.parametrize("kind", ["stock torch's", "stock ours", "torch's"])
+@pytest.mark.parametrize(("saved", "loaded"), STOCK)
+def test_with_torchs_classes(pools, saved, loaded, kind, tmp_path):
+    for number, (first, second) in enumerate((("ours", kind), (kind, "ours"))):
+        path = str(tmp_path / str(number))
+        pools(size_of(saved)).run(f"{__name__}:save", path, saved, first)
+        pools(size_of(loaded)).run(f"{__name__}:load", path, loaded, second)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("interleaved 3", "anywhere 4"), ("anywhere 4", "apart 2")])
+def test_async_save_and_meta(pools, saved, loaded, tmp_path):
+    pools(size_of(saved)).run(f"{__name__}:save", str(tmp_path), saved, "ours", later=True)
+    pools(size_of(loaded)).run(f"{__name__}:load", str(tmp_path), loaded, "ours", device="meta")
+
+
+def bare(path):
+    """A wrapper in no ShardTensor: the file tells the sizes of its shards together, as with torch's, and they must lie so."""
+    import torch.distributed.checkpoint as dcp
+    from shardtensor import LocalShardsWrapper
+
+    x = LocalShardsWrapper(some().local_shards(), [(0, 0), (0, 2)])
+    want, empty = x + 1, none()
+    dcp.save({"x": want, "none": empty, "n": 3}, checkpoint_id=path)
+    dcp.load({"x": x}, checkpoint_id=path)
+    assert torch.equal(x, want)
+    dcp.async_save({"x": want + 1}, checkpoint_id=path + "later").result()
+    dcp.load({"x": x}, checkpoint_id=path + "later")
+    assert torch.equal(x, want + 1)
+    with pytest.raises(dcp.CheckpointException, match="out of bounds chunk"):
+        dcp.save({"x": some()}, checkpoint_id=path)
+
+
+def test_bare(pools, tmp_path):
+    pools(2).run(f"{__name__}:bare", str(tmp_path / "bare"))
+
+
+class Tables(torch.nn.Module):
+    def __init__(self, names, seed, device=None):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        for name in names:
+            t = table(name, torch.randn(values(name).shape, generator=g, dtype=torch.float64))
+            self.register_parameter(name.replace(" ", ""), torch.nn.Parameter(t.to(device) if device else t))
+
+
+def trained(names, seed, make, steps=2):
+    """Tables and their optimizer after some steps; the gradients are the tables' own values and a constant."""
+    model = Tables(names, seed)
+    optimizer = make(model.parameters())
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = p.detach() * 0.5 + 1
+        optimizer.step()
+    return model, optimizer
+
+
+def trained_plain(names, seed, make, steps=2):
+    g = torch.Generator().manual_seed(seed)
+    tables = [torch.nn.Parameter(torch.randn(values(name).shape, generator=g, dtype=torch.float64)) for name in names]
+    optimizer = make(tables)
+    for _ in range(steps):
+        for p in tables:
+            p.grad = p.detach() * 0.5 + 1
+        optimizer.step()
+    return tables
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True, amsgrad=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True, momentum=0.5),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+}
+THREE = ["interleaved 3", "vector 3", "rows 3"]
+FOUR = ["grid 4", "anywhere 4", "replicas 4"]
+
+
+def optimized(name, names):
+    from shardtensor import LocalShardsWrapper
+
+    model, optimizer = trained(names, 1, OPTIMIZERS[name])
+    for p, want in zip(model.parameters(), trained_plain(names, 1, OPTIMIZERS[name]), strict=True):
+        torch.testing.assert_close(p.full_tensor(), want, rtol=1e-12, atol=1e-12)
+        for key, entry in optimizer.state[p].items():
+            assert key == "step" or isinstance(entry.to_local(), LocalShardsWrapper)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
+def test_optimizers(pools, ranks, names, name):
+    pools(ranks).run(f"{__name__}:optimized", name, names)
+
+
+def training_state(path, names, way):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    make = OPTIMIZERS["Adam"]
+    model, optimizer = trained(names, 1 if way == "save" else 2, make)
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    if way == "save":
+        dcp.save(parts, checkpoint_id=path)
+        return
+    dcp.load(parts, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    for p in model.parameters():
+        p.grad = p.detach() * 0.5 + 1
+    optimizer.step()
+    for p, want in zip(model.parameters(), trained_plain(names, 1, make, 3), strict=True):
+        torch.testing.assert_close(p.full_tensor(), want, rtol=1e-12, atol=1e-12)
+
+
+def test_training_goes_on(pools, tmp_path):
+    pools(3).run(f"{__name__}:training_state", str(tmp_path), THREE, "save")
+    pools(3).run(f"{__name__}:training_state", str(tmp_path), THREE, "load")
+
+
+def whole_state_dicts(names):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    model, first = Tables(names, 1), dist.get_rank() == 0
+    want = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for key, p in model.named_parameters():
+        assert type(want[key]) is torch.Tensor and torch.equal(want[key], p.full_tensor())
+    for cpu in (False, True):
+        for key, t in get_model_state_dict(model, options=StateDictOptions(cpu_offload=cpu)).items():
+            same(t.to_local(), [s.detach() for s in model.get_parameter(key).to_local().local_shards()], t.to_local())
+    for device in (None, "meta"):
+        for options, given in (({}, want), (dict(broadcast_from_rank0=True), want if first else {})):
+            other = Tables(names, 2, device)
+            set_model_state_dict(other, dict(given), options=StateDictOptions(full_state_dict=True, **options))
+            for key, p in other.named_parameters():
+                assert torch.equal(p.full_tensor(), want[key])
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
+def test_whole_state_dicts(pools, ranks, names):
+    pools(ranks).run(f"{__name__}:whole_state_dicts", names)
+
+
+def files_of_one_rank(path, name):
+    value = values(name)
+    t = torch.nn.Parameter(table(name, value))
+    torch.save({"t": t}, f"{path}/{dist.get_rank()}")
+    for options in (dict(weights_only=True), dict(weights_only=False)):
+        other = torch.load(f"{path}/{dist.get_rank()}", **options)["t"]
+        assert isinstance(other, torch.nn.Parameter) and torch.equal(other.full_tensor(), value)
+
+
+@pytest.mark.parametrize("name", ["interleaved 3", "rows 3"])
+def test_files_of_one_rank(pools, name, tmp_path):
+    pools(3).run(f"{__name__}:files_of_one_rank", str(tmp_path), name)
+
+
+
+# ---- with others, and what is refused ----
+
+
+def copied(first, second):
+    from shardtensor import _C
+
+    value = values(first)
+    zeros = torch.zeros_like(value)
+    for one, other in ((first, second), (second, first)):
+        t, to = state(one, value, "ours"), state(other, zeros, "ours")
+        assert to.copy_(t) is to and torch.equal(to.full_tensor(), value)
+        if other in TABLES:
+            same(to.to_local(), pieces(other, value)[0], to.to_local())
+    alike = state(first, zeros, "ours")
+    _C.reset_comm_counts()
+    alike.copy_(state(first, value, "ours"))
+    assert sum(calls for calls, _ in _C.comm_counts().values()) <= alike.device_mesh.ndim  # to ask whether all are alike
+    assert torch.equal(alike, state(first, value, "ours")) and not torch.equal(alike, alike + 1)
+    half = state(first, zeros, "ours").to(torch.float16)
+    assert torch.equal(half.copy_(state(second, value, "ours")).full_tensor(), value.half())
+
+
+@pytest.mark.parametrize(("first", "second"), [("interleaved 3", "rows 3"), ("rows 3", "plain 3"), ("grid 4", "anywhere 4"), ("grid 4", "plain 4")])
+def test_copy_between_places(pools, first, second):
+    pools(size_of(first)).run(f"{__name__}:copied", first, second)
+
+
+def interchanged(name):
+    import shardtensor as st
+    from torch.distributed.tensor import DTensor
+
+    value = values(name)
+    for kind in ("stock torch's", "stock ours"):
+        stock = table(name, value, kind)
+        t = st.ShardTensor.from_dtensor(stock)
+        assert type(t.to_local()) is st.LocalShardsWrapper and t.shape == value.shape
+        for a, b in zip(t.to_local().local_shards(), stock._local_tensor.local_shards(), strict=True):
+            assert a.data_ptr() == b.data_ptr()
+        assert torch.equal(t.full_tensor(), value)
+        assert torch.equal((t + stock).full_tensor(), value * 2)
+        assert torch.equal((stock + t).full_tensor(), value * 2)
+        assert torch.equal(torch.zeros_like(t).copy_(stock).full_tensor(), value)
+        back = t.to_dtensor()
+        assert type(back) is DTensor and back.placements == stock.placements
+        for a, b in zip(back.to_local().local_shards(), t.to_local().local_shards(), strict=True):
+            assert a.data_ptr() == b.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["rows 3", "interleaved 3"])
+def test_stock_dtensors(pools, name):
+    pools(3).run(f"{__name__}:interchanged", name)
+
+
+def of_tools_that_tell_empty_ranks_nothing():
+    """torchrec: where a rank has no shard of a table, it gives from_local neither placements nor sizes."""
+    import shardtensor as st
+
+    value, (shards, offsets) = values(), pieces("rows 3", values())
+    how = dict(placements=[st.Shard(0)], shape=value.shape, stride=value.stride()) if shards else {}
+    t = st.ShardTensor.from_local(st.LocalShardsWrapper(shards, offsets), mesh_of((3,)), run_check=False, **how)
+    assert torch.equal(t.full_tensor(), value)
+    assert torch.equal(whole(t.redistribute(placements=[st.Shard(1)])), value)
+    other = table("interleaved 3", torch.zeros_like(value))
+    assert torch.equal(other.copy_(t).full_tensor(), value)
+
+
+def test_of_tools_that_tell_empty_ranks_nothing(pools):
+    pools(3).run(f"{__name__}:of_tools_that_tell_empty_ranks_nothing")
+
+
+def on_some_ranks():
+    import shardtensor as st
+
+    value, rank = values(), dist.get_rank()
+    mesh = st.DeviceMesh("cpu", [0, 2])
+    boxes = {0: [((4, 0), (3, 6))], 2: [((0, 0), (4, 6))]}.get(rank, [])
+    wrapper = st.LocalShardsWrapper([at(value, box).clone() for box in boxes], [o for o, _ in boxes], dtype=None)
+    t = st.ShardTensor.from_local(wrapper, mesh, [st.Shard(0)], shape=value.shape, stride=value.stride())
+    everyone = mesh_of((3,))
+    if boxes:
+        assert torch.equal(t.full_tensor(), value)
+        with pytest.raises(NotImplementedError, match="'device_mesh' has ranks besides those of"):
+            t.redistribute(everyone, [st.Shard(0)])
+    assert t.detach().clone().shape == value.shape
+
+
+def test_on_some_ranks(pools):
+    pools(3).run(f"{__name__}:on_some_ranks")
+
+
+def refused_on_all_ranks():
+    import shardtensor as st
+
+    rank, mesh, value = dist.get_rank(), mesh_of((2,)), values()
+
+    def enter(shards, offsets, **how):
+        how = {"run_check": True, "shape": (7, 6), "placements": [st.Shard(0)]} | how
+        return st.ShardTensor.from_local(st.LocalShardsWrapper(shards, offsets), mesh, **how)
+
+    mine = [torch.ones(3, 6)] if rank == 0 else [torch.ones(4, 6)]
+    start = [(3 * rank, 0)]
+    assert enter(mine, start).full_tensor().sum() == 42
+    with pytest.raises(ValueError, match=r"is torch.float32 on rank 0, torch.float64 on rank 1"):
+        enter([mine[0].double()] if rank else mine, start)
+    with pytest.raises(ValueError, match=r"has 2 dims on rank 0, 1 on rank 1"):
+        enter([torch.ones(7)] if rank else mine, [(0,)] if rank else start)
+    with pytest.raises(ValueError, match=r"'shape' has 1 dims, the local tensor 2"):
+        enter(mine if rank else [], start if rank else [], shape=(7,))
+    with pytest.raises(ValueError, match=r"sizes \[4, 6\] at \[4, 0\] on rank 1, outside of a tensor of sizes \[7, 6\]"):
+        enter(mine, [(4 * rank, 0)])
+    with pytest.raises(ValueError, match=r"'shape' or 'sharding_shapes', or the kinds of 'local_tensor', differ"):
+        enter(mine, start, shape=(7 + rank, 6))
+    with pytest.raises(ValueError, match=r"the kinds of 'local_tensor', differ"):
+        if rank:
+            enter(mine, start)
+        else:
+            st.ShardTensor.from_local(mine[0], mesh, [st.Shard(0)], run_check=True, shape=(7, 6))
+    with pytest.raises(ValueError, match="has summands"):
+        enter(mine, start, placements=[st.Partial()])
+    with pytest.raises(ValueError, match="'sharding_shapes' is given with a LocalShardsWrapper"):
+        enter(mine, start, sharding_shapes="infer")
+    with pytest.raises(RuntimeError, match="no rank holds 12 elements"):
+        enter(mine, [(5 * rank, 0)], shape=(9, 6)).full_tensor()
+    with pytest.raises(ValueError, match=r"of sizes \[7, 6\] on rank 0, torch.float32 of sizes \[8, 6\] on rank 1"):
+        enter(mine, start, shape=(7 + rank, 6), run_check=False).full_tensor()
+    with pytest.raises(ValueError, match=r"of sizes \[8, 6\] does not fit into one of sizes \[7, 6\]"):
+        enter(mine, start).copy_(enter([torch.ones(4, 6)], [(4 * rank, 0)], shape=(8, 6)))
+    t = table("rows 2", value)
+    with pytest.raises(RuntimeError, match="summands"):
+        t.redistribute(placements=[st.Partial()])
+    plain = state("plain 2", value, None)
+    for name, f in {
+        "aten.sum.default": lambda: t.sum(),
+        "aten.mm.default": lambda: t @ t.detach(),
+        "aten.embedding.default": lambda: torch.nn.functional.embedding(torch.tensor([0]), t),
+        "aten.uniform_.default": lambda: t.uniform_(),
+        "aten.view.default": lambda: t.view(-1),
+        "aten.equal.default": lambda: torch.equal(t, plain),
+        "meets one with": lambda: t + plain,
+        "numpy": lambda: t.numpy(),
+        "tolist": lambda: t.tolist(),
+    }.items():
+        with pytest.raises((NotImplementedError, RuntimeError), match=name):
+            f()
+    assert torch.equal((t * st.full((), 2.0, device_mesh=mesh, placements=[st.Replicate()])).full_tensor(), value * 2)
+    assert "LocalShardsWrapper" in repr(t) and torch.equal(t.view(7, -1).full_tensor(), value)
+
+
+def test_refused_on_all_ranks(pools):
+    pools(2).run(f"{__name__}:refused_on_all_ranks")

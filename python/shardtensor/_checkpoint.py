@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
-from shardtensor._api import _device, _piece
+from shardtensor._api import _piece
+from shardtensor._mesh import device_of
 from shardtensor._shard_ops import holds_shards
 from shardtensor._shards import box_views, in_places_of, wrapper_of
 from shardtensor._tensor import ShardTensor, _nothing_of
@@ -172,7 +173,7 @@ def _give_memory(stock: Callable[[dict[str, Any]], None]) -> Callable[[dict[str,
     def real(t: Any) -> Any:
         if not isinstance(t, ShardTensor) or not t.is_meta:
             return t
-        return _with_local(t, torch.empty_like(t._local_tensor, device=_device(t.device_mesh)))
+        return _with_local(t, torch.empty_like(t._local_tensor, device=device_of(t.device_mesh)))
 
     def initialise(state_dict: dict[str, Any]) -> None:
         from torch.distributed.checkpoint.planner_helpers import _iterate_state_dict
@@ -190,9 +191,8 @@ def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         if holds_shards(x):
             from shardtensor._shards_wrapper import as_ours
 
-            shards = as_ours(x)
-            memo[id(x)] = shards.like([stock(self, part, memo, non_blocking=non_blocking) for part in shards.parts()])
-            self._keep_alive(shards, memo)
+            parts = [stock(self, part, memo, non_blocking=non_blocking) for part in as_ours(x).parts()]
+            memo[id(x)] = as_ours(x).like(parts)
             return memo[id(x)]  # type: ignore[no-any-return]
         if not isinstance(x, ShardTensor):
             return stock(self, x, memo, non_blocking=non_blocking)

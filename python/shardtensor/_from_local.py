@@ -154,13 +154,14 @@ def from_everyone(values: list[int], mesh: _C.Mesh, device: torch.device) -> lis
 
 
 def check_same_arguments(
-    local: torch.Tensor, mesh: _C.Mesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None, who: str
-) -> None:
-    """For a LocalShardsWrapper, which need not be like the others' where it is empty: all ranks give one, and say the same."""
+    shard: torch.Tensor, mesh: _C.Mesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None, who: str
+) -> int:
+    """For LocalShardsWrappers: the dims that the shards of all ranks have. One without elements may be of any kind."""
     check_can_ask(mesh, who)
-    told = _ask_everyone(local, mesh, f"LocalShardsWrapper {_said(placements, shape, None)}")
-    first, *others = told
-    _check_agreement([first, *(first._replace(arguments=other.arguments) for other in others)], mesh, who)
+    told = _ask_everyone(shard, mesh, f"LocalShardsWrapper {_said(placements, shape, None)}")
+    like = next((t for t in told if all(t.shape)), told[0])
+    _check_agreement([t if all(t.shape) else like._replace(arguments=t.arguments) for t in told], mesh, who)
+    return len(like.shape)
 
 
 def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:

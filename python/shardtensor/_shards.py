@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
@@ -18,7 +19,7 @@ from shardtensor import _C
 from shardtensor._explain import target_layout
 from shardtensor._from_local import _DTYPES, Shapes, check_same_arguments, coordinate_at, from_everyone
 from shardtensor._layout import ShardingShapes, make_layout
-from shardtensor._mesh import as_device_mesh, as_mesh
+from shardtensor._mesh import as_device_mesh, as_mesh, device_of
 from shardtensor._shard_ops import holds_shards, is_in_place, is_on_lists, runs_shard_by_shard, sizes_meant, written
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ def wrapper_of(t: Any) -> LocalShardsWrapper | None:
     if not isinstance(t, torch.Tensor) or not _C.is_shard_tensor(t) or not _C.is_traced(t):
         return None
     local = _C.local(t)
-    return local if holds_shards(local) else None
+    if not holds_shards(local):
+        return None
+    from shardtensor._shards_wrapper import as_ours
+
+    return as_ours(local)
 
 
 def rebuild(
@@ -72,30 +77,33 @@ def from_shards(
             f"{who}: argument 'sharding_shapes' is given with a LocalShardsWrapper, whose offsets say where its shards are; pass "
             f"'shape' (rank {view.rank})"
         )
-    if not view.has_me or not wrapper.local_shards():
-        device = _device_of(view) if view.has_me else wrapper.parts()[0].device
-        ndim = len(shape) if shape is not None else wrapper.ndim
-        wrapper = LocalShardsWrapper([], [], ndim=ndim, dtype=wrapper.dtype, device=device)
+    none = not view.has_me or not wrapper.local_shards()
+    ndim = len(shape) if shape is not None and none else wrapper.ndim
     if run_check:
-        check_same_arguments(wrapper, view, placements, shape, who)
-    layout = make_layout(mesh, placements, wrapper.ndim, who=who)
+        like = wrapper.parts()[0].to(device_of(view)) if none else wrapper.local_shards()[0]
+        ndim = check_same_arguments(like, view, placements, shape, who)
+    if shape is not None and len(shape) != ndim:
+        raise ValueError(f"{who}: argument 'shape' has {len(shape)} dims, the local tensor {ndim} (rank {view.rank})")
+    if none:
+        device = device_of(view) if view.has_me else wrapper.parts()[0].device
+        wrapper = LocalShardsWrapper([], [], ndim=ndim, dtype=wrapper.dtype, device=device)
+    layout = make_layout(mesh, placements, ndim, who=who)
     if layout.has_partial:
         raise ValueError(f"{who}: argument 'placements': {layout} has summands, which shards at offsets are not (rank {view.rank})")
     sizes = list(shape) if shape is not None else layout.sizes_of_equal_pieces(list(wrapper.shape))
-    for chunk in wrapper.local_chunks:
-        if len(sizes) != wrapper.ndim or any(o + n > size for o, n, size in zip(chunk.offsets, chunk.sizes, sizes, strict=True)):
-            raise ValueError(
-                f"{who}: argument 'local_tensor' has a shard of sizes {list(chunk.sizes)} at {list(chunk.offsets)}, outside of a "
-                f"tensor of sizes {sizes}; pass 'shape' (rank {view.rank})"
-            )
     out = _C.from_local(wrapper, layout, sizes, list(stride) if stride is not None else None)
-    if run_check:
-        _places_of(out)
+    mine = [(view.rank, list(c.offsets), list(c.sizes)) for c in wrapper.local_chunks]
+    _check_inside(_places_of(out).held if run_check else mine, sizes, who)
     return out
 
 
-def _device_of(mesh: _C.Mesh) -> torch.device:
-    return torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+def _check_inside(places: list[_Place], sizes: list[int], who: str) -> None:
+    for rank, offsets, lengths in places:
+        if any(o + n > size for o, n, size in zip(offsets, lengths, sizes, strict=True)):
+            raise ValueError(
+                f"{who}: argument 'local_tensor' has a shard of sizes {lengths} at {offsets} on rank {rank}, outside of a tensor of "
+                f"sizes {sizes}; pass 'shape'"
+            )
 
 
 # ---- what everyone holds ----
@@ -174,8 +182,9 @@ def _pieces_of(t: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 # ---- values that move ----
 
 
-def _exchanged(t: torch.Tensor, places: _Places, wanted: list[_Place], dtype: torch.dtype) -> list[torch.Tensor]:
-    mesh = _C.layout(t).mesh
+def _exchanged(
+    t: torch.Tensor, places: _Places, wanted: list[_Place], dtype: torch.dtype, mesh: _C.Mesh
+) -> list[torch.Tensor]:
     return _C.exchange_boxes(_pieces_of(t, places.sizes), places.held, wanted, mesh, dtype, t.device)
 
 
@@ -204,14 +213,14 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: ShardTensor, target: _C.Layout, places: _Places, dtype: torch.dtype) -> ShardTensor:
         ctx.of, ctx.target, ctx.places = t.detach(), target, places
-        parts = _exchanged(t, places, _places_in(target, places.sizes), dtype)
+        parts = _exchanged(t, places, _places_in(target, places.sizes), dtype, _C.layout(t).mesh)
         local = _piece_in(target, places.sizes, parts, torch.empty(0, dtype=dtype, device=t.device))
         return _C.wrap(local, target, places.sizes, _C.strides_like(places.sizes, local))
 
     @staticmethod
     def backward(ctx: Any, grad: ShardTensor) -> Any:  # type: ignore[override]
         grad = _C.redistribute(grad, ctx.target)
-        parts = _exchanged(grad, _places_of(grad), ctx.places.held, ctx.of.dtype)
+        parts = _exchanged(grad, _places_of(grad), ctx.places.held, ctx.of.dtype, _C.layout(ctx.of).mesh)
         return _wrapped_like(ctx.of, _refilled(ctx.of._local_tensor, parts)), None, None, None
 
 
@@ -226,26 +235,25 @@ def redistribute(
 ) -> ShardTensor:
     """One piece per rank, as `placements` say, of the values that the wrappers' offsets say."""
     mesh = _C.layout(t).mesh
-    if device_mesh is not None and as_mesh(device_mesh) != mesh:
+    if device_mesh is not None and not set(as_mesh(device_mesh).ranks) <= set(mesh.ranks):
         raise NotImplementedError(
-            f"{who}: argument 'device_mesh': shards of LocalShardsWrappers move within their own mesh, {mesh}; redistribute there "
-            f"first (rank {mesh.rank})"
+            f"{who}: argument 'device_mesh' has ranks besides those of {mesh}, within which shards of LocalShardsWrappers move; "
+            f"redistribute there first (rank {mesh.rank})"
         )
     places = _places_of(t)
     whole = make_layout(as_device_mesh(mesh), None, len(places.sizes), who=who)
-    target = target_layout(whole, places.sizes, placements, None, sharding_shapes, who=who)
+    target = target_layout(whole, places.sizes, placements, device_mesh, sharding_shapes, who=who)
     return _Moved.apply(t, target, places, dtype or places.dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _copy(to: Any, source: Any, non_blocking: bool = False) -> Any:
+def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
     """Shard by shard where all ranks have shards at the same places, else each value to where it belongs."""
-    func = aten.copy_.default
     if not _C.is_shard_tensor(source) or not _C.is_shard_tensor(to):
         return _on_wrappers(func, (to, source, non_blocking), {})
     mesh, mine, other = _C.layout(to).mesh, wrapper_of(to), wrapper_of(source)
-    if _C.layout(source).mesh != mesh or _C.layout(to).has_partial or _C.layout(source).has_partial:
+    if set(_C.layout(source).mesh.ranks) != set(mesh.ranks) or _C.layout(to).has_partial or _C.layout(source).has_partial:
         raise NotImplementedError(
-            f"{func} of a tensor of LocalShardsWrappers works between tensors on one mesh and not with summands, but these are "
+            f"{func} of a tensor of LocalShardsWrappers works between tensors on the same ranks and not with summands, but these are "
             f"{_C.layout(to)} and {_C.layout(source)}"
         )
     if mine is not None and other is not None and not _C.max_over(mesh, int(mine.local_chunks != other.local_chunks)):
@@ -253,19 +261,26 @@ def _copy(to: Any, source: Any, non_blocking: bool = False) -> Any:
     from_, into = _places_of(source), _places_of(to)
     if from_.sizes != into.sizes:
         raise ValueError(f"{func}: a tensor of sizes {from_.sizes} does not fit into one of sizes {into.sizes} (rank {mesh.rank})")
-    parts = _exchanged(source, from_, into.held, into.dtype)
+    parts = _exchanged(source, from_, into.held, into.dtype, mesh)
     for view, part in zip(_pieces_of(to, into.sizes), parts, strict=True):
         view.copy_(part)
-    return to
+    return None
 
 
 # ---- ops ----
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An op with a tensor of wrappers among its arguments."""
+    """An op with a tensor of wrappers among its arguments; stock DTensors among them are taken as ShardTensors, without a copy."""
+    from shardtensor._tensor import ShardTensor
+
+    out = _run(func, *pytree.tree_map_only(DTensor, ShardTensor.from_dtensor, (args, kwargs)))
+    return written(func, args, kwargs) if is_in_place(func) else out
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func is aten.copy_.default:
-        return _copy(*args, **kwargs)
+        return _copy(func, *args, **kwargs)
     if func is aten.equal.default:
         return _equal(*args)
     if func is aten.view.default and sizes_meant(args[1], args[0].numel()) == list(args[0].shape):
@@ -291,7 +306,7 @@ def _on_wrappers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise _refusal(func, args, kwargs)
     out = func(*pytree.tree_map(_inner, args), **pytree.tree_map(_inner, kwargs))
     if is_in_place(func):
-        return written(func, args, kwargs)
+        return None
     if isinstance(out, list):
         return [_wrapped_like(t, w) if wrapper_of(t) is not None else w for t, w in zip(args[0], out, strict=True)]
     return _wrapped_like(first, out) if holds_shards(out) else tuple(_wrapped_like(first, w) for w in out)
@@ -333,7 +348,7 @@ def first_offsets(t: torch.Tensor, wrapper: LocalShardsWrapper) -> tuple[int, ..
 def in_places_of(wrapper: LocalShardsWrapper, whole: torch.Tensor) -> LocalShardsWrapper:
     """Views of the whole tensor where the wrapper's shards are."""
     if not wrapper.local_shards():
-        return wrapper.like([part.to(whole.dtype) for part in wrapper.parts()])
+        return wrapper.like([torch.empty_like(part, dtype=whole.dtype, device=whole.device) for part in wrapper.parts()])
     return wrapper.like(
         [whole[tuple(slice(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True))] for c in wrapper.local_chunks]
     )
