@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -788,3 +789,24 @@ def refused_on_all_ranks():
 
 def test_refused_on_all_ranks(pools):
     pools(2).run(f"{__name__}:refused_on_all_ranks")
+
+
+# ---- documentation ----
+
+PAGE = Path(__file__).parents[1] / "docs" / "local_shards.md"
+
+
+def example(path):
+    exec(PAGE.read_text().split("```python")[1].split("```")[0], {"path": path})
+
+
+def test_documentation(pools, tmp_path):
+    pools(2).run(f"{__name__}:example", str(tmp_path))
+
+
+def test_every_name_of_torchs_class_is_documented():
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Stock
+
+    names = {line.split("|")[1].strip(" `").split("(")[0] for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+    own = {n for n in vars(Stock) if n.startswith(("__create", "__get")) or not n.startswith("__")} - {"_local_shards", "_storage_meta"}
+    assert len(own) > 20 and own <= names, own - names

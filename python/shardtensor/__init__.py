@@ -1,5 +1,7 @@
 """One global tensor whose pieces live on many ranks, in sizes of any kind: a drop-in for torch.distributed.tensor."""
 
+from typing import TYPE_CHECKING
+
 from shardtensor import _load  # noqa: F401  checks torch's version and loads the extension; must come first
 
 # isort: split
@@ -33,6 +35,9 @@ from shardtensor._modes import (
 from shardtensor._replace import Replacement, replace_dtensor
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
+if TYPE_CHECKING:
+    from shardtensor._shards_wrapper import LocalShardsWrapper
+
 _C.install_handler()
 _interop.install()
 _optimizers.install()
@@ -59,6 +64,7 @@ __all__ = [
     "DeviceMesh",
     "Explanation",
     "ExplicitRedistributionContext",
+    "LocalShardsWrapper",
     "Partial",
     "Placement",
     "Replacement",

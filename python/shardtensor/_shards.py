@@ -211,17 +211,19 @@ class _Moved(torch.autograd.Function):
     """To a layout; the gradient goes back into the shards' places."""
 
     @staticmethod
-    def forward(ctx: Any, t: ShardTensor, target: _C.Layout, places: _Places, dtype: torch.dtype) -> ShardTensor:
-        ctx.of, ctx.target, ctx.places = t.detach(), target, places
+    def forward(
+        ctx: Any, t: ShardTensor, target: _C.Layout, places: _Places, dtype: torch.dtype, backward_dtype: torch.dtype | None
+    ) -> ShardTensor:
+        ctx.of, ctx.target, ctx.places, ctx.dtype = t.detach(), target, places, backward_dtype
         parts = _exchanged(t, places, _places_in(target, places.sizes), dtype, _C.layout(t).mesh)
         local = _piece_in(target, places.sizes, parts, torch.empty(0, dtype=dtype, device=t.device))
         return _C.wrap(local, target, places.sizes, _C.strides_like(places.sizes, local))
 
     @staticmethod
     def backward(ctx: Any, grad: ShardTensor) -> Any:  # type: ignore[override]
-        grad = _C.redistribute(grad, ctx.target)
+        grad = _C.redistribute(grad, ctx.target, ctx.dtype)
         parts = _exchanged(grad, _places_of(grad), ctx.places.held, ctx.of.dtype, _C.layout(ctx.of).mesh)
-        return _wrapped_like(ctx.of, _refilled(ctx.of._local_tensor, parts)), None, None, None
+        return _wrapped_like(ctx.of, _refilled(ctx.of._local_tensor, parts)), None, None, None, None
 
 
 def redistribute(
@@ -229,7 +231,8 @@ def redistribute(
     placements: Sequence[Placement],
     device_mesh: DeviceMesh | None,
     sharding_shapes: ShardingShapes | None,
-    dtype: torch.dtype | None,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
     *,
     who: str,
 ) -> ShardTensor:
@@ -243,7 +246,7 @@ def redistribute(
     places = _places_of(t)
     whole = make_layout(as_device_mesh(mesh), None, len(places.sizes), who=who)
     target = target_layout(whole, places.sizes, placements, device_mesh, sharding_shapes, who=who)
-    return _Moved.apply(t, target, places, dtype or places.dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _Moved.apply(t, target, places, forward_dtype or places.dtype, backward_dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:

@@ -31,7 +31,6 @@ class LocalShardsWrapper(_Stock):
     Of an empty list nothing can be learned: `ndim`, `dtype` and `device` say then what the others' shards are like.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     # Without shards: a tensor without elements like the others' shards, and whether its device was asked for.
     _nothing: torch.Tensor | None
     _is_told: bool

@@ -258,7 +258,7 @@ class ShardTensor(DTensor):
         if placements is None:
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
         if _shards.wrapper_of(self) is not None:
-            return _shards.redistribute(self, placements, device_mesh, sharding_shapes, forward_dtype, who=who)
+            return _shards.redistribute(self, placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
         layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype, async_op)
 
