@@ -307,8 +307,21 @@ def test_copies_and_files():
 
 
 def test_parameter():
-    parameter = torch.nn.Parameter(some())
-    assert isinstance(parameter, torch.nn.Parameter) and all(s.requires_grad for s in parameter.local_shards())
+    module = torch.nn.Module()
+    module.table = torch.nn.Parameter(some())
+    assert isinstance(module.table, torch.nn.Parameter) and all(s.requires_grad for s in module.table.local_shards())
+    module.to(torch.float16)
+    assert isinstance(module.table, torch.nn.Parameter) and module.table.dtype == torch.float16
+    assert same(module.table.detach(), [s.half() for s in some().local_shards()], some())
+    wrapper = some()
+    wrapper.data = vector()
+    assert torch.equal(wrapper, vector()) and wrapper.shape == (5,)
+
+
+def test_shared_memory():
+    wrapper = some()
+    assert not wrapper.is_shared() and wrapper.share_memory_() is wrapper
+    assert wrapper.is_shared() and all(s.is_shared() for s in wrapper.local_shards())
 
 
 def test_checkpoint_protocol():
@@ -789,6 +802,34 @@ def refused_on_all_ranks():
 
 def test_refused_on_all_ranks(pools):
     pools(2).run(f"{__name__}:refused_on_all_ranks")
+
+
+# ---- a plain ShardTensor as shards ----
+
+
+def shards_of_plain(name):
+    import shardtensor as st
+    from test_checkpoint import LAYOUTS, lay
+
+    value = torch.arange(1.0, 36.0, dtype=torch.float64).view(7, 5)
+    x = lay(value, name)
+    wrapper = x.local_shards()
+    boxes = [box for box in x._layout.boxes([7, 5]) if all(box[1])]
+    assert [(list(c.offsets), list(c.sizes)) for c in wrapper.local_chunks] == boxes
+    for shard, box in zip(wrapper.local_shards(), boxes, strict=True):
+        assert torch.equal(shard, at(value, box)) and shard.untyped_storage().data_ptr() == x._local_tensor.untyped_storage().data_ptr()
+    again = st.ShardTensor.from_local(wrapper, mesh_of(LAYOUTS[name][0]), x.placements, shape=value.shape)
+    assert torch.equal(again.full_tensor(), value) and again.local_shards().local_chunks == wrapper.local_chunks
+    x.local_shards().zero_()
+    assert not x.full_tensor().any()
+    if name == "uneven 3":
+        with pytest.raises(RuntimeError, match=r"local_shards: .* has summands"):
+            x.sum(0).local_shards()
+
+
+@pytest.mark.parametrize("name", ["uneven 3", "columns 3", "whole 3", "nested 4", "strided 4", "three boxes 4", "replicas 4", "one has all 4"])
+def test_shards_of_plain(pools, name):
+    pools(int(name[-1])).run(f"{__name__}:shards_of_plain", name)
 
 
 # ---- documentation ----

@@ -179,6 +179,18 @@ def _pieces_of(t: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return [view.detach() for view in views if view.numel()]
 
 
+def as_shards(t: ShardTensor) -> LocalShardsWrapper:
+    from shardtensor._shards_wrapper import LocalShardsWrapper
+
+    layout, wrapper = _C.layout(t), wrapper_of(t)
+    if wrapper is not None:
+        return wrapper.detach()  # type: ignore[return-value]
+    if layout.has_partial:
+        raise RuntimeError(f"local_shards: {layout} has summands, which are no shards; redistribute it first (rank {layout.mesh.rank})")
+    boxes = [(start, box) for start, box in box_views(_C.local(t).detach(), layout, list(t.shape)) if box.numel()]
+    return LocalShardsWrapper([box for _, box in boxes], [o for o, _ in boxes], ndim=t.ndim, dtype=t.dtype, device=t.device)
+
+
 # ---- values that move ----
 
 

@@ -122,11 +122,31 @@ class LocalShardsWrapper(_Stock):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    @property
+    def data(self) -> LocalShardsWrapper:  # type: ignore[override]
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Module.to writes a parameter so."""
+        new = as_ours(value)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._local_shards, self._storage_meta = new._local_shards, new._storage_meta
+        self._nothing, self._is_told = new._nothing, new._is_told
+
     def requires_grad_(self, requires_grad: bool = True) -> LocalShardsWrapper:
         for shard in self._local_shards:
             shard.requires_grad_(requires_grad)
         self._storage_meta.properties.requires_grad = requires_grad
         return self
+
+    def share_memory_(self) -> LocalShardsWrapper:  # type: ignore[override]
+        for shard in self._local_shards:
+            shard.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        return all(shard.is_shared() for shard in self._local_shards)  # type: ignore[no-untyped-call]
 
     def _get_tensor_size_bytes(self) -> int:
         return sum(shard.nelement() * shard.element_size() for shard in self._local_shards)
@@ -293,6 +313,7 @@ def _wait(w: LocalShardsWrapper) -> LocalShardsWrapper:
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
+    aten.is_pinned.default: LocalShardsWrapper.is_pinned,
     aten.view.default: _view,
     aten.equal.default: _equal,
     aten.new_empty.default: _new_empty,

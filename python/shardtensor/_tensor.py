@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the res
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+    from shardtensor._shards_wrapper import LocalShardsWrapper
+
 
 _WHOLE = (Replicate(),) * 16  # more mesh dims than anyone has
 
@@ -229,6 +231,10 @@ class ShardTensor(DTensor):
         if grad_placements is None:
             return _C.to_local(self, None)
         return _C.to_local(self, _grad_layout(self._layout, grad_placements, self.ndim, "ShardTensor.to_local"))
+
+    def local_shards(self) -> LocalShardsWrapper:
+        """This rank's piece as what it is made of: views of its boxes, several where placements are strided, and their offsets."""
+        return _shards.as_shards(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank of the mesh."""
