@@ -398,6 +398,10 @@ def differentiated(name):
     (t.full_tensor() * value).sum().backward()
     same(t.grad.to_local(), pieces(name, value)[0], t.to_local())
     t.grad = None
+    pieced = t.redistribute(placements=[st.Replicate()] * (t.device_mesh.ndim - 1) + [st.Shard(0)], backward_dtype=torch.float32)
+    (pieced * pieced.detach()).sum().backward()  # an empty rank, which does not know the dtype, sends gradients too
+    same(t.grad.to_local(), pieces(name, value)[0], t.to_local())
+    t.grad = None
     few = t.redistribute(st.DeviceMesh("cpu", [2, 0]), [st.Shard(0)])
     few.redistribute(t.device_mesh, [st.Replicate()] * t.device_mesh.ndim).to_local().sum().backward()
     same(t.grad.to_local(), pieces(name, torch.ones_like(value))[0], t.to_local())
@@ -406,7 +410,7 @@ def differentiated(name):
     same(t.grad.to_local(), pieces(name, torch.full_like(value, 3.0))[0], t.to_local())
 
 
-@pytest.mark.parametrize("name", ["interleaved 3", "vector 3", "grid 4", "anywhere 4"])
+@pytest.mark.parametrize("name", ["interleaved 3", "vector 3", "rows 3", "grid 4", "anywhere 4"])
 def test_gradients(pools, name):
     pools(world(name)).run(f"{__name__}:differentiated", name)
 
@@ -526,6 +530,28 @@ def bare(path):
 
 def test_bare(pools, tmp_path):
     pools(2).run(f"{__name__}:bare", str(tmp_path / "bare"))
+
+
+def save_safetensors(path, name):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    dcp.save({"x": table(name, values(name))}, storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
+
+
+def load_safetensors(path, name):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    x = table(name, torch.zeros_like(values(name)))
+    dcp.load({"x": x}, storage_reader=HuggingFaceStorageReader(path))
+    assert torch.equal(x.full_tensor(), values(name))
+
+
+def test_safetensors(pools, tmp_path):
+    pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    pools(4).run(f"{__name__}:save_safetensors", str(tmp_path), "grid 4")
+    pools(3).run(f"{__name__}:load_safetensors", str(tmp_path), "interleaved 3")
 
 
 class Tables(torch.nn.Module):

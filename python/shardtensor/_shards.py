@@ -234,7 +234,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: ShardTensor) -> Any:  # type: ignore[override]
         grad = _C.redistribute(grad, ctx.target, ctx.dtype)
-        parts = _exchanged(grad, _places_of(grad), ctx.places.held, ctx.of.dtype, _C.layout(ctx.of).mesh)
+        parts = _exchanged(grad, _places_of(grad), ctx.places.held, ctx.places.dtype, _C.layout(ctx.of).mesh)
         return _wrapped_like(ctx.of, _refilled(ctx.of._local_tensor, parts)), None, None, None, None
 
 
