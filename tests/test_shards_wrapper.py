@@ -248,6 +248,25 @@ def test_detach_leaves_the_original():
     assert not any(s.requires_grad for s in wrapper.local_shards())
 
 
+def test_pinning_goes_shard_by_shard():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoDevice(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is not torch.ops.aten._pin_memory.default:
+                return func(*args, **(kwargs or {}))
+            if type(args[0]) is torch.Tensor:
+                return args[0] + 1  # stands for a copy in pinned memory
+            with self:
+                return args[0].__torch_dispatch__(func, types, args, kwargs)
+
+    wrapper = some()
+    with NoDevice():
+        pinned = torch.ops.aten._pin_memory(wrapper)
+    assert same(pinned, [s + 1 for s in some().local_shards()], some())
+    assert not torch.ops.aten.is_pinned(some())
+
+
 def test_equal():
     from shardtensor import LocalShardsWrapper
 
@@ -397,6 +416,12 @@ def differentiated(name):
     t = table(name, value).requires_grad_()
     (t.full_tensor() * value).sum().backward()
     same(t.grad.to_local(), pieces(name, value)[0], t.to_local())
+    t.grad = None
+    local = t.to_local()
+    assert local.requires_grad and not t.detach().to_local().requires_grad
+    again = st.ShardTensor.from_local(local * 3, t.device_mesh, t.placements, shape=t.shape)
+    again.full_tensor().sum().backward()
+    same(t.grad.to_local(), pieces(name, torch.full_like(value, 3.0))[0], t.to_local())
     t.grad = None
     pieced = t.redistribute(placements=[st.Replicate()] * (t.device_mesh.ndim - 1) + [st.Shard(0)], backward_dtype=torch.float32)
     (pieced * pieced.detach()).sum().backward()  # an empty rank, which does not know the dtype, sends gradients too

@@ -84,8 +84,8 @@ def from_shards(
         ndim = check_same_arguments(like, view, placements, shape, who)
     if shape is not None and len(shape) != ndim:
         raise ValueError(f"{who}: argument 'shape' has {len(shape)} dims, the local tensor {ndim} (rank {view.rank})")
-    if none:
-        device = device_of(view) if view.has_me else wrapper.parts()[0].device
+    device = device_of(view) if view.has_me else wrapper.parts()[0].device
+    if none and (wrapper.local_shards() or (wrapper.ndim, wrapper.device) != (ndim, device)):
         wrapper = LocalShardsWrapper([], [], ndim=ndim, dtype=wrapper.dtype, device=device)
     layout = make_layout(mesh, placements, ndim, who=who)
     if layout.has_partial:
@@ -236,6 +236,23 @@ class _Moved(torch.autograd.Function):
         grad = _C.redistribute(grad, ctx.target, ctx.dtype)
         parts = _exchanged(grad, _places_of(grad), ctx.places.held, ctx.places.dtype, _C.layout(ctx.of).mesh)
         return _wrapped_like(ctx.of, _refilled(ctx.of._local_tensor, parts)), None, None, None, None
+
+
+class _Taken(torch.autograd.Function):
+    """The wrapper itself; its gradient is one of the same places."""
+
+    @staticmethod
+    def forward(ctx: Any, t: ShardTensor) -> torch.Tensor:
+        ctx.of = t.detach()
+        return t._local_tensor.view_as(t._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardTensor:  # type: ignore[override]
+        return _wrapped_like(ctx.of, grad)
+
+
+def to_local(t: ShardTensor) -> torch.Tensor:
+    return _Taken.apply(t) if t.requires_grad and torch.is_grad_enabled() else t._local_tensor  # type: ignore[no-any-return, no-untyped-call]
 
 
 def redistribute(

@@ -115,8 +115,8 @@ class LocalShardsWrapper(_Stock):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """The shards'. Autograd follows each of them; the tensor around them has no gradient."""
-        return self._storage_meta.properties.requires_grad
+        """Whether autograd follows the shards, or this tensor as the piece of a ShardTensor."""
+        return self._storage_meta.properties.requires_grad or torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:

@@ -228,6 +228,8 @@ class ShardTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
+        if _shards.wrapper_of(self) is not None:
+            return _shards.to_local(self)
         if grad_placements is None:
             return _C.to_local(self, None)
         return _C.to_local(self, _grad_layout(self._layout, grad_placements, self.ndim, "ShardTensor.to_local"))
