@@ -842,6 +842,7 @@ def refused_on_all_ranks():
         "aten.view.default": lambda: t.view(-1),
         "aten.equal.default": lambda: torch.equal(t, plain),
         "meets one with": lambda: t + plain,
+        "explain: argument 'source' holds LocalShardsWrappers": lambda: t.explain([st.Replicate()]),
         "numpy": lambda: t.numpy(),
         "tolist": lambda: t.tolist(),
     }.items():
