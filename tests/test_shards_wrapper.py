@@ -120,6 +120,16 @@ def test_it_says_what_torchs_says():
     assert "[0, 4]" in repr(ours) and hash(ours) == id(ours)
 
 
+def test_with_torchs_in_one_call():
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Stock
+
+    ours = some()
+    stock = Stock([torch.zeros_like(s) for s in ours.local_shards()], ours.local_offsets())
+    assert stock.copy_(ours) is stock and torch.equal(ours, stock)
+    assert same(stock + ours, [s * 2 for s in ours.local_shards()], ours)
+    assert ours.zero_() is ours and torch.equal(ours.copy_(stock), stock)
+
+
 SIZES = [
     ("columns", [(3, 2), (3, 1)], [(0, 0), (0, 4)], (3, 3)),
     ("rows", [(3, 2), (1, 2)], [(0, 0), (5, 0)], (4, 2)),  # torch: (3, 4)

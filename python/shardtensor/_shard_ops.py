@@ -97,6 +97,7 @@ def _places(w: LocalShardsWrapper) -> list[tuple[list[int], list[int]]]:
 
 
 def on_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results put together; None of an op that writes its arguments."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     refuse_unlike(func, leaves)
     first = next(t for t in leaves if holds_shards(t))
@@ -105,7 +106,7 @@ def on_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         part_args, part_kwargs = pytree.tree_unflatten([t.parts()[i] if holds_shards(t) else t for t in leaves], tree)
         results.append(func(*part_args, **part_kwargs))
     if is_in_place(func):
-        return written(func, args, kwargs)
+        return None
     if isinstance(results[0], torch.Tensor):
         return first.like(results)
     return tuple(first.like(list(of_all)) for of_all in zip(*results, strict=True))

@@ -18,7 +18,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as _Stoc
 from torch.utils import _pytree as pytree
 
 from shardtensor import _C
-from shardtensor._shard_ops import is_on_lists, on_each, on_each_of_lists, runs_shard_by_shard, sizes_meant
+from shardtensor._shard_ops import is_in_place, is_on_lists, on_each, on_each_of_lists, runs_shard_by_shard, sizes_meant, written
 from shardtensor._shards import rebuild
 
 aten = torch.ops.aten
@@ -206,15 +206,16 @@ class LocalShardsWrapper(_Stock):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        args, kwargs = pytree.tree_map_only(_Stock, as_ours, (args, kwargs))
+        our_args, our_kwargs = pytree.tree_map_only(_Stock, as_ours, (args, kwargs))
         if func in _OWN:
-            return _OWN[func](*args, **kwargs)
+            return _OWN[func](*our_args, **our_kwargs)
         if not runs_shard_by_shard(func):
             raise NotImplementedError(
                 f"{func} is not supported for LocalShardsWrapper! It would take the shards for one dense tensor; "
                 "use local_shards(), one by one"
             )
-        return (on_each_of_lists if is_on_lists(func) else on_each)(func, args, kwargs)
+        out = (on_each_of_lists if is_on_lists(func) else on_each)(func, our_args, our_kwargs)
+        return written(func, args, kwargs) if is_in_place(func) else out
 
 
 def as_ours(local: Any) -> LocalShardsWrapper:
