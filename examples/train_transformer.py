@@ -34,21 +34,19 @@ TEXT = Path(__file__).with_name("harbour.txt")
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_size = width // heads
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
         self.register_buffer("future", torch.ones(context, context, dtype=torch.bool).triu(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, context, width = x.shape
-
         def split(t: torch.Tensor) -> torch.Tensor:
-            return t.view(batch, context, self.heads, width // self.heads).transpose(1, 2)
+            return t.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
         query, key, value = split(self.query(x)), split(self.key(x)), split(self.value(x))
-        scores = query @ key.transpose(-2, -1) * (width // self.heads) ** -0.5
+        scores = query @ key.transpose(-2, -1) * self.head_size**-0.5
         weights = scores.masked_fill(self.future, float("-inf")).softmax(-1)
-        return self.out((weights @ value).transpose(1, 2).reshape(batch, context, width))
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -129,47 +127,74 @@ def partition(heads: int) -> Callable[[str, nn.Module, object], None]:
 
 # ---- training ----
 
+HEADS = 5
 
-def train(
-    mesh=None,
+
+def build(context: int, dtype: torch.dtype = torch.float32) -> tuple[LanguageModel, torch.Tensor]:
+    """The model, with the same values on every rank, and the text as numbers."""
+    text = TEXT.read_text()
+    letters = {c: i for i, c in enumerate(sorted(set(text)))}
+    torch.manual_seed(1)
+    model = LanguageModel(len(letters), context, heads=HEADS).to(dtype)
+    return model, torch.tensor([letters[c] for c in text])
+
+
+def batch_at(step: int, data: torch.Tensor, batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Characters and the ones that follow them, [batch, context]; every rank draws the same."""
+    start = torch.randint(len(data) - context, (batch,), generator=torch.Generator().manual_seed(step)).tolist()
+    return torch.stack([data[i : i + context] for i in start]), torch.stack([data[i + 1 : i + context + 1] for i in start])
+
+
+def mean_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def fit(
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    data: torch.Tensor,
     *,
     steps: int = 100,
     batch: int = 7,
     context: int = 24,
-    rate: float = 3e-3,
-    dtype: torch.dtype = torch.float32,
+    first: int = 0,
     report: Callable[[float], None] = lambda loss: None,
 ) -> list[float]:
+    """The loss of every step. `loss_of` takes a batch and runs the backward pass too."""
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        losses.append(loss_of(*batch_at(step, data, batch, context)).item())
+        optimizer.step()
+        report(losses[-1])
+    return losses
+
+
+def train(
+    mesh=None,
+    *,
+    context: int = 24,
+    rate: float = 3e-3,
+    dtype: torch.dtype = torch.float32,
+    **run,
+) -> list[float]:
     """The loss of every step; the same with and without a mesh."""
-    text = TEXT.read_text()
-    letters = {c: i for i, c in enumerate(sorted(set(text)))}
-    data = torch.tensor([letters[c] for c in text])
-    torch.manual_seed(1)  # every rank makes the same model and draws the same batches
-    heads = 5
-    model = LanguageModel(len(letters), context, heads=heads).to(dtype)
+    model, data = build(context, dtype)
     if mesh is not None:
         import shardtensor as st
 
-        st.distribute_module(model, mesh, partition(heads))
+        st.distribute_module(model, mesh, partition(HEADS))
 
-    def place(tokens: torch.Tensor) -> torch.Tensor:
-        if mesh is None:
-            return tokens
-        return st.distribute_tensor(tokens, mesh, [st.Shard(0), st.Replicate()], src_data_rank=None)
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if mesh is not None:
+            placements = [st.Shard(0), st.Replicate()]
+            inputs, targets = (st.distribute_tensor(t, mesh, placements, src_data_rank=None) for t in (inputs, targets))
+        loss = mean_loss(model, inputs, targets)
+        loss.backward()
+        return loss
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    losses = []
-    for _ in range(steps):
-        start = torch.randint(len(data) - context, (batch,)).tolist()
-        inputs = place(torch.stack([data[i : i + context] for i in start]))
-        targets = place(torch.stack([data[i + 1 : i + context + 1] for i in start]))
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        report(losses[-1])
-    return losses
+    return fit(loss_of, optimizer, data, context=context, **run)
 
 
 def plot(losses: list[float], path: Path) -> str:
@@ -206,44 +231,44 @@ class Progress:
             print(line, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def launch() -> str | None:
+    """Joins the ranks that torchrun has started. The device they compute on; None for a process on its own."""
+    torch.set_num_threads(1)
+    if "RANK" not in os.environ:
+        return None
+    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return "cuda" if gpus else "cpu"
+
+
+def run(train: Callable[..., list[float]], description: str, parser: argparse.ArgumentParser | None = None) -> None:
+    """What all examples do on the command line. `train` takes the device, these arguments and those that `parser` has."""
+    parser = parser or argparse.ArgumentParser()
+    parser.description = description.splitlines()[0]
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=7)
     parser.add_argument("--context", type=int, default=24)
     parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default="float32", help="float32 or float64")
     parser.add_argument("--picture", type=Path, default=Path("losses.png"))
-    args = parser.parse_args()
+    arguments = vars(parser.parse_args())
+    picture = arguments.pop("picture")
 
-    mesh, rank = None, 0
-    torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-        if gpus:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if gpus else "gloo")
-        rank = dist.get_rank()
-        mesh = make_mesh("cuda" if gpus else "cpu")
-    if rank == 0:
-        print(f"on {mesh if mesh is not None else 'one process'}")
-    progress = Progress(args.steps, rank == 0)
-    losses = train(
-        mesh,
-        steps=args.steps,
-        batch=args.batch,
-        context=args.context,
-        rate=args.rate,
-        dtype=getattr(torch, args.dtype),
-        report=progress,
-    )
+    device = launch()
+    first_rank = device is None or dist.get_rank() == 0
+    if first_rank:
+        print(f"on {'one process' if device is None else f'{dist.get_world_size()} ranks, {device}'}")
+    progress = Progress(arguments["steps"], first_rank)
+    losses = train(device, report=progress, **arguments)
     if progress.bar is not None:
         progress.bar.close()
-    if rank == 0:
-        print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; {plot(losses, args.picture)}")
-    if dist.is_initialized():
+    if first_rank:
+        print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; {plot(losses, picture)}")
+    if device is not None:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run(lambda device, **arguments: train(device and make_mesh(device), **arguments), __doc__)

@@ -124,6 +124,12 @@ def sizes_do_not_add_up(mesh, me):
     zeros(5, device_mesh=mesh).redistribute(placements=[Shard(0)], sharding_shapes={0: [(2,)] * mesh.size()})
 
 
+def shapes_to_be_inferred(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(5, device_mesh=mesh).redistribute(placements=[Shard(0)], sharding_shapes="infer")
+
+
 def nested_sizes_do_not_add_up(mesh, me):
     from shardtensor import Shard, zeros
 
@@ -281,6 +287,7 @@ WRONG = [
     (not_a_placement, TypeError, "argument 'placements'", "rank {me}"),
     (summands_asked_for, RuntimeError, "argument 'placements'", "rank {me}"),
     (sizes_do_not_add_up, ValueError, "argument 'sharding_shapes'", "add up to", "rank {me}"),
+    (shapes_to_be_inferred, ValueError, "argument 'sharding_shapes'", "'infer' is given", "rank {me}"),
     (nested_sizes_do_not_add_up, ValueError, "argument 'sharding_shapes'", "mesh dim 1 add up to", "rank {me}"),
     (too_few_shapes, ValueError, "argument 'sharding_shapes'", "1 shapes", "rank {me}"),
     (shapes_of_another_rank, ValueError, "argument 'sharding_shapes'", "2 dims", "rank {me}"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -11,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_transformer.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLE = EXAMPLES / "train_transformer.py"
 SIZES = {"steps": 6, "context": 8}
+# Which run on how many ranks.
+PARALLEL = [("tensor_parallel", 2), ("tensor_parallel", 3), ("sequence_parallel", 3), ("fsdp_tensor_parallel", 3), ("fsdp_tensor_parallel", 4)]
 
 
-@functools.cache
-def example():
-    spec = importlib.util.spec_from_file_location("train_transformer", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def example(name="train_transformer"):
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))  # they import each other
+    return importlib.import_module(name)
 
 
 def losses(distributed):
@@ -30,13 +32,44 @@ def losses(distributed):
     return module.train(module.make_mesh("cpu") if distributed else None, dtype=torch.float64, **SIZES)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_losses_are_those_of_plain_torch(pools, ranks):
-    pool = pools(ranks)
-    want = pool.run("test_examples:losses", False)[0]
+def losses_of(name, **options):
+    import torch
+
+    return example(name).train("cpu", dtype=torch.float64, **SIZES | options)
+
+
+@pytest.fixture(scope="module")
+def plain(pools):
+    """The losses of a model on one rank, in plain torch."""
+    want = pools(2).run("test_examples:losses", False)[0]
     assert want[-1] < want[0]
-    for got in pool.run("test_examples:losses", True):
-        assert got == pytest.approx(want, abs=1e-5)
+    return want
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_losses_are_those_of_plain_torch(pools, plain, ranks):
+    for got in pools(ranks).run("test_examples:losses", True):
+        assert got == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "ranks"), PARALLEL)
+def test_parallel(pools, plain, name, ranks):
+    for got in pools(ranks).run("test_examples:losses_of", name):
+        assert got == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
+def test_resumed_on_other_ranks(pools, plain, tmp_path, before, after):
+    first = pools(before).run("test_examples:losses_of", "checkpoint_resume", folder=tmp_path, steps=2)
+    rest = pools(after).run("test_examples:losses_of", "checkpoint_resume", folder=tmp_path, steps=4)
+    for a, b in itertools.product(first, rest):
+        assert a + b == pytest.approx(plain, abs=1e-5)
+
+
+def test_all_are_tested():
+    """Every script here is one of those above."""
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {"train_transformer", "checkpoint_resume"} | {name for name, _ in PARALLEL}
 
 
 def test_command_line(tmp_path):
@@ -53,7 +86,7 @@ def test_command_line(tmp_path):
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
-    assert "tensor=2" in done.stdout and "loss 3." in done.stdout
+    assert "on 2 ranks, cpu" in done.stdout and "loss 3." in done.stdout
     if importlib.util.find_spec("matplotlib"):
         assert picture.stat().st_size > 1000
     else:

@@ -29,6 +29,20 @@ def train(ours, plain, batches, accumulate=1):
         torch.testing.assert_close(a.full_tensor(), b.data, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def columns():
+    """FSDP's options for cutting along the last dim, whatever its size."""
+    from shardtensor import Shard
+
+    return {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}
+
+
+def needs_uneven_columns():
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    if not hasattr(FSDPParam, "_init_sharding_spec"):
+        pytest.skip("before torch 2.15 FSDP2 cuts the first dim alone unevenly")
+
+
 def fully_sharded(over, options):
     import torch.distributed as dist
     from shardtensor import init_device_mesh
@@ -48,15 +62,25 @@ def fully_sharded(over, options):
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     accumulate = options.pop("accumulate", 1)
+    if options.pop("columns", False):
+        options |= columns()
     fully_shard(ours[0], mesh=mesh, **options)
     fully_shard(ours, mesh=mesh, **options)
     train(ours, plain, torch.randn(4, 4, 6, dtype=torch.float64), accumulate)
 
 
-OPTIONS = {"usual": {}, "kept": dict(reshard_after_forward=False), "accumulated": dict(accumulate=2)}
+OPTIONS = {
+    "usual": {},
+    "kept": dict(reshard_after_forward=False),
+    "accumulated": dict(accumulate=2),
+    "columns": dict(columns=True),
+    "columns_kept": dict(columns=True, reshard_after_forward=False),
+}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("over", "world"), [("nothing", 2), ("nothing", 3), ("replicas", 4), ("tensor parallel", 4)])
 def test_trains_as_one_process(pools, over, world, options):
+    if "columns" in options:
+        needs_uneven_columns()
     pools(world).run(f"{__name__}:fully_sharded", over, dict(OPTIONS[options]))

@@ -258,7 +258,11 @@ def class_sharded(name):
     a = distribute_tensor(logits, mesh_here(), [Shard(1)]).requires_grad_()
     b = logits.clone().requires_grad_()
 
+    with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
+        F.cross_entropy(a, target, **options)
     with loss_parallel():
+        with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
+            a + logits  # the losses' targets alone
         loss, forward = counted(lambda: F.cross_entropy(a, target, **options))
         _, backward = counted(lambda: loss.sum().backward())
     want = F.cross_entropy(b, target, **options)

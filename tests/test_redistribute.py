@@ -527,6 +527,11 @@ def public_door():
     torch.testing.assert_close((y * 2).full_tensor(), whole * 2)
     z = y.redistribute(other, [Shard(0)], sharding_shapes={0: [(4, 4), (1, 4)]})
     assert tuple(z.to_local().shape) == {0: (4, 4), 2: (1, 4)}.get(me, (0,))
+    # It keeps its sizes unless told.
+    assert [(t._layout.is_even, tuple(t.shape)) for t in (z.redistribute(placements=[Shard(0)], sharding_shapes=s) for s in (None, "chunk"))] == [
+        (False, (5, 4)),
+        (True, (5, 4)),
+    ]
     seed = distribute_tensor(whole + 1, other, [Replicate()])
     (grad,) = torch.autograd.grad(z, x, seed)
     assert grad.device_mesh is part

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_fsdp import needs_uneven_columns
 from torch import nn
 
 STOCK_NAMES = ["distribute_tensor", "zeros", "randn"]
@@ -50,11 +51,13 @@ def names_make_ours_and_are_restored():
 def fsdp_stores_ours(world_mesh, options):
     """FSDP2's parameters, gradients and optimizer states are ShardTensors, and it trains as one process does."""
     import shardtensor
-    from test_fsdp import train
+    from test_fsdp import columns, train
     from test_parallel import MLP
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    if options.pop("columns", False):
+        options |= columns()
     with shardtensor.replace_dtensor():
         names = ("replicate", "shard")[-len(world_mesh) :]
         mesh = init_device_mesh("cpu", world_mesh, mesh_dim_names=names)
@@ -78,8 +81,10 @@ def test_names(pools):
 
 
 @pytest.mark.parametrize("world_mesh", [(2,), (3,), (2, 2)], ids=str)
-@pytest.mark.parametrize("options", [{}, dict(reshard_after_forward=False)], ids=["usual", "kept"])
+@pytest.mark.parametrize("options", [{}, dict(reshard_after_forward=False), dict(columns=True)], ids=["usual", "kept", "columns"])
 def test_fsdp(pools, world_mesh, options):
+    if "columns" in options:
+        needs_uneven_columns()
     pools(torch.Size(world_mesh).numel()).run(f"{__name__}:fsdp_stores_ours", world_mesh, options)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 from torch.distributed.tensor import DTensor
 
 MODULES = ["", ".parallel", ".experimental", ".debug", ".placement_types", ".device_mesh"]
 METHODS = ["from_local", "to_local", "full_tensor", "redistribute"]
+PAGE = Path(__file__).parents[1] / "docs" / "dtensor.md"
 
 
 def pairs():
@@ -49,3 +52,19 @@ def test_method(name):
     from shardtensor import ShardTensor
 
     takes_the_same(getattr(DTensor, name), getattr(ShardTensor, name))
+
+
+def test_page():
+    """docs/dtensor.md has each name once, and says of it what is so."""
+    rows = re.findall(r"^\| `([\w.]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    said = dict(rows)
+    assert len(said) == len(rows)
+    methods = {f"DTensor.{name}" for name in vars(DTensor) if not name.startswith("_")}
+    assert said.keys() == methods | {name for _, name, _ in pairs()}
+    for module, name, stock in pairs():
+        ours = getattr(importlib.import_module(f"shardtensor{module}"), name)
+        assert said[name] == ("same" if ours is stock else "more"), name
+    from shardtensor import ShardTensor
+
+    for name in methods:
+        assert getattr(ShardTensor, name.removeprefix("DTensor.")) is not getattr(DTensor, name.removeprefix("DTensor."))

@@ -641,3 +641,70 @@ def refused():
 
 def test_collectives_are_refused(pools):
     pools(2).run(f"{__name__}:refused")
+
+
+# ---- tensors without values ----
+
+
+def _step():
+    """A bit of everything: factories, both directions, collectives, random numbers, an optimizer."""
+    from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_module, distribute_tensor, randn
+
+    mesh = mesh_here()
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Dropout(0.5), nn.Linear(5, 3))
+    distribute_module(model, mesh)
+    rows = distribute_tensor(torch.ones(7, 4), mesh, [Shard(0)]) + randn(7, 4, device_mesh=mesh, placements=[Shard(0)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = model(rows).log_softmax(0).square().mean()
+    loss.backward()
+    optimizer.step()
+    parts = ShardTensor.from_local(torch.ones(3, 4), mesh, [Partial()])
+    return [
+        loss,
+        model[0].weight,
+        model[0].weight.grad,
+        rows.redistribute(placements=[Shard(1)]),
+        rows[2:6].flatten(),
+        parts.redistribute(placements=[Shard(0)]),
+        rows.full_tensor(),
+        rows.redistribute(placements=[Replicate()]) @ model[0].weight.t(),
+        torch.nn.functional.dropout(rows),
+    ]
+
+
+def faked():
+    """One rank by itself finds out what all of them would have; nothing is sent."""
+    from shardtensor import _C, ShardTensor
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def described(t):
+        ours = isinstance(t, ShardTensor)
+        local = t._local_tensor if ours else t
+        return ours and str(t._layout), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, local.shape, local.stride()
+
+    torch.manual_seed(0)
+    real = _step()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        before = torch.get_rng_state()
+        _C.reset_comm_counts()
+        with FakeTensorMode() as mode:
+            fake = _step()
+            assert [described(t) for t in fake] == [described(t) for t in real]
+            assert all(type(t._local_tensor if isinstance(t, ShardTensor) else t) is FakeTensor for t in fake)
+            with pytest.raises(DataDependentOutputException):
+                fake[0].item()
+        outside = mode.from_tensor(real[3])
+        assert described(outside.softmax(1)) == described(real[3])
+        assert not _C.comm_counts()
+        torch.testing.assert_close(torch.get_rng_state(), before)
+        assert "aten.mul" in make_fx(lambda x: x * 2, tracing_mode="fake")(real[3]).code
+        with pytest.raises(NotImplementedError, match="cannot be traced"):
+            make_fx(lambda x: x.full_tensor(), tracing_mode="fake")(real[3])
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_fake_tensors(pools, world):
+    pools(world).run("test_tools:faked")

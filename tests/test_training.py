@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import EMPTY, EVEN, UNEVEN, mesh_of, place
+from test_fsdp import columns, needs_uneven_columns
 from test_parallel import DOUBLE, MLP, Attention, full, mesh_here
 from torch import nn
 
@@ -222,6 +223,8 @@ def fsdp_options(name):
         "smaller groups": dict(reshard_after_forward=2),
         "offloaded": dict(offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "reduced in double": dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=DOUBLE)),
+        "columns": columns(),
+        "columns offloaded": columns() | dict(offload_policy=CPUOffloadPolicy(pin_memory=False)),
     }[name]
 
 
@@ -248,6 +251,9 @@ FSDP = [
     ("nothing", 3, "usual", True, 2),
     ("replicas", 4, "usual", True, 1),
     ("replicas", 4, "offloaded", False, 2),
+    ("nothing", 4, "columns", True, 2),
+    ("nothing", 3, "columns offloaded", True, 1),
+    ("tensor parallel", 4, "columns", False, 2),
     ("tensor parallel", 4, "usual", True, 2),
     ("tensor parallel", 4, "offloaded", False, 1),
     ("tensor parallel", 4, "kept", True, 1),
@@ -257,10 +263,12 @@ FSDP = [
 
 @pytest.mark.parametrize(("over", "world", "options", "freeze", "sync_every"), FSDP)
 def test_fsdp(pools, over, world, options, freeze, sync_every):
+    if "columns" in options:
+        needs_uneven_columns()
     pools(world).run(f"{__name__}:trains_alike", over, options, freeze, sync_every)
 
 
-def mixed_precision(over):
+def mixed_precision(over, options="usual"):
     """Computes in bfloat16, as a single process does under the same casts; the parameters and the steps stay in float32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -268,7 +276,7 @@ def mixed_precision(over):
     ours = copy.deepcopy(plain)
     mesh = fsdp_mesh(over, ours)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    shard_fully(ours, mesh, mp_policy=policy)
+    shard_fully(ours, mesh, mp_policy=policy, **fsdp_options(options))
     x = torch.randn(4, 6)
     low = copy.deepcopy(plain).bfloat16()
     want, got = low(x.bfloat16()), ours(x)
@@ -291,12 +299,12 @@ def test_fsdp_mixed_precision(pools, over, world):
     pools(world).run(f"{__name__}:mixed_precision", over)
 
 
-def from_meta(over):
+def from_meta(over, options="usual"):
     """Made without memory, sharded, then given memory and values; a single process with those values has the same losses."""
     with torch.device("meta"):
         ours = Layers()
     mesh = fsdp_mesh(over, ours)
-    shard_fully(ours, mesh)
+    shard_fully(ours, mesh, **fsdp_options(options))
     assert all(p.is_meta for p in ours.parameters())
     ours.to_empty(device="cpu")
     torch.manual_seed(3)
@@ -317,6 +325,39 @@ def from_meta(over):
 def test_fsdp_from_meta(pools, over, world):
     first, *others = pools(world).run(f"{__name__}:from_meta", over)
     assert all(values == first for values in others)
+
+
+@pytest.mark.parametrize("over", ["nothing", "tensor parallel"])
+@pytest.mark.parametrize("what", ["from_meta", "mixed_precision", "stored_in_columns"])
+def test_fsdp_of_columns(pools, over, what):
+    """Cut along a dim that does not divide and is not the first."""
+    needs_uneven_columns()
+    pools(4).run(f"{__name__}:{what}", over, "columns")
+
+
+def stored_in_columns(over, options):
+    """State dicts, by assignment too, in and out; where torch would cut a second time, along the first dim, it refuses."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    plain, other = Layers(), Layers()
+    ours = copy.deepcopy(plain)
+    mesh = fsdp_mesh(over, ours)
+    shard_fully(ours, mesh, **fsdp_options(options))
+    weight = ours[2].weight.to_local()  # 6 x 5
+    assert tuple(weight.shape) == (6, {4: [2, 2, 1, 0], 2: [3, 2]}[mesh.size()][mesh.get_local_rank()])
+    for assign in (False, True):
+        before = {name: value.detach().clone() for name, value in ours.state_dict().items()}
+        assert losses(ours) == pytest.approx(losses(copy.deepcopy(plain)), rel=1e-9)
+        ours.load_state_dict(before, assign=assign)
+        same_parameters(ours, plain)
+    set_model_state_dict(ours, other.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert losses(ours) == pytest.approx(losses(other), rel=1e-9)
+    state = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(state, dict(other.state_dict()))
+    if over == "nothing":
+        with pytest.raises(NotImplementedError, match="does not support uneven sharding on dim 1"):
+            shard_fully(Layers(), mesh, **fsdp_options(options), reshard_after_forward=2)
 
 
 def cut_in_heads(replicas):

@@ -423,7 +423,19 @@ void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* sta
   }
 }
 
+// As torch has them, for the log-softmax and the picking of labels both have rules.
+void loss_of_labels(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::optional<AsReplicated> targets;
+  if (plain_targets()) {
+    targets.emplace();
+  }
+  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+}
+
 void take_composites(torch::Library& m) {
+  for (const char* name : {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<loss_of_labels>());
+  }
   m.impl("_scaled_dot_product_attention_math", attention_math);
   m.impl("nanquantile", quantile<true>);
   m.impl("nanquantile.scalar", quantile_number<true>);

@@ -54,6 +54,7 @@ Ear& ear_for() {
 
 void register_layout(py::module& m);
 void register_tensor(py::module& m);
+void register_traced(py::module& m);
 void register_dispatch(py::module& m);
 void register_indexing(py::module& m);
 void register_comm(py::module& m);

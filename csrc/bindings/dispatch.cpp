@@ -25,6 +25,8 @@ void register_dispatch(py::module& m) {
   });
   m.def("promotion_mode", [] { return static_cast<int>(promotion_mode()); });
   m.def("set_promotion_mode", [](int mode) { set_promotion_mode(static_cast<Promotion>(mode)); });
+  m.def("plain_targets", &plain_targets);
+  m.def("set_plain_targets", &set_plain_targets);
   m.def("strict_mode", &strict_mode);
   m.def("set_strict_mode", &set_strict_mode);
   m.def("set_fallback_log", [](py::object f) {

@@ -1,5 +1,7 @@
 #include "comm/comm.h"
 
+#include "comm/values.h"
+
 #include <ATen/ATen.h>
 #include <torch/headeronly/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -103,6 +105,10 @@ std::atomic<bool> g_call_alone{false};
 
 bool alone(const Mesh& mesh, int64_t mesh_dim) {
   return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
+}
+
+bool stays(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim) {
+  return alone(mesh, mesh_dim) || !has_values(t);
 }
 
 // What works on one flat buffer; torch 2.15 renamed the three.
@@ -308,7 +314,7 @@ void call_alone(bool on) {
 }
 
 Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  if (alone(mesh, mesh_dim)) {
+  if (stays(tensor, mesh, mesh_dim)) {
     return nothing();
   }
   if (tensor.numel() == 0) {
@@ -364,6 +370,9 @@ bool of_one_size(const std::vector<at::Tensor>& pieces) {
 Completion start_all_gather(
     std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one) {
   const auto me = mesh.coordinate()[mesh_dim];
+  if (!has_values(mine)) {
+    return nothing();
+  }
   if (pieces[me].data_ptr() != mine.data_ptr()) {
     pieces[me].copy_(mine);
   }
@@ -460,6 +469,9 @@ Completion start_all_to_all(
     int64_t mesh_dim,
     bool of_summands) {
   const auto kind = of_summands ? Kind::ReduceScatter : Kind::AllToAll;
+  if (!has_values(in)) {
+    return nothing();
+  }
   if (alone(mesh, mesh_dim)) {
     as_bytes(out).copy_(as_bytes(in));
     return nothing();
@@ -477,7 +489,7 @@ Completion start_all_to_all(
 }
 
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  if (alone(mesh, mesh_dim) || mesh.is_reordered(mesh_dim) ||
+  if (stays(summand, mesh, mesh_dim) || mesh.is_reordered(mesh_dim) ||
       !backend_of(*group_of(mesh, mesh_dim, "reduce_scatter"), summand.device()).adds_up) {
     return false;
   }
@@ -586,7 +598,7 @@ void send_receive(
     at::IntArrayRef peers,
     const Mesh& mesh,
     int64_t callers) {
-  if (callers == 1) {
+  if (callers == 1 || !has_values(out)) {
     return;
   }
   const auto& name = mesh.description().world;
@@ -615,7 +627,7 @@ void send_receive(
 }
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
-  if (alone(mesh, mesh_dim)) {
+  if (stays(tensor, mesh, mesh_dim)) {
     return;
   }
   if (tensor.numel() == 0) {
@@ -694,7 +706,7 @@ void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh
   if (me == from_coordinate) {
     mine.copy_(pieces[me]);
   }
-  if (alone(mesh, mesh_dim)) {
+  if (stays(mine, mesh, mesh_dim)) {
     return;
   }
   auto group = group_of(mesh, mesh_dim, "scatter");

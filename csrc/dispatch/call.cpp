@@ -437,7 +437,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   if (solution->kernel && (!solution->empty_kernel || locals.any_empty())) {
     const auto at = after_moves(refs, *solution);
     Run run{op.handle, stack, at, *solution};
-    errors::while_doing(op, [&] { solution->kernel(run); });
+    errors::run_kernel(op, solution->kernel, run);
   } else {
     op.handle.callBoxed(stack_ptr);
   }

@@ -26,6 +26,18 @@ std::string layouts_of(const rules::Call& call) {
   return out.str();
 }
 
+void run_kernel(const Op& op, const rules::Kernel& kernel, rules::Run& run) {
+  while_doing(
+      op, [&] { kernel(run); },
+      [&] {
+        std::ostringstream out;
+        for (size_t i = 0; i < run.operands.size() && i < 8; ++i) {
+          out << (i ? ", " : " on ") << run.operands[i].sizes << " " << run.operands[i].layout->str();
+        }
+        return out.str();
+      });
+}
+
 std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t) {
   std::ostringstream out;
   out << op.name << ": argument '" << argument_name(op, arg) << "' is a plain torch.Tensor of sizes " << t.sizes()

@@ -15,15 +15,21 @@ std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t);
 // Raises where the op may not write to the tensor: a plain one, or a view that had to move data.
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);
 
-// Runs what communicates for an op: a dead peer, a time-out names it.
-template <typename F>
-auto while_doing(const Op& op, F&& run) {
+// Runs what communicates for an op: a dead peer, a time-out names it, and what `where` returns.
+template <typename F, typename Where>
+auto while_doing(const Op& op, F&& run, Where&& where) {
   try {
     return run();
   } catch (c10::DistError& e) {
-    e.add_context(c10::str("in ", op.name));
+    e.add_context(c10::str("in ", op.name, where()));
     throw;
   }
 }
+template <typename F>
+auto while_doing(const Op& op, F&& run) {
+  return while_doing(op, run, [] { return ""; });
+}
+// A rule's kernel, which may communicate by itself.
+void run_kernel(const Op& op, const rules::Kernel& kernel, rules::Run& run);
 
 } // namespace shardtensor::errors

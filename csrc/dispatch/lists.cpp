@@ -115,7 +115,7 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
       one, 0, e.refs, [&](size_t k) { return locals[e.positions[k]]; }, kept);
   const auto at = after_moves(e.refs, *e.solution);
   rules::Run run{op.handle, one, at, *e.solution};
-  e.solution->kernel(run);
+  errors::run_kernel(op, e.solution->kernel, run);
   if (!one.empty()) {
     e.result = one.back().toTensorList().get(0);
   }

@@ -12,6 +12,7 @@ namespace shardtensor {
 namespace {
 
 std::atomic<Promotion> g_promotion{Promotion::Error};
+std::atomic<bool> g_plain_targets{false};
 thread_local int64_t t_as_replicated = 0;
 std::atomic<Entrance> g_entrance{nullptr};
 
@@ -22,6 +23,12 @@ Promotion promotion_mode() {
 }
 void set_promotion_mode(Promotion mode) {
   g_promotion = mode;
+}
+bool plain_targets() {
+  return g_plain_targets;
+}
+void set_plain_targets(bool allowed) {
+  g_plain_targets = allowed;
 }
 AsReplicated::AsReplicated() {
   ++t_as_replicated;

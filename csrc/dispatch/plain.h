@@ -11,6 +11,10 @@ enum class Promotion : uint8_t { Error, Warn, Replicate };
 Promotion promotion_mode();
 void set_promotion_mode(Promotion mode); // process-wide, so that autograd's threads see it
 
+// Whether losses of class labels take plain targets and weights as replicated; process-wide.
+bool plain_targets();
+void set_plain_targets(bool allowed);
+
 // While it lives this thread takes plain tensors as replicated, whatever the mode.
 class AsReplicated {
  public:

@@ -1,5 +1,6 @@
 #include "kernels/boxes.h"
 
+#include "comm/values.h"
 #include "kernels/moves.h"
 
 #include <ATen/ATen.h>
@@ -297,7 +298,7 @@ void no_kernel(const char* function, const at::Tensor& tensor) {
 
 void move(const char* function, const Side& from, const Side& to) {
   const auto numel = numel_of(from.boxes);
-  if (numel == 0 || to.tensor.is_meta()) {
+  if (numel == 0 || !has_values(to.tensor) || !has_values(from.tensor)) {
     return;
   }
   no_kernel(function, to.tensor);
@@ -389,7 +390,7 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
       "shardtensor: unpack_reduce: `op` ", name_of(op), " is not defined for ", type);
   check_same_device(kName, {"flat", flat, boxes, true}, {"target", target, boxes, false});
   const auto plain = resolved(flat);
-  if (numel_of(boxes) == 0 || target.is_meta()) {
+  if (numel_of(boxes) == 0 || !has_values(target)) {
     return;
   }
   no_kernel(kName, target);

@@ -1,5 +1,7 @@
 #include "kernels/random.h"
 
+#include "comm/values.h"
+
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -47,7 +49,7 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
     local.copy_(dense);
     return;
   }
-  if (held.numel == 0 || local.is_meta()) {
+  if (held.numel == 0 || !has_values(local)) {
     return;
   }
   if (local.is_cpu()) {
@@ -63,10 +65,6 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
 
 void fill_random(
     at::Tensor& local, uint64_t key, const Layout& layout, c10::IntArrayRef sizes, const Distribution& distribution) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !local.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize})),
-      "shardtensor: random ops on ShardTensors cannot be traced (torch.compile, FakeTensorMode): the graph would draw the same "
-      "numbers every time. Keep them out of the compiled region");
   c10::SmallVector<Intervals, 6> runs;
   for (size_t d = 0; d < sizes.size(); ++d) {
     runs.push_back(layout.intervals(static_cast<int64_t>(d), sizes[d], layout.mesh().coordinate()));

@@ -1,6 +1,7 @@
 #include "redistribute/redistribute.h"
 
 #include "comm/comm.h"
+#include "comm/values.h"
 #include "kernels/boxes.h"
 #include "redistribute/pad.h"
 #include "redistribute/plan.h"
@@ -554,6 +555,7 @@ at::Tensor redistribute(
   if (&from == &to) {
     return local;
   }
+  has_values(local); // or throws
   if (&from.mesh() != &to.mesh()) {
     at::Tensor out;
     in_step(from, to, {StepKind::Transfer, -1}, [&] { out = redistribute_across(local, from, to, sizes); });

@@ -2,6 +2,7 @@
 // index (kernels/random.h): the global values do not depend on the layout, which is kept.
 #include "rules/registry.h"
 
+#include "comm/values.h"
 #include "kernels/random.h"
 #include "kernels/stream.h"
 #include "rules/resolve.h"
@@ -32,7 +33,11 @@ double number(const Run& run, const char* name) {
   return v->toScalar().toDouble();
 }
 
-uint64_t next_key(const Run& run) {
+// Of tensors without values nothing is drawn, as in torch.
+uint64_t next_key(const Run& run, const at::Tensor& local) {
+  if (!has_values(local)) {
+    return 0;
+  }
   const auto* generator = argument(run, "generator");
   return kernels::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt);
 }
@@ -40,7 +45,7 @@ uint64_t next_key(const Run& run) {
 // Fills `local`, a piece like operand i's.
 void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t i = 0) {
   const auto& like = run.operands[i];
-  kernels::fill_random(local, next_key(run), *like.layout, like.sizes, d);
+  kernels::fill_random(local, next_key(run, local), *like.layout, like.sizes, d);
 }
 
 // A fresh local tensor like argument 0, as empty_like makes it.
@@ -208,7 +213,7 @@ void normal_of_tensors(Run& run) {
   const auto& like = (mean.isTensor() ? mean : std).toTensor();
   const auto dtype = mean.isTensor() && std.isTensor() ? at::result_type(mean.toTensor(), std.toTensor()) : like.scalar_type();
   auto out = at::empty(layout.local_sizes(sizes), like.options().dtype(dtype));
-  kernels::fill_random(out, next_key(run), layout, sizes, {Kind::Normal, 0, 1});
+  kernels::fill_random(out, next_key(run, out), layout, sizes, {Kind::Normal, 0, 1});
   if (std.isTensor()) {
     const auto s = std.toTensor();
     TORCH_CHECK(s.numel() == 0 || s.min().ge(0).item<bool>(), "normal expects all elements of std >= 0.0");
@@ -277,9 +282,9 @@ void multinomial_race(Run& run) {
 // Every rank draws everything, from a generator seeded alike.
 void same_everywhere(Run& run) {
   const auto i = *run.op.schema().argumentIndexWithName("generator");
-  const auto device = run.arg(0).toTensor().device();
-  auto generator = at::globalContext().defaultGenerator(device).clone();
-  generator.set_current_seed(next_key(run));
+  const auto self = run.arg(0).toTensor();
+  auto generator = at::globalContext().defaultGenerator(self.device()).clone();
+  generator.set_current_seed(next_key(run, self));
   run.arg(i) = std::move(generator);
   run.call_op();
 }

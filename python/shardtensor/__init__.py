@@ -1,5 +1,7 @@
 """One global tensor whose pieces live on many ranks, in sizes of any kind: a drop-in for torch.distributed.tensor."""
 
+from typing import TYPE_CHECKING
+
 from shardtensor import _load  # noqa: F401  checks torch's version and loads the extension; must come first
 
 # isort: split
@@ -33,6 +35,9 @@ from shardtensor._modes import (
 from shardtensor._replace import Replacement, replace_dtensor
 from shardtensor._tensor import ShardTensor, ShardTensorSpec
 
+if TYPE_CHECKING:
+    from shardtensor._shards_wrapper import LocalShardsWrapper
+
 _C.install_handler()
 _interop.install()
 _optimizers.install()
@@ -43,12 +48,23 @@ _logging.install()
 
 DTensor = ShardTensor
 
+
+def __getattr__(name: str) -> object:
+    """LocalShardsWrapper needs torch's checkpoints, which take longer to import than all the rest."""
+    if name == "LocalShardsWrapper":
+        from shardtensor._shards_wrapper import LocalShardsWrapper
+
+        return LocalShardsWrapper
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__ = "0.1.0"
 __all__ = [
     "DTensor",
     "DeviceMesh",
     "Explanation",
     "ExplicitRedistributionContext",
+    "LocalShardsWrapper",
     "Partial",
     "Placement",
     "Replacement",

@@ -16,15 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from shardtensor import _C
 from shardtensor._from_local import _MOST_DIMS, coordinate_at
 from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
-from shardtensor._mesh import as_mesh, current_mesh
+from shardtensor._mesh import as_mesh, current_mesh, device_of
 from shardtensor._tensor import ShardTensor
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    """Where this rank's pieces live."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
 
 
 def _full_layout(
@@ -102,11 +95,11 @@ def distribute_tensor(
         )
     local = tensor.detach()
     if not layout.mesh.has_me:
-        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device if tensor.is_meta else _device(mesh))
+        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device if tensor.is_meta else device_of(mesh))
         strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), tensor)
         return _C.wrap(nothing, layout, list(tensor.shape), strides).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if not tensor.is_meta:
-        local = local.to(_device(mesh))
+        local = local.to(device_of(mesh))
         if src_data_rank is not None:
             local = local.clone(memory_format=torch.contiguous_format)
             for mesh_dim in range(len(layout.mesh.shape)):
@@ -141,7 +134,7 @@ def scatter_tensor(
         raise ValueError(f"{who}: argument 'device_mesh' ({view}) does not hold rank {view.rank}")
     source = view.rank == global_src
     coordinate = coordinate_at(view, view.ranks.index(global_src))
-    device = _device(mesh)
+    device = device_of(mesh)
     names = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
     told = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=device)  # whether there is a tensor, its dtype, its sizes
     if source and tensor is not None:
@@ -273,7 +266,7 @@ def _make(
         raise ValueError(f"{who}: argument 'layout' is {layout}; only torch.strided is supported")
     mesh = device_mesh if device_mesh is not None else current_mesh(who)
     where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
-    local = fill(where.local_sizes(sizes), dtype=dtype, device=_device(mesh))
+    local = fill(where.local_sizes(sizes), dtype=dtype, device=device_of(mesh))
     out = _C.wrap(local, where, sizes, _C.strides_like(sizes, local))
     return out.requires_grad_(requires_grad)  # type: ignore[return-value]
 

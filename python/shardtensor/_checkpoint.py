@@ -14,7 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
-from shardtensor._api import _device, _piece
+from shardtensor._api import _piece
+from shardtensor._mesh import device_of
+from shardtensor._shard_ops import holds_shards
+from shardtensor._shards import box_views, in_places_of, wrapper_of
 from shardtensor._tensor import ShardTensor, _nothing_of
 
 if TYPE_CHECKING:
@@ -37,13 +40,13 @@ def chunks(t: ShardTensor) -> list[ChunkStorageMetadata]:
     """This rank's boxes; none where it has nothing, one without elements where nobody has."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    layout = t._layout
+    layout, wrapper = t._layout, wrapper_of(t)
     _refuse_summands(layout, "checkpoint: a tensor")
-    if not layout.mesh.has_me:
-        return []
+    if wrapper is not None:
+        return [chunk for chunk in wrapper.local_chunks if all(chunk.sizes) or not t.numel()]
     return [
         ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in layout.boxes(list(t.shape))
+        for offsets, sizes in (layout.boxes(list(t.shape)) if layout.mesh.has_me else [])
         if all(sizes) or not t.numel()
     ]
 
@@ -63,19 +66,21 @@ def write_items(t: ShardTensor, fqn: str) -> list[WriteItem]:
 
 def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
     """The box that begins at index.offset, as a view of this rank's piece: what is written to it is loaded."""
-    layout, piece = t._layout, t._local_tensor.detach()
+    layout, piece, wrapper = t._layout, t._local_tensor.detach(), wrapper_of(t)
     _refuse_summands(layout, f"checkpoint: {index.fqn!r}")
-    boxes = layout.boxes(list(t.shape)) if layout.mesh.has_me else []
+    if wrapper is not None:
+        return wrapper.__get_tensor_shard__(index).detach()
+    boxes = box_views(piece, layout, list(t.shape))
     if index.offset is None and len(boxes) == 1:
         return piece
     starts = None if index.offset is None else list(index.offset)
-    if starts not in [list(offsets) for offsets, _ in boxes]:
-        raise ValueError(
-            f"checkpoint: no box of {index.fqn!r} begins at {starts} on rank {layout.mesh.rank}, which holds "
-            f"{boxes or 'nothing'} of {layout}"
-        )
-    assert starts is not None
-    return box_view(piece, layout, list(t.shape), starts)
+    for offsets, box in boxes:
+        if offsets == starts:
+            return box
+    raise ValueError(
+        f"checkpoint: no box of {index.fqn!r} begins at {starts} on rank {layout.mesh.rank}, which holds "
+        f"{layout.boxes(list(t.shape)) or 'nothing'} of {layout}"
+    )
 
 
 def box_view(piece: torch.Tensor, layout: _C.Layout, sizes: list[int], starts: list[int]) -> torch.Tensor:
@@ -99,13 +104,17 @@ def _with_local(t: ShardTensor, local: torch.Tensor) -> ShardTensor:
 
 def _part(key: str, whole: torch.Tensor, t: ShardTensor) -> torch.Tensor:
     """The part of the whole that this rank holds of `t`."""
-    layout = t._layout
+    layout, wrapper = t._layout, wrapper_of(t)
+    if wrapper is not None and not wrapper.local_shards():  # which may not know the sizes
+        return in_places_of(wrapper, whole)
     if whole.shape != t.shape:
         raise ValueError(
             f"state dict: {key!r} has sizes {list(whole.shape)}, and is given to a tensor of sizes {list(t.shape)} "
             f"(rank {layout.mesh.rank})"
         )
     _refuse_summands(layout, f"state dict: what {key!r} is given to")
+    if wrapper is not None:
+        return in_places_of(wrapper, whole.detach())
     return _piece(whole.detach(), layout) if layout.mesh.has_me else _nothing_of(whole.detach())
 
 
@@ -176,7 +185,7 @@ def _give_memory(stock: Callable[[dict[str, Any]], None]) -> Callable[[dict[str,
     def real(t: Any) -> Any:
         if not isinstance(t, ShardTensor) or not t.is_meta:
             return t
-        return _with_local(t, torch.empty_like(t._local_tensor, device=_device(t.device_mesh)))
+        return _with_local(t, torch.empty_like(t._local_tensor, device=device_of(t.device_mesh)))
 
     def initialise(state_dict: dict[str, Any]) -> None:
         from torch.distributed.checkpoint.planner_helpers import _iterate_state_dict
@@ -194,11 +203,17 @@ def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         if hasattr(x, "_staged"):  # a ShardedTensor
             staged: torch.Tensor = x._staged(lambda shard: stock(self, shard, memo, non_blocking=non_blocking))
             return memo.setdefault(id(x), staged)  # type: ignore[no-any-return]
+        if holds_shards(x):
+            from shardtensor._shards_wrapper import as_ours
+
+            parts = [stock(self, part, memo, non_blocking=non_blocking) for part in as_ours(x).parts()]
+            memo[id(x)] = as_ours(x).like(parts)
+            return memo[id(x)]  # type: ignore[no-any-return]
         if not isinstance(x, ShardTensor):
             return stock(self, x, memo, non_blocking=non_blocking)
         local = x._local_tensor.detach()
         self._keep_alive(local, memo)  # what has been staged is known by its id
-        out = memo[id(x)] = _with_local(x, stock(self, local, memo, non_blocking=non_blocking))
+        out = memo[id(x)] = _with_local(x, offload(self, local, memo, non_blocking=non_blocking))
         out.__dict__.update(self.deepcopy_with_tensor_offload(x._attributes(), memo, non_blocking=non_blocking))
         return out
 

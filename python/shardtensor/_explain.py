@@ -20,6 +20,7 @@ from shardtensor._layout import (
     moved_layout,
 )
 from shardtensor._mesh import as_mesh
+from shardtensor._shard_ops import holds_shards
 
 if TYPE_CHECKING:
     from shardtensor._tensor import ShardTensor
@@ -117,6 +118,8 @@ def explain(
     if isinstance(source, torch.Tensor):
         if not _C.is_shard_tensor(source):
             raise TypeError(f"{who}: argument 'source' is a plain torch.Tensor; give a ShardTensor or (mesh, placements, shape, dtype)")
+        if _C.is_traced(source) and holds_shards(_C.local(source)):
+            raise NotImplementedError(f"{who}: argument 'source' holds LocalShardsWrappers, of which a layout does not tell what moves")
         ours, shape, dtype = _C.layout(source), tuple(source.shape), source.dtype
     else:
         mesh, given, sizes, dtype = source

@@ -38,11 +38,8 @@ def layout_for_local(
     """The layout and the global sizes of the tensor whose piece on this rank is `local`."""
     view = as_mesh(mesh)
     rank = view.rank
-    if not view.has_me and (run_check or sharding_shapes == "infer"):
-        raise ValueError(
-            f"{who}: argument 'device_mesh' ({view}) does not hold rank {rank}, which cannot ask its ranks; pass 'shape' or "
-            "'sharding_shapes'"
-        )
+    if run_check or sharding_shapes == "infer":
+        check_can_ask(view, who)
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
         raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")
     if sharding_shapes == "chunk" and shape is None:
@@ -131,16 +128,40 @@ def _said(placements: Sequence[Placement] | None, shape: Sequence[int] | None, s
 
 
 def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_Told]:
-    """Row-major over the mesh. All ranks send as much: along the last mesh dim first, then the rows so found."""
+    """Row-major over the mesh."""
     digest = zlib.crc32(arguments.encode())
     values = [_DTYPES.index(str(local.dtype)), digest, local.ndim, *local.shape] + [0] * (_MOST_DIMS - local.ndim)
+    rows = from_everyone(values, mesh, local.device)
+    return [_Told(_DTYPES[row[0]], row[1], row[3 : 3 + row[2]]) for row in rows]
+
+
+def check_can_ask(mesh: _C.Mesh, who: str) -> None:
+    if not mesh.has_me:
+        raise ValueError(
+            f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}, which cannot ask its ranks; pass 'shape' or "
+            "'sharding_shapes'"
+        )
+
+
+def from_everyone(values: list[int], mesh: _C.Mesh, device: torch.device) -> list[list[int]]:
+    """What each rank gives, as much on all: row-major over the mesh; along the last mesh dim first, then the rows so found."""
+    step = len(values)
     for mesh_dim in reversed(range(len(mesh.shape))):
-        mine = torch.tensor(values, dtype=torch.int64, device=local.device)
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
         pieces = [torch.empty_like(mine) for _ in range(mesh.shape[mesh_dim])]
         values = [v for piece in _C.all_gather(pieces, mine, mesh, mesh_dim) for v in piece.tolist()]
-    step = 3 + _MOST_DIMS
-    rows = [values[i : i + step] for i in range(0, len(values), step)]
-    return [_Told(_DTYPES[row[0]], row[1], row[3 : 3 + row[2]]) for row in rows]
+    return [values[i : i + step] for i in range(0, len(values), step)]
+
+
+def check_same_arguments(
+    shard: torch.Tensor, mesh: _C.Mesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None, who: str
+) -> int:
+    """For LocalShardsWrappers: the dims that the shards of all ranks have. One without elements may be of any kind."""
+    check_can_ask(mesh, who)
+    told = _ask_everyone(shard, mesh, f"LocalShardsWrapper {_said(placements, shape, None)}")
+    like = next((t for t in told if all(t.shape)), told[0])
+    _check_agreement([t if all(t.shape) else like._replace(arguments=t.arguments) for t in told], mesh, who)
+    return len(like.shape)
 
 
 def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:
@@ -158,7 +179,8 @@ def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:
             )
         if other.arguments != first.arguments:
             raise ValueError(
-                f"{who}: arguments 'placements', 'shape' or 'sharding_shapes' differ between ranks {ranks[0]} and {ranks[index]}"
+                f"{who}: arguments 'placements', 'shape' or 'sharding_shapes', or the kinds of 'local_tensor', differ between "
+                f"ranks {ranks[0]} and {ranks[index]}"
             )
 
 

@@ -78,6 +78,44 @@ def _inner_spec(param: Any) -> ShardTensorSpec | None:
     return spec if isinstance(spec, ShardTensorSpec) else None
 
 
+# ---- dims other than the first that do not divide ----
+
+
+class _Padded:
+    """A parameter that FSDP cuts along a dim other than the first, unevenly, which it refuses. It is told of a padded one, cut
+    evenly; who holds its shard, sees its gradient or uses the whole gets what is not padding, as views."""
+
+    def __init__(self, param: Any, data: torch.Tensor, dim: int) -> None:
+        ranks = param.mesh_info.shard_mesh_size
+        self.sizes, self.dim = data.size(), dim
+        self.length = _chunk(data.size(dim), ranks, param.mesh_info.shard_mesh_rank)
+        self.padded = -(-data.size(dim) // ranks) * ranks
+
+    @staticmethod
+    def needed(param: Any, data: torch.Tensor, dim: int) -> bool:
+        ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
+        elsewhere = param.post_forward_mesh_info not in (None, param.mesh_info)  # there torch cuts along the first dim
+        return 0 < dim < data.ndim and data.size(dim) % ranks != 0 and not elsewhere
+
+    def shard(self, padded: torch.Tensor) -> torch.Tensor:
+        return padded.narrow(self.dim, 0, self.length)
+
+    def whole(self, t: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(t, [0, 0] * (t.ndim - self.dim - 1) + [0, self.padded - t.size(self.dim)])
+
+    def take_over(self, param: Any, shard: torch.nn.Parameter) -> None:
+        """Another local tensor has come (a state dict's, one on another device): into padded memory with it."""
+        local = shard._local_tensor  # type: ignore[attr-defined]
+        memory = local.untyped_storage().data_ptr()
+        if local.is_meta or (memory and memory == param._sharded_param_data.untyped_storage().data_ptr()):
+            return
+        padded = local.new_zeros(param.padded_sharded_param_size)
+        padded = padded.cpu().pin_memory() if param.pin_memory else padded
+        self.shard(padded).copy_(local)
+        param._sharded_param_data = padded.view(-1)
+        shard._local_tensor = self.shard(padded)  # type: ignore[attr-defined]
+
+
 def _wrap(module: Any) -> None:
     param = module.FSDPParam
     to_sharded, grad_inner = param.to_sharded_dtensor, param._get_grad_inner_tensor
@@ -86,16 +124,52 @@ def _wrap(module: Any) -> None:
         inner = _inner_spec(self)
         if inner is not None and not isinstance(self._sharding_spec, ShardTensorSpec):
             self._sharding_spec = _with_cuts(self._sharding_spec, inner)
-        return to_sharded(self, tensor)  # type: ignore[no-any-return]
+        padded: _Padded | None = getattr(self, "_shardtensor_padded", None)
+        if padded is None:
+            return to_sharded(self, tensor)  # type: ignore[no-any-return]
+        tensor, whole = padded.shard(tensor), self.sharded_size
+        self.sharded_size = tensor.size()
+        try:
+            return to_sharded(self, tensor)  # type: ignore[no-any-return]
+        finally:
+            self.sharded_size = whole
 
     def get_grad_inner_tensor(self: Any, grad: torch.Tensor) -> torch.Tensor:
         inner = _inner_spec(self)
         own_mesh = getattr(self.mesh_info, "is_spmd_mesh", False)  # then FSDP itself reduces what are summands
         if inner is not None and isinstance(grad, ShardTensor) and grad._layout != inner._layout and not own_mesh:
             grad = _C.redistribute(grad, inner._layout, None, None, False)
-        return grad_inner(self, grad)  # type: ignore[no-any-return]
+        grad = grad_inner(self, grad)
+        padded: _Padded | None = getattr(self, "_shardtensor_padded", None)
+        return grad if padded is None else padded.whole(grad)
 
     param.to_sharded_dtensor, param._get_grad_inner_tensor = to_sharded_dtensor, get_grad_inner_tensor
+    if hasattr(param, "_init_sharding_spec"):  # since torch 2.15
+        _wrap_padding(param)
+
+
+def _wrap_padding(param: Any) -> None:
+    init_spec, init_sharded, reset = param._init_sharding_spec, param._init_sharded_param, param.reset_sharded_param
+
+    def init_sharding_spec(self: Any, given: Any, placement: Any, dim: int) -> torch.Tensor:
+        data: torch.Tensor = init_spec(self, given, placement, dim)
+        if not _Padded.needed(self, data, dim):
+            return data
+        self._shardtensor_padded = padded = _Padded(self, data, dim)
+        return padded.whole(data)
+
+    def init_sharded_param(self: Any, *args: Any, **kwargs: Any) -> None:
+        init_sharded(self, *args, **kwargs)
+        if hasattr(self, "_shardtensor_padded"):  # of the gathered memory, strided as the padded one, it shows what is real
+            self._orig_size = self._shardtensor_padded.sizes
+
+    def reset_sharded_param(self: Any) -> None:
+        if hasattr(self, "_shardtensor_padded"):
+            self._shardtensor_padded.take_over(self, getattr(self._module_info.module, self._module_info.param_name))
+        reset(self)
+
+    param._init_sharding_spec, param._init_sharded_param = init_sharding_spec, init_sharded_param
+    param.reset_sharded_param = reset_sharded_param
 
 
 def install() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
+from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -19,7 +20,7 @@ from torch.distributed.tensor.placement_types import (
 from shardtensor import _C
 from shardtensor._mesh import as_mesh
 
-ShardingShapes = Mapping[int, Sequence[Sequence[int]]]
+ShardingShapes = Mapping[int, Sequence[Sequence[int]]] | Literal["chunk"]
 
 _REPLICATE, _SHARD, _PARTIAL = 0, 1, 2
 # Partials of a kind of their own, such as torch's masked one, are added up in a way that only they know.
@@ -144,13 +145,17 @@ def moved_layout(layout: _C.Layout, placements: Sequence[Placement], ndim: int, 
 def cuts_from_shapes(
     layout: _C.Layout, sharding_shapes: ShardingShapes, ndim: int, *, who: str
 ) -> list[list[int] | None]:
-    """One cut per mesh dim from {mesh_dim: one shape per coordinate}.
+    """One cut per mesh dim from {mesh_dim: one shape per coordinate}; "chunk": all as torch.chunk cuts.
 
     Where several mesh dims cut one tensor dim, a shape says what its coordinate has before the later mesh dims cut it.
     """
     cuts: list[list[int] | None] = [None] * len(layout.placements)
     sizes = layout.mesh.shape
     where = f"{who}: argument 'sharding_shapes' (rank {layout.mesh.rank})"
+    if not isinstance(sharding_shapes, Mapping):
+        if sharding_shapes != "chunk":
+            raise ValueError(f"{where}: {sharding_shapes!r} is given; use a dict {{mesh_dim: one shape per rank along it}} or 'chunk'")
+        return cuts
     for mesh_dim, shapes in sharding_shapes.items():
         if not -len(sizes) <= mesh_dim < len(sizes):
             raise ValueError(f"{where}: mesh dim {mesh_dim} is named, of a mesh of {len(sizes)} dims")

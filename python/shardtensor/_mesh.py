@@ -49,6 +49,13 @@ def _view(device_mesh: DeviceMesh, names: list[str]) -> _C.Mesh:
     )
 
 
+def device_of(mesh: DeviceMesh | _C.Mesh) -> torch.device:
+    """Where this rank's pieces live."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
 def at_home(device_mesh: DeviceMesh) -> DeviceMesh:
     """For a mesh that came in a file, the equal one that is in use here, if there is one."""
     mesh = _view(device_mesh, list(getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.utils._pytree import tree_leaves
 
-from shardtensor import _C, _handlers
+from shardtensor import _C, _handlers, _shards
 from shardtensor._explain import Explanation, explain, target_layout
 from shardtensor._from_local import Shapes, layout_for_local, layout_of_equal_pieces
 from shardtensor._layout import (
@@ -26,11 +29,13 @@ from shardtensor._layout import (
     placements_of,
 )
 from shardtensor._mesh import as_device_mesh, at_home, current_mesh
+from shardtensor._shard_ops import holds_shards
 
 if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the rest
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+    from shardtensor._shards_wrapper import LocalShardsWrapper
     from shardtensor.sharded_tensor import ShardedTensor
 
 
@@ -162,7 +167,10 @@ class ShardTensor(DTensor):
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
         """Where this rank's piece begins in the global tensor: per tensor dim, or along the dim that `mesh_dim` shards."""
-        layout = _C.layout(self)
+        layout, wrapper = _C.layout(self), _shards.wrapper_of(self)
+        if wrapper is not None:
+            first = _shards.first_offsets(self, wrapper)
+            return first if mesh_dim is None else first[layout.placements[mesh_dim][1]]
         if mesh_dim is None:
             return tuple(layout.intervals(d, n)[0][0] for d, n in enumerate(self.shape))
         kind, dim, *_ = layout.placements[mesh_dim]
@@ -190,6 +198,8 @@ class ShardTensor(DTensor):
         sharding_shapes says how large the other ranks' pieces are. None: `shape` if given (cut as torch.chunk does), else
         all as large as this one. "chunk": torch.chunk's sizes of `shape`. "infer": the ranks tell each other, once.
         {mesh_dim: one shape per rank along it}: taken at its word. run_check makes the ranks compare notes.
+
+        A LocalShardsWrapper on every rank says by its offsets where its shards are, whatever the placements.
         """
         who = "ShardTensor.from_local"
         if not isinstance(local_tensor, torch.Tensor):
@@ -198,6 +208,10 @@ class ShardTensor(DTensor):
             raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
         refuse_transformed(local_tensor, who)
         mesh = device_mesh if device_mesh is not None else current_mesh(who)
+        if holds_shards(local_tensor):
+            return _shards.from_shards(
+                local_tensor, mesh, placements, shape=shape, stride=stride, sharding_shapes=sharding_shapes, run_check=run_check, who=who
+            )
         if shape is None and sharding_shapes is None and not run_check:
             layout, sizes = layout_of_equal_pieces(local_tensor, mesh, placements, who=who), None
         else:
@@ -215,9 +229,15 @@ class ShardTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
+        if _shards.wrapper_of(self) is not None:
+            return _shards.to_local(self)
         if grad_placements is None:
             return _C.to_local(self, None)
         return _C.to_local(self, _grad_layout(self._layout, grad_placements, self.ndim, "ShardTensor.to_local"))
+
+    def local_shards(self) -> LocalShardsWrapper:
+        """This rank's piece as what it is made of: views of its boxes, several where placements are strided, and their offsets."""
+        return _shards.as_shards(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank of the mesh."""
@@ -246,6 +266,8 @@ class ShardTensor(DTensor):
         who = "ShardTensor.redistribute"
         if placements is None:
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
+        if _shards.wrapper_of(self) is not None:
+            return _shards.redistribute(self, placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
         layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype, async_op)
 
@@ -267,6 +289,10 @@ class ShardTensor(DTensor):
         known = [Replicate() if isinstance(p, Partial) and type(p) not in _PARTIALS else p for p in dtensor.placements]
         if known != list(dtensor.placements):  # torch's masked summands: only torch knows how to add them up
             dtensor = dtensor.redistribute(placements=known)
+        if holds_shards(dtensor._local_tensor):
+            return ShardTensor.from_local(
+                dtensor._local_tensor, dtensor.device_mesh, known, shape=dtensor.shape, stride=dtensor.stride()
+            ).requires_grad_(dtensor.requires_grad)  # type: ignore[return-value]
         layout = make_layout(dtensor.device_mesh, known, dtensor.ndim, who="ShardTensor.from_dtensor")
         local = dtensor.to_local() if dtensor.requires_grad else dtensor._local_tensor
         return _C.from_local(  # type: ignore[return-value]
@@ -323,11 +349,16 @@ class ShardTensor(DTensor):
             gradient = torch.ones_like(root)
         torch.autograd.backward(root, gradient, retain_graph, create_graph, inputs=inputs)
 
-    # ---- flatten protocol, traced tensors ----
+    # ---- flatten protocol, traced tensors and those of LocalShardsWrappers ----
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func}: traced ShardTensors (torch.compile, FakeTensorMode) are not supported yet")
+        kwargs = kwargs or {}
+        ours = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor)]
+        if any(_shards.wrapper_of(t) is not None for t in ours):
+            return _shards.dispatch(func, args, kwargs)
+        with detect_fake_mode([t._local_tensor for t in ours]) or nullcontext():  # what is made on the way is as fake as they are
+            return _C.call(func._schema.name, func._schema.overload_name, *args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         spec = self._spec
@@ -342,7 +373,7 @@ class ShardTensor(DTensor):
     # ---- values ----
 
     def _readable(self, what: str) -> torch.Tensor:
-        if self._layout.is_replicated:
+        if self._layout.is_replicated and _shards.wrapper_of(self) is None:
             return self._local_tensor
         raise RuntimeError(
             f"ShardTensor.{what}: this rank holds a piece ({self._layout}); use full_tensor().{what}() for the whole "
@@ -538,4 +569,4 @@ def _rebuild_spec(
 
 _C.set_python_class(ShardTensor)
 _C.install_getitem(ShardTensor)
-torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _NormPartial, _rebuild, _rebuild_spec])
+torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _NormPartial, _rebuild, _rebuild_spec, _shards.rebuild])

@@ -11,18 +11,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardtensor._modes import implicit_replication
+from shardtensor import _C
 from shardtensor._tensor import ShardTensor
 
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Cross entropy of class-sharded logits takes plain targets and weights as replicated inside.
+    """Inside, `cross_entropy` and `nll_loss` of ShardTensors take plain targets and weights as replicated.
 
-    That it never gathers the logits holds without it too, for label smoothing, weights and meshes of any number of dims.
+    That they never gather class-sharded logits holds without it too, for label smoothing, weights and meshes of any number of
+    dims.
     """
-    with implicit_replication():
+    before = _C.plain_targets()
+    _C.set_plain_targets(True)
+    try:
         yield
+    finally:
+        _C.set_plain_targets(before)
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:

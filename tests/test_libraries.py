@@ -1,0 +1,254 @@
+"""Libraries that ask torch for DTensors, unmodified, on ShardTensors. Skipped where a library is not installed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+DOUBLE = torch.float64
+
+
+def as_launched():
+    """What torchrun tells its processes."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
+
+
+def whole(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+# ---- Hugging Face transformers ----
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=37, hidden_size=24, intermediate_size=41, num_hidden_layers=2, max_position_embeddings=32)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=6)).to(DOUBLE)
+
+
+def tensor_parallel_llama(folder):
+    """Its own tensor-parallel plan: 37 words, 41 hidden units; trained, and saved whole."""
+    import shardtensor
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    as_launched()
+    plain = llama()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder / "plain")
+    dist.barrier()
+    tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
+    with shardtensor.replace_dtensor():
+        ours = LlamaForCausalLM.from_pretrained(
+            folder / "plain", distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto"), dtype=DOUBLE
+        )
+        assert type(ours.model.layers[0].mlp.up_proj.weight.data) is shardtensor.ShardTensor
+        results = []
+        for model in (plain, ours):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(2):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            results.append((loss.item(), [whole(p.grad) for p in model.parameters()]))
+        torch.testing.assert_close(results[1], results[0])
+        with torch.no_grad():
+            torch.testing.assert_close(whole(ours(input_ids=tokens).logits), plain(input_ids=tokens).logits)
+        ours.save_pretrained(folder / "ours")
+    dist.barrier()
+    again = LlamaForCausalLM.from_pretrained(folder / "ours", dtype=DOUBLE)
+    torch.testing.assert_close(again.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_transformers_tensor_parallel(pools, world, tmp_path):
+    pytest.importorskip("transformers", minversion="5.20")
+    pools(world).run("test_libraries:tensor_parallel_llama", tmp_path, seconds=100)
+
+
+# ---- TensorBoard ----
+
+
+def logged(folder):
+    from shardtensor import Partial, Replicate, Shard, ShardTensor, init_device_mesh
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    summand = ShardTensor.from_local(torch.tensor(2.0), mesh, [Partial()])
+    rows = ShardTensor.from_local(torch.full((dist.get_rank() + 1, 2), 1.0), mesh, [Shard(0)], sharding_shapes="infer")
+    with SummaryWriter(folder / str(dist.get_rank())) as writer:
+        writer.add_scalar("number", summand.item(), 1)
+        writer.add_scalar("loss", summand.redistribute(placements=[Replicate()]), 1)
+        writer.add_histogram("rows", rows.full_tensor(), 1)
+        for t in (summand, rows):  # a writer runs on one rank, most often: it must not ask the others
+            with pytest.raises(RuntimeError, match=r"this rank holds a piece .* use full_tensor"):
+                writer.add_histogram("piece", t, 1)
+    events = EventAccumulator(str(folder / str(dist.get_rank()))).Reload()
+    assert [e.value for name in ("number", "loss") for e in events.Scalars(name)] == [2.0 * world] * 2
+    assert events.Histograms("rows")[0].histogram_value.num == rows.numel()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tensorboard(pools, world, tmp_path):
+    pytest.importorskip("tensorboard")
+    pools(world).run("test_libraries:logged", tmp_path)
+
+
+# ---- torchao ----
+
+
+def quantised():
+    """Each rank quantises its own, uneven rows; the result is what the whole layer gives."""
+    import shardtensor as st
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = st.init_device_mesh("cpu", (world,))
+    sizes = {2: [3, 7], 3: [2, 5, 3]}[world]
+    torch.manual_seed(0)
+    weight, x = torch.randn(10, 8), torch.randn(5, 8)
+
+    def layer(rows, config):
+        linear = torch.nn.Linear(8, len(rows), bias=False)
+        linear.weight.data.copy_(rows)
+        quantize_(linear, config)
+        return linear
+
+    for config in (Int8WeightOnlyConfig(), Int8DynamicActivationInt8WeightConfig()):
+        local = layer(weight.split(sizes)[rank], config).weight.detach()
+        w = st.ShardTensor.from_local(local, mesh, [st.Shard(0)], sharding_shapes={0: [(n, 8) for n in sizes]})
+        y = torch.nn.functional.linear(st.distribute_tensor(x, mesh, [st.Replicate()]), w)
+        assert y.placements == (st.Shard(1),) and y.to_local().shape == (5, sizes[rank])
+        torch.testing.assert_close(y.full_tensor(), layer(weight, config)(x))
+        assert type(w.to_local()) is type(local)
+        with pytest.raises(NotImplementedError, match="Python subclass without memory of its own"):
+            w.full_tensor()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchao(pools, world):
+    pytest.importorskip("torchao")
+    pools(world).run("test_libraries:quantised")
+
+
+# ---- accelerate ----
+
+
+def accelerated(folder):
+    """Its FSDP2 path, which it keeps for GPUs, told to run here: trained, clipped, saved and loaded."""
+    import copy
+
+    import shardtensor
+
+    as_launched()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    with shardtensor.replace_dtensor():
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate.state import AcceleratorState, PartialState
+        from accelerate.utils import DistributedType
+
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.GELU(), torch.nn.Linear(7, 3)).to(DOUBLE)
+        ours = copy.deepcopy(plain)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, ours)]
+        accelerator = Accelerator(cpu=True)
+        for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+            shared["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, state_dict_type="SHARDED_STATE_DICT"
+        )
+        ours, optimizers[1] = accelerator.prepare(ours, optimizers[1])
+        assert all(type(p.data) is shardtensor.ShardTensor for p in ours.parameters())
+
+        def step(x):
+            results = []
+            for model, optimizer, backward, clip in (
+                (plain, optimizers[0], torch.Tensor.backward, torch.nn.utils.clip_grad_norm_),
+                (ours, optimizers[1], accelerator.backward, accelerator.clip_grad_norm_),
+            ):
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                backward(loss)
+                results.append((loss.item(), whole(clip(model.parameters(), 0.1))))
+                optimizer.step()
+            torch.testing.assert_close(results[1], results[0])
+
+        x = torch.randn(6, 4, dtype=DOUBLE)
+        step(x)
+        accelerator.save_state(folder)
+        saved = [whole(p.detach()).clone() for p in ours.parameters()]
+        step(x)
+        accelerator.load_state(folder)
+        torch.testing.assert_close([whole(p.detach()) for p in ours.parameters()], saved)
+        state = accelerator.get_state_dict(ours)
+        assert {k: v.shape for k, v in state.items()} == (
+            {k: v.shape for k, v in plain.state_dict().items()} if dist.get_rank() == 0 else {}
+        )
+    for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+        shared.clear()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_accelerate(pools, world, tmp_path):
+    pytest.importorskip("accelerate")
+    pools(world).run("test_libraries:accelerated", tmp_path)
+
+
+# ---- torchtitan ----
+
+
+def titanic():
+    """Its Llama under its own plan, sequence parallel, recomputed op by op; over two rows of ranks FSDP2 too."""
+    import shardtensor
+
+    as_launched()
+    with shardtensor.replace_dtensor():
+        from torch.distributed.fsdp import fully_shard
+        from torchtitan.config.job_config import JobConfig
+        from torchtitan.distributed import ParallelDims, parallel_dims
+        from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
+
+        torch.manual_seed(0)
+        sizes = TransformerModelArgs(dim=32, n_layers=2, n_heads=4, vocab_size=61, multiple_of=16, max_seq_len=16)
+        plain, ours = Transformer(sizes), Transformer(sizes)
+        with torch.no_grad():
+            plain.init_weights()
+        ours.load_state_dict(plain.state_dict())
+        rows = dist.get_world_size() // 2
+        mesh = shardtensor.init_device_mesh("cpu", (rows, 2), mesh_dim_names=("data", "tensor"))
+        dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=2)
+        dims.get_mesh = lambda name: mesh["tensor"]  # of as many ranks as there are
+        parallel_dims.device_type = "cpu"
+        job = JobConfig()
+        job.activation_checkpoint.mode = "selective"
+        job.parallelism.tensor_parallel_degree = 2
+        dims.__class__ = type("Dims", (ParallelDims,), {"fsdp_enabled": False, "dp_replicate_enabled": False})
+        parallelize_llama(ours, dims, job)
+        if rows > 1:
+            for block in ours.layers.values():
+                fully_shard(block, mesh=mesh["data"])
+            fully_shard(ours, mesh=mesh["data"])
+        assert all(type(p.data) is shardtensor.ShardTensor for p in ours.parameters())
+        tokens = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1))
+        results = []
+        for model in (plain, ours):
+            out = whole(model(tokens))
+            out.square().mean().backward()
+            results.append((out, [whole(p.grad) for p in model.parameters()]))
+        torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_torchtitan(pools, world):
+    pytest.importorskip("torchtitan")
+    pytest.importorskip("torchtitan.config.job_config", reason="this torchtitan computes attention by torch.compile alone")
+    pools(world).run("test_libraries:titanic")
