@@ -83,18 +83,6 @@ def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
     )
 
 
-def box_view(piece: torch.Tensor, layout: _C.Layout, sizes: list[int], starts: list[int]) -> torch.Tensor:
-    """Of this rank's piece, the box that begins there."""
-    for dim, start in enumerate(starts):
-        at = 0
-        for begin, length in layout.intervals(dim, sizes[dim]):
-            if begin == start:
-                piece = piece.narrow(dim, at, length)
-                break
-            at += length
-    return piece
-
-
 # ---- what torch works out from placements alone ----
 
 

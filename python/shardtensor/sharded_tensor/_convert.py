@@ -19,10 +19,11 @@ from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from shardtensor import _C
 from shardtensor._api import _full_layout
-from shardtensor._checkpoint import _refuse_summands, box_view
+from shardtensor._checkpoint import _refuse_summands
 from shardtensor._from_local import coordinate_at
 from shardtensor._layout import ShardingShapes, make_layout
 from shardtensor._mesh import as_device_mesh, group_mesh
+from shardtensor._shards import box_views
 from shardtensor._tensor import ShardTensor, _nothing_of
 from shardtensor.sharded_tensor._move import Box, carrier_of, group_of, move, require_member
 from shardtensor.sharded_tensor._tensor import ShardedTensor, _device_types, _with_spec
@@ -59,7 +60,7 @@ def to_sharded(t: ShardTensor, spec: ShardingSpec | None, process_group: Process
     properties = TensorProperties(t.dtype, torch.strided, t.requires_grad, torch.contiguous_format, piece.is_pinned())
     metadata = ShardedTensorMetadata([shard(box) for box in boxes], t.size(), properties)
     found, metadata = _chunks(layout, metadata) or _with_spec(metadata, None)
-    held = {(*offsets, *lengths): box_view(piece, layout, list(t.shape), offsets) for rank, offsets, lengths in boxes if rank == me}
+    held = {(*offsets, *view.shape): view for offsets, view in box_views(piece, layout, list(t.shape))}
     shards = []
     for s in metadata.shards_metadata:
         if s.placement is not None and s.placement.rank() == me:
@@ -141,8 +142,9 @@ def _pieces_as_local(t: ShardedTensor, held: list[Box], layout: _C.Layout, sizes
     if len(mine) == 1:
         return mine[0].to(device)
     local = torch.empty(layout.local_sizes(sizes), dtype=t.dtype, device=device)
+    views = {tuple(offsets): view for offsets, view in box_views(local, layout, sizes) if view.numel()}
     for piece, (_, offsets, _) in zip(mine, [box for box in wanted if box[0] == me], strict=True):
-        box_view(local, layout, sizes, offsets).copy_(piece)
+        views[tuple(offsets)].copy_(piece)
     return local
 
 
