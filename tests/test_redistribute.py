@@ -558,6 +558,53 @@ def public_door():
 test_public_door = on_ranks(public_door)
 
 
+def some_ranks_stand_aside():
+    """Ranks that a mesh does not hold run the same script: empty pieces of the same sizes, and their part of the moves."""
+    from shardtensor import Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
+    from torch import nn
+
+    inside = dist.get_rank() in (2, 0)
+    all_ranks, some = device_mesh((4,)), device_mesh((2,), [2, 0])
+    plain = torch.arange(42.0, dtype=torch.float64).view(7, 6).requires_grad_()
+    whole = distribute_tensor(plain.detach().clone(), all_ranks, [Shard(0)]).requires_grad_()
+
+    def loss(x):
+        y = (x * 2 + 1).view(6, 7).transpose(0, 1)[1:, ::2]
+        z = torch.cat([y, y.softmax(0)], 1).relu() @ torch.ones_like(y).sum(0, keepdim=True).t().expand(3, 2).repeat(2, 1)
+        first, rest = z.split([2, 4])
+        q = torch.zeros_like(z).copy_(z)
+        q.add_(1)
+        q[0] = 0
+        values, _ = q.topk(1, dim=1)
+        normed = nn.functional.layer_norm(q, (2,)).square().mean()
+        return normed + first.logsumexp(0).sum() + nn.functional.linear(rest, rest[:1]).var() + values.sum()
+
+    got, want = loss(whole.redistribute(some, [Shard(0)])), loss(plain)
+    assert (got.shape, got.dtype, got.device_mesh) == (want.shape, want.dtype, some)
+    got.backward()
+    want.backward()
+    torch.testing.assert_close(whole.grad.full_tensor(), plain.grad)
+    torch.manual_seed(0)
+    ours = nn.Linear(6, 3, dtype=torch.float64)
+    theirs = nn.Linear(6, 3, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    distribute_module(ours, some)
+    for model, x in ((ours, whole.detach().redistribute(some, [Shard(0)])), (theirs, plain.detach())):
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach) for foreach in (True, False)]
+        model(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = ours.weight.detach().redistribute(all_ranks, [Replicate()])
+    assert type(ours.weight.grad) is ShardTensor and ours.weight.grad.shape == (3, 6)
+    torch.testing.assert_close(moved.to_local(), theirs.weight.detach())
+    if not inside:
+        with pytest.raises(NotImplementedError, match=r"is not of .* and has no value to return"):
+            got.item()
+
+
+test_some_ranks_stand_aside = on_ranks(some_ranks_stand_aside)
+
+
 def meshes_out_of_order():
     """A group sorts its ranks, a mesh need not: the first coordinate is the first of the mesh."""
     import shardtensor as st

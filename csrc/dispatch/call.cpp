@@ -410,6 +410,50 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   }
 }
 
+// A rank that the mesh does not hold takes no part: it has empty pieces, in results of the sizes that the others have.
+void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
+  const auto& mesh = solution.replicated->mesh();
+  for (const auto& value : op.schema().returns()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not of ",
+        mesh.str(), " and has no value to return; ask on that mesh's ranks");
+  }
+  auto made = on_meta(op, stack, base, refs);
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+    op.handle.callBoxed(&made);
+  }
+  const ShardTensorImpl* view_of = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
+  const auto device = refs[0].impl ? refs[0].impl->local().device() : refs[0].tensor->device();
+  size_t nth = 0;
+  const auto empty = [&](const at::Tensor& like) {
+    const auto& layout = nth < solution.results.size() ? solution.results[nth].layout : solution.replicated;
+    ++nth;
+    auto local = at::empty({0}, like.options().device(device));
+    return wrap(std::move(local), layout, like.sizes(), like.strides(), view_of, view_of ? like.storage_offset() : 0);
+  };
+  for (size_t i = 0; i < made.size(); ++i) {
+    const auto same = op.returns_argument[i];
+    if (same >= 0 && op.reshapes_self) {
+      refs[0].impl->shallow_copy_from(empty(made[i].toTensor()).getIntrusivePtr());
+    }
+    if (same >= 0) {
+      made[i] = stack[base + same];
+      nth += !op.reshapes_self;
+    } else if (made[i].isTensor()) {
+      made[i] = made[i].toTensor().defined() ? IValue(empty(made[i].toTensor())) : made[i];
+    } else if (made[i].isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : made[i].toTensorList()) {
+        list.push_back(empty(t));
+      }
+      made[i] = std::move(list);
+    }
+  }
+  stack.resize(base);
+  std::move(made.begin(), made.end(), std::back_inserter(stack));
+}
+
 } // namespace
 
 void handle(const Op& op, Stack* stack_ptr) {
@@ -421,6 +465,9 @@ void handle(const Op& op, Stack* stack_ptr) {
     fit_outputs(op, stack, base, refs);
   }
   const auto solution = find_solution(op, stack, base, refs);
+  if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
+    return stand_aside(op, stack, base, refs, *solution);
+  }
 
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   Locals locals;

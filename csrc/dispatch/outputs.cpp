@@ -20,7 +20,8 @@ at::Tensor meta_of(const at::Tensor& t) {
   return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).requires_grad(false));
 }
 
-// The call on meta tensors of the global sizes; the out= arguments are empty, so that the op sizes them.
+} // namespace
+
 Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
   for (size_t i = 0; i < refs.size();) {
@@ -47,6 +48,8 @@ Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   }
   return call;
 }
+
+namespace {
 
 // Per argument that is an output, the sizes it must have. False: the op has no meta kernel, or hangs on values.
 bool find_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs, std::vector<at::Tensor>& outputs) {

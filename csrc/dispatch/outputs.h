@@ -6,6 +6,9 @@
 
 namespace shardtensor {
 
+// The call on meta tensors of the global sizes; the out= arguments are empty, so that the op sizes them.
+torch::jit::Stack on_meta(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+
 // Gives empty out= arguments the sizes of their results, as torch does, and refuses others of wrong sizes.
 void fit_outputs(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 

@@ -268,7 +268,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
     const auto is_empty = [](const Ref& r) { return (r.impl ? r.impl->local() : *r.tensor).numel() == 0; };
     const bool kernel = s.kernel && (!s.empty_kernel || s.moves || std::any_of(refs.begin(), refs.end(), is_empty));
-    return kernel || s.write_back || needs_forms(op_, s, refs);
+    return kernel || s.write_back || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs);
   }
 
   const Op& op_;
