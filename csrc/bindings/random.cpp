@@ -2,9 +2,13 @@
 
 #include "kernels/stream.h"
 
+#include <torch/csrc/Exceptions.h>
+
 namespace shardtensor::bindings {
 
 void register_random(py::module& m) {
+  // Warnings become Python's.
+  m.def("agree_random", torch::wrap_pybind_function_no_gil([](const c10::intrusive_ptr<Mesh>& mesh) { kernels::agree(*mesh); }));
   m.def("mark_random_agreed", [](const c10::intrusive_ptr<Mesh>& mesh) { kernels::mark_agreed(*mesh); });
 }
 

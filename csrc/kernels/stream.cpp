@@ -24,6 +24,15 @@ at::Tensor state_of(at::Generator& generator) {
   return generator.get_state();
 }
 
+// splitmix64's finish: neighbouring inputs give unrelated keys.
+uint64_t scramble(uint64_t x) {
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return x ^ x >> 31;
+}
+
+} // namespace
+
 void agree(const Mesh& mesh) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
@@ -48,15 +57,6 @@ void agree(const Mesh& mesh) {
   }
   mark_agreed(mesh);
 }
-
-// splitmix64's finish: neighbouring inputs give unrelated keys.
-uint64_t scramble(uint64_t x) {
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
-  x = (x ^ x >> 27) * 0x94d049bb133111eb;
-  return x ^ x >> 31;
-}
-
-} // namespace
 
 void mark_agreed(const Mesh& mesh) {
   std::lock_guard<std::mutex> lock(g_mutex);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,6 @@ from shardtensor.sharded_tensor._move import carrier_of
 if TYPE_CHECKING:
     from shardtensor.sharded_tensor import ShardedTensor
 
-_agreed: set[int] = set()
-
-
 def _box_layout(offsets: list[int], sizes: list[int], whole: list[int], device_type: str) -> _C.Layout:
     """A layout whose piece here is that box. Its mesh says where things are and never communicates: per dim that is cut, a
     coordinate each for what is before the box, the box, and what is behind it."""
@@ -31,32 +27,12 @@ def _box_layout(offsets: list[int], sizes: list[int], whole: list[int], device_t
     return _C.Layout(mesh, placements, [[offsets[d], sizes[d], whole[d] - offsets[d] - sizes[d]] for d in cut] or [None])
 
 
-def _agree(t: ShardedTensor) -> None:
-    """Once per group: the ranks' default generators are in one state."""
-    device = carrier_of(t._process_group, set())
-    mesh = group_mesh(t._process_group, device.type)
-    if mesh.id in _agreed:
-        return
-    mine = torch.get_rng_state()
-    first = mine.to(device, copy=True)
-    _C.broadcast(first, mesh, 0, 0)
-    if not torch.equal(first.cpu(), mine):
-        warnings.warn(
-            f"shardtensor: on rank {mesh.rank} the default random generator is in another state than on rank {mesh.ranks[0]}, the "
-            "first of the process group; its state is taken over. Seed all ranks alike: torch.manual_seed(seed)",
-            stacklevel=4,
-        )
-        torch.set_rng_state(first.cpu())
-    _C.mark_random_agreed(mesh)
-    _agreed.add(mesh.id)
-
-
 def fill(draw: Callable[..., Any], t: ShardedTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> ShardedTensor:
     """Tensor.uniform_ or another that fills with random values. All ranks of the group take one step of the generator."""
     if dist.distributed_c10d._rank_not_in_group(t._process_group):
         return t
     if generator is None:
-        _agree(t)
+        _C.agree_random(group_mesh(t._process_group, carrier_of(t._process_group, set()).type))
     source = generator if generator is not None else torch.default_generator
     state = source.get_state()
     boxes = [(s.tensor.detach(), s.metadata.shard_offsets, s.metadata.shard_sizes) for s in t._local_shards if s.tensor.numel()]
