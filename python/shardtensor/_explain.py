@@ -92,13 +92,14 @@ def target_layout(
     who: str,
 ) -> _C.Layout:
     """What redistribute()'s arguments ask for."""
-    mesh = ours.mesh if device_mesh is None else as_mesh(device_mesh)
     ndim = len(shape)
-    here = mesh == ours.mesh
-    layout = moved_layout(ours, placements, ndim, who=who) if here else layout_elsewhere(mesh, placements, ndim, who=who)
+    if device_mesh is None or as_mesh(device_mesh) == ours.mesh:
+        layout = moved_layout(ours, placements, ndim, who=who)
+    else:
+        layout = layout_elsewhere(as_mesh(device_mesh), placements, ndim, who=who)
     if sharding_shapes is not None:
-        cuts = cuts_from_shapes(layout, sharding_shapes, len(shape), who=who)
-        layout = _C.Layout(mesh, layout.placements, cuts)
+        cuts = cuts_from_shapes(layout, sharding_shapes, ndim, who=who)
+        layout = _C.Layout(layout.mesh, layout.placements, cuts)
         check_cuts(layout, cuts, shape, who=who)
     return layout
 

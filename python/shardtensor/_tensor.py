@@ -208,7 +208,7 @@ class ShardTensor(DTensor):
             raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
         refuse_transformed(local_tensor, who)
         mesh = device_mesh if device_mesh is not None else current_mesh(who)
-        if holds_shards(local_tensor):
+        if type(local_tensor) is not torch.Tensor and holds_shards(local_tensor):
             return _shards.from_shards(
                 local_tensor, mesh, placements, shape=shape, stride=stride, sharding_shapes=sharding_shapes, run_check=run_check, who=who
             )
@@ -229,7 +229,7 @@ class ShardTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
-        if _shards.wrapper_of(self) is not None:
+        if _C.is_traced(self) and _shards.wrapper_of(self) is not None:
             return _shards.to_local(self)
         if grad_placements is None:
             return _C.to_local(self, None)
@@ -266,7 +266,7 @@ class ShardTensor(DTensor):
         who = "ShardTensor.redistribute"
         if placements is None:
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
-        if _shards.wrapper_of(self) is not None:
+        if _C.is_traced(self) and _shards.wrapper_of(self) is not None:
             return _shards.redistribute(self, placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
         layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype, async_op)
