@@ -56,20 +56,26 @@ std::string str(const Placed& p) {
   return out.str();
 }
 
+// Part `box`, in global indices, goes from held[from] to wanted[to].
+struct Part {
+  size_t from, to;
+  Box box;
+};
+
 // Parts of one wanted box. What the rank has itself comes first; then each holder in turn, the first another for every box, so
 // that of several holders of the same elements all serve.
-void match_one(const std::vector<Placed>& held, const Placed& wanted, size_t to, std::vector<Part>& parts) {
+std::vector<Part> match_one(const std::vector<Placed>& held, const Placed& wanted, size_t to) {
+  std::vector<Part> parts;
   auto missing = numel_of(wanted.box);
-  const auto first = parts.size();
   const auto take = [&](size_t from) {
     std::vector<Box> news{intersection(held[from].box, wanted.box)};
     if (numel_of(news[0]) == 0) {
       return;
     }
-    for (auto p = first, n = parts.size(); p < n; ++p) {
+    for (const auto& taken : parts) {
       std::vector<Box> rest;
       for (auto& box : news) {
-        subtract(std::move(box), parts[p].box, rest);
+        subtract(std::move(box), taken.box, rest);
       }
       news = std::move(rest);
     }
@@ -87,6 +93,19 @@ void match_one(const std::vector<Placed>& held, const Placed& wanted, size_t to,
     }
   }
   TORCH_CHECK(missing == 0, "shardtensor: no rank holds ", missing, " elements of ", str(wanted));
+  return parts;
+}
+
+// Every element of every wanted box, once: from the rank itself where it holds it, else from one of those that do. Sorted by
+// `from`, then `to`. Throws where nobody holds an element.
+std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted) {
+  std::vector<Part> parts;
+  for (const auto to : c10::irange(wanted.size())) {
+    auto of_one = match_one(held, wanted[to], to);
+    std::move(of_one.begin(), of_one.end(), std::back_inserter(parts));
+  }
+  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.from < b.from; });
+  return parts;
 }
 
 Box within(Box box, const Box& outer) {
@@ -137,17 +156,6 @@ int64_t numel_of(const std::vector<const Part*>& parts) {
 }
 
 } // namespace
-
-std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted) {
-  std::vector<Part> parts, of_one;
-  for (const auto to : c10::irange(wanted.size())) {
-    of_one.clear();
-    match_one(held, wanted[to], to, of_one);
-    std::move(of_one.begin(), of_one.end(), std::back_inserter(parts));
-  }
-  std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.from < b.from; });
-  return parts;
-}
 
 std::vector<at::Tensor> exchange(
     const std::vector<at::Tensor>& pieces,

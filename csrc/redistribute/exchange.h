@@ -13,18 +13,9 @@ struct Placed {
   Box box;
 };
 
-// Part `box`, in global indices, goes from held[from] to wanted[to].
-struct Part {
-  size_t from, to;
-  Box box;
-};
-
-// Every element of every wanted box, once: from the rank itself where it holds it, else from one of those that do. Sorted by
-// `from`, then `to`. Throws where nobody holds an element. Time grows as the product of the lists' lengths.
-std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted);
-
 // Called by every rank of the mesh with equal lists. `pieces` are this rank's boxes of `held`, in order; returned are those of
-// `wanted`, in memory of their own.
+// `wanted`, in memory of their own. An element comes once, from the rank itself where it holds it; one that nobody holds is an
+// error, on all ranks. Time grows as the product of the lists' lengths.
 std::vector<at::Tensor> exchange(
     const std::vector<at::Tensor>& pieces,
     const std::vector<Placed>& held,
