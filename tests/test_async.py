@@ -29,17 +29,20 @@ def uneven(shape):
 
 
 def all_pairs(shape):
-    """Every change of placements, from every cut; on two mesh dims a fifth of them."""
+    """Every change of placements, from every cut; on two mesh dims a fifth of them. New summands among them."""
+    from shardtensor import _C
+    from shardtensor._layout import make_layout
+
     mesh = mesh_of(shape)
     single = ["R", "S(0)", "S(1)", "P"]
     starts = list(itertools.product(single, repeat=len(shape)))
     for start, end in list(itertools.product(starts, starts))[:: 1 if len(shape) == 1 else 5]:
-        if start == end or any(e == "P" != s for s, e in zip(start, end, strict=True)):
+        if start == end:
             continue
         for cut in ("uneven", "empty") if len(shape) == 1 else ("even",):
             x = place(data(), mesh, start, cut)
-            later = x.redistribute(placements=objects(end), async_op=True)
-            now = x.redistribute(placements=objects(end))
+            target = make_layout(mesh, objects(end), 2, who="test")
+            later, now = (_C.redistribute(x, target, async_op=async_op) for async_op in (True, False))
             assert later.shape == now.shape and later.stride() == now.stride() and later._layout == now._layout
             # Written while the data may be on its way: what was sent stays what it was.
             x._local_tensor.fill_(-1)
@@ -48,30 +51,48 @@ def all_pairs(shape):
 
 def not_done_at_once(shape):
     """Rank 0 has its result, views and all, before rank 1 has begun; the store says so, not a clock."""
-    from shardtensor import Replicate
+    from shardtensor import explain
 
-    if len(shape) > 1:
-        return  # all but the last collective are waited for
-    mesh = mesh_of(shape)
+    mesh, other = mesh_of(shape), other_mesh(shape)
     me = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
-    key = f"test_async/{not_done_at_once.calls}"
-    not_done_at_once.calls += 1
-    dist.barrier()
-    x = place(data(), mesh, ("S(1)",) * len(shape), uneven(shape))
-    if me != 0:
-        store.wait([key])  # rank 0 is past its call
-    y = x.redistribute(placements=[Replicate()] * len(shape), async_op=True)
-    views = [y.t(), y[1:], y.view(3, 2, 5), y.detach(), y.unsqueeze(0)[0].transpose(0, 1)]
-    assert y.shape == SIZES and views[0].shape == SIZES[::-1] and y._layout.is_replicated
-    if me == 0:
-        store.set(key, "past")
-    for view, want in zip(views, [data().t(), data()[1:], data().view(3, 2, 5), data(), data().t()], strict=True):
-        assert torch.equal(view.to_local(), want)
-    assert torch.equal(y.to_local(), data())
+    for start, end, to in MOVES[len(shape)]:
+        key = f"test_async/{not_done_at_once.calls}"
+        not_done_at_once.calls += 1
+        dist.barrier()
+        x = place(data(), mesh, start, uneven(shape))
+        move = dict(device_mesh=other if to == "other" else mesh, placements=objects(end))
+        steps = explain(x, **move).steps
+        assert [s.kind for s in steps if any(s.sent.values())] == [steps[0].kind]  # all but the last would be waited for
+        if me != 0:
+            store.wait([key])  # rank 0 is past its call
+        y = x.redistribute(**move, async_op=True)
+        views = [y.t(), y.detach(), y.unsqueeze(0)[0].transpose(0, 1)]
+        assert y.shape == SIZES and views[0].shape == SIZES[::-1] and y.placements == tuple(move["placements"])
+        if me == 0:
+            store.set(key, "past")
+        for view, want in zip(views, [data().t(), data(), data().t()], strict=True):
+            assert torch.equal(view.full_tensor(), want)
+        now = x.redistribute(**move)
+        assert torch.equal(y._local_tensor, now._local_tensor)
 
 
 not_done_at_once.calls = 0
+# By the mesh's dims: a gather, what goes at once along all mesh dims, and to a mesh with the ranks elsewhere.
+MOVES = {
+    1: [(("S(1)",), ("R",), "same"), (("S(0)",), ("S(1)",), "same"), (("S(0)",), ("S(0)",), "other")],
+    2: [(("S(0)", "S(1)"), ("S(1)", "S(0)"), "same"), (("S(0)", "S(1)"), ("S(1)", "R"), "other")],
+}
+
+
+def other_mesh(shape):
+    """The ranks the other way round."""
+    from shardtensor import DeviceMesh
+
+    return _meshes.setdefault(shape, DeviceMesh("cpu", torch.arange(dist.get_world_size()).flip(0).reshape(shape)))
+
+
+_meshes = {}
 
 
 def chains(shape):

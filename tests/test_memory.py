@@ -59,7 +59,7 @@ def peak(shape, source, target, cut):
     _C.count_memory(True)
     try:
         start = _C.held_memory()[0]
-        for _ in range(3):  # Gloo's own threads let go of a buffer a little after they have said so
+        for _ in range(8):  # Gloo's own threads let go of a buffer a little after they have said so
             wait_until(lambda: _C.held_memory()[0] <= start)
             _C.reset_comm_counts()
             _C.reset_most_held()

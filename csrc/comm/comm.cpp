@@ -186,8 +186,8 @@ class Messages {
     works_.push_back(guarded(where_, [&] { return group_.recv(buffer, static_cast<int>(rank), kTag); }));
     buffers_.push_back(bytes);
   }
-  void wait() {
-    waiting_for(where_, std::move(works_), std::move(buffers_))();
+  Completion arrival() && {
+    return waiting_for(where_, std::move(works_), std::move(buffers_));
   }
 
  private:
@@ -536,7 +536,7 @@ Completion start_reduce_scatter(
 namespace {
 
 // As many bytes to and from each peer as said, along all ranks of the group.
-void exchange_with_all(
+Completion exchange_with_all(
     const Where& where,
     c10d::ProcessGroup& group,
     at::Tensor& out,
@@ -549,12 +549,12 @@ void exchange_with_all(
     out_cut[peers[i]] = out_bytes[i];
     in_cut[peers[i]] = in_bytes[i];
   }
-  wait(where, guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); }));
+  return waiting_for(where, {guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); })}, {out, in});
 }
 
 // Message by message, in an order that cannot lock up where a backend does them one after the other: pairs of ranks ascending,
 // the lower rank sends first. Not coalesced: NCCL would make a communicator of the whole group, for which all ranks must come.
-void exchange_with_peers(
+Completion exchange_with_peers(
     const Where& where,
     c10d::ProcessGroup& group,
     at::Tensor& out,
@@ -585,12 +585,12 @@ void exchange_with_peers(
     in_at += in_bytes[i];
     out_at += out_bytes[i];
   }
-  messages.wait();
+  return std::move(messages).arrival();
 }
 
 } // namespace
 
-void send_receive(
+Completion start_send_receive(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
     const at::Tensor& in,
@@ -599,7 +599,7 @@ void send_receive(
     const Mesh& mesh,
     int64_t callers) {
   if (callers == 1 || !has_values(out)) {
-    return;
+    return nothing();
   }
   const auto& name = mesh.description().world;
   TORCH_CHECK(
@@ -608,7 +608,7 @@ void send_receive(
   auto group = c10d::resolve_process_group(name);
   const bool all = callers == group->getSize();
   if (!all && peers.empty()) {
-    return;
+    return nothing();
   }
   auto output = as_bytes(out), input = as_bytes(in);
   const auto out_bytes = times(out_sizes, out.element_size()), in_bytes = times(in_sizes, in.element_size());
@@ -620,10 +620,14 @@ void send_receive(
   const bool staged = backend_of(*group, out.device()).by_host;
   auto landing = staged ? output.cpu() : output;
   auto source = staged ? input.cpu() : input;
-  exchange_with_peers(where, *group, landing, out_bytes, source, in_bytes, peers);
-  if (staged) {
-    output.copy_(landing);
+  auto arrival = exchange_with_peers(where, *group, landing, out_bytes, source, in_bytes, peers);
+  if (!staged) {
+    return arrival;
   }
+  return [arrival = std::move(arrival), output, landing]() mutable {
+    arrival();
+    output.copy_(landing);
+  };
 }
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
@@ -664,7 +668,7 @@ void scatter_by_sends(
   if (me != from && mine.numel()) {
     messages.receive(as_bytes(mine), from);
   }
-  messages.wait();
+  std::move(messages).arrival()();
 }
 
 // One packed buffer on the rank that sends. Every rank calls, whatever it receives: none may know that another's piece is empty.

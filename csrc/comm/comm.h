@@ -48,7 +48,7 @@ Completion start_all_to_all(
 // Between any ranks, whatever their meshes. `out` has what comes from peers[0], peers[1], ... one after the other, `in` what goes
 // to each; sizes in elements, peers as global ranks in ascending order, this rank not among them. `callers`: how many ranks make
 // this call, peers or not; all of the default group's, or else no others than peers need to.
-void send_receive(
+Completion start_send_receive(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
     const at::Tensor& in,

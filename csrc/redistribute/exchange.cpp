@@ -204,7 +204,7 @@ std::vector<at::Tensor> exchange(
       at += n;
     }
   }
-  comm::send_receive(arrived, received, packed, sent, ranks, mesh, mesh.size());
+  comm::start_send_receive(arrived, received, packed, sent, ranks, mesh, mesh.size())();
   at = 0;
   for (const auto& [rank, peer] : peers) {
     for (const auto* part : peer.received) {

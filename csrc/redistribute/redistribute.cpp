@@ -3,7 +3,7 @@
 #include "comm/comm.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
-#include "redistribute/pad.h"
+#include "redistribute/identity.h"
 #include "redistribute/plan.h"
 #include "redistribute/route.h"
 #include "redistribute/transfer.h"
@@ -23,13 +23,10 @@ namespace {
 
 using c10::IntArrayRef;
 
-struct State {
-  at::Tensor local;
+struct State : Moving {
   LayoutPtr layout;
   IntArrayRef sizes;
-  bool later = false;                   // the step at hand only starts, and leaves the rest of itself here:
-  comm::Completion rest = nullptr;      // after it `local`, whose sizes and place are known at once, has its data
-  std::vector<at::Tensor> buffers = {}; // that `rest` reads or writes
+  bool later = false; // the step at hand only starts, and leaves its rest
 
   const Mesh& mesh() const {
     return layout->mesh();
@@ -76,25 +73,24 @@ void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buf
   }
 }
 
-void bring_in(State& s) {
+// What `next` makes of the data in `out` is this rank's piece from now on; it is made as soon as the data is there.
+template <typename F>
+void then(State& s, at::Tensor out, F next) {
   if (s.rest) {
-    std::exchange(s.rest, nullptr)();
-    s.buffers.clear();
+    s.rest = [before = std::move(s.rest), next = std::move(next)]() mutable {
+      before();
+      next();
+    };
+    s.buffers.push_back(out);
+  } else {
+    next();
   }
+  s.local = std::move(out);
 }
 
-at::Tensor take(const at::Tensor& t, int64_t dim, const Intervals& runs) {
-  if (runs.empty()) {
-    return t.narrow(dim, 0, 0);
-  }
-  if (runs.size() == 1) {
-    return t.narrow(dim, runs[0].start, runs[0].length);
-  }
-  std::vector<at::Tensor> parts;
-  for (const auto& run : runs) {
-    parts.push_back(t.narrow(dim, run.start, run.length));
-  }
-  return at::cat(parts, dim);
+// Where there is one run at most.
+at::Tensor run_of(const at::Tensor& t, int64_t dim, const Intervals& runs) {
+  return runs.empty() ? t.narrow(dim, 0, 0) : t.narrow(dim, runs[0].start, runs[0].length);
 }
 
 Sizes with_size(const at::Tensor& t, int64_t dim, int64_t size) {
@@ -201,25 +197,21 @@ at::Tensor norm_power(const at::Tensor& t, double order) {
   const auto x = (half ? t.to(at::kFloat) : t).contiguous();
   return order == 2.0 ? x * x : at::pow(at::abs(x), order);
 }
-at::Tensor norm_root(const at::Tensor& t, double order, at::ScalarType dtype) {
-  return (order == 2.0 ? at::sqrt(t) : at::pow(t, 1.0 / order)).to(dtype);
+void take_root(State& s, double order, const at::TensorOptions& options) {
+  auto out = at::empty(s.local.sizes(), options);
+  then(s, out, [sum = s.local, out, order]() mutable { out.copy_(order == 2.0 ? at::sqrt(sum) : at::pow(sum, 1.0 / order)); });
 }
 
 void reduce_everywhere(State& s, int64_t m) {
   const auto p = s.layout->placement(m);
+  const auto summand = s.local;
   const bool norm = p.reduce == ReduceOp::Norm;
-  auto sum = norm ? norm_power(s.local, p.norm_order) : s.local.clone(at::MemoryFormat::Contiguous);
-  auto out = norm ? at::empty(sum.sizes(), s.local.options()) : sum;
-  auto reduced = comm::start_all_reduce(sum, s.mesh(), m, p.reduce);
-  auto finish = [reduced = std::move(reduced), sum, out, p, norm]() mutable {
-    reduced();
-    if (norm) {
-      out.copy_(norm_root(sum, p.norm_order, out.scalar_type()));
-    }
-  };
-  s.local = out;
+  s.local = norm ? norm_power(summand, p.norm_order) : summand.clone(at::MemoryFormat::Contiguous);
   s.layout = s.layout->with(m, Placement::replicate());
-  complete(s, std::move(finish), {sum, out});
+  complete(s, comm::start_all_reduce(s.local, s.mesh(), m, p.reduce), {s.local});
+  if (norm) {
+    take_root(s, p.norm_order, summand.options());
+  }
 }
 
 // What a reduce-scatter is about on this rank.
@@ -307,26 +299,16 @@ void reduce_on_arrival(State& s, int64_t m, const Scattering& x, at::Tensor& out
 void reduce_into_pieces(State& s, int64_t m, const Layout& to) {
   const auto p = s.layout->placement(m);
   const auto dim = to.placement(m).dim;
+  const auto summand = s.local;
   const bool norm = p.reduce == ReduceOp::Norm;
   s.layout = s.layout->with(m, to.placement(m), to.cut(m));
-  const auto x = scattering_of(s, m, dim, norm ? norm_power(s.local, p.norm_order) : s.local);
-  auto sum = at::empty(x.sizes, x.source.options());
-  const bool on_the_way = comm::adds_up(sum, s.mesh(), m, p.reduce);
-  (on_the_way ? reduce_on_the_way : reduce_on_arrival)(s, m, x, sum, p.reduce);
-  auto out = sum;
+  const auto x = scattering_of(s, m, dim, norm ? norm_power(summand, p.norm_order) : summand);
+  s.local = at::empty(x.sizes, x.source.options());
+  const bool on_the_way = comm::adds_up(s.local, s.mesh(), m, p.reduce);
+  (on_the_way ? reduce_on_the_way : reduce_on_arrival)(s, m, x, s.local, p.reduce);
   if (norm) {
-    out = at::empty(x.sizes, s.local.options());
-    auto finish = [reduced = std::move(s.rest), sum, out, p]() mutable {
-      if (reduced) {
-        reduced();
-      }
-      out.copy_(norm_root(sum, p.norm_order, out.scalar_type()));
-    };
-    auto buffers = std::move(s.buffers);
-    buffers.push_back(out);
-    complete(s, std::move(finish), std::move(buffers));
+    take_root(s, p.norm_order, summand.options());
   }
-  s.local = std::move(out);
 }
 
 void gather(State& s, int64_t m) {
@@ -347,7 +329,7 @@ void gather(State& s, int64_t m) {
   std::vector<at::Tensor> received(n);
   if (direct) {
     for (int64_t c = 0; c < n; ++c) {
-      received[c] = take(whole, dim, pieces[c]);
+      received[c] = run_of(whole, dim, pieces[c]);
     }
     complete(s, comm::start_all_gather(received, s.local, s.mesh(), m, /*as_one=*/true), {whole});
   } else {
@@ -388,10 +370,14 @@ void slice(State& s, int64_t m, const Layout& to) {
   const auto dim = to.placement(m).dim;
   s.layout = s.layout->with(m, to.placement(m), to.cut(m));
   const auto runs = s.layout->split(m, s.local.size(dim), s.mesh().coordinate());
-  if (runs.size() > 1) {
-    bring_in(s); // they are copied
+  if (runs.size() <= 1) {
+    s.local = run_of(s.local, dim, runs);
+    return;
   }
-  s.local = take(s.local, dim, runs);
+  auto out = at::empty(with_size(s.local, dim, length_of(runs)), s.local.options());
+  then(s, out, [whole = s.local, out, dim, runs]() mutable {
+    kernels::copy(whole, boxes_along(whole.sizes(), dim, runs), out, boxes_along(out.sizes(), dim, side_by_side(runs)));
+  });
 }
 
 // What an exchange moves, for all coordinates in their order.
@@ -479,6 +465,29 @@ void make_partial(State& s, int64_t m, const Placement& p) {
   s.layout = s.layout->with(m, p);
 }
 
+// A piece as a summand of the whole: around it goes what adds nothing.
+void pad(State& s, int64_t m, const Placement& p) {
+  const auto dim = s.layout->placement(m).dim;
+  const auto& me = s.mesh().coordinate();
+  const auto extent = s.layout->extent_before(m, dim, s.sizes[dim], me);
+  const auto nothing = identity(p.reduce, s.local.scalar_type(), p.norm_order);
+  auto out = at::full(with_size(s.local, dim, extent), nothing, s.local.options());
+  then(s, out, [piece = s.local, out, dim, runs = s.layout->split(m, extent, me)]() mutable {
+    kernels::copy(piece, boxes_along(piece.sizes(), dim, side_by_side(runs)), out, boxes_along(out.sizes(), dim, runs));
+  });
+  s.layout = s.layout->with(m, p);
+}
+
+void go_at_once(State& s, const Layout& to) {
+  auto next = transfer_target(*s.layout, to);
+  auto moving = transfer(s.local, *s.layout, *next, s.sizes, s.later);
+  s.local = moving.local;
+  s.layout = std::move(next);
+  if (moving.rest) {
+    complete(s, std::move(moving.rest), std::move(moving.buffers));
+  }
+}
+
 void take_step(State& s, const Step& step, const Layout& to) {
   const auto m = step.mesh_dim;
   switch (step.kind) {
@@ -495,16 +504,9 @@ void take_step(State& s, const Step& step, const Layout& to) {
     case StepKind::MakePartial:
       return make_partial(s, m, to.placement(m));
     case StepKind::Pad:
-      bring_in(s);
-      s.local = pad(s.local, *s.layout, m, to.placement(m), s.sizes);
-      s.layout = layout_after(step, *s.layout, to);
-      return;
-    case StepKind::Transfer: {
-      auto next = layout_after(step, *s.layout, to);
-      s.local = transfer(s.local, *s.layout, *next, s.sizes);
-      s.layout = std::move(next);
-      return;
-    }
+      return pad(s, m, to.placement(m));
+    case StepKind::Transfer:
+      return go_at_once(s, to);
   }
 }
 
@@ -534,8 +536,9 @@ std::optional<c10::Stream> stream_of(const at::Tensor& t) {
 }
 
 // With the words of its step; on the stream that is current then, which may be another than where the buffers were made.
-comm::Completion ready_for_use(State& s, const LayoutPtr& from, const LayoutPtr& to, const Step& step) {
-  return [rest = std::move(s.rest), buffers = std::move(s.buffers), made = stream_of(s.local), from, to, step]() mutable {
+comm::Completion ready_for_use(Moving& m, const Layout& from, const Layout& to, const Step& step) {
+  return [rest = std::move(m.rest), buffers = std::move(m.buffers), made = stream_of(m.local),
+          from = LayoutPtr::reclaim_copy(&from), to = LayoutPtr::reclaim_copy(&to), step]() mutable {
     const auto used = buffers.empty() ? std::nullopt : stream_of(buffers[0]);
     if (used != made) {
       for (auto& buffer : buffers) {
@@ -557,15 +560,22 @@ at::Tensor redistribute(
   }
   has_values(local); // or throws
   if (&from.mesh() != &to.mesh()) {
-    at::Tensor out;
-    in_step(from, to, {StepKind::Transfer, -1}, [&] { out = redistribute_across(local, from, to, sizes); });
-    return out;
+    if (const auto here = relabelled(from, to.mesh_ptr())) {
+      return redistribute(local, *here, to, sizes, completion);
+    }
+    const Step step{StepKind::Transfer, -1};
+    Moving out;
+    in_step(from, to, step, [&] { out = redistribute_across(local, from, to, sizes, completion != nullptr); });
+    if (out.rest) {
+      *completion = ready_for_use(out, from, to, step);
+    }
+    return out.local;
   }
   if (!from.mesh().has_me()) {
     return local;
   }
   // Bytes travel: what a lazily conjugated or negated piece stands for is computed first.
-  State s{local.resolve_conj().resolve_neg(), LayoutPtr::reclaim_copy(&from), sizes};
+  State s{{local.resolve_conj().resolve_neg()}, LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   const auto& steps = plan_for(from, to, bytes).steps;
   const auto last = std::find_if(steps.rbegin(), steps.rend(), communicates);
@@ -576,7 +586,7 @@ at::Tensor redistribute(
   TORCH_INTERNAL_ASSERT(
       s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
   if (s.rest) {
-    *completion = ready_for_use(s, LayoutPtr::reclaim_copy(&from), LayoutPtr::reclaim_copy(&to), *last);
+    *completion = ready_for_use(s, from, to, *last);
   }
   return s.local;
 }

@@ -1,7 +1,6 @@
 #include "redistribute/route.h"
 
 #include "redistribute/redistribute.h"
-#include "redistribute/transfer.h"
 
 #include <ATen/ATen.h>
 
@@ -79,12 +78,6 @@ void append_legs(const Layout& from, const Layout& to, double bytes, std::vector
   }
 }
 
-// Meshes of the same ranks in the same places, each with groups of its own: one is as good as the other. Null for others.
-LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
-  const auto &a = layout.mesh().description(), &b = mesh->description();
-  return a.shape == b.shape && a.ranks == b.ranks ? Layout::make(mesh, layout.placements(), layout.cuts()) : LayoutPtr();
-}
-
 int64_t numel_at(const Layout& layout, IntArrayRef sizes, const Coordinate& c) {
   return c10::multiply_integers(layout.local_sizes(sizes, c));
 }
@@ -99,18 +92,23 @@ int64_t total(const std::vector<Transfer::Message>& messages) {
 
 } // namespace
 
-at::Tensor redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes) {
+LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
+  const auto &a = layout.mesh().description(), &b = mesh->description();
+  return a.shape == b.shape && a.ranks == b.ranks && a.device_type == b.device_type
+             ? Layout::make(mesh, layout.placements(), layout.cuts())
+             : LayoutPtr();
+}
+
+Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
   TORCH_CHECK_VALUE(
       from.mesh().description().device_type == to.mesh().description().device_type, "redistribute: from ", from.str(), " to ",
       to.str(), ": another kind of device (rank ", to.mesh().rank(), "); move the local tensors first");
-  if (const auto here = relabelled(from, to.mesh_ptr())) {
-    return redistribute(local, *here, to, sizes);
-  }
   const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
   const auto there = transfer_target(*by, to);
-  auto out = redistribute(local.resolve_conj().resolve_neg(), from, *by, sizes);
-  out = transfer(out, *by, *there, sizes);
-  return redistribute(out, *there, to, sizes);
+  const auto sums = redistribute(local.resolve_conj().resolve_neg(), from, *by, sizes);
+  auto out = transfer(sums, *by, *there, sizes, later);
+  out.local = redistribute(out.local, *there, to, sizes); // new summands are made of what is there: nothing is sent, or read
+  return out;
 }
 
 std::vector<Leg> route(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {

@@ -4,13 +4,19 @@
 #pragma once
 
 #include "redistribute/plan.h"
+#include "redistribute/transfer.h"
 
 #include <ATen/core/Tensor.h>
 
 namespace shardtensor {
 
-// redistribute() between two meshes. Called by every rank of either.
-at::Tensor redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
+// The layout on a mesh of the same ranks in the same places, with groups of its own: one is as good as the other. Null for
+// others.
+LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh);
+
+// redistribute() between two meshes of other ranks or places. Called by every rank of either.
+Moving redistribute_across(
+    const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
 
 struct Leg {
   Step step;

@@ -1,12 +1,13 @@
 #include "redistribute/transfer.h"
 
-#include "comm/comm.h"
 #include "kernels/boxes.h"
 
 #include <ATen/ATen.h>
 
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
-#include <numeric>
+#include <utility>
 
 namespace shardtensor {
 
@@ -335,31 +336,43 @@ Transfer transfer_of(const Layout& from, const Layout& to, IntArrayRef sizes, in
   return Match(from, to, sizes).of(rank);
 }
 
-at::Tensor transfer(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes) {
+Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
   const auto t = transfer_of(from, to, sizes, to.mesh().rank());
   const Peers peers(t);
   const auto options = local.options();
   const auto newcomers = ranks_without(to.mesh(), from.mesh());
   const bool all_held = newcomers == 0 && !from.is_sharded();
-  auto arrived = at::empty({std::accumulate(peers.received.begin(), peers.received.end(), int64_t{0})}, options);
+  auto arrived = at::empty({c10::sum_integers(peers.received)}, options);
+  comm::Completion move = [] {};
   {
-    auto packed = at::empty({std::accumulate(peers.sent.begin(), peers.sent.end(), int64_t{0})}, options);
+    auto packed = at::empty({c10::sum_integers(peers.sent)}, options);
     if (!t.packed.empty()) {
       kernels::pack(local, t.packed, packed);
     }
     if (!all_held) {
       const auto callers = from.mesh().size() + newcomers;
-      comm::send_receive(arrived, peers.received, packed, peers.sent, peers.ranks, to.mesh(), callers);
+      move = comm::start_send_receive(arrived, peers.received, packed, peers.sent, peers.ranks, to.mesh(), callers);
     }
   }
-  auto result = at::empty(to.local_sizes(sizes), options);
-  if (!t.unpacked.empty()) {
-    kernels::unpack(arrived, t.unpacked, result);
+  // What is sent is given back before the result is made, unless there is no waiting here.
+  if (!later) {
+    std::exchange(move, [] {})();
   }
+  auto result = at::empty(to.local_sizes(sizes), options);
   if (!t.kept_to.empty()) {
     kernels::copy(local, t.kept_from, result, t.kept_to);
   }
-  return result;
+  auto finish = [move = std::move(move), arrived, result, boxes = t.unpacked]() mutable {
+    move();
+    if (!boxes.empty()) {
+      kernels::unpack(arrived, boxes, result);
+    }
+  };
+  if (later) {
+    return {result, std::move(finish), {arrived, result}};
+  }
+  finish();
+  return {result};
 }
 
 } // namespace shardtensor

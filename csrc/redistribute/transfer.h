@@ -3,6 +3,7 @@
 // Uses layout/, comm/, kernels/. Used by redistribute.cpp, route.cpp and bindings/.
 #pragma once
 
+#include "comm/comm.h"
 #include "layout/layout.h"
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +27,15 @@ struct Transfer {
 // Where there is Partial, it is on the same mesh dims of both sides, on one mesh: the summands move, each among its own kind.
 Transfer transfer_of(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
 
+// This rank's piece; with `rest`, its sizes and its place are known, and its data is there when `rest` has been called.
+struct Moving {
+  at::Tensor local;
+  comm::Completion rest = nullptr;
+  std::vector<at::Tensor> buffers = {}; // that `rest` reads or writes
+};
+
 // `local`: this rank's piece under `from`, anything where the mesh does not hold it. Called by every rank of either mesh.
-at::Tensor transfer(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
+// `later`: the going is only started.
+Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
 
 } // namespace shardtensor

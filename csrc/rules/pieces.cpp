@@ -1,7 +1,7 @@
 #include "rules/pieces.h"
 
 #include "comm/comm.h"
-#include "redistribute/pad.h"
+#include "redistribute/identity.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>

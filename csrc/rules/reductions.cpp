@@ -1,6 +1,6 @@
 // Reductions: the reduced dims are factors that the result lacks. Where a reduction over ranks loses nothing (sum, max, norm)
 // the result is left Partial; else a kernel combines small tensors. A piece may be empty: kernels put the identity there.
-#include "redistribute/pad.h"
+#include "redistribute/identity.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 

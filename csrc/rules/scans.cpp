@@ -1,6 +1,6 @@
 // Ops along a dim that keep it: cumsum and its like, sort, topk. A scan along the sharded dim runs on each piece and then takes
 // in what the pieces before it come to: one slice a rank is gathered, never the data.
-#include "redistribute/pad.h"
+#include "redistribute/identity.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 

@@ -1,6 +1,6 @@
-#include "redistribute/pad.h"
+#include "redistribute/identity.h"
 
-#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 
 #include <limits>
 
@@ -67,21 +67,6 @@ at::Scalar identity(ReduceOp op, at::ScalarType type, double norm_order) {
       break;
   }
   TORCH_INTERNAL_ASSERT(false, name_of(op), " has no identity");
-}
-
-at::Tensor pad(const at::Tensor& local, const Layout& layout, int64_t m, const Placement& summand, c10::ArrayRef<int64_t> sizes) {
-  const auto dim = layout.placement(m).dim;
-  const auto& me = layout.mesh().coordinate();
-  const auto extent = layout.extent_before(m, dim, sizes[dim], me);
-  Sizes whole(local.sizes().begin(), local.sizes().end());
-  whole[dim] = extent;
-  auto out = at::full(whole, identity(summand.reduce, local.scalar_type(), summand.norm_order), local.options());
-  int64_t at = 0;
-  for (const auto& run : layout.split(m, extent, me)) {
-    out.narrow(dim, run.start, run.length).copy_(local.narrow(dim, at, run.length));
-    at += run.length;
-  }
-  return out;
 }
 
 } // namespace shardtensor

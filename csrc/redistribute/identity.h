@@ -1,0 +1,14 @@
+// What a summand holds where it adds nothing. Uses layout/. Used by redistribute.cpp and rules/.
+#pragma once
+
+#include "layout/placement.h"
+
+#include <c10/core/Scalar.h>
+#include <c10/core/ScalarType.h>
+
+namespace shardtensor {
+
+// Avg has none.
+at::Scalar identity(ReduceOp op, at::ScalarType type, double norm_order = 2.0);
+
+} // namespace shardtensor
