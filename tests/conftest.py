@@ -24,3 +24,9 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield get
     for pool in made.values():
         pool.stop()
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest, pools: Callable[[int], Pool]) -> Pool:
+    """A pool of two ranks, then one of four: for what is to hold on both."""
+    return pools(request.param)

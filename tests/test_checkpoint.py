@@ -177,7 +177,7 @@ def test_stock_and_plain(pools, stock, tmp_path):
         pools(world(other)).run(f"{__name__}:load", paths[2], other)
 
 
-@pytest.mark.parametrize("name", ["uneven 3", "three boxes 4"])
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "three boxes 4"])
 def test_one_file_and_back(pools, name, tmp_path):
     """torch's own converters, without ranks."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
@@ -257,7 +257,7 @@ def load_into_meta(path, name):
         assert got._layout == x._layout and got.device.type == "cpu" and torch.equal(whole(got), values())
 
 
-@pytest.mark.parametrize("name", ["uneven 3", "nested 4", "three boxes 4"])
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "nested 4", "three boxes 4"])
 def test_load_into_meta(pools, name, tmp_path):
     pools(world(name)).run(f"{__name__}:load_into_meta", str(tmp_path), name)
 
@@ -564,7 +564,7 @@ def one_file_per_rank(path, name):
         same_model(other, full(model), model)
 
 
-@pytest.mark.parametrize("name", ["uneven 3", "three boxes 4"])
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "three boxes 4"])
 def test_one_file_per_rank(pools, name, tmp_path):
     pools(world(name)).run(f"{__name__}:one_file_per_rank", str(tmp_path), name)
 
@@ -594,7 +594,7 @@ def plans_and_specs(name):
     assert type(again) is type(x) and torch.equal(whole(again), values())
 
 
-@pytest.mark.parametrize("name", ["uneven 3", "nested 4", "three boxes 4"])
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "nested 4", "three boxes 4"])
 def test_plans_and_specs(pools, name):
     pools(world(name)).run(f"{__name__}:plans_and_specs", name)
 

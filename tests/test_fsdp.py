@@ -53,12 +53,12 @@ def fully_sharded(over, options):
     plain = nn.Sequential(MLP(7))
     ours = copy.deepcopy(plain)
     if over == "tensor parallel":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
         style = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(ours[0], mesh["tp"], style)
         mesh = mesh["dp"]
     elif over == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     accumulate = options.pop("accumulate", 1)
@@ -77,9 +77,11 @@ OPTIONS = {
     "columns_kept": dict(columns=True, reshard_after_forward=False),
 }
 
+MESHES = [("nothing", 3), *((over, world) for over in ("nothing", "replicas", "tensor parallel") for world in (2, 4))]
+
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("over", "world"), [("nothing", 2), ("nothing", 3), ("replicas", 4), ("tensor parallel", 4)])
+@pytest.mark.parametrize(("over", "world"), MESHES)
 def test_trains_as_one_process(pools, over, world, options):
     if "columns" in options:
         needs_uneven_columns()

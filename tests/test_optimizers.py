@@ -128,31 +128,30 @@ def unscale_sees_every_rank():
         assert p.grad.full_tensor()[(row + 1) % 5, 0].item() == 0.5
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "name, how", [(n, h) for n in OPTIMIZERS for h in ("loop", "foreach", "fused") if h != "fused" or n in FUSED]
 )
-def test_step(pools, name, how, world):
-    assert pools(world).run(f"{__name__}:step_equals_torch", name, how, OPTIMIZERS[name])[0] == 18
+def test_step(ranks, name, how):
+    assert ranks.run(f"{__name__}:step_equals_torch", name, how, OPTIMIZERS[name])[0] == 18
 
 
 @pytest.mark.parametrize("how", ["loop", "foreach", "fused"])
-def test_communication(pools, how):
+def test_communication(ranks, how):
     # To R, S(0) and S(1), from summands and from S(0).
     want = [{"all_reduce": 1, "reduce_scatter": 2}, {"all_gather": 1, "all_to_all": 1}]
-    assert pools(3).run(f"{__name__}:one_reduction_per_gradient", how)[0] == want
+    assert ranks.run(f"{__name__}:one_reduction_per_gradient", how)[0] == want
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 @pytest.mark.parametrize("kind", [2.0, 1.0, float("inf"), "value"])
-def test_clip(pools, kind, foreach):
-    pools(3).run(f"{__name__}:clip_equals_torch", kind, foreach)
+def test_clip(ranks, kind, foreach):
+    ranks.run(f"{__name__}:clip_equals_torch", kind, foreach)
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
-def test_norms(pools, foreach):
-    pools(3).run(f"{__name__}:norms_of_lists", foreach)
+def test_norms(ranks, foreach):
+    ranks.run(f"{__name__}:norms_of_lists", foreach)
 
 
-def test_unscale(pools):
-    pools(3).run(f"{__name__}:unscale_sees_every_rank")
+def test_unscale(ranks):
+    ranks.run(f"{__name__}:unscale_sees_every_rank")

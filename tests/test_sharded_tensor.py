@@ -378,6 +378,9 @@ def broken(how):
         mine[1] = Shard(other, mine[1].metadata)
     elif how in ("dtypes", "requires_grads") and dist.get_rank() == 1:
         mine = [Shard(s.tensor.double() if how == "dtypes" else s.tensor.requires_grad_(), s.metadata) for s in mine]
+    elif how in ("pin_memory", "pin_memories") and dist.get_rank() == 1:
+        for shard in mine[how == "pin_memory" :]:
+            shard.tensor.is_pinned = lambda: True  # only with a GPU is there such memory
     elif how == "layout" and dist.get_rank() == 1:
         mine[0] = Shard(mine[0].tensor.to_sparse(), mine[0].metadata)
     elif how == "strides" and dist.get_rank() == 1:
@@ -414,6 +417,8 @@ def broken(how):
 MISMATCHES = {
     "dtype": "Local shards' tensor dtype property need to be the same on rank:1! Found one local shard tensor dtype=torch.float64",
     "requires_grad": "Local shards' tensor requires_grad property need to be the same on rank:1!",
+    "pin_memory": "Local shards' tensor pin_memory property need to be the same on rank:1! Found one local shard tensor pin_memory=True, the other",
+    "pin_memories": "ShardedTensor pin_memory property does not match from different ranks! Found pin_memory=False on rank:0, and pin_memory=True on rank:1.",
     "dtypes": "ShardedTensor dtype property does not match from different ranks! Found dtype=torch.float32 on rank:0, and dtype=torch.float64 on rank:1.",
     "requires_grads": "ShardedTensor requires_grad property does not match from different ranks!",
     "layout": "Only torch.strided layout is currently supported, but found torch.sparse_coo on rank:1!",
@@ -587,6 +592,72 @@ def test_to_other_dtypes_devices_and_groups():
         t.to([1])
     with pytest.raises(RuntimeError, match=r"Only `torch.contiguous_format` or `torch.preserve_format` is supported!"):
         t.cpu(memory_format=torch.channels_last)
+
+
+def places(t):
+    return [str(shard.placement) for shard in t.metadata().shards_metadata]
+
+
+@on_ranks(2, 3, 4)
+def test_cuda():
+    """Of fake tensors, which have another device's memory without the device; which one is current is said by hand."""
+    from shardtensor import sharded_tensor as st
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    me, world = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch.accelerator, "current_device_index", lambda: me)
+        for spec in (chunks(), spec_of("two to a rank")):
+            t = st.zeros(spec, *SIZES, pin_memory=True, requires_grad=True)
+            there = torch.empty(1, device="cuda")
+            for moved in (t.cuda(), t.cuda("cuda"), t.cuda(f"cuda:{me}", True), t.to("cuda"), t.to(there)):
+                assert moved.device == torch.device("cuda", me) and moved.requires_grad and not moved.is_pinned()
+                assert [s.tensor.device for s in moved.local_shards()] == [moved.device] * len(t.local_shards())
+                wanted = [f"rank:{s.placement.rank()}/cuda" + f":{me}" * (s.placement.rank() == me) for s in t.metadata().shards_metadata]
+                assert places(moved) == wanted == places(moved.cuda())
+                assert {s.metadata.placement.device() for s in moved.local_shards()} <= {moved.device}
+                assert moved.sharding_spec().build_metadata(SIZES, moved.metadata().tensor_properties).shards_metadata == moved.metadata().shards_metadata
+                assert places(moved.cpu()) == places(t) and moved.cpu().device.type == "cpu"
+            elsewhere = f"cuda:{me + world}"
+            with pytest.raises(AssertionError, match=r"Only device without device id .* is expected for ShardedTensor!"):
+                t.cuda(elsewhere)
+            with pytest.warns(UserWarning, match="only move tensor to its current device"):
+                assert t.to(elsewhere).device == torch.device("cuda", me)
+            with pytest.raises(RuntimeError, match=r"Only `torch.contiguous_format` or `torch.preserve_format` is supported!"):
+                t.cuda(memory_format=torch.channels_last)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@on_ranks(2)
+def test_without_a_gpu_the_error_is_torchs():
+    from shardtensor import sharded_tensor as st
+
+    t = lay(whole(), chunks())
+    for ours, torchs in [
+        (t.cuda, whole().cuda),
+        (lambda: st.zeros(chunks(), *SIZES, pin_memory=True), lambda: torch.zeros(1, pin_memory=True)),
+    ]:
+        with pytest.raises(RuntimeError) as wanted:
+            torchs()
+        with pytest.raises(RuntimeError) as raised:
+            ours()
+        assert str(raised.value) == str(wanted.value)
+    holds(t, whole())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@on_ranks(2)
+def test_on_a_gpu():
+    from shardtensor import sharded_tensor as st
+
+    t = lay(whole(), spec_of("two to a rank"))
+    moved = t.cuda()
+    assert all(s.tensor.is_cuda and torch.equal(s.tensor.cpu(), h.tensor) for s, h in zip(moved.local_shards(), t.local_shards(), strict=True))
+    holds(moved.cpu(), whole())
+    pinned = st.full(chunks(), SIZES, 3.0, pin_memory=True)
+    assert pinned.is_pinned() and all(s.tensor.is_pinned() for s in pinned.local_shards())
+    again = st.init_from_local_shards(pinned.local_shards(), *SIZES)
+    assert again.is_pinned() and not again.cuda().is_pinned()
 
 
 @on_ranks(3)
