@@ -29,6 +29,15 @@ std::optional<Tensors> tensor_list(const py::list& list) {
   return out;
 }
 
+const Mesh* mesh_of(const at::Tensor& t) {
+  const auto* impl = as_shard_tensor(t);
+  return impl ? &impl->layout().mesh() : nullptr;
+}
+
+bool all_on(const Mesh* mesh, const Tensors& tensors) {
+  return mesh && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return mesh_of(t) == mesh; });
+}
+
 py::list as_list(const Tensors& list) {
   py::list out(list.size());
   for (size_t n = 0; n < list.size(); ++n) {
@@ -51,13 +60,17 @@ void register_tensor(py::module& m) {
   m.def("set_local", [](const at::Tensor& t, const at::Tensor& local) { shard_tensor(t, "_local_tensor").set_local(local); });
   m.def("of_one_mesh", [](const py::list& list) {
     const auto tensors = tensor_list(list);
-    const Mesh* mesh = nullptr;
-    return tensors && std::all_of(tensors->begin(), tensors->end(), [&](const at::Tensor& t) {
-             const auto* impl = as_shard_tensor(t);
-             const bool same = impl && (!mesh || mesh == &impl->layout().mesh());
-             mesh = same ? &impl->layout().mesh() : mesh;
-             return same;
-           });
+    return tensors && !tensors->empty() && all_on(mesh_of((*tensors)[0]), *tensors);
+  });
+  m.def("gradients_on_mesh_of", [](const at::Tensor& t, const py::list& list) {
+    const auto parameters = tensor_list(list);
+    Tensors gradients;
+    for (const auto& parameter : parameters.value_or(Tensors())) {
+      if (const auto& gradient = parameter.grad(); gradient.defined()) {
+        gradients.push_back(gradient);
+      }
+    }
+    return parameters && all_on(mesh_of(t), gradients);
   });
   m.def("layout", [](const at::Tensor& t) { return as_mutable(shard_tensor(t, "layout").layout_ptr()); });
   m.def("is_traced", [](const at::Tensor& t) { return shard_tensor(t, "is_traced").traced(); });

@@ -103,12 +103,8 @@ constexpr int kTag = 0x5d; // of messages between two ranks, apart from a user's
 
 std::atomic<bool> g_call_alone{false};
 
-bool alone(const Mesh& mesh, int64_t mesh_dim) {
-  return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
-}
-
 bool stays(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim) {
-  return alone(mesh, mesh_dim) || !has_values(t);
+  return is_alone(mesh, mesh_dim) || !has_values(t);
 }
 
 // What works on one flat buffer; torch 2.15 renamed the three.
@@ -309,6 +305,10 @@ bool is_calling() {
   return t_calling > 0;
 }
 
+bool is_alone(const Mesh& mesh, int64_t mesh_dim) {
+  return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
+}
+
 void call_alone(bool on) {
   g_call_alone = on;
 }
@@ -376,7 +376,7 @@ Completion start_all_gather(
   if (pieces[me].data_ptr() != mine.data_ptr()) {
     pieces[me].copy_(mine);
   }
-  if (alone(mesh, mesh_dim)) {
+  if (is_alone(mesh, mesh_dim)) {
     return nothing();
   }
   auto group = group_of(mesh, mesh_dim, "all_gather");
@@ -472,7 +472,7 @@ Completion start_all_to_all(
   if (!has_values(in)) {
     return nothing();
   }
-  if (alone(mesh, mesh_dim)) {
+  if (is_alone(mesh, mesh_dim)) {
     as_bytes(out).copy_(as_bytes(in));
     return nothing();
   }

@@ -86,7 +86,9 @@ void set_listener(Listener listener);
 // Whether this thread is in a call to a process group from here.
 bool is_calling();
 
-// A rank that is alone along a mesh dim makes no call. For tests of a backend with one rank: make it still.
+// A rank that is alone along a mesh dim makes no call.
+bool is_alone(const Mesh& mesh, int64_t mesh_dim);
+// For tests of a backend with one rank: it makes it still.
 void call_alone(bool on);
 
 } // namespace shardtensor::comm

@@ -490,6 +490,11 @@ void go_at_once(State& s, const Layout& to) {
 
 void take_step(State& s, const Step& step, const Layout& to) {
   const auto m = step.mesh_dim;
+  // Who is alone along the mesh dim has it all, whatever its placement; but a norm's summand may be negative.
+  if (m >= 0 && comm::is_alone(s.mesh(), m) && s.layout->placement(m).reduce != ReduceOp::Norm) {
+    s.layout = layout_after(step, *s.layout, to);
+    return;
+  }
   switch (step.kind) {
     case StepKind::AllReduce:
       return reduce_everywhere(s, m);

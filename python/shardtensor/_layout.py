@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -67,18 +67,21 @@ def placements_of(layout: _C.Layout) -> tuple[Placement, ...]:
 # Layouts by what they were asked for with: looking one up costs less than encoding its placements again.
 _known: dict[Hashable, _C.Layout] = {}
 _MOST_KNOWN = 4096
+_Where = TypeVar("_Where", _C.Mesh, _C.Layout)
+_Placements = TypeVar("_Placements", bound=Sequence[Placement] | None)
+_Ndim = TypeVar("_Ndim", bound=int | None)
 
 
 def _remembered(
-    where: _C.Mesh | _C.Layout, placements: Sequence[Placement] | None, ndim: int | None, make: Callable[[], _C.Layout]
+    make: Callable[[_Where, _Placements, _Ndim, str], _C.Layout], where: _Where, placements: _Placements, ndim: _Ndim, who: str
 ) -> _C.Layout:
     key = (where, tuple(placements) if isinstance(placements, list) else placements, ndim)
     try:
         layout = _known.get(key)
     except TypeError:  # something among the placements that is none: make() says so
-        return make()
+        return make(where, placements, ndim, who)
     if layout is None:
-        layout = make()
+        layout = make(where, placements, ndim, who)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[key] = layout
@@ -96,12 +99,12 @@ def make_layout(
     """The layout of a tensor of `ndim` dims; placements default to Replicate, negative dims are normalised."""
     mesh = as_mesh(device_mesh)
     if cuts:
-        return _make(mesh, placements, ndim, cuts, who)
-    return _remembered(mesh, placements, ndim, lambda: _make(mesh, placements, ndim, (), who))
+        return _make(mesh, placements, ndim, who, cuts)
+    return _remembered(_make, mesh, placements, ndim, who)
 
 
 def _make(
-    mesh: _C.Mesh, placements: Sequence[Placement] | None, ndim: int | None, cuts: Sequence[Sequence[int] | None], who: str
+    mesh: _C.Mesh, placements: Sequence[Placement] | None, ndim: int | None, who: str, cuts: Sequence[Sequence[int] | None] = ()
 ) -> _C.Layout:
     where = f"{who}: argument 'placements' (rank {mesh.rank})"
     dims = len(mesh.shape)
@@ -117,7 +120,7 @@ def _make(
 def layout_elsewhere(mesh: _C.Mesh, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
     """The layout after a move to another mesh, where all is cut evenly."""
 
-    layout = _make(mesh, placements, ndim, (), who)
+    layout = _make(mesh, placements, ndim, who)
     if layout.has_partial:
         raise _no_summands(placements, mesh, who)
     return layout
@@ -131,15 +134,15 @@ def _no_summands(placements: Sequence[Placement], mesh: _C.Mesh, who: str) -> Ru
 
 def moved_layout(layout: _C.Layout, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
     """The layout after a redistribution: mesh dims that go on cutting the same dim keep their cuts, the others cut evenly."""
+    return _remembered(_make_moved, layout, placements, ndim, who)
 
-    def make() -> _C.Layout:
-        even = _make(layout.mesh, placements, ndim, (), who)
-        for before, after in zip(layout.placements, even.placements, strict=True):
-            if after[0] == _PARTIAL and after != before:
-                raise _no_summands(placements, layout.mesh, who)
-        return _make(layout.mesh, placements, ndim, fitting_cuts(layout, even.placements), who)
 
-    return _remembered(layout, placements, ndim, make)
+def _make_moved(layout: _C.Layout, placements: Sequence[Placement], ndim: int, who: str) -> _C.Layout:
+    even = _make(layout.mesh, placements, ndim, who)
+    for before, after in zip(layout.placements, even.placements, strict=True):
+        if after[0] == _PARTIAL and after != before:
+            raise _no_summands(placements, layout.mesh, who)
+    return _make(layout.mesh, placements, ndim, who, fitting_cuts(layout, even.placements))
 
 
 def cuts_from_shapes(

@@ -87,10 +87,8 @@ def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clip)
     def run(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
         parameters = _as_list(parameters)
-        if isinstance(total_norm, ShardTensor):
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if not _C.of_one_mesh([total_norm, *gradients]):
-                total_norm = total_norm.full_tensor()
+        if isinstance(total_norm, ShardTensor) and not _C.gradients_on_mesh_of(total_norm, parameters):
+            total_norm = total_norm.full_tensor()
         clip(parameters, max_norm, total_norm, foreach)
 
     return run

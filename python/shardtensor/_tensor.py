@@ -26,6 +26,7 @@ from shardtensor._layout import (
     ShardingShapes,
     fitting_cuts,
     make_layout,
+    moved_layout,
     placements_of,
 )
 from shardtensor._mesh import as_device_mesh, at_home, current_mesh
@@ -268,7 +269,10 @@ class ShardTensor(DTensor):
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
         if _C.is_traced(self) and _shards.wrapper_of(self) is not None:
             return _shards.redistribute(self, placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
-        layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
+        if device_mesh is None and sharding_shapes is None:
+            layout = moved_layout(self._layout, placements, self.ndim, who=who)
+        else:
+            layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype, async_op)
 
     def explain(
