@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from oracle import EMPTY, EVEN, UNEVEN, mesh_of, place
 from test_fsdp import columns, needs_uneven_columns
+from test_optimizers import OPTIMIZERS
 from test_parallel import DOUBLE, MLP, Attention, full, mesh_here
 from torch import nn
 
@@ -601,11 +602,30 @@ def other_optimizers(name):
     same_parameters(*models)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+OTHERS = ["Adafactor", "LBFGS", "Muon"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers(ranks, name):
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     ranks.run(f"{__name__}:other_optimizers", name)
+
+
+def sparse_gradients():
+    """There are none: the one optimizer that is for them refuses dense ones, and the op that makes them says so."""
+    weight = nn.Parameter(place(torch.ones(5, 4), mesh_here(), ("S(0)",), UNEVEN))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
+        torch.optim.SparseAdam([weight]).step()
+    with pytest.raises(NotImplementedError, match="gradients of ShardTensors are dense, pass sparse=False"):
+        nn.functional.embedding(place(torch.tensor([0, 1]), mesh_here(), ("R",), EVEN), weight, sparse=True)
+
+
+def test_every_optimizer_of_torch(ranks):
+    there = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
+    assert there - {"Optimizer", "SparseAdam"} <= {*OPTIMIZERS, *OTHERS}
+    ranks.run(f"{__name__}:sparse_gradients")
 
 
 # ---- clipping over several meshes ----
@@ -648,10 +668,16 @@ def _replicate():
 
 
 def clipped(kind, foreach):
+    from shardtensor import _C, ShardTensor
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
     for order in (0.0, 1.0, 2.0, 3.0, float("inf")):
         values, placed = gradients(kind)
+        cut = [t for t in placed if isinstance(t, ShardTensor) and not any(p.is_partial() for p in t.placements)]
+        _C.reset_comm_counts()
+        get_total_norm([values[0], *cut], order, foreach=foreach)
+        meshes = {t._layout.mesh for t in cut}
+        assert {name: calls for name, (calls, _) in _C.comm_counts().items()} == {"all_reduce": len(meshes)}
         want = get_total_norm(values, order, foreach=foreach)
         torch.testing.assert_close(full(get_total_norm(placed, order, foreach=foreach)), want)
         plain, ours = with_gradients(values), with_gradients(placed)
