@@ -579,6 +579,7 @@ def other_optimizers(name):
         from torch.optim import _muon
 
         patch.setattr(_muon, "torch", SimpleNamespace(**{**vars(torch), "bfloat16": DOUBLE}))
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # in torch 2.11
     values = []
     for model in models:
         parameters = {

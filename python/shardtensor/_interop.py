@@ -39,6 +39,8 @@ def _is_mixed(leaves: list[Any]) -> bool:
 
 def _again(op: Any, leaves: list[Any], tree: Any) -> Any:
     args, kwargs = pytree.tree_unflatten([_promote(t) for t in leaves], tree)
+    if any(isinstance(t, ShardTensor) and _C.is_traced(t) for t in leaves):  # which torch 2.11 gives to its engine as well
+        return ShardTensor.__torch_dispatch__(op, (), args, kwargs)
     return op(*args, **kwargs)
 
 
