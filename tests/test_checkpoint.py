@@ -241,6 +241,8 @@ def save_later(path, name, way):
 @pytest.mark.parametrize("way", ["default", "twice", "writer"])
 @pytest.mark.parametrize(("saved", "loaded"), [("uneven 2", "uneven 3"), ("three boxes 4", "uneven 2"), ("uneven 3", "nested 4")])
 def test_async_save(pools, saved, loaded, way, tmp_path):
+    if way == "twice" and torch.__version__ < "2.15":
+        pytest.skip("this torch's stager serves once")
     pools(world(saved)).run(f"{__name__}:save_later", str(tmp_path), saved, way)
     pools(world(loaded)).run(f"{__name__}:load", str(tmp_path), loaded)
 

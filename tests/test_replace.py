@@ -89,7 +89,7 @@ def test_fsdp(pools, world_mesh, options):
 
 
 SCRIPT = """
-import sys
+import os, sys
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -113,6 +113,8 @@ made = {type(p.data).__name__ for p in model.parameters()} | {type(distribute_te
 if dist.get_rank() == 0:
     print(sys.argv[1:], *sorted(made), f"{loss.item():.6f}", isinstance(next(model.parameters()), DTensor))
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # stock torch's threads, too, abort a process now and then while it ends
 """
 
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.tensor import DTensor
 
 MODULES = ["", ".parallel", ".experimental", ".debug", ".placement_types", ".device_mesh"]
@@ -56,6 +57,8 @@ def test_method(name):
 
 def test_page():
     """docs/dtensor.md has each name once, and says of it what is so."""
+    if torch.__version__ < "2.15":
+        pytest.skip("the page has the names of torch 2.15")
     rows = re.findall(r"^\| `([\w.]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     said = dict(rows)
     assert len(said) == len(rows)

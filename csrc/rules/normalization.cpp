@@ -318,8 +318,17 @@ GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::IntArrayRef who
       over != 0 || x.numel() == 0};
 }
 
-// The op takes its sizes as numbers besides: those of this rank's piece.
+// The op takes its sizes as numbers besides: those of this rank's piece. Its kernels read memory in order: who calls them has
+// made the whole contiguous, which a piece need not be.
 void call_group_op(Run& run, const GroupPiece& piece) {
+  const auto input = Arguments{run}.tensor("input");
+  const auto format = input.is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
+  for (size_t i = 0; i < run.op.schema().arguments().size(); ++i) {
+    if (run.arg(i).isTensor()) {
+      const auto t = run.arg(i).toTensor();
+      run.arg(i) = t.contiguous(t.dim() == input.dim() ? format : at::MemoryFormat::Contiguous);
+    }
+  }
   const auto set = [&](const char* name, int64_t value) { run.arg(*run.op.schema().argumentIndexWithName(name)) = value; };
   set("N", piece.sizes[0]);
   set("C", piece.sizes[1] * piece.sizes[2]);

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.utils._pytree import tree_leaves
 
 from shardtensor import _C, _handlers, _shards
@@ -573,4 +573,6 @@ def _rebuild_spec(
 
 _C.set_python_class(ShardTensor)
 _C.install_getitem(ShardTensor)
-torch.serialization.add_safe_globals([ShardTensor, ShardTensorSpec, _NormPartial, _rebuild, _rebuild_spec, _shards.rebuild])
+torch.serialization.add_safe_globals(
+    [ShardTensor, ShardTensorSpec, _NormPartial, _StridedShard, _rebuild, _rebuild_spec, _shards.rebuild]
+)
