@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import opinfo
 import pytest
-import torch
-
-if torch.__version__ < "2.15":
-    pytest.skip("the database is another one in an earlier torch", allow_module_level=True)
 
 # What raises NotImplementedError, and why.
 _MEMORY = "a ShardTensor's pieces cannot be given another memory in place"
