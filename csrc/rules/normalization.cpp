@@ -97,6 +97,18 @@ Factor kernel_factor(std::optional<ReduceOp> reduce = std::nullopt) {
   return f;
 }
 
+// The kernels read memory in order. Who calls them has made the whole contiguous, which a piece need not be.
+void call_in_order(Run& run, at::MemoryFormat format) {
+  const auto ndim = Arguments{run}.tensor("input").dim();
+  const auto& arguments = run.op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (const auto t = Arguments{run}.tensor(arguments[i].name().c_str()); t.defined() && !arguments[i].alias_info()) {
+      run.arg(i) = t.contiguous(t.dim() == ndim ? format : at::MemoryFormat::Contiguous);
+    }
+  }
+  run.call_op();
+}
+
 // ---- layer norm and rms norm: the last dims share statistics, those before are batch ----
 
 struct LayerDims {
@@ -318,23 +330,15 @@ GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::IntArrayRef who
       over != 0 || x.numel() == 0};
 }
 
-// The op takes its sizes as numbers besides: those of this rank's piece. Its kernels read memory in order: who calls them has
-// made the whole contiguous, which a piece need not be.
+// The op takes its sizes as numbers besides: those of this rank's piece.
 void call_group_op(Run& run, const GroupPiece& piece) {
-  const auto input = Arguments{run}.tensor("input");
-  const auto format = input.is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
-  for (size_t i = 0; i < run.op.schema().arguments().size(); ++i) {
-    if (run.arg(i).isTensor()) {
-      const auto t = run.arg(i).toTensor();
-      run.arg(i) = t.contiguous(t.dim() == input.dim() ? format : at::MemoryFormat::Contiguous);
-    }
-  }
   const auto set = [&](const char* name, int64_t value) { run.arg(*run.op.schema().argumentIndexWithName(name)) = value; };
   set("N", piece.sizes[0]);
   set("C", piece.sizes[1] * piece.sizes[2]);
   set("HxW", piece.sizes[3]);
   set("group", piece.sizes[1]);
-  run.call_op();
+  const auto input = Arguments{run}.tensor("input");
+  call_in_order(run, input.is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous);
 }
 
 void group_norm_kernel(Run& run) {
@@ -467,7 +471,7 @@ void batch_norm_kernel(Run& run) {
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
   const auto group = batch_group(run, input, run.operands[0].sizes);
   if (input.numel() && !(is_training(args) && group.over)) {
-    return run.call_op();
+    return call_in_order(run, input.suggest_memory_format());
   }
   if (!is_training(args)) {
     const auto none = at::empty({0}, input.options());
@@ -514,7 +518,7 @@ void batch_norm_backward_kernel(Run& run) {
   const auto save = args.tensor(run.op.schema().argumentIndexWithName("save_invstd") ? "save_invstd" : "save_var");
   const auto group = batch_group(run, input, run.operands[0].sizes);
   if (input.numel() && !(is_training(args) && group.over)) {
-    return run.call_op();
+    return call_in_order(run, input.suggest_memory_format());
   }
   if (!is_training(args)) {
     const auto zeros = at::zeros({input.size(1)}, (weight.defined() ? weight : input).options());
