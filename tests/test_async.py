@@ -67,12 +67,16 @@ def not_done_at_once(shape):
         if me != 0:
             store.wait([key])  # rank 0 is past its call
         y = x.redistribute(**move, async_op=True)
-        views = [y.t(), y.detach(), y.unsqueeze(0)[0].transpose(0, 1)]
-        assert y.shape == SIZES and views[0].shape == SIZES[::-1] and y.placements == tuple(move["placements"])
+        views = {"t": y.t(), "detach": y.detach(), "transpose": y.unsqueeze(0)[0].transpose(0, 1)}
+        wanted = {"t": data().t(), "detach": data(), "transpose": data().t()}
+        if y._layout.is_replicated:
+            views |= {"rows": y[1:], "view": y.view(3, 2, 5)}
+            wanted |= {"rows": data()[1:], "view": data().view(3, 2, 5)}
+        assert y.shape == SIZES and views["t"].shape == SIZES[::-1] and y.placements == tuple(move["placements"])
         if me == 0:
             store.set(key, "past")
-        for view, want in zip(views, [data().t(), data(), data().t()], strict=True):
-            assert torch.equal(view.full_tensor(), want)
+        for name, view in views.items():
+            assert torch.equal(view.full_tensor(), wanted[name]), name
         now = x.redistribute(**move)
         assert torch.equal(y._local_tensor, now._local_tensor)
 

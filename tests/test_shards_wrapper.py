@@ -559,7 +559,7 @@ def bare(path):
     dcp.async_save({"x": want + 1}, checkpoint_id=path + "later").result()
     dcp.load({"x": x}, checkpoint_id=path + "later")
     assert torch.equal(x, want + 1)
-    with pytest.raises(dcp.CheckpointException, match=r"out of bounds chunk|Failed to validate global plan"):
+    with pytest.raises(dcp.CheckpointException, match="out of bounds chunk" if torch.__version__ >= "2.15" else "Failed to validate global plan"):
         dcp.save({"x": some()}, checkpoint_id=path)
 
 

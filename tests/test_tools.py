@@ -59,7 +59,6 @@ def counted_flops():
         by_module = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
         counts.append((counter.get_total_flops(), by_module))
     assert counts[0] == counts[1] and counts[0][0] == 3 * 2 * 4 * (6 * 7 + 7 * 5 + 5 * 3)
-    counted = 0
     for f in (
         lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v),
         lambda q, k, v: nn.functional.conv1d(q.flatten(0, 1), k[0, :, :, :3]),
@@ -72,8 +71,7 @@ def counted_flops():
                 f(*arguments).sum().backward()
             totals.append(counter.get_total_flops())
         assert totals[0] == totals[1], totals
-        counted += totals[0]
-    assert counted > 0  # not every torch counts them all
+        assert totals[0] > 0 or torch.__version__ < "2.15"  # which does not count them all
 
 
 def test_flop_counter(ranks):

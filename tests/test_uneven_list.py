@@ -155,7 +155,7 @@ CASES = [
     local("median_columns", lambda x: tuple(x.median(1)), X),
     op("quantile", lambda x: (x.quantile(0.3, dim=0), x.nanquantile(0.5)), X),
     op("dist", lambda x, y: torch.dist(x, y), X, X),
-    local("trace", lambda x: x.trace(), (8, 8)),  # of a taller matrix torch 2.11's gradient is wrong
+    local("trace", lambda x: x.trace(), X if torch.__version__ >= "2.15" else (8, 8)),  # of a taller matrix torch 2.11's gradient is wrong
     # sort and scans
     local("sort_columns", lambda x: tuple(x.sort(1)), X),
     op("sort_rows", lambda x: tuple(x.sort(0, descending=True)), X),
