@@ -25,7 +25,7 @@ class RankError(AssertionError):
     """What went wrong on the ranks of one call."""
 
 
-def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, backend: str, store: str, pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, _HERE)
     import torch
@@ -33,8 +33,10 @@ def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
 
     torch.set_num_threads(1)
     try:
+        if backend.endswith("_like"):
+            importlib.import_module("nccl_like").register()
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40)
+            backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40)
         )
         import shardtensor  # noqa: F401
 
@@ -60,8 +62,9 @@ def _serve(rank: int, world: int, store: str, pipe: Any) -> None:
 
 
 class Pool:
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, backend: str = "gloo") -> None:
         self.world = world
+        self.backend = backend
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -72,7 +75,7 @@ class Pool:
         os.unlink(store)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world, self.backend, store, theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -95,8 +98,7 @@ class Pool:
                     end = min(end, time.monotonic() + 3)
         errors = [f"--- rank {r} ---\n{text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
         if errors:
-            if waiting or len(errors) < self.world or any(text in ("died", "no answer") for _, text in answers):
-                self.stop()  # the ranks may be out of step
+            self.stop()  # the ranks may be out of step, and a group that timed out is of no more use
             raise RankError("\n".join(errors))
         return [value for _, value in answers]
 

@@ -69,9 +69,11 @@ GroupPtr group_of(const Mesh& mesh, int64_t mesh_dim, const char* what) {
 
 // All that tells backends apart. What is false is done in a way that every backend has.
 struct Backend {
-  bool groups = false;  // several calls can be made as one
+  bool gathers = false; // all-gathers of one buffer, and of lists whose pieces have any sizes, each in one launch
   bool adds_up = false; // reduces on the way, pieces of any size
+  bool bitwise = false; // all-reduces by and, or, xor of bits
   bool sends = false;   // between two ranks, and the others need not call
+  bool batches = false; // several sends and receives can be made as one, and the others need not call
   bool by_host = false; // sends from main memory alone
 };
 
@@ -80,13 +82,12 @@ Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
   if (std::none_of(types.begin(), types.end(), [&](c10::Device d) { return d.type() == device.type(); })) {
     return {}; // a group written in Python
   }
-  const auto backend = group.getBackend(device.type());
-  const auto name = backend->getBackendName();
-  if (name == "nccl") {
-    return {.groups = backend->supportsCoalescing(), .adds_up = true};
+  const auto name = group.getBackend(device.type())->getBackendName();
+  if (name == "nccl" || name == "nccl2" || name == "nccl-lazy") { // torch 2.15's "nccl" calls itself nccl2
+    return {.gathers = true, .adds_up = true, .batches = name == "nccl2"};
   }
   if (name == "gloo") {
-    return {.sends = device.is_cpu(), .by_host = !device.is_cpu()};
+    return {.bitwise = true, .sends = device.is_cpu(), .by_host = !device.is_cpu()};
   }
   return {};
 }
@@ -182,6 +183,13 @@ class Messages {
     works_.push_back(guarded(where_, [&] { return group_.recv(buffer, static_cast<int>(rank), kTag); }));
     buffers_.push_back(bytes);
   }
+  // Between the two, sends and receives are only noted, to be made as one.
+  void begin_batch(c10::DeviceType device) {
+    guarded(where_, [&] { group_.startCoalescing(device); });
+  }
+  void end_batch(c10::DeviceType device) {
+    works_ = {guarded(where_, [&] { return group_.endCoalescing(device); })};
+  }
   Completion arrival() && {
     return waiting_for(where_, std::move(works_), std::move(buffers_));
   }
@@ -210,7 +218,7 @@ c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
     case ReduceOp::Bor:
       return dtype == at::kBool ? c10d::ReduceOp::MAX : c10d::ReduceOp::BOR;
     case ReduceOp::Bxor:
-      return c10d::ReduceOp::BXOR;
+      return dtype == at::kBool ? c10d::ReduceOp::SUM : c10d::ReduceOp::BXOR;
   }
   return c10d::ReduceOp::SUM;
 }
@@ -313,6 +321,88 @@ void call_alone(bool on) {
   g_call_alone = on;
 }
 
+namespace {
+
+bool of_one_size(const std::vector<at::Tensor>& pieces) {
+  return std::all_of(pieces.begin(), pieces.end(), [&](const auto& p) { return p.numel() == pieces[0].numel(); });
+}
+
+std::vector<int64_t> coordinates_by_group_rank(const Mesh& mesh, int64_t mesh_dim) {
+  std::vector<int64_t> out(mesh.size(mesh_dim));
+  for (int64_t c = 0; c < mesh.size(mesh_dim); ++c) {
+    out[mesh.group_rank(mesh_dim, c)] = c;
+  }
+  return out;
+}
+
+Completion gather_at_once(
+    const Where& where, c10d::ProcessGroup& group, const std::vector<at::Tensor>& pieces, const Mesh& mesh, bool as_one) {
+  std::vector<at::Tensor> own{as_bytes(pieces[mesh.coordinate()[where.mesh_dim]])};
+  if (as_one && of_one_size(pieces) && !mesh.is_reordered(where.mesh_dim)) {
+    const auto first = as_bytes(pieces[0]);
+    auto whole = first.as_strided({own[0].numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
+    return waiting_for(where, {guarded(where, [&] { return (group.*kGather)(whole, own[0], {}); })}, {whole});
+  }
+  std::vector<std::vector<at::Tensor>> places(1);
+  for (const auto c : coordinates_by_group_rank(mesh, where.mesh_dim)) {
+    places[0].push_back(as_bytes(pieces[c]));
+  }
+  return waiting_for(where, {guarded(where, [&] { return group.allgather(places, own); })}, places[0]);
+}
+
+// One broadcast per piece, straight into its place: any sizes, no padding, no copy afterwards.
+Completion gather_by_broadcasts(
+    const Where& where, c10d::ProcessGroup& group, const std::vector<at::Tensor>& pieces, const Mesh& mesh) {
+  std::vector<WorkPtr> works;
+  std::vector<at::Tensor> buffers;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (pieces[i].numel() == 0) {
+      continue;
+    }
+    std::vector<at::Tensor> buffer{as_bytes(pieces[i])};
+    buffers.push_back(buffer[0]);
+    c10d::BroadcastOptions options;
+    options.rootRank = mesh.group_rank(where.mesh_dim, static_cast<int64_t>(i));
+    works.push_back(guarded(where, [&] { return group.broadcast(buffer, options); }));
+  }
+  return waiting_for(where, std::move(works), std::move(buffers));
+}
+
+Completion gather_from(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    const std::vector<at::Tensor>& pieces,
+    const Mesh& mesh,
+    bool as_one,
+    const Backend& backend) {
+  return backend.gathers ? gather_at_once(where, group, pieces, mesh, as_one) : gather_by_broadcasts(where, group, pieces, mesh);
+}
+
+bool is_bitwise(ReduceOp op) {
+  return op == ReduceOp::Band || op == ReduceOp::Bor || op == ReduceOp::Bxor;
+}
+
+// Everyone combines everything, for backends that do not know `op`.
+Completion reduce_by_gathering(
+    const Where& where, c10d::ProcessGroup& group, at::Tensor tensor, const Mesh& mesh, ReduceOp op, const Backend& backend) {
+  const auto n = mesh.size(where.mesh_dim);
+  auto pieces = at::empty({n, tensor.numel()}, tensor.options()).unbind();
+  pieces[mesh.coordinate()[where.mesh_dim]].copy_(tensor.view(-1));
+  auto gathered = gather_from(where, group, pieces, mesh, /*as_one=*/true, backend);
+  return [gathered = std::move(gathered), pieces = std::move(pieces), tensor = std::move(tensor), op]() mutable {
+    gathered();
+    auto& sum = pieces[0];
+    for (size_t c = 1; c < pieces.size(); ++c) {
+      op == ReduceOp::Band  ? sum.bitwise_and_(pieces[c])
+      : op == ReduceOp::Bor ? sum.bitwise_or_(pieces[c])
+                            : sum.bitwise_xor_(pieces[c]);
+    }
+    tensor.copy_(sum.view(tensor.sizes()));
+  };
+}
+
+} // namespace
+
 Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
   if (stays(tensor, mesh, mesh_dim)) {
     return nothing();
@@ -322,12 +412,18 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
     return nothing();
   }
   auto group = group_of(mesh, mesh_dim, "all_reduce");
+  const Where where(Kind::AllReduce, mesh, mesh_dim);
+  if (is_bitwise(op) && tensor.scalar_type() != at::kBool) {
+    if (const auto backend = backend_of(*group, tensor.device()); !backend.bitwise) {
+      count(Kind::AllReduce, static_cast<int64_t>(tensor.nbytes()), mesh, mesh_dim);
+      return reduce_by_gathering(where, *group, std::move(tensor), mesh, op, backend);
+    }
+  }
   auto buffer = reducible(tensor, op);
   std::vector<at::Tensor> tensors{buffer};
   c10d::AllreduceOptions options;
   options.reduceOp = op_for(op, tensor.scalar_type());
   count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()), mesh, mesh_dim);
-  const Where where(Kind::AllReduce, mesh, mesh_dim);
   auto work = guarded(where, [&] { return group->allreduce(tensors, options); });
   return [where, work = std::move(work), tensor = std::move(tensor), buffer = std::move(buffer), op,
           n = mesh.size(mesh_dim)]() mutable {
@@ -358,14 +454,10 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
   }
 }
 
-namespace {
-
-bool of_one_size(const std::vector<at::Tensor>& pieces) {
-  return pieces[0].numel() &&
-         std::all_of(pieces.begin(), pieces.end(), [&](const auto& p) { return p.numel() == pieces[0].numel(); });
+bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
+  return !stays(mine, mesh, mesh_dim) && !mesh.is_reordered(mesh_dim) &&
+         backend_of(*group_of(mesh, mesh_dim, "all_gather"), mine.device()).gathers;
 }
-
-} // namespace
 
 Completion start_all_gather(
     std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one) {
@@ -380,35 +472,12 @@ Completion start_all_gather(
     return nothing();
   }
   auto group = group_of(mesh, mesh_dim, "all_gather");
-  const auto device = mine.device();
-  const auto backend = backend_of(*group, device);
   const Where where(Kind::AllGather, mesh, mesh_dim);
   count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
-  if (backend.groups && as_one && pieces.size() > 1 && of_one_size(pieces) && !mesh.is_reordered(mesh_dim)) {
-    auto own = as_bytes(pieces[me]), first = as_bytes(pieces[0]);
-    auto whole = first.as_strided({own.numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
-    return waiting_for(where, {guarded(where, [&] { return ((*group).*kGather)(whole, own, {}); })}, {whole});
+  if (std::all_of(pieces.begin(), pieces.end(), [](const auto& p) { return p.numel() == 0; })) {
+    return nothing();
   }
-  // One broadcast per piece, straight into its place: any sizes, no padding, no copy afterwards.
-  std::vector<WorkPtr> works;
-  std::vector<at::Tensor> buffers;
-  if (backend.groups) {
-    group->startCoalescing(device.type());
-  }
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    if (pieces[i].numel() == 0) {
-      continue;
-    }
-    std::vector<at::Tensor> buffer{as_bytes(pieces[i])};
-    buffers.push_back(buffer[0]);
-    c10d::BroadcastOptions options;
-    options.rootRank = mesh.group_rank(mesh_dim, static_cast<int64_t>(i));
-    works.push_back(guarded(where, [&] { return group->broadcast(buffer, options); }));
-  }
-  if (backend.groups) {
-    works = {guarded(where, [&] { return group->endCoalescing(device.type()); })};
-  }
-  return waiting_for(where, std::move(works), std::move(buffers));
+  return gather_from(where, *group, pieces, mesh, as_one, backend_of(*group, mine.device()));
 }
 
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
@@ -416,14 +485,6 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
 }
 
 namespace {
-
-std::vector<int64_t> coordinates_by_group_rank(const Mesh& mesh, int64_t mesh_dim) {
-  std::vector<int64_t> out(mesh.size(mesh_dim));
-  for (int64_t c = 0; c < mesh.size(mesh_dim); ++c) {
-    out[mesh.group_rank(mesh_dim, c)] = c;
-  }
-  return out;
-}
 
 std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order) {
   std::vector<int64_t> out;
@@ -553,7 +614,8 @@ Completion exchange_with_all(
 }
 
 // Message by message, in an order that cannot lock up where a backend does them one after the other: pairs of ranks ascending,
-// the lower rank sends first. Not coalesced: NCCL would make a communicator of the whole group, for which all ranks must come.
+// the lower rank sends first. In one batch only where the backend says so: torch's older NCCL group would make a communicator of
+// the whole group for it, for which all ranks must come.
 Completion exchange_with_peers(
     const Where& where,
     c10d::ProcessGroup& group,
@@ -563,6 +625,11 @@ Completion exchange_with_peers(
     at::IntArrayRef in_bytes,
     at::IntArrayRef peers) {
   Messages messages(where, group);
+  const auto device = out.device().type();
+  const bool batches = backend_of(group, out.device()).batches;
+  if (batches) {
+    messages.begin_batch(device);
+  }
   int64_t out_at = 0, in_at = 0;
   for (size_t i = 0; i < peers.size(); ++i) {
     const auto send = [&] {
@@ -584,6 +651,9 @@ Completion exchange_with_peers(
     }
     in_at += in_bytes[i];
     out_at += out_bytes[i];
+  }
+  if (batches) {
+    messages.end_batch(device);
   }
   return std::move(messages).arrival();
 }

@@ -33,6 +33,8 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 Completion start_all_gather(
     std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one = false);
+// Whether the backend has a better way for pieces of one size that lie `as_one`, the own one among them.
+bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 
 // Contiguous buffers: `in` has what goes to coordinate 0, 1, ... one after the other, `out` what comes from each; sizes in
 // elements. This rank's own part is copied where it has a size, on both sides alike.

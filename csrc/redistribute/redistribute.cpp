@@ -52,6 +52,10 @@ int64_t length_of(const Intervals& runs) {
   return n;
 }
 
+bool of_one_length(const std::vector<Intervals>& pieces) {
+  return std::all_of(pieces.begin(), pieces.end(), [&](const auto& p) { return length_of(p) == length_of(pieces[0]); });
+}
+
 // Where the runs of a piece are in it.
 Intervals side_by_side(const Intervals& runs) {
   Intervals out;
@@ -333,8 +337,10 @@ void gather(State& s, int64_t m) {
     }
     complete(s, comm::start_all_gather(received, s.local, s.mesh(), m, /*as_one=*/true), {whole});
   } else {
-    // Pieces travel run after run. The own one is sent from where it is, unless it lies otherwise or may be written too soon.
-    const bool stage_own = s.later || !s.local.is_contiguous() || pieces[me].size() > 1;
+    // Pieces travel run after run. The own one is sent from where it is, unless it lies otherwise, may be written too soon, or
+    // all are better gathered side by side.
+    const bool as_one = of_one_length(pieces) && comm::gathers_as_one(s.local, s.mesh(), m);
+    const bool stage_own = as_one || s.later || !s.local.is_contiguous() || pieces[me].size() > 1;
     const auto rest = extent ? whole.numel() / extent : 0;
     auto flat = at::empty({rest * (extent - (stage_own ? 0 : length_of(pieces[me])))}, s.local.options());
     std::vector<Box> boxes;
@@ -355,7 +361,7 @@ void gather(State& s, int64_t m) {
       const auto own = pairs_between(s.local.sizes(), dim, pieces[me], dim, {{0, extent}});
       kernels::copy(s.local, own.from, whole, own.to);
     }
-    auto arrived = comm::start_all_gather(received, received[me], s.mesh(), m);
+    auto arrived = comm::start_all_gather(received, received[me], s.mesh(), m, as_one);
     auto finish = [arrived = std::move(arrived), flat, boxes, whole]() mutable {
       arrived();
       kernels::unpack(flat, boxes, whole);
