@@ -9,6 +9,7 @@
 #include "redistribute/transfer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/accumulate.h>
 
@@ -462,10 +463,12 @@ void make_partial(State& s, int64_t m, const Placement& p) {
   const bool repeats =
       p.reduce == ReduceOp::Avg || p.reduce == ReduceOp::Min || p.reduce == ReduceOp::Max || p.reduce == ReduceOp::Band;
   if (!repeats && s.mesh().coordinate()[m] != 0) {
-    const bool number = s.local.unsafeGetTensorImpl()->is_wrapped_number();
-    s.local = at::full_like(s.local, identity(p.reduce, s.local.scalar_type(), p.norm_order));
-    if (number) { // type promotion must not tell the ranks apart
+    const auto nothing = identity(p.reduce, s.local.scalar_type(), p.norm_order);
+    if (s.local.unsafeGetTensorImpl()->is_wrapped_number()) { // type promotion must not tell the ranks apart
+      s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number under a fake mode too
       s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
+    } else {
+      s.local = at::full_like(s.local, nothing);
     }
   }
   s.layout = s.layout->with(m, p);
@@ -535,6 +538,10 @@ void in_step(const Layout& from, const Layout& to, const Step& step, F&& run) {
   }
 }
 
+bool is_lazy(const at::Tensor& t) {
+  return t.is_conj() || t.is_neg();
+}
+
 bool communicates(const Step& step) {
   return step.kind != StepKind::Slice && step.kind != StepKind::MakePartial && step.kind != StepKind::Pad;
 }
@@ -586,7 +593,7 @@ at::Tensor redistribute(
     return local;
   }
   // Bytes travel: what a lazily conjugated or negated piece stands for is computed first.
-  State s{{local.resolve_conj().resolve_neg()}, LayoutPtr::reclaim_copy(&from), sizes};
+  State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   const auto& steps = plan_for(from, to, bytes).steps;
   const auto last = std::find_if(steps.rbegin(), steps.rend(), communicates);

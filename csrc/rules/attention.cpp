@@ -28,13 +28,19 @@ struct Attention {
   }
 };
 
-// query [b, h, s, d], key and value [b, h / repeats, t, d]. A fused kernel may pad its statistics along s: then `whole_queries`.
-Attention attention_dims(const Call& call, Rule& rule, bool whole_queries) {
+enum class Fused {
+  Flash,
+  Padded, // its statistics are padded along s, so that the queries stay whole
+  Cudnn,  // so they do here, and the statistics have a last dim of 1
+};
+
+// query [b, h, s, d], key and value [b, h / repeats, t, d].
+Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
   check_dropout(call);
   const auto& q = call.tensor(call.position("query"));
   const auto& k = call.tensor(call.position("key"));
   Factor queries;
-  queries.whole = whole_queries || call.flag(call.position("is_causal"));
+  queries.whole = fused != Fused::Flash || call.flag(call.position("is_causal"));
   queries.reduce = ReduceOp::Sum;                                              // of the keys' gradients
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // of a mask's gradient
   const auto s = rule.factor(queries);
@@ -43,6 +49,9 @@ Attention attention_dims(const Call& call, Rule& rule, bool whole_queries) {
   a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
   a.key = {Dim(b), Dim(h), Dim(kNone), Dim(kNone)};
   a.statistics = {Dim(b), Dim(h, repeats), Dim(s)};
+  if (fused == Fused::Cudnn) {
+    a.statistics.emplace_back(kNone);
+  }
   for (const auto& t : call.tensors) {
     const auto& name = call.schema.arguments()[t.arg].name();
     if (name != "attn_mask" && name != "attn_bias") {
@@ -64,18 +73,18 @@ Attention attention_dims(const Call& call, Rule& rule, bool whole_queries) {
   return a;
 }
 
-template <bool whole_queries>
+template <Fused fused>
 Rule attention(const Call& call) {
   Rule rule;
-  const auto a = attention_dims(call, rule, whole_queries);
+  const auto a = attention_dims(call, rule, fused);
   rule.results = {Result(a.query), Result(a.statistics)};
   return rule; // further results: seeds and the like, whole
 }
 
-template <bool whole_queries>
+template <Fused fused>
 Rule attention_backward(const Call& call) {
   Rule rule;
-  const auto a = attention_dims(call, rule, whole_queries);
+  const auto a = attention_dims(call, rule, fused);
   rule.results = {Result(a.query), Result(a.key), Result(a.key), Result(a.mask)};
   rule.linear_in({0});
   return rule;
@@ -103,36 +112,36 @@ void register_attention(Registry& r) {
   Options sized; // by the heads that share a key
   sized.sized = true;
   r.add("attention", {"_fused_sdp_choice"}, choice);
+  r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, sized);
+  r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<Fused::Cudnn>, sized);
   r.add(
       "attention",
       {
-          "_scaled_dot_product_cudnn_attention",
           "_scaled_dot_product_efficient_attention",
           "_scaled_dot_product_fused_attention_overrideable",
       },
-      attention<true>, sized);
+      attention<Fused::Padded>, sized);
   r.add(
       "attention",
       {
-          "_scaled_dot_product_cudnn_attention_backward",
           "_scaled_dot_product_efficient_attention_backward",
           "_scaled_dot_product_fused_attention_overrideable_backward",
       },
-      attention_backward<true>, sized);
+      attention_backward<Fused::Padded>, sized);
   r.add(
       "attention",
       {
           "_scaled_dot_product_flash_attention",
           "_scaled_dot_product_flash_attention_for_cpu",
       },
-      attention<false>, sized);
+      attention<Fused::Flash>, sized);
   r.add(
       "attention",
       {
           "_scaled_dot_product_flash_attention_backward",
           "_scaled_dot_product_flash_attention_for_cpu_backward",
       },
-      attention_backward<false>, sized);
+      attention_backward<Fused::Flash>, sized);
 }
 
 } // namespace shardtensor::rules

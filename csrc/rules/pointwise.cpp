@@ -72,6 +72,30 @@ Rule lerp_tensor(const Call& call) {
   return rule;
 }
 
+// The buffer is as large as the input on the CPU, and has no elements elsewhere.
+Rule log_sigmoid(const Call& call) {
+  if (call.mesh.description().device_type == "cpu") {
+    return broadcast(call);
+  }
+  auto rest = call;
+  const bool backward = call.tensors.size() > 1;
+  rest.tensors.resize(backward ? 2 : 1);
+  auto rule = broadcast(rest);
+  if (backward) {
+    rule.operands.emplace_back(Dims(call.tensors[2].dim(), Dim(kNone)));
+  } else {
+    rule.results[1] = {};
+    rule.results[1].same_over = ~uint64_t{0};
+  }
+  return rule;
+}
+
+Rule log_sigmoid_backward(const Call& call) {
+  auto rule = log_sigmoid(call);
+  rule.linear_in({0});
+  return rule;
+}
+
 // Halves of one dim, which stays whole, gate each other; the gradient, where there is one, comes first.
 Rule glu(const Call& call) {
   Rule rule;
@@ -190,7 +214,6 @@ void register_pointwise(Registry& r) {
           "log10",
           "log1p",
           "log2",
-          "log_sigmoid_forward",
           "logaddexp",
           "logaddexp2",
           "logical_and",
@@ -350,7 +373,6 @@ void register_pointwise(Registry& r) {
           "hardswish_backward",
           "hardtanh_backward",
           "leaky_relu_backward",
-          "log_sigmoid_backward",
           "logit_backward",
           "mish_backward",
           "native_dropout_backward",
@@ -383,6 +405,8 @@ void register_pointwise(Registry& r) {
       pointwise, o);
 
   r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
+  r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid, o);
+  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward, o);
   r.add("pointwise", {"glu"}, glu);
   r.add("pointwise", {"glu_backward"}, glu_backward);
   r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
