@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -253,6 +254,31 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
     return len(tried)
 
 
+SEEDS = ("as the result", "replicated", "in summands")
+
+
+def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
+    """A gradient as it may come to a result: in the result's layout, replicated, or where that is not cut in summands."""
+    from shardtensor import _C, Partial, Replicate, ShardTensor
+    from shardtensor._layout import _make, fitting_cuts
+
+    if how == "replicated" or not isinstance(result, ShardTensor):
+        return place(seed, mesh, ("R",) * mesh.ndim, EVEN)
+    rest = Partial() if how == "in summands" and (seed.is_floating_point() or seed.is_complex()) else Replicate()
+    placements = [p if p.is_shard() else rest for p in result.placements]
+    layout = _make(result._layout.mesh, placements, seed.ndim, "oracle")
+    layout = _make(layout.mesh, placements, seed.ndim, "oracle", fitting_cuts(result._layout, layout.placements))
+    local = seed
+    for d in range(seed.ndim):
+        runs = [local.narrow(d, start, length) for start, length in layout.intervals(d, seed.shape[d])]
+        local = torch.cat(runs or [local.narrow(d, 0, 0)], d)
+    for m, p in enumerate(placements):
+        if p.is_partial():  # times 2, -1, 1, -1, ... add up to the seed to the last bit
+            c, n = mesh.get_local_rank(m), mesh.size(m)
+            local = local * (1 if n % 2 and c == 0 else 2 if c == 0 else -1 if c % 2 else 1)
+    return _C.wrap(local.contiguous(), layout, list(seed.shape), list(seed.stride()))
+
+
 def check_backward(plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str) -> None:
     def differentiable(value: Any) -> list[torch.Tensor]:
         return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -266,12 +292,13 @@ def check_backward(plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolera
     leaves = [t for t in plain if t.requires_grad]
     our_leaves = [t for t in ours if t.requires_grad]
     want_grads = torch.autograd.grad(w, leaves, seeds, allow_unused=True)
-    our_seeds = [place(s, mesh, ("R",) * mesh.ndim, EVEN) for s in seeds]
+    how = SEEDS[zlib.crc32(what.encode()) % len(SEEDS)]
+    our_seeds = [seed_like(t, s, mesh, how) for t, s in zip(g, seeds, strict=True)]
     try:
         got_grads = torch.autograd.grad(g, our_leaves, our_seeds, allow_unused=True)
     except Exception as error:
-        raise AssertionError(f"{what}: backward: {type(error).__name__}: {error}") from error
-    compare(list(got_grads), list(want_grads), tolerance, what + ": gradient")
+        raise AssertionError(f"{what}: backward, gradient {how}: {type(error).__name__}: {error}") from error
+    compare(list(got_grads), list(want_grads), tolerance, f"{what}: gradient, itself {how}")
 
 
 _meshes: dict[tuple[int, ...], Any] = {}

@@ -150,6 +150,8 @@ template <int64_t space>
 Rule resample_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.kernel = resample_backward_kernel;
+  rule.always_kernel = true;
+  rule.empty_kernel = false;
   rule.linear_in({0});
   return rule;
 }

@@ -170,7 +170,10 @@ void pad_kernel(Run& run) {
     }
     const auto held = mine(*run.operands[0].layout, d, run.operands[0].sizes[d]);
     const auto made = mine(to, d, run.solution.notes[d]);
-    const auto before = held.length ? std::max(pad[2 * i] + held.start - made.start, -held.length) : made.length;
+    // Of two pieces with elements the places tell; an empty one is anywhere.
+    const auto before = made.length == 0   ? -held.length
+                        : held.length == 0 ? made.length
+                                           : std::max(pad[2 * i] + held.start - made.start, -held.length);
     pad[2 * i] = before;
     pad[2 * i + 1] = made.length - held.length - before;
   }

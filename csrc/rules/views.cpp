@@ -898,6 +898,15 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
       out.windows[j] = {out.starts[*d], step, to.sizes[j]};
     }
   }
+  // The base's own dims of size 1, which may be sharded too: where a result's has their stride.
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    for (size_t j = 0; j < n && x.sizes[d] == 1; ++j) {
+      if (to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == x.strides[d]) {
+        out.dims[j] = d;
+        break;
+      }
+    }
+  }
   return out;
 }
 
