@@ -52,6 +52,24 @@ def test_losses_are_those_of_plain_torch(pools, plain, ranks):
         assert got == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.parametrize(("gpus", "backend", "device"), [(0, "gloo", "cpu"), (1, "gloo", "cpu"), (2, "nccl", "cuda"), (8, "nccl", "cuda")])
+def test_nccl_where_every_rank_has_a_gpu(monkeypatch, gpus, backend, device):
+    """The same command; how many GPUs there are is said by hand."""
+    import torch
+    import torch.distributed as dist
+
+    joined, current = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(dist, "init_process_group", joined.append)
+    for name, value in {"RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert example().launch() == device
+    assert joined == [backend] and current == [1] * (device == "cuda")
+
+
 @pytest.mark.parametrize(("name", "ranks"), PARALLEL)
 def test_parallel(pools, plain, name, ranks):
     for got in pools(ranks).run("test_examples:losses_of", name):

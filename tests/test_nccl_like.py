@@ -98,6 +98,13 @@ def test_moves(ranks, seed):
     ranks.run("test_redistribute:moves", seed)
 
 
+def test_the_example_trains(ranks):
+    """The transformer, tensor parallel and data parallel on uneven sizes: the losses of one process."""
+    want = ranks.run("test_examples:losses", False)[0]
+    for got in ranks.run("test_examples:losses", True):
+        assert got == pytest.approx(want, abs=1e-5)
+
+
 @pytest.mark.parametrize(("where", "name"), MORE, ids=lambda s: s)
 def test_like_gloo(ranks, where, name):
     for shape in {"async": [((4,),), ((2, 2),)], "comm": [((4,),)]}.get(where, [()]):

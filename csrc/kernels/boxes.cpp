@@ -239,7 +239,7 @@ void cut_tiles(Plan& plan, int64_t largest, int64_t full) {
 
 // `bytes`: elements are bytes, else values. Values are moved one at a time or in the widest unit.
 void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t parts) {
-  const auto grain = from.tensor.is_cuda() ? kCuda : cpu_grain(from.boxes.size());
+  const auto grain = for_cuda(from.tensor) ? kCuda : cpu_grain(from.boxes.size());
   const int64_t from_bytes = bytes ? 1 : static_cast<int64_t>(from.tensor.element_size());
   const int64_t to_bytes = bytes ? 1 : static_cast<int64_t>(to.tensor.element_size());
   const int64_t element = bytes ? static_cast<int64_t>(from.tensor.element_size()) : 1;
@@ -322,7 +322,7 @@ void move(const char* function, const Side& from, const Side& to) {
   Plan plan;
   make_plan(plan, from, to, from_type == to_type, 1);
   auto target = to.tensor;
-  (target.is_cuda() ? cuda::move : cpu::move)(plan.moves, from.tensor, target);
+  (for_cuda(target) ? cuda::move : cpu::move)(plan.moves, from.tensor, target);
 }
 
 at::Tensor resolved(const at::Tensor& source) {
@@ -396,7 +396,7 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
   no_kernel(kName, target);
   Plan plan;
   make_plan(plan, {"flat", plain, boxes, true}, {"target", target, boxes, false}, false, parts);
-  (target.is_cuda() ? cuda::reduce : cpu::reduce)(plan.moves, plain, parts, op, target);
+  (for_cuda(target) ? cuda::reduce : cpu::reduce)(plan.moves, plain, parts, op, target);
 }
 
 } // namespace shardtensor::kernels

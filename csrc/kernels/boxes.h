@@ -22,7 +22,8 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
 
 struct Moves;
 
-// The twins. Same device, nothing empty, no conj or neg bits.
+// The twins, and which of them a tensor's boxes are for. Same device, nothing empty, no conj or neg bits.
+bool for_cuda(const at::Tensor& t);
 namespace cpu {
 void move(const Moves& moves, const at::Tensor& from, at::Tensor& to);
 void reduce(const Moves& moves, const at::Tensor& from, int64_t parts, ReduceOp op, at::Tensor& to);

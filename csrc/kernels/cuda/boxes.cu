@@ -1,14 +1,9 @@
 // The twin of cpu/boxes.cpp. Compiled with -fmad=false: the same roundings as on the host.
+#include "kernels/cuda/launch.cuh"
 #include "kernels/moves.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <limits>
@@ -181,10 +176,6 @@ struct Reduce {
   }
 };
 
-bool capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
-
 // Small boxes get small blocks: more of them run at once.
 unsigned threads_for(const Moves& moves) {
   int64_t units = 1;
@@ -195,34 +186,23 @@ unsigned threads_for(const Moves& moves) {
 }
 
 template <typename Work>
-void launch(const Argument& argument, unsigned threads, const Work& work) {
+void launch_tiles(const Argument& argument, unsigned threads, const Work& work) {
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(argument.moves.tiles, std::numeric_limits<int32_t>::max()));
-  tiles_kernel<<<blocks, threads, 0, c10::cuda::getCurrentCUDAStream()>>>(argument, work);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-// On the device by way of pinned memory, which the caching host allocator does not hand out again before the copy is done.
-at::Tensor on_device(const Moves& moves, c10::Device device) {
-  const int64_t words = moves.boxes * moves.row();
-  const auto pinned = at::empty({words}, at::TensorOptions(at::kLong).pinned_memory(true));
-  std::copy_n(moves.table, words, pinned.mutable_data_ptr<int64_t>());
-  auto table = at::empty({words}, at::TensorOptions(at::kLong).device(device));
-  table.copy_(pinned, /*non_blocking=*/true);
-  return table;
+  launch<Argument, Work>(tiles_kernel<Work>, blocks, threads, argument, work);
 }
 
 template <typename Work>
 void run(const Moves& moves, const at::Tensor& to, const Work& work) {
   static_assert(sizeof(Argument) + sizeof(Work) <= kArgumentBytes);
-  const c10::cuda::CUDAGuard guard(to.device());
+  const DeviceGuard guard(to.device());
   const auto threads = threads_for(moves);
   Argument argument;
   argument.moves = moves;
   const int64_t fits = kWords / moves.row(); // boxes
   if (moves.boxes > fits && !capturing()) {
-    const auto table = on_device(moves, to.device());
+    const auto table = on_device({moves.table, static_cast<size_t>(moves.boxes * moves.row())}, to.device());
     argument.moves.table = table.const_data_ptr<int64_t>();
-    launch(argument, threads, work);
+    launch_tiles(argument, threads, work);
     return;
   }
   // One launch, except for many boxes in a graph, which must not refer to pinned memory that is soon given to others.
@@ -231,7 +211,7 @@ void run(const Moves& moves, const at::Tensor& to, const Work& work) {
     argument.moves.boxes = std::min(fits, moves.boxes - b);
     std::copy_n(moves.table + b * moves.row(), argument.moves.boxes * moves.row(), argument.words);
     argument.moves.tiles = number_tiles(argument.words, argument.moves.boxes, moves.row());
-    launch(argument, threads, work);
+    launch_tiles(argument, threads, work);
   }
 }
 

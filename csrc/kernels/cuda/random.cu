@@ -1,11 +1,6 @@
 // The twin of cpu/random.cpp. Compiled with -fmad=false: the same roundings as on the host.
+#include "kernels/cuda/launch.cuh"
 #include "kernels/draws.h"
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/tensor.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 namespace shardtensor::kernels::cuda {
 
@@ -75,16 +70,15 @@ struct Launch {
     const int64_t n = local.numel();
     const int64_t per_block = static_cast<int64_t>(kThreads) * Draw::kWidth;
     const auto blocks = static_cast<unsigned>(std::min(kMaxBlocks, (n + per_block - 1) / per_block));
-    fill_kernel<Scalar, Draw>
-        <<<blocks, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(local.mutable_data_ptr<Scalar>(), grid, n, draw);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch<Scalar*, Grid, int64_t, Draw>(
+        fill_kernel<Scalar, Draw>, blocks, kThreads, local.mutable_data_ptr<Scalar>(), grid, n, draw);
   }
 };
 
 } // namespace
 
 void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
-  const c10::cuda::CUDAGuard guard(local.device());
+  const DeviceGuard guard(local.device());
   TORCH_CHECK(held.dims.size() <= kMaxDims, "shardtensor: a random op on a tensor cut along ", held.dims.size() - 1, " dims");
   Grid grid;
   grid.ndim = static_cast<int>(held.dims.size());
@@ -100,10 +94,10 @@ void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distri
       table.insert(table.end(), {dim.runs[r].start, dim.runs[r].length});
     }
   }
-  at::Tensor on_device;
+  at::Tensor held_there;
   if (!table.empty()) {
-    on_device = at::tensor(table, at::kLong).to(local.device());
-    grid.table = on_device.const_data_ptr<int64_t>();
+    held_there = on_device(table, local.device());
+    grid.table = held_there.const_data_ptr<int64_t>();
   }
   with_draw(local.scalar_type(), key, distribution, Launch{local, grid});
 }
