@@ -165,6 +165,10 @@ def sweep(batch):
     return counts
 
 
+@pytest.mark.skipif(
+    tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 15),
+    reason="older torch gives fake ShardTensors to DTensor's engine first, which refuses plain tensors among them",
+)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_op_db(pools, batch):
     for counts in pools(2).run("test_fake_cuda:sweep", batch, seconds=120):
