@@ -81,6 +81,18 @@ def test_in_a_graph(host):
     host.pack(x, boxes, again)
 
 
+def test_no_random_numbers_in_a_graph(host):
+    """Their key is the host's: every replay would draw the same."""
+    x = torch.empty(3)
+    host.capture(True)
+    try:
+        with pytest.raises(RuntimeError, match="every replay would draw the same"):
+            host.fill(True, x, 1, [(3, [(0, 3)])], *DRAWS["uniform"], 0, 0)
+    finally:
+        host.capture(False)
+    host.fill(True, x, 1, [(3, [(0, 3)])], *DRAWS["uniform"], 0, 0)
+
+
 # Kinds in the order of kernels/random.h, with a and b.
 DRAWS = {
     "uniform": (0, -2.0, 3.0),

@@ -79,6 +79,10 @@ struct Launch {
 
 void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
   const DeviceGuard guard(local.device());
+  TORCH_CHECK(
+      !capturing(),
+      "shardtensor: random numbers within a CUDA graph: every replay would draw the same ones, since their key comes "
+      "from the host's generator. Draw them before the graph, or leave dropout out of it");
   TORCH_CHECK(held.dims.size() <= kMaxDims, "shardtensor: a random op on a tensor cut along ", held.dims.size() - 1, " dims");
   Grid grid;
   grid.ndim = static_cast<int>(held.dims.size());
