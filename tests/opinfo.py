@@ -130,7 +130,9 @@ def _same_form(got: Any, want: Any, what: str, compared: set[int]) -> None:
                 whole(g)
 
 
-def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, comparable: bool, what: str, inplace: bool = False) -> None:
+def _try(
+    op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, comparable: bool, what: str, inplace: bool, summands: Any
+) -> None:
     """One sample under one choice of layouts; raises what the op raises, or AssertionError."""
     import torch
     import torch.utils._pytree as pytree
@@ -168,9 +170,9 @@ def _try(op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, compar
         return
     want, got = sample.output_process_fn_grad(want), determined
     tolerance = _tolerance(flat, want)
-    compare(_wide(got), _wide(want), tolerance, what)
+    compare(_wide(got), _wide(want), tolerance, what, summands)
     if any(t.requires_grad for t in plain if isinstance(t, torch.Tensor)):
-        check_backward([plain[i] for i in where], [ours[i] for i in where], want, got, mesh, tolerance, what)
+        check_backward([plain[i] for i in where], [ours[i] for i in where], want, got, mesh, tolerance, what, summands)
 
 
 def _wide(tree: Any) -> Any:
@@ -218,7 +220,7 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     import torch
     import torch.distributed as dist
     import torch.utils._pytree as pytree
-    from oracle import mesh_of
+    from oracle import Summands, mesh_of
 
     op = database()[name]
     mesh = mesh_of((dist.get_world_size(),))
@@ -238,6 +240,7 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
         drawn = [s for s in drawn if not s.kwargs.get("dropout_p")]
     forms = [False, True] if op.inplace_variant else [False]
     right, promoted, unsupported = 0, 0, []
+    summands = Summands()
     for number, sample in enumerate(_spread(drawn, samples)):
         tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
         choices = _layouts(tensors, layouts, f"{name} {number} {mesh.size()}")
@@ -246,16 +249,17 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
                 f"{tuple(t.shape)} {' '.join(c)}" for t, c in zip(tensors, choice, strict=True)
             )
             try:
-                kind = _attempt(op, sample, choice, mesh, comparable, what, inplace)
+                kind = _attempt(op, sample, choice, mesh, comparable, what, inplace, summands)
                 if kind == "plain":
                     with st.implicit_replication():
-                        kind = _attempt(op, sample, choice, mesh, comparable, what, inplace)
+                        kind = _attempt(op, sample, choice, mesh, comparable, what, inplace, summands)
                     promoted += kind == "right"
             except Exception as error:
                 raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
             right += kind == "right"
             if kind != "right":
                 unsupported.append(f"{what}: {kind}")
+    summands.compare()
     return Outcome(right, promoted, unsupported)
 
 

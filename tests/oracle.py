@@ -178,7 +178,44 @@ def _close(g: torch.Tensor, w: torch.Tensor, tolerance: float) -> bool:
 _FLOATS = {torch.float64, torch.float32, torch.complex128}
 
 
-def compare(got: Any, want: Any, tolerance: float, what: str) -> None:
+class Summands:
+    """Results that came in summands, added up and compared at the end: one all-reduce in place of one for each."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, list[tuple[torch.Tensor, torch.Tensor, float, str]]] = {}
+
+    def keep(self, value: Any, want: torch.Tensor, tolerance: float, what: str) -> bool:
+        """False where it is no sum of floating-point summands: then it is to be compared at once."""
+        import shardtensor as st
+        from shardtensor._api import _piece
+
+        if not isinstance(value, st.ShardTensor) or value.dtype not in _FLOATS or value.dtype.is_complex:
+            return False
+        partial = {m: p for m, p in enumerate(value.placements) if p.is_partial()}
+        if not partial or any(type(p) is not st.Partial or p.reduce_op != "sum" for p in partial.values()):
+            return False
+        _check_piece(value)
+        kept = self._kept.setdefault((value.device_mesh, tuple(partial), value.dtype), [])
+        kept.append((value._local_tensor.detach(), _piece(want, value._layout), tolerance, what))
+        return True
+
+    def compare(self) -> None:
+        for (mesh, mesh_dims, _), kept in self._kept.items():
+            sums = torch.cat([local.reshape(-1) for local, *_ in kept])
+            for m in mesh_dims:
+                dist.all_reduce(sums, group=mesh.get_group(m))
+            for got, (_, want, tolerance, what) in zip(sums.split([local.numel() for local, *_ in kept]), kept, strict=True):
+                _assert_close(got.view(want.shape), want, tolerance, what)
+        self._kept.clear()
+
+
+def _assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str) -> None:
+    if not _close(got, want, tolerance):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+def compare(got: Any, want: Any, tolerance: float, what: str, summands: Summands | None = None) -> None:
+    """Raises where they differ; what is a sum, only when `summands` compares."""
     got_flat, got_tree = pytree.tree_flatten(got)
     want_flat, want_tree = pytree.tree_flatten(want)
     assert len(got_flat) == len(want_flat), f"{what}: {got_tree} instead of {want_tree}"
@@ -186,10 +223,8 @@ def compare(got: Any, want: Any, tolerance: float, what: str) -> None:
         if isinstance(w, torch.Tensor):
             assert tuple(g.shape) == tuple(w.shape), f"{what}[{i}]: shape {tuple(g.shape)} instead of {tuple(w.shape)}"
             assert g.dtype == w.dtype, f"{what}[{i}]: {g.dtype} instead of {w.dtype}"
-            g, w = _here(g, w.detach())
-            if _close(g, w, tolerance):
-                continue
-            torch.testing.assert_close(g, w, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, i=i: f"{what}[{i}]: {m}")
+            if summands is None or not summands.keep(g, w.detach(), tolerance, f"{what}[{i}]"):
+                _assert_close(*_here(g, w.detach()), tolerance, f"{what}[{i}]")
         else:
             assert g == w or (g != g and w != w), f"{what}[{i}]: {g} instead of {w}"
 
@@ -230,6 +265,7 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
     generator = torch.Generator().manual_seed(7)
     arguments = [make(a, generator) for a in case.arguments]
     tried = combinations(case, arguments, len(mesh_shape))
+    summands = Summands()
     for combo in tried:
         what = f"{case.name} on {mesh_shape} with " + ", ".join(f"{' '.join(p)} {cut}" for p, cut in combo)
         plain = [a.clone().requires_grad_(case.backward and a.is_floating_point()) for a in arguments]
@@ -247,14 +283,14 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
         alike = not case.cut_alike or len({cut for p, cut in combo if any(x.startswith("S") for x in p)}) <= 1
         if alike and case.quiet is not None and case.quiet(*(" ".join(p) for p, _ in combo)):
             assert not counts, f"{what}: communicates {counts}"
-        compare(got, want, case.tolerance, what)
-        if not case.backward:
-            continue
-        check_backward(plain, ours, want, got, mesh, case.tolerance, what)
+        compare(got, want, case.tolerance, what, summands)
+        if case.backward:
+            check_backward(plain, ours, want, got, mesh, case.tolerance, what, summands)
+    summands.compare()
     return len(tried)
 
 
-SEEDS = ("as the result", "replicated", "in summands")
+SEEDS = ("as the result", "replicated", "in summands", "replicated")  # the cheap one more often
 
 
 def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
@@ -279,7 +315,9 @@ def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
     return _C.wrap(local.contiguous(), layout, list(seed.shape), list(seed.stride()))
 
 
-def check_backward(plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str) -> None:
+def check_backward(
+    plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str, summands: Summands | None = None
+) -> None:
     def differentiable(value: Any) -> list[torch.Tensor]:
         return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
 
@@ -298,7 +336,7 @@ def check_backward(plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolera
         got_grads = torch.autograd.grad(g, our_leaves, our_seeds, allow_unused=True)
     except Exception as error:
         raise AssertionError(f"{what}: backward, gradient {how}: {type(error).__name__}: {error}") from error
-    compare(list(got_grads), list(want_grads), tolerance, f"{what}: gradient, itself {how}")
+    compare(list(got_grads), list(want_grads), tolerance, f"{what}: gradient, itself {how}", summands)
 
 
 _meshes: dict[tuple[int, ...], Any] = {}

@@ -7,6 +7,7 @@ pool is started anew for the next test.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -19,6 +20,19 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+# What takes ranks long to import, the same for all of them.
+_PRELOAD = ["torch.distributed.tensor", "torch._dynamo", "torch.testing._internal.common_methods_invocations", "shardtensor"]
+
+
+def _context() -> Any:
+    """Ranks are forked off one process that has imported torch. Not with a GPU: what has asked for its GPUs must not fork."""
+    import torch
+
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 class RankError(AssertionError):
@@ -44,6 +58,7 @@ def _serve(rank: int, world: int, backend: str, store: str, pipe: Any) -> None:
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
         return
+    gc.freeze()  # what has been imported stays
     while True:
         try:
             message = pipe.recv()
@@ -69,7 +84,7 @@ class Pool:
         self._pipes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = _context()
         handle, store = tempfile.mkstemp(prefix="shardtensor-test-")
         os.close(handle)
         os.unlink(store)
