@@ -7,9 +7,12 @@ backward too, every rank's piece has the sizes that its layout says, and the com
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import os
 import random
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
 
 # What a tensor argument is: sizes (double precision, random), or a function of a generator that makes it.
 Maker = Callable[[torch.Generator], torch.Tensor]
@@ -178,18 +183,22 @@ def _close(g: torch.Tensor, w: torch.Tensor, tolerance: float) -> bool:
 _FLOATS = {torch.float64, torch.float32, torch.complex128}
 
 
-class Summands:
-    """Results that came in summands, added up and compared at the end: one all-reduce in place of one for each."""
+class Joint:
+    """What only all ranks together can find out, all at once at the end: sums, and whether they mean the same layouts."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[tuple[torch.Tensor, torch.Tensor, float, str]]] = {}
+        self._layouts = 0
 
     def keep(self, value: Any, want: torch.Tensor, tolerance: float, what: str) -> bool:
-        """False where it is no sum of floating-point summands: then it is to be compared at once."""
+        """False where it is no sum of floating-point summands: then it is to be compared here and now."""
         import shardtensor as st
         from shardtensor._api import _piece
 
-        if not isinstance(value, st.ShardTensor) or value.dtype not in _FLOATS or value.dtype.is_complex:
+        if not isinstance(value, st.ShardTensor):
+            return False
+        self._layouts = zlib.crc32(str(value._layout).encode(), self._layouts)
+        if value.dtype not in _FLOATS or value.dtype.is_complex:
             return False
         partial = {m: p for m, p in enumerate(value.placements) if p.is_partial()}
         if not partial or any(type(p) is not st.Partial or p.reduce_op != "sum" for p in partial.values()):
@@ -207,6 +216,9 @@ class Summands:
             for got, (_, want, tolerance, what) in zip(sums.split([local.numel() for local, *_ in kept]), kept, strict=True):
                 _assert_close(got.view(want.shape), want, tolerance, what)
         self._kept.clear()
+        most_and_least = torch.tensor([self._layouts, -self._layouts])
+        dist.all_reduce(most_and_least, dist.ReduceOp.MAX)
+        assert most_and_least.sum() == 0, "the ranks mean different layouts"
 
 
 def _assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str) -> None:
@@ -214,8 +226,8 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what:
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}")
 
 
-def compare(got: Any, want: Any, tolerance: float, what: str, summands: Summands | None = None) -> None:
-    """Raises where they differ; what is a sum, only when `summands` compares."""
+def compare(got: Any, want: Any, tolerance: float, what: str, joint: Joint | None = None) -> None:
+    """Raises where they differ; what is a sum, only when `joint` compares."""
     got_flat, got_tree = pytree.tree_flatten(got)
     want_flat, want_tree = pytree.tree_flatten(want)
     assert len(got_flat) == len(want_flat), f"{what}: {got_tree} instead of {want_tree}"
@@ -223,10 +235,29 @@ def compare(got: Any, want: Any, tolerance: float, what: str, summands: Summands
         if isinstance(w, torch.Tensor):
             assert tuple(g.shape) == tuple(w.shape), f"{what}[{i}]: shape {tuple(g.shape)} instead of {tuple(w.shape)}"
             assert g.dtype == w.dtype, f"{what}[{i}]: {g.dtype} instead of {w.dtype}"
-            if summands is None or not summands.keep(g, w.detach(), tolerance, f"{what}[{i}]"):
+            if joint is None or not joint.keep(g, w.detach(), tolerance, f"{what}[{i}]"):
                 _assert_close(*_here(g, w.detach()), tolerance, f"{what}[{i}]")
         else:
             assert g == w or (g != g and w != w), f"{what}[{i}]: {g} instead of {w}"
+
+
+def python_entered(f: Callable[[], Any]) -> set[tuple[str, str]]:
+    """The Python functions outside the tests that a second call of f enters, by file and name."""
+    entered = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and not frame.f_code.co_filename.startswith(_HERE):
+            entered.add((frame.f_code.co_filename, frame.f_code.co_name))
+
+    f()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        f()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return entered
 
 
 def combinations(case: Case, arguments: list[torch.Tensor], mesh_ndim: int) -> list[Any]:
@@ -265,7 +296,7 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
     generator = torch.Generator().manual_seed(7)
     arguments = [make(a, generator) for a in case.arguments]
     tried = combinations(case, arguments, len(mesh_shape))
-    summands = Summands()
+    joint = Joint()
     for combo in tried:
         what = f"{case.name} on {mesh_shape} with " + ", ".join(f"{' '.join(p)} {cut}" for p, cut in combo)
         plain = [a.clone().requires_grad_(case.backward and a.is_floating_point()) for a in arguments]
@@ -283,10 +314,10 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
         alike = not case.cut_alike or len({cut for p, cut in combo if any(x.startswith("S") for x in p)}) <= 1
         if alike and case.quiet is not None and case.quiet(*(" ".join(p) for p, _ in combo)):
             assert not counts, f"{what}: communicates {counts}"
-        compare(got, want, case.tolerance, what, summands)
+        compare(got, want, case.tolerance, what, joint)
         if case.backward:
-            check_backward(plain, ours, want, got, mesh, case.tolerance, what, summands)
-    summands.compare()
+            check_backward(plain, ours, want, got, mesh, case.tolerance, what, joint)
+    joint.compare()
     return len(tried)
 
 
@@ -316,7 +347,7 @@ def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
 
 
 def check_backward(
-    plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str, summands: Summands | None = None
+    plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str, joint: Joint | None = None
 ) -> None:
     def differentiable(value: Any) -> list[torch.Tensor]:
         return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -336,7 +367,7 @@ def check_backward(
         got_grads = torch.autograd.grad(g, our_leaves, our_seeds, allow_unused=True)
     except Exception as error:
         raise AssertionError(f"{what}: backward, gradient {how}: {type(error).__name__}: {error}") from error
-    compare(list(got_grads), list(want_grads), tolerance, f"{what}: gradient, itself {how}", summands)
+    compare(list(got_grads), list(want_grads), tolerance, f"{what}: gradient, itself {how}", joint)
 
 
 _meshes: dict[tuple[int, ...], Any] = {}

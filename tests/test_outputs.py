@@ -4,11 +4,12 @@ Strides: what a result's are hangs on what all ranks know, never on the one piec
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from oracle import EVEN, UNEVEN, compare, mesh_of, place
+from oracle import EVEN, UNEVEN, compare, mesh_of, place, python_entered
 
 # ---- out= ----
 
@@ -59,6 +60,7 @@ def outputs(name: str) -> None:
         out.zero_()
         f(*ours, out=out)
         compare(out, want, 1e-9, f"{name} into one that fits, {placement}")
+        assert not python_entered(partial(f, *ours, out=out)), f"{name}, {placement}"
         for w in wrong:
             for where in ("R", "S(0)"):
                 out = place(w, mesh, (where,), EVEN)

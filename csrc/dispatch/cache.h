@@ -84,8 +84,9 @@ class Cache {
 
   void add_to(CacheInfo& info) const;
 
- private:
   const rules::SolutionPtr* find(const Key& key);
+
+ private:
   void put(Key key, rules::SolutionPtr solution);
 
   struct Entry {

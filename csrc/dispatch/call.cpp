@@ -137,7 +137,9 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
   return rules::resolve(call, rules::replicate(call));
 }
 
-SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+namespace {
+
+Key key_for(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   Key key;
   key_of(op, refs, key);
   for (size_t i = 0; op.keyed_args && i < op.kinds.size(); ++i) {
@@ -145,6 +147,20 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
       key_of(stack[base + i], key);
     }
   }
+  return key;
+}
+
+} // namespace
+
+SolutionPtr known_for_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  auto key = key_for(op, stack, base, refs);
+  add_sizes(refs, key);
+  const auto* found = Cache::of(op.id).find(key);
+  return found ? *found : nullptr;
+}
+
+SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  auto key = key_for(op, stack, base, refs);
   return Cache::of(op.id).get(
       op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
 }
@@ -461,10 +477,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   const auto base = stack.size() - op.kinds.size();
   auto refs = collect(op, stack, base);
   check_plain(op, refs);
-  if (op.outputs) {
-    fit_outputs(op, stack, base, refs);
-  }
-  const auto solution = find_solution(op, stack, base, refs);
+  const auto solution = op.outputs ? fitting_solution(op, stack, base, refs) : find_solution(op, stack, base, refs);
   if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
     return stand_aside(op, stack, base, refs, *solution);
   }

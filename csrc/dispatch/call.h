@@ -68,6 +68,9 @@ rules::SolutionPtr solve(const Op& op, const torch::jit::Stack& stack, size_t ba
 // The cached one for boxed arguments, or a new one. `refs` may be some of the tensors: one index of lists.
 rules::SolutionPtr find_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
+// One that is cached for these very sizes, or null.
+rules::SolutionPtr known_for_sizes(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+
 // A local tensor of an argument in another layout. Failures name the op.
 at::Tensor move_for(const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to);
 const char* why_moved(const Op& op); // an operand

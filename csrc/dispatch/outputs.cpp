@@ -1,6 +1,7 @@
 #include "dispatch/outputs.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
@@ -51,19 +52,45 @@ Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
 
 namespace {
 
-// Per argument that is an output, the sizes it must have. False: the op has no meta kernel, or hangs on values.
-bool find_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs, std::vector<at::Tensor>& outputs) {
+using AllSizes = c10::SmallVector<Sizes, 4>; // one per Ref; those of arguments that are no outputs stay empty
+
+Sizes sizes_of(const at::Tensor& t) {
+  return Sizes(t.sizes().begin(), t.sizes().end());
+}
+
+// The sizes that outputs must have, as the op's meta kernel finds them; that is Python in torch for most out= forms. Nothing:
+// the op has no meta kernel, or hangs on values.
+std::optional<AllSizes> asked_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   auto call = on_meta(op, stack, base, refs);
+  std::vector<at::Tensor> outputs;
   for (const auto& r : refs) {
     outputs.push_back(is_output(op, r) ? call[r.arg].toTensor() : at::Tensor());
   }
   try {
     op.handle.callBoxed(&call);
   } catch (const c10::Error&) {
-    return false; // what is wrong with the call itself, the call itself will say
+    return std::nullopt; // what is wrong with the call itself, the call itself will say
   }
-  return true;
+  AllSizes out;
+  for (const auto& t : outputs) {
+    out.push_back(t.defined() ? sizes_of(t) : Sizes());
+  }
+  return out;
+}
+
+std::optional<AllSizes> broadcast_sizes(const Op& op, const Refs& refs) {
+  at::DimVector sizes;
+  for (const auto& r : refs) {
+    if (!is_output(op, r)) {
+      const auto more = r.tensor->sizes();
+      if (!at::are_expandable(sizes, more)) {
+        return std::nullopt; // as above
+      }
+      sizes = at::infer_size_dimvector(sizes, more);
+    }
+  }
+  return AllSizes(refs.size(), Sizes(sizes.begin(), sizes.end()));
 }
 
 // Where a tensor of these sizes is among the arguments, else on every rank.
@@ -83,19 +110,13 @@ void wrong_sizes(const Op& op, const Ref& r, c10::IntArrayRef has, c10::IntArray
       "; out= tensors that hold something are not resized: pass one of these sizes or an empty one");
 }
 
-} // namespace
-
-void fit_outputs(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
-  std::vector<at::Tensor> outputs;
-  if (!find_sizes(op, stack, base, refs, outputs)) {
-    return;
-  }
+void fit_outputs(const Op& op, const Refs& refs, const AllSizes& needed) {
   for (size_t i = 0; i < refs.size(); ++i) {
     const auto& r = refs[i];
-    if (!is_output(op, r) || outputs[i].sizes() == r.tensor->sizes()) {
+    if (!is_output(op, r) || needed[i] == r.tensor->sizes()) {
       continue;
     }
-    const auto sizes = outputs[i].sizes();
+    const c10::IntArrayRef sizes = needed[i];
     if (r.tensor->numel() > 0) {
       wrong_sizes(op, r, r.tensor->sizes(), sizes);
     }
@@ -103,6 +124,23 @@ void fit_outputs(const Op& op, const Stack& stack, size_t base, const Refs& refs
     auto local = at::empty(layout->local_sizes(sizes), r.impl->local().options());
     r.impl->shallow_copy_from(wrap(std::move(local), layout, sizes, c10::contiguous_strides(sizes)).getIntrusivePtr());
   }
+}
+
+} // namespace
+
+rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  std::optional<AllSizes> needed;
+  if (op.entry && op.entry->options.broadcasts) {
+    needed = broadcast_sizes(op, refs);
+  } else if (auto known = known_for_sizes(op, stack, base, refs)) {
+    return known; // for outputs of these sizes, which were found to fit
+  } else {
+    needed = asked_sizes(op, stack, base, refs);
+  }
+  if (needed) {
+    fit_outputs(op, refs, *needed);
+  }
+  return find_solution(op, stack, base, refs);
 }
 
 void check_outputs(const Op& op, const rules::Solution& solution, const Refs& refs, const Locals& locals) {

@@ -123,6 +123,7 @@ Rule glu_backward(const Call& call) {
 void register_pointwise(Registry& r) {
   Options o;
   o.any_args = true;
+  o.broadcasts = true;
   r.add_forms(
       "pointwise",
       {
@@ -405,8 +406,8 @@ void register_pointwise(Registry& r) {
       pointwise, o);
 
   r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
-  r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid, o);
-  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward, o);
+  r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid);
+  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward);
   r.add("pointwise", {"glu"}, glu);
   r.add("pointwise", {"glu_backward"}, glu_backward);
   r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);

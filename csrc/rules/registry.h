@@ -15,6 +15,8 @@ struct Options {
   bool strided = false;
   // No non-tensor argument changes the rule (alpha, a number added), so none belongs in the key.
   bool any_args = false;
+  // Results have the operands' broadcast sizes, so those of out= arguments are known without asking torch.
+  bool broadcasts = false;
   // Not a rule: the op's own CompositeExplicit kernel is run on the global tensors, in terms of ops that have rules.
   bool decompose = false;
   // The op decomposes by itself (CompositeImplicit), but is taken whole here. It needs an autograd kernel in autograd/.
