@@ -242,6 +242,8 @@ ROWS = [
     op("detach", lambda x: x.detach()),
     op("cat", lambda x, y: torch.cat((x, y), 1), like),
     op("add_", lambda x, y: x.add_(y), like),
+    op("mul_out", lambda x, y, out: torch.mul(x, y, out=out), like, like),
+    op("mm_out", lambda x, y, out: torch.mm(x, y, out=out), like, like),
     Row("new_shape", new_shape),
     Row("forward_backward", forward_backward, grad=True),
     Row("transformer", transformer(sdpa=False), grad=True),
