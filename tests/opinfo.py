@@ -10,6 +10,7 @@ import itertools
 import operator
 import random
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 SAMPLES = 4  # of an op's sample inputs, spread over the list
@@ -156,6 +157,13 @@ def _try(
         assert written is copy, f"{what}: the in-place form returns another tensor"
         return copy
 
+    def differentiate(leaves: list[Any]) -> None:
+        results = [t for t in pytree.tree_leaves(sample.output_process_fn_grad(call(leaves))) if isinstance(t, torch.Tensor)]
+        results = [t for t in results if t.requires_grad]
+        if results:
+            wanted = [leaves[i] for i in where if leaves[i].requires_grad]
+            torch.autograd.grad(results, wanted, [torch.ones_like(t) for t in results], allow_unused=True)
+
     try:
         want = call(plain)
     except Exception:
@@ -163,9 +171,9 @@ def _try(
     if inplace and want.shape != flat[0].shape:
         return  # torch's addbmm_ resizes self
     got = call(ours)
-    if warm:
-        entered = python_entered(lambda: call(ours)) - python_entered(lambda: call(plain))
-        assert not entered, f"{what}: a warm call enters Python: {entered}"
+    for step, f in (("call", call), ("backward", differentiate)) if warm else ():
+        entered = python_entered(partial(f, ours)) - python_entered(partial(f, plain))
+        assert not entered, f"{what}: a warm {step} enters Python: {entered}"
     # What of the result is determined at all: of eigenvectors, not their phases.
     determined = sample.output_process_fn_grad(got) if comparable else ()
     _same_form(got, want, what, {id(t) for t in pytree.tree_leaves(determined)})
