@@ -309,6 +309,35 @@ def test_a_flattened_inner_shard_is_exchanged(pools):
     pools(2).run(f"{__name__}:exchanged")
 
 
+def strided_pieces() -> None:
+    """A dense tensor in pieces that are not: one rank's can be viewed so, another's has to be copied."""
+    import torch.distributed as dist
+    from oracle import mesh_of
+    from shardtensor import DTensor, Shard
+
+    whole = torch.arange(24.0).view(4, 3, 2)
+    mine = whole.chunk(2)[dist.get_rank()]
+    if dist.get_rank() == 1:
+        mine = mine.transpose(0, 2).contiguous().transpose(0, 2)
+        assert not mine.is_contiguous()
+    x = DTensor.from_local(mine, mesh_of((2,)), [Shard(0)], shape=whole.shape, stride=whole.stride())
+    for f in (
+        lambda t: t.view(24),
+        lambda t: t.view(4, 6),
+        lambda t: t.flatten(0, 1),
+        lambda t: t.reshape(2, 12),
+        lambda t: torch.ops.aten._unsafe_view(t, [12, 2]),
+        lambda t: torch.ops.aten._reshape_alias(t, [12, 2], [2, 1]),
+        lambda t: torch.view_copy(t, (24,)),
+    ):
+        torch.testing.assert_close(f(x).full_tensor(), f(whole))
+        assert f(x).stride() == f(whole).stride()
+
+
+def test_reshapes_of_strided_pieces(pools):
+    pools(2).run(f"{__name__}:strided_pieces")
+
+
 def geometry() -> None:
     """Strides and offsets are those of the same views of a plain tensor: autograd goes by them."""
     from oracle import UNEVEN, mesh_of, place

@@ -494,7 +494,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   for (const auto& a : solution->size_args) {
     stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
   }
-  if (solution->kernel && (!solution->empty_kernel || locals.any_empty())) {
+  if (solution->kernel && (!solution->kernel_if || locals.any(solution->kernel_if))) {
     const auto at = after_moves(refs, *solution);
     Run run{op.handle, stack, at, *solution};
     errors::run_kernel(op, solution->kernel, run);

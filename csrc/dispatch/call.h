@@ -42,8 +42,8 @@ class Locals {
   const at::Tensor& operator[](size_t i) const {
     return *at_[i];
   }
-  bool any_empty() const {
-    return std::any_of(at_.begin(), at_.end(), [](const at::Tensor* t) { return t->numel() == 0; });
+  bool any(rules::OfPiece is) const {
+    return std::any_of(at_.begin(), at_.end(), [&](const at::Tensor* t) { return is(*t); });
   }
 
  private:

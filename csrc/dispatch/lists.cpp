@@ -139,8 +139,9 @@ void make_dense(Element& e, std::vector<at::Tensor>& locals) {
   }
 }
 
-bool has_empty_piece(const Element& e, const std::vector<at::Tensor>& locals) {
-  return std::any_of(e.positions.begin(), e.positions.end(), [&](size_t i) { return locals[i].numel() == 0; });
+bool needs_kernel(const Element& e, const std::vector<at::Tensor>& locals) {
+  const auto is = e.solution ? e.solution->kernel_if : nullptr;
+  return is && std::any_of(e.positions.begin(), e.positions.end(), [&](size_t i) { return is(locals[i]); });
 }
 
 // What an element becomes in a list that it is left out of: the op runs on it for nothing.
@@ -192,7 +193,7 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
     if (op.entry->options.dense) {
       make_dense(e, locals);
     }
-    if (e.solution && e.solution->empty_kernel && has_empty_piece(e, locals)) {
+    if (needs_kernel(e, locals)) {
       run_kernel(op, stack, base, e, locals);
       for (const auto i : e.positions) {
         locals[i] = nothing(locals[i]);

@@ -266,8 +266,8 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
 
   // Before anything is moved: what is done twice by one rank alone would put the ranks out of step.
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
-    const auto is_empty = [](const Ref& r) { return (r.impl ? r.impl->local() : *r.tensor).numel() == 0; };
-    const bool kernel = s.kernel && (!s.empty_kernel || s.moves || std::any_of(refs.begin(), refs.end(), is_empty));
+    const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
+    const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
     return kernel || s.write_back || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs);
   }
 

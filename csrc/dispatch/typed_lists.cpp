@@ -119,14 +119,14 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
     }
   }
 
-  // For one list: what each index's rule says. False where something has to move, or an empty piece needs a kernel.
+  // For one list: what each index's rule says. False where something has to move, or a piece needs a kernel.
   bool solve_each(
       TensorList first, const std::vector<Tensor>& locals, std::vector<rules::SolutionPtr>& solutions, Args... args) const {
     const Stack stack = c10::impl::boxArgs<TensorList, Args...>(TensorList(), args...);
     solutions.reserve(first.size());
     for (size_t n = 0; n < first.size(); ++n) {
       solutions.push_back(find_solution(op_, stack, 0, {Ref(0, 0, first[n])}));
-      if (solutions.back()->moves || (solutions.back()->empty_kernel && locals[n].numel() == 0)) {
+      if (solutions.back()->moves || (solutions.back()->kernel_if && solutions.back()->kernel_if(locals[n]))) {
         return false;
       }
     }

@@ -69,7 +69,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
     rule.operands.emplace_back(mask);
   }
   rule.kernel = call_op_nonempty;
-  rule.empty_kernel = true;
+  rule.kernel_if = is_empty;
   return a;
 }
 

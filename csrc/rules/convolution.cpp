@@ -118,7 +118,7 @@ Rule planes(const Call& call, int64_t space) {
     rule.results.emplace_back(dims);
   }
   rule.kernel = call_op_nonempty;
-  rule.empty_kernel = true;
+  rule.kernel_if = is_empty;
   return rule;
 }
 
@@ -151,7 +151,7 @@ Rule resample_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.kernel = resample_backward_kernel;
   rule.always_kernel = true;
-  rule.empty_kernel = false;
+  rule.kernel_if = nullptr;
   rule.linear_in({0});
   return rule;
 }

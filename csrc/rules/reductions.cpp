@@ -198,7 +198,7 @@ template <ReduceOp op>
 Rule extreme_of(const Call& call) {
   auto rule = reduce(call, reduced_by(op));
   rule.kernel = extreme_kernel;
-  rule.empty_kernel = true;
+  rule.kernel_if = is_empty;
   rule.notes.push_back(static_cast<int64_t>(op));
   passes(call, rule, bit(op));
   return rule;
@@ -207,7 +207,7 @@ Rule extreme_of(const Call& call) {
 Rule aminmax(const Call& call) {
   auto rule = reduce(call, reduced_by(ReduceOp::Max));
   rule.kernel = extreme_kernel;
-  rule.empty_kernel = true;
+  rule.kernel_if = is_empty;
   constexpr ReduceOp ops[] = {ReduceOp::Min, ReduceOp::Max};
   for (size_t i = 0; i < 2; ++i) {
     rule.notes.push_back(static_cast<int64_t>(ops[i]));
@@ -360,7 +360,7 @@ Rule norm(const Call& call) {
   f.norm_order = order;
   auto rule = reduce(call, f);
   rule.kernel = norm_kernel;
-  rule.empty_kernel = true;
+  rule.kernel_if = is_empty;
   rule.notes.push_back(order < 0);
   if (f.reduce == ReduceOp::Norm) {
     passes(call, rule, bit(ReduceOp::Norm), order);

@@ -55,8 +55,8 @@ class Resolver {
         s->shards = true;
       }
     }
-    s->empty_kernel = rule_.empty_kernel && !kernel;
-    s->kernel = kernel || rule_.empty_kernel ? rule_.kernel : nullptr;
+    s->kernel_if = kernel ? nullptr : rule_.kernel_if;
+    s->kernel = kernel || rule_.kernel_if ? rule_.kernel : nullptr;
     s->notes = rule_.notes;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       const auto& t = call_.tensors[i];

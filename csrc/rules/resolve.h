@@ -35,7 +35,7 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<uint64_t, 6> factor_mesh_dims;
   c10::SmallVector<SizeArg, 1> size_args;
   Kernel kernel = nullptr;
-  bool empty_kernel = false; // it runs where one of the local tensors is empty
+  OfPiece kernel_if = nullptr; // it runs where one of the local tensors is such
   c10::SmallVector<int64_t, 4> notes;
   bool geometry = false; // every result has one
   // The choice weighed bytes, so it holds for these sizes only.

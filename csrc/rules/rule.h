@@ -149,6 +149,14 @@ struct Run {
 };
 using Kernel = void (*)(Run&);
 
+using OfPiece = bool (*)(const at::Tensor& piece);
+inline bool is_empty(const at::Tensor& piece) {
+  return piece.numel() == 0;
+}
+inline bool is_strided(const at::Tensor& piece) {
+  return !piece.is_contiguous();
+}
+
 struct Rule {
   c10::SmallVector<Factor, 6> factors;
   c10::SmallVector<Operand, 4> operands;
@@ -158,8 +166,9 @@ struct Rule {
   Kernel kernel = nullptr;
   // The kernel runs even where no kernel factor is sharded.
   bool always_kernel = false;
-  // The kernel runs on ranks that have a piece without elements, and only there: it must not talk to other ranks.
-  bool empty_kernel = false;
+  // The kernel runs on ranks that have such a piece among the local tensors; elsewhere the op does. It must not talk to other
+  // ranks.
+  OfPiece kernel_if = nullptr;
   // What this rule says holds for these sizes only (an op whose every rule does says so in Options instead).
   bool sized = false;
   // Factors to shard, evenly, where an operand is sharded on what must be whole: exchanging pieces costs less than gathering.

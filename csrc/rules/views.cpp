@@ -284,7 +284,10 @@ Rule reshaped(const Call& call, const Sizes& to) {
   rule.results[0].geometry->reshaped = true;
   rule.size_args.push_back({1, 0});
   rule.kernel = view_kernel;
-  rule.always_kernel = merges || call.schema.name() != "aten::view"; // a dim can always be split, whatever its stride
+  const auto& name = call.schema.name();
+  rule.always_kernel = name == "aten::_reshape_alias"; // it is told the whole's strides
+  // A dim can always be split, whatever its stride.
+  rule.kernel_if = merges || name != "aten::view" ? is_strided : nullptr;
   rule.passes_partial();
   return rule;
 }
