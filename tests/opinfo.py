@@ -137,7 +137,7 @@ def _try(
     """One sample under one choice of layouts; raises what the op raises, or AssertionError."""
     import torch
     import torch.utils._pytree as pytree
-    from oracle import check_backward, compare, python_entered
+    from oracle import check_backward, compare, differentiable, python_entered
 
     flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [i for i, t in enumerate(flat) if _is_strided(t)]
@@ -158,10 +158,9 @@ def _try(
         return copy
 
     def differentiate(leaves: list[Any]) -> None:
-        results = [t for t in pytree.tree_leaves(sample.output_process_fn_grad(call(leaves))) if isinstance(t, torch.Tensor)]
-        results = [t for t in results if t.requires_grad]
+        results = differentiable(sample.output_process_fn_grad(call(leaves)))
         if results:
-            wanted = [leaves[i] for i in where if leaves[i].requires_grad]
+            wanted = differentiable([leaves[i] for i in where])
             torch.autograd.grad(results, wanted, [torch.ones_like(t) for t in results], allow_unused=True)
 
     try:

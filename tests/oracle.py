@@ -346,12 +346,13 @@ def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
     return _C.wrap(local.contiguous(), layout, list(seed.shape), list(seed.stride()))
 
 
+def differentiable(value: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
 def check_backward(
     plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str, joint: Joint | None = None
 ) -> None:
-    def differentiable(value: Any) -> list[torch.Tensor]:
-        return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
-
     w, g = differentiable(want), differentiable(got)
     assert len(w) == len(g), f"{what}: {len(g)} results require grad instead of {len(w)}"
     if not w:

@@ -151,7 +151,6 @@ Rule resample_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.kernel = resample_backward_kernel;
   rule.always_kernel = true;
-  rule.kernel_if = nullptr;
   rule.linear_in({0});
   return rule;
 }
