@@ -52,11 +52,18 @@ Ear& ear_for() {
   return *ear;
 }
 
+// A method in C, for what runs all the time.
+inline void add_method(const py::type& type, PyMethodDef& method) {
+  type.attr(method.ml_name) =
+      py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
+}
+
 void register_layout(py::module& m);
 void register_tensor(py::module& m);
 void register_traced(py::module& m);
 void register_dispatch(py::module& m);
 void register_indexing(py::module& m);
+void register_operators(py::module& m);
 void register_comm(py::module& m);
 void register_random(py::module& m);
 void register_kernels(py::module& m);

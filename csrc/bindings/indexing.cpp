@@ -66,11 +66,9 @@ PyObject* get_item(PyObject* self, PyObject* index) {
 } // namespace
 
 void register_indexing(py::module& m) {
-  // A method in C: x[0] runs all the time.
   m.def("install_getitem", [](const py::type& type) {
     static PyMethodDef method{"__getitem__", get_item, METH_O | METH_COEXIST, nullptr};
-    type.attr("__getitem__") =
-        py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));
+    add_method(type, method);
   });
   m.def(
       "set_item",

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, m) {
   register_traced(m);
   register_dispatch(m);
   register_indexing(m);
+  register_operators(m);
   register_comm(m);
   register_random(m);
   register_kernels(m);

@@ -23,7 +23,7 @@ using c10::DispatchKeySet;
 using c10::IntArrayRef;
 
 PyTypeObject* g_class = nullptr;
-PyObject* g_torch_function = nullptr; // set while it is the disabled one
+PyObject* g_torch_function = nullptr; // the disabled one, while it is
 
 bool needs_tracing(const at::Tensor& local) {
   return local.key_set().has(DispatchKey::Python) || local.key_set().has(DispatchKey::Functionalize);
@@ -306,11 +306,15 @@ void set_python_class(PyTypeObject* type, bool torch_function_disabled) {
   Py_XINCREF(reinterpret_cast<PyObject*>(type));
   Py_XDECREF(reinterpret_cast<PyObject*>(g_class));
   g_class = type;
-#if PY_VERSION_HEX < 0x030D0000
-  type->tp_getattr = attribute;
   g_torch_function =
       torch_function_disabled ? PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__torch_function__") : nullptr;
+#if PY_VERSION_HEX < 0x030D0000
+  type->tp_getattr = attribute;
 #endif
+}
+
+bool torch_function_disabled() {
+  return g_torch_function;
 }
 
 PyTypeObject* python_class() {

@@ -157,5 +157,6 @@ Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& like);
 // The Python class of every ShardTensor; set at import, and again when its __torch_function__ is switched on or off.
 void set_python_class(struct _typeobject* type, bool torch_function_disabled);
 struct _typeobject* python_class();
+bool torch_function_disabled();
 
 } // namespace shardtensor

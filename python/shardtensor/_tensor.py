@@ -573,6 +573,7 @@ def _rebuild_spec(
 
 _C.set_python_class(ShardTensor)
 _C.install_getitem(ShardTensor)
+_C.install_operators(ShardTensor)
 torch.serialization.add_safe_globals(
     [ShardTensor, ShardTensorSpec, _NormPartial, _StridedShard, _rebuild, _rebuild_spec, _shards.rebuild]
 )

@@ -1,0 +1,100 @@
+// x + y and the like between ShardTensors and with numbers: straight to the dispatcher. torch's argument parser
+// costs more than the handler, for it asks both operands several times over what they are. Whatever else stands there, and
+// whoever wants to hear of the call in Python, is torch's.
+#include "bindings/bindings.h"
+
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ScalarOps.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <functional>
+#include <type_traits>
+
+namespace shardtensor::bindings {
+
+namespace {
+
+bool is_ours(PyObject* object) {
+  return Py_TYPE(object) == python_class();
+}
+
+// By a mode, or a function handler.
+bool heard() {
+  return !torch_function_disabled() || at::impl::torch_function_mode_enabled();
+}
+
+// What torch makes of a Python number next to a tensor.
+at::Tensor as_number(PyObject* object) {
+  if (PyFloat_CheckExact(object)) {
+    return at::native::wrapped_scalar_tensor(PyFloat_AS_DOUBLE(object));
+  }
+  if (!PyLong_CheckExact(object)) {
+    return {};
+  }
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow ? at::Tensor() : at::native::wrapped_scalar_tensor(value);
+}
+
+struct Matmul {
+  at::Tensor operator()(const at::Tensor& x, const at::Tensor& y) const {
+    return x.matmul(y);
+  }
+};
+
+template <typename F>
+PyObject* call(const at::Tensor& x, const at::Tensor& y) {
+  HANDLE_TH_ERRORS
+  at::Tensor result;
+  {
+    py::gil_scoped_release no_gil;
+    result = F()(x, y);
+  }
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+// `reflected`: for the operand on the right, which torch takes first as well: x + y and x * y are what y + x and y * x are.
+template <typename F, bool reflected = false>
+struct Operator {
+  static inline PyObject* torchs = nullptr;
+
+  static PyObject* method(PyObject* x, PyObject* y) {
+    if (is_ours(x) && !heard()) {
+      if (is_ours(y)) {
+        return call<F>(THPVariable_Unpack(x), THPVariable_Unpack(y));
+      }
+      const auto number = std::is_same_v<F, Matmul> ? at::Tensor() : as_number(y);
+      if (number.defined()) {
+        return call<F>(THPVariable_Unpack(x), number);
+      }
+    }
+    return PyObject_CallFunctionObjArgs(torchs, x, y, nullptr);
+  }
+
+  static void install(const py::type& type, const char* name) {
+    static PyMethodDef definition{name, method, METH_O | METH_COEXIST, nullptr};
+    torchs = py::object(py::handle(THPVariableClass).attr(name)).release().ptr();
+    add_method(type, definition);
+  }
+};
+
+} // namespace
+
+void register_operators(py::module& m) {
+  m.def("install_operators", [](const py::type& type) {
+    Operator<std::plus<>>::install(type, "__add__");
+    Operator<std::plus<>, true>::install(type, "__radd__");
+    Operator<std::minus<>>::install(type, "__sub__");
+    Operator<std::multiplies<>>::install(type, "__mul__");
+    Operator<std::multiplies<>, true>::install(type, "__rmul__");
+    Operator<std::divides<>>::install(type, "__truediv__");
+    Operator<Matmul>::install(type, "__matmul__");
+  });
+}
+
+} // namespace shardtensor::bindings
