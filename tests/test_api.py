@@ -619,6 +619,35 @@ def values(shape):
 test_values = on_ranks(values)
 
 
+def one_storage(shape):
+    """Made when somebody asks for it: one for all who share the tensor, from however many threads at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from shardtensor import ShardTensor
+
+    x = ShardTensor.from_local(torch.ones(3, 2), mesh_of(shape))
+
+    def storage(t):
+        return t.untyped_storage()._cdata
+
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch._C.TensorBase.data_ptr(x * 2)
+    y = x * 2
+    assert storage(y.detach()) == storage(y.data) == storage(y.view(6)[1:]) == storage(y) != storage(x * 2)
+    assert y.untyped_storage().nbytes() == (x * 2).t_().untyped_storage().nbytes() == 24
+    y.data = other = x * 3
+    assert storage(y) == storage(other)
+    with torch.inference_mode():
+        y = x * 2
+        assert storage(y[1:]) == storage(y)
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(50):
+            assert len(set(threads.map(storage, [x * 2] * 16))) == 1
+
+
+test_one_storage = on_ranks(one_storage)
+
+
 # ---- process groups come and go ----
 
 

@@ -103,9 +103,8 @@ void attach_python_object(const at::Tensor& t, bool traced) {
 
 } // namespace
 
-ShardTensorImpl::ShardTensorImpl(
-    at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, c10::Storage storage, bool traced)
-    : TensorImpl(std::move(storage), keys_for(local, traced), local.dtype()),
+ShardTensorImpl::ShardTensorImpl(at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, bool traced)
+    : TensorImpl(keys_for(local, traced), local.dtype(), local.device()),
       local_(std::move(local)),
       layout_(std::move(layout)),
       traced_(traced) {
@@ -117,7 +116,8 @@ ShardTensorImpl::ShardTensorImpl(
     : TensorImpl(view, std::move(storage), keys_for(local, traced), local.dtype()),
       local_(std::move(local)),
       layout_(std::move(layout)),
-      traced_(traced) {
+      traced_(traced),
+      has_storage_(true) {
   init(sizes, strides);
 }
 
@@ -126,6 +126,23 @@ void ShardTensorImpl::init(IntArrayRef sizes, IntArrayRef strides) {
   sizes_and_strides_.set_strides(strides);
   refresh_numel();
   refresh_contiguous();
+}
+
+const c10::Storage& ShardTensorImpl::storage() const {
+  if (!has_storage_.load(std::memory_order_acquire)) {
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!has_storage_) {
+      const_cast<c10::Storage&>(storage_) = null_storage(local_, sizes_and_strides_.sizes_arrayref());
+      has_storage_.store(true, std::memory_order_release);
+    }
+  }
+  return storage_;
+}
+
+void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
+  storage_ = other.storage();
+  has_storage_ = true;
 }
 
 void Pending::wait() {
@@ -175,7 +192,8 @@ void ShardTensorImpl::look(bool to_view) const {
 c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version, bool allow_change) const {
   auto impl = c10::make_intrusive<ShardTensorImpl>(
-      local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), storage_, traced_);
+      local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), traced_);
+  impl->share_storage(*this);
   impl->copy_origin(*this);
   impl->storage_offset_ = storage_offset_;
   if (!impl->is_inference()) {
@@ -195,6 +213,7 @@ c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
 void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) {
   TensorImpl::shallow_copy_from(impl);
   const auto& other = static_cast<const ShardTensorImpl&>(*impl);
+  share_storage(other);
   local_ = other.local_;
   layout_ = other.layout_;
   copy_origin(other);
@@ -212,12 +231,12 @@ void ShardTensorImpl::set_broken_view(const ShardTensorImpl& base, bool watch) {
   if (base.broken_view_) {
     copy_origin(base);
   } else if (watch) {
-    base_writes_ = writes_to(*base.storage_.unsafeGetStorageImpl());
+    base_writes_ = writes_to(*base.storage().unsafeGetStorageImpl());
     seen_writes_ = base_writes_->count;
   }
   broken_view_ = true;
   look_first_ = true;
-  shared_ = storage_;
+  shared_ = storage();
 }
 
 void ShardTensorImpl::check_not_old() const {
@@ -230,7 +249,7 @@ void ShardTensorImpl::check_not_old() const {
 
 void ShardTensorImpl::count_write() {
   base_writes_.reset(); // what it holds is its own from now on
-  if (auto* writes = storage_.unsafeGetStorageImpl()->data_ptr().get_context()) {
+  if (auto* writes = storage().unsafeGetStorageImpl()->data_ptr().get_context()) {
     ++static_cast<Writes*>(writes)->count;
   }
 }
@@ -250,15 +269,19 @@ at::Tensor wrap(
     int64_t offset,
     bool moved) {
   const bool traced = needs_tracing(local);
-  auto storage = base && !moved ? base->storage() : null_storage(local, sizes);
-  const bool normal_view = base && base->key_set().has(DispatchKey::ADInplaceOrView);
-  auto impl =
-      normal_view
-          ? c10::make_intrusive<ShardTensorImpl>(
-                c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced)
-          : c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
-  impl->set_storage_offset(offset);
+  c10::intrusive_ptr<ShardTensorImpl> impl;
+  if (base && base->key_set().has(DispatchKey::ADInplaceOrView)) {
+    auto storage = moved ? null_storage(local, sizes) : base->storage();
+    impl = c10::make_intrusive<ShardTensorImpl>(
+        c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
+  } else {
+    impl = c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, traced);
+    if (base && !moved) {
+      impl->share_storage(*base);
+    }
+  }
   if (base) {
+    impl->set_storage_offset(offset);
     impl->share_pending(*base);
   }
   at::Tensor t(std::move(impl));

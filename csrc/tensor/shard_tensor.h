@@ -48,8 +48,7 @@ class Pending final : public c10::intrusive_ptr_target {
 
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
-  ShardTensorImpl(
-      at::Tensor local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::Storage storage, bool traced);
+  ShardTensorImpl(at::Tensor local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, bool traced);
   // A view: under inference mode it is an inference tensor only if its base is one.
   ShardTensorImpl(
       ImplType view,
@@ -103,6 +102,13 @@ class ShardTensorImpl final : public c10::TensorImpl {
     }
   }
 
+  // A null storage, made at the first asking: most tensors live without. TensorImpl asks has_storage() before it reads its own.
+  const c10::Storage& storage() const override;
+  bool has_storage() const override {
+    return storage();
+  }
+  void share_storage(const ShardTensorImpl& other);
+
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow_change) const override;
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow_change) const override;
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
@@ -121,6 +127,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   at::Tensor local_;
   LayoutPtr layout_;
   bool traced_;
+  mutable std::atomic<bool> has_storage_{false};
   bool broken_view_ = false;
   mutable std::atomic<bool> look_first_{false}; // broken_view_, or local_ is pending
   c10::intrusive_ptr<Pending> pending_;         // stays when it is done: another thread may be in it
