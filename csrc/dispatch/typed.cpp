@@ -125,6 +125,28 @@ struct Localizer {
   }
 };
 
+// A list of tensors that others own.
+class Borrowed {
+  using Borrow = c10::MaybeOwnedTraits<Tensor>;
+
+ public:
+  Borrowed() = default;
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+  ~Borrowed() {
+    std::for_each(tensors_.begin(), tensors_.end(), &Borrow::destroyBorrow);
+  }
+  void add(const Tensor& t) {
+    tensors_.push_back(Borrow::createBorrow(t));
+  }
+  at::TensorList list() const {
+    return tensors_;
+  }
+
+ private:
+  c10::SmallVector<Tensor, 4> tensors_;
+};
+
 // What has to be kept for an argument while the op runs, and how it is made; nothing for most kinds.
 template <typename T>
 struct Localized {
@@ -148,25 +170,15 @@ struct Localized<const std::optional<Tensor>&> {
   }
 };
 template <>
-struct Localized<const at::ITensorListRef&> {
-  std::vector<std::reference_wrapper<const Tensor>> kept;
-  at::ITensorListRef operator()(Localizer& l, size_t, const at::ITensorListRef& given) {
-    kept.reserve(given.size());
-    for_each(given, [&](const Tensor& t) { kept.emplace_back(l.local(t)); });
-    return at::ITensorListRef(kept);
+struct Localized<at::TensorList> {
+  Borrowed kept;
+  at::TensorList operator()(Localizer& l, size_t, const at::ITensorListRef& given) {
+    for_each(given, [&](const Tensor& t) { kept.add(l.local(t)); });
+    return kept.list();
   }
 };
 template <>
-struct Localized<at::TensorList> {
-  std::vector<Tensor> kept;
-  at::TensorList operator()(Localizer& l, size_t, at::TensorList given) {
-    kept.reserve(given.size());
-    for (const auto& t : given) {
-      kept.push_back(l.local(t));
-    }
-    return kept;
-  }
-};
+struct Localized<const at::ITensorListRef&> : Localized<at::TensorList> {};
 template <>
 struct Localized<c10::SymIntArrayRef> {
   Sizes kept;
