@@ -1,17 +1,20 @@
 """torch's own op database on ShardTensors: every op, its own samples, each tensor argument replicated, sharded or summands.
 
-test_op_db.py runs it in small; `python tests/opinfo.py [--world 3] [--samples 20] [--layouts 20] [--dtype complex128] [names...]`
+test_op_db.py runs it in small; `python tests/opinfo.py [--mesh 3 or 2x2] [--samples 20] [--layouts 20] [--dtype complex128] [names...]`
 runs more of it, prints one line per op that is not right, and a summary.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import random
 import sys
 from functools import partial
 from typing import Any, NamedTuple
+
+Layout = tuple[tuple[str, ...], str]  # placements, and how they cut
 
 SAMPLES = 4  # of an op's sample inputs, spread over the list
 LAYOUTS = 6  # per sample
@@ -70,44 +73,31 @@ def _spread(samples: list[Any], n: int) -> list[Any]:
     return small if len(small) <= n else [small[i * len(small) // n] for i in range(n)]
 
 
-def _options(t: Any) -> list[tuple[str, str]]:
-    from oracle import EMPTY, EVEN, UNEVEN
+def _options(t: Any, mesh_ndim: int) -> list[Layout]:
+    from oracle import choices
 
-    out = [("R", EVEN), *((f"S({d})", cut) for d in range(t.ndim) for cut in (EVEN, UNEVEN, EMPTY))]
-    if (t.is_floating_point() or t.is_complex()) and t.element_size() >= 4 and t.isfinite().all():
-        out.append(("P", EVEN))
-    return out
+    return choices(t, mesh_ndim, t.element_size() >= 4 and bool(t.isfinite().all()))
 
 
-def _layouts(tensors: list[Any], count: int, seed: str) -> list[list[tuple[str, str]]]:
+def _layouts(tensors: list[Any], mesh_ndim: int, count: int, seed: str) -> list[list[Layout]]:
     """All combinations of the tensors' options where they are few, else: all cut along their last dims, and random ones."""
-    options = [_options(t) for t in tensors]
-    total = 1
-    for o in options:
-        total *= len(o)
-    if total <= count:
+    options = [_options(t, mesh_ndim) for t in tensors]
+    if math.prod(len(o) for o in options) <= count:
         return [list(c) for c in itertools.product(*options)]
     rng = random.Random(seed)
-    out = [[[x for x in o if x[0] != "P"][-1] for o in options]]
+    out = [[[x for x in o if "P" not in x[0]][-1] for o in options]]
     while len(out) < count:
         out.append([rng.choice(o) for o in options])
     return out
 
 
-def _place(t: Any, mesh: Any, placement: str, cut: str) -> Any:
-    """As oracle.place; but the summands are t times -1, 1 or 2, so they add up to t to the last bit."""
+def _exact_summands(t: Any, n: int, mesh_dim: int) -> list[Any]:
+    """t times -1, 1 or 2: they add up to t to the last bit."""
     import torch
-    from oracle import place
 
-    if placement != "P":
-        return place(t.detach(), mesh, (placement,), cut)
-    from shardtensor import DTensor, Partial
-
-    n = mesh.size(0)
     times = torch.tensor([1, -1] * (n // 2) + [1] if n % 2 else [2, -1] + [1, -1] * (n // 2 - 1))
-    turn = torch.randint(0, n, t.shape, generator=torch.Generator().manual_seed(5))
-    mine = times[(turn + mesh.get_local_rank(0)) % n].to(t.dtype)
-    return DTensor.from_local(t.detach() * mine, mesh, [Partial()], shape=t.shape, stride=t.stride(), run_check=False)
+    turn = torch.randint(0, n, t.shape, generator=torch.Generator().manual_seed(5 + mesh_dim))
+    return [t * times[(turn + i) % n].to(t.dtype) for i in range(n)]
 
 
 def _tolerance(*trees: Any) -> float:
@@ -132,20 +122,20 @@ def _same_form(got: Any, want: Any, what: str, compared: set[int]) -> None:
 
 
 def _try(
-    op: Any, sample: Any, layouts: list[tuple[str, str]], mesh: Any, comparable: bool, what: str, inplace: bool, warm: bool, joint: Any
+    op: Any, sample: Any, layouts: list[Layout], mesh: Any, comparable: bool, what: str, inplace: bool, warm: bool, joint: Any
 ) -> None:
     """One sample under one choice of layouts; raises what the op raises, or AssertionError."""
     import torch
     import torch.utils._pytree as pytree
-    from oracle import check_backward, compare, differentiable, python_entered
+    from oracle import check_backward, compare, differentiable, place, python_entered
 
     flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [i for i, t in enumerate(flat) if _is_strided(t)]
     grad = op.supports_inplace_autograd if inplace else True
     plain, ours = list(flat), list(flat)
-    for i, (placement, cut) in zip(where, layouts, strict=True):
+    for i, (placements, cut) in zip(where, layouts, strict=True):
         plain[i] = flat[i].detach().clone().requires_grad_(grad and flat[i].requires_grad)
-        ours[i] = _place(flat[i], mesh, placement, cut).requires_grad_(grad and flat[i].requires_grad)
+        ours[i] = place(flat[i].detach(), mesh, placements, cut, _exact_summands).requires_grad_(grad and flat[i].requires_grad)
 
     def call(leaves: list[Any]) -> Any:
         x, args, kwargs = pytree.tree_unflatten(leaves, tree)
@@ -223,7 +213,9 @@ def _attempt(*args: Any) -> str:
     return "right"
 
 
-def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name: str | None = None) -> Outcome:
+def run_op(
+    name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name: str | None = None, shape: tuple[int, ...] = ()
+) -> Outcome:
     """On every rank. What is neither right nor unsupported is raised, with the sample."""
     import numpy
     import shardtensor as st
@@ -233,7 +225,7 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     from oracle import Joint, mesh_of
 
     op = database()[name]
-    mesh = mesh_of((dist.get_world_size(),))
+    mesh = mesh_of(shape or (dist.get_world_size(),))
     dtypes = op.supported_dtypes("cpu")
     usual = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)
     wanted = (getattr(torch, dtype_name),) if dtype_name else usual
@@ -253,11 +245,11 @@ def run_op(name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name
     joint = Joint()
     for number, sample in enumerate(_spread(drawn, samples)):
         tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
-        choices = _layouts(tensors, layouts, f"{name} {number} {mesh.size()}")
+        choices = _layouts(tensors, mesh.ndim, layouts, f"{name} {number} {mesh.size()}")
         warm = (False, choices[-1]) if number == 0 and choices else None
         for inplace, choice in [(form, c) for form in forms for c in (choices[: max(layouts // 3, 1)] if form else choices)]:
             what = f"{name}{' in place' * inplace}: sample {number} " + ", ".join(
-                f"{tuple(t.shape)} {' '.join(c)}" for t, c in zip(tensors, choice, strict=True)
+                f"{tuple(t.shape)} {' '.join(placements)} {cut}" for t, (placements, cut) in zip(tensors, choice, strict=True)
             )
             try:
                 kind = _attempt(op, sample, choice, mesh, comparable, what, inplace, (inplace, choice) == warm, joint)
@@ -282,19 +274,20 @@ def main() -> None:
     from pool import Pool, RankError
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", type=int, default=3)
+    parser.add_argument("--mesh", default="3", help="its shape, such as 2x2")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--layouts", type=int, default=LAYOUTS)
     parser.add_argument("--dtype")
     parser.add_argument("--times", action="store_true", help="say how long each op took")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    pool = Pool(options.world)
+    shape = tuple(int(n) for n in options.mesh.split("x"))
+    pool = Pool(math.prod(shape))
     counts: Counter[str] = Counter()
     for name in options.names or list(database()):
         start = time.monotonic()
         try:
-            answers = pool.run("opinfo:run_op", name, options.samples, options.layouts, options.dtype, seconds=300)
+            answers = pool.run("opinfo:run_op", name, options.samples, options.layouts, options.dtype, shape, seconds=300)
             right, promoted, unsupported = answers[0]
             kind = "unsupported" if unsupported else "plain inside" if promoted else "right" if right else "not run"
             if any(len(a.unsupported) != len(unsupported) for a in answers):
@@ -304,7 +297,7 @@ def main() -> None:
             rank_zero = str(error).split("--- rank 1 ---")[0]
             kind = "wrong" if "Tensor-likes are not close" in rank_zero else "error"
             text = "".join(line + " " for line in rank_zero.splitlines() if not line.startswith((" ", "Traceback", "---")))[-1200:]
-            if str(error).count("--- rank") != options.world or "no answer" in str(error):
+            if str(error).count("--- rank") != math.prod(shape) or "no answer" in str(error):
                 kind, text = "out of step", str(error)[-3000:]
         counts[kind] += 1
         took = f" ({time.monotonic() - start:.1f} s)" if options.times else ""

@@ -26,6 +26,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 # What a tensor argument is: sizes (double precision, random), or a function of a generator that makes it.
 Maker = Callable[[torch.Generator], torch.Tensor]
+Summands = Callable[[torch.Tensor, int, int], list[torch.Tensor]]  # of a tensor: n of them, along a mesh dim
 
 
 @dataclass
@@ -95,7 +96,7 @@ def cut_sizes(size: int, pieces: int, kind: str | Sequence[int]) -> list[int] | 
 def choices(t: torch.Tensor, mesh_ndim: int, partial: bool) -> list[tuple[tuple[str, ...], str]]:
     """Every (placements, cut) for a tensor: placements as text, one per mesh dim."""
     single = ["R", *(f"S({d})" for d in range(t.ndim))]
-    if partial and t.is_floating_point():
+    if partial and (t.is_floating_point() or t.is_complex()):
         single.append("P")
     out = []
     for combo in itertools.product(single, repeat=mesh_ndim):
@@ -106,8 +107,16 @@ def choices(t: torch.Tensor, mesh_ndim: int, partial: bool) -> list[tuple[tuple[
     return out
 
 
-def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str | Sequence[int]) -> Any:
-    """The whole tensor as a ShardTensor, without communication. Partial: random summands."""
+def random_summands(whole: torch.Tensor, n: int, mesh_dim: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(1000 + mesh_dim)
+    parts = [torch.randn(whole.shape, generator=g, dtype=whole.dtype) for _ in range(n - 1)]
+    return [*parts, whole - sum(parts) if parts else whole]
+
+
+def place(
+    whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str | Sequence[int], summands: Summands = random_summands
+) -> Any:
+    """The whole tensor as a ShardTensor, without communication."""
     import shardtensor as st
     from shardtensor import _C, Partial, Replicate, Shard
     from shardtensor._layout import make_layout
@@ -129,10 +138,7 @@ def place(whole: torch.Tensor, mesh: Any, placements: Sequence[str], cut: str | 
     local = whole.detach().clone()
     for m, text in enumerate(placements):
         if text == "P":
-            g = torch.Generator().manual_seed(1000 + m)
-            parts = [torch.randn(local.shape, generator=g, dtype=local.dtype) for _ in range(mesh.size(m) - 1)]
-            parts.append(local - sum(parts) if parts else local)
-            local = parts[mesh.get_local_rank(m)]
+            local = summands(local, mesh.size(m), m)[mesh.get_local_rank(m)]
     for d in range(whole.ndim):
         (start, length), *more = layout.intervals(d, whole.shape[d])
         assert not more
