@@ -269,6 +269,17 @@ def test_placements_are_torchs_own():
     assert make_layout(mesh, None, 3, who="test").is_replicated
 
 
+def test_summands_of_two_kinds_are_refused():
+    mesh = device_mesh((2, 2), 3)
+    for kinds in itertools.product(("sum", "avg", "product", "min", "max"), repeat=2):
+        placements = tuple(Partial(kind) for kind in kinds)
+        if kinds[0] == kinds[1] or set(kinds) == {"sum", "avg"}:
+            assert placements_of(make_layout(mesh, placements, 2, who="test")) == placements
+        else:
+            with pytest.raises(ValueError, match=rf"P\({kinds[0]}\) on mesh dim 0 and P\({kinds[1]}\) on mesh dim 1.*rank 3"):
+                make_layout(mesh, placements, 2, who="test")
+
+
 def test_fitting_cuts_follow_the_nesting():
     l = layout((2, 2), [S(0), S(0)], [[1, 3], [1, 0, 1, 2]])
     assert fitting_cuts(l, [S(0), S(0)]) == l.cuts

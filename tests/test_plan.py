@@ -52,6 +52,13 @@ def test_recut_is_an_exchange():
     assert steps(layout(ONE, S0, cuts=[[5, 3, 0, 1]]), layout(ONE, S0)) == [("all_to_all", 0)]
 
 
+def test_summands_are_of_one_kind_at_a_time():
+    two = mesh(2, 2)
+    assert steps(layout(two, P, R), layout(two, S0, MAX)) == [("reduce_scatter", 0), ("make_partial", 1)]
+    assert steps(layout(two, R, P), layout(two, MAX, S0)) == [("reduce_scatter", 1), ("make_partial", 0)]
+    assert steps(layout(two, P, S0), layout(two, R, MAX)) == [("all_reduce", 0), ("pad", 1)]
+
+
 def test_reduces_while_the_piece_is_small():
     two = mesh(2, 2)
     assert steps(layout(two, P, S0), layout(two, R, R)) == [("all_reduce", 0), ("all_gather", 1)]

@@ -423,7 +423,8 @@ def from_summands():
     targets = [where for mesh in meshes_here() if mesh != square for where in layouts(mesh, [R, S0, S1], whole.shape)]
     generator = random.Random(3)
     for p in itertools.product([R, S0, partial(), partial("avg"), partial("max"), partial("min")], repeat=2):
-        if not any(q[0] == 2 for q in p):
+        kinds = {q[3] for q in p if q[0] == 2}
+        if not kinds or (len(kinds) > 1 and kinds != {"sum", "avg"}):
             continue
         source = layout(square, *p)
         for target in generator.sample(targets, 3):

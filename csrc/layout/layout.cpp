@@ -100,6 +100,12 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
       mesh->ndim(), " dims; give one per mesh dim");
   cuts.resize(placements.size());
   for (int64_t m = 0; m < mesh->ndim(); ++m) {
+    for (int64_t i = 0; i < m; ++i) {
+      TORCH_CHECK_VALUE(
+          placements[i].commutes_with(placements[m]), "placements: ", placements[i].str(), " on mesh dim ", i, " and ",
+          placements[m].str(), " on mesh dim ", m,
+          ": the value would depend on which is reduced first; use one reduction for all (rank ", mesh->rank(), ")");
+    }
     auto& cut = cuts[m];
     if (!cut) {
       continue;

@@ -54,6 +54,11 @@ struct Placement {
   bool is_partial() const {
     return kind == Kind::Partial;
   }
+  // Whether a tensor may hold summands of both, along two mesh dims: it must not matter which are reduced first.
+  bool commutes_with(const Placement& o) const {
+    const auto linear = [](const Placement& p) { return p.reduce == ReduceOp::Sum || p.reduce == ReduceOp::Avg; };
+    return !is_partial() || !o.is_partial() || *this == o || (linear(*this) && linear(o));
+  }
   bool operator==(const Placement& o) const {
     return kind == o.kind && reduce == o.reduce && dim == o.dim && split_factor == o.split_factor && norm_order == o.norm_order;
   }

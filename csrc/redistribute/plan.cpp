@@ -153,6 +153,16 @@ class Search {
     return out;
   }
 
+  // What mesh dim m shall hold in the end goes together with all the summands there are.
+  bool may_join(const Stages& stages, int64_t m) const {
+    for (int64_t i = 0; i < n_; ++i) {
+      if (i != m && !to_.placement(m).commutes_with(placement_at(stages, i))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   void leave(size_t at, const Stages& stages, int64_t m) {
     const auto& now = from_.placement(m);
     const auto& want = to_.placement(m);
@@ -160,7 +170,7 @@ class Search {
     if (stages[m] == kWhole || (stages[m] == kFrom && now.is_replicate())) {
       if (can_cut) {
         go(at, stages, m, StepKind::Slice, kTo);
-      } else if (want.is_partial()) {
+      } else if (want.is_partial() && may_join(stages, m)) {
         go(at, stages, m, StepKind::MakePartial, kTo);
       }
     } else if (stages[m] == kFrom && now.is_partial() && is_open(m)) {
@@ -173,7 +183,7 @@ class Search {
       if (can_cut && is_open(m)) {
         go(at, stages, m, StepKind::AllToAll, kTo);
       }
-      if (can_pad(want)) {
+      if (can_pad(want) && may_join(stages, m)) {
         go(at, stages, m, StepKind::Pad, kTo);
       }
     }

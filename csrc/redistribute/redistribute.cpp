@@ -460,6 +460,11 @@ void exchange(State& s, int64_t m, const Layout& to) {
 // A replicated value as summands: all keep it where it may be repeated; else coordinate 0 does, and the others hold what changes
 // nothing.
 void make_partial(State& s, int64_t m, const Placement& p) {
+  if (p.reduce == ReduceOp::Norm) { // all ranks see the same value, so all raise or none does
+    at::_assert_async(
+        s.local.lt(0).any().logical_not(),
+        "a negative value cannot be kept as summands of a norm; redistribute() the norm first");
+  }
   const bool repeats =
       p.reduce == ReduceOp::Avg || p.reduce == ReduceOp::Min || p.reduce == ReduceOp::Max || p.reduce == ReduceOp::Band;
   if (!repeats && s.mesh().coordinate()[m] != 0) {

@@ -36,15 +36,22 @@ Rule copy_of_first(const Call& call) {
   return rule;
 }
 
-// A cast. Rounding summands is not rounding the sum, so an integral result needs the value itself.
+// A cast. Rounding summands is not rounding the sum, so an integral result needs the value itself; and floating-point numbers
+// have no bits to combine.
 Rule cast(const Call& call) {
   auto rule = formatted(call, broadcast(call));
   const auto& x = call.tensors[0];
   const auto arg = call.schema.argumentIndexWithName("dtype");
   const auto to = arg && call.has(*arg) ? call.args[*arg].toScalarType() : x.dtype;
-  const bool exact = to == x.dtype || (c10::isIntegralType(x.dtype, false) && c10::isFloatingType(to));
-  if (exact) {
-    rule.passes_partial((uint64_t{1} << call.tensors.size()) - 1);
+  const auto all = (uint64_t{1} << call.tensors.size()) - 1;
+  if (to == x.dtype) {
+    rule.passes_partial(all);
+  } else if (c10::isIntegralType(x.dtype, false) && c10::isFloatingType(to)) {
+    Linear group{all};
+    for (const auto op : {ReduceOp::Product, ReduceOp::Min, ReduceOp::Max}) {
+      group.reductions |= 1u << static_cast<int>(op);
+    }
+    rule.linear.push_back(group);
   } else if (c10::isFloatingType(to) || c10::isComplexType(to)) {
     rule.linear_in({0});
   }

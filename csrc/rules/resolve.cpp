@@ -39,9 +39,10 @@ class Resolver {
   }
 
   SolutionPtr run() {
-    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
-      choices_.push_back(choose(m));
-      cuts_.push_back(factor_cut(m));
+    decide();
+    if (!reducible()) {
+      summands_pass_ = false;
+      decide();
     }
     auto s = c10::make_intrusive<Solution>();
     s->sized = weighed_ || rule_.sized;
@@ -82,6 +83,34 @@ class Resolver {
   }
 
  private:
+  void decide() {
+    choices_.clear();
+    cuts_.clear();
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      choices_.push_back(choose(m));
+      cuts_.push_back(factor_cut(m));
+    }
+  }
+
+  // Whether no operand and no result would hold summands of two kinds, as where maxima pass through while a sum is cut.
+  bool reducible() const {
+    for (int64_t m = 1; m < mesh_.ndim(); ++m) {
+      for (int64_t k = 0; k < m; ++k) {
+        for (size_t i = 0; i < call_.tensors.size(); ++i) {
+          if (!placement_of(i, k, choices_[k]).commutes_with(placement_of(i, m, choices_[m]))) {
+            return false;
+          }
+        }
+        for (const auto& r : rule_.results) {
+          if (!placement_of(r, k).commutes_with(placement_of(r, m))) {
+            return false;
+          }
+        }
+      }
+    }
+    return true;
+  }
+
   Placement placement_of(size_t i, int64_t m, const Choice& c) const {
     const auto& operand = rule_.operands[i];
     switch (c.kind) {
@@ -243,9 +272,15 @@ class Resolver {
   }
 
   // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
-  bool holds_result(const Choice& c) const {
+  bool holds_result(int64_t m, const Choice& c) const {
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
-      if (!call_.tensors[i].mutated || is_output(i)) {
+      if (!call_.tensors[i].mutated) {
+        continue;
+      }
+      if (c.kind == Choice::Kind::Shard && call_.tensors[i].layout->placement(m).reduce == ReduceOp::Norm) {
+        return false; // what goes back to it must be on all ranks: see make_partial()
+      }
+      if (is_output(i)) {
         continue;
       }
       if (c.kind == Choice::Kind::Partial && !(c.group->operands >> i & 1)) {
@@ -253,6 +288,16 @@ class Resolver {
       }
       if (c.kind == Choice::Kind::Shard && dim_of(rule_.operands[i].dims, c.factor) < 0 &&
           summands(c.factor, rule_.operands[i].reduce).is_partial() && !rule_.operands[i].summand) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // What of the group is read has placement p: a value that has not may be negative, and no norm is.
+  bool all_hold(const Linear& group, int64_t m, const Placement& p) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if ((group.operands >> i & 1) && !is_output(i) && call_.tensors[i].layout->placement(m) != p) {
         return false;
       }
     }
@@ -282,9 +327,9 @@ class Resolver {
         } else if (!call_.tensors[known->donor].mutated && (call_.tensors[i].mutated || bytes_[i] > bytes_[known->donor])) {
           *known = c;
         }
-      } else if (p.is_partial() && !rule_.operands[i].free) {
+      } else if (p.is_partial() && !rule_.operands[i].free && summands_pass_) {
         for (const auto& group : rule_.linear) {
-          if (!(group.operands >> i & 1) || !group.passes(p)) {
+          if (!(group.operands >> i & 1) || !group.passes(p) || (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
             continue;
           }
           Choice c;
@@ -296,7 +341,7 @@ class Resolver {
       }
     }
     candidates.erase(
-        std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(c); }),
+        std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(m, c); }),
         candidates.end());
     candidates.emplace_back();
     add_spread(m, candidates);
@@ -545,31 +590,34 @@ class Resolver {
     return -1;
   }
 
+  Placement placement_of(const Result& r, int64_t m) const {
+    const auto& c = choices_[m];
+    if (c.kind != Choice::Kind::Shard) {
+      return c.kind == Choice::Kind::Partial ? c.partial : Placement::replicate();
+    }
+    const auto d = dim_of(r.dims, c.factor);
+    if (d >= 0) {
+      return Placement::shard(d, c.split_factor);
+    }
+    if (r.same_over >> c.factor & 1) {
+      return Placement::replicate();
+    }
+    const auto out = summands(c.factor, r.reduce);
+    TORCH_INTERNAL_ASSERT(
+        out.is_partial() || r.reduce || rule_.factors[c.factor].kernel || rule_.always_kernel, "the rule of ",
+        call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
+    return out;
+  }
+
   Solution::Result result(const Result& r) const {
     Placements placements;
     Cuts cuts(mesh_.ndim());
     bool sharded = false;
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
-      const auto& c = choices_[m];
-      placements.push_back(Placement::replicate());
-      if (c.kind == Choice::Kind::Partial) {
-        placements[m] = c.partial;
-      } else if (c.kind == Choice::Kind::Shard) {
-        const auto d = dim_of(r.dims, c.factor);
-        if (d >= 0) {
-          placements[m] = Placement::shard(d, c.split_factor);
-          cuts[m] = dim_cut(r.dims[d], m);
-          sharded = true;
-        } else {
-          const auto& f = rule_.factors[c.factor];
-          const bool same = r.same_over >> c.factor & 1;
-          if (!same) {
-            placements[m] = summands(c.factor, r.reduce);
-          }
-          TORCH_INTERNAL_ASSERT(
-              placements[m].is_partial() || same || r.reduce || f.kernel || rule_.always_kernel, "the rule of ",
-              call_.schema.name(), ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
-        }
+      placements.push_back(placement_of(r, m));
+      if (placements[m].is_shard()) {
+        cuts[m] = dim_cut(r.dims[placements[m].dim], m);
+        sharded = true;
       }
     }
     Solution::Result out;
@@ -608,6 +656,7 @@ class Resolver {
   c10::SmallVector<Choice, 3> choices_;
   c10::SmallVector<Cut, 3> cuts_;
   bool weighed_ = false;
+  bool summands_pass_ = true; // through ops that are linear in them
 };
 
 } // namespace

@@ -1,0 +1,129 @@
+"""Summands of every kind that torch knows, not sums alone, through ops, beside values that are replicated, cut, or summands of
+another kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import MESHES, Joint, compare, mesh_id, mesh_of, place
+
+KINDS = ["sum", "avg", "product", "min", "max", "norm"]
+OPS = {
+    "clone": lambda x, y: x.clone(),
+    "transpose": lambda x, y: x.t(),
+    "row": lambda x, y: x[1],
+    "rows": lambda x, y: x[1:3],
+    "flatten": lambda x, y: x.flatten(),
+    "expand": lambda x, y: x[:, None].expand(4, 2, 3),
+    "flip": lambda x, y: x.flip(0),
+    "roll": lambda x, y: x.roll(1, 1),
+    "tril": lambda x, y: x.tril(),
+    "float": lambda x, y: x.float(),
+    "neg": lambda x, y: -x,
+    "half": lambda x, y: x * 0.5,
+    "exp": lambda x, y: x.exp(),
+    "sum": lambda x, y: x.sum(0),
+    "mean": lambda x, y: x.mean(),
+    "amax": lambda x, y: x.amax(1),
+    "amin": lambda x, y: x.amin(0),
+    "prod": lambda x, y: x.prod(1),
+    "norm": lambda x, y: torch.linalg.vector_norm(x, dim=1),
+    "norm_1": lambda x, y: torch.linalg.vector_norm(x, 1, dim=0),
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "maximum": lambda x, y: torch.maximum(x, y),
+    "mm": lambda x, y: x @ y.t(),
+    "cat": lambda x, y: torch.cat((x, y, x)),
+    "cat_1": lambda x, y: torch.cat((y, x), 1),
+    "stack": lambda x, y: torch.stack((x, y), 1),
+    "where": lambda x, y: torch.where(y > 0, x, y),
+    "masked_fill": lambda x, y: x.masked_fill(y > 0, -1),
+    "copied_to": lambda x, y: y.clone().copy_(x),
+    "copied_from": lambda x, y: x.clone().copy_(y.abs()),
+    "added_to": lambda x, y: x.clone().add_(y * y),
+    "doubled": lambda x, y: x.clone().mul_(2),
+    "clamped": lambda x, y: x.clone().clamp_(min=0.25),
+    "row_written": lambda x, y: _written(x.clone(), 1, y[2].abs() * 0.5),
+    "row_moved": lambda x, y: _written(x.clone(), 1, x[3].clone() * 0.5),
+    "number_moved": lambda x, y: _written(x[:, 1].clone(), 0, x[3, 1].clone() * 0.5),
+    "row_stacked": lambda x, y: torch.stack((x[1], y[1])),
+    "sum_joined": lambda x, y: torch.cat((x.sum(0), y[0])),
+}
+
+
+def _written(x, at, value):
+    x[at] = value
+    return x
+
+
+def summands(whole, n, mesh_dim, kind):
+    """n tensors that make the whole, which is positive, by this reduction."""
+    g = torch.Generator().manual_seed(mesh_dim)
+    parts = [torch.rand(whole.shape, generator=g, dtype=whole.dtype) + 0.5 for _ in range(n)]
+    holder = torch.randint(n, whole.shape, generator=g)
+    if kind in ("min", "max"):
+        away = 1 if kind == "min" else -1
+        return [torch.where(holder == i, whole, whole + away * part) for i, part in enumerate(parts)]
+    if kind == "avg":
+        return [*parts[1:], whole * n - sum(parts[1:])]
+    if kind == "sum":
+        return [*parts[1:], whole - sum(parts[1:])]
+    if kind == "product":
+        return [*parts[1:], whole / torch.stack([torch.ones_like(whole), *parts[1:]]).prod(0)]
+    return [whole * part / sum(p * p for p in parts).sqrt() for part in parts]
+
+
+def with_summands(whole, mesh, mesh_dim, kind, rest):
+    """Summands along one mesh dim, `rest` along the others."""
+    from shardtensor import _C
+    from shardtensor._layout import make_layout
+    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    mine = summands(whole, mesh.size(mesh_dim), mesh_dim, kind)[mesh.get_local_rank(mesh_dim)]
+    texts = ["R" if m == mesh_dim else rest for m in range(mesh.ndim)]
+    cut = place(mine, mesh, texts, "uneven")
+    placements = list(cut.placements)
+    placements[mesh_dim] = _NormPartial(2.0) if kind == "norm" else Partial(kind)
+    cuts = cut._layout.cuts
+    where = make_layout(mesh, placements, whole.ndim, cuts, who="test")
+    return _C.wrap(cut._local_tensor, where, list(whole.shape), list(whole.stride()))
+
+
+def through(name, mesh_shape):
+    mesh = mesh_of(mesh_shape)
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(4, 3, generator=g, dtype=torch.float64) + 0.5
+    y = torch.randn(4, 3, generator=g, dtype=torch.float64)
+    others = ["R", "S(0)", "S(1)", "P"]
+    joint = Joint()
+    for kind in KINDS:
+        for mesh_dim in range(mesh.ndim):
+            for rest in ["R", "S(0)", "S(1)"] if mesh.ndim > 1 else ["R"]:
+                for at_y in [(o,) * mesh.ndim for o in others] + ([("S(0)", "P"), ("P", "R")] if mesh.ndim > 1 else []):
+                    want = OPS[name](x.clone(), y.clone())
+                    ours = with_summands(x, mesh, mesh_dim, kind, rest), place(y, mesh, at_y, "even")
+                    compare(OPS[name](*ours), want, 1e-6, f"{name} of {kind} on mesh dim {mesh_dim}, {rest}; {at_y}", joint)
+    joint.compare()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("name", OPS)
+def test_through(pools, name, mesh):
+    world, shape = mesh
+    pools(world).run(f"{__name__}:through", name, shape)
+
+
+def norms_written() -> None:
+    """No norm is negative: what makes one so is refused, on all ranks, and nothing is lost."""
+    mesh = mesh_of((2,))
+    whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
+    x = with_summands(whole, mesh, 0, "norm", "R")
+    with pytest.raises(RuntimeError, match="a negative value cannot be kept as summands of a norm"):
+        x.sub_(5)
+    torch.testing.assert_close(x.full_tensor(), whole)
+    torch.testing.assert_close((x - 5).full_tensor(), whole - 5)
+
+
+def test_norms_written(pools):
+    pools(2).run(f"{__name__}:norms_written")
