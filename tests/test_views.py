@@ -262,6 +262,80 @@ def test_other_writes_leave_it_readable(pools):
     pools(2).run(f"{__name__}:not_old")
 
 
+# To autograd the base y is written.
+SEEN_AS_WRITES = {
+    "reshaped": lambda y: y.unsqueeze_(0),
+    "view_reshaped": lambda y: y[:, :1].unsqueeze_(0),
+    "copy_reshaped": lambda y: y[3].unsqueeze_(0),
+    "nothing_written": lambda y: y[3][1:1].zero_(),
+}
+
+
+def seen_as_write(name: str) -> None:
+    """Autograd would look for the place in the base of a view that moved data: in vain, so its gradient would go elsewhere."""
+    from oracle import EVEN, mesh_of, place
+
+    x = place(torch.randn(4, 4), mesh_of((2,)), ("S(0)",), EVEN).requires_grad_()
+    y = x * 1
+    row = y[2]
+    SEEN_AS_WRITES[name](y)
+    with pytest.raises(RuntimeError, match="is read after its base tensor was written"):
+        (row * 2).sum()
+    (grad,) = torch.autograd.grad((y.view(4, 4)[2] * 2).sum(), x)
+    assert torch.equal(grad.full_tensor(), torch.tensor([0.0, 0.0, 2.0, 0.0])[:, None].expand(4, 4))
+
+
+@pytest.mark.parametrize("name", SEEN_AS_WRITES)
+def test_copies_of_views_do_not_outlive_what_autograd_takes_for_a_write(pools, name):
+    pools(2).run(f"{__name__}:seen_as_write", name)
+
+
+THROUGH_VIEWS = {
+    "row": lambda y: y[1].mul_(3),
+    "column": lambda y: y[:, 2].sigmoid_(),
+    "last": lambda y: y[..., -1].zero_(),
+    "rows": lambda y: y[1:3].mul_(y[2:4].detach().clone()),
+    "every_second": lambda y: y[:, ::2].mul_(2),
+    "diagonal": lambda y: y.diagonal(0, -2, -1).mul_(3),
+    "transposed": lambda y: y.transpose(0, 2)[1:].exp_(),
+    "flat": lambda y: y.view(-1, 4)[3:].mul_(3),
+    "single": lambda y: y[:, :1].unsqueeze(0).mul_(3),
+    "empty": lambda y: y[:, 2:2].mul_(3),
+}
+
+
+def through_views(name: str) -> int:
+    """The gradient of what was written through a view, arriving in any layout; how often the write was not refused."""
+    from oracle import EVEN, UNEVEN, mesh_of, place
+
+    write, mesh, done = THROUGH_VIEWS[name], mesh_of((2,)), 0
+    options = [("R", EVEN), ("P", EVEN), *((f"S({d})", cut) for d in range(3) for cut in (EVEN, UNEVEN))]
+    whole, seed = torch.randn(2, 4, 5, 4, dtype=torch.float64)
+    p = whole.clone().requires_grad_()
+    want = p * 1
+    write(want)
+    (want_grad,) = torch.autograd.grad(want, p, seed)
+    for at, cut in options:
+        for seed_at, seed_cut in options:
+            x = place(whole, mesh, (at,), cut).requires_grad_()
+            y = x * 1
+            try:
+                write(y)
+            except RuntimeError as error:
+                assert "comes from a view that had to move data" in str(error), error
+                break
+            torch.testing.assert_close(y.detach().full_tensor(), want.detach())
+            (grad,) = torch.autograd.grad(y, x, place(seed, mesh, (seed_at,), seed_cut))
+            torch.testing.assert_close(grad.full_tensor(), want_grad)
+            done += 1
+    return done
+
+
+@pytest.mark.parametrize("name", THROUGH_VIEWS)
+def test_gradients_through_written_views(pools, name):
+    assert min(pools(2).run(f"{__name__}:through_views", name)) >= 40
+
+
 def gradients() -> None:
     """Gradients that come out of views which moved data are accumulated, scaled and zeroed like any other."""
     from oracle import EVEN, mesh_of, place

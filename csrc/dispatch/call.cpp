@@ -520,6 +520,7 @@ void handle(const Op& op, Stack* stack_ptr) {
     if (value.isTensor()) {
       if (same >= 0 && op.reshapes_self) {
         refs[0].impl->shallow_copy_from(finish(std::move(value).toTensor()).getIntrusivePtr());
+        refs[0].impl->note_write(); // to autograd it is one
         value = *refs[0].tensor;
       } else if (same >= 0) {
         const auto* ref = std::find_if(refs.begin(), refs.end(), [&](const Ref& r) { return r.arg == same; });

@@ -248,7 +248,9 @@ void ShardTensorImpl::check_not_old() const {
 }
 
 void ShardTensorImpl::count_write() {
-  base_writes_.reset(); // what it holds is its own from now on
+  if (base_writes_) { // to autograd the base is written: it would look there for the other copies, which are not in it
+    seen_writes_ = ++base_writes_->count;
+  }
   if (auto* writes = storage().unsafeGetStorageImpl()->data_ptr().get_context()) {
     ++static_cast<Writes*>(writes)->count;
   }
