@@ -262,6 +262,14 @@ def write_into_a_plain_tensor(mesh, me):
         piece(5, 4).add_(place(piece(5, 4), mesh, ("S(0)",), "uneven"))
 
 
+def write_to_one_place_several_times(mesh, me):
+    place(piece(4, 1), mesh, ("S(0)",), "even").expand(4, 3).add_(1)  # the last of three ranks has no rows
+
+
+def write_to_one_place_in_a_list(mesh, me):
+    torch._foreach_add_([place(piece(4, 1), mesh, ("S(0)",), "even").expand(4, 3)], 1)
+
+
 def unknown_promotion_mode(mesh, me):
     from shardtensor import set_promotion_mode
 
@@ -309,6 +317,8 @@ WRONG = [
     (no_rule_under_strict_mode, NotImplementedError, "svd", "strict mode", "rank {me}"),
     (plain_tensor_among_ours, RuntimeError, "argument 'other'", "plain torch.Tensor", "distribute_tensor"),
     (write_into_a_plain_tensor, RuntimeError, "plain torch.Tensor 'self'"),
+    (write_to_one_place_several_times, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
+    (write_to_one_place_in_a_list, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
     (unknown_promotion_mode, ValueError, "argument 'mode'"),
 ]
 

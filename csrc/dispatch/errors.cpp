@@ -1,7 +1,9 @@
 #include "dispatch/errors.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <set>
 #include <sstream>
 
 namespace shardtensor::errors {
@@ -68,6 +70,17 @@ void no_rule(const Op& op, const rules::Call& call) {
       layouts_of(call), ")");
 }
 
+namespace {
+
+// Ops that torch lets write to one place several times: what they write is the same.
+bool repeats(const Op& op) {
+  static const std::set<std::string> names{
+      "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_"};
+  return names.count(op.schema().name());
+}
+
+} // namespace
+
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl) {
   TORCH_CHECK(
       impl, op.name, ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ",
@@ -78,6 +91,12 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
       ": argument '", argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
       ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the "
       "base tensor, redistribute it before the view, or clone() the view.");
+  // The kernel would find it out too, but not on a rank whose piece is empty.
+  TORCH_CHECK(
+      at::has_internal_overlap(t) != at::MemOverlap::Yes || repeats(op), op.name, ": argument '", argument_name(op, arg), "' (",
+      impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
+      "): unsupported operation: more than one element of the written-to tensor refers to a single memory location. clone() it "
+      "before the write.");
 }
 
 } // namespace shardtensor::errors

@@ -4,6 +4,7 @@
 #include "tensor/lists.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/boxing/impl/boxing.h>
 
 #include <array>
@@ -32,7 +33,7 @@ bool stays(const Op& op, size_t arg, TensorList list, TensorList first, std::vec
     const auto& t = list[n];
     const auto* impl = as_shard_tensor(t);
     const auto* lead = as_shard_tensor(first[n]);
-    if (!lead || (written && (!impl || impl->broken_view()))) {
+    if (!lead || (written && (!impl || impl->broken_view() || at::has_internal_overlap(t) == at::MemOverlap::Yes))) {
       return false;
     }
     if (!impl) {
