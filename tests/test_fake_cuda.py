@@ -103,9 +103,9 @@ def attempt(op, sample, layouts, mesh, inplace):
     flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [i for i, t in enumerate(flat) if opinfo._is_strided(t)]
     plain, ours = list(flat), list(flat)
-    for i, layout in zip(where, layouts, strict=True):
+    for i, ((placement,), cut) in zip(where, layouts, strict=True):
         plain[i] = fake(flat[i])
-        ours[i] = put(plain[i], mesh, *layout).requires_grad_(flat[i].requires_grad)
+        ours[i] = put(plain[i], mesh, placement, cut).requires_grad_(flat[i].requires_grad)
 
     def run(leaves):
         x, args, kwargs = pytree.tree_unflatten(leaves, tree)
@@ -154,7 +154,7 @@ def sweep(batch):
         for number, sample in enumerate(opinfo._spread(drawn, 1)):
             tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if opinfo._is_strided(t)]
             for inplace in (False, True) if op.inplace_variant else (False,):
-                for layouts in opinfo._layouts(tensors, 3, f"{name} {number}"):
+                for layouts in opinfo._layouts(tensors, mesh.ndim, 3, f"{name} {number}"):
                     with FakeTensorMode():
                         answer = attempt(op, sample, layouts, mesh, inplace)
                     counts[answer if answer in (None, "plain") else "wrong"] += 1

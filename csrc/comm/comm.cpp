@@ -8,9 +8,12 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <pybind11/pybind11.h>
+
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 
 namespace shardtensor::comm {
@@ -154,6 +157,11 @@ auto guarded(const Where& where, F&& run) {
 
 void wait(const Where& where, const WorkPtr& work) {
   if (work) {
+    // Gloo's threads drop what the works before held, and for a tensor that Python knows they need the GIL.
+    std::optional<pybind11::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) {
+      no_gil.emplace();
+    }
     guarded(where, [&] { work->wait(); });
   }
 }
