@@ -1,5 +1,6 @@
 #include "comm/comm.h"
 
+#include "comm/gil.h"
 #include "comm/values.h"
 
 #include <ATen/ATen.h>
@@ -8,12 +9,9 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <optional>
 #include <stdexcept>
 
 namespace shardtensor::comm {
@@ -158,10 +156,7 @@ auto guarded(const Where& where, F&& run) {
 void wait(const Where& where, const WorkPtr& work) {
   if (work) {
     // Gloo's threads drop what the works before held, and for a tensor that Python knows they need the GIL.
-    std::optional<pybind11::gil_scoped_release> no_gil;
-    if (PyGILState_Check()) {
-      no_gil.emplace();
-    }
+    const WithoutGil released;
     guarded(where, [&] { work->wait(); });
   }
 }

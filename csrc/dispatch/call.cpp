@@ -193,11 +193,11 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       locals.borrow(local);
       continue;
     }
-    const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
-    if (written && (op.outputs >> r.arg & 1)) { // nobody reads what is in it
+    if (op.outputs >> r.arg & 1) { // nobody reads what is in it
       locals.hold(at::empty(need->local_sizes(r.tensor->sizes()), local.options()));
       continue;
     }
+    const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
     auto moved = move_for(op, r, why_moved(op), local, have, *need);
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());

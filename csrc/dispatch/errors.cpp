@@ -12,6 +12,13 @@ namespace {
 const std::string& argument_name(const Op& op, int64_t arg) {
   return op.schema().arguments()[arg].name();
 }
+
+// Ops that torch lets write to one place several times: what they write is the same.
+bool repeats(const Op& op) {
+  static const std::set<std::string> names{
+      "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_"};
+  return names.count(op.schema().name());
+}
 } // namespace
 
 std::string layouts_of(const rules::Call& call) {
@@ -69,17 +76,6 @@ void no_rule(const Op& op, const rules::Call& call) {
       "ShardTensor.register_dispatch_handler, redistribute the inputs to Replicate, or leave strict mode. (",
       layouts_of(call), ")");
 }
-
-namespace {
-
-// Ops that torch lets write to one place several times: what they write is the same.
-bool repeats(const Op& op) {
-  static const std::set<std::string> names{
-      "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_"};
-  return names.count(op.schema().name());
-}
-
-} // namespace
 
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl) {
   TORCH_CHECK(

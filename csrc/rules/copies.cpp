@@ -49,7 +49,7 @@ Rule cast(const Call& call) {
   } else if (c10::isIntegralType(x.dtype, false) && c10::isFloatingType(to)) {
     Linear group{all};
     for (const auto op : {ReduceOp::Product, ReduceOp::Min, ReduceOp::Max}) {
-      group.reductions |= 1u << static_cast<int>(op);
+      group.reductions |= bit(op);
     }
     rule.linear.push_back(group);
   } else if (c10::isFloatingType(to) || c10::isComplexType(to)) {

@@ -61,7 +61,7 @@ Rule commutes_with(const Call& call) {
   auto rule = broadcast(call);
   Linear group;
   group.operands = (uint64_t{1} << call.tensors.size()) - 1;
-  group.reductions = 1u << static_cast<int>(op);
+  group.reductions = bit(op);
   rule.linear.push_back(group);
   return rule;
 }

@@ -16,10 +16,6 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr uint64_t kAll = ~uint64_t{0};
 
-uint32_t bit(ReduceOp op) {
-  return 1u << static_cast<int>(op);
-}
-
 // Which of `ndim` dims argument `arg` names; all where it is None or empty.
 uint64_t reduced_dims(const Call& call, int64_t ndim) {
   const auto arg = argument(call, "dim");

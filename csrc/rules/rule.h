@@ -97,20 +97,23 @@ struct Result {
   Result(Dims d, Sizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT
 };
 
+constexpr uint32_t bit(ReduceOp op) {
+  return 1u << static_cast<int>(op);
+}
+
 // The op is linear in these operands taken together (bit i: operand i), the others fixed: if they all hold summands, so
 // does every result. add: one group of both. mul: two groups of one.
 struct Linear {
   uint64_t operands = 0;
   // It commutes with every reduction (copies, views, casts), not only with sum and avg.
   bool any_reduction = false;
-  // It commutes with these besides (bit = ReduceOp).
-  uint32_t reductions = 1u << static_cast<int>(ReduceOp::Sum) | 1u << static_cast<int>(ReduceOp::Avg);
+  // It commutes with these besides (bit() of each).
+  uint32_t reductions = bit(ReduceOp::Sum) | bit(ReduceOp::Avg);
   // Where one of them is Norm: of this order.
   double norm_order = 2.0;
 
   bool passes(const Placement& p) const {
-    return any_reduction ||
-           ((reductions >> static_cast<int>(p.reduce) & 1) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
+    return any_reduction || ((reductions & bit(p.reduce)) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
   }
 };
 

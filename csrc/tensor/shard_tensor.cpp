@@ -2,6 +2,8 @@
 
 #include "tensor/shard_tensor.h"
 
+#include "comm/gil.h"
+
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -147,10 +149,7 @@ void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
 
 void Pending::wait() {
   // The peers may be threads of this process, which need the GIL to do their part.
-  std::optional<pybind11::gil_scoped_release> no_gil;
-  if (PyGILState_Check()) {
-    no_gil.emplace();
-  }
+  const comm::WithoutGil released;
   std::lock_guard<std::mutex> lock(mutex_);
   if (finish_) {
     const auto finish = std::exchange(finish_, nullptr);

@@ -1,0 +1,23 @@
+// Waiting without Python's lock, whoever calls: others may need it for what is waited for. Uses nothing of ours.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <optional>
+
+namespace shardtensor::comm {
+
+// While it lives this thread does not hold the GIL, whether or not it did before.
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (PyGILState_Check()) {
+      released_.emplace();
+    }
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
+
+} // namespace shardtensor::comm
