@@ -266,6 +266,77 @@ def run_op(
     return Outcome(right, promoted, unsupported)
 
 
+# Refused for values that one rank holds and the others do not know.
+BY_VALUE = ("gather", "multinomial", "normal", "scatter_reduce.amax", "scatter_reduce.amin")
+
+
+def _refusable(op: Any, dtype: Any) -> list[Any]:
+    """Samples that torch may refuse: those the database has for it, or two of a dtype that the op does not take."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    if dtype is None:
+        return [e.sample_input for e in op.error_inputs("cpu")] if op.error_inputs_func else []
+    taken = op.supported_dtypes("cpu")
+    usual = next((d for d in (torch.float64, torch.float32, torch.int64, torch.bool) if d in taken), None)
+    if dtype in taken or usual is None:
+        return []
+
+    def changed(t: Any) -> Any:
+        return t.detach().to(dtype) if isinstance(t, torch.Tensor) and t.dtype == usual else t
+
+    samples = itertools.islice(op.sample_inputs("cpu", usual), 2)
+    return [type(s)(changed(s.input), args=pytree.tree_map(changed, s.args), kwargs=s.kwargs) for s in samples]
+
+
+def run_refusals(names: list[str], layouts: int, dtype_name: str | None = None) -> int:
+    """On every rank: what torch refuses is refused on all ranks, whatever their pieces. How many calls were."""
+    import shardtensor as st
+    import torch
+    import torch.distributed as dist
+    import torch.utils._pytree as pytree
+    from oracle import mesh_of, place
+
+    mesh = mesh_of((dist.get_world_size(),))
+    dtype = getattr(torch, dtype_name) if dtype_name else None
+    refused = 0
+    for name in names:
+        op = database()[name]
+        tried: list[tuple[Exception | None, str]] = []
+        torch.manual_seed(0)
+        for number, sample in enumerate(_refusable(op, dtype)):
+            flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+            where = [i for i, t in enumerate(flat) if _is_strided(t) and t.device.type == "cpu" and t.ndim < 16]
+
+            def call(leaves: list[Any], op: Any = op, tree: Any = tree) -> Any:
+                x, args, kwargs = pytree.tree_unflatten(leaves, tree)
+                return AS_WRITTEN.get(op.name, op.op)(x, *args, **kwargs)
+
+            if not where or _raised(call, [t.clone() if isinstance(t, torch.Tensor) else t for t in flat]) is None:
+                continue
+            for choice in _layouts([flat[i] for i in where], 1, layouts, f"{name} {number}"):
+                ours = list(flat)
+                for i, (placements, cut) in zip(where, choice, strict=True):
+                    ours[i] = place(flat[i].detach(), mesh, placements, cut, _exact_summands)
+                with st.implicit_replication():
+                    tried.append((_raised(call, ours), f"{name}: sample {number} {choice}"))
+        ranks_refusing = torch.tensor([error is not None for error, _ in tried], dtype=torch.int64)
+        dist.all_reduce(ranks_refusing)
+        for ranks, (error, what) in zip(ranks_refusing.tolist(), tried, strict=True):
+            assert ranks in (0, mesh.size()), f"{what}: the ranks part, here: {error!r}"
+            assert ranks or dtype, f"{what}: not refused"
+            refused += bool(ranks)
+    return refused
+
+
+def _raised(call: Any, leaves: list[Any]) -> Exception | None:
+    try:
+        call(leaves)
+    except Exception as error:
+        return error
+    return None
+
+
 def main() -> None:
     import argparse
     import time

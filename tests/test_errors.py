@@ -270,6 +270,22 @@ def write_to_one_place_in_a_list(mesh, me):
     torch._foreach_add_([place(piece(4, 1), mesh, ("S(0)",), "even").expand(4, 3)], 1)
 
 
+def sizes_that_differ(mesh, me):
+    place(piece(5, 3), mesh, ("S(0)",), "empty") + place(piece(4, 3), mesh, ("S(0)",), "empty")
+
+
+def result_larger_than_what_is_written(mesh, me):
+    place(piece(1, 3), mesh, ("R",), "even").add_(place(piece(2, 3), mesh, ("S(0)",), "even"))
+
+
+def integers_where_reals_are_needed(mesh, me):
+    place(torch.arange(5), mesh, ("S(0)",), "empty").softmax(0)
+
+
+def a_dim_twice(mesh, me):
+    place(piece(5, 3), mesh, ("S(0)",), "empty").amax((0, -2))
+
+
 def unknown_promotion_mode(mesh, me):
     from shardtensor import set_promotion_mode
 
@@ -319,6 +335,10 @@ WRONG = [
     (write_into_a_plain_tensor, RuntimeError, "plain torch.Tensor 'self'"),
     (write_to_one_place_several_times, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
     (write_to_one_place_in_a_list, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
+    (sizes_that_differ, RuntimeError, "add", "argument 'other' (4)", "must match", "argument 'self' (5)", "rank {me}"),
+    (result_larger_than_what_is_written, RuntimeError, "output with shape [1, 3] doesn't match"),
+    (integers_where_reals_are_needed, NotImplementedError, "softmax", "not implemented for 'Long'", "rank {me}"),
+    (a_dim_twice, RuntimeError, "dim 0 appears multiple times"),
     (unknown_promotion_mode, ValueError, "argument 'mode'"),
 ]
 

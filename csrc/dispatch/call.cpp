@@ -123,6 +123,7 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
     errors::refused(op, op.entry->options.refuse, call);
   }
   if (op.entry && op.entry->rule) {
+    errors::check_taken(op, call);
     return rules::resolve(call, op.entry->rule(call));
   }
   if (op.is_random) {
@@ -177,7 +178,22 @@ const char* why_moved(const Op& op) {
   return op.entry && op.entry->rule ? "its rule needs it so" : "it has no sharding rule, so its inputs are gathered";
 }
 
+namespace {
+
+// On all ranks: whether a rank's pieces fit says nothing about the others'.
+void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
+  for (const auto& [a, b] : solution.alike) {
+    const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
+    if (C10_UNLIKELY(x.sizes()[a.dim] * b.inner != y.sizes()[b.dim] * a.inner)) {
+      errors::sizes_differ(op, {refs[a.operand].arg, x, a.dim}, {refs[b.operand].arg, y, b.dim}, solution.replicated->mesh());
+    }
+  }
+}
+
+} // namespace
+
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
+  check_alike(op, refs, solution);
   if (solution.moves) {
     locals.reserve(refs.size());
   }

@@ -65,8 +65,27 @@ void different_meshes(const Op& op, const Layout& a, const Layout& b) {
       ". Redistribute one of them first.");
 }
 
+void sizes_differ(const Op& op, const Place& a, const Place& b, const Mesh& mesh) {
+  const auto text = [&](const Place& p) {
+    return c10::str(
+        "'", argument_name(op, p.arg), "' (", p.tensor.size(p.dim), ") at dim ", p.dim, " of sizes ", p.tensor.sizes());
+  };
+  TORCH_CHECK(
+      false, op.name, ": the size of argument ", text(b), " must match the size of argument ", text(a), "; rank ", mesh.rank());
+}
+
 void refused(const Op& op, const std::string& why, const rules::Call& call) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, op.name, ": cannot be done on a ShardTensor: ", why, ". (", layouts_of(call), ")");
+}
+
+void check_taken(const Op& op, const rules::Call& call) {
+  const auto dtype = call.tensors[0].dtype;
+  const auto numbers = c10::isFloatingType(dtype)  ? rules::kReals
+                       : c10::isComplexType(dtype) ? rules::kComplex
+                       : dtype == at::kBool        ? rules::kBools
+                                                   : rules::kIntegers;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      op.entry->options.takes & numbers, op.name, ": not implemented for '", dtype, "' (", layouts_of(call), ")");
 }
 
 void no_rule(const Op& op, const rules::Call& call) {

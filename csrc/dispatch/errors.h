@@ -10,7 +10,16 @@ std::string layouts_of(const rules::Call& call);
 std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t);
 [[noreturn]] void plain_tensor(const Op& op, int64_t arg, const at::Tensor& t);
 [[noreturn]] void different_meshes(const Op& op, const Layout& a, const Layout& b);
+// Two tensors among the arguments that are not as large as each other where they must be.
+struct Place {
+  int64_t arg;
+  const at::Tensor& tensor;
+  int64_t dim;
+};
+[[noreturn]] void sizes_differ(const Op& op, const Place& a, const Place& b, const Mesh& mesh);
 [[noreturn]] void refused(const Op& op, const std::string& why, const rules::Call& call);
+// Raises where the op's first tensor holds what it does not take.
+void check_taken(const Op& op, const rules::Call& call);
 [[noreturn]] void no_rule(const Op& op, const rules::Call& call);
 // Raises where the op may not write to the tensor: a plain one, or a view that had to move data.
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);

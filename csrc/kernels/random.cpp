@@ -1,6 +1,7 @@
 #include "kernels/random.h"
 
 #include "comm/values.h"
+#include "kernels/draws.h"
 
 #include <ATen/ATen.h>
 
@@ -41,6 +42,11 @@ Held merge(c10::IntArrayRef sizes, c10::ArrayRef<Intervals> runs) {
   return held;
 }
 
+struct Nothing {
+  template <typename Scalar, typename Draw>
+  void operator()(const Draw&) const {}
+};
+
 void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
   TORCH_INTERNAL_ASSERT(held.numel == local.numel(), "a piece of ", local.numel(), " elements where ", held.numel, " are held");
   if (!local.is_contiguous()) {
@@ -49,7 +55,10 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
     local.copy_(dense);
     return;
   }
-  if (held.numel == 0 || !has_values(local)) {
+  if (held.numel == 0) {
+    return with_draw(local.scalar_type(), key, distribution, Nothing()); // refuses a dtype as on the other ranks
+  }
+  if (!has_values(local)) {
     return;
   }
   if (local.is_cpu()) {

@@ -140,7 +140,7 @@ void resample_backward_kernel(Run& run) {
   auto sizes = run.arg(at).toIntVector();
   const auto grad = run.arg(0).toTensor();
   for (int64_t d = 0; d < 2; ++d) {
-    sizes[d] = std::max<int64_t>(grad.size(d), 1);
+    sizes[d] = std::max(grad.size(d), std::min<int64_t>(run.operands[0].sizes[d], 1));
   }
   run.arg(at) = c10::List<int64_t>(c10::IntArrayRef(sizes));
   call_op_nonempty(run);
@@ -175,7 +175,11 @@ template <bool shuffle>
 Rule pixel_shuffle(const Call& call) {
   Rule rule;
   const auto r = call.integer(1);
-  const auto n = call.tensors[0].dim();
+  const auto& x = call.tensors[0];
+  const auto n = x.dim();
+  const auto* name = shuffle ? "pixel_shuffle" : "pixel_unshuffle";
+  TORCH_CHECK(n >= 3, name, " expects input to have at least 3 dimensions, but got input with ", n, " dimension(s)");
+  TORCH_CHECK(r > 0, name, " expects a positive ", shuffle ? "upscale" : "downscale", "_factor, but got ", r);
   Dims packed, spread;
   for (int64_t d = 0; d < n; ++d) {
     const auto f = rule.factor();
@@ -184,9 +188,12 @@ Rule pixel_shuffle(const Call& call) {
   }
   rule.operands.emplace_back(shuffle ? packed : spread);
   rule.results.emplace_back(shuffle ? spread : packed);
-  const auto& x = call.tensors[0];
   for (int64_t d = 0; d < n; ++d) {
-    rule.results[0].sizes.push_back(x.sizes[d] / rule.operands[0].dims[d].inner * rule.results[0].dims[d].inner);
+    const auto inner = rule.operands[0].dims[d].inner;
+    TORCH_CHECK(
+        x.sizes[d] % inner == 0, name, " expects dim ", d - n, " of its input, of size ", x.sizes[d], ", to be divisible by ",
+        inner);
+    rule.results[0].sizes.push_back(x.sizes[d] / inner * rule.results[0].dims[d].inner);
   }
   rule.passes_partial();
   rule.kernel = pixel_unshuffle_kernel;

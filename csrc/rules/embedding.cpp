@@ -268,6 +268,8 @@ TORCH_LIBRARY(shardtensor, m) {
 void register_embedding(Registry& r) {
   Options o;
   o.any_args = true;
+  auto renorm = o;
+  renorm.takes = kReals;
   Options bag;
   bag.plain = true;
   Options composite;
@@ -278,7 +280,7 @@ void register_embedding(Registry& r) {
   r.add("embedding", {"embedding"}, embedding);
   r.add("embedding", {"embedding_dense_backward"}, embedding_dense_backward);
   r.add("embedding", {"shardtensor::embedding_backward"}, table_backward);
-  r.add("embedding", {"embedding_renorm_"}, embedding_renorm, o);
+  r.add("embedding", {"embedding_renorm_"}, embedding_renorm, renorm);
   r.add("embedding", {"one_hot"}, one_hot, composite);
 }
 

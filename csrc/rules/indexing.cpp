@@ -84,8 +84,15 @@ struct Aligned {
 
 Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const TensorArg* src, int64_t dim, bool reads) {
   Aligned out;
+  const bool none = c10::multiply_integers(index.sizes) == 0; // of any size, then
   for (int64_t d = 0; d < self.dim(); ++d) {
     const auto at = d < index.dim() ? index.sizes[d] : 1;
+    TORCH_CHECK(
+        none || d == dim || at <= self.sizes[d], "Size does not match at dimension ", d, " expected index ", index.sizes,
+        " to be no larger than self ", self.sizes, " apart from dimension ", dim);
+    TORCH_CHECK(
+        none || !src || d >= src->dim() || at <= src->sizes[d], "Expected index ", index.sizes, " to be no larger than src ",
+        src ? src->sizes : c10::IntArrayRef());
     if (d == dim) {
       out.self.emplace_back(indexed(rule, self.dtype, reads));
       out.index.push_back(reads ? Dim(rule.factor()) : Dim(kNone));

@@ -1,5 +1,6 @@
 // Cat, stack and their kin: several operands become one, or one becomes larger than it was.
 // Along a sharded dim each operand of cat is a window of the result: pieces stay where they are if their order allows it.
+#include "rules/empties.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
 
@@ -219,27 +220,7 @@ Rule constant_pad(const Call& call) {
   return rule;
 }
 
-// The last `spatial` dims stay whole. Torch refuses empty batches and channels; pieces may be empty. Notes: spatial dims.
-void border_pad_kernel(Run& run) {
-  const auto x = run.arg(0).toTensor();
-  if (x.numel()) {
-    run.call_op();
-    return;
-  }
-  const auto last = run.operands.size() - 1;
-  Sizes sizes(x.sizes().begin(), x.sizes().end());
-  if (last == 0) { // backward's result is as large as its input, the second operand
-    const auto pad = run.arg(1).toIntVector();
-    for (size_t i = 0; i * 2 < pad.size(); ++i) {
-      sizes[sizes.size() - 1 - i] += pad[2 * i] + pad[2 * i + 1];
-    }
-  } else {
-    const auto like = run.arg(1).toTensor();
-    sizes.assign(like.sizes().begin(), like.sizes().end());
-  }
-  run.returns({at::zeros(sizes, x.options())});
-}
-
+// The last `spatial` dims stay whole. torch refuses empty batches and channels; pieces may be empty.
 template <int64_t spatial>
 Rule border_pad(const Call& call) {
   const auto n = call.tensors[0].dim();
@@ -250,7 +231,7 @@ Rule border_pad(const Call& call) {
   auto rule = whole_along(call, mask);
   rule.linear.clear();
   rule.linear_in({0});
-  rule.kernel = border_pad_kernel;
+  rule.kernel = call_op_nonempty;
   rule.always_kernel = true;
   return rule;
 }

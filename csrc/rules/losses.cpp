@@ -103,6 +103,7 @@ Rule margin(const Call& call) {
   if (call.tensors[0].dim() == 0) {
     return replicate(call); // one sample of one class
   }
+  TORCH_CHECK(call.tensors[1].dtype == at::kLong, "expected scalar type Long but found ", call.tensors[1].dtype);
   Rule rule;
   const bool multilabel = call.schema.returns().size() > 1;
   const auto s = samples(rule, call.tensors[0].dim());
@@ -291,6 +292,8 @@ Rule nll_backward_rule(const Call& call) {
 } // namespace
 
 void register_losses(Registry& r) {
+  Options real;
+  real.takes = kReals;
   r.add(
       "losses",
       {
@@ -312,10 +315,10 @@ void register_losses(Registry& r) {
           "soft_margin_loss_backward",
       },
       elementwise_backward);
-  r.add("losses", {"multi_margin_loss", "multilabel_margin_loss_forward"}, margin);
-  r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward);
-  r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll);
-  r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule);
+  r.add("losses", {"multi_margin_loss", "multilabel_margin_loss_forward"}, margin, real);
+  r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, real);
+  r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll, real);
+  r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule, real);
 }
 
 } // namespace shardtensor::rules

@@ -290,13 +290,16 @@ Rule linear_backward(const Call& call) {
 void register_matmul(Registry& r) {
   Options any;
   any.any_args = true;
+  any.takes = kAllNumbers & ~kBools;
+  Options outer;
+  outer.any_args = true;
   Options composite = any;
   composite.composite = true;
   r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, any);
   r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, any);
   r.add("matmul", {"addmm", "addmm.dtype", "addmm.dtype_out", "addmm.out", "addmm_"}, plus_product<kMm>, any);
   r.add("matmul", {"addmv", "addmv.out", "addmv_"}, addmv, any);
-  r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>, any);
+  r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>, outer);
   r.add("matmul", {"baddbmm", "baddbmm.dtype", "baddbmm.dtype_out", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, any);
   r.add("matmul", {"bmm", "bmm.dtype", "bmm.dtype_out", "bmm.out"}, product<kBmm>, any);
   r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<kDot>, any);

@@ -142,6 +142,10 @@ LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch
 
 Group layer_group(const Run& run, const at::Tensor& x, c10::IntArrayRef sizes) {
   const auto axis = run.solution.notes[0];
+  const auto shape = Arguments{run}["normalized_shape"].toIntVector();
+  TORCH_CHECK(
+      sizes.slice(axis) == c10::IntArrayRef(shape), "Given normalized_shape=", c10::IntArrayRef(shape),
+      ", expected input whose last dims have these sizes, but got input of size", sizes);
   Group group{{}, 0, product(sizes, axis), run.mesh()};
   for (int64_t d = axis; d < x.dim(); ++d) {
     group.dims.push_back(d);
@@ -562,9 +566,11 @@ Rule batch_norm_backward(const Call& call) {
 void register_normalization(Registry& r) {
   Options composite;
   composite.composite = true;
-  Options sized;
+  Options real;
+  real.takes = kReals;
+  auto sized = real;
   sized.sized = true;
-  Options running;
+  auto running = real;
   running.writes = 0b11000; // running_mean, running_var
   r.add("normalization", {"_fused_rms_norm"}, rms_norm, composite);
   r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward);
@@ -575,7 +581,7 @@ void register_normalization(Registry& r) {
           "_native_batch_norm_legit",
           "_native_batch_norm_legit.no_stats",
       },
-      batch_norm);
+      batch_norm, real);
   r.add("normalization", {"cudnn_batch_norm", "native_batch_norm"}, batch_norm, running);
   r.add(
       "normalization",
@@ -584,11 +590,11 @@ void register_normalization(Registry& r) {
           "cudnn_batch_norm_backward",
           "native_batch_norm_backward",
       },
-      batch_norm_backward);
+      batch_norm_backward, real);
   r.add("normalization", {"native_group_norm"}, group_norm, sized);
   r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, sized);
-  r.add("normalization", {"native_layer_norm"}, layer_norm);
-  r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward);
+  r.add("normalization", {"native_layer_norm"}, layer_norm, real);
+  r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward, real);
 }
 
 } // namespace shardtensor::rules

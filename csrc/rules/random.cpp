@@ -267,14 +267,14 @@ void rrelu_with_noise(Run& run) {
 void multinomial_race(Run& run) {
   const auto p = run.arg(0).toTensor();
   const auto n = run.arg(1).toInt();
+  auto q = at::empty_like(p);
+  fill_like(run, q, {Kind::Exponential, 1}); // the ranks agree on a key here, so before one of them refuses what it has
   if (p.numel()) {
     const auto total = p.sum(-1);
     TORCH_CHECK(
         at::logical_and(total > 0, at::isfinite(total)).all().item<bool>() && p.min().ge(0).item<bool>(),
         "multinomial: probability tensor contains either `inf`, `nan` or element < 0, or a row that sums to 0");
   }
-  auto q = at::empty_like(p);
-  fill_like(run, q, {Kind::Exponential, 1});
   at::div_out(q, p, q);
   run.returns({n == 1 ? at::argmax(q, -1, true) : std::get<1>(at::topk(q, n, -1))});
 }
@@ -351,6 +351,10 @@ Rule linear_in_first(const Call& call) {
 void register_random(Registry& r) {
   Options o;
   o.any_args = true;
+  auto real = o, numbers = o, ordinary = o;
+  ordinary.takes = kIntegers | kReals;
+  real.takes = kReals;
+  numbers.takes = kReals | kComplex;
   Options sized;
   sized.sized = true;
   r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast, o);
@@ -360,19 +364,20 @@ void register_random(Registry& r) {
   r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>, o);
   r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>, o);
   r.add("random", {"bernoulli_.float"}, elementwise<fill_self<bernoulli>>, o);
-  r.add("random", {"cauchy"}, like<fill_fresh<cauchy>>, o);
-  r.add("random", {"cauchy_"}, elementwise<fill_self<cauchy>>, o);
-  r.add("random", {"exponential"}, like<fill_fresh<exponential>>, o);
-  r.add("random", {"exponential_"}, elementwise<fill_self<exponential>>, o);
-  r.add("random", {"geometric"}, like<fill_fresh<geometric>>, o);
-  r.add("random", {"geometric_"}, elementwise<fill_self<geometric>>, o);
-  r.add("random", {"log_normal"}, like<fill_fresh<log_normal>>, o);
-  r.add("random", {"log_normal_"}, elementwise<fill_self<log_normal>>, o);
+  r.add("random", {"cauchy"}, like<fill_fresh<cauchy>>, real);
+  r.add("random", {"cauchy_"}, elementwise<fill_self<cauchy>>, real);
+  r.add("random", {"exponential"}, like<fill_fresh<exponential>>, real);
+  r.add("random", {"exponential_"}, elementwise<fill_self<exponential>>, real);
+  r.add("random", {"geometric"}, like<fill_fresh<geometric>>, ordinary);
+  r.add("random", {"geometric_"}, elementwise<fill_self<geometric>>, ordinary);
+  r.add("random", {"log_normal"}, like<fill_fresh<log_normal>>, real);
+  r.add("random", {"log_normal_"}, elementwise<fill_self<log_normal>>, real);
   r.add("random", {"multinomial"}, multinomial, sized);
   r.add("random", {"native_dropout"}, elementwise<native_dropout>, o);
-  r.add("random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>, o);
-  r.add("random", {"normal_"}, elementwise<fill_self<normal>>, o);
-  r.add("random", {"normal_functional"}, like<fill_fresh<normal>>, o);
+  r.add(
+      "random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>, numbers);
+  r.add("random", {"normal_"}, elementwise<fill_self<normal>>, numbers);
+  r.add("random", {"normal_functional"}, like<fill_fresh<normal>>, numbers);
   r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>, o);
   r.add(
       "random",
@@ -388,10 +393,10 @@ void register_random(Registry& r) {
   r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>, o);
   r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>, o);
   r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>, o);
-  r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, o);
+  r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, real);
   r.add("random", {"rrelu_with_noise_backward"}, linear_in_first, o);
-  r.add("random", {"uniform"}, like<fill_fresh<uniform>>, o);
-  r.add("random", {"uniform_"}, elementwise<fill_self<uniform>>, o);
+  r.add("random", {"uniform"}, like<fill_fresh<uniform>>, real);
+  r.add("random", {"uniform_"}, elementwise<fill_self<uniform>>, real);
 }
 
 } // namespace shardtensor::rules

@@ -25,7 +25,9 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
   uint64_t mask = 0;
   const auto dims = call.ints(arg);
   for (auto d : dims) {
-    mask |= uint64_t{1} << wrap_dim(d, ndim);
+    const auto named = uint64_t{1} << wrap_dim(d, ndim);
+    TORCH_CHECK(!(mask & named), "dim ", wrap_dim(d, ndim), " appears multiple times in the list of dims");
+    mask |= named;
   }
   return dims.empty() ? kAll : mask;
 }
@@ -504,15 +506,19 @@ void register_reductions(Registry& r) {
   Options sized;
   sized.sized = true;
   const char* family = "reductions";
+  Options numbers;
+  numbers.takes = kReals | kComplex;
+  Options ordered;
+  ordered.takes = kAllNumbers & ~kComplex;
   r.add(family, {"_assert_async", "_assert_async.msg", "_local_scalar_dense"}, replicate);
   r.add(family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out"}, nullptr, decompose);
   r.add(family, {"all", "all.all_out", "all.dim", "all.dims", "all.dims_out", "all.out"}, truth<ReduceOp::Min>);
-  r.add(family, {"amax", "amax.out", "max", "max.unary_out"}, extreme_of<ReduceOp::Max>);
-  r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>);
-  r.add(family, {"_aminmax", "_aminmax.dim", "_aminmax.dim_out", "_aminmax.out", "aminmax", "aminmax.out"}, aminmax);
+  r.add(family, {"amax", "amax.out", "max", "max.unary_out"}, extreme_of<ReduceOp::Max>, ordered);
+  r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>, ordered);
+  r.add(family, {"_aminmax", "_aminmax.dim", "_aminmax.dim_out", "_aminmax.out", "aminmax", "aminmax.out"}, aminmax, ordered);
   r.add(family, {"any", "any.all_out", "any.dim", "any.dims", "any.dims_out", "any.out"}, truth<ReduceOp::Max>);
-  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>);
-  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>);
+  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>, ordered);
+  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>, ordered);
   r.add(
       family,
       {
@@ -541,7 +547,7 @@ void register_reductions(Registry& r) {
           "nanmedian.dim_values",
           "nanmedian.out",
       },
-      whole_along);
+      whole_along, ordered);
   r.add(
       family,
       {
@@ -556,13 +562,13 @@ void register_reductions(Registry& r) {
           "norm.dtype_out",
           "norm.out",
       },
-      norm);
+      norm, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp);
-  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>);
+  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>, ordered);
   r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean);
-  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>);
+  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>, ordered);
   r.add(family, {"prod", "prod.dim_int", "prod.int_out", "prod.out"}, prod);
-  r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm);
+  r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm, numbers);
   r.add(
       family,
       {
@@ -571,7 +577,7 @@ void register_reductions(Registry& r) {
           "std_mean.correction",
           "std_mean.correction_out",
       },
-      var<true>);
+      var<true>, numbers);
   r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum);
   r.add(
       family,
@@ -581,7 +587,7 @@ void register_reductions(Registry& r) {
           "var_mean.correction",
           "var_mean.correction_out",
       },
-      var<false>);
+      var<false>, numbers);
 }
 
 } // namespace shardtensor::rules

@@ -8,7 +8,13 @@
 
 namespace shardtensor::rules {
 
+// Kinds of numbers.
+enum Numbers : uint8_t { kBools = 1, kIntegers = 2, kReals = 4, kComplex = 8, kAllNumbers = 15 };
+
 struct Options {
+  // What the op's first tensor may hold. The op itself would refuse the rest, but not on a rank whose piece is empty, or where
+  // a kernel does its work.
+  uint8_t takes = kAllNumbers;
   // The rule reads sizes (not only ndim and which dims have size 1), so they belong in the cache's key.
   bool sized = false;
   // The rule reads strides and storage offsets too.

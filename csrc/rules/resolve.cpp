@@ -79,6 +79,9 @@ class Resolver {
                   std::all_of(rule_.results.begin(), rule_.results.end(), [](const Result& r) { return r.geometry.has_value(); });
     s->replicated = Layout::replicated(call_.tensors[0].layout->mesh_ptr());
     s->size_args = rule_.size_args;
+    if (s->shards) {
+      find_alike(*s);
+    }
     return s;
   }
 
@@ -89,6 +92,29 @@ class Resolver {
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
       choices_.push_back(choose(m));
       cuts_.push_back(factor_cut(m));
+    }
+  }
+
+  // Without a kernel the op itself compares what is not sharded, whatever the pieces.
+  void find_alike(Solution& s) const {
+    for (int64_t f = 0; f < static_cast<int64_t>(rule_.factors.size()); ++f) {
+      if (!s.factor_mesh_dims[f] && (!s.kernel || rule_.factors[f].whole)) {
+        continue;
+      }
+      std::optional<Solution::Indexed> first;
+      for (size_t i = 0; i < call_.tensors.size(); ++i) {
+        const auto& dims = rule_.operands[i].dims;
+        const auto d = dim_of(dims, f);
+        if (d < 0 || dims[d].window || is_output(i)) {
+          continue;
+        }
+        const Solution::Indexed here{static_cast<int16_t>(i), static_cast<int16_t>(d), dims[d].inner};
+        if (first) {
+          s.alike.emplace_back(*first, here);
+        } else {
+          first = here;
+        }
+      }
     }
   }
 

@@ -32,6 +32,15 @@ struct Solution final : c10::intrusive_ptr_target {
   // For results past the listed ones, and where a rule lists none: whole tensors.
   LayoutPtr replicated;
 
+  // Two dims that the op reads along one index: if they are not as large as each other (in units of `inner`), a rank with
+  // small pieces might not notice.
+  struct Indexed {
+    int16_t operand;
+    int16_t dim;
+    int64_t inner;
+  };
+  c10::SmallVector<std::pair<Indexed, Indexed>, 2> alike;
+
   c10::SmallVector<uint64_t, 6> factor_mesh_dims;
   c10::SmallVector<SizeArg, 1> size_args;
   Kernel kernel = nullptr;

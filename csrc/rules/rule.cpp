@@ -146,6 +146,10 @@ Rule broadcast(const Call& call) {
       const bool stretched = wide[d] && t.sizes[d - (ndim - t.dim())] == 1;
       dims.push_back(stretched ? Dim(kNone) : out[d]);
     }
+    const bool written = t.mutated && !call.schema.arguments()[t.arg].kwarg_only();
+    TORCH_CHECK(
+        !written || (t.dim() == ndim && std::none_of(dims.begin(), dims.end(), [](const Dim& d) { return d.factor == kNone; })),
+        "output with shape ", t.sizes, " doesn't match the broadcast shape");
     rule.operands.emplace_back(std::move(dims));
   }
   rule.results.resize(tensors_returned(call.schema));

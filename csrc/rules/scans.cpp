@@ -369,6 +369,10 @@ Rule histc(const Call& call) {
 void register_scans(Registry& r) {
   Options composite;
   composite.composite = true;
+  Options ordered;
+  ordered.takes = kAllNumbers & ~kComplex;
+  Options searched;
+  searched.takes = kIntegers | kReals;
   const char* family = "scans";
   r.add(
       family,
@@ -383,9 +387,9 @@ void register_scans(Registry& r) {
           "unique_dim_consecutive",
       },
       replicate);
-  r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize);
-  r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>);
-  r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>);
+  r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize, searched);
+  r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, ordered);
+  r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, ordered);
   r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, scan<cumprod_kernel>);
   r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
@@ -399,7 +403,7 @@ void register_scans(Registry& r) {
           "searchsorted.Tensor",
           "searchsorted.Tensor_out",
       },
-      searchsorted);
+      searchsorted, searched);
   r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
   r.add(family, {"topk", "topk.values"}, topk);
   r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);
