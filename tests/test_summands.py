@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import MESHES, Joint, compare, mesh_id, mesh_of, place
+from oracle import MESHES, Joint, compare, mesh_id, mesh_of, place, with_summands
 
 KINDS = ["sum", "avg", "product", "min", "max", "norm"]
 OPS = {
@@ -54,40 +54,6 @@ OPS = {
 def _written(x, at, value):
     x[at] = value
     return x
-
-
-def summands(whole, n, mesh_dim, kind):
-    """n tensors that make the whole, which is positive, by this reduction."""
-    g = torch.Generator().manual_seed(mesh_dim)
-    parts = [torch.rand(whole.shape, generator=g, dtype=whole.dtype) + 0.5 for _ in range(n)]
-    holder = torch.randint(n, whole.shape, generator=g)
-    if kind in ("min", "max"):
-        away = 1 if kind == "min" else -1
-        return [torch.where(holder == i, whole, whole + away * part) for i, part in enumerate(parts)]
-    if kind == "avg":
-        return [*parts[1:], whole * n - sum(parts[1:])]
-    if kind == "sum":
-        return [*parts[1:], whole - sum(parts[1:])]
-    if kind == "product":
-        return [*parts[1:], whole / torch.stack([torch.ones_like(whole), *parts[1:]]).prod(0)]
-    return [whole * part / sum(p * p for p in parts).sqrt() for part in parts]
-
-
-def with_summands(whole, mesh, mesh_dim, kind, rest):
-    """Summands along one mesh dim, `rest` along the others."""
-    from shardtensor import _C
-    from shardtensor._layout import make_layout
-    from torch.distributed.tensor import Partial
-    from torch.distributed.tensor._ops._math_ops import _NormPartial
-
-    mine = summands(whole, mesh.size(mesh_dim), mesh_dim, kind)[mesh.get_local_rank(mesh_dim)]
-    texts = ["R" if m == mesh_dim else rest for m in range(mesh.ndim)]
-    cut = place(mine, mesh, texts, "uneven")
-    placements = list(cut.placements)
-    placements[mesh_dim] = _NormPartial(2.0) if kind == "norm" else Partial(kind)
-    cuts = cut._layout.cuts
-    where = make_layout(mesh, placements, whole.ndim, cuts, who="test")
-    return _C.wrap(cut._local_tensor, where, list(whole.shape), list(whole.stride()))
 
 
 def through(name, mesh_shape):

@@ -1,0 +1,576 @@
+"""Random programs on ShardTensors beside the same on plain tensors: views of views, writes through them, gradients.
+
+A seed says what a program is, so that every rank runs the same one. After each step every tensor that lives is compared, and
+so are the gradients at the end; what plain torch refuses is to be refused on all ranks. test_programs.py runs few,
+`python tests/programs.py [--mesh 2x2] [--first 0] [--count 200] [--steps 25] [--grad] [--dtype float32]` as many as one likes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+LARGEST = 500  # elements; what grows beyond, or beyond 1e4 in value, is forgotten
+ALIVE = 8  # tensors at a time
+BATCH = 10  # programs sent to the ranks at once
+
+
+class Op(NamedTuple):
+    """`run` draws its other arguments from the random numbers it is given, which are the same for both kinds of tensors."""
+
+    name: str
+    run: Callable[..., torch.Tensor]  # of a Random and the operands
+    ndim: int = 0  # the least that its first operand has
+    operands: int = 1
+    fits: Callable[..., bool] | None = None
+    writes: bool = False
+
+
+def _dim(r: Random, x: torch.Tensor) -> int:
+    return r.randrange(-x.ndim, x.ndim)
+
+
+def _along(r: Random, x: torch.Tensor, what: Callable[[int], Any]) -> tuple[Any, ...]:
+    """An index: what(size) at some dim, all of the others."""
+    d = r.randrange(x.ndim)
+    return (slice(None),) * d + (what(x.shape[d]),)
+
+
+def _part(r: Random, n: int) -> slice:
+    start = r.randint(0, n)
+    return slice(start, r.randint(start, n), r.choice([1, 1, 1, 2]))
+
+
+def _one(r: Random, n: int) -> int:
+    return r.randrange(-n, n) if n else 0
+
+
+def _some(r: Random, n: int) -> torch.Tensor:
+    return torch.tensor([_one(r, n) for _ in range(r.randint(0, 4))] if n else [], dtype=torch.long)
+
+
+def _factor(r: Random, n: int) -> int:
+    return r.choice([k for k in range(1, max(n, 1) + 1) if n % k == 0])
+
+
+def _sizes(r: Random, n: int) -> list[int]:
+    """Some sizes of n elements."""
+    out = []
+    while len(out) < r.randint(0, 3):
+        out.append(_factor(r, n))
+        n //= out[-1]
+    out.append(n)
+    r.shuffle(out)
+    return out
+
+
+def _any_of(r: Random, pieces: Any) -> torch.Tensor:
+    return pieces[int(r.random() * len(pieces))]
+
+
+# ---- the ops: of one tensor; `r` are the random numbers ----
+
+VIEWS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "part": (1, lambda r, x: x[_along(r, x, lambda n: _part(r, n))]),
+    "parts": (2, lambda r, x: x[_part(r, x.shape[0]), _part(r, x.shape[1])]),
+    "one": (1, lambda r, x: x[_along(r, x, lambda n: _one(r, n))]),
+    "transpose": (1, lambda r, x: x.transpose(_dim(r, x), _dim(r, x))),
+    "permute": (1, lambda r, x: x.permute(r.sample(range(x.ndim), x.ndim))),
+    "movedim": (1, lambda r, x: x.movedim(_dim(r, x), _dim(r, x))),
+    "mT": (2, lambda r, x: x.mT),
+    "reshape": (0, lambda r, x: x.reshape(_sizes(r, x.numel()))),
+    "view": (0, lambda r, x: x.view(_sizes(r, x.numel()))),
+    "flatten": (0, lambda r, x: x.flatten()),
+    "flatten_some": (2, lambda r, x: x.flatten(*sorted(r.sample(range(x.ndim), 2)))),
+    "unflatten": (1, lambda r, x: (lambda d: x.unflatten(d, (_factor(r, x.shape[d]), -1)))(_dim(r, x))),
+    "unsqueeze": (0, lambda r, x: x.unsqueeze(r.randrange(-x.ndim - 1, x.ndim + 1))),
+    "squeeze": (0, lambda r, x: x.squeeze()),
+    "squeeze_one": (1, lambda r, x: x.squeeze(_dim(r, x))),
+    "expand": (1, lambda r, x: x.expand([n if n != 1 else r.randint(0, 3) for n in x.shape])),
+    "split": (1, lambda r, x: (lambda d: _any_of(r, x.split(r.randint(1, x.shape[d] + 1), d)))(_dim(r, x))),
+    "chunk": (1, lambda r, x: _any_of(r, x.chunk(r.randint(1, 4), _dim(r, x)))),
+    "unbind": (1, lambda r, x: _any_of(r, x.unbind(_dim(r, x)))),
+    "diagonal": (2, lambda r, x: x.diagonal(r.randint(-1, 1), -2, -1)),
+    "unfold": (1, lambda r, x: x.unfold(_dim(r, x), r.randint(1, 3), r.randint(1, 2))),
+    "view_as": (0, lambda r, x: x.view(x.shape)),
+    "contiguous": (0, lambda r, x: x.contiguous()),
+    "detach": (0, lambda r, x: x.detach()),
+}  # fmt: skip
+
+VALUES: dict[str, tuple[int, Callable[..., Any]]] = {
+    "clone": (0, lambda r, x: x.clone()),
+    "exp": (0, lambda r, x: x.clamp(-3, 3).exp()),
+    "neg": (0, lambda r, x: -x),
+    "abs": (0, lambda r, x: x.abs()),
+    "tanh": (0, lambda r, x: x.tanh()),
+    "sigmoid": (0, lambda r, x: x.sigmoid()),
+    "gelu": (0, lambda r, x: F.gelu(x)),
+    "silu": (0, lambda r, x: F.silu(x) * F.softplus(x) - F.leaky_relu(x)),
+    "elu": (0, lambda r, x: F.hardtanh(x) + F.elu(x)),
+    "affine": (0, lambda r, x: x * 0.5 + 1),
+    "float": (0, lambda r, x: x.float().to(x.dtype)),
+    "mixed": (0, lambda r, x: (x.float() * x).to(x.dtype)),
+    "int": (0, lambda r, x: (x.detach() * 2).int().to(x.dtype)),
+    "compared": (0, lambda r, x: ((x > 0) & (x < 1) | ~(x > -1)).to(x.dtype)),
+    "where": (0, lambda r, x: torch.where(x > 0, x, -x * 2)),
+    "masked_fill": (0, lambda r, x: x.masked_fill(x > 0.3, 0.1)),
+    "masked": (0, lambda r, x: x[x > 0]),
+    "masked_select": (0, lambda r, x: x.masked_select(x > 0.1)),
+    "masked_scatter": (0, lambda r, x: x.masked_scatter(x > 0, x.flatten())),
+    "nonzero": (0, lambda r, x: (x > 0.3).nonzero().to(x.dtype)),
+    "nan_to_num": (0, lambda r, x: torch.nan_to_num(torch.where(x > 0, x, float("nan")), 0.5)),
+    "addcmul": (0, lambda r, x: torch.addcmul(x, x, x.tanh(), value=0.3)),
+    "clamp_by": (0, lambda r, x: x.clamp(x.detach().mean(), x.detach().mean() + 1)),
+    "new_full": (0, lambda r, x: x.new_full(x.shape, 0.5) * x),
+    "sum": (0, lambda r, x: x.sum()),
+    "mean": (0, lambda r, x: x.mean()),
+    "norm": (0, lambda r, x: torch.linalg.vector_norm(x + 2, r.choice([1, 2, 3, math.inf]))),
+    "sum_dim": (1, lambda r, x: x.sum(_dim(r, x), keepdim=r.random() < 0.5)),
+    "mean_dim": (1, lambda r, x: x.mean(_dim(r, x), keepdim=r.random() < 0.5)),
+    "amax": (1, lambda r, x: x.amax(_dim(r, x), keepdim=r.random() < 0.5)),
+    "amin": (1, lambda r, x: x.amin(_dim(r, x), keepdim=r.random() < 0.5)),
+    "max": (1, lambda r, x: x.max(_dim(r, x)).values),
+    "aminmax": (1, lambda r, x: torch.aminmax(x, dim=_dim(r, x)).max),
+    "prod": (1, lambda r, x: x.prod(_dim(r, x))),
+    "logsumexp": (1, lambda r, x: x.logsumexp(_dim(r, x))),
+    "var": (1, lambda r, x: x.var(_dim(r, x), correction=0)),
+    "var_mean": (1, lambda r, x: torch.var_mean(x, _dim(r, x), correction=0)[1]),
+    "norm_dim": (1, lambda r, x: (x * x + 1).norm(dim=_dim(r, x))),
+    "any": (1, lambda r, x: (x > 0.2).any(_dim(r, x)).to(x.dtype)),
+    "all": (1, lambda r, x: (x > -1).all(_dim(r, x)).to(x.dtype)),
+    "count": (1, lambda r, x: torch.count_nonzero(x > 0.1, _dim(r, x)).to(x.dtype)),
+    "sum_long": (1, lambda r, x: (x * 3).detach().long().sum(_dim(r, x)).to(x.dtype)),
+    "median": (1, lambda r, x: x.median(_dim(r, x)).values),
+    "kthvalue": (1, lambda r, x: x.kthvalue(1, _dim(r, x)).values),
+    "quantile": (1, lambda r, x: x.quantile(0.3, _dim(r, x))),
+    "softmax": (1, lambda r, x: x.softmax(_dim(r, x))),
+    "log_softmax": (1, lambda r, x: x.log_softmax(_dim(r, x))),
+    "cumsum": (1, lambda r, x: x.cumsum(_dim(r, x))),
+    "cummax": (1, lambda r, x: x.cummax(_dim(r, x)).values),
+    "cumprod": (1, lambda r, x: (x.tanh() + 1.5).cumprod(_dim(r, x)).tanh()),
+    "logcumsumexp": (1, lambda r, x: x.logcumsumexp(_dim(r, x))),
+    "flip": (1, lambda r, x: x.flip(_dim(r, x))),
+    "roll": (1, lambda r, x: x.roll(r.randint(-3, 3), _dim(r, x))),
+    "sort": (1, lambda r, x: x.sort(_dim(r, x)).values),
+    "sorted_by": (1, lambda r, x: (lambda d: torch.take_along_dim(x * 2, x.argsort(d), d))(_dim(r, x))),
+    "topk": (1, lambda r, x: (lambda d: x.topk(r.randint(0, x.shape[d]), d).values)(_dim(r, x))),
+    "largest": (1, lambda r, x: (lambda d: x.gather(d, x.argmax(d, keepdim=True)))(_dim(r, x))),
+    "diff": (1, lambda r, x: x.diff(dim=_dim(r, x))),
+    "tril": (2, lambda r, x: x.tril(r.randint(-2, 2))),
+    "triu": (2, lambda r, x: x.triu(r.randint(-2, 2))),
+    "trace": (2, lambda r, x: x.trace()),
+    "diag": (1, lambda r, x: x.diag()),
+    "diag_embed": (1, lambda r, x: x.diag_embed()),
+    "rot90": (2, lambda r, x: x.rot90()),
+    "pad": (1, lambda r, x: F.pad(x, (r.randint(-1, 2), r.randint(0, 2)))),
+    "pad_reflect": (2, lambda r, x: F.pad(x, (1, 1), mode="reflect")),
+    "pad_circular": (2, lambda r, x: F.pad(x, (1, 1), mode="circular")),
+    "repeat": (1, lambda r, x: x.repeat([r.randint(1, 2) for _ in x.shape])),
+    "repeat_each": (1, lambda r, x: x.repeat_interleave(2, _dim(r, x))),
+    "tile": (0, lambda r, x: x.tile(2)),
+    "hstack": (0, lambda r, x: torch.hstack([x, x * 2])),
+    "index_select": (1, lambda r, x: (lambda d: x.index_select(d, _some(r, x.shape[d]).abs()))(_dim(r, x))),
+    "rows": (1, lambda r, x: x[_some(r, x.shape[0])]),
+    "take": (1, lambda r, x: x.take(_some(r, x.numel()))),
+    "index_add": (1, lambda r, x: torch.zeros_like(x).index_add(0, torch.zeros(x.shape[0], dtype=torch.long), x)),
+    "index_put": (1, lambda r, x: x.index_put((torch.tensor([0, x.shape[0] - 1]),), x[:1] * 2)),
+    "index_put_added": (1, lambda r, x: x.index_put((torch.tensor([0, 0]),), x[:1] * 2, accumulate=True)),
+    "scatter_add": (1, lambda r, x: x.scatter_add(0, torch.zeros_like(x, dtype=torch.long), x)),
+    "scatter_max": (1, lambda r, x: x.scatter_reduce(0, torch.zeros_like(x, dtype=torch.long), x * 2, "amax")),
+    "layer_norm": (1, lambda r, x: F.layer_norm(x, x.shape[-1:])),
+    "rms_norm": (1, lambda r, x: F.rms_norm(x, x.shape[-1:], eps=1e-5)),
+    "batch_norm": (2, lambda r, x: F.batch_norm(x, None, None, training=True)),
+    "group_norm": (2, lambda r, x: F.group_norm(x, _factor(r, x.shape[1]))),
+    "normalize": (1, lambda r, x: F.normalize(x + 2, dim=_dim(r, x))),
+    "renorm": (2, lambda r, x: x.renorm(2, 0, 1.0)),
+    "glu": (1, lambda r, x: F.glu(x, _dim(r, x))),
+    "prelu": (2, lambda r, x: F.prelu(x, x.flatten()[:1])),
+    "gram": (2, lambda r, x: (x @ x.mT).softmax(-1) @ x),
+    "addmm": (2, lambda r, x: torch.addmm(x, x, x.mT @ x).tanh()),
+    "baddbmm": (3, lambda r, x: torch.baddbmm(x, x, x.mT @ x).tanh()),
+    "einsum": (2, lambda r, x: torch.einsum("...ij,...kj->...ik", x, x).tanh()),
+    "einsum_rows": (1, lambda r, x: torch.einsum("i...,i...->...", x, x).tanh()),
+    "linear": (2, lambda r, x: F.linear(x, x[:2], x[:2, 0]).tanh()),
+    "kron": (1, lambda r, x: torch.kron(x, x[:1])),
+    "cov": (2, lambda r, x: x.cov(correction=0)),
+    "cdist": (2, lambda r, x: torch.cdist(x, x + 1)),
+    "similarity": (1, lambda r, x: F.cosine_similarity(x, x + 1, dim=_dim(r, x))),
+    "conv1d": (3, lambda r, x: F.conv1d(x, x[:2, :, :2] * 0.3, padding=r.randint(0, 2), stride=r.randint(1, 2)).tanh()),
+    "conv2d": (3, lambda r, x: F.conv2d(x[None], x[None, :, :2, :2] * 0.3, padding=r.randint(0, 1)).tanh()[0]),
+    "max_pool": (3, lambda r, x: (lambda k: F.max_pool1d(x, k, r.randint(1, 3), padding=k // 2))(r.randint(1, 3))),
+    "avg_pool": (3, lambda r, x: F.avg_pool1d(x, r.randint(1, 3), 1)),
+    "adaptive_pool": (3, lambda r, x: F.adaptive_avg_pool1d(x, r.randint(1, 3))),
+    "interpolate": (3, lambda r, x: F.interpolate(x, scale_factor=2.0, mode="nearest")),
+    "image_unfold": (3, lambda r, x: F.unfold(x[None], 2)[0]),
+    "pixel_unshuffle": (3, lambda r, x: F.pixel_unshuffle(x[None], 2)[0]),
+    "cross_entropy": (2, lambda r, x: F.cross_entropy(x, x.detach().argmax(1), reduction=r.choice(["none", "mean", "sum"]))),
+    "cross_entropy_soft": (2, lambda r, x: F.cross_entropy(x, x.detach().softmax(1), label_smoothing=0.1)),
+    "embedding": (2, lambda r, x: F.embedding(x.detach()[0].abs().long().clamp(0, x.shape[0] - 1), x)),
+    "attention": (3, lambda r, x: F.scaled_dot_product_attention(*[x[None]] * 3, is_causal=r.random() < 0.5)[0]),
+    "smooth_l1": (0, lambda r, x: F.smooth_l1_loss(x, x * 2, reduction="none")),
+    "bce": (1, lambda r, x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid())),
+    "bucketize": (0, lambda r, x: torch.bucketize(x.detach(), torch.tensor([-1.0, 0.0, 1.0]).to(x.dtype)).to(x.dtype)),
+    "searchsorted": (1, lambda r, x: torch.searchsorted(x.detach().sort(-1).values, x.detach()).to(x.dtype)),
+    "complex": (0, lambda r, x: torch.complex(x, x * 2).abs()),
+    "fft": (1, lambda r, x: torch.view_as_real(torch.fft.fft(x, dim=-1)).sum(-1)),
+    "svdvals": (2, lambda r, x: torch.linalg.svdvals(x)),
+    "unique": (0, lambda r, x: x.detach().round().unique()),
+}  # fmt: skip
+
+WRITES: dict[str, tuple[int, Callable[..., Any]]] = {
+    "zero_": (0, lambda r, x: x.zero_()),
+    "fill_": (0, lambda r, x: x.fill_(0.7)),
+    "mul_number_": (0, lambda r, x: x.mul_(0.5)),
+    "clamp_": (0, lambda r, x: x.clamp_(-1, 1)),
+    "relu_": (0, lambda r, x: x.relu_()),
+    "masked_fill_": (0, lambda r, x: x.masked_fill_(x > 0.5, 0.2)),
+    "part_set": (1, lambda r, x: _set(x, _along(r, x, lambda n: _part(r, n)), 0.25)),
+    "one_moved": (1, lambda r, x: (lambda n: _set(x, _one(r, n), x[_one(r, n)].clone() * 0.5))(x.shape[0])),
+    "rows_set": (1, lambda r, x: _set(x, _some(r, x.shape[0]), 0.5)),
+    "mask_set": (0, lambda r, x: _set(x, x > 1, 0.9)),
+    "transpose_": (1, lambda r, x: x.transpose_(_dim(r, x), _dim(r, x))),
+    "unsqueeze_": (0, lambda r, x: x.unsqueeze_(r.randint(0, x.ndim))),
+    "squeeze_": (0, lambda r, x: x.squeeze_()),
+    "less_largest": (1, lambda r, x: x.sub_(x.amax(-1, keepdim=True))),
+    "index_fill_": (1, lambda r, x: x.index_fill_(_dim(r, x), torch.tensor([0] * x.numel())[:1], 0.3)),
+    "cumsum_": (1, lambda r, x: x.cumsum_(_dim(r, x))),
+    "tril_": (2, lambda r, x: x.tril_()),
+    "diagonal_halved": (2, lambda r, x: (x.diagonal(0, -2, -1).mul_(0.5), x)[1]),
+}  # fmt: skip
+
+
+def _set(x: Any, at: Any, value: Any) -> Any:
+    x[at] = value
+    return x
+
+
+# ---- of two ----
+
+
+def _broadcast(x: torch.Tensor, y: torch.Tensor) -> bool:
+    try:
+        return math.prod(torch.broadcast_shapes(x.shape, y.shape)) <= LARGEST
+    except RuntimeError:
+        return False
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool(x.ndim and y.ndim) and x.ndim + y.ndim <= 6 and x.shape[-1] == y.shape[-2 if y.ndim > 1 else 0]
+
+
+def _joint_dims(x: torch.Tensor, y: torch.Tensor) -> list[int]:
+    differ = [d for d in range(x.ndim) if x.shape[d] != y.shape[d]]
+    return differ if differ else list(range(x.ndim))
+
+
+def _joins(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.ndim == y.ndim > 0 and (_alike(x, y) or len(_joint_dims(x, y)) == 1)
+
+
+PAIRS: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
+    "add": (_broadcast, lambda r, x, y: x + y),
+    "mul": (_broadcast, lambda r, x, y: x * y.clamp(-2, 2)),
+    "div": (_broadcast, lambda r, x, y: x / (y * y + 1)),
+    "maximum": (_broadcast, lambda r, x, y: torch.maximum(x, y)),
+    "lerp": (_broadcast, lambda r, x, y: torch.lerp(x, y, 0.3)),
+    "logaddexp": (_broadcast, lambda r, x, y: torch.logaddexp(x, y)),
+    "choose": (_broadcast, lambda r, x, y: torch.where(y > 0, x, y)),
+    "mse": (_alike, lambda r, x, y: F.mse_loss(x, y)),
+    "matmul": (_product, lambda r, x, y: (x @ y).tanh()),
+    "linear_of": (lambda x, y: y.ndim == 2 and _product(x, y.t()), lambda r, x, y: F.linear(x, y).tanh()),
+    "outer": (lambda x, y: x.ndim == y.ndim == 1, lambda r, x, y: torch.outer(x, y)),
+    "cat": (_joins, lambda r, x, y: torch.cat([x, y, x], r.choice(_joint_dims(x, y)))),
+    "stack": (_alike, lambda r, x, y: torch.stack([x, y], r.randint(0, x.ndim))),
+}  # fmt: skip
+
+PAIR_WRITES: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
+    "copy_": (_broadcast, lambda r, x, y: x.copy_(y)),
+    "add_": (_broadcast, lambda r, x, y: x.add_(y)),
+    "mul_": (_broadcast, lambda r, x, y: x.mul_(y.clamp(-2, 2))),
+    "set_where": (_alike, lambda r, x, y: _set(x, y > 0, 0.4)),
+}  # fmt: skip
+
+# Views, pairs and writes make programs; they come as often as the many ops on values.
+OPS = [
+    [Op(name, run, ndim) for name, (ndim, run) in VIEWS.items()],
+    [Op(name, run, ndim) for name, (ndim, run) in VALUES.items()],
+    [Op(name, run, 0, 2, fits) for name, (fits, run) in PAIRS.items()],
+    [Op(name, run, ndim, writes=True) for name, (ndim, run) in WRITES.items()]
+    + [Op(name, run, 0, 2, fits, writes=True) for name, (fits, run) in PAIR_WRITES.items()],
+]
+
+
+# ---- programs ----
+
+# What cannot be done for a view that had to move data, nor with a norm's summands: refused alike on all ranks.
+REFUSED = ("comes from a view", "summands of a norm")
+# A write to memory that several elements share: here the memory is another.
+SHARED = "memory location"
+# A view of a result that lies in memory in another order: strides are not promised.
+STRIDES = "view size is not compatible"
+
+
+class Program:
+    def __init__(self, seed: int, mesh: Any, grad: bool, dtype: torch.dtype) -> None:
+        self.rng = Random(seed)
+        self.mesh, self.grad, self.dtype = mesh, grad, dtype
+        self.tolerance = 1e-5 if dtype.itemsize == 8 else 1e-3
+        self.generator = torch.Generator().manual_seed(seed)
+        self.plain: list[torch.Tensor] = []
+        self.ours: list[Any] = []
+        self.lines: list[str] = []
+        self.outcomes: Counter[str] = Counter()
+        for _ in range(3):
+            self._leaf()
+        self.leaves = list(zip(self.plain, self.ours, strict=True))
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.plain:
+                return
+            if self.rng.random() < 0.12:
+                self._redistribute()
+            else:
+                self._step()
+            self._forget()
+        if self.grad:
+            self._gradients()
+
+    def _leaf(self) -> None:
+        from oracle import choices, place, with_summands
+
+        r = self.rng
+        sizes = [r.randint(1, 7) for _ in range(r.randint(1, 3))]
+        if r.random() < 0.1:
+            sizes[r.randrange(len(sizes))] = 0
+        whole = torch.randn(sizes, generator=self.generator, dtype=torch.float64).mul(1 if self.dtype.is_floating_point else 3)
+        whole = whole.to(self.dtype)
+        if r.random() < 0.15 and self.dtype.is_floating_point:
+            whole = whole.abs() + 0.5
+            kind, m = r.choice(["avg", "product", "min", "max", "norm"]), r.randrange(self.mesh.ndim)
+            ours, where = with_summands(whole, self.mesh, m, kind, "R"), f"{kind} on mesh dim {m}"
+        else:
+            where = r.choice(choices(whole, self.mesh.ndim, True))
+            ours = place(whole, self.mesh, *where)
+        self.lines.append(f"{len(self.ours)} = {sizes} {where}")
+        self.plain.append(whole.clone().requires_grad_(self.grad))
+        self.ours.append(ours.requires_grad_(self.grad))
+
+    def _redistribute(self) -> None:
+        from shardtensor import Replicate, Shard
+
+        r = self.rng
+        i = r.randrange(len(self.ours))
+        dims = [r.randint(0, self.plain[i].ndim) for _ in range(self.mesh.ndim)]
+        to = [Replicate() if d == self.plain[i].ndim else Shard(d) for d in dims]
+        self.lines.append(f"{len(self.ours)} = {i}.redistribute({to})")
+        # A new value or the same tensor, in an order in memory of its own: so it is copied.
+        moved = lambda x: x.redistribute(placements=to) if x is self.ours[i] else x  # noqa: E731
+        self._both("redistribute", lambda x: moved(x).clone(memory_format=torch.contiguous_format), [i], False)
+
+    def _step(self) -> None:
+        r = self.rng
+        op = r.choice(r.choice(OPS))
+        suited = [t for t in range(len(self.plain)) if self.plain[t].ndim >= op.ndim]
+        operands = [(i,) for i in suited]
+        if op.fits:
+            operands = [(i, k) for i in suited for k in suited if op.fits(self.plain[i], self.plain[k])]
+        if not operands:
+            return
+        at = list(r.choice(operands))
+        # Under autograd most writes are refused, or hide the rest. torch's own gradient of a write to an empty view is plain.
+        if op.writes and self.grad and (r.random() < 0.7 or not self.plain[at[0]].numel()):
+            return
+        draws = r.random()
+        self.lines.append(f"{'' if op.writes else f'{len(self.ours)} = '}{op.name} of {', '.join(self._described(i) for i in at)}")
+        self._both(op.name, lambda *tensors: op.run(Random(draws), *tensors), at, op.writes)
+
+    def _described(self, i: int) -> str:
+        return f"{i} {list(self.plain[i].shape)} {self.ours[i].placements}"
+
+    def _both(self, name: str, run: Callable[..., Any], at: list[int], writes: bool) -> None:
+        got = self._together(name, lambda: run(*(self.ours[i] for i in at)), NotImplementedError, *REFUSED)
+        if isinstance(got, Exception) and (isinstance(got, NotImplementedError) or any(t in str(got) for t in REFUSED)):
+            return
+        try:
+            want = run(*(self.plain[i] for i in at))
+        except Exception as error:
+            if SHARED in str(error):
+                raise _EndsHere from error
+            lenient = STRIDES in str(error) or isinstance(error, NotImplementedError)  # a dtype
+            assert isinstance(got, Exception) or lenient, f"torch alone raises {error!r}"
+            return
+        if isinstance(got, Exception):
+            if SHARED in str(got):
+                raise _EndsHere from got
+            raise got
+        if writes:
+            for k in reversed(range(len(self.ours))):
+                self._compare(k)
+        else:
+            self.plain.append(want)
+            self.ours.append(got)
+            self._compare(len(self.ours) - 1)
+
+    def _compare(self, k: int) -> None:
+        """Forgets what can no longer be read."""
+        import shardtensor as st
+
+        ours, plain = self.ours[k], self.plain[k]
+        assert isinstance(ours, st.ShardTensor), f"{k} is {type(ours)}"
+        assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{k}: {ours.shape} {ours.dtype}"
+        read = self._together("read", lambda: ours.detach().full_tensor(), *REFUSED)
+        if isinstance(read, Exception) or _unreadable(plain):
+            assert not _unreadable(plain) or _unreadable(ours), f"{k}: torch alone refuses its grad_fn"
+            self._drop(k)
+            return
+        tolerance = self.tolerance
+        torch.testing.assert_close(
+            read, plain.detach(), rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"tensor {k}: {m}"
+        )
+        assert ours.requires_grad == plain.requires_grad, f"{k}: requires_grad is {ours.requires_grad}"
+        assert ours.is_leaf == plain.is_leaf, f"{k}: is_leaf is {ours.is_leaf}"
+
+    def _together(self, name: str, run: Callable[[], Any], *known: Any) -> Any:
+        """What it returns or raises, which is of one kind on all ranks; raises what is not known where torch would not."""
+        try:
+            out = run()
+            outcome = "right"
+        except Exception as error:
+            out, outcome = error, next((f"refused: {t}" for t in known if isinstance(t, str) and t in str(error)), "raises")
+            if isinstance(error, NotImplementedError):
+                outcome = f"unsupported: {name}"
+            elif name == "read" and outcome == "raises":
+                raise
+        mine = torch.tensor([zlib.crc32(outcome.encode())])
+        both = torch.cat([mine, -mine])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        assert both.sum() == 0, f"{name}: the ranks part, here it is {outcome}: {out}"
+        self.outcomes[outcome] += name != "read" or outcome != "right"
+        return out
+
+    def _drop(self, k: int) -> None:
+        del self.ours[k], self.plain[k]
+        self.lines.append(f"forget {k}")
+
+    def _forget(self) -> None:
+        while len(self.ours) > ALIVE:
+            self._drop(self.rng.randrange(len(self.ours)))
+        for k in reversed(range(len(self.plain))):
+            t = self.plain[k].detach()
+            if t.numel() > LARGEST or t.ndim > 5 or not t.isfinite().all() or (t.numel() and t.abs().max() > 1e4):
+                self._drop(k)
+
+    def _gradients(self) -> None:
+        from oracle import place
+
+        losses = []
+        for plain, ours in zip(self.plain, self.ours, strict=True):
+            if plain.requires_grad and plain.is_floating_point():
+                weights = torch.randn(plain.shape, generator=self.generator, dtype=plain.dtype)
+                placed = place(weights, self.mesh, ("R",) * self.mesh.ndim, "even")
+                losses.append(((plain * weights).sum(), (ours * placed).sum()))
+        if not losses:
+            return
+        of_plain, of_ours = (sum(side) for side in zip(*losses, strict=True))
+        leaves, our_leaves = zip(*self.leaves, strict=True)
+        self.lines.append("backward")
+        got = self._together("backward", lambda: torch.autograd.grad(of_ours, our_leaves, allow_unused=True), *REFUSED)
+        try:
+            want = torch.autograd.grad(of_plain, leaves, allow_unused=True)
+        except RuntimeError as error:
+            assert isinstance(got, Exception), f"torch alone raises {error!r}"
+            return
+        if isinstance(got, NotImplementedError):
+            return
+        if isinstance(got, Exception):
+            raise got
+        for k, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert (g is None) == (w is None), f"gradient {k}: {g} instead of {w}"
+            if g is not None:
+                tolerance = self.tolerance
+                torch.testing.assert_close(
+                    g.full_tensor(), w, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m, k=k: f"gradient {k}: {m}"
+                )
+
+
+class _EndsHere(Exception):
+    """What comes after it cannot be compared."""
+
+
+def _unreadable(t: Any) -> bool:
+    """Autograd says so where a view of several (split, unbind) was written."""
+    try:
+        t.grad_fn  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
+def run_programs(first: int, count: int, steps: int, mesh_shape: tuple[int, ...], grad: bool, dtype: str) -> Counter[str]:
+    """Called on every rank. What the steps came to."""
+    import shardtensor as st
+    from oracle import mesh_of
+
+    outcomes: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        program = Program(seed, mesh_of(mesh_shape), grad, getattr(torch, dtype))
+        try:
+            with st.implicit_replication():
+                program.run(steps)
+        except _EndsHere:
+            pass
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))[-1500:]
+            raise AssertionError("\n".join([f"program {seed}:", *program.lines, text])) from None
+        outcomes += program.outcomes
+    return outcomes
+
+
+def main() -> None:
+    import argparse
+
+    from pool import Pool, RankError
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mesh", default="3", help="its shape, such as 2x2")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--grad", action="store_true")
+    parser.add_argument("--dtype", default="float64")
+    options = parser.parse_args()
+    shape = tuple(int(n) for n in options.mesh.split("x"))
+    pool = Pool(math.prod(shape))
+    outcomes: Counter[str] = Counter()
+    failed = 0
+    for first in range(options.first, options.first + options.count, BATCH):
+        arguments = first, BATCH, options.steps, shape, options.grad, options.dtype
+        try:
+            outcomes += pool.run("programs:run_programs", *arguments, seconds=120)[0]
+        except RankError as error:
+            failed += 1
+            print(str(error).split("--- rank 1 ---")[0][-4000:], flush=True)
+    pool.stop()
+    for outcome, count in outcomes.most_common():
+        print(count, outcome)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, __file__.rsplit("/", 1)[0])
+    main()

@@ -1,0 +1,17 @@
+"""Some random programs, the same at every run; programs.py runs any number of others."""
+
+from __future__ import annotations
+
+import pytest
+from oracle import mesh_id
+
+COUNT, STEPS = 12, 20
+
+
+@pytest.mark.parametrize("mesh", [(3, (3,)), (4, (2, 2))], ids=mesh_id)
+@pytest.mark.parametrize(("dtype", "grad"), [("float64", False), ("float64", True), ("float32", True), ("int64", False)])
+def test_programs(pools, mesh, dtype, grad):
+    world, shape = mesh
+    outcomes = pools(world).run("programs:run_programs", 0, COUNT, STEPS, shape, grad, dtype)
+    assert all(o == outcomes[0] for o in outcomes)
+    assert outcomes[0]["right"] > 0.6 * outcomes[0].total() > 60, outcomes[0]
