@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <set>
 #include <sstream>
 
@@ -84,8 +85,12 @@ void check_taken(const Op& op, const rules::Call& call) {
                        : c10::isComplexType(dtype) ? rules::kComplex
                        : dtype == at::kBool        ? rules::kBools
                                                    : rules::kIntegers;
+  const auto takes = op.entry->options.takes;
+  // Products of bools with others: torch says that the dtypes differ.
+  const bool differ = takes == (rules::kAllNumbers & ~rules::kBools) &&
+                      std::any_of(call.tensors.begin(), call.tensors.end(), [&](const auto& t) { return t.dtype != dtype; });
   TORCH_CHECK_NOT_IMPLEMENTED(
-      op.entry->options.takes & numbers, op.name, ": not implemented for '", dtype, "' (", layouts_of(call), ")");
+      differ || (takes & numbers), op.name, ": not implemented for '", dtype, "' (", layouts_of(call), ")");
 }
 
 void no_rule(const Op& op, const rules::Call& call) {
