@@ -6,6 +6,7 @@ runs more of it, prints one line per op that is not right, and a summary.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -54,9 +55,14 @@ def _key(op: Any) -> str:
 AS_WRITTEN = {"__getitem__": operator.getitem}
 
 
+@functools.cache
 def database() -> dict[str, Any]:
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
 
+    for module in (common_utils, core):  # it reads the sources of the whole stack to find a unittest that asks
+        module.extract_test_fn = lambda: None
     return {_key(op): op for op in op_db}
 
 

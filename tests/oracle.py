@@ -223,15 +223,19 @@ def _close(g: torch.Tensor, w: torch.Tensor, tolerance: float) -> bool:
 _FLOATS = {torch.float64, torch.float32, torch.complex128}
 
 
+_MADE_BY = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}
+_MADE_BY.update(min=dist.ReduceOp.MIN, max=dist.ReduceOp.MAX)
+
+
 class Joint:
-    """What only all ranks together can find out, all at once at the end: sums, and whether they mean the same layouts."""
+    """What only all ranks together can find out, all at once at the end: whole values of summands, and whether all mean one layout."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[tuple[torch.Tensor, torch.Tensor, float, str]]] = {}
         self._layouts = 0
 
     def keep(self, value: Any, want: torch.Tensor, tolerance: float, what: str) -> bool:
-        """False where it is no sum of floating-point summands: then it is to be compared here and now."""
+        """False where it is not cut in floating-point summands of one kind: then it is to be compared here and now."""
         import shardtensor as st
         from shardtensor._api import _piece
 
@@ -241,19 +245,22 @@ class Joint:
         if value.dtype not in _FLOATS or value.dtype.is_complex:
             return False
         partial = {m: p for m, p in enumerate(value.placements) if p.is_partial()}
-        if not partial or any(type(p) is not st.Partial or p.reduce_op != "sum" for p in partial.values()):
+        kinds = {p.reduce_op if type(p) is st.Partial else "" for p in partial.values()}
+        if len(kinds) != 1 or not kinds <= _MADE_BY.keys():
             return False
         _check_piece(value)
-        kept = self._kept.setdefault((value.device_mesh, tuple(partial), value.dtype), [])
+        kept = self._kept.setdefault((value.device_mesh, tuple(partial), *kinds, value.dtype), [])
         kept.append((value._local_tensor.detach(), _piece(want, value._layout), tolerance, what))
         return True
 
     def compare(self) -> None:
-        for (mesh, mesh_dims, _), kept in self._kept.items():
-            sums = torch.cat([local.reshape(-1) for local, *_ in kept])
+        for (mesh, mesh_dims, kind, _), kept in self._kept.items():
+            made = torch.cat([local.reshape(-1) for local, *_ in kept])
             for m in mesh_dims:
-                dist.all_reduce(sums, group=mesh.get_group(m))
-            for got, (_, want, tolerance, what) in zip(sums.split([local.numel() for local, *_ in kept]), kept, strict=True):
+                dist.all_reduce(made, _MADE_BY[kind], group=mesh.get_group(m))
+                if kind == "avg":
+                    made /= mesh.size(m)
+            for got, (_, want, tolerance, what) in zip(made.split([local.numel() for local, *_ in kept]), kept, strict=True):
                 _assert_close(got.view(want.shape), want, tolerance, what)
         self._kept.clear()
         most_and_least = torch.tensor([self._layouts, -self._layouts])
