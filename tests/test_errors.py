@@ -274,6 +274,10 @@ def sizes_that_differ(mesh, me):
     place(piece(5, 3), mesh, ("S(0)",), "empty") + place(piece(4, 3), mesh, ("S(0)",), "empty")
 
 
+def sizes_that_differ_in_a_list(mesh, me):
+    torch._foreach_add_([place(piece(4, 3), mesh, ("S(0)",), "empty")], [place(piece(5, 3), mesh, ("S(0)",), "empty")])
+
+
 def result_larger_than_what_is_written(mesh, me):
     place(piece(1, 3), mesh, ("R",), "even").add_(place(piece(2, 3), mesh, ("S(0)",), "even"))
 
@@ -336,6 +340,7 @@ WRONG = [
     (write_to_one_place_several_times, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
     (write_to_one_place_in_a_list, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
     (sizes_that_differ, RuntimeError, "add", "argument 'other' (4)", "must match", "argument 'self' (5)", "rank {me}"),
+    (sizes_that_differ_in_a_list, RuntimeError, "foreach_add", "argument 'other' (5)", "argument 'self' (4)", "rank {me}"),
     (result_larger_than_what_is_written, RuntimeError, "output with shape [1, 3] doesn't match"),
     (integers_where_reals_are_needed, NotImplementedError, "softmax", "not implemented for 'Long'", "rank {me}"),
     (a_dim_twice, RuntimeError, "dim 0 appears multiple times"),

@@ -178,9 +178,6 @@ const char* why_moved(const Op& op) {
   return op.entry && op.entry->rule ? "its rule needs it so" : "it has no sharding rule, so its inputs are gathered";
 }
 
-namespace {
-
-// On all ranks: whether a rank's pieces fit says nothing about the others'.
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {
     const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
@@ -189,8 +186,6 @@ void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
     }
   }
 }
-
-} // namespace
 
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
   check_alike(op, refs, solution);

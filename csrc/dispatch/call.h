@@ -76,7 +76,11 @@ at::Tensor move_for(const Op& op, const Ref& ref, const char* why, const at::Ten
 const char* why_moved(const Op& op); // an operand
 inline constexpr const char* kWrittenBack = "it was written under another layout";
 
-// The local tensors in the layouts that the solution asks for.
+// Raises, on all ranks, where operands that are to be as large as each other are not: whether a rank's own pieces fit says
+// nothing about the others'.
+void check_alike(const Op& op, const Refs& refs, const rules::Solution& solution);
+
+// The local tensors in the layouts that the solution asks for, of operands that are checked.
 void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);
 
 // To be called before the op runs: copies of views look for writes to their base.

@@ -188,6 +188,7 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
     }
     if (!op.entry->options.elementwise || !stays(e)) {
       e.solution = find_solution(op, stack, base, e.refs);
+      check_alike(op, e.refs, *e.solution);
       move(op, e, locals);
     }
     if (op.entry->options.dense) {
