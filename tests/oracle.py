@@ -223,8 +223,8 @@ def _close(g: torch.Tensor, w: torch.Tensor, tolerance: float) -> bool:
 _FLOATS = {torch.float64, torch.float32, torch.complex128}
 
 
+# Not the least and the most: gloo's lose NaN.
 _MADE_BY = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}
-_MADE_BY.update(min=dist.ReduceOp.MIN, max=dist.ReduceOp.MAX)
 
 
 class Joint:
@@ -235,7 +235,7 @@ class Joint:
         self._layouts = 0
 
     def keep(self, value: Any, want: torch.Tensor, tolerance: float, what: str) -> bool:
-        """False where it is not cut in floating-point summands of one kind: then it is to be compared here and now."""
+        """False where it is not cut in floating-point summands or factors: then it is to be compared here and now."""
         import shardtensor as st
         from shardtensor._api import _piece
 
