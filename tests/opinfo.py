@@ -276,26 +276,37 @@ def run_op(
 BY_VALUE = ("gather", "multinomial", "normal", "scatter_reduce.amax", "scatter_reduce.amin")
 
 
-def _refusable(op: Any, dtype: Any) -> list[Any]:
-    """Samples that torch may refuse: those the database has for it, or two of a dtype that the op does not take."""
+def _refusable(op: Any, kind: str) -> list[Any]:
+    """Samples that torch may refuse.
+
+    "errors": those the database has for it; "mixed": some with one tensor of another dtype; the name of a dtype that the op does
+    not take: some of that.
+    """
     import torch
     import torch.utils._pytree as pytree
 
-    if dtype is None:
+    if kind == "errors":
         return [e.sample_input for e in op.error_inputs("cpu")] if op.error_inputs_func else []
     taken = op.supported_dtypes("cpu")
     usual = next((d for d in (torch.float64, torch.float32, torch.int64, torch.bool) if d in taken), None)
-    if dtype in taken or usual is None:
+    if usual is None or (kind != "mixed" and getattr(torch, kind) in taken):
         return []
 
-    def changed(t: Any) -> Any:
-        return t.detach().to(dtype) if isinstance(t, torch.Tensor) and t.dtype == usual else t
+    def changed(sample: Any, dtype: Any, which: slice = slice(None)) -> Any:
+        flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        for i in [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.dtype == usual][which]:
+            flat[i] = flat[i].detach().to(dtype)
+        x, args, kwargs = pytree.tree_unflatten(flat, tree)
+        return type(sample)(x, args=args, kwargs=kwargs)
 
-    samples = itertools.islice(op.sample_inputs("cpu", usual), 2)
-    return [type(s)(changed(s.input), args=pytree.tree_map(changed, s.args), kwargs=s.kwargs) for s in samples]
+    samples = list(itertools.islice(op.sample_inputs("cpu", usual), SAMPLES))
+    if kind != "mixed":
+        return [changed(s, getattr(torch, kind)) for s in samples]
+    others = [d for d in (torch.float32, torch.int64, torch.bool) if d != usual]
+    return [changed(s, d, slice(i, i + 1)) for s in samples for d in others for i in range(3)]
 
 
-def run_refusals(names: list[str], layouts: int, dtype_name: str | None = None) -> int:
+def run_refusals(names: list[str], layouts: int, kind: str) -> int:
     """On every rank: what torch refuses is refused on all ranks, whatever their pieces. How many calls were."""
     import shardtensor as st
     import torch
@@ -304,13 +315,12 @@ def run_refusals(names: list[str], layouts: int, dtype_name: str | None = None) 
     from oracle import mesh_of, place
 
     mesh = mesh_of((dist.get_world_size(),))
-    dtype = getattr(torch, dtype_name) if dtype_name else None
     refused = 0
     for name in names:
         op = database()[name]
         tried: list[tuple[Exception | None, str]] = []
         torch.manual_seed(0)
-        for number, sample in enumerate(_refusable(op, dtype)):
+        for number, sample in enumerate(_refusable(op, kind)):
             flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
             where = [i for i, t in enumerate(flat) if _is_strided(t) and t.device.type == "cpu" and t.ndim < 16]
 
@@ -330,7 +340,7 @@ def run_refusals(names: list[str], layouts: int, dtype_name: str | None = None) 
         dist.all_reduce(ranks_refusing)
         for ranks, (error, what) in zip(ranks_refusing.tolist(), tried, strict=True):
             assert ranks in (0, mesh.size()), f"{what}: the ranks part, here: {error!r}"
-            assert ranks or dtype, f"{what}: not refused"
+            assert ranks or kind != "errors", f"{what}: not refused"
             refused += bool(ranks)
     return refused
 

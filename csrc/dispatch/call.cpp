@@ -116,6 +116,44 @@ void add_sizes(const Refs& refs, Key& key) {
   }
 }
 
+namespace {
+
+// Of a dtype that few of torch's kernels take.
+bool is_rare(const Ref& r) {
+  const auto dtype = r.tensor->scalar_type();
+  return c10::isFloat8Type(dtype) || c10::isBarebonesUnsignedType(dtype) || dtype == at::kComplexHalf;
+}
+
+// Whether the op takes such a dtype its kernel alone knows, which says nothing on a rank whose piece is empty: so all ranks ask
+// it with few elements.
+void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call, const Refs& refs) {
+  const auto listed = [](const Ref& r) { return r.index >= 0; };
+  if (op.is_random || std::none_of(refs.begin(), refs.end(), is_rare) || std::any_of(refs.begin(), refs.end(), listed)) {
+    return;
+  }
+  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
+  Stack args(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()));
+  for (const auto& r : refs) {
+    auto sizes = r.tensor->sizes().vec();
+    for (auto& n : sizes) {
+      n = std::min<int64_t>(n, 2); // of a single one some kernels need not look at the dtype
+    }
+    args[r.arg] = at::zeros(sizes, r.tensor->options());
+  }
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  try {
+    op.handle.callBoxed(args);
+  } catch (const c10::Error& error) {
+    // Others may be of the sizes.
+    for (const char* of_dtypes : {"not implemented for '", "can't be cast", "Promotion for"}) {
+      const auto* why = error.what_without_backtrace();
+      TORCH_CHECK_NOT_IMPLEMENTED(!std::strstr(why, of_dtypes), op.name, ": ", why, " (", errors::layouts_of(call), ")");
+    }
+  }
+}
+
+} // namespace
+
 SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   const auto replicated = Layout::replicated(mesh_of(op, refs));
   const auto call = describe(op, stack, base, refs, *replicated);
@@ -124,6 +162,7 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
   }
   if (op.entry && op.entry->rule) {
     errors::check_taken(op, call);
+    ask_kernel(op, stack, base, call, refs);
     return rules::resolve(call, op.entry->rule(call));
   }
   if (op.is_random) {

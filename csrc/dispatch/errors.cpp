@@ -3,7 +3,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <algorithm>
 #include <set>
 #include <sstream>
 
@@ -19,6 +18,23 @@ bool repeats(const Op& op) {
   static const std::set<std::string> names{
       "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_"};
   return names.count(op.schema().name());
+}
+
+// An argument of another dtype than Options.one_dtype allows.
+const rules::TensorArg* odd_one(const rules::Options& options, const rules::Call& call) {
+  auto wanted = call.tensors[0].dtype;
+  bool may_be_float = options.or_float && (wanted == at::kHalf || wanted == at::kBFloat16);
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    const auto& t = call.tensors[i];
+    if (options.one_dtype >> t.arg & 1) {
+      wanted = may_be_float && t.dtype == at::kFloat ? at::kFloat : wanted;
+      may_be_float = false;
+      if (t.dtype != wanted) {
+        return &t;
+      }
+    }
+  }
+  return nullptr;
 }
 } // namespace
 
@@ -85,12 +101,13 @@ void check_taken(const Op& op, const rules::Call& call) {
                        : c10::isComplexType(dtype) ? rules::kComplex
                        : dtype == at::kBool        ? rules::kBools
                                                    : rules::kIntegers;
-  const auto takes = op.entry->options.takes;
-  // Products of bools with others: torch says that the dtypes differ.
-  const bool differ = takes == (rules::kAllNumbers & ~rules::kBools) &&
-                      std::any_of(call.tensors.begin(), call.tensors.end(), [&](const auto& t) { return t.dtype != dtype; });
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      differ || (takes & numbers), op.name, ": not implemented for '", dtype, "' (", layouts_of(call), ")");
+  const auto& options = op.entry->options;
+  if (const auto* t = odd_one(options, call)) {
+    TORCH_CHECK(
+        false, op.name, ": expected one dtype, but '", argument_name(op, call.tensors[0].arg), "' has ", dtype, " and '",
+        argument_name(op, t->arg), "' has ", t->dtype, " (", layouts_of(call), ")");
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(options.takes & numbers, op.name, ": not implemented for '", dtype, "' (", layouts_of(call), ")");
 }
 
 void no_rule(const Op& op, const rules::Call& call) {

@@ -208,7 +208,9 @@ void register_convolution(Registry& r) {
   composite.composite = true;
   Options sized;
   sized.sized = true;
-  r.add("convolution", {"convolution", "convolution_overrideable"}, convolution);
+  Options same;
+  same.one_dtype = ~uint64_t{0};
+  r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, same);
   r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward);
 
   r.add(

@@ -232,6 +232,7 @@ void one_hot_kernel(Run& run) {
 
 // (self, num_classes)
 Rule one_hot(const Call& call) {
+  TORCH_CHECK(call.tensors[0].dtype == at::kLong, "one_hot: expected classes of dtype int64, got ", call.tensors[0].dtype);
   Rule rule;
   Dims dims;
   for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {

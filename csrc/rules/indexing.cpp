@@ -519,7 +519,9 @@ void register_indexing(Registry& r) {
   Options any, sized;
   any.any_args = true;
   sized.sized = true;
-  r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, sized);
+  Options put = sized;
+  put.one_dtype = 0b101; // self, values
+  r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
   r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index, sized);
   r.add("indexing", {"gather"}, gather, sized);
   r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, sized);

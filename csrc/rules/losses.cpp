@@ -294,6 +294,10 @@ Rule nll_backward_rule(const Call& call) {
 void register_losses(Registry& r) {
   Options real;
   real.takes = kReals;
+  Options weighted = real;
+  weighted.one_dtype = 0b101; // self, weight
+  Options margins = real;
+  margins.one_dtype = 0b10001; // self, weight
   r.add(
       "losses",
       {
@@ -315,9 +319,10 @@ void register_losses(Registry& r) {
           "soft_margin_loss_backward",
       },
       elementwise_backward);
-  r.add("losses", {"multi_margin_loss", "multilabel_margin_loss_forward"}, margin, real);
+  r.add("losses", {"multi_margin_loss"}, margin, margins);
   r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, real);
-  r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll, real);
+  r.add("losses", {"multilabel_margin_loss_forward"}, margin, real);
+  r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll, weighted);
   r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule, real);
 }
 

@@ -291,24 +291,30 @@ void register_matmul(Registry& r) {
   Options any;
   any.any_args = true;
   any.takes = kAllNumbers & ~kBools;
+  Options same = any;
+  same.one_dtype = ~uint64_t{0};
+  Options composite = same;
+  composite.composite = true;
   Options outer;
   outer.any_args = true;
-  Options composite = any;
-  composite.composite = true;
-  r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, any);
-  r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, any);
-  r.add("matmul", {"addmm", "addmm.dtype", "addmm.dtype_out", "addmm.out", "addmm_"}, plus_product<kMm>, any);
-  r.add("matmul", {"addmv", "addmv.out", "addmv_"}, addmv, any);
+  r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, same);
+  r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, same);
+  r.add("matmul", {"addmm", "addmm.out", "addmm_"}, plus_product<kMm>, same);
+  r.add("matmul", {"addmm.dtype", "addmm.dtype_out"}, plus_product<kMm>, any);
+  r.add("matmul", {"addmv", "addmv.out", "addmv_"}, addmv, same);
   r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>, outer);
-  r.add("matmul", {"baddbmm", "baddbmm.dtype", "baddbmm.dtype_out", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, any);
-  r.add("matmul", {"bmm", "bmm.dtype", "bmm.dtype_out", "bmm.out"}, product<kBmm>, any);
-  r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<kDot>, any);
+  r.add("matmul", {"baddbmm", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, same);
+  r.add("matmul", {"baddbmm.dtype", "baddbmm.dtype_out"}, plus_product<kBmm>, any);
+  r.add("matmul", {"bmm", "bmm.out"}, product<kBmm>, same);
+  r.add("matmul", {"bmm.dtype", "bmm.dtype_out"}, product<kBmm>, any);
+  r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<kDot>, same);
   r.add("matmul", {"linear"}, linear, composite);
   r.add("matmul", {"linear_backward"}, linear_backward, any);
   r.add("matmul", {"matmul", "matmul.out"}, matmul, composite);
   r.add("matmul", {"matmul_backward"}, matmul_backward, any);
-  r.add("matmul", {"mm", "mm.dtype", "mm.dtype_out", "mm.out"}, product<kMm>, any);
-  r.add("matmul", {"mv", "mv.out"}, product<kMv>, any);
+  r.add("matmul", {"mm", "mm.out"}, product<kMm>, same);
+  r.add("matmul", {"mm.dtype", "mm.dtype_out"}, product<kMm>, any);
+  r.add("matmul", {"mv", "mv.out"}, product<kMv>, same);
 }
 
 } // namespace shardtensor::rules

@@ -568,10 +568,15 @@ void register_normalization(Registry& r) {
   composite.composite = true;
   Options real;
   real.takes = kReals;
-  auto sized = real;
-  sized.sized = true;
-  auto running = real;
+  Options weighted = real;
+  weighted.one_dtype = ~uint64_t{0};
+  weighted.or_float = true;
+  Options running = weighted;
   running.writes = 0b11000; // running_mean, running_var
+  Options groups = weighted;
+  groups.sized = true;
+  Options groups_backward = real;
+  groups_backward.sized = true;
   r.add("normalization", {"_fused_rms_norm"}, rms_norm, composite);
   r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward);
   r.add(
@@ -581,7 +586,7 @@ void register_normalization(Registry& r) {
           "_native_batch_norm_legit",
           "_native_batch_norm_legit.no_stats",
       },
-      batch_norm, real);
+      batch_norm, weighted);
   r.add("normalization", {"cudnn_batch_norm", "native_batch_norm"}, batch_norm, running);
   r.add(
       "normalization",
@@ -591,9 +596,9 @@ void register_normalization(Registry& r) {
           "native_batch_norm_backward",
       },
       batch_norm_backward, real);
-  r.add("normalization", {"native_group_norm"}, group_norm, sized);
-  r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, sized);
-  r.add("normalization", {"native_layer_norm"}, layer_norm, real);
+  r.add("normalization", {"native_group_norm"}, group_norm, groups);
+  r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, groups_backward);
+  r.add("normalization", {"native_layer_norm"}, layer_norm, weighted);
   r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward, real);
 }
 

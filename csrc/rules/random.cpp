@@ -359,7 +359,7 @@ void register_random(Registry& r) {
   sized.sized = true;
   r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast, o);
   r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, o);
-  r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, o);
+  r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, real);
   r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>, o);
   r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>, o);
   r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>, o);

@@ -15,6 +15,10 @@ struct Options {
   // What the op's first tensor may hold. The op itself would refuse the rest, but not on a rank whose piece is empty, or where
   // a kernel does its work.
   uint8_t takes = kAllNumbers;
+  // Arguments (bits) that must have the first tensor's dtype. Others, too, the op itself would refuse on some ranks alone.
+  uint64_t one_dtype = 0;
+  // Or all of them float32, where that one is float16 or bfloat16.
+  bool or_float = false;
   // The rule reads sizes (not only ndim and which dims have size 1), so they belong in the cache's key.
   bool sized = false;
   // The rule reads strides and storage offsets too.

@@ -171,15 +171,33 @@ Factor scanned() {
   return f;
 }
 
+// What a sum or product along a dim is computed in.
+at::ScalarType computed_in(const Call& call) {
+  const auto self = call.tensors[0].dtype;
+  const auto arg = argument(call, "dtype");
+  const auto dtype = call.tensors.size() > 1                   ? call.tensors[1].dtype
+                     : call.schema.arguments()[0].alias_info() ? self
+                     : call.has(arg)                           ? call.args[arg].toScalarType()
+                     : c10::isIntegralType(self, true)         ? at::kLong
+                                                               : self;
+  TORCH_CHECK_NOT_IMPLEMENTED(dtype != at::kBool, call.schema.name(), ": not implemented for '", dtype, "'");
+  return dtype;
+}
+
 Rule cumsum(const Call& call) {
   auto rule = along(call, scanned());
   rule.kernel = cumsum_kernel;
-  const auto from = call.tensors[0].dtype;
-  const auto arg = argument(call, "dtype");
-  const auto to = call.has(arg) ? call.args[arg].toScalarType() : c10::isIntegralType(from, true) ? at::kLong : from;
+  const auto from = call.tensors[0].dtype, to = computed_in(call);
   if (from == to || !(c10::isIntegralType(from, true) || c10::isIntegralType(to, true))) {
     rule.linear_in({0});
   }
+  return rule;
+}
+
+Rule cumprod(const Call& call) {
+  computed_in(call);
+  auto rule = along(call, scanned());
+  rule.kernel = cumprod_kernel;
   return rule;
 }
 
@@ -391,7 +409,7 @@ void register_scans(Registry& r) {
   r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, ordered);
   r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, ordered);
   r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
-  r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, scan<cumprod_kernel>);
+  r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod);
   r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
   r.add(family, {"histc", "histc.out"}, histc);
   r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, logcumsumexp);

@@ -96,12 +96,14 @@ void register_softmax(Registry& r) {
   const char* family = "softmax";
   Options real;
   real.takes = kReals;
+  Options gradient = real;
+  gradient.one_dtype = 0b11; // grad_output, output
   r.add(family, {"_log_softmax", "_log_softmax.out"}, softmax<true>, real);
-  r.add(family, {"_log_softmax_backward_data", "_log_softmax_backward_data.out"}, backward<true>, real);
+  r.add(family, {"_log_softmax_backward_data", "_log_softmax_backward_data.out"}, backward<true>, gradient);
   r.add(family, {"_masked_softmax", "_masked_softmax_backward"}, masked, sized);
   r.add(family, {"_safe_softmax", "log_softmax.int_out", "softmax.int_out"}, nullptr, decompose);
   r.add(family, {"_softmax", "_softmax.out"}, softmax<false>, real);
-  r.add(family, {"_softmax_backward_data", "_softmax_backward_data.out"}, backward<false>, real);
+  r.add(family, {"_softmax_backward_data", "_softmax_backward_data.out"}, backward<false>, gradient);
 }
 
 } // namespace shardtensor::rules
