@@ -393,12 +393,28 @@ def bad_arguments() -> None:
     ):
         with pytest.raises((RuntimeError, IndexError), match=message):
             call()
-    with pytest.raises(NotImplementedError):
-        torch.zeros_like(x, dtype=torch.int64).normal_()
+    integers = torch.zeros_like(x, dtype=torch.int64)
+    for call in (integers.normal_, integers.bernoulli):
+        with pytest.raises(NotImplementedError):
+            call()
 
 
 def test_bad_arguments(pools):
     pools(2).run("test_random:bad_arguments")
+
+
+def normal_of_mixed_dtypes() -> None:
+    import shardtensor as st
+
+    mesh = mesh_of((2,))
+    for mean, std in itertools.product((torch.float32, torch.float64, torch.bfloat16), repeat=2):
+        plain = torch.zeros(3, dtype=mean), torch.ones(3, dtype=std)
+        drawn = torch.normal(*(st.distribute_tensor(t, mesh, [st.Shard(0)]) for t in plain))
+        assert drawn.dtype == torch.normal(*plain).dtype == mean
+
+
+def test_normal_of_mixed_dtypes(pools):
+    pools(2).run("test_random:normal_of_mixed_dtypes")
 
 
 def init_module(world: int) -> Any:

@@ -202,7 +202,7 @@ void bernoulli_of_self(Run& run) {
   run.returns({at::empty_like(p).copy_(below(run, p, p))});
 }
 
-// normal(mean, std) with a tensor in one place or both.
+// normal(mean, std) with a tensor in one place or both; of the mean's dtype.
 void normal_of_tensors(Run& run) {
   const auto mean = run.arg(0), std = run.arg(1);
   auto sizes = run.operands[0].sizes.vec();
@@ -211,8 +211,7 @@ void normal_of_tensors(Run& run) {
   }
   const auto& layout = *run.solution.results[0].layout;
   const auto& like = (mean.isTensor() ? mean : std).toTensor();
-  const auto dtype = mean.isTensor() && std.isTensor() ? at::result_type(mean.toTensor(), std.toTensor()) : like.scalar_type();
-  auto out = at::empty(layout.local_sizes(sizes), like.options().dtype(dtype));
+  auto out = at::empty(layout.local_sizes(sizes), like.options());
   kernels::fill_random(out, next_key(run, out), layout, sizes, {Kind::Normal, 0, 1});
   if (std.isTensor()) {
     const auto s = std.toTensor();
