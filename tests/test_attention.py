@@ -56,6 +56,10 @@ CASES = [
     case("sdpa_3d_causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), (4, 3, 2), (4, 5, 2), (4, 5, 2), limit=40),
     case("sdpa_math_causal", lambda q, k, v: math(q, k, v, is_causal=True), (3, 4, 3, 2), (3, 4, 3, 2), (3, 4, 3, 2), limit=40),
     case("sdpa_broadcast_causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), (4, 3, 2), (2, 4, 5, 2), (2, 4, 5, 2), limit=40),
+    case("sdpa_no_queries", sdpa, (3, 4, 0, 2), (3, 4, 3, 2), (3, 4, 3, 2), limit=40),
+    case("sdpa_no_keys", sdpa, (3, 4, 5, 2), (3, 4, 0, 2), (3, 4, 0, 2), limit=40),
+    case("sdpa_no_batch", lambda q, k, v: sdpa(q, k, v, is_causal=True), (0, 4, 5, 2), (0, 4, 3, 2), (0, 4, 3, 2), limit=40),
+    case("sdpa_no_keys_mask_bool", masked, (3, 4, 5, 2), (3, 4, 0, 2), (3, 4, 0, 2), bools(5, 0), limit=40),
     case("multi_head", multi_head, (3, 2, 4), (12, 4), (12,), (4, 4), (4,), limit=40),
 ]
 

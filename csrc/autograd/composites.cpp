@@ -14,6 +14,7 @@
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul_ops.h>
+#include <ATen/ops/scaled_dot_product_attention_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/tensor_split_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -333,6 +334,24 @@ std::tuple<at::Tensor, at::Tensor> attention_math(
       query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
 }
 
+// torch's own makes plain zeros where nothing attends, or is attended to.
+at::Tensor attention(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& mask,
+    double dropout_p,
+    bool is_causal,
+    std::optional<double> scale,
+    bool enable_gqa) {
+  const bool no_scores = query.numel() == 0 || key.numel() == 0;
+  if (no_scores && query.dim() > 1 && query.size(-1) != 0) {
+    return std::get<0>(attention_math(query, key, value, {}, 0, false, {}, scale, enable_gqa));
+  }
+  return at::compositeimplicitautograd::scaled_dot_product_attention(
+      query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
 // The ranks, counted from 0, at which sorted rows have their quantiles. NaN comes last in a row: it is what a row's quantiles
 // are where one is there, or it is not counted.
 at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan) {
@@ -437,6 +456,7 @@ void take_composites(torch::Library& m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<loss_of_labels>());
   }
   m.impl("_scaled_dot_product_attention_math", attention_math);
+  m.impl("scaled_dot_product_attention", attention);
   m.impl("nanquantile", quantile<true>);
   m.impl("nanquantile.scalar", quantile_number<true>);
   m.impl("quantile", quantile<false>);

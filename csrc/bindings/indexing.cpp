@@ -1,4 +1,5 @@
-// x[[0, 2]] and x[[0, 2]] = y: torch makes a plain tensor of the list, which is the same on every rank as Python's numbers are.
+// x[[0, 2]], x[True], x[x.sum() > 0], and writes to them: torch makes a plain tensor of the list or the bool, which is the same
+// on every rank.
 #include "bindings/bindings.h"
 
 #include "dispatch/plain.h"
@@ -12,8 +13,14 @@ namespace shardtensor::bindings {
 
 namespace {
 
+// Python's question whether an object is of a class is slow for what is not.
+bool is_tensor(PyObject* index) {
+  const bool other = PySlice_Check(index) || PyLong_Check(index) || index == Py_None || index == Py_Ellipsis;
+  return !other && THPVariable_Check(index);
+}
+
 bool is_plain_tensor(PyObject* index) {
-  return THPVariable_Check(index) && !as_shard_tensor(THPVariable_Unpack(index));
+  return is_tensor(index) && !as_shard_tensor(THPVariable_Unpack(index));
 }
 
 bool is_list(PyObject* index) {
@@ -35,10 +42,18 @@ bool has_only_numbers(PyObject* list) {
   return true;
 }
 
-// Lists of numbers among the indices, and no plain tensor, which only the promotion mode can let pass.
-bool lists_numbers(PyObject* index) {
+bool is_bool(PyObject* index) {
+  if (!is_tensor(index)) {
+    return PyBool_Check(index);
+  }
+  const auto& t = THPVariable_Unpack(index);
+  return as_shard_tensor(t) && t.dim() == 0 && t.scalar_type() == at::kBool;
+}
+
+// Lists of numbers or bools among the indices, and no plain tensor, which only the promotion mode can let pass.
+bool becomes_plain(PyObject* index) {
   if (!PyTuple_Check(index)) {
-    return is_list(index) && has_only_numbers(index);
+    return is_list(index) ? has_only_numbers(index) : is_bool(index);
   }
   bool found = false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(index); ++i) {
@@ -46,7 +61,7 @@ bool lists_numbers(PyObject* index) {
     if (is_plain_tensor(item) || (is_list(item) && !has_only_numbers(item))) {
       return false;
     }
-    found |= is_list(item);
+    found |= is_list(item) || is_bool(item);
   }
   return found;
 }
@@ -57,7 +72,7 @@ PyMappingMethods& torchs() {
 
 PyObject* get_item(PyObject* self, PyObject* index) {
   std::optional<AsReplicated> guard;
-  if (lists_numbers(index)) {
+  if (becomes_plain(index)) {
     guard.emplace();
   }
   return torchs().mp_subscript(self, index);
@@ -74,7 +89,7 @@ void register_indexing(py::module& m) {
       "set_item",
       [](const py::object& tensor, const py::object& index, const py::object& value) {
         std::optional<AsReplicated> guard;
-        if (lists_numbers(index.ptr()) && !is_plain_tensor(value.ptr())) {
+        if (becomes_plain(index.ptr()) && !is_plain_tensor(value.ptr())) {
           guard.emplace();
         }
         if (torchs().mp_ass_subscript(tensor.ptr(), index.ptr(), value.ptr())) {
