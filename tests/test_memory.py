@@ -36,9 +36,30 @@ def wait_until(true):
     assert true()
 
 
+def most_held(move):
+    """Most bytes held at once beside those before; what `move` returned, and the bytes it sent."""
+    from shardtensor import _C
+
+    most = math.inf
+    result = None
+    _C.count_memory(True)
+    try:
+        start = _C.held_memory()[0]
+        for _ in range(8):  # Gloo's own threads let go of a buffer a little after they have said so
+            result = None
+            wait_until(lambda: _C.held_memory()[0] <= start)
+            _C.reset_comm_counts()
+            _C.reset_most_held()
+            result = move()
+            most = min(most, _C.held_memory()[1] - start)
+    finally:
+        _C.count_memory(False)
+    return most, result, sum(sent for _, sent in _C.comm_counts().values())
+
+
 def peak(shape, source, target, cut):
     """Most bytes held at once beside the piece before; bytes before, after, and sent."""
-    from shardtensor import _C, Partial, Replicate, Shard
+    from shardtensor import Partial, Replicate, Shard
 
     mesh = mesh_of(shape)
     n = mesh.size()
@@ -55,21 +76,8 @@ def peak(shape, source, target, cut):
         if target.startswith("S") and cut != EVEN:
             size = SIZES[to[0].dim]
             shapes = {0: [tuple(c if d == to[0].dim else s for d, s in enumerate(SIZES)) for c in (size - n + 1, *[1] * (n - 1))]}
-    most = math.inf
-    _C.count_memory(True)
-    try:
-        start = _C.held_memory()[0]
-        for _ in range(8):  # Gloo's own threads let go of a buffer a little after they have said so
-            wait_until(lambda: _C.held_memory()[0] <= start)
-            _C.reset_comm_counts()
-            _C.reset_most_held()
-            y = x.redistribute(placements=to, sharding_shapes=shapes)
-            most = min(most, _C.held_memory()[1] - start)
-            held, got = x._local_tensor.nbytes, y._local_tensor.nbytes
-            del y
-    finally:
-        _C.count_memory(False)
-    return most, held, got, sum(sent for _, sent in _C.comm_counts().values()), n
+    most, y, sent = most_held(lambda: x.redistribute(placements=to, sharding_shapes=shapes))
+    return most, x._local_tensor.nbytes, y._local_tensor.nbytes, sent, n
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,6 +99,27 @@ def test_peak(pools, world, shape, cut, name):
         assert most <= got + allowed + TABLES, f"rank {rank}: held {most} bytes for a result of {got}, from {held}"
         if source != "R":
             assert most >= got, f"rank {rank}: {most} bytes cannot hold the result of {got}"
+
+
+def boxes_peak():
+    """Rows at ranks become columns."""
+    import torch.distributed as dist
+    from test_exchange import exchange
+
+    me, n = dist.get_rank(), dist.get_world_size()
+    rows, columns = 600 // n, 900 // n
+    held = [(r, [r * rows, 0], [rows, n * columns]) for r in range(n)]
+    wanted = [(r, [0, r * columns], [n * rows, columns]) for r in range(n)]
+    mine = torch.full((rows, n * columns), float(me))
+    most, (got,), sent = most_held(lambda: exchange([mine], held, wanted))
+    return most, got.nbytes, sent
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_peak_of_boxes(pools, world):
+    for most, got, sent in pools(world).run("test_memory:boxes_peak"):
+        assert sent == got - got // world
+        assert got <= most <= got + sent + TABLES
 
 
 def counted(shape):

@@ -17,24 +17,35 @@ int64_t numel_of(const Box& box) {
   return c10::multiply_integers(box.sizes);
 }
 
+// Whether they share an element.
+bool meet(const Box& a, const Box& b) {
+  for (const auto d : c10::irange(a.sizes.size())) {
+    if (std::max(a.offsets[d], b.offsets[d]) >= std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Of boxes that meet.
 Box intersection(const Box& a, const Box& b) {
   Box out;
   for (const auto d : c10::irange(a.sizes.size())) {
     const auto start = std::max(a.offsets[d], b.offsets[d]);
     const auto end = std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d]);
     out.offsets.push_back(start);
-    out.sizes.push_back(std::max<int64_t>(end - start, 0));
+    out.sizes.push_back(end - start);
   }
   return out;
 }
 
 // Appends what of `box` is not in `hole`: a slab before and one after the hole along each dim.
 void subtract(Box box, const Box& hole, std::vector<Box>& out) {
-  const auto common = intersection(box, hole);
-  if (numel_of(common) == 0) {
+  if (!meet(box, hole)) {
     out.push_back(std::move(box));
     return;
   }
+  const auto common = intersection(box, hole);
   for (const auto d : c10::irange(box.sizes.size())) {
     const auto start = box.offsets[d], end = start + box.sizes[d];
     const auto hole_start = common.offsets[d], hole_end = hole_start + common.sizes[d];
@@ -68,11 +79,14 @@ std::vector<Part> match_one(const std::vector<Placed>& held, const Placed& wante
   std::vector<Part> parts;
   auto missing = numel_of(wanted.box);
   const auto take = [&](size_t from) {
-    std::vector<Box> news{intersection(held[from].box, wanted.box)};
-    if (numel_of(news[0]) == 0) {
+    if (!meet(held[from].box, wanted.box)) {
       return;
     }
+    std::vector<Box> news{intersection(held[from].box, wanted.box)};
     for (const auto& taken : parts) {
+      if (std::none_of(news.begin(), news.end(), [&](const Box& box) { return meet(box, taken.box); })) {
+        continue;
+      }
       std::vector<Box> rest;
       for (auto& box : news) {
         subtract(std::move(box), taken.box, rest);
@@ -143,16 +157,33 @@ void check(const std::vector<Placed>& list, const char* name, const Mesh& mesh) 
   }
 }
 
-struct Peer {
-  std::vector<const Part*> sent, received;
+// What travels between this rank and another.
+struct Traffic {
+  int64_t sent = 0, received = 0;
 };
 
-int64_t numel_of(const std::vector<const Part*>& parts) {
-  int64_t n = 0;
-  for (const auto* part : parts) {
-    n += numel_of(part->box);
+// Parts that follow each other in a flat buffer and are of one piece: one launch.
+struct Run {
+  size_t piece;
+  std::vector<Box> boxes; // in its indices
+  at::Tensor flat;
+};
+
+std::vector<Run> runs_of(
+    const std::vector<Part>& parts, size_t Part::*side, const std::vector<Placed>& placed, const at::Tensor& flat) {
+  std::vector<Run> out;
+  int64_t at = 0;
+  for (size_t i = 0; i < parts.size();) {
+    Run run{parts[i].*side, {}, {}};
+    const auto start = at;
+    for (; i < parts.size() && parts[i].*side == run.piece; ++i) {
+      at += numel_of(parts[i].box);
+      run.boxes.push_back(within(parts[i].box, placed[run.piece].box));
+    }
+    run.flat = flat.narrow(0, start, at - start);
+    out.push_back(std::move(run));
   }
-  return n;
+  return out;
 }
 
 } // namespace
@@ -165,9 +196,41 @@ std::vector<at::Tensor> exchange(
     const at::TensorOptions& options) {
   check(held, "held", mesh);
   check(wanted, "wanted", mesh);
-  const auto parts = match(held, wanted);
   const auto me = mesh.rank();
+  std::vector<Part> kept, sent, received;
+  std::map<int64_t, Traffic> traffic;
+  for (auto& part : match(held, wanted)) {
+    const auto from = held[part.from].rank, to = wanted[part.to].rank;
+    if (from == me && to == me) {
+      kept.push_back(std::move(part));
+    } else if (from == me) {
+      traffic[to].sent += numel_of(part.box);
+      sent.push_back(std::move(part));
+    } else if (to == me) {
+      traffic[from].received += numel_of(part.box);
+      received.push_back(std::move(part));
+    }
+  }
   const auto sources = numbered(pieces, held, me);
+  // Rank by rank they travel, in the order that both ends know.
+  std::stable_sort(sent.begin(), sent.end(), [&](const Part& a, const Part& b) { return wanted[a.to].rank < wanted[b.to].rank; });
+  std::stable_sort(
+      received.begin(), received.end(), [&](const Part& a, const Part& b) { return held[a.from].rank < held[b.from].rank; });
+  std::vector<int64_t> ranks, to_each, of_each;
+  for (const auto& [rank, numels] : traffic) {
+    ranks.push_back(rank);
+    to_each.push_back(numels.sent);
+    of_each.push_back(numels.received);
+  }
+  auto arrived = at::empty({c10::sum_integers(of_each)}, options);
+  {
+    const auto packed = at::empty({c10::sum_integers(to_each)}, options);
+    for (auto& run : runs_of(sent, &Part::from, held, packed)) {
+      kernels::pack(sources[run.piece], run.boxes, run.flat);
+    }
+    comm::start_send_receive(arrived, of_each, packed, to_each, ranks, mesh, mesh.size())();
+  }
+  // What was sent is given back before the results are made.
   std::vector<at::Tensor> results;
   for (const auto& p : wanted) {
     if (p.rank == me) {
@@ -175,43 +238,11 @@ std::vector<at::Tensor> exchange(
     }
   }
   auto targets = numbered(results, wanted, me);
-
-  std::map<int64_t, Peer> peers;
-  for (const auto& part : parts) {
-    const auto from = held[part.from].rank, to = wanted[part.to].rank;
-    if (from == me && to == me) {
-      kernels::copy(
-          sources[part.from], {within(part.box, held[part.from].box)}, targets[part.to], {within(part.box, wanted[part.to].box)});
-    } else if (from == me) {
-      peers[to].sent.push_back(&part);
-    } else if (to == me) {
-      peers[from].received.push_back(&part);
-    }
+  for (const auto& [from, to, box] : kept) {
+    kernels::copy(sources[from], {within(box, held[from].box)}, targets[to], {within(box, wanted[to].box)});
   }
-  std::vector<int64_t> ranks, sent, received;
-  for (const auto& [rank, peer] : peers) {
-    ranks.push_back(rank);
-    sent.push_back(numel_of(peer.sent));
-    received.push_back(numel_of(peer.received));
-  }
-  auto packed = at::empty({c10::sum_integers(sent)}, options), arrived = at::empty({c10::sum_integers(received)}, options);
-  int64_t at = 0;
-  for (const auto& [rank, peer] : peers) {
-    for (const auto* part : peer.sent) {
-      const auto n = numel_of(part->box);
-      auto slot = packed.narrow(0, at, n);
-      kernels::pack(sources[part->from], {within(part->box, held[part->from].box)}, slot);
-      at += n;
-    }
-  }
-  comm::start_send_receive(arrived, received, packed, sent, ranks, mesh, mesh.size())();
-  at = 0;
-  for (const auto& [rank, peer] : peers) {
-    for (const auto* part : peer.received) {
-      const auto n = numel_of(part->box);
-      kernels::unpack(arrived.narrow(0, at, n), {within(part->box, wanted[part->to].box)}, targets[part->to]);
-      at += n;
-    }
+  for (auto& run : runs_of(received, &Part::to, wanted, arrived)) {
+    kernels::unpack(run.flat, run.boxes, targets[run.piece]);
   }
   return results;
 }
