@@ -220,9 +220,14 @@ def _attempt(*args: Any) -> str:
 
 
 def run_op(
-    name: str, samples: int = SAMPLES, layouts: int = LAYOUTS, dtype_name: str | None = None, shape: tuple[int, ...] = ()
+    name: str,
+    samples: int = SAMPLES,
+    layouts: int = LAYOUTS,
+    dtype_name: str | None = None,
+    shape: tuple[int, ...] = (),
+    mixed: bool = False,
 ) -> Outcome:
-    """On every rank. What is neither right nor unsupported is raised, with the sample."""
+    """On every rank. What is neither right nor unsupported is raised, with the sample. mixed: one tensor of another dtype."""
     import numpy
     import shardtensor as st
     import torch
@@ -242,7 +247,7 @@ def run_op(
     numpy.random.seed(0)
     random.seed(0)
     differentiable = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    drawn = list(op.sample_inputs("cpu", dtype, requires_grad=differentiable))
+    drawn = _mixed(op) if mixed else list(op.sample_inputs("cpu", dtype, requires_grad=differentiable))
     comparable = name not in NOT_COMPARABLE
     if comparable:
         drawn = [s for s in drawn if not s.kwargs.get("dropout_p")]
@@ -306,6 +311,24 @@ def _refusable(op: Any, kind: str) -> list[Any]:
     return [changed(s, d, slice(i, i + 1)) for s in samples for d in others for i in range(3)]
 
 
+def _mixed(op: Any) -> list[Any]:
+    """Samples of several dtypes that torch takes."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    def is_taken(sample: Any) -> bool:
+        flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
+        x, args, kwargs = pytree.tree_unflatten([t.clone() if isinstance(t, torch.Tensor) else t for t in flat], tree)
+        return len({t.dtype for t in tensors}) > 1 and _raised(lambda: AS_WRITTEN.get(op.name, op.op)(x, *args, **kwargs)) is None
+
+    return [s for s in _refusable(op, "mixed") if is_taken(s)]
+
+
+def run_mixed(names: list[str], samples: int, layouts: int) -> list[Outcome]:
+    return [run_op(name, samples, layouts, mixed=True) for name in names]
+
+
 def run_refusals(names: list[str], layouts: int, kind: str) -> int:
     """On every rank: what torch refuses is refused on all ranks, whatever their pieces. How many calls were."""
     import shardtensor as st
@@ -345,9 +368,9 @@ def run_refusals(names: list[str], layouts: int, kind: str) -> int:
     return refused
 
 
-def _raised(call: Any, leaves: list[Any]) -> Exception | None:
+def _raised(call: Any, *args: Any) -> Exception | None:
     try:
-        call(leaves)
+        call(*args)
     except Exception as error:
         return error
     return None

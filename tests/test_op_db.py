@@ -57,3 +57,22 @@ def test_equals_torch(pools, name, world):
     assert not [text for text in unsupported if text.split(": sample")[0] not in UNSUPPORTED or "ShardTensor" not in text]
     assert unsupported if name in UNSUPPORTED else right
     assert not promoted or name in PLAIN_INSIDE
+
+
+PARTS = 4  # of the database, each one test
+# torch's CPU kernels happen to take some of their samples, and refuse others; here all are refused.
+REFUSED_MIXED = {
+    "bucketize": "one bool as long as it is alone",
+    "searchsorted": "bools as long as there are none",
+    "nn.functional.conv3d": "a float32 bias of a float64 convolution",
+    "nn.functional.conv_transpose1d": "as conv3d",
+    "nn.functional.conv_transpose2d": "as conv3d",
+}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_mixed_dtypes_equal_torch(pools, part):
+    names = sorted(OPS.keys() - set(WITHOUT_CPU) - UNSUPPORTED.keys() - REFUSED_MIXED.keys())[part::PARTS]
+    outcomes = pools(3).run("opinfo:run_mixed", names, 3, 2, seconds=110)[0]
+    assert not [text for o in outcomes for text in o.unsupported]
+    assert sum(o.right for o in outcomes) > 250
