@@ -168,12 +168,13 @@ uint64_t address_bits(const at::Tensor& tensor, int64_t element_bytes) {
 struct Grain {
   int64_t tile_bytes;
   int64_t unit_bytes; // the widest
+  int64_t row_bytes;  // a row up to this is not cut
 };
-constexpr Grain kCuda{1 << 14, 16};
+constexpr Grain kCuda{1 << 14, 16, 0};
 
 // Where tiles of all boxes take turns, together they stay in a core's cache.
 Grain cpu_grain(size_t boxes) {
-  return {std::max<int64_t>((1 << 18) / static_cast<int64_t>(boxes), 1 << 12), 1};
+  return {std::max<int64_t>((1 << 18) / static_cast<int64_t>(boxes), 1 << 12), 1, 1 << 18};
 }
 
 struct Plan {
@@ -259,7 +260,7 @@ void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t
   }
   const auto widest = std::countr_zero(static_cast<uint64_t>(std::max<int64_t>(grain.unit_bytes / element_bytes, 1)));
   const auto bits = shared_bits(moves, from, to, dims, from_bytes, to_bytes);
-  int64_t from_flat_at = 0, to_flat_at = 0, largest = 0;
+  int64_t from_flat_at = 0, to_flat_at = 0, largest = 0, longest = 0;
   for (size_t i = 0; i < from.boxes.size(); ++i) {
     const auto numel = numel_of(from.boxes[i]) * element;
     if (numel == 0) {
@@ -277,10 +278,12 @@ void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t
       plan.table.push_back(size_of(from.boxes[i], dim));
     }
     largest = std::max(largest, numel);
+    longest = std::max(longest, run);
     moves.bytes += numel * element_bytes;
     ++moves.boxes;
   }
-  cut_tiles(plan, largest, grain.tile_bytes / element_bytes);
+  const auto row = std::min(longest, grain.row_bytes / element_bytes);
+  cut_tiles(plan, largest, std::max(grain.tile_bytes / element_bytes, row));
   moves.table = plan.table.data();
 }
 
