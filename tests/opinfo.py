@@ -55,6 +55,28 @@ def _key(op: Any) -> str:
 AS_WRITTEN = {"__getitem__": operator.getitem}
 
 
+def _call(op: Any, tree: Any, leaves: list[Any]) -> Any:
+    import torch.utils._pytree as pytree
+
+    x, args, kwargs = pytree.tree_unflatten(leaves, tree)
+    return AS_WRITTEN.get(op.name, op.op)(x, *args, **kwargs)
+
+
+def _refused(op: Any, tree: Any, flat: list[Any]) -> bool:
+    """By torch, whose op may write to its arguments."""
+    import torch
+
+    return _raised(op, tree, [t.clone() if isinstance(t, torch.Tensor) else t for t in flat]) is not None
+
+
+def _raised(op: Any, tree: Any, leaves: list[Any]) -> Exception | None:
+    try:
+        _call(op, tree, leaves)
+    except Exception as error:
+        return error
+    return None
+
+
 @functools.cache
 def database() -> dict[str, Any]:
     from torch.testing._internal import common_utils
@@ -144,10 +166,10 @@ def _try(
         ours[i] = place(flat[i].detach(), mesh, placements, cut, _exact_summands).requires_grad_(grad and flat[i].requires_grad)
 
     def call(leaves: list[Any]) -> Any:
-        x, args, kwargs = pytree.tree_unflatten(leaves, tree)
         torch.manual_seed(1)
         if not inplace:
-            return AS_WRITTEN.get(op.name, op.op)(x, *args, **kwargs)
+            return _call(op, tree, leaves)
+        x, args, kwargs = pytree.tree_unflatten(leaves, tree)
         copy = x.clone()
         written = op.inplace_variant(copy, *args, **kwargs)
         assert written is copy, f"{what}: the in-place form returns another tensor"
@@ -318,9 +340,7 @@ def _mixed(op: Any) -> list[Any]:
 
     def is_taken(sample: Any) -> bool:
         flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-        tensors = [t for t in flat if isinstance(t, torch.Tensor)]
-        x, args, kwargs = pytree.tree_unflatten([t.clone() if isinstance(t, torch.Tensor) else t for t in flat], tree)
-        return len({t.dtype for t in tensors}) > 1 and _raised(lambda: AS_WRITTEN.get(op.name, op.op)(x, *args, **kwargs)) is None
+        return len({t.dtype for t in flat if isinstance(t, torch.Tensor)}) > 1 and not _refused(op, tree, flat)
 
     return [s for s in _refusable(op, "mixed") if is_taken(s)]
 
@@ -346,19 +366,14 @@ def run_refusals(names: list[str], layouts: int, kind: str) -> int:
         for number, sample in enumerate(_refusable(op, kind)):
             flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
             where = [i for i, t in enumerate(flat) if _is_strided(t) and t.device.type == "cpu" and t.ndim < 16]
-
-            def call(leaves: list[Any], op: Any = op, tree: Any = tree) -> Any:
-                x, args, kwargs = pytree.tree_unflatten(leaves, tree)
-                return AS_WRITTEN.get(op.name, op.op)(x, *args, **kwargs)
-
-            if not where or _raised(call, [t.clone() if isinstance(t, torch.Tensor) else t for t in flat]) is None:
+            if not where or not _refused(op, tree, flat):
                 continue
             for choice in _layouts([flat[i] for i in where], 1, layouts, f"{name} {number}"):
                 ours = list(flat)
                 for i, (placements, cut) in zip(where, choice, strict=True):
                     ours[i] = place(flat[i].detach(), mesh, placements, cut, _exact_summands)
                 with st.implicit_replication():
-                    tried.append((_raised(call, ours), f"{name}: sample {number} {choice}"))
+                    tried.append((_raised(op, tree, ours), f"{name}: sample {number} {choice}"))
         ranks_refusing = torch.tensor([error is not None for error, _ in tried], dtype=torch.int64)
         dist.all_reduce(ranks_refusing)
         for ranks, (error, what) in zip(ranks_refusing.tolist(), tried, strict=True):
@@ -366,14 +381,6 @@ def run_refusals(names: list[str], layouts: int, kind: str) -> int:
             assert ranks or kind != "errors", f"{what}: not refused"
             refused += bool(ranks)
     return refused
-
-
-def _raised(call: Any, *args: Any) -> Exception | None:
-    try:
-        call(*args)
-    except Exception as error:
-        return error
-    return None
 
 
 def main() -> None:

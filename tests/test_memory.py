@@ -41,7 +41,6 @@ def most_held(move):
     from shardtensor import _C
 
     most = math.inf
-    result = None
     _C.count_memory(True)
     try:
         start = _C.held_memory()[0]
