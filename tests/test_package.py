@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -68,6 +70,25 @@ def test_test_requirements_agree():
     assert lines == project["project"]["optional-dependencies"]["test"]
 
 
+def why_it_does_not_load(torch_version, built_for, *first):
+    """The line in which an import ends. first: folders looked into before the package's own."""
+    package = Path(shardtensor.__file__).parent
+    program = f"""
+import sys, types
+import torch
+torch.__version__ = {torch_version!r}
+package = types.ModuleType("shardtensor"); package.__path__ = {[str(p) for p in (*first, package)]!r}
+sys.modules["shardtensor"] = package
+build = types.ModuleType("shardtensor._build"); build.TORCH = {built_for!r}
+sys.modules["shardtensor._build"] = package._build = build
+sys.meta_path = [f for f in sys.meta_path if isinstance(f, type)]  # an editable install's knows where its modules are
+import shardtensor._load
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("torch_version", "built_for", "says"),
     [
@@ -76,21 +97,19 @@ def test_test_requirements_agree():
     ],
 )
 def test_another_torch_is_named_in_one_line(torch_version, built_for, says):
-    package = Path(shardtensor.__file__).parent
-    program = f"""
-import sys, types
-import torch
-torch.__version__ = {torch_version!r}
-package = types.ModuleType("shardtensor"); package.__path__ = [{str(package)!r}]
-sys.modules["shardtensor"] = package
-build = types.ModuleType("shardtensor._build"); build.TORCH = {built_for!r}
-sys.modules["shardtensor._build"] = package._build = build
-import shardtensor._load
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+    last = why_it_does_not_load(torch_version, built_for)
     assert last.startswith("ImportError: shardtensor: ") and says in last
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler to build an extension that misses a symbol")
+def test_a_symbol_that_torch_lacks_is_named_in_one_line(tmp_path):
+    source = tmp_path / "broken.cpp"
+    source.write_text('extern "C" void gone_from_libtorch(); extern "C" void* PyInit__C() { gone_from_libtorch(); return nullptr; }')
+    built = tmp_path / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run(["c++", "-shared", "-fPIC", source, "-o", built], check=True)
+    last = why_it_does_not_load(torch.__version__, torch.__version__, tmp_path)
+    assert last.startswith(f"ImportError: shardtensor: the extension does not load with torch {torch.__version__}: ")
+    assert "undefined symbol: gone_from_libtorch" in last
 
 
 def test_the_coverage_page_is_up_to_date():
@@ -102,6 +121,7 @@ def test_import_brings_little_of_torch_along():
     # What makes `import shardtensor` slow is never its own code, but torch's checkpoints, FSDP and compiler.
     program = """
 import sys
+import sysconfig
 import torch.distributed.tensor
 before = set(sys.modules)
 import shardtensor
