@@ -261,7 +261,7 @@ test_redistribute_keeps_cuts = on_ranks(redistribute_keeps_cuts, MESHES[2:])
 
 
 def redistribute_dtypes(shape):
-    from shardtensor import Replicate
+    from shardtensor import Replicate, Shard
 
     mesh = mesh_of(shape)
     rest = ("R",) * (mesh.ndim - 1)
@@ -270,6 +270,14 @@ def redistribute_dtypes(shape):
     assert y.dtype == torch.float32
     y.sum().backward()
     assert x.grad.dtype == torch.float64 and whole(x.grad).eq(1).all()
+    # Backward a cast as well: thirds come back as float32 knows them.
+    x.grad = None
+    y = x.redistribute(placements=[Shard(1)] + [Replicate()] * (mesh.ndim - 1), backward_dtype=torch.float32)
+    assert y.dtype == torch.float64 and torch.equal(whole(y), numbers(5, 4))
+    (y / 3).sum().backward()
+    third = torch.tensor(1 / 3)
+    assert x.grad.dtype == torch.float64 and third.double() != 1 / 3
+    assert whole(x.grad).eq(third.double()).all()
 
 
 test_redistribute_dtypes = on_ranks(redistribute_dtypes)
