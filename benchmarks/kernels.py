@@ -19,7 +19,7 @@ import torch
 from shardtensor import _C
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-RUNS = [8, 16, 64, 256, 1 * KIB, 4 * KIB, 64 * KIB]
+RUNS = [8, 16, 64, 256, 1000, 1 * KIB, 4 * KIB, 5000, 64 * KIB]  # bytes; not all of them are lines of a cache
 PIECES = [2, 8, 64]
 CPU_TARGET, GPU_TARGET, CHAIN_TARGET = 0.90, 0.85, 2.0
 LEAST_RUN = 64  # bytes; shorter runs have no target
@@ -69,7 +69,7 @@ def cpu_rows(size: int) -> list[dict[str, Any]]:
     print(f"{'run':>8} {'pieces':>6} {'memcpy':>8} {'copy_':>8} {'pack':>8} {'unpack':>8} {'pack':>7} {'unpack':>7}")
     for run in RUNS:
         for pieces in PIECES:
-            rows = size // (run * pieces)
+            rows = max(1, size // (run * pieces))
             x = torch.randint(0, 255, (rows, run * pieces), dtype=torch.uint8)
             flat = torch.zeros(x.numel(), dtype=torch.uint8)
             boxes = boxes_of(rows, run, pieces)

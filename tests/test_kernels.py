@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import random
 from collections.abc import Callable
@@ -219,6 +220,31 @@ def test_rows_too_many_for_a_cache(run: int, start: int, device: str) -> None:
     back = torch.zeros(x.numel() + start, device=device)[start:].view_as(x)
     _C.unpack(flat, boxes, back)
     same(back, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(16))
+def test_uneven_boxes_too_many_for_a_cache(seed: int, device: str) -> None:
+    rng = random.Random(seed)
+    dtype = rng.choice([torch.uint8, torch.int16, torch.float32, torch.complex128])
+    numel_wanted = rng.randint(5 << 20, 6 << 20) // dtype.itemsize  # past what is copied through the caches
+    inner = [rng.choice([1, 2, 5, 40, 64, 128, 300, 512, 4096]) for _ in range(rng.choice([0, 1, 1, 2]))]
+    shape = (numel_wanted // math.prod(inner) + 1, *inner)
+    x = padded_rows(torch.arange(math.prod(shape), device=device).view(shape).to(dtype))
+    few = disjoint_boxes(shape, rng)
+    many = [([*o[:-1], o[-1] + i], [*n[:-1], 1]) for o, n in few for i in range(n[-1])] if inner and inner[-1] <= 64 else few
+    for boxes in (few, many, random_boxes(shape, 3, rng)):
+        flat = new_flat(numel(boxes), x, ahead=rng.choice([0, 1, 64]))
+        _C.pack(x, boxes, flat)
+        same(flat, packed(x, boxes))
+    for boxes in (few, many):
+        flat = packed(x, boxes)
+        target = torch.zeros_like(x)
+        _C.unpack(flat, boxes, target)
+        same(target, x)
+        target = shifted(torch.zeros_like(x))
+        _C.copy_boxes(x, boxes, target, boxes)
+        same(target, x)
 
 
 @pytest.mark.parametrize("device", DEVICES)

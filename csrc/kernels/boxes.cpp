@@ -172,9 +172,10 @@ struct Grain {
 };
 constexpr Grain kCuda{1 << 14, 16, 0};
 
-// Where tiles of all boxes take turns, together they stay in a core's cache.
-Grain cpu_grain(size_t boxes) {
-  return {std::max<int64_t>((1 << 18) / static_cast<int64_t>(boxes), 1 << 12), 1, 1 << 18};
+// Tiles of all boxes take turns. Together they stay in a core's second cache; of what goes past the caches, in its first.
+Grain cpu_grain(int64_t boxes, int64_t bytes) {
+  const int64_t together = bytes >= kStreamBytes ? 1 << 16 : 1 << 18;
+  return {std::max<int64_t>(together / boxes, 1 << 12), 1, 1 << 18};
 }
 
 struct Plan {
@@ -240,7 +241,6 @@ void cut_tiles(Plan& plan, int64_t largest, int64_t full) {
 
 // `bytes`: elements are bytes, else values. Values are moved one at a time or in the widest unit.
 void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t parts) {
-  const auto grain = for_cuda(from.tensor) ? kCuda : cpu_grain(from.boxes.size());
   const int64_t from_bytes = bytes ? 1 : static_cast<int64_t>(from.tensor.element_size());
   const int64_t to_bytes = bytes ? 1 : static_cast<int64_t>(to.tensor.element_size());
   const int64_t element = bytes ? static_cast<int64_t>(from.tensor.element_size()) : 1;
@@ -258,6 +258,8 @@ void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t
     moves.from_strides[d] = dims[d].from_stride;
     moves.to_strides[d] = dims[d].to_stride;
   }
+  const auto count = static_cast<int64_t>(from.boxes.size());
+  const auto grain = for_cuda(from.tensor) ? kCuda : cpu_grain(count, numel_of(from.boxes) * element * element_bytes);
   const auto widest = std::countr_zero(static_cast<uint64_t>(std::max<int64_t>(grain.unit_bytes / element_bytes, 1)));
   const auto bits = shared_bits(moves, from, to, dims, from_bytes, to_bytes);
   int64_t from_flat_at = 0, to_flat_at = 0, largest = 0, longest = 0;

@@ -14,6 +14,7 @@
 namespace shardtensor::kernels {
 
 constexpr int kMaxDims = 9;
+constexpr int64_t kStreamBytes = 4 << 20; // less may stay in a CPU's cache until it is used
 
 // An element is a byte where the dtype stays, and a value where it changes or parts are combined. The last dim is contiguous
 // on both sides. It is moved in units of 2^width elements, for which both sides are aligned.
