@@ -43,21 +43,73 @@ struct alignas(sizeof(T) * kLength) Unit {
   T v[kLength];
 };
 
+// Where a thread's units of a tile are, one for each turn of the block, in elements.
+struct AnyUnits {
+  const Tile& tile;
+  uint32_t k;
+  int64_t from = 0, to = 0;
+
+  __device__ explicit AnyUnits(const Tile& t) : tile(t), k(threadIdx.x) {
+    locate_unit(tile, k, from, to);
+  }
+
+  __device__ void next() {
+    k += blockDim.x;
+    locate_unit(tile, k, from, to);
+  }
+};
+
+// Of at most two dims, and rows of less than 2^31 units: even distances, after the first division.
+struct EvenUnits {
+  uint32_t k;
+  int64_t from = 0, to = 0;
+  int64_t left;      // units from here to the row's end
+  int64_t row, turn; // units of a row; of a turn, besides whole rows
+  int64_t from_turn, to_turn;
+  int64_t from_row, to_row; // from a row's end to the next one's start
+
+  __device__ explicit EvenUnits(const Tile& tile) : k(threadIdx.x) {
+    locate_unit(tile, k, from, to);
+    const int last = tile.ndim - 1, outer = last > 0 ? last - 1 : 0;
+    row = tile.size[last];
+    const auto short_row = static_cast<uint32_t>(row);
+    left = row - (static_cast<uint32_t>(tile.at[last]) + k) % short_row;
+    const int64_t rows = blockDim.x / short_row;
+    turn = blockDim.x % short_row;
+    from_turn = rows * tile.from_stride[outer] + turn * tile.from_stride[last];
+    to_turn = rows * tile.to_stride[outer] + turn * tile.to_stride[last];
+    from_row = tile.from_stride[outer] - row * tile.from_stride[last];
+    to_row = tile.to_stride[outer] - row * tile.to_stride[last];
+  }
+
+  __device__ void next() {
+    k += blockDim.x;
+    from += from_turn;
+    to += to_turn;
+    left -= turn;
+    if (left <= 0) {
+      left += row;
+      from += from_row;
+      to += to_row;
+    }
+  }
+};
+
 // Loads kInFlight units of each thread, then stores them: load(from) gives what store(to, unit) takes.
-template <typename Held, typename Load, typename Store>
-__device__ __forceinline__ void for_units(const Tile& tile, const Load& load, const Store& store) {
+template <typename Held, typename Units, typename Load, typename Store>
+__device__ __forceinline__ void for_units_of(const Tile& tile, const Load& load, const Store& store) {
   const auto count = static_cast<uint32_t>(tile.count);
-  for (uint32_t first = threadIdx.x; first < count; first += blockDim.x * kInFlight) {
+  for (Units unit(tile); unit.k < count;) {
     Held held[kInFlight];
     int64_t to[kInFlight];
+    const auto first = unit.k;
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      const uint32_t k = first + j * blockDim.x;
-      if (k < count) {
-        int64_t from = 0;
-        locate_unit(tile, k, from, to[j]);
-        held[j] = load(from);
+      if (unit.k < count) {
+        held[j] = load(unit.from);
+        to[j] = unit.to;
       }
+      unit.next();
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
@@ -65,6 +117,15 @@ __device__ __forceinline__ void for_units(const Tile& tile, const Load& load, co
         store(to[j], held[j]);
       }
     }
+  }
+}
+
+template <typename Held, typename Load, typename Store>
+__device__ __forceinline__ void for_units(const Tile& tile, const Load& load, const Store& store) {
+  if (tile.ndim > 2 || tile.size[tile.ndim - 1] >> 31) {
+    for_units_of<Held, AnyUnits>(tile, load, store);
+  } else {
+    for_units_of<Held, EvenUnits>(tile, load, store);
   }
 }
 
