@@ -96,6 +96,8 @@ def errors_come_on_all_ranks():
         exchange([], [(n, [0], [2])], [])
     with pytest.raises(RuntimeError, match="as many offsets and sizes as it has dims"):
         exchange(mine, [(0, [0], [2]), (1, [0, 0], [1, 1])], [])
+    with pytest.raises(RuntimeError, match=r"wanted: .*as many offsets and sizes as it has dims"):
+        exchange(mine, [(0, [0], [2])], [(1, [0, 0], [1, 1])])
 
 
 def in_a_group_of_some_ranks():

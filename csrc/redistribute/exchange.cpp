@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
+#include <unordered_set>
 
 namespace shardtensor {
 
@@ -67,6 +69,56 @@ std::string str(const Placed& p) {
   return out.str();
 }
 
+// Boxes in the order of their starts along the dim that has most of them: what may meet a box is found without asking each.
+class Sorted {
+ public:
+  explicit Sorted(const std::vector<Placed>& held) : held_(held), order_(held.size()), reach_(held.size()) {
+    const size_t ndim = held.empty() ? 0 : held[0].box.offsets.size();
+    for (size_t d = 0, most = 0; d < ndim; ++d) {
+      std::unordered_set<int64_t> starts;
+      for (const auto& h : held) {
+        starts.insert(h.box.offsets[d]);
+      }
+      dim_ = starts.size() > most ? d : dim_;
+      most = std::max(most, starts.size());
+    }
+    std::iota(order_.begin(), order_.end(), size_t{0});
+    if (ndim == 0) {
+      return;
+    }
+    std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return start_of(a) < start_of(b); });
+    int64_t reach = 0;
+    for (const auto i : c10::irange(order_.size())) {
+      const auto& box = held[order_[i]].box;
+      reach_[i] = reach = std::max(reach, box.offsets[dim_] + box.sizes[dim_]);
+    }
+  }
+
+  // Their numbers in `held`; a few of them may not meet it.
+  std::vector<size_t> near(const Box& box) const {
+    if (box.offsets.empty()) {
+      return order_;
+    }
+    const auto start = box.offsets[dim_], end = start + box.sizes[dim_];
+    auto it = std::partition_point(order_.begin(), order_.end(), [&](size_t i) { return start_of(i) < end; });
+    std::vector<size_t> out;
+    while (it != order_.begin() && reach_[it - order_.begin() - 1] > start) {
+      out.push_back(*--it);
+    }
+    return out;
+  }
+
+ private:
+  int64_t start_of(size_t i) const {
+    return held_[i].box.offsets[dim_];
+  }
+
+  const std::vector<Placed>& held_;
+  size_t dim_ = 0;
+  std::vector<size_t> order_;
+  std::vector<int64_t> reach_; // the furthest end of any up to here
+};
+
 // Part `box`, in global indices, goes from held[from] to wanted[to].
 struct Part {
   size_t from, to;
@@ -75,7 +127,7 @@ struct Part {
 
 // Parts of one wanted box. What the rank has itself comes first; then each holder in turn, the first another for every box, so
 // that of several holders of the same elements all serve.
-std::vector<Part> match_one(const std::vector<Placed>& held, const Placed& wanted, size_t to) {
+std::vector<Part> match_one(const std::vector<Placed>& held, const Sorted& sorted, const Placed& wanted, size_t to) {
   std::vector<Part> parts;
   auto missing = numel_of(wanted.box);
   const auto take = [&](size_t from) {
@@ -98,13 +150,13 @@ std::vector<Part> match_one(const std::vector<Placed>& held, const Placed& wante
       parts.push_back({from, to, std::move(box)});
     }
   };
-  for (const auto own : {true, false}) {
-    for (size_t i = 0; missing > 0 && i < held.size(); ++i) {
-      const auto from = (i + to) % held.size();
-      if ((held[from].rank == wanted.rank) == own) {
-        take(from);
-      }
-    }
+  auto holders = sorted.near(wanted.box);
+  const auto turn = [&](size_t from) {
+    return std::pair(held[from].rank != wanted.rank, (from + held.size() - to % held.size()) % held.size());
+  };
+  std::sort(holders.begin(), holders.end(), [&](size_t a, size_t b) { return turn(a) < turn(b); });
+  for (size_t i = 0; missing > 0 && i < holders.size(); ++i) {
+    take(holders[i]);
   }
   TORCH_CHECK(missing == 0, "shardtensor: no rank holds ", missing, " elements of ", str(wanted));
   return parts;
@@ -114,8 +166,9 @@ std::vector<Part> match_one(const std::vector<Placed>& held, const Placed& wante
 // `from`, then `to`. Throws where nobody holds an element.
 std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted) {
   std::vector<Part> parts;
+  const Sorted sorted(held);
   for (const auto to : c10::irange(wanted.size())) {
-    auto of_one = match_one(held, wanted[to], to);
+    auto of_one = match_one(held, sorted, wanted[to], to);
     std::move(of_one.begin(), of_one.end(), std::back_inserter(parts));
   }
   std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.from < b.from; });
@@ -146,14 +199,15 @@ std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std:
   return out;
 }
 
-void check(const std::vector<Placed>& list, const char* name, const Mesh& mesh) {
+// `ndim`: of the tensor.
+void check(const std::vector<Placed>& list, const char* name, size_t ndim, const Mesh& mesh) {
   for (const auto& p : list) {
     TORCH_CHECK(
         mesh.index_of_rank(p.rank) >= 0, "shardtensor: ", name, ": ", str(p), ", a rank that is not of ", mesh.str(), " (rank ",
         mesh.rank(), ")");
     TORCH_CHECK(
-        p.box.offsets.size() == p.box.sizes.size() && p.box.sizes.size() == list[0].box.sizes.size(), "shardtensor: ", name, ": ",
-        str(p), ": boxes of one tensor have as many offsets and sizes as it has dims (rank ", mesh.rank(), ")");
+        p.box.offsets.size() == ndim && p.box.sizes.size() == ndim, "shardtensor: ", name, ": ", str(p),
+        ": boxes of one tensor have as many offsets and sizes as it has dims (rank ", mesh.rank(), ")");
   }
 }
 
@@ -194,8 +248,10 @@ std::vector<at::Tensor> exchange(
     const std::vector<Placed>& wanted,
     const Mesh& mesh,
     const at::TensorOptions& options) {
-  check(held, "held", mesh);
-  check(wanted, "wanted", mesh);
+  const auto& some = held.empty() ? wanted : held;
+  const auto ndim = some.empty() ? 0 : some[0].box.sizes.size();
+  check(held, "held", ndim, mesh);
+  check(wanted, "wanted", ndim, mesh);
   const auto me = mesh.rank();
   std::vector<Part> kept, sent, received;
   std::map<int64_t, Traffic> traffic;
