@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import importlib
 import json
 import math
 import platform
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from stock import import_shard_tensor
+from stock import first_line, import_physicsnemo, import_shard_tensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -79,16 +78,6 @@ def load_shardtensor(mesh: DeviceMesh) -> FromLocal:
     return lambda t, placement: cls.from_local(t, mesh, [placement])
 
 
-def load_physicsnemo(mesh: DeviceMesh) -> FromLocal:
-    try:
-        cls = importlib.import_module("physicsnemo.domain_parallel").ShardTensor
-    except ModuleNotFoundError as error:
-        if error.name != "physicsnemo.domain_parallel":
-            raise
-        cls = importlib.import_module("physicsnemo.distributed.shard_tensor").ShardTensor  # before PhysicsNeMo 2
-    return lambda t, placement: cls.from_local(t, mesh, [placement])
-
-
 def load_candidates(mesh: DeviceMesh, placement: Placement) -> list[Candidate]:
     loaded: dict[str, FromLocal] = {
         PLAIN: lambda t, placement: t,
@@ -96,11 +85,11 @@ def load_candidates(mesh: DeviceMesh, placement: Placement) -> list[Candidate]:
         OURS: load_shardtensor(mesh),
         BARE: lambda t, placement: t.as_subclass(Bare),
     }
-    try:
-        loaded[NEMO] = load_physicsnemo(mesh)
-    except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "physicsnemo"
-        print(f"{NEMO}: " + ("not installed" if missing else f"cannot be imported: {first_line(error)}"))
+    nemo, why_not = import_physicsnemo()
+    if nemo:
+        loaded[NEMO] = lambda t, placement: nemo.from_local(t, mesh, [placement])
+    else:
+        print(f"{NEMO}: {why_not}")
     return [Candidate(name, from_local, placement) for name, from_local in loaded.items()]
 
 
@@ -258,10 +247,6 @@ ROWS = [
 
 
 # ---- the measuring
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def burst(bench: Bench, number: int) -> float:

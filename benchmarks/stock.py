@@ -1,4 +1,4 @@
-"""The stock DTensor beside shardtensor: what shardtensor lays into torch's engine at import is taken out again."""
+"""What stands beside shardtensor in one process: the stock DTensor, PhysicsNeMo's ShardTensor; and why one of them cannot."""
 
 from __future__ import annotations
 
@@ -18,3 +18,20 @@ def import_shard_tensor() -> Any:
     engine._custom_op_handlers.update(handlers)
     DTensor.__new__ = make
     return cls
+
+
+def import_physicsnemo() -> tuple[Any, str]:
+    """PhysicsNeMo's ShardTensor class; or None, and why."""
+    for module in ("physicsnemo.domain_parallel", "physicsnemo.distributed.shard_tensor"):  # from version 2 on, and before
+        try:
+            return importlib.import_module(module).ShardTensor, ""
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            reason = "not installed" if missing == "physicsnemo" else f"cannot be imported: {first_line(error)}"
+            if missing != module:
+                break
+    return None, reason
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
