@@ -846,7 +846,7 @@ def refused_on_all_ranks():
     plain = state("plain 2", value, None)
     for name, f in {
         "aten.sum.default": lambda: t.sum(),
-        "aten.mm.default": lambda: t @ t.detach(),
+        "aten.matmul.default": lambda: t @ t.detach(),
         "aten.embedding.default": lambda: torch.nn.functional.embedding(torch.tensor([0]), t),
         "aten.uniform_.default": lambda: t.uniform_(),
         "aten.view.default": lambda: t.view(-1),

@@ -1,6 +1,7 @@
 // Autograd for ops that torch itself would decompose, and that a rule takes whole (Options.composite), or whose formula leaves
 // out what matters here (embedding): these kernels register themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
+#include "comm/values.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
@@ -372,7 +373,8 @@ at::Tensor quantiles(
   TORCH_CHECK(c10::isFloatingType(self.scalar_type()), name, "() input tensor must be either float or double dtype");
   TORCH_CHECK(self.scalar_type() == q.scalar_type(), name, "() q tensor must be same dtype as the input tensor");
   TORCH_CHECK(
-      !q.device().is_cpu() || q.ge(0).logical_and(q.le(1)).all().item<bool>(), name, "() q values must be in the range [0, 1]");
+      !q.device().is_cpu() || is_traced(shard_tensor(q, name).local()) || q.ge(0).logical_and(q.le(1)).all().item<bool>(), name,
+      "() q values must be in the range [0, 1]");
   const auto along = dim ? at::maybe_wrap_dim(*dim, self.dim()) : 0;
   const auto rows = !dim || self.dim() == 0 ? self.reshape({-1}) : self.movedim(along, -1);
   const auto sorted = std::get<0>(rows.sort(/*dim=*/-1));
@@ -411,7 +413,7 @@ at::Tensor quantile_number(
     const at::Tensor& self, double q, std::optional<int64_t> dim, bool keepdim, c10::string_view interpolation) {
   TORCH_CHECK(q >= 0 && q <= 1, "quantile() q must be in the range [0, 1] but got ", q);
   const auto layout = Layout::replicated(shard_tensor(self, "quantile").layout().mesh_ptr());
-  const auto whole = from_local(at::scalar_tensor(q, self.options()), layout, {}, {});
+  const auto whole = from_local(at::scalar_tensor(q, self.options()), layout, c10::IntArrayRef{}, c10::IntArrayRef{});
   return quantiles(self, whole, dim, keepdim, interpolation, skip_nan);
 }
 

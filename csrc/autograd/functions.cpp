@@ -27,6 +27,11 @@ const LayoutPtr& held(const c10::IValue& value) {
   return c10::static_intrusive_pointer_cast<Held>(value.toCapsule())->layout;
 }
 
+// Lists of numbers alone come back from a saved IValue as such.
+SymSizes symbols_of(const c10::IValue& list) {
+  return list.isIntList() ? symbols(list.toIntVector()) : list.toSymIntVector();
+}
+
 at::Tensor as_dtype(const at::Tensor& t, const std::optional<at::ScalarType>& dtype) {
   return dtype && *dtype != t.scalar_type() ? t.to(*dtype) : t;
 }
@@ -36,12 +41,14 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   comm::Completion completion;
-  auto local = redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
+  auto local = self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
+                                  : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
   // Never a silent alias: writing to the result must not reach the input.
   if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
     local = local.clone();
   }
-  auto out = wrap(std::move(local), layout, t.sizes(), t.strides());
+  auto out = self.is_symbolic() ? wrap_symbolic(std::move(local), layout, t.sym_sizes(), t.sym_strides())
+                                : wrap(std::move(local), layout, t.sizes(), t.strides());
   if (completion) {
     as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(completion)));
   }
@@ -89,12 +96,12 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       AutogradContext* ctx,
       const at::Tensor& local,
       c10::IValue layout,
-      std::vector<int64_t> sizes,
-      std::vector<int64_t> strides,
+      SymSizes sizes,
+      SymSizes strides,
       c10::IValue grad_layout) {
     ctx->set_materialize_grads(false);
     ctx->saved_data["grad_layout"] = grad_layout;
-    return wrap(local.detach(), held(layout), sizes, strides);
+    return wrap_symbolic(local.detach(), held(layout), sizes, strides);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -113,22 +120,23 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     const auto& self = shard_tensor(t, "to_local");
     ctx->set_materialize_grads(false);
     ctx->saved_data["grad_layout"] = grad_layout;
-    ctx->saved_data["sizes"] = t.sizes().vec();
-    ctx->saved_data["strides"] = t.strides().vec();
+    ctx->saved_data["sizes"] = t.sym_sizes();
+    ctx->saved_data["strides"] = t.sym_strides();
     return self.local().view_as(self.local());
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     auto grad = grads[0];
     if (grad.defined()) {
-      const auto sizes = ctx->saved_data["sizes"].toIntVector();
-      const auto strides = ctx->saved_data["strides"].toIntVector();
+      const auto sizes = symbols_of(ctx->saved_data["sizes"]), strides = symbols_of(ctx->saved_data["strides"]);
       const auto& layout = held(ctx->saved_data["grad_layout"]);
-      const auto want = layout->local_sizes(sizes);
-      TORCH_CHECK(
-          grad.sizes() == c10::IntArrayRef(want), "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ",
-          grad.sizes(), ", but under ", layout->str(), " a tensor of sizes ", sizes, " has ", c10::IntArrayRef(want),
-          " there; pass grad_placements that fit");
+      if (const auto numbers = c10::asIntArrayRefSlowOpt(sizes); numbers && !is_symbolic(grad)) {
+        const auto want = layout->local_sizes(*numbers);
+        TORCH_CHECK(
+            grad.sizes() == c10::IntArrayRef(want), "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ",
+            grad.sizes(), ", but under ", layout->str(), " a tensor of sizes ", *numbers, " has ", c10::IntArrayRef(want),
+            " there; pass grad_placements that fit");
+      }
       grad = from_local(grad, layout, sizes, strides);
     }
     return {grad, at::Tensor()};
@@ -148,14 +156,22 @@ LayoutPtr without_partial(const LayoutPtr& layout) {
 }
 
 at::Tensor from_local(
-    const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout) {
+    const at::Tensor& local, LayoutPtr layout, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, LayoutPtr grad_layout) {
   if (!local.requires_grad() || !at::GradMode::is_enabled()) {
-    return wrap(local.detach(), std::move(layout), sizes, strides);
+    return wrap_symbolic(local.detach(), std::move(layout), sizes, strides);
   }
   if (!grad_layout) {
     grad_layout = without_partial(layout);
   }
   return FromLocal::apply(local, hold(std::move(layout)), sizes.vec(), strides.vec(), hold(std::move(grad_layout)));
+}
+
+at::Tensor from_local(
+    const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout) {
+  if (!local.requires_grad() || !at::GradMode::is_enabled()) {
+    return wrap(local.detach(), std::move(layout), sizes, strides);
+  }
+  return from_local(local, std::move(layout), symbols(sizes), symbols(strides), std::move(grad_layout));
 }
 
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout) {

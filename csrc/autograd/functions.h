@@ -13,6 +13,12 @@ namespace shardtensor {
 // The gradient arrives in `grad_layout` (default: `layout`, with Replicate for Partial) and is handed back as a local tensor.
 at::Tensor from_local(
     const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout = {});
+at::Tensor from_local(
+    const at::Tensor& local,
+    LayoutPtr layout,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef strides,
+    LayoutPtr grad_layout = {});
 
 // The gradient, a plain local tensor, is taken to have `grad_layout` (default: the tensor's, with Replicate for Partial).
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout = {});

@@ -20,11 +20,13 @@ void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
     install_gathered();
-    set_entrance([](const at::Tensor& t, const LayoutPtr& layout) { return from_local(t, layout, t.sizes(), t.strides()); });
+    set_entrance(
+        [](const at::Tensor& t, const LayoutPtr& layout) { return from_local(t, layout, t.sym_sizes(), t.sym_strides()); });
     return count;
   });
   m.def("promotion_mode", [] { return static_cast<int>(promotion_mode()); });
   m.def("set_promotion_mode", [](int mode) { set_promotion_mode(static_cast<Promotion>(mode)); });
+  m.def("state_of_modes", &state_of_modes);
   m.def("plain_targets", &plain_targets);
   m.def("set_plain_targets", &set_plain_targets);
   m.def("strict_mode", &strict_mode);

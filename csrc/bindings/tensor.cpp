@@ -76,13 +76,15 @@ void register_tensor(py::module& m) {
   m.def("is_traced", [](const at::Tensor& t) { return shard_tensor(t, "is_traced").traced(); });
   m.def(
       "wrap",
-      [](const at::Tensor& local, const MutableLayout& layout, const std::vector<int64_t>& sizes,
-         const std::vector<int64_t>& strides) { return wrap(local, as_const(layout), sizes, strides); },
-      py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"));
-  m.def("strides_like", [](const std::vector<int64_t>& sizes, const at::Tensor& local) {
-    const auto s = strides_like(sizes, local);
-    return std::vector<int64_t>(s.begin(), s.end());
-  });
+      [](const at::Tensor& local, const MutableLayout& layout, const SymSizes& sizes, const SymSizes& strides, int64_t offset) {
+        auto out = wrap_symbolic(local, as_const(layout), sizes, strides);
+        if (offset) {
+          out.unsafeGetTensorImpl()->set_storage_offset(offset);
+        }
+        return out;
+      },
+      py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("offset") = 0);
+  m.def("strides_like", [](const SymSizes& sizes, const at::Tensor& local) { return sym_strides_like(sizes, local); });
   m.def(
       "laid_out_like",
       [](const py::list& parameters, const py::list& gradients) -> std::optional<py::list> {
@@ -119,12 +121,16 @@ void register_tensor(py::module& m) {
       py::arg("lists"), py::arg("read_only"));
   m.def(
       "from_local",
-      [](const at::Tensor& local, const MutableLayout& layout, const std::optional<std::vector<int64_t>>& sizes,
-         const std::optional<std::vector<int64_t>>& strides, const std::optional<MutableLayout>& grad_layout) {
+      [](const at::Tensor& local, const MutableLayout& layout, const std::optional<SymSizes>& sizes,
+         const std::optional<SymSizes>& strides, const std::optional<MutableLayout>& grad_layout) {
+        const auto gradient = grad_layout ? as_const(*grad_layout) : LayoutPtr();
         // Without sizes every rank's piece is as large as this one.
-        const auto global = sizes ? Sizes(sizes->begin(), sizes->end()) : layout->sizes_of_equal_pieces(local.sizes());
-        const auto lie = strides ? Sizes(strides->begin(), strides->end()) : strides_like(global, local);
-        return from_local(local, as_const(layout), global, lie, grad_layout ? as_const(*grad_layout) : LayoutPtr());
+        if (!sizes && !strides && !is_symbolic(local)) {
+          const auto global = layout->sizes_of_equal_pieces(local.sizes());
+          return from_local(local, as_const(layout), global, strides_like(global, local), gradient);
+        }
+        const auto global = sizes ? *sizes : sym_sizes_of_equal_pieces(*layout, local.sym_sizes());
+        return from_local(local, as_const(layout), global, strides ? *strides : sym_strides_like(global, local), gradient);
       },
       py::arg("local"), py::arg("layout"), py::arg("sizes") = py::none(), py::arg("strides") = py::none(),
       py::arg("grad_layout") = py::none(), py::call_guard<py::gil_scoped_release>());

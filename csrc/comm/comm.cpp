@@ -1,6 +1,8 @@
 #include "comm/comm.h"
 
 #include "comm/gil.h"
+#include "comm/reducible.h"
+#include "comm/traced.h"
 #include "comm/values.h"
 
 #include <ATen/ATen.h>
@@ -232,58 +234,6 @@ at::Tensor as_bytes(const at::Tensor& t) {
   return t.numel() ? at::detach(t).as_strided({t.numel()}, {1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));
 }
 
-bool by_order(const at::Tensor& t, ReduceOp op) {
-  return (op == ReduceOp::Max || op == ReduceOp::Min) && t.is_floating_point();
-}
-
-// Integers in the order of the floats' bits, and back: the negative ones run the other way.
-at::Tensor mirror(const at::Tensor& bits) {
-  const int64_t all_but_sign =
-      bits.scalar_type() == at::kLong ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
-  return at::where(bits.lt(0), bits.bitwise_xor(all_but_sign), bits);
-}
-
-// Backends lose NaN in max and min. As integers in the floats' order, NaN beyond every number, it wins as in torch.
-at::Tensor ordered(const at::Tensor& t, ReduceOp op) {
-  const auto x = t.scalar_type() == at::kDouble ? t : t.to(at::kFloat);
-  auto out = mirror(x.view(x.scalar_type() == at::kDouble ? at::kLong : at::kInt));
-  const bool max = op == ReduceOp::Max;
-  if (out.scalar_type() == at::kLong) {
-    out.masked_fill_(x.isnan(), max ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int64_t>::min());
-  } else {
-    out.masked_fill_(x.isnan(), max ? std::numeric_limits<int32_t>::max() : std::numeric_limits<int32_t>::min());
-  }
-  return out;
-}
-
-at::Tensor from_ordered(const at::Tensor& t) {
-  return mirror(t).view(t.scalar_type() == at::kLong ? at::kDouble : at::kFloat);
-}
-
-// A tensor the backend can reduce that shares or stands for `t`: complex as pairs, bool and small ints widened.
-at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
-  if (by_order(t, op)) {
-    return ordered(t, op);
-  }
-  if (t.is_complex()) {
-    TORCH_CHECK(
-        op == ReduceOp::Sum || op == ReduceOp::Avg,
-        "shardtensor: a complex tensor can be reduced over ranks by sum or avg alone, not by ", shardtensor::name_of(op));
-    return at::view_as_real(t);
-  }
-  if (t.scalar_type() == at::kBool) {
-    return op == ReduceOp::Sum || op == ReduceOp::Bxor ? t.to(at::kInt) : t.to(at::kByte);
-  }
-  const auto dtype = t.scalar_type();
-  if (dtype == at::kShort || dtype == at::kUInt16) {
-    return t.to(at::kInt);
-  }
-  if (t.device().is_cpu() && (c10::isFloat8Type(dtype))) {
-    return t.to(at::kFloat);
-  }
-  return t;
-}
-
 } // namespace
 
 const char* name_of(Kind kind) {
@@ -314,6 +264,11 @@ void set_listener(Listener listener) {
 
 bool is_calling() {
   return t_calling > 0;
+}
+
+int64_t size_of_world(const Mesh& mesh) {
+  const auto& name = mesh.description().world;
+  return name.empty() ? 0 : c10d::resolve_process_group(name)->getSize();
 }
 
 bool is_alone(const Mesh& mesh, int64_t mesh_dim) {
@@ -407,6 +362,10 @@ Completion reduce_by_gathering(
 } // namespace
 
 Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+  if (is_traced(tensor)) {
+    tensor.copy_(traced::all_reduce(tensor, mesh, mesh_dim, op));
+    return nothing();
+  }
   if (stays(tensor, mesh, mesh_dim)) {
     return nothing();
   }
@@ -431,16 +390,9 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
   return [where, work = std::move(work), tensor = std::move(tensor), buffer = std::move(buffer), op,
           n = mesh.size(mesh_dim)]() mutable {
     wait(where, work);
-    if (op == ReduceOp::Avg) {
-      buffer.div_(n);
-    }
-    if (tensor.scalar_type() == at::kBool && op == ReduceOp::Bxor) {
-      buffer = buffer.remainder(2);
-    }
-    if (by_order(tensor, op)) {
-      tensor.copy_(from_ordered(buffer));
-    } else if (!tensor.is_complex() && buffer.scalar_type() != tensor.scalar_type()) {
-      tensor.copy_(buffer);
+    const auto reduced = from_reducible(buffer, tensor, op, n);
+    if (!reduced.is_alias_of(tensor)) {
+      tensor.copy_(reduced);
     }
   };
 }
@@ -457,14 +409,39 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
   }
 }
 
+namespace {
+
+// Pieces of any size travel in buffers of the largest one's.
+void gather_in_graph(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
+  if (is_alone(mesh, mesh_dim)) {
+    pieces[0].copy_(mine);
+    return;
+  }
+  int64_t most = 0;
+  for (const auto& piece : pieces) {
+    most = std::max(most, piece.numel());
+  }
+  const auto padded = at::constant_pad_nd(mine.reshape(-1), {0, most - mine.numel()});
+  const auto arrived = traced::all_gather(padded, mesh, mesh_dim).chunk(mesh.size(mesh_dim));
+  for (size_t c = 0; c < pieces.size() && most > 0; ++c) {
+    pieces[c].copy_(arrived[c].narrow(0, 0, pieces[c].numel()).view(pieces[c].sizes()));
+  }
+}
+
+} // namespace
+
 bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
-  return !stays(mine, mesh, mesh_dim) && !mesh.is_reordered(mesh_dim) &&
+  return !is_traced(mine) && !stays(mine, mesh, mesh_dim) && !mesh.is_reordered(mesh_dim) &&
          backend_of(*group_of(mesh, mesh_dim, "all_gather"), mine.device()).gathers;
 }
 
 Completion start_all_gather(
     std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one) {
   const auto me = mesh.coordinate()[mesh_dim];
+  if (is_traced(mine)) {
+    gather_in_graph(pieces, mine, mesh, mesh_dim);
+    return nothing();
+  }
   if (!has_values(mine)) {
     return nothing();
   }
@@ -488,6 +465,10 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
 }
 
 namespace {
+
+traced::SymSizes symbols(at::IntArrayRef sizes) {
+  return {sizes.begin(), sizes.end()};
+}
 
 std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order) {
   std::vector<int64_t> out;
@@ -533,6 +514,13 @@ Completion start_all_to_all(
     int64_t mesh_dim,
     bool of_summands) {
   const auto kind = of_summands ? Kind::ReduceScatter : Kind::AllToAll;
+  if (is_traced(in)) {
+    const auto flat = in.reshape(-1);
+    const auto arrived =
+        is_alone(mesh, mesh_dim) ? flat : traced::all_to_all(flat, symbols(out_sizes), symbols(in_sizes), mesh, mesh_dim);
+    out.copy_(arrived.view(out.sizes()));
+    return nothing();
+  }
   if (!has_values(in)) {
     return nothing();
   }
@@ -553,7 +541,7 @@ Completion start_all_to_all(
 }
 
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  if (stays(summand, mesh, mesh_dim) || mesh.is_reordered(mesh_dim) ||
+  if (is_traced(summand) || stays(summand, mesh, mesh_dim) || mesh.is_reordered(mesh_dim) ||
       !backend_of(*group_of(mesh, mesh_dim, "reduce_scatter"), summand.device()).adds_up) {
     return false;
   }
@@ -671,7 +659,7 @@ Completion start_send_receive(
     at::IntArrayRef peers,
     const Mesh& mesh,
     int64_t callers) {
-  if (callers == 1 || !has_values(out)) {
+  if (callers == 1 || (!is_traced(out) && !has_values(out))) {
     return nothing();
   }
   const auto& name = mesh.description().world;
@@ -680,6 +668,21 @@ Completion start_send_receive(
       " knew no default process group when the mesh was made; call init_process_group first");
   auto group = c10d::resolve_process_group(name);
   const bool all = callers == group->getSize();
+  if (is_traced(out)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        all, "shardtensor: pieces that move between some ranks of the default process group alone (", callers, " of ",
+        group->getSize(),
+        ") cannot be traced into a graph: the others would have to take part. Call redistribute() outside of "
+        "the compiled function (rank ",
+        mesh.rank(), ", ", mesh.str(), ")");
+    traced::SymSizes out_cut(group->getSize(), 0), in_cut(group->getSize(), 0);
+    for (size_t i = 0; i < peers.size(); ++i) {
+      out_cut[peers[i]] = out_sizes[i];
+      in_cut[peers[i]] = in_sizes[i];
+    }
+    out.copy_(traced::all_to_all_of_world(in, out_cut, in_cut, mesh));
+    return nothing();
+  }
   if (!all && peers.empty()) {
     return nothing();
   }
@@ -704,6 +707,12 @@ Completion start_send_receive(
 }
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
+  if (is_traced(tensor)) {
+    if (!is_alone(mesh, mesh_dim)) {
+      tensor.copy_(traced::broadcast(tensor, mesh, mesh_dim, from_coordinate));
+    }
+    return;
+  }
   if (stays(tensor, mesh, mesh_dim)) {
     return;
   }

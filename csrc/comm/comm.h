@@ -88,6 +88,9 @@ void set_listener(Listener listener);
 // Whether this thread is in a call to a process group from here.
 bool is_calling();
 
+// How many ranks the default group has that the mesh knows of; 0 where there is none.
+int64_t size_of_world(const Mesh& mesh);
+
 // A rank that is alone along a mesh dim makes no call.
 bool is_alone(const Mesh& mesh, int64_t mesh_dim);
 // For tests of a backend with one rank: it makes it still.

@@ -1,4 +1,4 @@
-// Whether a local tensor has values that can be moved. Uses ATen. Used by comm/, kernels/, redistribute/ and rules/.
+// Whether a local tensor has values that can be moved. Uses ATen. Used by comm/, kernels/, redistribute/, rules/ and tensor/.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,19 +6,48 @@
 
 namespace shardtensor {
 
-// False for tensors of the meta device and fake ones: they have sizes alone. Throws while they are traced into a graph, which
-// would lack the move, and for tensors whose values lie in others, as Python's wrappers have them.
+inline constexpr c10::DispatchKeySet kStandIns({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+
+// Whether ops run now to be written down in a graph (torch.compile, export, make_fx, functionalize).
+inline bool is_recording() {
+  using Tls = c10::impl::TorchDispatchModeTLS;
+  using Mode = c10::impl::TorchDispatchModeKey;
+  return Tls::get_mode(Mode::PROXY).has_value() || Tls::get_mode(Mode::FUNCTIONAL).has_value();
+}
+
+inline bool is_fake(const at::Tensor& t) {
+  return t.key_set().has(c10::DispatchKey::Python) && t.has_storage() && t.storage().device().is_meta();
+}
+
+// Whether `t` stands for a tensor of a graph, or is a fake one: it has no values now, and what is done to it must be ops that the
+// dispatcher sees. comm/traced.h has the collectives for it.
+inline bool is_traced(const at::Tensor& t) {
+  if (C10_LIKELY(!t.key_set().has_any(kStandIns))) {
+    return false;
+  }
+  return t.key_set().has(c10::DispatchKey::Functionalize) || is_recording() || is_fake(t);
+}
+
+// Raises for a tensor of a graph where `what` decides by values.
+inline void need_values(const at::Tensor& t, const char* what) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !is_traced(t), "shardtensor: ", what,
+      " depends on a tensor's values, so it cannot be traced into a graph (torch.compile, export, make_fx). Do it outside of the "
+      "compiled function, or in one marked with torch.compiler.disable, which splits the graph there");
+}
+
+// False for tensors that have sizes alone: of the meta device, and fake ones. Throws for tensors of a graph, where what needs
+// values now would be lost, and for Python's wrappers, whose values lie in other tensors.
 inline bool has_values(const at::Tensor& t) {
-  constexpr c10::DispatchKeySet kStandIns({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
   if (C10_LIKELY(!t.is_meta() && !t.key_set().has_any(kStandIns))) {
     return true;
   }
-  const bool graph = c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !graph && !t.key_set().has(c10::DispatchKey::Functionalize),
-      "shardtensor: collectives and random numbers cannot be traced into "
-      "a graph (torch.compile, make_fx, functionalize); keep what needs them out of the traced region");
-  if (t.has_storage() && t.storage().device().is_meta()) {
+      !t.key_set().has(c10::DispatchKey::Functionalize) && !is_recording(),
+      "shardtensor: this needs a tensor's values now, so it cannot be traced into a graph (torch.compile, export, make_fx). Move "
+      "it "
+      "out of the compiled function, or mark its function with torch.compiler.disable, which splits the graph there");
+  if (t.is_meta() || is_fake(t)) {
     return false;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(

@@ -16,7 +16,7 @@ struct CacheInfo; // handler.h
 class Key {
  public:
   // What a word of a non-tensor argument stands for.
-  enum Tag : uint64_t { kNone = 1, kInt, kTrue, kFalse, kDouble, kInts, kString, kDevice, kList, kSizes, kOpaque };
+  enum Tag : uint64_t { kNone = 1, kInt, kTrue, kFalse, kDouble, kInts, kString, kDevice, kList, kSizes, kSymbols, kOpaque };
 
   void push(uint64_t word) {
     words_.push_back(word);

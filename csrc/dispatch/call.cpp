@@ -1,9 +1,11 @@
 #include "dispatch/call.h"
 
+#include "comm/traced.h"
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
+#include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
 
@@ -30,12 +32,20 @@ namespace {
 std::atomic<bool> g_strict{false};
 std::atomic<FallbackLog> g_fallback_log{nullptr};
 
+// A fake tensor on the way of a graph is described by the numbers at hand.
+c10::IntArrayRef sizes_of(const Ref& r) {
+  return r.impl ? r.impl->sizes_hint() : r.tensor->sizes();
+}
+
 Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Layout& replicated) {
   Call call{op.schema(), c10::ArrayRef<IValue>(stack.data() + base, op.kinds.size()), {}, replicated.mesh()};
   for (const auto& r : refs) {
+    const bool symbolic = is_symbolic(*r.tensor);
     call.tensors.push_back(
-        {r.arg, r.index, (op.mutated >> r.arg & 1) != 0, r.impl ? &r.impl->layout() : &replicated, r.tensor->sizes(),
-         r.tensor->scalar_type(), r.tensor->strides(), r.tensor->storage_offset()});
+        {r.arg, r.index, (op.mutated >> r.arg & 1) != 0, r.impl ? &r.impl->layout() : &replicated, sizes_of(r),
+         r.tensor->scalar_type(), symbolic && !op.strided ? c10::IntArrayRef() : r.tensor->strides(),
+         symbolic && !op.strided ? 0 : r.tensor->storage_offset(),
+         nominal_bytes(r.tensor->sym_sizes(), r.tensor->element_size())});
   }
   return call;
 }
@@ -90,7 +100,7 @@ void key_of(const IValue& v, Key& key) {
 
 void key_of(const Op& op, const Refs& refs, Key& key) {
   for (const auto& r : refs) {
-    const auto shape = r.tensor->sizes();
+    const auto shape = sizes_of(r);
     uint64_t ones = 0;
     for (size_t d = 0; d < shape.size(); ++d) {
       ones |= static_cast<uint64_t>(shape[d] == 1) << (d & 15);
@@ -112,7 +122,7 @@ void key_of(const Op& op, const Refs& refs, Key& key) {
 void add_sizes(const Refs& refs, Key& key) {
   key.push(Key::kSizes);
   for (const auto& r : refs) {
-    key.push_all(r.tensor->sizes());
+    key.push_all(sizes_of(r));
   }
 }
 
@@ -140,7 +150,7 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call,
     }
     args[r.arg] = at::zeros(sizes, r.tensor->options());
   }
-  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   try {
     op.handle.callBoxed(args);
   } catch (const c10::Error& error) {
@@ -201,15 +211,26 @@ SolutionPtr known_for_sizes(const Op& op, const Stack& stack, size_t base, const
 
 SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   auto key = key_for(op, stack, base, refs);
-  return Cache::of(op.id).get(
+  const bool symbolic = any_symbolic(refs);
+  if (C10_UNLIKELY(symbolic)) {
+    key_of_symbols(refs, key);
+  }
+  auto solution = Cache::of(op.id).get(
       op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
+  if (C10_UNLIKELY(symbolic && (op.sized || solution->reads_sizes))) {
+    for (const auto& r : refs) {
+      guarded(r.tensor->sym_sizes());
+    }
+  }
+  return solution;
 }
 
 at::Tensor move_for(
     const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to) {
   return errors::while_doing(op, [&] {
     tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why, from, to, *ref.tensor);
-    return redistribute(local, from, to, ref.tensor->sizes());
+    return is_symbolic(*ref.tensor) ? redistribute(local, from, to, ref.tensor->sym_sizes())
+                                    : redistribute(local, from, to, ref.tensor->sizes());
   });
 }
 
@@ -220,6 +241,10 @@ const char* why_moved(const Op& op) {
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {
     const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
+    if (C10_UNLIKELY(is_symbolic(x) || is_symbolic(y))) {
+      check_alike_symbols(op, x, a, y, b);
+      continue;
+    }
     if (C10_UNLIKELY(x.sizes()[a.dim] * b.inner != y.sizes()[b.dim] * a.inner)) {
       errors::sizes_differ(op, {refs[a.operand].arg, x, a.dim}, {refs[b.operand].arg, y, b.dim}, solution.replicated->mesh());
     }
@@ -368,7 +393,7 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
 
 // The same by running the op on a meta tensor with the base's sizes and strides: for rules that do not say.
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
-  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   const auto strides = base.strides();
   const auto meta = at::empty({0}, base.options().device(at::kMeta).requires_grad(false))
                         .as_strided(base.sizes(), strides, base.storage_offset());
@@ -407,6 +432,13 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
   const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local(true)));
   const auto& layout = result ? result->layout : solution.replicated;
+  if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
+    auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved);
+    if (moved) {
+      mark_broken(op, *as_shard_tensor(out), *base);
+    }
+    return out;
+  }
   if (!base && result && result->strides.empty()) {
     if (const auto* twin = twin_of(*result, refs, local)) {
       return wrap(std::move(local), layout, twin->sizes(), twin->strides());
@@ -526,6 +558,22 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
 
 } // namespace
 
+namespace {
+
+// Where this rank's piece is empty, results may be made without it. The graph of another rank needs the operands, and what they
+// came by; so this one's results take them along.
+void keep_operands(const Op& op, Stack& stack, at::TensorList operands) {
+  const auto returned = op.returns_argument.size();
+  for (size_t i = 0; i < returned; ++i) {
+    auto& value = stack[stack.size() - returned + i];
+    if (op.returns_argument[i] < 0 && !op.is_view && value.isTensor()) {
+      value = comm::traced::after(value.toTensor(), operands);
+    }
+  }
+}
+
+} // namespace
+
 void handle(const Op& op, Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
@@ -539,6 +587,10 @@ void handle(const Op& op, Stack* stack_ptr) {
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   Locals locals;
   local_arguments(op, refs, *solution, locals);
+  std::vector<at::Tensor> operands;
+  if (C10_UNLIKELY(is_recording() && locals.any(rules::is_empty))) {
+    operands = locals.all();
+  }
   std::vector<Form> forms;
   if (needs_forms(op, *solution, refs)) {
     forms = forms_of(op, *refs[0].tensor, stack, base);
@@ -560,6 +612,9 @@ void handle(const Op& op, Stack* stack_ptr) {
   }
   if (solution->write_back) {
     carry_back(op, refs, *solution, locals);
+  }
+  if (C10_UNLIKELY(!operands.empty())) {
+    keep_operands(op, stack, operands);
   }
 
   const auto returned = op.returns_argument.size();

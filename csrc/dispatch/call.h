@@ -2,6 +2,7 @@
 // Uses rules/, redistribute/, tensor/. Used by handler.cpp, typed.cpp, lists.cpp, special.cpp, plain.cpp and autograd/.
 #pragma once
 
+#include "comm/values.h"
 #include "dispatch/cache.h"
 #include "dispatch/op.h"
 #include "rules/resolve.h"
@@ -42,6 +43,13 @@ class Locals {
   const at::Tensor& operator[](size_t i) const {
     return *at_[i];
   }
+  std::vector<at::Tensor> all() const {
+    std::vector<at::Tensor> out;
+    for (const auto* t : at_) {
+      out.push_back(*t);
+    }
+    return out;
+  }
   bool any(rules::OfPiece is) const {
     return std::any_of(at_.begin(), at_.end(), [&](const at::Tensor* t) { return is(*t); });
   }
@@ -53,6 +61,9 @@ class Locals {
 
 // The keys that a local tensor must not meet again below the handler.
 inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+
+// Neither modes nor graphs see what is done under it: questions to meta kernels.
+inline const c10::DispatchKeySet kAside = kBelow | kStandIns | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
 
 // That of the ShardTensors among the arguments: one.
 const MeshPtr& mesh_of(const Op& op, const Refs& refs);

@@ -44,10 +44,6 @@ struct Recorder final : c10::OperatorKernel {
   const Op* op_;
 };
 
-bool is_special(const Op& op) {
-  return op.entry && (op.entry->options.decompose || op.entry->options.lists);
-}
-
 std::deque<Op>& ops() {
   static auto* all = new std::deque<Op>();
   return *all;

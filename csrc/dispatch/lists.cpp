@@ -1,5 +1,6 @@
 #include "dispatch/lists.h"
 
+#include "comm/traced.h"
 #include "dispatch/call.h"
 #include "dispatch/errors.h"
 #include "dispatch/plain.h"
@@ -117,7 +118,11 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
   rules::Run run{op.handle, one, at, *e.solution};
   errors::run_kernel(op, e.solution->kernel, run);
   if (!one.empty()) {
-    e.result = one.back().toTensorList().get(0);
+    std::vector<at::Tensor> own;
+    for (const auto i : e.positions) {
+      own.push_back(locals[i]);
+    }
+    e.result = comm::traced::after(one.back().toTensorList().get(0), own); // which it may be made without
   }
 }
 

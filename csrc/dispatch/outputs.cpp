@@ -61,7 +61,7 @@ Sizes sizes_of(const at::Tensor& t) {
 // The sizes that outputs must have, as the op's meta kernel finds them; that is Python in torch for most out= forms. Nothing:
 // the op has no meta kernel, or hangs on values.
 std::optional<AllSizes> asked_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
-  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   auto call = on_meta(op, stack, base, refs);
   std::vector<at::Tensor> outputs;
   for (const auto& r : refs) {

@@ -1,6 +1,8 @@
 #include "dispatch/plain.h"
 
+#include "comm/values.h"
 #include "dispatch/errors.h"
+#include "dispatch/handler.h"
 
 #include <torch/csrc/autograd/function.h>
 
@@ -29,6 +31,9 @@ bool plain_targets() {
 }
 void set_plain_targets(bool allowed) {
   g_plain_targets = allowed;
+}
+int64_t state_of_modes() {
+  return static_cast<int64_t>(promotion_mode()) | plain_targets() << 2 | strict_mode() << 3;
 }
 AsReplicated::AsReplicated() {
   ++t_as_replicated;
@@ -61,11 +66,9 @@ void check_plain(const Op& op, const Refs& refs) {
 
 bool wants_entrance(const at::Tensor& t) {
   // Others' tensors (functorch's levels, Python's subclasses) are not plain: they may hold a ShardTensor.
-  static constexpr c10::DispatchKeySet kOthers(
-      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-       c10::DispatchKey::Functionalize});
+  static constexpr c10::DispatchKeySet kLevels({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
   return t.defined() && at::GradMode::is_enabled() && t.requires_grad() && !as_shard_tensor(t) && t.layout() == at::kStrided &&
-         !t.key_set().has_any(kOthers);
+         !t.key_set().has_any(kLevels) && (!t.key_set().has_any(kStandIns) || is_traced(t));
 }
 
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {

@@ -15,6 +15,9 @@ void set_promotion_mode(Promotion mode); // process-wide, so that autograd's thr
 bool plain_targets();
 void set_plain_targets(bool allowed);
 
+// Which of these modes hold, and strict mode, as one number.
+int64_t state_of_modes();
+
 // While it lives this thread takes plain tensors as replicated, whatever the mode.
 class AsReplicated {
  public:
@@ -47,11 +50,12 @@ bool has_entrance(const Op& op);
 inline bool may_pass_by(const Op& op) {
   return !op.mutated && !op.is_view && !op.reshapes_self; // of others autograd counts versions
 }
+// Python's dispatcher (of graphs) hands over keys above autograd's too, which must not have their turn again.
 inline c10::DispatchKeySet below_autograd(c10::DispatchKeySet keys) {
-  return keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  return keys & c10::after_ADInplaceOrView_keyset;
 }
 inline c10::DispatchKeySet torchs_autograd(c10::DispatchKeySet keys) {
-  return (keys - c10::autograd_dispatch_keyset).add(c10::DispatchKey::AutogradOther);
+  return (keys & c10::after_autograd_keyset).add(c10::DispatchKey::AutogradOther);
 }
 
 // How they are made: from_local, set by autograd/'s user.

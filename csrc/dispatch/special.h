@@ -7,6 +7,9 @@
 
 namespace shardtensor {
 
+inline bool is_special(const Op& op) {
+  return op.entry && (op.entry->options.decompose || op.entry->options.lists);
+}
 void handle_specially(const Op& op, torch::jit::Stack* stack);
 
 } // namespace shardtensor

@@ -2,6 +2,7 @@
 
 #include "comm/values.h"
 #include "kernels/moves.h"
+#include "kernels/traced.h"
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
@@ -303,6 +304,9 @@ void no_kernel(const char* function, const at::Tensor& tensor) {
 
 void move(const char* function, const Side& from, const Side& to) {
   const auto numel = numel_of(from.boxes);
+  if (is_traced(to.tensor)) {
+    return traced::move(from.tensor, from.boxes, from.flat, to.tensor, to.boxes, to.flat);
+  }
   if (numel == 0 || !has_values(to.tensor) || !has_values(from.tensor)) {
     return;
   }
@@ -372,7 +376,9 @@ void copy(const at::Tensor& source, c10::ArrayRef<Box> from, at::Tensor& target,
   }
   check_target(kName, "target", target);
   check_same_device(kName, {"source", source, from, false}, {"target", target, to, false});
-  at::assert_no_overlap(target, source);
+  if (!is_traced(target)) {
+    at::assert_no_overlap(target, source);
+  }
   const auto plain = resolved(source);
   move(kName, {"source", plain, from, false}, {"target", target, to, false});
 }
@@ -395,6 +401,9 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
       "shardtensor: unpack_reduce: `op` ", name_of(op), " is not defined for ", type);
   check_same_device(kName, {"flat", flat, boxes, true}, {"target", target, boxes, false});
   const auto plain = resolved(flat);
+  if (is_traced(target)) {
+    return traced::reduce(plain, parts, boxes, op, target);
+  }
   if (numel_of(boxes) == 0 || !has_values(target)) {
     return;
   }

@@ -71,6 +71,18 @@ MeshPtr Mesh::make(Description d) {
   return mesh;
 }
 
+MeshPtr Mesh::with_groups(const std::vector<std::string>& groups) {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  MeshPtr found;
+  for (const auto& [hash, mesh] : t.meshes) {
+    if (mesh->description().groups == groups && (!found || mesh->id() > found->id())) {
+      found = mesh;
+    }
+  }
+  return found;
+}
+
 Mesh::Mesh(Description description, int64_t id) : d_(std::move(description)), id_(id) {
   coordinate_.assign(d_.shape.size(), 0);
   for (size_t i = 0; i < d_.ranks.size(); ++i) {

@@ -37,6 +37,8 @@ class Mesh final : public c10::intrusive_ptr_target {
 
   // Meshes are few and live as long as the process.
   static MeshPtr make(Description description);
+  // The one made last whose process groups, one per mesh dim, have these names; null if there is none.
+  static MeshPtr with_groups(const std::vector<std::string>& groups);
 
   explicit Mesh(Description description, int64_t id);
 

@@ -49,8 +49,8 @@ double transfer_cost(double lacking) {
 // The least cost from the first state to any other, over all states: 3 stages to the power of mesh dims, few edges each.
 class Search {
  public:
-  Search(const Layout& from, const Layout& to, double bytes)
-      : from_(from), to_(to), bytes_(bytes), n_(from.ndim()), open_(changing(from, to)) {}
+  Search(const Layout& from, const Layout& to, double bytes, bool transfers)
+      : from_(from), to_(to), bytes_(bytes), transfers_(transfers), n_(from.ndim()), open_(changing(from, to)) {}
 
   Plan run() {
     size_t states = 1;
@@ -197,6 +197,9 @@ class Search {
 
   // One transfer to the end; to new summands but for the last, local step.
   void leave_at_once(size_t at, const Stages& stages) {
+    if (!transfers_) {
+      return;
+    }
     auto end = stages;
     for (int64_t m = 0; m < n_; ++m) {
       if (is_open(m) && stages[m] == kFrom && from_.placement(m).is_partial()) {
@@ -255,6 +258,7 @@ class Search {
   const Layout& from_;
   const Layout& to_;
   double bytes_;
+  bool transfers_;
   int64_t n_;
   uint64_t open_;
   std::vector<Node> nodes_;
@@ -321,24 +325,24 @@ LayoutPtr layout_after(const Step& step, const Layout& now, const Layout& to) {
   return {};
 }
 
-Plan make_plan(const Layout& from, const Layout& to, double bytes) {
+Plan make_plan(const Layout& from, const Layout& to, double bytes, bool transfers) {
   if (&from == &to) {
     return {};
   }
-  return Search(from, to, bytes).run();
+  return Search(from, to, bytes, transfers).run();
 }
 
-const Plan& plan_for(const Layout& from, const Layout& to, double bytes) {
-  using Key = std::tuple<int64_t, int64_t, int>;
+const Plan& plan_for(const Layout& from, const Layout& to, double bytes, bool transfers) {
+  using Key = std::tuple<int64_t, int64_t, int, bool>;
   constexpr size_t kLimit = 4096;
   static thread_local std::map<Key, Plan>* plans = new std::map<Key, Plan>();
   const int power = std::ilogb(std::max(bytes, 1.0));
   if (plans->size() >= kLimit) {
     plans->clear();
   }
-  auto [it, is_new] = plans->try_emplace(Key{from.id(), to.id(), power});
+  auto [it, is_new] = plans->try_emplace(Key{from.id(), to.id(), power, transfers});
   if (is_new) {
-    it->second = make_plan(from, to, std::ldexp(1.0, power));
+    it->second = make_plan(from, to, std::ldexp(1.0, power), transfers);
   }
   return it->second;
 }

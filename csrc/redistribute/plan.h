@@ -40,10 +40,10 @@ struct Plan {
   }
 };
 
-// For a tensor of `bytes` in all; both layouts on one mesh. Every step turns its mesh dim's placement into that of `to`, or into
-// Replicate on the way.
-Plan make_plan(const Layout& from, const Layout& to, double bytes);
+// For a tensor of `bytes` in all; both layouts on one mesh. Without `transfers`: by collectives and local steps alone. Every step
+// turns its mesh dim's placement into that of `to`, or into Replicate on the way.
+Plan make_plan(const Layout& from, const Layout& to, double bytes, bool transfers = true);
 // Remembered by layouts and bytes to the nearest power of two below, so that all ranks look up the same.
-const Plan& plan_for(const Layout& from, const Layout& to, double bytes);
+const Plan& plan_for(const Layout& from, const Layout& to, double bytes, bool transfers = true);
 
 } // namespace shardtensor

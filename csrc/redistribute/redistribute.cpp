@@ -1,11 +1,14 @@
 #include "redistribute/redistribute.h"
 
 #include "comm/comm.h"
+#include "comm/traced.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
+#include "layout/symbolic.h"
 #include "redistribute/identity.h"
 #include "redistribute/plan.h"
 #include "redistribute/route.h"
+#include "redistribute/traced.h"
 #include "redistribute/transfer.h"
 
 #include <ATen/ATen.h>
@@ -473,7 +476,7 @@ void make_partial(State& s, int64_t m, const Placement& p) {
       s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number under a fake mode too
       s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
     } else {
-      s.local = at::full_like(s.local, nothing);
+      s.local = comm::traced::after(at::full_like(s.local, nothing), s.local);
     }
   }
   s.layout = s.layout->with(m, p);
@@ -574,12 +577,55 @@ comm::Completion ready_for_use(Moving& m, const Layout& from, const Layout& to, 
   };
 }
 
+// Into a graph: the same plan, each step the shortest way.
+at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {
+  if (&from.mesh() != &to.mesh()) {
+    const auto here = relabelled(from, to.mesh_ptr());
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        here, "redistribute: from ", from.str(), " to ", to.str(),
+        ": a move between meshes cannot be traced into a graph (torch.compile, export). Call redistribute() outside of the "
+        "compiled "
+        "function, or in one marked with torch.compiler.disable (rank ",
+        from.mesh().rank(), ")");
+    return redistribute_in_graph(local, *here, to, sizes);
+  }
+  if (&from == &to || !from.mesh().has_me()) {
+    return local;
+  }
+  State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), {}};
+  Sizes numbers;
+  const auto bytes = nominal_bytes(sizes, local.element_size());
+  for (const auto& step : plan_for(from, to, bytes, may_transfer_in_graph(from.mesh())).steps) {
+    in_step(from, to, step, [&] {
+      auto next = layout_after(step, *s.layout, to);
+      if (auto short_way = traced_step(s.local, step, *s.layout, *next, sizes)) {
+        s.local = std::move(*short_way);
+        s.layout = std::move(next);
+        return;
+      }
+      if (step.kind != StepKind::MakePartial) {
+        s.sizes = numbers = guarded(sizes);
+      }
+      take_step(s, step, to);
+    });
+  }
+  TORCH_INTERNAL_ASSERT(s.layout.get() == &to, "redistribute: ended at ", s.layout->str(), ", not ", to.str());
+  return s.local;
+}
+
 } // namespace
+
+at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {
+  return is_traced(local) ? redistribute_in_graph(local, from, to, sizes) : redistribute(local, from, to, guarded(sizes));
+}
 
 at::Tensor redistribute(
     const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, comm::Completion* completion) {
   if (&from == &to) {
     return local;
+  }
+  if (is_traced(local)) {
+    return redistribute_in_graph(local, from, to, symbols(sizes));
   }
   has_values(local); // or throws
   if (&from.mesh() != &to.mesh()) {

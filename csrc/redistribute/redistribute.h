@@ -7,6 +7,7 @@
 #include "layout/layout.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 namespace shardtensor {
 
@@ -21,5 +22,7 @@ at::Tensor redistribute(
     const Layout& to,
     c10::ArrayRef<int64_t> sizes,
     comm::Completion* completion = nullptr);
+// The same where `local` may be of a graph, and global sizes symbols. It is traced as if there were no `completion`.
+at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes);
 
 } // namespace shardtensor

@@ -1,5 +1,6 @@
 // Convolutions and what works on whole planes (pooling, resampling): batch and channels are free, space stays whole.
 #include "rules/empties.h"
+#include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
 
@@ -38,20 +39,9 @@ Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
   return transposed ? with_space(t, f.in, f.out) : with_space(t, f.out, f.in);
 }
 
-bool first_along(const Run& run, uint64_t mesh_dims) {
-  for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
-    if ((mesh_dims >> m & 1) && run.mesh().coordinate()[m] != 0) {
-      return false;
-    }
-  }
-  return true;
-}
-
 // Where the input's channels are sharded, one rank along them adds the bias.
 void convolution_kernel(Run& run) {
-  if (!first_along(run, run.mesh_dims(run.solution.notes[0]))) {
-    run.arg(2) = c10::IValue();
-  }
+  add_bias_once(run, 2, run.solution.notes[0]);
   call_op_nonempty(run);
 }
 

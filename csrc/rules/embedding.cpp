@@ -2,6 +2,7 @@
 #include "rules/registry.h"
 
 #include "comm/comm.h"
+#include "comm/values.h"
 #include "rules/resolve.h"
 
 #include <ATen/ATen.h>
@@ -30,7 +31,7 @@ void check_bounds(const at::Tensor& indices, int64_t rows) {
   if (indices.numel() == 0) {
     return;
   }
-  if (indices.is_cpu()) {
+  if (indices.is_cpu() && !is_traced(indices)) {
     const auto low = indices.min().item<int64_t>(), high = indices.max().item<int64_t>();
     TORCH_CHECK_INDEX(
         low >= 0 && high < rows, "index out of range in self: embedding got index ", low < 0 ? low : high, " for a table of ",
@@ -222,6 +223,7 @@ void one_hot_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   auto classes = run.arg(1).toInt();
   if (classes == -1) {
+    need_values(x, "one_hot without a number of classes");
     auto most = x.numel() ? x.max().reshape({}) : at::full({}, -1, x.options());
     comm::all_reduce_over(most, run.mesh(), sharded_by(run), ReduceOp::Max);
     classes = most.item<int64_t>() + 1;

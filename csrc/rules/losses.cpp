@@ -3,6 +3,7 @@
 #include "rules/registry.h"
 
 #include "comm/comm.h"
+#include "comm/values.h"
 #include "rules/resolve.h"
 
 #include <ATen/ATen.h>
@@ -178,7 +179,7 @@ Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ig
   const auto classes = at.sizes[class_dim];
   const auto held = at.layout->intervals(class_dim, classes, run.mesh().coordinate())[0];
   const auto counted = target != ignore_index;
-  if (target.is_cpu() && target.numel()) {
+  if (target.is_cpu() && target.numel() && !is_traced(target)) {
     const auto bad = at::masked_select(target, counted.logical_and((target < 0).logical_or(target >= classes)));
     TORCH_CHECK_INDEX(bad.numel() == 0, "Target ", bad[0].item<int64_t>(), " is out of bounds.");
   } else if (target.numel()) {

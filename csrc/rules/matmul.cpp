@@ -1,4 +1,5 @@
 // Matrix products: factors as in einsum; the contracted one leaves summands.
+#include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
 
@@ -196,20 +197,9 @@ Rule matmul_backward(const Call& call) {
 
 // ---- linear: x [..., k], weight [o, k] or [k], bias [o] ----
 
-bool first_along(const Run& run, uint64_t mesh_dims) {
-  for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
-    if ((mesh_dims >> m & 1) && run.mesh().coordinate()[m] != 0) {
-      return false;
-    }
-  }
-  return true;
-}
-
 // Where the contracted factor is sharded, one rank along it adds the bias.
 void linear_kernel(Run& run) {
-  if (!first_along(run, run.mesh_dims(run.solution.notes[0]))) {
-    run.arg(2) = c10::IValue();
-  }
+  add_bias_once(run, 2, run.solution.notes[0]);
   run.call_op();
 }
 

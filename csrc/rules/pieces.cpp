@@ -1,6 +1,8 @@
 #include "rules/pieces.h"
 
 #include "comm/comm.h"
+#include "comm/traced.h"
+#include "comm/values.h"
 #include "redistribute/identity.h"
 
 #include <ATen/ATen.h>
@@ -72,6 +74,19 @@ void give(const Run& run, const std::vector<at::Tensor>& results) {
     out.assign(results.begin(), results.end());
   }
   run.returns(std::move(out));
+}
+
+void add_bias_once(const Run& run, size_t arg, int64_t contracted) {
+  const auto over = run.mesh_dims(contracted);
+  bool first = true;
+  for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
+    first &= !(over >> m & 1) || run.mesh().coordinate()[m] == 0;
+  }
+  if (first || run.arg(arg).isNone()) {
+    return;
+  }
+  const auto bias = run.arg(arg).toTensor();
+  run.arg(arg) = is_traced(bias) ? c10::IValue(comm::traced::after(at::zeros_like(bias), bias)) : c10::IValue();
 }
 
 uint64_t mesh_dims_of(const Run& run, uint64_t factors) {

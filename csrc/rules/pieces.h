@@ -1,5 +1,5 @@
 // What rule kernels share: reductions of a piece that may be empty, small reductions over ranks, results into out= arguments.
-// Uses rule.h and comm/. Used by the kernels of reductions, scans and softmax.
+// Uses rule.h and comm/. Used by the kernels of several families.
 #pragma once
 
 #include "rules/resolve.h" // Solution: what a kernel finds its notes in
@@ -20,6 +20,9 @@ uint64_t with_outputs(const Call& call, uint64_t operands);
 
 // Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
 void give(const Run& run, const std::vector<at::Tensor>& results);
+
+// Where `contracted`, a factor that is summed over, is sharded, one rank along it adds the bias, which is argument `arg`.
+void add_bias_once(const Run& run, size_t arg, int64_t contracted);
 
 // The mesh dims (bits) that shard any of the factors in `factors` (bit f: factor f).
 uint64_t mesh_dims_of(const Run& run, uint64_t factors);

@@ -3,6 +3,7 @@
 #include "rules/registry.h"
 
 #include "comm/values.h"
+#include "kernels/graph_random.h"
 #include "kernels/random.h"
 #include "kernels/stream.h"
 #include "rules/resolve.h"
@@ -33,13 +34,30 @@ double number(const Run& run, const char* name) {
   return v->toScalar().toDouble();
 }
 
-// Of tensors without values nothing is drawn, as in torch.
-uint64_t next_key(const Run& run, const at::Tensor& local) {
-  if (!has_values(local)) {
-    return 0;
-  }
+// Of tensors without values nothing is drawn, as in torch; of those of a graph, when it runs.
+kernels::RandomKey next_key(const Run& run, const at::Tensor& local) {
   const auto* generator = argument(run, "generator");
-  return kernels::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt);
+  if (is_traced(local)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !generator, run.op.schema().name(),
+        ": argument 'generator' cannot be traced into a graph (torch.compile, export); leave it out, so that the default one is "
+        "used, "
+        "or draw outside of the compiled function");
+    return {0, kernels::next_key_in_graph(local, run.mesh())};
+  }
+  if (!has_values(local)) {
+    return {};
+  }
+  return {kernels::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt), {}};
+}
+
+// Raises where `holds` is false; in a graph, when it runs.
+void check_values(const at::Tensor& holds, const char* message) {
+  if (is_traced(holds)) {
+    at::_assert_async(holds.all(), message);
+  } else {
+    TORCH_CHECK(holds.all().item<bool>(), message);
+  }
 }
 
 // Fills `local`, a piece like operand i's.
@@ -156,10 +174,15 @@ Distribution random(const Run& run, at::ScalarType dtype) {
   return to ? integers_below(low, to->toInt(), dtype) : integers(low, largest(dtype));
 }
 
+int64_t value_of(const at::Tensor& high) {
+  need_values(high, "randint_like's `high` as a tensor");
+  return high.item<int64_t>();
+}
+
 Distribution randint(const Run& run, at::ScalarType dtype) {
   const auto* low = argument(run, "low");
   const auto* high = argument(run, "high");
-  return integers_below(low ? low->toInt() : 0, high->isTensor() ? high->toTensor().item<int64_t>() : high->toInt(), dtype);
+  return integers_below(low ? low->toInt() : 0, high->isTensor() ? value_of(high->toTensor()) : high->toInt(), dtype);
 }
 
 // ---- kernels ----
@@ -182,7 +205,7 @@ void fill_fresh(Run& run) {
 at::Tensor below(const Run& run, const at::Tensor& p, const at::Tensor& of) {
   auto u = at::empty(of.sizes(), of.options().dtype(at::kDouble));
   fill_like(run, u, {Kind::Uniform, 0, 1});
-  TORCH_CHECK(p.numel() == 0 || at::logical_and(p >= 0, p <= 1).all().item<bool>(), "Expected p_in >= 0 && p_in <= 1 to be true");
+  check_values(at::logical_and(p >= 0, p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true");
   return u < p;
 }
 
@@ -215,7 +238,7 @@ void normal_of_tensors(Run& run) {
   kernels::fill_random(out, next_key(run, out), layout, sizes, {Kind::Normal, 0, 1});
   if (std.isTensor()) {
     const auto s = std.toTensor();
-    TORCH_CHECK(s.numel() == 0 || s.min().ge(0).item<bool>(), "normal expects all elements of std >= 0.0");
+    check_values(s >= 0, "normal expects all elements of std >= 0.0");
     out.mul_(s);
   } else {
     TORCH_CHECK(std.toDouble() >= 0, "normal expects std >= 0.0, but found std ", std.toDouble());
@@ -270,8 +293,8 @@ void multinomial_race(Run& run) {
   fill_like(run, q, {Kind::Exponential, 1}); // the ranks agree on a key here, so before one of them refuses what it has
   if (p.numel()) {
     const auto total = p.sum(-1);
-    TORCH_CHECK(
-        at::logical_and(total > 0, at::isfinite(total)).all().item<bool>() && p.min().ge(0).item<bool>(),
+    check_values(
+        at::logical_and(total > 0, at::isfinite(total)).all().logical_and(p.min().ge(0)),
         "multinomial: probability tensor contains either `inf`, `nan` or element < 0, or a row that sums to 0");
   }
   at::div_out(q, p, q);
@@ -282,8 +305,9 @@ void multinomial_race(Run& run) {
 void same_everywhere(Run& run) {
   const auto i = *run.op.schema().argumentIndexWithName("generator");
   const auto self = run.arg(0).toTensor();
+  need_values(self, "a draw by torch's own kernel");
   auto generator = at::globalContext().defaultGenerator(self.device()).clone();
-  generator.set_current_seed(next_key(run, self));
+  generator.set_current_seed(next_key(run, self).bits);
   run.arg(i) = std::move(generator);
   run.call_op();
 }

@@ -5,6 +5,7 @@
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
+#include "comm/values.h"
 
 #include <cmath>
 #include <limits>
@@ -472,6 +473,7 @@ Rule logsumexp(const Call& call) {
 void equal_kernel(Run& run) {
   const auto a = run.arg(0).toTensor();
   const auto b = run.arg(1).toTensor();
+  need_values(a, "equal");
   bool same = run.operands[0].sizes == run.operands[1].sizes;
   if (same) {
     const auto mine = at::full({1}, at::equal(a, b), a.options().dtype(at::kBool));

@@ -34,7 +34,7 @@ class Resolver {
  public:
   Resolver(const Call& call, const Rule& rule) : call_(call), rule_(rule), mesh_(call.mesh) {
     for (const auto& t : call.tensors) {
-      bytes_.push_back(static_cast<double>(c10::multiply_integers(t.sizes)) * static_cast<double>(c10::elementSize(t.dtype)));
+      bytes_.push_back(t.bytes);
     }
   }
 
@@ -46,6 +46,7 @@ class Resolver {
     }
     auto s = c10::make_intrusive<Solution>();
     s->sized = weighed_ || rule_.sized;
+    s->reads_sizes = rule_.sized;
     s->factor_mesh_dims.assign(rule_.factors.size(), 0);
     bool kernel = rule_.always_kernel;
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {

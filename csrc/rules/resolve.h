@@ -49,6 +49,8 @@ struct Solution final : c10::intrusive_ptr_target {
   bool geometry = false; // every result has one
   // The choice weighed bytes, so it holds for these sizes only.
   bool sized = false;
+  // Nor is it right for any others: the rule read sizes.
+  bool reads_sizes = false;
 };
 using SolutionPtr = c10::intrusive_ptr<const Solution>;
 

@@ -153,8 +153,10 @@ struct Run {
 using Kernel = void (*)(Run&);
 
 using OfPiece = bool (*)(const at::Tensor& piece);
+// Symbolic sizes are never 0.
 inline bool is_empty(const at::Tensor& piece) {
-  return piece.numel() == 0;
+  const auto numel = piece.sym_numel().maybe_as_int();
+  return numel && *numel == 0;
 }
 inline bool is_strided(const at::Tensor& piece) {
   return !piece.is_contiguous();
@@ -218,6 +220,7 @@ struct TensorArg {
   at::ScalarType dtype;
   c10::IntArrayRef strides; // for rules with Options.strided alone, as is the next
   int64_t offset;
+  double bytes; // of the whole, to weigh costs by
 
   int64_t dim() const {
     return static_cast<int64_t>(sizes.size());

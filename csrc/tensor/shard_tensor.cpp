@@ -3,6 +3,7 @@
 #include "tensor/shard_tensor.h"
 
 #include "comm/gil.h"
+#include "comm/values.h"
 
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -28,7 +29,7 @@ PyTypeObject* g_class = nullptr;
 PyObject* g_torch_function = nullptr; // the disabled one, while it is
 
 bool needs_tracing(const at::Tensor& local) {
-  return local.key_set().has(DispatchKey::Python) || local.key_set().has(DispatchKey::Functionalize);
+  return local.key_set().has_any(kStandIns);
 }
 
 DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
@@ -39,13 +40,11 @@ DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
   }
   const auto dense =
       local.device().is_cpu() ? DispatchKey::CPU : c10::computeDispatchKey(local.scalar_type(), at::kStrided, local.device());
-  const auto backend = c10::toBackendComponent(dense);
-  if (traced) {
-    return DispatchKeySet(dense) | c10::getAutogradRelatedKeySetFromBackend(backend) |
-           DispatchKeySet({DispatchKey::ADInplaceOrView, DispatchKey::Python, DispatchKey::PythonTLSSnapshot});
-  }
   // Autocast follows the real device; the handler keeps it away from the local tensors.
-  return DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) | c10::getAutocastRelatedKeySetFromBackend(backend);
+  const auto native = DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
+                      c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(dense));
+  // Modes and __torch_dispatch__ come first; it calls what kKey has.
+  return traced ? native | DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot}) : native;
 }
 
 // Storage that says how large the global tensor is and refuses to be read.
@@ -53,6 +52,14 @@ c10::Storage null_storage(const at::Tensor& local, IntArrayRef sizes) {
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * local.dtype().itemsize();
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, local.device()), nullptr, /*resizable=*/false);
+  storage->set_throw_on_mutable_data_ptr();
+  return c10::Storage(std::move(storage));
+}
+
+c10::Storage null_storage(const at::Tensor& local, const c10::SymInt& numel) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), numel * static_cast<int64_t>(local.dtype().itemsize()),
+      c10::DataPtr(nullptr, local.device()), nullptr, /*resizable=*/false);
   storage->set_throw_on_mutable_data_ptr();
   return c10::Storage(std::move(storage));
 }
@@ -123,6 +130,55 @@ ShardTensorImpl::ShardTensorImpl(
   init(sizes, strides);
 }
 
+ShardTensorImpl::ShardTensorImpl(
+    at::Tensor local,
+    LayoutPtr layout,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef strides,
+    const c10::SymInt& offset,
+    bool traced)
+    : TensorImpl(keys_for(local, traced), local.dtype(), local.device()),
+      local_(std::move(local)),
+      layout_(std::move(layout)),
+      traced_(traced) {
+  set_sizes_and_strides(sizes, strides, offset);
+}
+
+ShardTensorImpl::Numbers& ShardTensorImpl::numbers() const {
+  if (!numbers_) {
+    numbers_ = std::make_unique<Numbers>();
+  }
+  return *numbers_;
+}
+
+IntArrayRef ShardTensorImpl::sizes_custom() const {
+  return is_symbolic() ? IntArrayRef(numbers().sizes = guarded(sym_sizes())) : TensorImpl::sizes_custom();
+}
+
+IntArrayRef ShardTensorImpl::strides_custom() const {
+  return is_symbolic() ? IntArrayRef(numbers().strides = guarded(sym_strides())) : TensorImpl::strides_custom();
+}
+
+int64_t ShardTensorImpl::numel_custom() const {
+  return is_symbolic() ? sym_numel().guard_int(__FILE__, __LINE__) : TensorImpl::numel_custom();
+}
+
+int64_t ShardTensorImpl::storage_offset_custom() const {
+  return is_symbolic() ? sym_storage_offset().guard_int(__FILE__, __LINE__) : TensorImpl::storage_offset_custom();
+}
+
+IntArrayRef ShardTensorImpl::sizes_hint() const {
+  if (!is_symbolic()) {
+    return sizes_and_strides_.sizes_arrayref();
+  }
+  auto& hint = numbers().hint;
+  hint.clear();
+  for (const auto& n : sym_sizes()) {
+    hint.push_back(hint_of(n));
+  }
+  return hint;
+}
+
 void ShardTensorImpl::init(IntArrayRef sizes, IntArrayRef strides) {
   sizes_and_strides_.set_sizes(sizes);
   sizes_and_strides_.set_strides(strides);
@@ -135,7 +191,8 @@ const c10::Storage& ShardTensorImpl::storage() const {
     static std::mutex mutex;
     std::lock_guard<std::mutex> lock(mutex);
     if (!has_storage_) {
-      const_cast<c10::Storage&>(storage_) = null_storage(local_, sizes_and_strides_.sizes_arrayref());
+      const_cast<c10::Storage&>(storage_) =
+          is_symbolic() ? null_storage(local_, sym_numel()) : null_storage(local_, sizes_and_strides_.sizes_arrayref());
       has_storage_.store(true, std::memory_order_release);
     }
   }
@@ -190,8 +247,11 @@ void ShardTensorImpl::look(bool to_view) const {
 
 c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version, bool allow_change) const {
-  auto impl = c10::make_intrusive<ShardTensorImpl>(
-      local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), traced_);
+  auto impl =
+      is_symbolic()
+          ? c10::make_intrusive<ShardTensorImpl>(local_, layout_, sym_sizes(), sym_strides(), sym_storage_offset(), traced_)
+          : c10::make_intrusive<ShardTensorImpl>(
+                local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), traced_);
   impl->share_storage(*this);
   impl->copy_origin(*this);
   impl->storage_offset_ = storage_offset_;
@@ -284,6 +344,29 @@ at::Tensor wrap(
   if (base) {
     impl->set_storage_offset(offset);
     impl->share_pending(*base);
+  }
+  at::Tensor t(std::move(impl));
+  attach_python_object(t, traced);
+  return t;
+}
+
+at::Tensor wrap_symbolic(
+    at::Tensor local,
+    LayoutPtr layout,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef strides,
+    const ShardTensorImpl* base,
+    const c10::SymInt& offset,
+    bool moved) {
+  const auto size_numbers = c10::asIntArrayRefSlowOpt(sizes);
+  const auto stride_numbers = c10::asIntArrayRefSlowOpt(strides);
+  if (size_numbers && stride_numbers && !offset.is_symbolic()) {
+    return wrap(std::move(local), std::move(layout), *size_numbers, *stride_numbers, base, offset.expect_int(), moved);
+  }
+  const bool traced = needs_tracing(local);
+  auto impl = c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, offset, traced);
+  if (base && !moved) {
+    impl->share_storage(*base);
   }
   at::Tensor t(std::move(impl));
   attach_python_object(t, traced);

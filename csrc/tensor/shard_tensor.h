@@ -1,9 +1,11 @@
 // The tensor itself: a TensorImpl that holds this rank's piece and the layout, and the one place that makes them.
-// Uses layout/, ATen and, for the Python object that every tensor gets at birth, torch's Python binding.
+// Uses layout/, comm/values.h, ATen and, for the Python object that every tensor gets at birth, torch's Python binding.
 // Used by rules/, dispatch/, autograd/, bindings/.
 #pragma once
 
 #include "layout/layout.h"
+
+#include "tensor/symbolic.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -59,6 +61,19 @@ class ShardTensorImpl final : public c10::TensorImpl {
       c10::Storage storage,
       bool traced);
 
+  // Traced, with symbols among its global sizes.
+  ShardTensorImpl(
+      at::Tensor local,
+      LayoutPtr layout,
+      c10::SymIntArrayRef sizes,
+      c10::SymIntArrayRef strides,
+      const c10::SymInt& offset,
+      bool traced);
+
+  bool is_symbolic() const {
+    return has_symbolic_sizes_strides_;
+  }
+
   // Waits for a pending piece, unless only a view of it is taken.
   const at::Tensor& local(bool to_view = false) const {
     if (C10_UNLIKELY(look_first_.load(std::memory_order_acquire))) {
@@ -102,6 +117,14 @@ class ShardTensorImpl final : public c10::TensorImpl {
     }
   }
 
+  // Whoever reads symbolic sizes as numbers makes the graph hold for these numbers alone: each read is guarded.
+  c10::IntArrayRef sizes_custom() const override;
+  c10::IntArrayRef strides_custom() const override;
+  int64_t numel_custom() const override;
+  int64_t storage_offset_custom() const override;
+  // The numbers at hand, for choices that are right whatever the sizes: no guard.
+  c10::IntArrayRef sizes_hint() const;
+
   // A null storage, made at the first asking: most tensors live without. TensorImpl asks has_storage() before it reads its own.
   const c10::Storage& storage() const override;
   bool has_storage() const override {
@@ -124,9 +147,15 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void count_write();
   void copy_origin(const ShardTensorImpl& other);
 
+  struct Numbers {
+    Sizes sizes, strides, hint;
+  };
+  Numbers& numbers() const;
+
   at::Tensor local_;
   LayoutPtr layout_;
   bool traced_;
+  mutable std::unique_ptr<Numbers> numbers_; // read off symbolic sizes
   mutable std::atomic<bool> has_storage_{false};
   bool broken_view_ = false;
   mutable std::atomic<bool> look_first_{false}; // broken_view_, or local_ is pending
@@ -156,6 +185,16 @@ at::Tensor wrap(
     c10::IntArrayRef strides,
     const ShardTensorImpl* base = nullptr,
     int64_t offset = 0,
+    bool moved = false);
+
+// The same where sizes, strides or offset may be symbols; without symbols it is wrap().
+at::Tensor wrap_symbolic(
+    at::Tensor local,
+    LayoutPtr layout,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef strides,
+    const ShardTensorImpl* base = nullptr,
+    const c10::SymInt& offset = 0,
     bool moved = false);
 
 // Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `like`'s do.

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from shardtensor import _C
+from shardtensor import _C, _compile
 from shardtensor._from_local import _MOST_DIMS, coordinate_at
 from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
-from shardtensor._mesh import as_mesh, current_mesh, device_of
+from shardtensor._mesh import as_mesh, device_of, given_mesh
 from shardtensor._tensor import ShardTensor
 
 
@@ -75,7 +75,7 @@ def distribute_tensor(
     {mesh_dim: one shape per rank along it}.
     """
     who = "distribute_tensor"
-    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    mesh = given_mesh(device_mesh, who)
     if isinstance(tensor, DTensor):
         ours = ShardTensor.from_dtensor(tensor)
         layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who, partial=("sum", "avg"))
@@ -126,7 +126,7 @@ def scatter_tensor(
     """Cuts a tensor that only the rank `global_src` holds. The others pass None: its shape and dtype are told to them,
     and compared with the arguments where those are given."""
     who = "scatter_tensor"
-    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    mesh = given_mesh(device_mesh, who)
     view = as_mesh(mesh)
     if global_src not in view.ranks:
         raise ValueError(f"{who}: argument 'global_src' is rank {global_src}, which {view} does not hold (rank {view.rank})")
@@ -209,7 +209,7 @@ def distribute_module(
     """
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module: argument 'module' has been distributed already; it can be done once")
-    mesh = device_mesh if device_mesh is not None else current_mesh("distribute_module")
+    mesh = given_mesh(device_mesh, "distribute_module")
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
@@ -264,7 +264,7 @@ def _make(
 ) -> ShardTensor:
     if layout != torch.strided:
         raise ValueError(f"{who}: argument 'layout' is {layout}; only torch.strided is supported")
-    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    mesh = given_mesh(device_mesh, who)
     where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
     local = fill(where.local_sizes(sizes), dtype=dtype, device=device_of(mesh))
     out = _C.wrap(local, where, sizes, _C.strides_like(sizes, local))
@@ -327,7 +327,7 @@ def full(
 def _spaced(who: str, whole: torch.Tensor, layout: torch.layout, requires_grad: bool, device_mesh: DeviceMesh | None,
             placements: Sequence[Placement] | None, sharding_shapes: ShardingShapes | None) -> ShardTensor:
     sizes = [whole.numel()]
-    mesh = device_mesh if device_mesh is not None else current_mesh(who)
+    mesh = given_mesh(device_mesh, who)
     where = _full_layout(mesh, placements, sizes, sharding_shapes, who)
 
     def fill(local_sizes: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -397,3 +397,6 @@ def randn(
     """Standard normal. The values depend on the seed and the global index alone, not on the placements or the ranks."""
     out = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements, sharding_shapes=sharding_shapes)
     return out.normal_().requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+_compile.in_graph(distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, scatter_tensor, zeros)

@@ -14,6 +14,22 @@ KEY = "PrivateUse2"
 
 _libraries: dict[str, torch.library.Library] = {}
 _functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+_version = 0
+
+
+def version() -> int:
+    """Another one after every change: graphs hold for the handlers that they were traced with."""
+    return _version
+
+
+def overrides(name: str) -> bool:
+    """Whether the user's code stands for the op."""
+    return name in _libraries
+
+
+def _changed() -> None:
+    global _version
+    _version += 1
 
 
 def _override(qualified: str, handler: Callable[..., Any]) -> None:
@@ -25,6 +41,11 @@ def _override(qualified: str, handler: Callable[..., Any]) -> None:
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     library.impl(name, handler, KEY, allow_override=True)  # type: ignore[no-untyped-call]
     _libraries[qualified] = library
+    _changed()
+
+
+def name_of(op: OpOverload) -> str:
+    return str(op._schema.name) + ("." + op._schema.overload_name if op._schema.overload_name else "")
 
 
 def _name_of(op: Any) -> str:
@@ -32,7 +53,7 @@ def _name_of(op: Any) -> str:
         raise TypeError(
             f"register_dispatch_handler: argument 'op' is {op!r}; use an overload such as torch.ops.aten.convolution.default"
         )
-    return str(op._schema.name) + ("." + op._schema.overload_name if op._schema.overload_name else "")
+    return name_of(op)
 
 
 def register_dispatch_handler(op: OpOverload, handler: Callable[..., Any]) -> None:
@@ -54,6 +75,7 @@ def register_function_handler(func: Callable[..., Any], handler: Callable[..., A
 
 def unregister_handler(target: Any) -> None:
     """Takes a handler back: an op overload, an op's name, or a function."""
+    _changed()
     if isinstance(target, str):
         _libraries.pop(target, None)
     elif isinstance(target, OpOverload):
@@ -74,6 +96,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
 def _switch() -> None:
     from shardtensor._tensor import ShardTensor
 
+    _changed()
     enabled = bool(_functions)
     function: Any = classmethod(_torch_function) if enabled else torch._C._disabled_torch_function_impl
     ShardTensor.__torch_function__ = function  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from shardtensor import _C
@@ -25,14 +26,26 @@ _SUBMESHES = "_shardtensor_submeshes"
 
 def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
     """The extension's view of a DeviceMesh."""
+    device_mesh = real_mesh(device_mesh)
     names = getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim
     known = _meshes.get(id(device_mesh))
     if known is not None and known[0]() is device_mesh and known[2] == names and (known[3] or not dist.is_initialized()):
         _device_meshes[known[4]] = known[0]  # of equal ones, the one given last
         return known[1]
-    mesh = _view(device_mesh, names)
+    with unset_fake_temporarily():  # it reads the mesh's tensor of ranks
+        mesh = _view(device_mesh, names)
     _remember(device_mesh, mesh)
     return mesh
+
+
+def real_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that torch.compile hides in an object of its own while it traces."""
+    return getattr(device_mesh, "real_obj", device_mesh)
+
+
+def given_mesh(device_mesh: DeviceMesh | None, who: str) -> DeviceMesh:
+    """An argument `device_mesh`; None is the current one."""
+    return current_mesh(who) if device_mesh is None else real_mesh(device_mesh)
 
 
 def _view(device_mesh: DeviceMesh, names: list[str]) -> _C.Mesh:
@@ -108,10 +121,11 @@ def as_device_mesh(mesh: _C.Mesh) -> DeviceMesh:
     reference = _device_meshes.get(mesh.id)
     device_mesh = reference() if reference is not None else None
     if device_mesh is None:
-        ranks = torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").view(mesh.shape)
-        device_mesh = DeviceMesh(
-            mesh.device_type, ranks, mesh_dim_names=tuple(mesh.dim_names) or None, _init_backend=False, _rank=mesh.rank
-        )
+        with unset_fake_temporarily():
+            ranks = torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").view(mesh.shape)
+            device_mesh = DeviceMesh(
+                mesh.device_type, ranks, mesh_dim_names=tuple(mesh.dim_names) or None, _init_backend=False, _rank=mesh.rank
+            )
         if all(mesh.groups):
             device_mesh._dim_group_names = list(mesh.groups)  # type: ignore[arg-type]
         _remember(device_mesh, mesh)

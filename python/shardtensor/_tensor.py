@@ -17,7 +17,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.utils._pytree import tree_leaves
 
-from shardtensor import _C, _handlers, _shards
+from shardtensor import _C, _compile, _handlers, _shards
 from shardtensor._explain import Explanation, explain, target_layout
 from shardtensor._from_local import Shapes, layout_for_local, layout_of_equal_pieces
 from shardtensor._layout import (
@@ -29,7 +29,7 @@ from shardtensor._layout import (
     moved_layout,
     placements_of,
 )
-from shardtensor._mesh import as_device_mesh, at_home, current_mesh
+from shardtensor._mesh import as_device_mesh, at_home, given_mesh
 from shardtensor._shard_ops import holds_shards
 
 if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the rest
@@ -48,13 +48,31 @@ class ShardTensorSpec(DTensorSpec):
     """A DTensorSpec that knows uneven cuts. It never equals a stock spec, so stock's caches cannot serve a ShardTensor."""
 
     _layout: _C.Layout = None  # type: ignore[assignment]
+    _offset: int = 0  # of the tensor in its storage
 
     def __post_init__(self) -> None:
+        if isinstance(self.shard_order, _compile.ShardOrder):  # from dataclasses.replace; it says nothing of the new placements
+            self.shard_order = None  # type: ignore[assignment]
         super().__post_init__()
         # dataclasses.replace hands the old layout on; with other placements it says nothing.
         if self._layout is None or placements_of(self._layout) != self.placements:
             assert self.tensor_meta is not None
             self._layout = make_layout(self.mesh, self.placements, len(self.tensor_meta.shape), who="ShardTensorSpec")
+        self.shard_order = _compile.ShardOrder(self.shard_order or (), self._layout.cuts, self._offset)
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        """torch.compile's guard: `self` is of the tensor that a graph is called with, `other` of the one it was traced with."""
+        if not skip_shapes:
+            return self == other
+        return (
+            isinstance(other, ShardTensorSpec)
+            and self._layout is other._layout
+            and self._offset == other._offset
+            and self.tensor_meta.dtype == other.tensor_meta.dtype  # type: ignore[union-attr]
+        )
+
+    def __deepcopy__(self, memo: Any) -> ShardTensorSpec:
+        return self  # nothing in it changes
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -156,6 +174,7 @@ class ShardTensor(DTensor):
             placements_of(layout),
             tensor_meta=TensorMeta(self.shape, self.stride(), self.dtype),
             _layout=layout,
+            _offset=int(self.storage_offset()),  # a symbol is guarded: no context holds one
         )
 
     @property
@@ -208,7 +227,7 @@ class ShardTensor(DTensor):
         if isinstance(local_tensor, DTensor):
             raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
         refuse_transformed(local_tensor, who)
-        mesh = device_mesh if device_mesh is not None else current_mesh(who)
+        mesh = given_mesh(device_mesh, who)
         if type(local_tensor) is not torch.Tensor and holds_shards(local_tensor):
             return _shards.from_shards(
                 local_tensor, mesh, placements, shape=shape, stride=stride, sharding_shapes=sharding_shapes, run_check=run_check, who=who
@@ -361,18 +380,25 @@ class ShardTensor(DTensor):
         ours = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor)]
         if any(_shards.wrapper_of(t) is not None for t in ours):
             return _shards.dispatch(func, args, kwargs)
-        with detect_fake_mode([t._local_tensor for t in ours]) or nullcontext():  # what is made on the way is as fake as they are
-            return _C.call(func._schema.name, func._schema.overload_name, *args, **kwargs)
+        _compile.guard_graph()
+        with detect_fake_mode([_C.local(t) for t in ours]) or nullcontext():  # what is made on the way is as fake as they are
+            return _C.call(_handlers.overrides(_handlers.name_of(func)), func._schema.name, func._schema.overload_name, *args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        spec = self._spec
-        return ["_local_tensor"], (spec, self.requires_grad)
+        return _compile.flatten(self)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], flatten_spec: Any, size: Any, stride: Any) -> ShardTensor:
-        spec, requires_grad = flatten_spec
-        out = _C.wrap(inner["_local_tensor"], spec._layout, list(size), list(stride))
-        return out.requires_grad_(requires_grad)  # type: ignore[return-value]
+    def __tensor_unflatten__(inner: dict[str, Any], flatten_spec: Any, size: Any, stride: Any) -> ShardTensor:
+        return _compile.unflatten(inner, flatten_spec, size, stride)  # type: ignore[return-value]
+
+    def _stable_hash_for_caching(self) -> str:
+        return _compile.stable_hash(self)
+
+    def __coerce_tangent_metadata__(self) -> ShardTensor:
+        return _compile.tangent(self)
+
+    def __coerce_same_metadata_as_tangent__(self, flatten_spec: Any, expected_type: Any = None) -> ShardTensor | None:
+        return _compile.tangent_like(self, flatten_spec, expected_type)
 
     # ---- values ----
 
@@ -425,7 +451,7 @@ class ShardTensor(DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
-        text = f"ShardTensor(local_tensor={self._local_tensor.detach()}, shape={tuple(self.shape)}, layout={layout}"
+        text = f"ShardTensor(local_tensor={_C.local(self).detach()}, shape={tuple(self.shape)}, layout={layout}"
         if self.grad_fn is not None:
             text += f", grad_fn=<{self.grad_fn.name()}>"
         elif self.requires_grad:
@@ -571,6 +597,7 @@ def _rebuild_spec(
     return ShardTensorSpec(mesh, placements, tensor_meta=tensor_meta, _layout=layout)
 
 
+_compile.in_graph(ShardTensor.from_local, ShardTensor.from_dtensor)
 _C.set_python_class(ShardTensor)
 _C.install_getitem(ShardTensor)
 _C.install_operators(ShardTensor)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor import _C
-from shardtensor._mesh import as_mesh, current_mesh
+from shardtensor._mesh import as_mesh, given_mesh
 
 __all__ = ["is_rng_supported_mesh", "manual_seed"]
 
@@ -35,7 +35,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
 
     Raises on every rank where they do not, and on a rank that the mesh does not hold.
     """
-    device_mesh = device_mesh if device_mesh is not None else current_mesh("manual_seed")
+    device_mesh = given_mesh(device_mesh, "manual_seed")
     if device_mesh.get_coordinate() is None:
         raise RuntimeError(
             f"manual_seed: argument 'device_mesh' does not hold rank {device_mesh.get_rank()}; call it on the ranks of the mesh"

@@ -1,0 +1,79 @@
+#include "comm/reducible.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+
+namespace shardtensor::comm {
+
+namespace {
+
+bool by_order(const at::Tensor& t, ReduceOp op) {
+  return (op == ReduceOp::Max || op == ReduceOp::Min) && t.is_floating_point();
+}
+
+// Integers in the order of the floats' bits, and back: the negative ones run the other way.
+at::Tensor mirror(const at::Tensor& bits) {
+  const int64_t all_but_sign =
+      bits.scalar_type() == at::kLong ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
+  return at::where(bits.lt(0), bits.bitwise_xor(all_but_sign), bits);
+}
+
+// Backends lose NaN in max and min. As integers in the floats' order, NaN beyond every number, it wins as in torch.
+at::Tensor ordered(const at::Tensor& t, ReduceOp op) {
+  const auto x = t.scalar_type() == at::kDouble ? t : t.to(at::kFloat);
+  auto out = mirror(x.view(x.scalar_type() == at::kDouble ? at::kLong : at::kInt));
+  const bool max = op == ReduceOp::Max;
+  if (out.scalar_type() == at::kLong) {
+    out.masked_fill_(x.isnan(), max ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int64_t>::min());
+  } else {
+    out.masked_fill_(x.isnan(), max ? std::numeric_limits<int32_t>::max() : std::numeric_limits<int32_t>::min());
+  }
+  return out;
+}
+
+at::Tensor from_ordered(const at::Tensor& t) {
+  return mirror(t).view(t.scalar_type() == at::kLong ? at::kDouble : at::kFloat);
+}
+
+} // namespace
+
+at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
+  if (by_order(t, op)) {
+    return ordered(t, op);
+  }
+  if (t.is_complex()) {
+    TORCH_CHECK(
+        op == ReduceOp::Sum || op == ReduceOp::Avg,
+        "shardtensor: a complex tensor can be reduced over ranks by sum or avg alone, not by ", shardtensor::name_of(op));
+    return at::view_as_real(t);
+  }
+  if (t.scalar_type() == at::kBool) {
+    return op == ReduceOp::Sum || op == ReduceOp::Bxor ? t.to(at::kInt) : t.to(at::kByte);
+  }
+  const auto dtype = t.scalar_type();
+  if (dtype == at::kShort || dtype == at::kUInt16) {
+    return t.to(at::kInt);
+  }
+  if (t.device().is_cpu() && (c10::isFloat8Type(dtype))) {
+    return t.to(at::kFloat);
+  }
+  return t;
+}
+
+at::Tensor from_reducible(at::Tensor reduced, const at::Tensor& t, ReduceOp op, int64_t n) {
+  if (op == ReduceOp::Avg) {
+    reduced.div_(n);
+  }
+  if (t.scalar_type() == at::kBool && op == ReduceOp::Bxor) {
+    reduced = reduced.remainder(2);
+  }
+  if (by_order(t, op)) {
+    reduced = from_ordered(reduced);
+  } else if (t.is_complex()) {
+    reduced = at::view_as_complex(reduced);
+  }
+  return reduced.scalar_type() == t.scalar_type() ? reduced : reduced.to(t.scalar_type());
+}
+
+} // namespace shardtensor::comm

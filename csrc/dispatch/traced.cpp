@@ -1,0 +1,180 @@
+#include "dispatch/traced.h"
+
+#include "dispatch/handler.h"
+#include "dispatch/plain.h"
+#include "dispatch/special.h"
+
+#include <ATen/ATen.h>
+#include <ATen/TensorUtils.h>
+
+#include <unordered_map>
+
+namespace shardtensor {
+
+using c10::IValue;
+using rules::Solution;
+using torch::jit::Stack;
+
+namespace {
+
+// Rules and caches hold numbers.
+void guard_arguments(const Op& op, Stack& stack, size_t base) {
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    auto& value = stack[base + i];
+    if (op.kinds[i] != ArgKind::Other) {
+      continue;
+    }
+    if (value.isSymInt()) {
+      value = value.toSymInt().guard_int(__FILE__, __LINE__);
+    } else if (value.isSymIntList()) {
+      value = c10::List<int64_t>(c10::IntArrayRef(guarded(value.toSymIntVector())));
+    } else if (value.isSymFloat()) {
+      value = value.toSymFloat().guard_float(__FILE__, __LINE__);
+    } else if (value.isSymBool()) {
+      value = value.toSymBool().guard_bool(__FILE__, __LINE__);
+    }
+  }
+}
+
+// Plain tensors of symbolic sizes become what they are taken for, replicated ShardTensors: only those tell their sizes.
+void enter_symbolic_plain(const Op& op, Stack& stack, size_t base) {
+  auto refs = collect(op, stack, base);
+  const auto is_such = [&](const Ref& r) { return !r.impl && !(op.mutated >> r.arg & 1) && is_symbolic(*r.tensor); };
+  if (std::none_of(refs.begin(), refs.end(), is_such)) {
+    return;
+  }
+  check_plain(op, refs);
+  const auto layout = Layout::replicated(mesh_of(op, refs));
+  const auto entered = [&](const at::Tensor& t) { return wrap_symbolic(t, layout, t.sym_sizes(), t.sym_strides()); };
+  for (const auto& r : refs) {
+    if (!is_such(r)) {
+      continue;
+    }
+    auto& slot = stack[base + r.arg];
+    if (r.index < 0) {
+      slot = entered(slot.toTensor());
+    } else {
+      const auto given = slot;
+      change_list(slot, given, [&](auto& list) {
+        list.set(static_cast<size_t>(r.index), entered(given.toListRef()[r.index].toTensor()));
+      });
+    }
+  }
+}
+
+const Op* boxed_op(const c10::OperatorHandle& op) {
+  static const auto* known = [] {
+    auto* all = new std::unordered_map<std::string, const Op*>();
+    for (const auto& o : installed_ops()) {
+      all->emplace(o.name, &o);
+    }
+    return all;
+  }();
+  const auto found = known->find(c10::toString(op.operator_name()));
+  return found == known->end() ? nullptr : found->second;
+}
+
+} // namespace
+
+void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
+  const auto* op = boxed_op(handle_);
+  if (!op || handle_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+    handle_.callBoxedForDispatchKey(kKey, *stack);
+    return;
+  }
+  const auto base = stack->size() - op->kinds.size();
+  guard_arguments(*op, *stack, base);
+  enter_symbolic_plain(*op, *stack, base);
+  if (is_special(*op)) {
+    handle_specially(*op, stack);
+  } else {
+    handle(*op, stack);
+  }
+}
+
+void key_of_symbols(const Refs& refs, Key& key) {
+  key.push(Key::kSymbols);
+  for (const auto& r : refs) {
+    uint64_t symbols = 0;
+    if (is_symbolic(*r.tensor)) {
+      const auto sizes = r.tensor->sym_sizes();
+      for (size_t d = 0; d < sizes.size(); ++d) {
+        symbols |= static_cast<uint64_t>(sizes[d].is_symbolic()) << (d & 63);
+      }
+    }
+    key.push(symbols);
+  }
+}
+
+void check_alike_symbols(const Op& op, const at::Tensor& x, Solution::Indexed a, const at::Tensor& y, Solution::Indexed b) {
+  TORCH_SYM_CHECK(
+      (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner), op.name, ": the size of dim ", b.dim,
+      " of one argument (", y.sym_size(b.dim), ") must match the size of dim ", a.dim, " of another (", x.sym_size(a.dim), ")");
+}
+
+namespace {
+
+SymSizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  auto sizes = local.sym_sizes().vec();
+  for (size_t d = 0; d < result.sizes.size(); ++d) {
+    const auto& from = result.sizes[d];
+    if (from.operand >= 0) {
+      sizes[d] = refs[from.operand].tensor->sym_size(from.dim);
+    } else if (from.operand != -1) {
+      sizes[d] = from.value;
+    }
+  }
+  return sizes;
+}
+
+// form_of() over symbols.
+std::pair<SymSizes, c10::SymInt> form_of(const rules::Geometry& geometry, const at::Tensor& base, const SymSizes& sizes) {
+  auto offset = base.sym_storage_offset();
+  const auto have = base.sym_strides();
+  SymSizes strides;
+  if (geometry.reshaped) {
+    const auto found = at::detail::computeStride(base.sym_sizes(), have, c10::SymDimVector(sizes.begin(), sizes.end()));
+    return {found ? SymSizes(found->begin(), found->end()) : sym_strides_like(sizes, at::Tensor()), offset};
+  }
+  for (const auto& term : geometry.strides) {
+    strides.push_back(term.dim < 0 ? c10::SymInt(0) : have[term.dim] * term.times);
+  }
+  for (const auto& term : geometry.offset) {
+    offset = offset + have[term.dim] * term.times;
+  }
+  return {strides, offset};
+}
+
+} // namespace
+
+at::Tensor wrap_symbolic_result(
+    const Op& op,
+    at::Tensor local,
+    const Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form,
+    const ShardTensorImpl* base,
+    bool moved) {
+  const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
+  const auto& layout = result ? result->layout : solution.replicated;
+  auto sizes = local.sym_sizes().vec(), strides = local.sym_strides().vec();
+  if (result && layout->is_sharded()) {
+    sizes = global_sizes(*result, refs, local);
+  }
+  if (base && !moved) {
+    if (form) {
+      return wrap_symbolic(std::move(local), layout, sizes, symbols(form->strides), base, form->offset);
+    }
+    const auto [found, offset] = form_of(*result->geometry, *refs[0].tensor, sizes);
+    return wrap_symbolic(std::move(local), layout, sizes, found, base, offset);
+  }
+  if (result && !result->strides.empty()) {
+    strides = symbols(result->strides);
+  } else if (result && solution.shards) {
+    strides = sym_strides_like(sizes, result->like >= 0 ? *refs[result->like].tensor : at::Tensor());
+  }
+  return wrap_symbolic(std::move(local), layout, sizes, strides, base, 0, moved);
+}
+
+} // namespace shardtensor

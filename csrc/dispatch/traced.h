@@ -1,0 +1,35 @@
+// Calls that come by __torch_dispatch__: their tensors stand for those of a graph, or are fake, and sizes may be symbols. They
+// take the boxed handler's way; what reads symbols has its twin here. Uses call.h. Used by call.cpp, handler.cpp and bindings/.
+#pragma once
+
+#include "dispatch/call.h"
+
+namespace shardtensor {
+
+// What kKey has for the op, but never a typed kernel: those take no symbols.
+void call_traced(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// Whether any of the tensors has symbolic sizes.
+inline bool any_symbolic(const Refs& refs) {
+  return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return is_symbolic(*r.tensor); });
+}
+
+// Which of the tensors have symbols where: part of the key, since choices weigh symbols otherwise than numbers.
+void key_of_symbols(const Refs& refs, Key& key);
+
+// check_alike() for two dims, one of them a symbol; the graph gets a guard.
+void check_alike_symbols(
+    const Op& op, const at::Tensor& x, rules::Solution::Indexed a, const at::Tensor& y, rules::Solution::Indexed b);
+
+// wrap_result() where sizes are symbols.
+at::Tensor wrap_symbolic_result(
+    const Op& op,
+    at::Tensor local,
+    const rules::Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form,
+    const ShardTensorImpl* base,
+    bool moved);
+
+} // namespace shardtensor

@@ -1,0 +1,136 @@
+#include "kernels/graph_random.h"
+
+#include "comm/values.h"
+#include "kernels/stream.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <bit>
+#include <memory>
+
+namespace shardtensor::kernels {
+
+namespace {
+
+using Mode = c10::impl::TorchDispatchModeKey;
+using Recording = std::weak_ptr<c10::impl::PyObject_TorchDispatchMode>;
+
+Recording current_recording() {
+  using Tls = c10::impl::TorchDispatchModeTLS;
+  const auto mode = Tls::get_mode(Mode::FUNCTIONAL);
+  const auto recording = mode ? mode : Tls::get_mode(Mode::PROXY);
+  return recording ? Recording(*recording) : Recording();
+}
+
+// The key that this thread's recording has drawn last.
+struct Last {
+  Recording of;
+  at::Tensor key;
+};
+thread_local Last t_last;
+
+std::optional<at::Tensor> last_of(const Recording& recording) {
+  const auto now = recording.lock();
+  if (!now || t_last.of.lock() != now) {
+    return std::nullopt;
+  }
+  return t_last.key;
+}
+
+template <typename... Args>
+at::Tensor call(const char* name, Args&&... args) {
+  torch::jit::Stack stack{c10::IValue(std::forward<Args>(args))...};
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(&stack);
+  return stack[0].toTensor();
+}
+
+// The runs of all dims in one list: how many, then start and length of each.
+std::vector<int64_t> listed(c10::ArrayRef<Intervals> runs) {
+  std::vector<int64_t> out;
+  for (const auto& dim : runs) {
+    out.push_back(static_cast<int64_t>(dim.size()));
+    for (const auto& run : dim) {
+      out.insert(out.end(), {run.start, run.length});
+    }
+  }
+  return out;
+}
+c10::SmallVector<Intervals, 6> unlisted(c10::IntArrayRef list) {
+  c10::SmallVector<Intervals, 6> runs;
+  for (size_t i = 0; i < list.size();) {
+    auto& dim = runs.emplace_back();
+    for (auto n = list[i++]; n > 0; --n, i += 2) {
+      dim.push_back({list[i], list[i + 1]});
+    }
+  }
+  return runs;
+}
+
+at::Tensor next_key_now(const at::Tensor& like, const std::optional<at::Tensor>& after, const c10::List<std::string>& groups) {
+  const auto mesh = Mesh::with_groups(groups.vec());
+  TORCH_CHECK(mesh, "shardtensor: a graph draws random numbers on a mesh that this process has not made");
+  return at::scalar_tensor(std::bit_cast<int64_t>(next_key(*mesh, std::nullopt)), at::kLong);
+}
+
+at::Tensor drawn_now(
+    const at::Tensor& like,
+    const at::Tensor& key,
+    at::IntArrayRef sizes,
+    at::IntArrayRef runs,
+    int64_t kind,
+    double a,
+    double b,
+    int64_t low,
+    int64_t range) {
+  auto out = at::empty_like(like);
+  const Distribution distribution{static_cast<Distribution::Kind>(kind), a, b, low, std::bit_cast<uint64_t>(range)};
+  fill_runs(out, std::bit_cast<uint64_t>(key.item<int64_t>()), sizes, unlisted(runs), distribution);
+  return out;
+}
+
+at::Tensor drawn_meta(
+    const at::Tensor& like, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t, double, double, int64_t, int64_t) {
+  return at::empty_like(like);
+}
+
+TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
+  const std::vector<at::Tag> tags{at::Tag::nondeterministic_seeded}; // not to be merged, left out or run again
+  m.def("next_key(Tensor like, Tensor? after, str[] groups) -> Tensor", tags);
+  m.def("drawn(Tensor like, Tensor key, int[] sizes, int[] runs, int kind, float a, float b, int low, int range) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(shardtensor, CPU, m) {
+  m.impl("next_key", next_key_now);
+  m.impl("drawn", drawn_now);
+}
+TORCH_LIBRARY_IMPL(shardtensor, CUDA, m) {
+  m.impl("next_key", next_key_now);
+  m.impl("drawn", drawn_now);
+}
+TORCH_LIBRARY_IMPL(shardtensor, Meta, m) {
+  m.impl("drawn", drawn_meta);
+}
+
+} // namespace
+
+at::Tensor next_key_in_graph(const at::Tensor& local, const Mesh& mesh) {
+  const auto recording = current_recording();
+  auto key = call("shardtensor::next_key", local, last_of(recording), mesh.description().groups);
+  t_last = {recording, key};
+  return key;
+}
+
+at::Tensor drawn_in_graph(
+    const at::Tensor& local,
+    const at::Tensor& key,
+    c10::IntArrayRef sizes,
+    c10::ArrayRef<Intervals> runs,
+    const Distribution& d) {
+  return call(
+      "shardtensor::drawn", local, key, sizes, listed(runs), static_cast<int64_t>(d.kind), d.a, d.b, d.low,
+      std::bit_cast<int64_t>(d.range));
+}
+
+} // namespace shardtensor::kernels

@@ -1,0 +1,22 @@
+// Random numbers in a graph, as two ops of our own: shardtensor::next_key takes a key from the generator, and advances it, when
+// the graph runs; shardtensor::drawn fills a piece by key and global index, so it may be run again for a backward. Fake kernels
+// are in Meta (drawn) and in Python (next_key: its key is on the CPU whatever `like` is on). Uses stream.h, random.h. Used by
+// rules/random.cpp and random.cpp.
+#pragma once
+
+#include "kernels/random.h"
+
+namespace shardtensor::kernels {
+
+// next_key() for a traced piece. Keys of a graph are drawn in the order in which they were traced: each one takes the one before.
+at::Tensor next_key_in_graph(const at::Tensor& local, const Mesh& mesh);
+
+// A tensor like `local`, filled.
+at::Tensor drawn_in_graph(
+    const at::Tensor& local,
+    const at::Tensor& key,
+    c10::IntArrayRef sizes,
+    c10::ArrayRef<Intervals> runs,
+    const Distribution& distribution);
+
+} // namespace shardtensor::kernels

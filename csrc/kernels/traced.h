@@ -1,0 +1,19 @@
+// Copies of boxes as ops of a graph: what boxes.h does, of tensors that have no values yet (comm/values.h).
+// Uses kernels/boxes.h and ATen's ops. Used by boxes.cpp.
+#pragma once
+
+#include "kernels/boxes.h"
+
+namespace shardtensor::kernels::traced {
+
+// A tensor and its boxes; `flat`: the boxes lie one after the other, whatever their offsets.
+void move(
+    const at::Tensor& from,
+    c10::ArrayRef<Box> from_boxes,
+    bool from_flat,
+    const at::Tensor& to,
+    c10::ArrayRef<Box> to_boxes,
+    bool to_flat);
+void reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> boxes, ReduceOp op, const at::Tensor& target);
+
+} // namespace shardtensor::kernels::traced

@@ -1,0 +1,192 @@
+#include "redistribute/traced.h"
+
+#include "comm/comm.h"
+#include "comm/traced.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::SymInt;
+using Lengths = std::vector<SymInt>;
+namespace graph = comm::traced;
+
+// With a guard, where it is a symbol.
+bool divides(int64_t pieces, const SymInt& n) {
+  return (n % pieces).sym_eq(0).guard_bool(__FILE__, __LINE__);
+}
+
+// How much of tensor dim `dim`, of `size`, the mesh dims before `m` leave this rank.
+SymInt extent_before(const Layout& layout, int64_t m, int64_t dim, const SymInt& size) {
+  auto extent = size;
+  for (int64_t i = 0; i < m; ++i) {
+    const auto& p = layout.placement(i);
+    if (!p.is_shard(dim)) {
+      continue;
+    }
+    if (layout.cut(i) || p.split_factor > 1 || !divides(layout.mesh().size(i), extent)) {
+      return layout.extent_before(m, dim, size.guard_int(__FILE__, __LINE__), layout.mesh().coordinate());
+    }
+    extent = extent / layout.mesh().size(i);
+  }
+  return extent;
+}
+
+// What each coordinate of mesh dim `m` holds of the dim that it cuts; nothing where a piece has several runs.
+std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIntArrayRef sizes) {
+  const auto& p = layout.placement(m);
+  if (p.split_factor > 1) {
+    return std::nullopt;
+  }
+  const auto n = layout.mesh().size(m);
+  const auto extent = extent_before(layout, m, p.dim, sizes[p.dim]);
+  if (extent.is_symbolic() && !layout.cut(m) && divides(n, extent)) {
+    return Lengths(n, extent / n);
+  }
+  const auto number = extent.guard_int(__FILE__, __LINE__);
+  auto coordinate = layout.mesh().coordinate();
+  Lengths out;
+  for (int64_t c = 0; c < n; ++c) {
+    coordinate[m] = c;
+    out.emplace_back(layout.split_size(m, number, coordinate));
+  }
+  return out;
+}
+
+bool alike(const Lengths& lengths) {
+  return std::all_of(lengths.begin(), lengths.end(), [&](const SymInt& n) {
+    return n.is_symbolic() || lengths[0].is_symbolic() ? n.is_same(lengths[0]) : n.expect_int() == lengths[0].expect_int();
+  });
+}
+
+// Of lengths that differ: they are numbers.
+int64_t longest(const Lengths& lengths) {
+  int64_t out = 0;
+  for (const auto& n : lengths) {
+    out = std::max(out, n.expect_int());
+  }
+  return out;
+}
+
+at::Tensor padded(const at::Tensor& t, int64_t dim, int64_t length) {
+  std::vector<SymInt> pad(2 * (t.dim() - dim), 0);
+  pad.back() = SymInt(length) - t.sym_size(dim);
+  return at::constant_pad_nd_symint(t, pad);
+}
+
+at::Tensor gather(const at::Tensor& local, int64_t dim, const Lengths& lengths, const Mesh& mesh, int64_t m) {
+  const bool even = alike(lengths);
+  const auto mine = even ? local : padded(local, dim, longest(lengths));
+  const auto all = graph::all_gather(mine, mesh, m);
+  if (even && dim == 0) {
+    return all;
+  }
+  auto pieces = all.split_with_sizes_symint(Lengths(mesh.size(m), mine.sym_size(0)), 0);
+  for (size_t c = 0; c < pieces.size() && !even; ++c) {
+    pieces[c] = pieces[c].narrow_symint(dim, 0, lengths[c]);
+  }
+  return at::cat(pieces, dim);
+}
+
+at::Tensor reduce_scatter(
+    const at::Tensor& summand, int64_t dim, const Lengths& lengths, const Mesh& mesh, int64_t m, ReduceOp op) {
+  const bool even = alike(lengths);
+  auto sent = summand;
+  if (!even || dim != 0) {
+    auto pieces = summand.split_with_sizes_symint(lengths, dim);
+    for (size_t c = 0; c < pieces.size() && !even; ++c) {
+      pieces[c] = padded(pieces[c], dim, longest(lengths));
+    }
+    sent = at::cat(pieces, 0);
+  }
+  const auto out = graph::reduce_scatter(sent, mesh, m, op);
+  return even ? out : out.narrow_symint(dim, 0, lengths[mesh.coordinate()[m]]);
+}
+
+// From a cut of dim `src` to one of dim `dst`.
+at::Tensor exchange(
+    const at::Tensor& local, int64_t src, const Lengths& held, int64_t dst, const Lengths& wanted, const Mesh& mesh, int64_t m) {
+  const auto me = mesh.coordinate()[m];
+  auto sizes = local.sym_sizes().vec();
+  SymInt rest = 1;
+  for (int64_t d = 0; d < local.dim(); ++d) {
+    rest = d == src || d == dst ? rest : rest * sizes[d];
+  }
+  Lengths sent, received;
+  for (size_t c = 0; c < held.size(); ++c) {
+    sent.push_back(rest * held[me] * wanted[c]);
+    received.push_back(rest * held[c] * wanted[me]);
+  }
+  auto parts = local.split_with_sizes_symint(wanted, dst);
+  for (auto& part : parts) {
+    part = part.reshape_symint({-1});
+  }
+  auto pieces = graph::all_to_all(at::cat(parts, 0), received, sent, mesh, m).split_with_sizes_symint(received, 0);
+  sizes[dst] = wanted[me];
+  for (size_t c = 0; c < pieces.size(); ++c) {
+    sizes[src] = held[c];
+    pieces[c] = pieces[c].view_symint(sizes);
+  }
+  return at::cat(pieces, src);
+}
+
+at::Tensor slice(const at::Tensor& whole, int64_t dim, const Lengths& lengths, int64_t me) {
+  SymInt start = 0;
+  for (int64_t c = 0; c < me; ++c) {
+    start = start + lengths[c];
+  }
+  return whole.narrow_symint(dim, start, lengths[me]);
+}
+
+} // namespace
+
+std::optional<at::Tensor> traced_step(
+    const at::Tensor& local, const Step& step, const Layout& now, const Layout& next, c10::SymIntArrayRef sizes) {
+  const auto m = step.mesh_dim;
+  const auto& mesh = now.mesh();
+  if (m < 0 || comm::is_alone(mesh, m)) {
+    return std::nullopt;
+  }
+  const auto &p = now.placement(m), &q = next.placement(m);
+  switch (step.kind) {
+    case StepKind::AllReduce:
+      return p.reduce == ReduceOp::Norm ? std::nullopt : std::optional(graph::all_reduce(local, mesh, m, p.reduce));
+    case StepKind::ReduceScatter:
+      if (graph::adds_up(p.reduce, local.scalar_type())) {
+        if (const auto lengths = lengths_along(next, m, sizes)) {
+          return reduce_scatter(local, q.dim, *lengths, mesh, m, p.reduce);
+        }
+      }
+      return std::nullopt;
+    case StepKind::AllGather:
+      if (const auto lengths = lengths_along(now, m, sizes)) {
+        return gather(local, p.dim, *lengths, mesh, m);
+      }
+      return std::nullopt;
+    case StepKind::AllToAll:
+      if (p.dim != q.dim) {
+        const auto held = lengths_along(now, m, sizes), wanted = lengths_along(next, m, sizes);
+        if (held && wanted) {
+          return exchange(local, p.dim, *held, q.dim, *wanted, mesh, m);
+        }
+      }
+      return std::nullopt;
+    case StepKind::Slice:
+      if (const auto lengths = lengths_along(next, m, sizes)) {
+        return slice(local, q.dim, *lengths, mesh.coordinate()[m]);
+      }
+      return std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool may_transfer_in_graph(const Mesh& mesh) {
+  return comm::size_of_world(mesh) == mesh.size();
+}
+
+} // namespace shardtensor

@@ -1,0 +1,53 @@
+#include <torch/csrc/python_headers.h>
+
+#include "tensor/symbolic.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace shardtensor {
+
+int64_t hint_of(const c10::SymInt& n) {
+  if (const auto number = n.maybe_as_int()) {
+    return *number;
+  }
+  pybind11::gil_scoped_acquire gil;
+  return pybind11::cast(n).attr("node").attr("hint").cast<int64_t>();
+}
+
+SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local) {
+  auto out = local.vec();
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (const auto& p = layout.placement(m); p.is_shard()) {
+      out[p.dim] = out[p.dim] * layout.mesh().size(m);
+    }
+  }
+  return out;
+}
+
+SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {
+  const auto n = static_cast<int64_t>(sizes.size());
+  SymSizes strides(n, 1);
+  std::vector<int64_t> order(n), have;
+  std::iota(order.begin(), order.end(), 0);
+  if (like.defined()) {
+    for (const auto& s : like.sym_strides()) {
+      have.push_back(hint_of(s));
+    }
+  }
+  if (static_cast<int64_t>(have.size()) == n && !std::is_sorted(have.rbegin(), have.rend()) &&
+      std::find(have.begin(), have.end(), 0) == have.end()) {
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return have[a] > have[b]; });
+  }
+  c10::SymInt stride = 1;
+  for (int64_t i = n - 1; i >= 0; --i) {
+    strides[order[i]] = stride;
+    const auto& size = sizes[order[i]];
+    stride = stride * (size.is_symbolic() ? size : size.max(1));
+  }
+  return strides;
+}
+
+} // namespace shardtensor

@@ -1,0 +1,24 @@
+// What tensors of symbolic sizes are asked for. Uses layout/symbolic.h and, for hints, torch's Python binding.
+#pragma once
+
+#include "layout/symbolic.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace shardtensor {
+
+inline bool is_symbolic(const at::TensorBase& t) {
+  return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// What it is in the call at hand, without a guard: for what is right whatever it is. Nothing that other ranks must do alike may
+// follow from it; for that there is nominal_bytes().
+int64_t hint_of(const c10::SymInt& n);
+
+// Layout::sizes_of_equal_pieces() over symbols.
+SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local);
+
+// strides_like() over symbols; undefined `like`: one after the other.
+SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like);
+
+} // namespace shardtensor

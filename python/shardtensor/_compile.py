@@ -1,0 +1,218 @@
+"""What torch.compile asks of a ShardTensor: how to take it apart and put it together, what to guard, what a tangent may be.
+
+A graph holds the pieces. A ShardTensor that stands for one of a graph's carries Python's dispatch key; its ops come to
+__torch_dispatch__ and through the same C++ handler, where collectives become nodes of the graph (csrc/comm/traced.h).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._guards import Guard, TracingContext
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+from shardtensor import _C, _handlers
+from shardtensor._late import when_imported
+from shardtensor._layout import make_layout
+from shardtensor._mesh import as_device_mesh
+
+if TYPE_CHECKING:
+    from shardtensor._tensor import ShardTensor
+
+
+class ShardOrder(tuple):  # type: ignore[type-arg]
+    """A spec's shard_order, entry by entry as torch's, with what torch does not know: every rank's cuts, and the offset in storage.
+
+    torch.compile keeps it, compares it and writes it to its caches, and hands it back when a tensor is put together.
+    """
+
+    cuts: tuple[tuple[int, ...] | None, ...]
+    offset: int
+
+    def __new__(cls, entries: Sequence[Any], cuts: Sequence[Sequence[int] | None], offset: int = 0) -> ShardOrder:
+        self = super().__new__(cls, entries)
+        self.cuts = tuple(None if cut is None else tuple(cut) for cut in cuts)
+        self.offset = offset
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ShardOrder) and tuple.__eq__(self, other) and self.cuts == other.cuts and self.offset == other.offset
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.cuts, self.offset))
+
+    def __reduce__(self) -> Any:
+        return ShardOrder, (tuple(self), self.cuts, self.offset)
+
+    def __deepcopy__(self, memo: Any) -> ShardOrder:
+        return self
+
+    def __repr__(self) -> str:
+        return f"ShardOrder({tuple(self)!r}, cuts={self.cuts!r}, offset={self.offset!r})"
+
+
+def flatten(t: ShardTensor) -> tuple[list[str], Any]:
+    guard_graph()
+    spec = t._spec
+    return ["_local_tensor", "device_mesh"], (spec.placements, spec.tensor_meta, spec.shard_order, t.requires_grad)
+
+
+def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> torch.Tensor:
+    placements, _meta, order, requires_grad = context
+    layout = _layout_of(inner["device_mesh"], placements, len(sizes), order)
+    out = _C.wrap(inner["_local_tensor"], layout, sizes, strides, order.offset)
+    return out.requires_grad_(requires_grad)
+
+
+def _layout_of(mesh: Any, placements: tuple[Placement, ...], ndim: int, order: ShardOrder) -> _C.Layout:
+    known = order.__dict__.get("_layout")  # of the mesh and placements it was last asked for with
+    if known is not None and known[0] is mesh and known[1] == placements:
+        return known[2]  # type: ignore[no-any-return]
+    cuts = order.cuts if any(order.cuts) else ()
+    layout = make_layout(mesh, placements, ndim, cuts, who="ShardTensor.__tensor_unflatten__")
+    order.__dict__["_layout"] = mesh, placements, layout
+    return layout
+
+
+def stable_hash(t: ShardTensor) -> str:
+    """The key of a graph in AOTAutograd's cache, which ranks may share: a graph holds this rank's sizes and its place in the mesh."""
+    local, spec = t._local_tensor, t._spec
+    assert spec.tensor_meta is not None
+    parts = (
+        spec.mesh._stable_hash(),
+        tuple(t._layout.mesh.coordinate),
+        spec.placements,
+        spec.shard_order,
+        (spec.tensor_meta.dtype, tuple(map(str, t.shape)), tuple(map(str, t.stride()))),
+        (tuple(map(str, local.shape)), tuple(map(str, local.stride())), str(local.device)),
+        t.requires_grad,
+    )
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def tangent(t: ShardTensor) -> ShardTensor:
+    """A tangent as the graph is to take it: whole instead of in summands."""
+    if not t._layout.has_partial:
+        return t
+    return t.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in t.placements])
+
+
+def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTensor | None:
+    """A tangent that came in another layout than the graph was traced for."""
+    if expected_type is not None:
+        return None
+    placements, _meta, order, _requires_grad = context
+    layout = _layout_of(as_device_mesh(t._layout.mesh), placements, t.ndim, order)
+    return _C.redistribute(t, layout)  # type: ignore[return-value]
+
+
+# ---- guards ----
+
+
+def guard_graph() -> None:
+    """While dynamo traces: the graph shall hold only for what it was made with. torch itself guards neither a DTensor's sizes nor,
+    of course, our modes."""
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    from torch._dynamo.source import GlobalStateSource
+
+    source = GlobalStateSource()
+    guards = context.guards_context.dynamo_guards
+    if not any(guard.create_fn is _add_guards for guard in guards.get_guards_for_source(source)):
+        guards.add(Guard(source, _add_guards), collect_debug_stack=False)
+
+
+def _state_of_modes() -> tuple[int, int]:
+    """What changes what an op does: promotion, strict mode, plain targets, users' handlers."""
+    return _C.state_of_modes(), _handlers.version()
+
+
+def _add_guards(builder: Any, guard: Guard) -> None:
+    from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
+
+    made_with = _state_of_modes()
+    _lambda_guard(
+        builder.guard_manager.root,
+        lambda _: _state_of_modes() == made_with,
+        get_verbose_code_parts(f"shardtensor's modes == {made_with}", guard),
+        guard,
+    )
+    for source in builder.check_fn_manager.output_graph.input_source_to_sizes_strides:
+        value = builder.get(source)
+        if _C.is_shard_tensor(value):
+            # Outer sizes and strides, those that the graph holds as numbers.
+            GuardBuilder.TENSOR_MATCH(builder, source.make_guard(GuardBuilder.TENSOR_MATCH), value)
+
+
+def _lambda_guard(manager: Any, check: Callable[[Any], bool], text: list[str], guard: Guard) -> None:
+    try:
+        manager.add_lambda_guard(check, text, guard.user_stack)
+    except TypeError:  # before torch 2.14
+        manager.add_lambda_guard(check, text)
+
+
+# ---- functions ----
+
+
+def in_graph(*functions: Callable[..., Any]) -> None:
+    """Dynamo puts calls of these into its graph as they are, without looking inside: they read what it cannot follow (meshes,
+    layouts), and what they do to pieces is traced when the graph is."""
+
+    def allow(decorators: Any) -> None:
+        for function in functions:
+            decorators.allow_in_graph(function)
+
+    when_imported("torch._dynamo.decorators", allow)
+
+
+def install() -> None:
+    torch.library.register_fake("shardtensor::next_key", _fake_key)
+    when_imported("torch._functorch._aot_autograd.runtime_wrappers", _look_through)
+    when_imported("torch._functorch.partitioners", _keep_keys)
+
+
+def _fake_key(like: torch.Tensor, after: torch.Tensor | None, groups: Sequence[str]) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)  # on the CPU
+
+
+def _keep_keys(partitioners: Any) -> None:
+    """A checkpointed region keeps the keys of random numbers, as it keeps what collectives bring, and draws from them again. torch's
+    own way, the generator's state, is put among a graph's results where a mesh is expected. In torch 2.15."""
+    keep_collectives = getattr(partitioners, "force_save_collectives", None)
+    if keep_collectives is None:
+        return
+
+    def keep(joint_module: torch.fx.GraphModule) -> None:
+        keep_collectives(joint_module)
+        for node in joint_module.graph.nodes:
+            if node.target is torch.ops.shardtensor.next_key.default:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+    partitioners.force_save_collectives = keep
+
+
+def _look_through(wrappers: Any) -> None:
+    """The mode that looks for wrong aliases at a graph's first run leaves subclasses to themselves. To the dispatcher ShardTensors
+    with values are none: nobody would run the op. In torch 2.15."""
+    mode = getattr(wrappers, "_AnalyzeCustomOpInputOutputMode", None)
+    if mode is None:
+        return
+    dispatch = mode.__torch_dispatch__
+
+    def look(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_C.is_shard_tensor(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+            return func(*args, **(kwargs or {}))
+        return dispatch(self, func, types, args, kwargs)
+
+    mode.__torch_dispatch__ = look
