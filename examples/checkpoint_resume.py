@@ -28,11 +28,12 @@ def train(
     context: int = 24,
     rate: float = 3e-3,
     dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
     steps: int = 100,
     **arguments,
 ) -> list[float]:
     """Of the steps after those that the checkpoint in `folder` has seen."""
-    model, data = build(context, dtype)
+    model, data = build(context, dtype, backend)
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     parallelize_module(model.to(device), mesh, plan(model.blocks[0].attention.head_size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)

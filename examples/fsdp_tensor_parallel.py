@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/fsdp_tensor_parallel.py
 
 The plan is tensor_parallel.py's; `fully_shard` is torch's and shards what the plan has cut a second time, over the mesh dim
-"data". Each row of ranks reads its own part of the batch, 4 and 3 sequences of 7.
+"data". Each row of ranks reads its own part of the batch, 4 and 3 sequences of 7. With --compile, every block is compiled by
+itself, because FSDP2 gathers the parameters block by block.
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ from torch.distributed.fsdp import fully_shard
 from train_transformer import build, fit, make_mesh, run
 
 
-def train(device: str, *, context: int = 24, rate: float = 3e-3, dtype: torch.dtype = torch.float32, **arguments) -> list[float]:
+def train(
+    device: str,
+    *,
+    context: int = 24,
+    rate: float = 3e-3,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    **arguments,
+) -> list[float]:
     model, data = build(context, dtype)
     mesh = make_mesh(device)
     parallelize_module(model.to(device), mesh["tensor"], plan(model.blocks[0].attention.head_size))
+    for block in model.blocks if backend is not None else ():
+        block.compile(backend=backend)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["data"])
     rows, row = mesh["data"].size(), mesh["data"].get_local_rank()

@@ -43,8 +43,16 @@ def plan(head_size: int) -> dict[str, ParallelStyle]:
     }
 
 
-def train(device: str, *, context: int = 24, rate: float = 3e-3, dtype: torch.dtype = torch.float32, **arguments) -> list[float]:
-    model, data = build(context, dtype)
+def train(
+    device: str,
+    *,
+    context: int = 24,
+    rate: float = 3e-3,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    **arguments,
+) -> list[float]:
+    model, data = build(context, dtype, backend)
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     parallelize_module(model.to(device), mesh, plan(model.blocks[0].attention.head_size))
     position = distribute_tensor(model.position.detach(), mesh, [Replicate()], src_data_rank=None)

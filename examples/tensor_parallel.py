@@ -41,8 +41,16 @@ def losses_of(model: nn.Module, device: str) -> Callable[[torch.Tensor, torch.Te
     return loss_of
 
 
-def train(device: str, *, context: int = 24, rate: float = 3e-3, dtype: torch.dtype = torch.float32, **arguments) -> list[float]:
-    model, data = build(context, dtype)
+def train(
+    device: str,
+    *,
+    context: int = 24,
+    rate: float = 3e-3,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    **arguments,
+) -> list[float]:
+    model, data = build(context, dtype, backend)
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     parallelize_module(model.to(device), mesh, plan(model.blocks[0].attention.head_size))
 

@@ -1,6 +1,7 @@
 """Trains a small character-level language model on harbour.txt, tensor parallel and data parallel.
 
     torchrun --nproc-per-node 2 examples/train_transformer.py
+    torchrun --nproc-per-node 2 examples/train_transformer.py --compile
     python examples/train_transformer.py          # the same model and the same losses on one process, without shardtensor
 
 No size divides by the ranks: 5 heads, 101 hidden units, 43 characters, batches of 7. Four ranks are a mesh of 2 x 2, other
@@ -130,12 +131,17 @@ def partition(heads: int) -> Callable[[str, nn.Module, object], None]:
 HEADS = 5
 
 
-def build(context: int, dtype: torch.dtype = torch.float32) -> tuple[LanguageModel, torch.Tensor]:
-    """The model, with the same values on every rank, and the text as numbers."""
+def build(context: int, dtype: torch.dtype = torch.float32, backend: str | None = None) -> tuple[LanguageModel, torch.Tensor]:
+    """The model, with the same values on every rank, and the text as numbers.
+
+    With a `backend`, the model's first call compiles it; the caller can still distribute it before.
+    """
     text = TEXT.read_text()
     letters = {c: i for i, c in enumerate(sorted(set(text)))}
     torch.manual_seed(1)
     model = LanguageModel(len(letters), context, heads=HEADS).to(dtype)
+    if backend is not None:
+        model.compile(backend=backend)
     return model, torch.tensor([letters[c] for c in text])
 
 
@@ -176,10 +182,11 @@ def train(
     context: int = 24,
     rate: float = 3e-3,
     dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
     **run,
 ) -> list[float]:
     """The loss of every step; the same with and without a mesh."""
-    model, data = build(context, dtype)
+    model, data = build(context, dtype, backend)
     if mesh is not None:
         import shardtensor as st
 
@@ -252,6 +259,14 @@ def run(train: Callable[..., list[float]], description: str, parser: argparse.Ar
     parser.add_argument("--context", type=int, default=24)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default="float32", help="float32 or float64")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        metavar="BACKEND",
+        dest="backend",
+        help="use torch.compile, with this backend; inductor if none is named",
+    )
     parser.add_argument("--picture", type=Path, default=Path("losses.png"))
     arguments = vars(parser.parse_args())
     picture = arguments.pop("picture")

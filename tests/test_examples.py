@@ -17,6 +17,11 @@ EXAMPLE = EXAMPLES / "train_transformer.py"
 SIZES = {"steps": 6, "context": 8}
 # Which run on how many ranks.
 PARALLEL = [("tensor_parallel", 2), ("tensor_parallel", 3), ("sequence_parallel", 3), ("fsdp_tensor_parallel", 3), ("fsdp_tensor_parallel", 4)]
+# And in how many graphs: with FSDP2 each block is compiled, and once more for what the first step has changed.
+COMPILED = [
+    ("train_transformer", 2, 1), ("train_transformer", 3, 1), ("tensor_parallel", 2, 1), ("sequence_parallel", 2, 1),
+    ("fsdp_tensor_parallel", 2, 2),
+]
 
 
 def example(name="train_transformer"):
@@ -25,17 +30,29 @@ def example(name="train_transformer"):
     return importlib.import_module(name)
 
 
-def losses(distributed):
+def losses(distributed, **options):
     import torch
 
     module = example()
-    return module.train(module.make_mesh("cpu") if distributed else None, dtype=torch.float64, **SIZES)
+    return module.train(module.make_mesh("cpu") if distributed else None, dtype=torch.float64, **SIZES | options)
 
 
 def losses_of(name, **options):
     import torch
 
     return example(name).train("cpu", dtype=torch.float64, **SIZES | options)
+
+
+def compiled(name, **options):
+    """The losses, and how many graphs they took."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    options["backend"] = "aot_eager"
+    got = losses(True, **options) if name == "train_transformer" else losses_of(name, **options)
+    return got, counters["stats"]["unique_graphs"]
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +93,29 @@ def test_parallel(pools, plain, name, ranks):
         assert got == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.parametrize(("name", "ranks", "most"), COMPILED)
+def test_compiled(pools, plain, name, ranks, most):
+    """A break in a graph would make more of them, and so would a guard that fails later on."""
+    for got, graphs in pools(ranks).run("test_examples:compiled", name, steps=3):
+        assert got == pytest.approx(plain[:3], abs=1e-5)
+        assert graphs == most
+
+
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
 def test_resumed_on_other_ranks(pools, plain, tmp_path, before, after):
     first = pools(before).run("test_examples:losses_of", "checkpoint_resume", folder=tmp_path, steps=2)
     rest = pools(after).run("test_examples:losses_of", "checkpoint_resume", folder=tmp_path, steps=4)
     for a, b in itertools.product(first, rest):
         assert a + b == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize(("words", "backend"), [([], None), (["--compile"], "inductor"), (["--compile", "aot_eager"], "aot_eager")])
+def test_compile_option(monkeypatch, tmp_path, words, backend):
+    asked = []
+    monkeypatch.setattr(sys, "argv", ["example", "--picture", str(tmp_path / "losses.png"), *words])
+    monkeypatch.setattr(example(), "launch", lambda: None)
+    example().run(lambda device, backend, **rest: asked.append(backend) or [1.0], "An example.")
+    assert asked == [backend]
 
 
 def test_all_are_tested():

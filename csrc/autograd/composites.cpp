@@ -190,7 +190,8 @@ at::Tensor linear(
   // Forward mode, and shapes that linear takes beyond what it documents: in terms of ops that have formulas for them.
   const bool plain_shapes =
       weight.dim() == 2 && x.dim() > 0 && (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)));
-  if (!plain_shapes || has_tangent(x) || has_tangent(weight) || has_tangent(bias)) {
+  const bool symbolic = is_symbolic(x) || is_symbolic(weight);
+  if (!plain_shapes || symbolic || has_tangent(x) || has_tangent(weight) || has_tangent(bias)) {
     const auto out = at::matmul(x, weight.t());
     return bias.defined() ? out + bias : out;
   }
@@ -220,7 +221,7 @@ at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Te
       return at::matmul(in[0].toTensor(), in[1].toTensor());
     }
   }
-  if (has_tangent(self) || has_tangent(other)) {
+  if (has_tangent(self) || has_tangent(other) || is_symbolic(self) || is_symbolic(other)) {
     return at::compositeimplicitautograd::matmul(self, other);
   }
   NodePtr<MatmulBackward> node;

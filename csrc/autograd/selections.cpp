@@ -23,13 +23,13 @@ struct Select : torch::autograd::Function<Select> {
       const Tensor& grad,
       int64_t dim,
       const Tensor& indices,
-      const std::vector<int64_t>& sizes,
+      const std::vector<c10::SymInt>& sizes,
       bool keepdim) {
     ctx->save_for_backward({indices});
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["squeezed"] = !keepdim && !sizes.empty();
     at::AutoDispatchBelowADInplaceOrView below;
-    return at::value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim);
+    return at::value_selecting_reduction_backward_symint(grad, dim, indices, sizes, keepdim);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -43,7 +43,7 @@ struct Select : torch::autograd::Function<Select> {
 
 Tensor value_selecting_reduction_backward(
     const Tensor& grad, int64_t dim, const Tensor& indices, c10::SymIntArrayRef sizes, bool keepdim) {
-  return Select::apply(grad, dim, indices, C10_AS_INTARRAYREF_SLOW(sizes).vec(), keepdim);
+  return Select::apply(grad, dim, indices, sizes.vec(), keepdim);
 }
 
 // The same where an index may be hit twice: it adds up.

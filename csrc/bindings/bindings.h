@@ -60,6 +60,7 @@ inline void add_method(const py::type& type, PyMethodDef& method) {
 
 void register_layout(py::module& m);
 void register_tensor(py::module& m);
+void register_properties(py::module& m);
 void register_traced(py::module& m);
 void register_dispatch(py::module& m);
 void register_indexing(py::module& m);

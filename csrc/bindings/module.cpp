@@ -4,6 +4,7 @@ PYBIND11_MODULE(_C, m) {
   using namespace shardtensor::bindings;
   register_layout(m);
   register_tensor(m);
+  register_properties(m);
   register_traced(m);
   register_dispatch(m);
   register_indexing(m);

@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "autograd/functions.h"
+#include "comm/values.h"
 #include "tensor/lists.h"
 #include "tensor/shard_tensor.h"
 
@@ -73,6 +74,7 @@ void register_tensor(py::module& m) {
     return parameters && all_on(mesh_of(t), gradients);
   });
   m.def("layout", [](const at::Tensor& t) { return as_mutable(shard_tensor(t, "layout").layout_ptr()); });
+  m.def("need_values", [](const at::Tensor& t, const std::string& what) { need_values(t, what.c_str()); });
   m.def("is_traced", [](const at::Tensor& t) { return shard_tensor(t, "is_traced").traced(); });
   m.def(
       "wrap",

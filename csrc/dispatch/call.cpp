@@ -217,7 +217,7 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
   }
   auto solution = Cache::of(op.id).get(
       op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
-  if (C10_UNLIKELY(symbolic && (op.sized || solution->reads_sizes))) {
+  if (C10_UNLIKELY(symbolic && (op.sized || solution->reads_sizes) && !keeps_symbols(op))) {
     for (const auto& r : refs) {
       guarded(r.tensor->sym_sizes());
     }
@@ -253,7 +253,7 @@ void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
 
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
   check_alike(op, refs, solution);
-  if (solution.moves) {
+  if (solution.moves || C10_UNLIKELY(refs[0].impl && refs[0].impl->traced())) {
     locals.reserve(refs.size());
   }
   for (size_t i = 0; i < refs.size(); ++i) {
@@ -264,6 +264,11 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     }
     const auto& need = solution.operands[i];
     const auto& local = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
+    if (C10_UNLIKELY(is_symbolic(local)) && !keeps_symbols(op)) {
+      locals.hold(in_numbers(
+          need ? move_for(op, r, why_moved(op), local, r.impl ? r.impl->layout() : *solution.replicated, *need) : local));
+      continue;
+    }
     if (!need) {
       locals.borrow(local);
       continue;
@@ -426,14 +431,21 @@ void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& bas
 
 } // namespace
 
-at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs, const Form* form) {
+at::Tensor wrap_result(
+    const Op& op,
+    at::Tensor local,
+    const Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form,
+    const SymSizes* given) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
   const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local(true)));
   const auto& layout = result ? result->layout : solution.replicated;
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
-    auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved);
+    auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved, given);
     if (moved) {
       mark_broken(op, *as_shard_tensor(out), *base);
     }
@@ -574,7 +586,7 @@ void keep_operands(const Op& op, Stack& stack, at::TensorList operands) {
 
 } // namespace
 
-void handle(const Op& op, Stack* stack_ptr) {
+void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
   auto refs = collect(op, stack, base);
@@ -598,7 +610,11 @@ void handle(const Op& op, Stack* stack_ptr) {
   c10::SmallVector<IValue, 4> kept;
   put_local(stack, base, refs, locals, kept);
   for (const auto& a : solution->size_args) {
-    stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
+    if (C10_UNLIKELY(sizes)) {
+      stack[base + a.arg] = c10::SymIntArrayRef(sym_local_sizes(*solution->results[a.result].layout, *sizes));
+    } else {
+      stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
+    }
   }
   if (solution->kernel && (!solution->kernel_if || locals.any(solution->kernel_if))) {
     const auto at = after_moves(refs, *solution);
@@ -621,7 +637,7 @@ void handle(const Op& op, Stack* stack_ptr) {
   size_t nth = 0;
   const auto finish = [&](at::Tensor local) {
     const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
-    return wrap_result(op, std::move(local), *solution, nth++, refs, form);
+    return wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
   };
   for (size_t i = 0; i < returned; ++i) {
     auto& value = stack[stack.size() - returned + i];

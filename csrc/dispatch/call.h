@@ -118,7 +118,13 @@ inline bool needs_forms(const Op& op, const rules::Solution& solution, const Ref
 }
 
 at::Tensor wrap_result(
-    const Op& op, at::Tensor local, const rules::Solution& solution, size_t nth, const Refs& refs, const Form* form = nullptr);
+    const Op& op,
+    at::Tensor local,
+    const rules::Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form = nullptr,
+    const SymSizes* given = nullptr);
 
 // Every tensor among boxed arguments. The references point into the stack.
 Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
@@ -137,7 +143,8 @@ void change_list(c10::IValue& slot, const c10::IValue& list, const Change& chang
   }
 }
 
-// Runs a whole call on boxed arguments, replacing them by the results.
-void handle(const Op& op, torch::jit::Stack* stack);
+// Runs a whole call on boxed arguments, replacing them by the results. `sizes`: what the op's argument of sizes stands for, where
+// that has symbols.
+void handle(const Op& op, torch::jit::Stack* stack, const SymSizes* sizes = nullptr);
 
 } // namespace shardtensor

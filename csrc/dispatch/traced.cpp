@@ -8,6 +8,7 @@
 #include <ATen/TensorUtils.h>
 
 #include <unordered_map>
+#include <unordered_set>
 
 namespace shardtensor {
 
@@ -17,8 +18,9 @@ using torch::jit::Stack;
 
 namespace {
 
-// Rules and caches hold numbers.
-void guard_arguments(const Op& op, Stack& stack, size_t base) {
+// Rules and caches hold numbers. The op's argument of sizes is handed on besides, as it came, where the op keeps symbols.
+std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base) {
+  std::optional<SymSizes> sizes;
   for (size_t i = 0; i < op.kinds.size(); ++i) {
     auto& value = stack[base + i];
     if (op.kinds[i] != ArgKind::Other) {
@@ -26,12 +28,29 @@ void guard_arguments(const Op& op, Stack& stack, size_t base) {
     }
     if (value.isSymInt()) {
       value = value.toSymInt().guard_int(__FILE__, __LINE__);
+    } else if (value.isSymIntList() && op.name == "aten::expand") { // any sizes fit its rule: which of them are 1 is no symbol
+      sizes = value.toSymIntVector();
+      c10::List<int64_t> hints;
+      for (const auto& n : *sizes) {
+        hints.push_back(hint_of(n));
+      }
+      value = std::move(hints);
     } else if (value.isSymIntList()) {
       value = c10::List<int64_t>(c10::IntArrayRef(guarded(value.toSymIntVector())));
     } else if (value.isSymFloat()) {
       value = value.toSymFloat().guard_float(__FILE__, __LINE__);
     } else if (value.isSymBool()) {
       value = value.toSymBool().guard_bool(__FILE__, __LINE__);
+    }
+  }
+  return sizes;
+}
+
+void guard_operands(const Op& op, Stack& stack, size_t base) {
+  for (const auto& r : collect(op, stack, base)) {
+    if (is_symbolic(*r.tensor)) {
+      guarded(r.tensor->sym_sizes());
+      guarded(r.tensor->sym_strides());
     }
   }
 }
@@ -76,19 +95,69 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
 
 } // namespace
 
+bool keeps_symbols(const Op& op) {
+  // Families of which every op that reads no sizes does, and others by name.
+  static const std::unordered_set<std::string> families{"pointwise", "softmax"};
+  static const std::unordered_set<std::string> names{
+      "aten::addmm",
+      "aten::alias",
+      "aten::bmm",
+      "aten::clone",
+      "aten::detach",
+      "aten::expand",
+      "aten::mm",
+      "aten::native_layer_norm",
+      "aten::native_layer_norm_backward",
+      "aten::ones_like",
+      "aten::permute",
+      "aten::rsqrt",
+      "aten::sum",
+      "aten::sum.dim_IntList",
+      "aten::t",
+      "aten::transpose.int",
+      "aten::unsqueeze",
+      "aten::zeros_like",
+      "aten::_to_copy",
+  };
+  return names.count(op.name) || (op.entry && !op.sized && !op.strided && families.count(op.entry->family));
+}
+
+SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes) {
+  auto out = sizes;
+  for (size_t d = 0; d < out.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    for (int64_t m = 0; m < layout.ndim(); ++m) {
+      const auto& p = layout.placement(m);
+      if (!p.is_shard(dim)) {
+        continue;
+      }
+      const auto n = layout.mesh().size(m);
+      if (layout.cut(m) || p.split_factor > 1 || !(out[d] % n).sym_eq(0).guard_bool(__FILE__, __LINE__)) {
+        out[d] = layout.local_size(dim, sizes[d].guard_int(__FILE__, __LINE__));
+        break;
+      }
+      out[d] = out[d] / n;
+    }
+  }
+  return out;
+}
+
 void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   const auto* op = boxed_op(handle_);
-  if (!op || handle_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+  if (!op) { // taken at the key by autograd/, or somebody's own
     handle_.callBoxedForDispatchKey(kKey, *stack);
     return;
   }
   const auto base = stack->size() - op->kinds.size();
-  guard_arguments(*op, *stack, base);
+  if (!keeps_symbols(*op)) {
+    guard_operands(*op, *stack, base);
+  }
+  const auto sizes = guard_arguments(*op, *stack, base);
   enter_symbolic_plain(*op, *stack, base);
   if (is_special(*op)) {
     handle_specially(*op, stack);
   } else {
-    handle(*op, stack);
+    handle(*op, stack, sizes ? &*sizes : nullptr);
   }
 }
 
@@ -155,11 +224,14 @@ at::Tensor wrap_symbolic_result(
     const Refs& refs,
     const Form* form,
     const ShardTensorImpl* base,
-    bool moved) {
+    bool moved,
+    const SymSizes* given) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const auto& layout = result ? result->layout : solution.replicated;
   auto sizes = local.sym_sizes().vec(), strides = local.sym_strides().vec();
-  if (result && layout->is_sharded()) {
+  if (given) {
+    sizes = *given;
+  } else if (result && layout->is_sharded()) {
     sizes = global_sizes(*result, refs, local);
   }
   if (base && !moved) {

@@ -14,6 +14,13 @@ inline bool any_symbolic(const Refs& refs) {
   return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return is_symbolic(*r.tensor); });
 }
 
+// Whether the op, and what autograd calls for it, leaves symbols as they are. Any other op's operands are made numbers when it is
+// first traced: made numbers later, in a backward, they would be missing among the graph's outputs.
+bool keeps_symbols(const Op& op);
+
+// This rank's sizes where those of the whole may be symbols.
+SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes);
+
 // Which of the tensors have symbols where: part of the key, since choices weigh symbols otherwise than numbers.
 void key_of_symbols(const Refs& refs, Key& key);
 
@@ -30,6 +37,7 @@ at::Tensor wrap_symbolic_result(
     const Refs& refs,
     const Form* form,
     const ShardTensorImpl* base,
-    bool moved);
+    bool moved,
+    const SymSizes* given);
 
 } // namespace shardtensor

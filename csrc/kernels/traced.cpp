@@ -62,6 +62,14 @@ void move(
   }
 }
 
+at::Tensor packed(const at::Tensor& source, c10::ArrayRef<Box> boxes) {
+  std::vector<at::Tensor> parts{source.reshape({-1}).narrow(0, 0, 0)};
+  for (const auto& box : boxes) {
+    parts.push_back(part_of(source, box).reshape({-1}));
+  }
+  return at::cat(parts, 0);
+}
+
 void reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> boxes, ReduceOp op, const at::Tensor& target) {
   const auto type = target.scalar_type();
   const bool widened = type == at::kHalf || type == at::kBFloat16;

@@ -14,6 +14,9 @@ void move(
     const at::Tensor& to,
     c10::ArrayRef<Box> to_boxes,
     bool to_flat);
+// The boxes one after the other, and a part of `source` without elements: what a rank sends depends on what it is sent of, even
+// where it sends nothing.
+at::Tensor packed(const at::Tensor& source, c10::ArrayRef<Box> boxes);
 void reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> boxes, ReduceOp op, const at::Tensor& target);
 
 } // namespace shardtensor::kernels::traced

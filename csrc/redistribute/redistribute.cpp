@@ -4,6 +4,7 @@
 #include "comm/traced.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
+#include "kernels/traced.h"
 #include "layout/symbolic.h"
 #include "redistribute/identity.h"
 #include "redistribute/plan.h"
@@ -253,6 +254,9 @@ Scattering scattering_of(const State& s, int64_t m, int64_t dim, at::Tensor sour
 }
 
 at::Tensor packed(const at::Tensor& source, const std::vector<Box>& boxes, int64_t numel) {
+  if (is_traced(source)) {
+    return kernels::traced::packed(source, boxes);
+  }
   auto out = at::empty({numel}, source.options());
   kernels::pack(source, boxes, out);
   return out;
@@ -603,8 +607,9 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
         s.layout = std::move(next);
         return;
       }
-      if (step.kind != StepKind::MakePartial) {
+      if (step.kind != StepKind::MakePartial) { // which reads no sizes
         s.sizes = numbers = guarded(sizes);
+        s.local = s.local.view_symint(symbols(guarded(s.local.sym_sizes())));
       }
       take_step(s, step, to);
     });

@@ -1,6 +1,8 @@
 #include "redistribute/transfer.h"
 
+#include "comm/values.h"
 #include "kernels/boxes.h"
+#include "kernels/traced.h"
 
 #include <ATen/ATen.h>
 
@@ -345,8 +347,9 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   auto arrived = at::empty({c10::sum_integers(peers.received)}, options);
   comm::Completion move = [] {};
   {
-    auto packed = at::empty({c10::sum_integers(peers.sent)}, options);
-    if (!t.packed.empty()) {
+    auto packed =
+        is_traced(local) ? kernels::traced::packed(local, t.packed) : at::empty({c10::sum_integers(peers.sent)}, options);
+    if (!t.packed.empty() && !is_traced(local)) {
       kernels::pack(local, t.packed, packed);
     }
     if (!all_held) {

@@ -199,6 +199,20 @@ const c10::Storage& ShardTensorImpl::storage() const {
   return storage_;
 }
 
+void* ShardTensorImpl::kept() const {
+  const auto* k = kept_.get();
+  const bool valid = k && k->layout == layout_ && IntArrayRef(k->sizes) == sizes_and_strides_.sizes_arrayref() &&
+                     IntArrayRef(k->strides) == sizes_and_strides_.strides_arrayref() && k->offset == storage_offset_ &&
+                     k->dtype == data_type_;
+  return valid ? k->object.get() : nullptr;
+}
+
+void ShardTensorImpl::keep(std::shared_ptr<void> object) {
+  const auto sizes = sizes_and_strides_.sizes_arrayref(), strides = sizes_and_strides_.strides_arrayref();
+  kept_ = std::make_unique<Kept>(Kept{
+      std::move(object), layout_, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, storage_offset_, data_type_});
+}
+
 void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
   storage_ = other.storage();
   has_storage_ = true;
@@ -350,14 +364,29 @@ at::Tensor wrap(
   return t;
 }
 
+namespace {
+
+// A symbol that has been guarded to be a number is one: what a graph hands out must not ask for it by its symbol.
+SymSizes settled(c10::SymIntArrayRef sizes) {
+  SymSizes out;
+  for (const auto& n : sizes) {
+    const auto number = n.maybe_as_int();
+    out.push_back(number ? c10::SymInt(*number) : n);
+  }
+  return out;
+}
+
+} // namespace
+
 at::Tensor wrap_symbolic(
     at::Tensor local,
     LayoutPtr layout,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef strides,
+    c10::SymIntArrayRef given_sizes,
+    c10::SymIntArrayRef given_strides,
     const ShardTensorImpl* base,
     const c10::SymInt& offset,
     bool moved) {
+  const auto sizes = settled(given_sizes), strides = settled(given_strides);
   const auto size_numbers = c10::asIntArrayRefSlowOpt(sizes);
   const auto stride_numbers = c10::asIntArrayRefSlowOpt(strides);
   if (size_numbers && stride_numbers && !offset.is_symbolic()) {

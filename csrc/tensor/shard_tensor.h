@@ -125,6 +125,10 @@ class ShardTensorImpl final : public c10::TensorImpl {
   // The numbers at hand, for choices that are right whatever the sizes: no guard.
   c10::IntArrayRef sizes_hint() const;
 
+  // What Python has made of the layout and the form (a spec), kept with the tensor; null where they have changed since.
+  void* kept() const;
+  void keep(std::shared_ptr<void> object);
+
   // A null storage, made at the first asking: most tensors live without. TensorImpl asks has_storage() before it reads its own.
   const c10::Storage& storage() const override;
   bool has_storage() const override {
@@ -147,6 +151,13 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void count_write();
   void copy_origin(const ShardTensorImpl& other);
 
+  struct Kept {
+    std::shared_ptr<void> object;
+    LayoutPtr layout;
+    Sizes sizes, strides;
+    int64_t offset;
+    caffe2::TypeMeta dtype;
+  };
   struct Numbers {
     Sizes sizes, strides, hint;
   };
@@ -156,6 +167,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   LayoutPtr layout_;
   bool traced_;
   mutable std::unique_ptr<Numbers> numbers_; // read off symbolic sizes
+  std::unique_ptr<Kept> kept_;
   mutable std::atomic<bool> has_storage_{false};
   bool broken_view_ = false;
   mutable std::atomic<bool> look_first_{false}; // broken_view_, or local_ is pending

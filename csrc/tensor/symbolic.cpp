@@ -2,12 +2,18 @@
 
 #include "tensor/symbolic.h"
 
+#include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <numeric>
 
 namespace shardtensor {
+
+at::Tensor in_numbers(const at::Tensor& t) {
+  const auto sizes = guarded(t.sym_sizes()), strides = guarded(t.sym_strides());
+  return t.as_strided(sizes, strides, t.sym_storage_offset().guard_int(__FILE__, __LINE__));
+}
 
 int64_t hint_of(const c10::SymInt& n) {
   if (const auto number = n.maybe_as_int()) {

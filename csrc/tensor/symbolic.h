@@ -11,6 +11,9 @@ inline bool is_symbolic(const at::TensorBase& t) {
   return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+// The same tensor, its symbolic sizes as numbers: where code needs numbers.
+at::Tensor in_numbers(const at::Tensor& t);
+
 // What it is in the call at hand, without a guard: for what is right whatever it is. Nothing that other ranks must do alike may
 // follow from it; for that there is nominal_bytes().
 int64_t hint_of(const c10::SymInt& n);

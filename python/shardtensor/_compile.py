@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._guards import Guard, TracingContext
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.fx.node import _side_effectful_functions
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -61,7 +62,15 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
         return f"ShardOrder({tuple(self)!r}, cuts={self.cuts!r}, offset={self.offset!r})"
 
 
+_TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
+
+
 def flatten(t: ShardTensor) -> tuple[list[str], Any]:
+    if _TORCH < (2, 12) and TracingContext.try_get() is not None:
+        raise NotImplementedError(
+            f"shardtensor: torch {torch.__version__} cannot compile functions of ShardTensors; torch 2.15 can. Keep them out of the "
+            "compiled function, or mark their function with torch.compiler.disable"
+        )
     guard_graph()
     spec = t._spec
     return ["_local_tensor", "device_mesh"], (spec.placements, spec.tensor_meta, spec.shard_order, t.requires_grad)
@@ -176,22 +185,33 @@ def in_graph(*functions: Callable[..., Any]) -> None:
     when_imported("torch._dynamo.decorators", allow)
 
 
+def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
+    """Dynamo does not trace these: it splits the graph there, or, where the graph must be whole, raises and gives the reason."""
+    for function in functions:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
 def install() -> None:
     torch.library.register_fake("shardtensor::next_key", _fake_key)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", _look_through)
-    when_imported("torch._functorch.partitioners", _keep_keys)
+    when_imported("torch._functorch.partitioners", _patch_partitioners)
 
 
 def _fake_key(like: torch.Tensor, after: torch.Tensor | None, groups: Sequence[str]) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)  # on the CPU
 
 
-def _keep_keys(partitioners: Any) -> None:
+def _patch_partitioners(partitioners: Any) -> None:
+    if hasattr(partitioners, "force_save_collectives"):
+        partitioners.force_save_collectives = _keep_keys(partitioners.force_save_collectives)
+    if hasattr(partitioners, "fx_graph_cse"):
+        partitioners.fx_graph_cse = _keep_collectives_apart(partitioners.fx_graph_cse)
+
+
+def _keep_keys(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
     """A checkpointed region keeps the keys of random numbers, as it keeps what collectives bring, and draws from them again. torch's
     own way, the generator's state, is put among a graph's results where a mesh is expected. In torch 2.15."""
-    keep_collectives = getattr(partitioners, "force_save_collectives", None)
-    if keep_collectives is None:
-        return
 
     def keep(joint_module: torch.fx.GraphModule) -> None:
         keep_collectives(joint_module)
@@ -199,7 +219,23 @@ def _keep_keys(partitioners: Any) -> None:
             if node.target is torch.ops.shardtensor.next_key.default:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
-    partitioners.force_save_collectives = keep
+    return keep
+
+
+def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[..., Any]:
+    """torch makes one of two equal calls. Whether two collectives are equal calls may differ between ranks: one that has an empty
+    piece of both tensors sends the same nothing twice, and would make one call where its peers make two."""
+
+    def merge(graph: torch.fx.Graph, **options: Any) -> Any:
+        collectives = {n.target for n in graph.nodes if getattr(n.target, "namespace", None) == "_c10d_functional"}
+        added = collectives - _side_effectful_functions
+        _side_effectful_functions.update(added)
+        try:
+            return merge_equal_calls(graph, **options)
+        finally:
+            _side_effectful_functions.difference_update(added)
+
+    return merge
 
 
 def _look_through(wrappers: Any) -> None:

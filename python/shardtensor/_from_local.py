@@ -39,6 +39,7 @@ def layout_for_local(
     view = as_mesh(mesh)
     rank = view.rank
     if run_check or sharding_shapes == "infer":
+        _C.need_values(local, f"{who} with run_check or sharding_shapes='infer', where the ranks ask each other,")
         check_can_ask(view, who)
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
         raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")

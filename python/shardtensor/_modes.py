@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from shardtensor import _C
+from shardtensor import _C, _compile
 
 Mode = Literal["error", "warn", "replicate"]
 _MODES: tuple[Mode, ...] = ("error", "warn", "replicate")
@@ -48,14 +48,39 @@ def set_strict(strict: bool) -> None:
     _C.set_strict_mode(strict)
 
 
+def is_strict() -> bool:
+    return _C.strict_mode()
+
+
 @contextmanager
 def strict_mode(strict: bool = True) -> Iterator[None]:
-    before = _C.strict_mode()
-    _C.set_strict_mode(strict)
+    before = is_strict()
+    set_strict(strict)
     try:
         yield
     finally:
-        _C.set_strict_mode(before)
+        set_strict(before)
+
+
+def plain_targets() -> bool:
+    return _C.plain_targets()
+
+
+def set_plain_targets(allowed: bool) -> None:
+    """Whether losses of class labels take plain targets and weights as replicated (loss_parallel)."""
+    _C.set_plain_targets(allowed)
+
+
+_compile.outside_graphs(
+    "shardtensor's modes (implicit_replication, promotion_mode, strict_mode, loss_parallel) cannot be entered inside a compiled "
+    "function. Enter them around the call: a graph is guarded on the modes that it is called under",
+    get_promotion_mode,
+    is_strict,
+    plain_targets,
+    set_plain_targets,
+    set_promotion_mode,
+    set_strict,
+)
 
 
 def _on_fallback(op: str, layouts: str) -> None:

@@ -6,6 +6,8 @@ that function is given the pieces where they all lie alike. Gradients that lie e
 once per step. Whatever does not fit runs on the ShardTensors, op by op.
 
 A norm over tensors of several meshes, or with plain ones among them, is put together from one norm per mesh.
+
+In a graph (torch.compile) torch's own functions run on the ShardTensors, whose pieces are all that the graph holds.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
@@ -31,7 +34,7 @@ _ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam
 def _on_pieces(step: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(step)
     def run(params: list[torch.Tensor], grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        if not params or type(params[0]) is not ShardTensor or kwargs.get("differentiable"):
+        if is_compiling() or not params or type(params[0]) is not ShardTensor or kwargs.get("differentiable"):
             return step(params, grads, *args, **kwargs)
         scaled = kwargs.get("grad_scale") is not None  # then a fused step writes the unscaled gradients back
         grads = (None if scaled else _C.laid_out_like(params, grads)) or grads
@@ -65,7 +68,7 @@ def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[...,
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         tensors = _as_list(tensors)
-        if _C.of_one_mesh(tensors):
+        if is_compiling() or _C.of_one_mesh(tensors):
             return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         by_home: dict[Any, list[torch.Tensor]] = {}
         for t in tensors:
@@ -87,7 +90,7 @@ def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clip)
     def run(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
         parameters = _as_list(parameters)
-        if isinstance(total_norm, ShardTensor) and not _C.gradients_on_mesh_of(total_norm, parameters):
+        if not is_compiling() and isinstance(total_norm, ShardTensor) and not _C.gradients_on_mesh_of(total_norm, parameters):
             total_norm = total_norm.full_tensor()
         clip(parameters, max_norm, total_norm, foreach)
 

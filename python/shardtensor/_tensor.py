@@ -158,24 +158,9 @@ class ShardTensor(DTensor):
     def _layout(self) -> _C.Layout:
         return _C.layout(self)
 
-    @property
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        return _C.local(self)
-
-    @_local_tensor.setter
-    def _local_tensor(self, local: torch.Tensor) -> None:
-        _C.set_local(self, local)
-
-    @property
-    def _spec(self) -> ShardTensorSpec:  # type: ignore[override]
-        layout = _C.layout(self)
-        return ShardTensorSpec(
-            as_device_mesh(layout.mesh),
-            placements_of(layout),
-            tensor_meta=TensorMeta(self.shape, self.stride(), self.dtype),
-            _layout=layout,
-            _offset=int(self.storage_offset()),  # a symbol is guarded: no context holds one
-        )
+    if TYPE_CHECKING:  # in C, see csrc/bindings/properties.cpp: torch.compile reads them at every call
+        _local_tensor: torch.Tensor
+        _spec: ShardTensorSpec
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -598,6 +583,18 @@ def _rebuild_spec(
 
 
 _compile.in_graph(ShardTensor.from_local, ShardTensor.from_dtensor)
+def _make_spec(t: ShardTensor) -> ShardTensorSpec:
+    layout = _C.layout(t)
+    return ShardTensorSpec(
+        as_device_mesh(layout.mesh),
+        placements_of(layout),
+        tensor_meta=TensorMeta(t.shape, t.stride(), t.dtype),
+        _layout=layout,
+        _offset=int(t.storage_offset()),  # a symbol is guarded: no context holds one
+    )
+
+
+_C.install_properties(ShardTensor, _make_spec)
 _C.set_python_class(ShardTensor)
 _C.install_getitem(ShardTensor)
 _C.install_operators(ShardTensor)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardtensor import _compile
 from shardtensor._from_local import Shapes
 from shardtensor._tensor import ShardTensor
 
@@ -55,18 +56,18 @@ def local_map(
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(leaves):
                 raise AssertionError(f"{_WHO}: argument '{name}' is for {len(given)} inputs, the call has {len(leaves)}")
-        mesh, uneven = device_mesh, False
+        mesh, entered = device_mesh, []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, DTensor):
                 x = _entering(leaf, i, in_placements, redistribute_inputs)
                 mesh = x.device_mesh if mesh is None else mesh
-                uneven |= not _has_equal_pieces(x)
+                entered.append(x)
                 leaves[i] = x.to_local(grad_placements=in_grad_placements[i] if in_grad_placements else None)
         out = func(*pytree.tree_unflatten(leaves, tree), **kwargs)
         if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(args)):
             return out
         assert mesh is not None
-        return _leaving(out, out_placements, mesh, "infer" if uneven and sharding_shapes is None else sharding_shapes)
+        return _leaving(out, out_placements, mesh, sharding_shapes, entered)
 
     return mapped
 
@@ -91,7 +92,17 @@ def _entering(leaf: DTensor, i: int, placements: tuple[Placements, ...] | None, 
     return moved
 
 
-def _leaving(out: Any, placements: Any, mesh: DeviceMesh, shapes: Shapes) -> Any:
+def _as_pieces(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shapes: Shapes, inputs: list[ShardTensor]) -> ShardTensor:
+    """The ranks ask each other how large the results are where an input's pieces differ and nobody says it."""
+    if shapes is None and not all(_has_equal_pieces(x) for x in inputs):
+        shapes = "infer"
+    return ShardTensor.from_local(local, mesh, placements, run_check=False, sharding_shapes=shapes)
+
+
+_compile.in_graph(_as_pieces)
+
+
+def _leaving(out: Any, placements: Any, mesh: DeviceMesh, shapes: Shapes, inputs: list[ShardTensor]) -> Any:
     leaves, tree = pytree.tree_flatten(out)
     each = placements if isinstance(placements, tuple) and not _is_placements(placements) else (placements,)
     if len(each) != len(leaves):
@@ -100,7 +111,7 @@ def _leaving(out: Any, placements: Any, mesh: DeviceMesh, shapes: Shapes) -> Any
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
             if want is None:
                 raise AssertionError(f"{_WHO}: argument 'out_placements' is None for output {i}, which is a tensor")
-            leaves[i] = ShardTensor.from_local(leaf, mesh, want, run_check=False, sharding_shapes=shapes)
+            leaves[i] = _as_pieces(leaf, mesh, want, shapes, inputs)
         elif want is not None:
             raise AssertionError(
                 f"{_WHO}: argument 'out_placements' is {tuple(want)} for output {i}, which is {type(leaf).__name__}, not a tensor"

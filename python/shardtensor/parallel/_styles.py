@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from shardtensor import _C
+from shardtensor import _C, _compile
 from shardtensor._api import distribute_module, distribute_tensor
 from shardtensor._layout import make_layout
 from shardtensor._tensor import ShardTensor, refuse_transformed
@@ -153,9 +153,12 @@ class RowwiseParallel(_Features):
         layout, shapes = self.input_layouts[0], self.sharding_shapes
         if isinstance(module, nn.Embedding):
             return _moved(_enter(value, mesh, layout, shapes, "RowwiseParallel"), Replicate())
-        if shapes is None and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            shapes = _as_weight(module, value, layout)
-        x = _enter(value, mesh, layout, shapes, "RowwiseParallel")
+        weight = module.weight
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if shapes is None and plain and isinstance(weight, ShardTensor):
+            x = _enter_as_weight(value, weight, mesh, layout)
+        else:
+            x = _enter(value, mesh, layout, shapes, "RowwiseParallel")
         # A whole input is cut where the weight is, which need not be torch.chunk's cut; linear sees to it.
         return x if x.placements == (Replicate(),) else _moved(x, Shard(-1))
 
@@ -165,13 +168,16 @@ def _columns(layout: _C.Layout, shape: torch.Size) -> tuple[int, ...]:
     return tuple(layout.local_sizes(list(shape), [rank])[1] for rank in range(layout.mesh.shape[0]))
 
 
-def _as_weight(module: nn.Module, value: torch.Tensor, layout: Placement) -> Shapes:
+def _enter_as_weight(value: torch.Tensor, weight: ShardTensor, mesh: DeviceMesh, layout: Placement) -> ShardTensor:
     """The input's features are cut as the weight's columns, where these are not alike."""
-    weight = module.weight
-    if not isinstance(weight, ShardTensor) or not (layout.is_shard(value.ndim - 1) or layout.is_shard(-1)):
-        return None
-    columns = _columns(weight._layout, weight.shape)
-    return {0: [[*value.shape[:-1], n] for n in columns]} if len(set(columns)) > 1 else None
+    shapes: Shapes = None
+    if layout.is_shard(value.ndim - 1) or layout.is_shard(-1):
+        columns = _columns(weight._layout, weight.shape)
+        shapes = {0: [[*value.shape[:-1], n] for n in columns]} if len(set(columns)) > 1 else None
+    return _enter(value, mesh, layout, shapes, "RowwiseParallel")
+
+
+_compile.in_graph(_enter_as_weight)
 
 
 class SequenceParallel(ParallelStyle):

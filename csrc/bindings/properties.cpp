@@ -1,0 +1,80 @@
+// What torch.compile reads of every ShardTensor at every call of a graph, in C: _local_tensor and _spec.
+#include "bindings/bindings.h"
+
+#include "tensor/shard_tensor.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace shardtensor::bindings {
+
+namespace {
+
+// Python's function that makes a tensor's spec. Never destroyed: the interpreter may be gone by then.
+PyObject* g_make_spec = nullptr;
+
+void let_go(void* object) {
+  if (Py_IsInitialized()) {
+    py::gil_scoped_acquire gil;
+    Py_DECREF(static_cast<PyObject*>(object));
+  }
+}
+
+template <typename F>
+PyObject* guarded_call(F&& f) {
+  HANDLE_TH_ERRORS
+  return f();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* get_local(PyObject* self, void*) {
+  return guarded_call([&] { return THPVariable_Wrap(shard_tensor(THPVariable_Unpack(self), "_local_tensor").local()); });
+}
+
+int set_local(PyObject* self, PyObject* value, void*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(value && THPVariable_Check(value), "ShardTensor._local_tensor: expected a torch.Tensor");
+  shard_tensor(THPVariable_Unpack(self), "_local_tensor").set_local(THPVariable_Unpack(value));
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
+}
+
+// The tensor's, made anew where its layout or form has changed since. Borrowed from the tensor, or new (traced tensors keep
+// none).
+py::object spec_of(PyObject* self) {
+  const auto& t = THPVariable_Unpack(self);
+  auto& impl = shard_tensor(t, "_spec");
+  if (auto* known = static_cast<PyObject*>(impl.kept())) {
+    return py::reinterpret_borrow<py::object>(known);
+  }
+  auto made = py::reinterpret_steal<py::object>(PyObject_CallOneArg(g_make_spec, self));
+  if (!made) {
+    throw python_error();
+  }
+  if (!impl.traced()) {
+    impl.keep(std::shared_ptr<void>(py::object(made).release().ptr(), let_go));
+  }
+  return made;
+}
+
+PyObject* get_spec(PyObject* self, void*) {
+  return guarded_call([&] { return spec_of(self).release().ptr(); });
+}
+
+PyGetSetDef g_properties[] = {
+    {"_local_tensor", get_local, set_local, "This rank's piece.", nullptr},
+    {"_spec", get_spec, nullptr, "The ShardTensorSpec.", nullptr},
+};
+
+} // namespace
+
+void register_properties(py::module& m) {
+  m.def("install_properties", [](const py::type& type, py::object make_spec) {
+    g_make_spec = make_spec.release().ptr();
+    for (auto& property : g_properties) {
+      type.attr(property.name) =
+          py::reinterpret_steal<py::object>(PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(type.ptr()), &property));
+    }
+  });
+}
+
+} // namespace shardtensor::bindings
