@@ -66,7 +66,7 @@ class ShardTensorSpec(DTensorSpec):
             return self == other
         return (
             isinstance(other, ShardTensorSpec)
-            and self._layout is other._layout
+            and self._layout.id == other._layout.id  # one layout may have several objects in Python
             and self._offset == other._offset
             and self.tensor_meta.dtype == other.tensor_meta.dtype  # type: ignore[union-attr]
         )
