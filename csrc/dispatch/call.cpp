@@ -197,6 +197,9 @@ Key key_for(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
       key_of(stack[base + i], key);
     }
   }
+  if (C10_UNLIKELY(any_symbolic(refs))) {
+    key_of_symbols(refs, key);
+  }
   return key;
 }
 
@@ -211,13 +214,9 @@ SolutionPtr known_for_sizes(const Op& op, const Stack& stack, size_t base, const
 
 SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   auto key = key_for(op, stack, base, refs);
-  const bool symbolic = any_symbolic(refs);
-  if (C10_UNLIKELY(symbolic)) {
-    key_of_symbols(refs, key);
-  }
   auto solution = Cache::of(op.id).get(
       op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
-  if (C10_UNLIKELY(symbolic && (op.sized || solution->reads_sizes) && !keeps_symbols(op))) {
+  if (C10_UNLIKELY(any_symbolic(refs) && (op.sized || solution->reads_sizes) && !keeps_symbols(op))) {
     for (const auto& r : refs) {
       guarded(r.tensor->sym_sizes());
     }
@@ -253,7 +252,8 @@ void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
 
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
   check_alike(op, refs, solution);
-  if (solution.moves || C10_UNLIKELY(refs[0].impl && refs[0].impl->traced())) {
+  const auto is_traced_one = [](const Ref& r) { return r.impl && r.impl->traced(); };
+  if (solution.moves || C10_UNLIKELY(std::any_of(refs.begin(), refs.end(), is_traced_one))) {
     locals.reserve(refs.size());
   }
   for (size_t i = 0; i < refs.size(); ++i) {
@@ -263,14 +263,14 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       errors::check_writable(op, r.arg, *r.tensor, r.impl);
     }
     const auto& need = solution.operands[i];
-    const auto& local = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
-    if (C10_UNLIKELY(is_symbolic(local)) && !keeps_symbols(op)) {
-      locals.hold(in_numbers(
-          need ? move_for(op, r, why_moved(op), local, r.impl ? r.impl->layout() : *solution.replicated, *need) : local));
-      continue;
+    const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
+    at::Tensor numbers;
+    if (C10_UNLIKELY(is_symbolic(given)) && !keeps_symbols(op)) {
+      numbers = in_numbers(given);
     }
+    const auto& local = numbers.defined() ? numbers : given;
     if (!need) {
-      locals.borrow(local);
+      numbers.defined() ? locals.hold(std::move(numbers)) : locals.borrow(given);
       continue;
     }
     if (op.outputs >> r.arg & 1) { // nobody reads what is in it
