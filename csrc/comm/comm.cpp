@@ -466,10 +466,6 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
 
 namespace {
 
-traced::SymSizes symbols(at::IntArrayRef sizes) {
-  return {sizes.begin(), sizes.end()};
-}
-
 std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order) {
   std::vector<int64_t> out;
   for (auto c : order) {
@@ -675,7 +671,7 @@ Completion start_send_receive(
         ") cannot be traced into a graph: the others would have to take part. Call redistribute() outside of "
         "the compiled function (rank ",
         mesh.rank(), ", ", mesh.str(), ")");
-    traced::SymSizes out_cut(group->getSize(), 0), in_cut(group->getSize(), 0);
+    SymSizes out_cut(group->getSize(), 0), in_cut(group->getSize(), 0);
     for (size_t i = 0; i < peers.size(); ++i) {
       out_cut[peers[i]] = out_sizes[i];
       in_cut[peers[i]] = in_sizes[i];

@@ -4,12 +4,9 @@
 #pragma once
 
 #include "comm/comm.h"
-
-#include <c10/core/SymInt.h>
+#include "layout/symbolic.h"
 
 namespace shardtensor::comm::traced {
-
-using SymSizes = std::vector<c10::SymInt>;
 
 at::Tensor all_reduce(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 

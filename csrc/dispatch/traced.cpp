@@ -123,21 +123,9 @@ bool keeps_symbols(const Op& op) {
 }
 
 SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes) {
-  auto out = sizes;
-  for (size_t d = 0; d < out.size(); ++d) {
-    const auto dim = static_cast<int64_t>(d);
-    for (int64_t m = 0; m < layout.ndim(); ++m) {
-      const auto& p = layout.placement(m);
-      if (!p.is_shard(dim)) {
-        continue;
-      }
-      const auto n = layout.mesh().size(m);
-      if (layout.cut(m) || p.split_factor > 1 || !(out[d] % n).sym_eq(0).guard_bool(__FILE__, __LINE__)) {
-        out[d] = layout.local_size(dim, sizes[d].guard_int(__FILE__, __LINE__));
-        break;
-      }
-      out[d] = out[d] / n;
-    }
+  SymSizes out;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    out.push_back(sym_extent_before(layout, layout.ndim(), static_cast<int64_t>(d), sizes[d]));
   }
   return out;
 }

@@ -25,6 +25,28 @@ inline Sizes guarded(c10::SymIntArrayRef sizes) {
   return out;
 }
 
+// With a guard, where it is a symbol.
+inline bool divides(int64_t pieces, const c10::SymInt& n) {
+  return (n % pieces).sym_eq(0).guard_bool(__FILE__, __LINE__);
+}
+
+// Layout::extent_before() for this rank: a symbol where the cuts are even and divide it, else a number.
+inline c10::SymInt sym_extent_before(const Layout& layout, int64_t mesh_dim, int64_t dim, const c10::SymInt& size) {
+  auto extent = size;
+  for (int64_t m = 0; m < mesh_dim; ++m) {
+    const auto& p = layout.placement(m);
+    if (!p.is_shard(dim)) {
+      continue;
+    }
+    const auto n = layout.mesh().size(m);
+    if (layout.cut(m) || p.split_factor > 1 || !divides(n, extent)) {
+      return layout.extent_before(mesh_dim, dim, size.guard_int(__FILE__, __LINE__), layout.mesh().coordinate());
+    }
+    extent = extent / n;
+  }
+  return extent;
+}
+
 // Bytes to weigh costs by. A symbol counts as the same number on every rank: ranks may compile at different calls, and must
 // choose alike.
 inline double nominal_bytes(c10::SymIntArrayRef sizes, size_t item) {

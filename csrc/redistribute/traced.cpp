@@ -2,6 +2,7 @@
 
 #include "comm/comm.h"
 #include "comm/traced.h"
+#include "layout/symbolic.h"
 
 #include <ATen/ATen.h>
 
@@ -15,27 +16,6 @@ using c10::SymInt;
 using Lengths = std::vector<SymInt>;
 namespace graph = comm::traced;
 
-// With a guard, where it is a symbol.
-bool divides(int64_t pieces, const SymInt& n) {
-  return (n % pieces).sym_eq(0).guard_bool(__FILE__, __LINE__);
-}
-
-// How much of tensor dim `dim`, of `size`, the mesh dims before `m` leave this rank.
-SymInt extent_before(const Layout& layout, int64_t m, int64_t dim, const SymInt& size) {
-  auto extent = size;
-  for (int64_t i = 0; i < m; ++i) {
-    const auto& p = layout.placement(i);
-    if (!p.is_shard(dim)) {
-      continue;
-    }
-    if (layout.cut(i) || p.split_factor > 1 || !divides(layout.mesh().size(i), extent)) {
-      return layout.extent_before(m, dim, size.guard_int(__FILE__, __LINE__), layout.mesh().coordinate());
-    }
-    extent = extent / layout.mesh().size(i);
-  }
-  return extent;
-}
-
 // What each coordinate of mesh dim `m` holds of the dim that it cuts; nothing where a piece has several runs.
 std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIntArrayRef sizes) {
   const auto& p = layout.placement(m);
@@ -43,7 +23,7 @@ std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIn
     return std::nullopt;
   }
   const auto n = layout.mesh().size(m);
-  const auto extent = extent_before(layout, m, p.dim, sizes[p.dim]);
+  const auto extent = sym_extent_before(layout, m, p.dim, sizes[p.dim]);
   if (extent.is_symbolic() && !layout.cut(m) && divides(n, extent)) {
     return Lengths(n, extent / n);
   }

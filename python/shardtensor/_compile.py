@@ -167,7 +167,7 @@ def _add_guards(builder: Any, guard: Guard) -> None:
 def _lambda_guard(manager: Any, check: Callable[[Any], bool], text: list[str], guard: Guard) -> None:
     try:
         manager.add_lambda_guard(check, text, guard.user_stack)
-    except TypeError:  # before torch 2.14
+    except TypeError:  # older torch takes no stack
         manager.add_lambda_guard(check, text)
 
 
