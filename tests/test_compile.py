@@ -266,35 +266,25 @@ FAMILIES = [
 # By why they raise.
 REFUSED = {
     "torch.autograd.grad inside the function, which dynamo does not trace": [
-        "conv2d_second", "layer_norm_second", "rms_norm_second", "second_mm", "second_matmul", "second_matmul_broadcast",
+        "batch_norm_second", "conv2d_second", "layer_norm_second", "rms_norm_second", "second_mm", "second_matmul", "second_matmul_broadcast",
         "second_matmul_vector", "second_linear", "second_linear_3",
     ],
+    "nn.Parameter made inside the function, which dynamo does not trace": ["batch_norm_no_stats"],
     "sizes or branches that depend on values": [
-        "bool_of_sum", "ctc_loss", "ctc_loss_sum", "gaussian_nll_loss_mean", "gaussian_nll_loss_none", "gaussian_nll_loss_sum", "index_mask",
-        "index_mask_rows", "itself", "list_of_bools", "masked_select", "one_hot_inferred", "setitem_bool", "where_single",
+        "bool_of_sum", "ctc_loss", "ctc_loss_sum", "embedding_max_norm", "embedding_renorm_",
+        "gaussian_nll_loss_mean", "gaussian_nll_loss_none", "gaussian_nll_loss_sum", "index_mask", "index_mask_rows", "itself",
+        "list_of_bools", "masked_select", "one_hot_inferred", "setitem_bool", "where_single",
     ],
-    "batch norm: torch's autograd kernel for it is ambiguous under the dispatcher of graphs": [
-        "batch_norm_channels", "batch_norm_eval", "batch_norm_flat", "batch_norm_no_stats", "batch_norm_second", "batch_norm_training",
-        "batch_norm_2d", "instance_norm",
-    ],
-    "no fake kernel for pieces": [
-        "bicubic", "embedding_max_norm", "convolution.bilinear", "convolution.linear", "embedding_renorm_", "multi_margin_loss_mean",
-        "multi_margin_loss_none", "multi_margin_loss_sum",
-        "multi_margin_one_mean", "multi_margin_one_none", "multi_margin_one_sum", "multi_margin_weight_mean", "multi_margin_weight_none",
-        "multi_margin_weight_sum", "multilabel_margin_loss_mean", "multilabel_margin_loss_none", "multilabel_margin_loss_sum",
-        "multilabel_margin_one_mean", "multilabel_margin_one_none", "multilabel_margin_one_sum", "nearest", "trilinear",
-    ],
-    "an input without elements": [
-        "cat_legacy_empty", "cat_three", "embedding_none", "sdpa_no_batch", "sdpa_no_keys", "sdpa_no_keys_mask_bool", "sdpa_no_queries", "view_none",
-    ],
-    "an output that is a view of an input, of another dtype or after a move": ["view_dtype_narrower", "view_dtype_wider", "view_flatten_middle"],
 }
 # Whole, or cut along another dim, where torch takes the op apart before it comes here.
 LAID_OUT_OTHERWISE = [
     "diagonal", "diagonal_batch", "diagonal_below", "einsum_diagonal", "safe_softmax", "safe_softmax_masked", "sdpa_broadcast_causal",
-    "sdpa_math", "sdpa_math_causal", "slice_empty",
+    "sdpa_math", "sdpa_math_causal", "sdpa_no_batch", "sdpa_no_keys", "sdpa_no_keys_mask_bool", "slice_empty",
 ]
-LEFT_OUT = ["split_unsafe"]  # writes into what unsafe_split returns, which reaches the base in no graph of torch
+LEFT_OUT = [
+    "split_unsafe",  # writes into what unsafe_split returns, which reaches the base in no graph of torch
+    "batch_norm_eval",  # running statistics that require gradients, which of plain tensors torch refuses
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -565,9 +555,33 @@ def written_inputs():
     (want, _), (got, same) = function(one), torch.compile(function, backend="aot_eager", fullgraph=True)(two)
     torch.testing.assert_close((_whole(got), _whole(two)), (_whole(want), _whole(one)))
     assert same is two
-    part = torch.compile(lambda x: x[:, 1:3], backend="aot_eager", fullgraph=True)(two)
-    part.zero_()
+    columns = torch.compile(lambda x: x[:, 1:3], backend="aot_eager", fullgraph=True)
+    columns(two).zero_()
     assert not _whole(two)[:, 1:3].any()
+    columns(two[:, 2:]).fill_(5.0)
+    assert (_whole(two)[:, 3:5] == 5).all() and not (_whole(two)[:, 5:] == 5).any()
+    bits = torch.compile(lambda x: x.view(torch.int32), backend="aot_eager", fullgraph=True)(two)
+    assert torch.equal(_whole(bits), _whole(two).view(torch.int32))
+    none = spread(torch.ones(0, 6), S0)
+    assert torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(none).shape == (0, 6)
+
+
+def running_statistics():
+    from shardtensor import ShardTensor, distribute_module
+
+    def run(backend):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = distribute_module(torch.nn.Sequential(torch.nn.Conv1d(6, 4, 1), torch.nn.BatchNorm1d(4)), mesh_here())
+        step = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+        for _ in range(2):
+            out = step(spread(torch.randn(7, 6, 3)))
+            _whole(out.square().sum()).backward()
+        assert isinstance(model[1].running_mean, ShardTensor)
+        state = [_whole(t.detach()) for t in (out, *model.state_dict().values())]
+        return state, [_whole(p.grad) for p in model.parameters()]
+
+    torch.testing.assert_close(run("aot_eager"), run(None))
 
 
 def inference():
@@ -580,7 +594,7 @@ def inference():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", ["inference", "module_with_tensors", "several_meshes", "written_inputs"])
+@pytest.mark.parametrize("name", ["inference", "module_with_tensors", "running_statistics", "several_meshes", "written_inputs"])
 def test_inputs_and_outputs(pools, name, world):
     pools(world).run(f"{__name__}:{name}")
 

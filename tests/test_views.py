@@ -155,6 +155,7 @@ WRITES = [
     case("setitem_ellipsis", written(lambda y, v: y.__setitem__((..., 1, slice(1, 3)), v)), (2, 3, 4), (2, 2), partial=False, limit=40),
     case("split_unsafe", written(lambda y: [p.mul_(i + 2) for i, p in enumerate(y.unsafe_split(2))]), (5, 4), partial=False,
          only=["R", "S(0)"], backward=False),
+    case("as_strided_merged", lambda x: x.as_strided((2, 12, 2), (24, 2, 1)), (2, 4, 3, 2)),
     case("as_strided_whole", lambda x: x.as_strided((2, 3), (4, 1), 1), (5, 4)),
 ]
 CASES += WRITES

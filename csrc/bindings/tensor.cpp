@@ -79,11 +79,7 @@ void register_tensor(py::module& m) {
   m.def(
       "wrap",
       [](const at::Tensor& local, const MutableLayout& layout, const SymSizes& sizes, const SymSizes& strides, int64_t offset) {
-        auto out = wrap_symbolic(local, as_const(layout), sizes, strides);
-        if (offset) {
-          out.unsafeGetTensorImpl()->set_storage_offset(offset);
-        }
-        return out;
+        return wrap_symbolic(local, as_const(layout), sizes, strides, nullptr, offset);
       },
       py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("offset") = 0);
   m.def("strides_like", [](const SymSizes& sizes, const at::Tensor& local) { return sym_strides_like(sizes, local); });

@@ -137,6 +137,7 @@ Rule table_backward(const Call& call) {
 // Each rank renormalises those of the named rows that it holds; it must see all indices.
 void renorm_kernel(Run& run) {
   auto weight = run.arg(0).toTensor();
+  need_values(weight, "embedding_renorm_ (an embedding with max_norm)");
   const auto indices = run.arg(1).toTensor().reshape(-1);
   check_bounds(indices, run.operands[0].sizes[0]);
   const auto held = rows_held(run);

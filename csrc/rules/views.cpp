@@ -266,6 +266,11 @@ void view_kernel(Run& run) {
   run.returns({own(run, run.arg(0).toTensor().reshape(run.arg(1).toIntVector()))});
 }
 
+// Whether the op is told the whole's strides too, which are not a piece's.
+bool takes_strides(const std::string& op) {
+  return op == "aten::_reshape_alias" || op == "aten::as_strided" || op == "aten::as_strided_copy";
+}
+
 Rule reshaped(const Call& call, const Sizes& to) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -285,7 +290,7 @@ Rule reshaped(const Call& call, const Sizes& to) {
   rule.size_args.push_back({1, 0});
   rule.kernel = view_kernel;
   const auto& name = call.schema.name();
-  rule.always_kernel = name == "aten::_reshape_alias"; // it is told the whole's strides
+  rule.always_kernel = takes_strides(name);
   // A dim can always be split, whatever its stride.
   rule.kernel_if = merges || name != "aten::view" ? is_strided : nullptr;
   rule.passes_partial();
@@ -1019,10 +1024,11 @@ Rule as_strided(const Call& call) {
     if (const auto undone = undo(x, to)) {
       return undone_rule(x, to, *undone);
     }
-    const auto contiguous = c10::contiguous_strides(to.sizes);
-    if (to.offset == 0 && c10::contiguous_strides(x.sizes) == x.strides && c10::IntArrayRef(contiguous) == to.strides &&
-        c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes)) {
-      return reshaped(call, to.sizes);
+    if (to.offset == 0 && c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes)) {
+      const auto strides = at::detail::computeStride(x.sizes, x.strides, to.sizes);
+      if (strides && c10::IntArrayRef(*strides) == to.strides) {
+        return reshaped(call, to.sizes);
+      }
     }
   }
   auto rule = replicate(call);

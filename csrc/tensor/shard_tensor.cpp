@@ -51,7 +51,8 @@ DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
 c10::Storage null_storage(const at::Tensor& local, IntArrayRef sizes) {
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * local.dtype().itemsize();
   auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, local.device()), nullptr, /*resizable=*/false);
+      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, local.device()), c10::GetAllocator(local.device().type()),
+      /*resizable=*/bytes == 0); // torch sets the size of an empty one to 0 where it makes a fake copy
   storage->set_throw_on_mutable_data_ptr();
   return c10::Storage(std::move(storage));
 }
@@ -355,8 +356,10 @@ at::Tensor wrap(
       impl->share_storage(*base);
     }
   }
-  if (base) {
+  if (offset) {
     impl->set_storage_offset(offset);
+  }
+  if (base) {
     impl->share_pending(*base);
   }
   at::Tensor t(std::move(impl));

@@ -6,11 +6,13 @@ __torch_dispatch__ and through the same C++ handler, where collectives become no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import DispatchKey
 from torch._guards import Guard, TracingContext
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.fx.node import _side_effectful_functions
@@ -194,12 +196,27 @@ def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
 
 def install() -> None:
     torch.library.register_fake("shardtensor::next_key", _fake_key)
-    when_imported("torch._functorch._aot_autograd.runtime_wrappers", _look_through)
+    when_imported("torch._decomp.decompositions", _take_apart_as_eager)
+    when_imported("torch._functorch._aot_autograd.runtime_wrappers", _patch_runtime)
     when_imported("torch._functorch.partitioners", _patch_partitioners)
 
 
 def _fake_key(like: torch.Tensor, after: torch.Tensor | None, groups: Sequence[str]) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)  # on the CPU
+
+
+def _take_apart_as_eager(_: Any) -> None:
+    """torch takes some ops apart before autograd when it makes a graph, which it does not in eager mode, or does otherwise. The
+    parts may have no rule where the op has one. ShardTensors go eager mode's way."""
+    composite = DispatchKey.CompositeImplicitAutograd
+    packets = [p for p in vars(torch.ops.aten).values() if isinstance(p, torch._ops.OpOverloadPacket)]
+    for op in [op for packet in packets for op in vars(packet).values() if isinstance(op, torch._ops.OpOverload)]:
+        if composite in op.py_kernels or DispatchKey.Autograd in op.py_kernels:
+            is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+            eager = functools.partial(op._op_dk, composite if is_composite else DispatchKey.Autograd)
+            for key in (DispatchKey.AutogradPrivateUse2, DispatchKey.AutogradOther):  # ours, torchs_autograd()'s
+                if not op.has_kernel_for_dispatch_key(key):
+                    op.py_impl(key)(eager)
 
 
 def _patch_partitioners(partitioners: Any) -> None:
@@ -236,6 +253,27 @@ def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[.
             _side_effectful_functions.difference_update(added)
 
     return merge
+
+
+def _patch_runtime(wrappers: Any) -> None:
+    wrappers.gen_alias_from_base = _with_our_aliases(wrappers.gen_alias_from_base)
+    _look_through(wrappers)
+
+
+def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A result that is a view of an input is taken of the input again. torch adds the input's offset in storage to the result's, which
+    for ShardTensors has it already, and knows no views of another dtype."""
+
+    def alias(base: torch.Tensor, like: torch.Tensor, requires_grad: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not (_C.is_shard_tensor(base) and _C.is_shard_tensor(like)):
+            return torchs(base, like, requires_grad, *args, **kwargs)
+        bits = base if base.dtype == like.dtype else base.view(like.dtype)
+        out = bits.as_strided(like.size(), like.stride(), like.storage_offset())
+        if requires_grad:
+            return out if out.requires_grad else out.requires_grad_()
+        return out.detach()
+
+    return alias
 
 
 def _look_through(wrappers: Any) -> None:
