@@ -212,7 +212,7 @@ def _take_apart_as_eager(_: Any) -> None:
     packets = [p for p in vars(torch.ops.aten).values() if isinstance(p, torch._ops.OpOverloadPacket)]
     for op in [op for packet in packets for op in vars(packet).values() if isinstance(op, torch._ops.OpOverload)]:
         if composite in op.py_kernels or DispatchKey.Autograd in op.py_kernels:
-            is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+            is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
             eager = functools.partial(op._op_dk, composite if is_composite else DispatchKey.Autograd)
             for key in (DispatchKey.AutogradPrivateUse2, DispatchKey.AutogradOther):  # ours, torchs_autograd()'s
                 if not op.has_kernel_for_dispatch_key(key):
