@@ -483,11 +483,14 @@ def collectives():
     def calls(nodes):
         return [n for n in _names(nodes) if n in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single")]
 
-    even = spread(torch.randn(6 * mesh_here().size(), 6), S0)
+    world = mesh_here().size()
+    even = spread(torch.randn(6 * world, 6), S0)
     assert _names(_graph_of(lambda x: x.redistribute(placements=[R]), even)) == ["all_gather_into_tensor", "wait_tensor"]
-    uneven = spread(torch.randn(7, 6))
+    uneven, almost, cuts = spread(torch.randn(7, 6)), spread(torch.randn(8 * world - 1, 6), S0), rows(world, 7)
     for function, x, kind in (
-        (lambda x: x.full_tensor(), uneven, "all_gather_into_tensor"),
+        (lambda x: x.full_tensor(), almost, "all_gather_into_tensor"),
+        (lambda x: x.full_tensor(), uneven, "all_to_all_single"),
+        (lambda x: (x.t() @ x).redistribute(placements=[S0], sharding_shapes=cuts), spread(torch.randn(7, 7)), "all_to_all_single"),
         (lambda x: x.redistribute(placements=[S1]), uneven, "all_to_all_single"),
         (lambda x: x.sum().full_tensor(), uneven, "all_reduce"),
         (lambda x: (x.t() @ x).redistribute(placements=[S0]), uneven, "reduce_scatter_tensor"),
@@ -500,6 +503,77 @@ def collectives():
         found = calls(_graph_of(function, x))
         assert set(found) == ({kind} if kind else set()), found
         assert len(found) <= eager, f"{kind}: {len(found)} calls in the graph, {eager} in eager mode"
+
+
+def bytes_of_gathers():
+    """Padding costs a quarter more than eager mode's bytes at most; pieces that differ more travel as they are."""
+    import torch.distributed as dist
+    from shardtensor import _C
+
+    def sent_in_graph(nodes):
+        for node in nodes:
+            if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+                yield node.args[0].meta["val"].nbytes
+            if node.target is torch.ops._c10d_functional.all_to_all_single.default:
+                splits, others = node.args[2], world - 1
+                yield (sum(splits) - splits[dist.get_rank()]) * node.args[0].meta["val"].element_size() // others
+
+    world = dist.get_world_size()
+    for x, most in ((spread(torch.randn(7, 6)), 1), (spread(torch.randn(8, 6), S0), 1.25), (spread(torch.randn(6, 6), S0), 1)):
+        _C.reset_comm_counts()
+        x.full_tensor()
+        totals = [sum(nbytes for _, nbytes in _C.comm_counts().values()), sum(sent_in_graph(_graph_of(lambda x: x.full_tensor(), x)))]
+        both = torch.tensor(totals)
+        dist.all_reduce(both)
+        eager, graph = both.tolist()
+        assert 0 < graph <= most * eager, f"{x._layout}: {graph} bytes in graphs, {eager} in eager mode"
+
+
+def one_move_for_all():
+    """What needs a tensor in the same layout several times moves it once, unless it has been written in between."""
+    x, w = spread(torch.randn(7, 6)), spread(torch.randn(7, 5))
+
+    def moves(nodes):
+        return [n for n in _names(nodes) if n == "all_gather_into_tensor" or n == "all_to_all_single"]
+
+    def twice(x, w):
+        return x.redistribute(placements=[R]) * 2, x.full_tensor() + 1
+
+    def three_products(x, w):
+        return x.t() @ w.relu(), (x.sin(), x @ x.t(), x @ x.t().cos())
+
+    def written_between(x, w):
+        y = x * 1
+        first = y.redistribute(placements=[R]) * 1
+        y[:, :2].add_(1)
+        second = y.redistribute(placements=[R]) * 1
+        y.to_local().add_(1)
+        return first, second, y.redistribute(placements=[R])
+
+    def written_results(x, w):
+        a = x.redistribute(placements=[R])
+        a.add_(1)
+        b = x.redistribute(placements=[R])
+        b.mul_(2)
+        return a, b, x.redistribute(placements=[R])
+
+    for function, most in ((twice, 1), (three_products, 2), (written_between, 3), (written_results, 1)):
+        found = moves(_graph_of(function, x, w))
+        assert len(found) <= most, f"{function.__name__}: {found}"
+        for backend in ("aot_eager", "inductor"):
+            torch._dynamo.reset()
+            got = torch.compile(function, backend=backend, fullgraph=True)(x, w)
+            torch.testing.assert_close(*(torch.utils._pytree.tree_map(_whole, out) for out in (got, function(x, w))))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_moves_to_one_layout_are_one(pools, world):
+    pools(world).run(f"{__name__}:one_move_for_all", seconds=110)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_graphs_send_few_bytes_more_than_eager(pools, world):
+    pools(world).run(f"{__name__}:bytes_of_gathers")
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -1,5 +1,6 @@
 #include "autograd/functions.h"
 
+#include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
 #include "tensor/shard_tensor.h"
@@ -41,8 +42,10 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   comm::Completion completion;
-  auto local = self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
-                                  : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
+  auto local = moved_once(self, layout, [&] {
+    return self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
+                              : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
+  });
   // Never a silent alias: writing to the result must not reach the input.
   if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
     local = local.clone();

@@ -1,11 +1,13 @@
 #include "dispatch/traced.h"
 
+#include "comm/values.h"
 #include "dispatch/handler.h"
 #include "dispatch/plain.h"
 #include "dispatch/special.h"
 
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <unordered_map>
 #include <unordered_set>
@@ -120,6 +122,19 @@ bool keeps_symbols(const Op& op) {
       "aten::_to_copy",
   };
   return names.count(op.name) || (op.entry && !op.sized && !op.strided && families.count(op.entry->family));
+}
+
+at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move) {
+  if (!t.traced() || t.layout().is_replicated() || !is_recording() || torch::autograd::get_current_node()) {
+    return move();
+  }
+  auto out = t.moved_to(*to);
+  if (!out.defined()) {
+    out = move();
+  }
+  // A copy of its own: whoever gets `out` may write it. One that nobody asks for is no part of the graph.
+  t.keep_moved(to, out.clone());
+  return out;
 }
 
 SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes) {

@@ -4,6 +4,8 @@
 
 #include "dispatch/call.h"
 
+#include <c10/util/FunctionRef.h>
+
 namespace shardtensor {
 
 // What kKey has for the op, but never a typed kernel: those take no symbols.
@@ -17,6 +19,10 @@ inline bool any_symbolic(const Refs& refs) {
 // Whether the op, and what autograd calls for it, leaves symbols as they are. Any other op's operands are made numbers when it is
 // first traced: made numbers later, in a backward, they would be missing among the graph's outputs.
 bool keeps_symbols(const Op& op);
+
+// What `move` makes of a graph's tensor in another layout. Where the graph has moved it there before, and not written it since, a
+// copy of that: ranks talk once. Not in a backward, which would make the forward keep what it moved.
+at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move);
 
 // This rank's sizes where those of the whole may be symbols.
 SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes);

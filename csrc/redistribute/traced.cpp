@@ -58,14 +58,65 @@ at::Tensor padded(const at::Tensor& t, int64_t dim, int64_t length) {
   return at::constant_pad_nd_symint(t, pad);
 }
 
+// Of lengths that differ: whether little is lost where all are padded to the longest, so that the backend's own gather or
+// reduce-scatter serves. Otherwise pieces go from rank to rank as they are.
+bool worth_padding(const Lengths& lengths) {
+  int64_t total = 0;
+  for (const auto& n : lengths) {
+    total += n.expect_int();
+  }
+  return longest(lengths) * static_cast<int64_t>(lengths.size()) <= total + total / 4;
+}
+
+// The elements of `sizes`, `dim` aside.
+SymInt rest_of(c10::SymIntArrayRef sizes, int64_t dim) {
+  SymInt rest = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    rest = static_cast<int64_t>(d) == dim ? rest : rest * sizes[d];
+  }
+  return rest;
+}
+
+Lengths times(const Lengths& lengths, const SymInt& n) {
+  Lengths out;
+  for (const auto& length : lengths) {
+    out.push_back(length * n);
+  }
+  return out;
+}
+
+// Pieces that arrived one after the other, side by side along `dim`.
+at::Tensor joined(const at::Tensor& flat, const Lengths& numels, SymSizes sizes, int64_t dim, const Lengths& lengths) {
+  auto pieces = flat.split_with_sizes_symint(numels, 0);
+  for (size_t c = 0; c < pieces.size(); ++c) {
+    sizes[dim] = lengths[c];
+    pieces[c] = pieces[c].view_symint(sizes);
+  }
+  return at::cat(pieces, dim);
+}
+
+at::Tensor flat(std::vector<at::Tensor> parts) {
+  for (auto& part : parts) {
+    part = part.reshape_symint({-1});
+  }
+  return at::cat(parts, 0);
+}
+
 at::Tensor gather(const at::Tensor& local, int64_t dim, const Lengths& lengths, const Mesh& mesh, int64_t m) {
+  const auto n = mesh.size(m);
   const bool even = alike(lengths);
+  if (!even && !worth_padding(lengths)) {
+    const auto received = times(lengths, rest_of(local.sym_sizes(), dim));
+    const Lengths sent(n, received[mesh.coordinate()[m]]);
+    const auto all = graph::all_to_all(flat(std::vector<at::Tensor>(n, local)), received, sent, mesh, m);
+    return joined(all, received, local.sym_sizes().vec(), dim, lengths);
+  }
   const auto mine = even ? local : padded(local, dim, longest(lengths));
   const auto all = graph::all_gather(mine, mesh, m);
   if (even && dim == 0) {
     return all;
   }
-  auto pieces = all.split_with_sizes_symint(Lengths(mesh.size(m), mine.sym_size(0)), 0);
+  auto pieces = all.split_with_sizes_symint(Lengths(n, mine.sym_size(0)), 0);
   for (size_t c = 0; c < pieces.size() && !even; ++c) {
     pieces[c] = pieces[c].narrow_symint(dim, 0, lengths[c]);
   }
@@ -74,17 +125,28 @@ at::Tensor gather(const at::Tensor& local, int64_t dim, const Lengths& lengths, 
 
 at::Tensor reduce_scatter(
     const at::Tensor& summand, int64_t dim, const Lengths& lengths, const Mesh& mesh, int64_t m, ReduceOp op) {
+  const auto& mine = lengths[mesh.coordinate()[m]];
+  const auto n = mesh.size(m);
   const bool even = alike(lengths);
-  auto sent = summand;
+  auto pieces = summand.split_with_sizes_symint(lengths, dim);
+  if (!even && !worth_padding(lengths)) {
+    const auto sent = times(lengths, rest_of(summand.sym_sizes(), dim));
+    const Lengths received(n, sent[mesh.coordinate()[m]]);
+    auto sizes = summand.sym_sizes().vec();
+    sizes[dim] = mine;
+    sizes.insert(sizes.begin(), n);
+    const auto summands = graph::all_to_all(flat(std::move(pieces)), received, sent, mesh, m).view_symint(sizes);
+    return op == ReduceOp::Avg ? summands.mean(0) : summands.sum(0);
+  }
+  auto all = summand;
   if (!even || dim != 0) {
-    auto pieces = summand.split_with_sizes_symint(lengths, dim);
     for (size_t c = 0; c < pieces.size() && !even; ++c) {
       pieces[c] = padded(pieces[c], dim, longest(lengths));
     }
-    sent = at::cat(pieces, 0);
+    all = at::cat(pieces, 0);
   }
-  const auto out = graph::reduce_scatter(sent, mesh, m, op);
-  return even ? out : out.narrow_symint(dim, 0, lengths[mesh.coordinate()[m]]);
+  const auto out = graph::reduce_scatter(all, mesh, m, op);
+  return even ? out : out.narrow_symint(dim, 0, mine);
 }
 
 // From a cut of dim `src` to one of dim `dst`.
@@ -92,26 +154,12 @@ at::Tensor exchange(
     const at::Tensor& local, int64_t src, const Lengths& held, int64_t dst, const Lengths& wanted, const Mesh& mesh, int64_t m) {
   const auto me = mesh.coordinate()[m];
   auto sizes = local.sym_sizes().vec();
-  SymInt rest = 1;
-  for (int64_t d = 0; d < local.dim(); ++d) {
-    rest = d == src || d == dst ? rest : rest * sizes[d];
-  }
-  Lengths sent, received;
-  for (size_t c = 0; c < held.size(); ++c) {
-    sent.push_back(rest * held[me] * wanted[c]);
-    received.push_back(rest * held[c] * wanted[me]);
-  }
-  auto parts = local.split_with_sizes_symint(wanted, dst);
-  for (auto& part : parts) {
-    part = part.reshape_symint({-1});
-  }
-  auto pieces = graph::all_to_all(at::cat(parts, 0), received, sent, mesh, m).split_with_sizes_symint(received, 0);
+  sizes[src] = 1;
+  const auto rest = rest_of(sizes, dst);
+  const auto sent = times(wanted, rest * held[me]), received = times(held, rest * wanted[me]);
+  const auto all = graph::all_to_all(flat(local.split_with_sizes_symint(wanted, dst)), received, sent, mesh, m);
   sizes[dst] = wanted[me];
-  for (size_t c = 0; c < pieces.size(); ++c) {
-    sizes[src] = held[c];
-    pieces[c] = pieces[c].view_symint(sizes);
-  }
-  return at::cat(pieces, src);
+  return joined(all, received, sizes, src, held);
 }
 
 at::Tensor slice(const at::Tensor& whole, int64_t dim, const Lengths& lengths, int64_t me) {

@@ -200,6 +200,28 @@ const c10::Storage& ShardTensorImpl::storage() const {
   return storage_;
 }
 
+// By ops on it, its views and their bases; and on its piece, which to_local() shares.
+uint64_t ShardTensorImpl::writes_before() const {
+  const auto& version = local_.unsafeGetTensorImpl()->version_counter();
+  const uint64_t of_piece = version.enabled() ? version.current_version() : 0;
+  return of_piece << 32 | writes_to(*storage().unsafeGetStorageImpl())->count.load();
+}
+
+at::Tensor ShardTensorImpl::moved_to(const Layout& layout) const {
+  for (const auto& m : moved_) {
+    if (m.layout.get() == &layout && m.writes == writes_before()) {
+      return m.local;
+    }
+  }
+  return {};
+}
+
+void ShardTensorImpl::keep_moved(const LayoutPtr& layout, at::Tensor local) const {
+  const auto is_it = [&](const Moved& m) { return m.layout == layout; };
+  moved_.erase(std::remove_if(moved_.begin(), moved_.end(), is_it), moved_.end());
+  moved_.push_back({layout, std::move(local), writes_before()});
+}
+
 void* ShardTensorImpl::kept() const {
   const auto* k = kept_.get();
   const bool valid = k && k->layout == layout_ && IntArrayRef(k->sizes) == sizes_and_strides_.sizes_arrayref() &&

@@ -129,6 +129,10 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void* kept() const;
   void keep(std::shared_ptr<void> object);
 
+  // A graph's tensor as it has been moved to another layout; undefined if it has not, or has been written since.
+  at::Tensor moved_to(const Layout& layout) const;
+  void keep_moved(const LayoutPtr& layout, at::Tensor local) const;
+
   // A null storage, made at the first asking: most tensors live without. TensorImpl asks has_storage() before it reads its own.
   const c10::Storage& storage() const override;
   bool has_storage() const override {
@@ -162,11 +166,18 @@ class ShardTensorImpl final : public c10::TensorImpl {
     Sizes sizes, strides, hint;
   };
   Numbers& numbers() const;
+  struct Moved {
+    LayoutPtr layout;
+    at::Tensor local;
+    uint64_t writes; // of this tensor before
+  };
+  uint64_t writes_before() const;
 
   at::Tensor local_;
   LayoutPtr layout_;
   bool traced_;
   mutable std::unique_ptr<Numbers> numbers_; // read off symbolic sizes
+  mutable std::vector<Moved> moved_;
   std::unique_ptr<Kept> kept_;
   mutable std::atomic<bool> has_storage_{false};
   bool broken_view_ = false;
