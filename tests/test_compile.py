@@ -397,8 +397,11 @@ DYNAMIC = {
     "mm": lambda x, w: x @ w,
     "sum": lambda x, w: x.sum(),
     "sum_of_columns": lambda x, w: x.sum(1),
+    "mean_of_columns": lambda x, w: x.mean(1),
+    "var_of_columns": lambda x, w: x.var(1),
     "softmax": lambda x, w: x.softmax(1),
     "layer_norm": lambda x, w: F.layer_norm(x, (6,)),
+    "zeros_like": lambda x, w: torch.zeros_like(x) + x,
     "gelu_sum": lambda x, w: F.gelu(x @ w).sum(1),
     "transpose": lambda x, w: x.t() * 1,
     "permute": lambda x, w: x.permute(1, 0) * 1,
@@ -408,51 +411,74 @@ DYNAMIC = {
     "from_replicate": lambda x, w: w.redistribute(placements=[S0]) * x.sum(),
     "summands": lambda x, w: x.sum(0).redistribute(placements=[R]),
 }
+# And these where no gradient is asked for.
+DYNAMIC_FORWARD = {
+    "argmax": lambda x, w: x.argmax(1),
+    "cat": lambda x, w: torch.cat([x, x * 2], 1),
+    "cumsum": lambda x, w: x.cumsum(1),
+    "flip": lambda x, w: x.flip(1),
+    "max": lambda x, w: x.max(1)[0],
+    "repeat": lambda x, w: x.repeat(1, 2),
+    "rms_norm": lambda x, w: F.rms_norm(x, (6,)),
+    "roll": lambda x, w: x.roll(1, 1),
+    "sort": lambda x, w: x.sort(1)[0],
+    "topk": lambda x, w: x.topk(2, 1)[0],
+}
 SPECIALISED = {
     "mean": lambda x, w: x.mean(),
-    "mean_of_columns": lambda x, w: x.mean(1),
-    "var": lambda x, w: x.var(1),
-    "amax": lambda x, w: x.amax(0),
+    "var_of_rows": lambda x, w: x.var(0),
+    "amax_of_rows": lambda x, w: x.amax(0),
+    "amax_of_columns": lambda x, w: x.amax(1),
     "topk": lambda x, w: x.topk(2, 1)[0],
-    "cumsum": lambda x, w: x.cumsum(0),
-    "cat": lambda x, w: torch.cat([x, x], 0),
+    "cumsum_of_rows": lambda x, w: x.cumsum(0),
+    "cumsum": lambda x, w: x.cumsum(1),
+    "cat_of_rows": lambda x, w: torch.cat([x, x], 0),
+    "flip_of_rows": lambda x, w: x.flip(0),
+    "roll_of_rows": lambda x, w: x.roll(1, 0),
+    "sort_of_rows": lambda x, w: x.sort(0)[0],
+    "max_of_rows": lambda x, w: x.max(0)[0],
     "reshape": lambda x, w: x.reshape(-1, 2, 3),
+    "rms_norm": lambda x, w: F.rms_norm(x, (6,)),
     "row": lambda x, w: x[0],
     "norm": lambda x, w: torch.linalg.vector_norm(x),
     "mse_loss": lambda x, w: F.mse_loss(x, x * 2),
     "attention": lambda x, w: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
     "linear": lambda x, w: F.linear(x, w.t()),
-    "rms_norm": lambda x, w: F.rms_norm(x, (6,)),
 }
 
 
-def dynamic(names):
-    for name in names:
-        function = DYNAMIC.get(name) or SPECIALISED[name]
+def dynamic(functions, one_graph, grad=True):
+    for name, function in globals()[functions].items():
         compiled, counter = _counting(function, dynamic=True)
         for pieces in (4, 6, 10):
             n = pieces * mesh_here().size()
             whole, weight = torch.randn(n, 6, generator=torch.Generator().manual_seed(n)), torch.eye(6) + 1
             results = []
             for run in (function, compiled):
-                x, w = spread(whole, S0, grad=True), spread(weight, R, grad=True)
+                x, w = spread(whole, S0, grad=grad), spread(weight, R, grad=grad)
                 out = run(x, w)
-                _whole(out.sum()).backward()
-                results.append((_form(out), _whole(out.detach()), _whole(x.grad)))
+                if grad:
+                    _whole(out.sum()).backward()
+                results.append((_form(out), _whole(out.detach()), _whole(x.grad) if grad else None))
             assert results[0][0] == results[1][0], f"{name}, {n} rows: {results[1][0]} instead of {results[0][0]}"
             torch.testing.assert_close(results[1][1:], results[0][1:], msg=lambda m, name=name: f"{name}: {m}")
-        if name in DYNAMIC:
+        if one_graph:
             assert counter.frame_count == 1, f"{name}: {counter.frame_count} graphs"
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_graph_for_all_lengths(pools, world):
-    pools(world).run(f"{__name__}:dynamic", list(DYNAMIC))
+    pools(world).run(f"{__name__}:dynamic", "DYNAMIC", True)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_graph_for_all_lengths_without_gradients(pools, world):
+    pools(world).run(f"{__name__}:dynamic", "DYNAMIC_FORWARD", True, grad=False)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_ops_are_compiled_for_each_length(pools, world):
-    pools(world).run(f"{__name__}:dynamic", list(SPECIALISED))
+    pools(world).run(f"{__name__}:dynamic", "SPECIALISED", False, seconds=110)
 
 
 # ---- what a graph holds ----

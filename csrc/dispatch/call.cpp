@@ -216,10 +216,8 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
   auto key = key_for(op, stack, base, refs);
   auto solution = Cache::of(op.id).get(
       op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
-  if (C10_UNLIKELY(any_symbolic(refs) && (op.sized || solution->reads_sizes) && !keeps_symbols(op))) {
-    for (const auto& r : refs) {
-      guarded(r.tensor->sym_sizes());
-    }
+  if (C10_UNLIKELY(any_symbolic(refs))) {
+    settle_sizes(op, refs, *solution);
   }
   return solution;
 }
@@ -265,7 +263,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto& need = solution.operands[i];
     const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
     at::Tensor numbers;
-    if (C10_UNLIKELY(is_symbolic(given)) && !keeps_symbols(op)) {
+    if (C10_UNLIKELY(is_symbolic(given)) && !has_symbols(*r.tensor)) {
       numbers = in_numbers(given);
     }
     const auto& local = numbers.defined() ? numbers : given;

@@ -49,7 +49,11 @@ std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base)
 }
 
 void guard_operands(const Op& op, Stack& stack, size_t base) {
-  for (const auto& r : collect(op, stack, base)) {
+  const auto refs = collect(op, stack, base);
+  if (keeps_symbols(op, refs)) {
+    return;
+  }
+  for (const auto& r : refs) {
     if (is_symbolic(*r.tensor)) {
       guarded(r.tensor->sym_sizes());
       guarded(r.tensor->sym_strides());
@@ -95,10 +99,8 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
   return found == known->end() ? nullptr : found->second;
 }
 
-} // namespace
-
-bool keeps_symbols(const Op& op) {
-  // Families of which every op that reads no sizes does, and others by name.
+// Families of which every op that reads no sizes leaves symbols alone whatever its kernel, and others by name.
+bool always_keeps_symbols(const Op& op) {
   static const std::unordered_set<std::string> families{"pointwise", "softmax"};
   static const std::unordered_set<std::string> names{
       "aten::addmm",
@@ -122,6 +124,31 @@ bool keeps_symbols(const Op& op) {
       "aten::_to_copy",
   };
   return names.count(op.name) || (op.entry && !op.sized && !op.strided && families.count(op.entry->family));
+}
+
+// These do where pieces are dealt with apart from each other; what autograd calls for those of the second list does not.
+bool keeps_symbols_of_pieces(const Op& op, bool recorded) {
+  static const std::unordered_set<std::string> names{"aten::mean", "aten::mean.dim", "aten::var.correction"};
+  static const std::unordered_set<std::string> unrecorded{
+      "aten::_fused_rms_norm", "aten::argmax", "aten::argmin", "aten::cat",  "aten::cumsum",      "aten::flip", "aten::max.dim",
+      "aten::min.dim",         "aten::repeat", "aten::roll",   "aten::sort", "aten::sort.stable", "aten::topk",
+  };
+  return names.count(op.name) || (!recorded && unrecorded.count(op.name));
+}
+
+} // namespace
+
+bool keeps_symbols(const Op& op, const Refs& refs) {
+  const auto tracked = [](const Ref& r) { return is_tracked(*r.tensor); };
+  return always_keeps_symbols(op) || keeps_symbols_of_pieces(op, std::any_of(refs.begin(), refs.end(), tracked));
+}
+
+void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
+  if (!always_keeps_symbols(op) && (op.sized || solution.reads_sizes || solution.kernel)) {
+    for (const auto& r : refs) {
+      guarded(r.tensor->sym_sizes());
+    }
+  }
 }
 
 at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move) {
@@ -152,9 +179,7 @@ void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
     return;
   }
   const auto base = stack->size() - op->kinds.size();
-  if (!keeps_symbols(*op)) {
-    guard_operands(*op, *stack, base);
-  }
+  guard_operands(*op, *stack, base);
   const auto sizes = guard_arguments(*op, *stack, base);
   enter_symbolic_plain(*op, *stack, base);
   if (is_special(*op)) {

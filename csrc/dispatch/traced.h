@@ -16,9 +16,12 @@ inline bool any_symbolic(const Refs& refs) {
   return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return is_symbolic(*r.tensor); });
 }
 
-// Whether the op, and what autograd calls for it, leaves symbols as they are. Any other op's operands are made numbers when it is
-// first traced: made numbers later, in a backward, they would be missing among the graph's outputs.
-bool keeps_symbols(const Op& op);
+// Whether the op leaves symbols as they are, and also what autograd will call for it if it records it. Any other op's operands
+// are made numbers when it is first traced: made numbers later, in a backward, they would be missing among the graph's outputs.
+bool keeps_symbols(const Op& op, const Refs& refs);
+
+// Makes the operands' sizes numbers where the solution was found by them.
+void settle_sizes(const Op& op, const Refs& refs, const rules::Solution& solution);
 
 // What `move` makes of a graph's tensor in another layout. Where the graph has moved it there before, and not written it since, a
 // copy of that: ranks talk once. Not in a backward, which would make the forward keep what it moved.

@@ -5,10 +5,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
 namespace shardtensor {
 
 inline bool is_symbolic(const at::TensorBase& t) {
   return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// Whether any of its sizes is a symbol still, not guarded to be a number.
+inline bool has_symbols(const at::TensorBase& t) {
+  const auto sizes = t.sym_sizes();
+  return is_symbolic(t) && std::any_of(sizes.begin(), sizes.end(), [](const auto& n) { return !n.maybe_as_int(); });
 }
 
 // The same tensor, its symbolic sizes as numbers: where code needs numbers.
