@@ -227,9 +227,9 @@ def _run(function, backend):
     return out.detach(), [None if t.grad is None else _whole(t.grad) for t in (x, w)], torch.get_rng_state()
 
 
-def equal_compiled(names, backend):
+def equal_compiled(names, backend, cases=CASES):
     for name in names:
-        (want, want_grads, want_state), (got, got_grads, state) = _run(CASES[name], None), _run(CASES[name], backend)
+        (want, want_grads, want_state), (got, got_grads, state) = _run(cases[name], None), _run(cases[name], backend)
         assert _form(got) == _form(want), f"{name}: {_form(got)} instead of {_form(want)}"
         torch.testing.assert_close(_whole(got), _whole(want), msg=lambda m, name=name: f"{name}: {m}")
         torch.testing.assert_close(got_grads, want_grads, msg=lambda m, name=name: f"{name}, gradients: {m}")
@@ -828,7 +828,6 @@ def refused():
     import shardtensor
     from shardtensor import ShardTensor
     from shardtensor.experimental import local_map
-    from shardtensor.parallel import loss_parallel
 
     mesh = mesh_here()
     x = spread(torch.ones(7, 6))
@@ -842,21 +841,16 @@ def refused():
     def by_values(x):
         return torch.poisson(x)
 
-    def replicated(x):
-        with shardtensor.implicit_replication():
-            return x * torch.ones(6)
-
-    def loss(x):
-        with loss_parallel():
-            return F.cross_entropy(x, torch.zeros(7, dtype=torch.long))
+    def lasting(x):
+        shardtensor.set_promotion_mode("replicate")
+        return x * torch.ones(6)
 
     mapped = local_map(lambda t: t[:1], out_placements=[S0], in_placements=([S0],), device_mesh=mesh)
     for function, why in (
         (infer, "the ranks ask each other"),
         (check, "the ranks ask each other"),
         (by_values, "depends on a tensor's values"),
-        (replicated, "Enter them around the call"),
-        (loss, "Enter them around the call"),
+        (lasting, "cannot set a mode of shardtensor"),
         (mapped, "the ranks ask each other"),
     ):
         torch._dynamo.reset()

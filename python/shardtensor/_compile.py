@@ -142,6 +142,7 @@ def guard_graph() -> None:
     guards = context.guards_context.dynamo_guards
     if not any(guard.create_fn is _add_guards for guard in guards.get_guards_for_source(source)):
         guards.add(Guard(source, _add_guards), collect_debug_stack=False)
+        _refuse_lasting_modes()
 
 
 def _state_of_modes() -> tuple[int, int]:
@@ -152,7 +153,7 @@ def _state_of_modes() -> tuple[int, int]:
 def _add_guards(builder: Any, guard: Guard) -> None:
     from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 
-    made_with = _state_of_modes()
+    made_with = _state_of_modes()  # of the function's entry: what tracing set has been undone
     _lambda_guard(
         builder.guard_manager.root,
         lambda _: _state_of_modes() == made_with,
@@ -173,6 +174,49 @@ def _lambda_guard(manager: Any, check: Callable[[Any], bool], text: list[str], g
         manager.add_lambda_guard(check, text)
 
 
+# ---- modes ----
+
+
+def _output_graph() -> Any:
+    """The graph that dynamo, or the backend that it has called, is tracing on this thread."""
+    if TracingContext.try_get() is None:
+        return None
+    from torch._dynamo.symbolic_convert import tls
+
+    translator = getattr(tls, "current_tx", None)
+    return translator and translator.output
+
+
+def after_tracing(undo: Callable[[], None]) -> None:
+    """While a graph is traced: calls `undo` when tracing ends, also by an exception, the last one first."""
+    graph = _output_graph()
+    if graph is not None:
+        graph.add_cleanup_hook(undo)
+
+
+def _refuse_lasting_modes() -> None:
+    """A mode that a graph leaves set would be set when the graph is traced, not when it runs."""
+    graph, entered_with = _output_graph(), _state_of_modes()
+
+    def check(_: torch.fx.GraphModule) -> None:
+        if _state_of_modes() != entered_with:
+            _refuse(
+                "shardtensor's modes differ at the end of a graph",
+                "A compiled function cannot set a mode of shardtensor (set_promotion_mode, set_strict) for good.",
+                "Use a context manager (promotion_mode, strict_mode), or set the mode outside of the function.",
+            )
+
+    if graph is not None:
+        graph.add_graph_finalizer(check)
+
+
+def _refuse(what: str, why: str, way_out: str) -> None:
+    """Dynamo raises this where the graph must be whole, and runs the function in eager mode elsewhere."""
+    from torch._dynamo.exc import unimplemented
+
+    unimplemented(gb_type=what, context="", explanation=why, hints=[way_out])
+
+
 # ---- functions ----
 
 
@@ -187,11 +231,9 @@ def in_graph(*functions: Callable[..., Any]) -> None:
     when_imported("torch._dynamo.decorators", allow)
 
 
-def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
-    """Dynamo does not trace these: it splits the graph there, or, where the graph must be whole, raises and gives the reason."""
-    for function in functions:
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+def constant_in_graph(function: Callable[..., Any]) -> None:
+    """Dynamo calls it while it traces, and takes the result as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def install() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
+
+from torch.fx.node import has_side_effect
 
 from shardtensor import _C, _compile
 
@@ -13,27 +15,64 @@ Mode = Literal["error", "warn", "replicate"]
 _MODES: tuple[Mode, ...] = ("error", "warn", "replicate")
 _log = logging.getLogger("shardtensor")
 
+# By name: how to read a mode of the process, and how to set it.
+_STATE: dict[str, tuple[Callable[[], int], Callable[[Any], None]]] = {
+    "promotion": (_C.promotion_mode, _C.set_promotion_mode),
+    "strict": (_C.strict_mode, _C.set_strict_mode),
+    "plain_targets": (_C.plain_targets, _C.set_plain_targets),
+}
+
+
+def _read(name: str) -> int:
+    """In a graph, a constant: graphs are guarded on the modes that they are entered under."""
+    _compile.guard_graph()
+    return _STATE[name][0]()
+
+
+def _set(name: str, value: int) -> None:
+    """In a graph, a node: it sets the mode whenever the ops around it are traced, by dynamo and again by the backend."""
+    read, write = _STATE[name]
+    before = read()
+    _compile.guard_graph()
+    _compile.after_tracing(lambda: write(before))
+    write(value)
+
+
+_compile.constant_in_graph(_read)
+_compile.in_graph(_set)
+has_side_effect(_set)  # nobody reads what it returns
+
+
+@contextmanager
+def _within(name: str, value: int) -> Iterator[None]:
+    before = _read(name)
+    _set(name, value)
+    try:
+        yield
+    finally:
+        _set(name, before)
+
+
+def _index(mode: Mode, who: str) -> int:
+    if mode not in _MODES:
+        raise ValueError(f"{who}: argument 'mode' is {mode!r}; use one of {', '.join(_MODES)}")
+    return _MODES.index(mode)
+
 
 def get_promotion_mode() -> Mode:
-    return _MODES[_C.promotion_mode()]
+    return _MODES[_read("promotion")]
 
 
 def set_promotion_mode(mode: Mode) -> None:
     """What to do with a plain tensor of one dim or more among ShardTensors: "error", "warn" (take it as replicated and
     say so once) or "replicate". For all threads, autograd's too."""
-    if mode not in _MODES:
-        raise ValueError(f"set_promotion_mode: argument 'mode' is {mode!r}; use one of {', '.join(_MODES)}")
-    _C.set_promotion_mode(_MODES.index(mode))
+    _set("promotion", _index(mode, "set_promotion_mode"))
 
 
 @contextmanager
 def promotion_mode(mode: Mode) -> Iterator[None]:
-    before = get_promotion_mode()
-    set_promotion_mode(mode)
-    try:
+    with _within("promotion", _index(mode, "promotion_mode")):
         yield
-    finally:
-        set_promotion_mode(before)
 
 
 @contextmanager
@@ -45,42 +84,24 @@ def implicit_replication() -> Iterator[None]:
 
 def set_strict(strict: bool) -> None:
     """Whether an op without a sharding rule raises, instead of gathering its inputs on every rank."""
-    _C.set_strict_mode(strict)
+    _set("strict", strict)
 
 
 def is_strict() -> bool:
-    return _C.strict_mode()
+    return bool(_read("strict"))
 
 
 @contextmanager
 def strict_mode(strict: bool = True) -> Iterator[None]:
-    before = is_strict()
-    set_strict(strict)
-    try:
+    with _within("strict", strict):
         yield
-    finally:
-        set_strict(before)
 
 
-def plain_targets() -> bool:
-    return _C.plain_targets()
-
-
-def set_plain_targets(allowed: bool) -> None:
-    """Whether losses of class labels take plain targets and weights as replicated (loss_parallel)."""
-    _C.set_plain_targets(allowed)
-
-
-_compile.outside_graphs(
-    "shardtensor's modes (implicit_replication, promotion_mode, strict_mode, loss_parallel) cannot be entered inside a compiled "
-    "function. Enter them around the call: a graph is guarded on the modes that it is called under",
-    get_promotion_mode,
-    is_strict,
-    plain_targets,
-    set_plain_targets,
-    set_promotion_mode,
-    set_strict,
-)
+@contextmanager
+def plain_targets() -> Iterator[None]:
+    """Inside, losses of class labels take plain targets and weights as replicated (loss_parallel)."""
+    with _within("plain_targets", True):
+        yield
 
 
 def _on_fallback(op: str, layouts: str) -> None:

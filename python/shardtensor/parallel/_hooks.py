@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardtensor._modes import plain_targets, set_plain_targets
+from shardtensor._modes import plain_targets
 from shardtensor._tensor import ShardTensor
 
 
@@ -22,12 +22,8 @@ def loss_parallel() -> Iterator[None]:
     That they never gather class-sharded logits holds without it too, for label smoothing, weights and meshes of any number of
     dims.
     """
-    before = plain_targets()
-    set_plain_targets(True)
-    try:
+    with plain_targets():
         yield
-    finally:
-        set_plain_targets(before)
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:

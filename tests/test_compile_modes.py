@@ -1,0 +1,291 @@
+"""torch.compile: modes entered inside a graph, against eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_compile import S1, _counting, _whole, equal_compiled, spread
+
+
+def _row():
+    return torch.arange(1.0, 7.0)
+
+
+# ---- modes inside a graph ----
+
+
+def _replicated(x, w):
+    import shardtensor
+
+    with shardtensor.implicit_replication():
+        y = x * _row()
+    return y * 2
+
+
+def _replicated_product(x, w):
+    import shardtensor
+
+    with shardtensor.promotion_mode("replicate"):
+        return torch.relu(x @ torch.ones(6, 5)) + torch.ones(5)
+
+
+def _as_decorator(x, w):
+    import shardtensor
+
+    @shardtensor.implicit_replication()
+    def inside(x):
+        return x * _row()
+
+    return inside(x)
+
+
+def _nested(x, w):
+    import shardtensor
+
+    with shardtensor.strict_mode(), shardtensor.implicit_replication():
+        y = x * _row()
+        with shardtensor.strict_mode(False):
+            y = y + torch.linalg.matrix_exp(w).sum()  # has no rule
+        return y + _row()
+
+
+def _read(x, w):
+    import shardtensor
+    from shardtensor._modes import is_strict
+
+    outside = shardtensor.get_promotion_mode()
+    with shardtensor.implicit_replication():
+        if shardtensor.get_promotion_mode() == "replicate":
+            x = x * 3
+        with shardtensor.strict_mode():
+            x = x * 5 if is_strict() else x
+    return x * 7 if shardtensor.get_promotion_mode() == outside == "error" and not is_strict() else x
+
+
+def _set_and_set_back(x, w):
+    import shardtensor
+
+    shardtensor.set_promotion_mode("replicate")
+    y = x * _row()
+    shardtensor.set_promotion_mode("error")
+    return y
+
+
+def _caught(x, w):
+    import shardtensor
+
+    try:
+        with shardtensor.implicit_replication():
+            x = x * _row()
+            raise KeyError
+    except KeyError:
+        return x * (2 if shardtensor.get_promotion_mode() == "error" else 3)
+
+
+def _in_a_checkpoint(x, w):
+    import shardtensor
+
+    def inside(y):
+        with shardtensor.implicit_replication():
+            return torch.relu(y * _row()).softmax(0)
+
+    return torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=False) @ w
+
+
+def _loss(x, w):
+    from shardtensor.parallel import loss_parallel
+
+    logits = (x @ w).redistribute(placements=[S1])
+    with loss_parallel():
+        return F.cross_entropy(logits, torch.arange(7) % 6, weight=_row(), label_smoothing=0.1)
+
+
+def _nll(x, w):
+    from shardtensor.parallel import loss_parallel
+
+    with loss_parallel():
+        return F.nll_loss(F.log_softmax(x, -1), torch.arange(7) % 6, reduction="none")
+
+
+MODES = {
+    "replicated": _replicated,
+    "replicated_product": _replicated_product,
+    "as_decorator": _as_decorator,
+    "nested": _nested,
+    "read": _read,
+    "set_and_set_back": _set_and_set_back,
+    "caught": _caught,
+    "in_a_checkpoint": _in_a_checkpoint,
+    "loss": _loss,
+    "nll": _nll,
+}
+
+
+def equal_in_modes(names, backend):
+    from shardtensor import _C
+
+    equal_compiled(names, backend, MODES)
+    assert _C.state_of_modes() == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_modes_inside(pools, world, backend):
+    pools(world).run(f"{__name__}:equal_in_modes", list(MODES), backend, seconds=110)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_modes_inside_by_inductor(pools, world):
+    pools(world).run(f"{__name__}:equal_in_modes", ["replicated", "nested", "read", "loss"], "inductor", seconds=110)
+
+
+# ---- what tracing leaves behind, and what a graph is guarded on ----
+
+
+def _raises(x):
+    import shardtensor
+
+    with shardtensor.implicit_replication():
+        raise KeyError("of mine")
+
+
+def _raises_in_an_op(x):
+    import shardtensor
+
+    with shardtensor.strict_mode(), shardtensor.implicit_replication():
+        return x * torch.ones(5)  # x has six columns
+
+
+def _breaks(x):
+    import shardtensor
+
+    with shardtensor.implicit_replication():
+        y = x * _row()
+        torch._dynamo.graph_break()
+        return y + _row()
+
+
+def _lasting(x):
+    import shardtensor
+
+    shardtensor.set_promotion_mode("replicate")
+    return x * _row()
+
+
+def _failing(gm, inputs):
+    """A backend that raises at the graph's first multiplication, which is inside of the mode."""
+    import operator
+
+    class Failing(torch.fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if target is operator.mul:
+                raise RuntimeError("backend failed")
+            return super().call_function(target, args, kwargs)
+
+    Failing(gm).run(*inputs)
+
+
+def restored():
+    """However tracing ends, the modes are what they were, also where they were set before."""
+    import shardtensor
+    from shardtensor import _C
+
+    x = spread(torch.ones(7, 6))
+    for function, backend, why in (
+        (_raises, "aot_eager", "of mine"),
+        (_raises_in_an_op, "aot_eager", "size|shape"),
+        (_breaks, "aot_eager", "graph_break"),
+        (_lasting, "aot_eager", "cannot set a mode of shardtensor"),
+        (lambda x: _replicated(x, x), _failing, "backend failed"),
+    ):
+        for strict in (False, True):
+            torch._dynamo.reset()
+            with shardtensor.strict_mode(strict):
+                before = _C.state_of_modes()
+                with pytest.raises(Exception, match=why):
+                    torch.compile(function, backend=backend, fullgraph=True)(x)
+                assert _C.state_of_modes() == before, why
+
+
+def in_parts():
+    """Without fullgraph, what cannot be in one graph runs as in eager mode."""
+    import shardtensor
+    from shardtensor import _C
+
+    x = spread(torch.arange(42.0).reshape(7, 6))
+    for function in (_breaks, _lasting):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager")
+        want = _whole(function(x))
+        after = _C.state_of_modes()
+        for _ in range(2):
+            shardtensor.set_promotion_mode("error")
+            torch.testing.assert_close(_whole(compiled(x)), want)
+            assert _C.state_of_modes() == after
+        shardtensor.set_promotion_mode("error")
+    torch._dynamo.reset()
+    with pytest.raises(KeyError, match="of mine"):
+        torch.compile(_raises, backend="aot_eager")(x)
+    assert _C.state_of_modes() == 0
+
+
+def guarded_at_the_entry():
+    """A graph is one of the modes around the call: not of those inside, which would compile it at every call."""
+    import shardtensor
+
+    def function(x):
+        with shardtensor.implicit_replication():
+            y = x * _row()
+        return y * (2 if shardtensor.get_promotion_mode() == "error" else 3)
+
+    x = spread(torch.ones(7, 6))
+    compiled, counter = _counting(function)
+    for around, factor, frames in (("error", 2, 1), ("error", 2, 1), ("replicate", 3, 2), ("error", 2, 2), ("replicate", 3, 2)):
+        with shardtensor.promotion_mode(around):
+            torch.testing.assert_close(_whole(compiled(x)), _row().expand(7, 6) * factor)
+            assert shardtensor.get_promotion_mode() == around
+        assert counter.frame_count == frames
+    reads, _ = _counting(lambda t: t * (2 if shardtensor.get_promotion_mode() == "error" else 3))  # and holds no ShardTensor
+    for around, factor in (("error", 2.0), ("replicate", 3.0), ("error", 2.0)):
+        with shardtensor.promotion_mode(around):
+            assert reads(torch.ones(())).item() == factor
+
+
+def closed_again():
+    """What comes after the mode is traced without it."""
+    import shardtensor
+    from shardtensor.parallel import loss_parallel
+
+    def after(x):
+        with shardtensor.implicit_replication():
+            y = x * _row()
+        return y + _row()
+
+    def after_the_loss(x):
+        with loss_parallel():
+            loss = F.cross_entropy(x, torch.zeros(7, dtype=torch.long))
+        return loss + F.cross_entropy(x, torch.zeros(7, dtype=torch.long))
+
+    for function in (after, after_the_loss):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"plain torch\.Tensor"):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(spread(torch.ones(7, 6)))
+
+
+def kept():
+    """What sets a mode is no dead code, though nothing reads its result."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    def tidying(gm, inputs):
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return lookup_backend("aot_eager")(gm, inputs)
+
+    equal_compiled(["replicated", "loss"], tidying, MODES)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["closed_again", "guarded_at_the_entry", "in_parts", "kept", "restored"])
+def test_modes_outlast_no_graph(pools, name, world):
+    pools(world).run(f"{__name__}:{name}")
