@@ -1,11 +1,12 @@
-"""torch.compile: modes entered inside a graph, against eager."""
+"""torch.compile: modes entered inside a graph, and local_map, against eager."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_compile import S1, _counting, _whole, equal_compiled, spread
+from oracle import mesh_here
+from test_compile import S0, S1, P, R, _counting, _whole, equal_compiled, rows, spread
 
 
 def _row():
@@ -289,3 +290,96 @@ def kept():
 @pytest.mark.parametrize("name", ["closed_again", "guarded_at_the_entry", "in_parts", "kept", "restored"])
 def test_modes_outlast_no_graph(pools, name, world):
     pools(world).run(f"{__name__}:{name}")
+
+
+# ---- local_map ----
+
+
+def _local_map(func, out, inputs=lambda x, w: (x,), **options):
+    def run(x, w):
+        from shardtensor.experimental import local_map
+
+        results = local_map(func, out, **options)(*inputs(x, w))
+        if not isinstance(results, tuple):
+            return results
+        return sum((i + 2) * (_whole(r).tanh().sum() if isinstance(r, torch.Tensor) else r) for i, r in enumerate(results))
+
+    return run
+
+
+def _even(x, w):
+    return w.redistribute(placements=[S0]), w
+
+
+def _both(a, b):
+    return a @ b, (a * 2).sum(0), a.t() * 3
+
+
+def _with_cuts(x, w):
+    from shardtensor.experimental import local_map
+
+    return local_map(lambda t: t.softmax(1) * 2, [S0], sharding_shapes=rows(mesh_here().size(), 6))(x)
+
+
+def _with_other_cuts(x, w):
+    """The result has twice the rows of its input."""
+    from shardtensor.experimental import local_map
+
+    cuts = {0: [(2 * n, m) for n, m in rows(mesh_here().size(), 6)[0]]}
+    return local_map(lambda t: torch.cat([t, t * 3]), [S0], in_placements=([S0],), sharding_shapes=cuts)(x)
+
+
+MAPPED = {
+    "even": _local_map(lambda a, b: torch.relu(a @ b), [S0], _even),
+    "even_other_size": _local_map(lambda a, b: torch.cat([a, a * 2]), [S0], _even),
+    "several_outputs": _local_map(_both, ([S0], [P], [S1]), _even, in_placements=([S0], [R]), in_grad_placements=([S0], [P])),
+    "an_output_that_is_no_tensor": _local_map(lambda a, b: (a * 2, b.shape[1]), ([S0], None), _even),
+    "moved_inputs": _local_map(
+        lambda a, b: a @ b, [S0], lambda x, w: (w, w), in_placements=([S0], [R]), redistribute_inputs=True
+    ),
+    "moved_to_summands": _local_map(
+        lambda a, b: a @ b, [P], lambda x, w: (w, w), in_placements=([S1], [S0]), redistribute_inputs=True
+    ),
+    "gradients_in_summands": _local_map(lambda a, b: a @ b, [S0], _even, in_grad_placements=([S0], [P])),
+    "moved_with_gradients_in_summands": _local_map(
+        lambda a, b: a @ b,
+        [S0],
+        lambda x, w: (x.redistribute(placements=[R])[:6], w),
+        in_placements=([S0], [R]),
+        in_grad_placements=([S0], [P]),
+        redistribute_inputs=True,
+    ),
+    "with_cuts": _with_cuts,
+    "with_other_cuts": _with_other_cuts,
+    "uneven_to_summands": _local_map(lambda a, b: (a @ b).sum(0), [P], lambda x, w: (x, w), in_grad_placements=([S0], [P])),
+    "uneven_and_whole": _local_map(lambda a, b: b * 2, [R], lambda x, w: (x, w)),
+}
+
+
+def equal_mapped(names, backend):
+    equal_compiled(names, backend, MAPPED)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", MAPPED)
+def test_local_map(pools, name, world):
+    pools(world).run(f"{__name__}:equal_mapped", [name], "aot_eager")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_local_map_by_other_backends(pools, world, backend):
+    pools(world).run(f"{__name__}:equal_mapped", ["several_outputs", "with_cuts", "uneven_to_summands"], backend, seconds=110)
+
+
+def refused_by_local_map():
+    """How a result is cut is asked of all ranks: how large this rank's piece is does not tell."""
+    for function in (_local_map(lambda t: t * 2, [S0]), _local_map(lambda t: t[:1], [S0], in_placements=([S0],))):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="the ranks ask each other"):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(spread(torch.ones(7, 6)), spread(torch.ones(6, 6), R))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_local_map_of_unknown_cuts_says_why(pools, world):
+    pools(world).run(f"{__name__}:refused_by_local_map")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtensor import _compile
+from shardtensor import _C, _compile
 from shardtensor._from_local import Shapes
 from shardtensor._tensor import ShardTensor
 
@@ -35,7 +35,8 @@ def local_map(
     pieces of ShardTensors under `out_placements`. Without `func`, a decorator.
 
     Where some input is cut unevenly the ranks ask each other how large the results' pieces are; `sharding_shapes` says how
-    instead, as in ShardTensor.from_local. Where all are even, every rank's result is taken to be as large as this one's.
+    instead, as in ShardTensor.from_local. Where all are even, every rank's result is taken to be as large as this one's. In a
+    compiled function, where ranks cannot ask, that is so of results that are not cut, and others need `sharding_shapes`.
     """
     if spmd_types:
         raise NotImplementedError("local_map: argument 'spmd_types': local tensors get no types of the package spmd_types here; leave it out")
@@ -93,8 +94,11 @@ def _entering(leaf: DTensor, i: int, placements: tuple[Placements, ...] | None, 
 
 
 def _as_pieces(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shapes: Shapes, inputs: list[ShardTensor]) -> ShardTensor:
-    """The ranks ask each other how large the results are where an input's pieces differ and nobody says it."""
-    if shapes is None and not all(_has_equal_pieces(x) for x in inputs):
+    """Where an input's pieces differ and nobody says how large the results are, the ranks ask each other. Ranks that trace a graph
+    cannot ask; they need not for a result that is not cut, which is as large on every rank."""
+    uneven = [x for x in inputs if not _has_equal_pieces(x)]
+    uncut = all(p.is_replicate() or p.is_partial() for p in placements)
+    if shapes is None and uneven and not (uncut and _C.is_traced(uneven[0])):
         shapes = "infer"
     return ShardTensor.from_local(local, mesh, placements, run_check=False, sharding_shapes=shapes)
 
