@@ -736,15 +736,18 @@ def _tensor_parallel(block, mesh):
     return parallelize_module(block, mesh, plan)
 
 
-def _steps(make, backend, compiled_blocks=False):
+def _features(step):
+    return torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(step))
+
+
+def _steps(make, backend, compiled_blocks=False, batch=_features):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make(backend)
     run = torch.compile(model, backend=backend, fullgraph=True) if backend and not compiled_blocks else model
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for step in range(3):
-        x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(step))
-        loss = _whole(run(x).square().mean())
+        loss = _whole(run(batch(step)).square().mean())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""torch.compile: modes entered inside a graph, and local_map, against eager."""
+"""torch.compile: modes entered inside a graph, local_map, and the parallel styles, against eager."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import mesh_here
-from test_compile import S0, S1, P, R, _counting, _whole, equal_compiled, rows, spread
+from test_compile import S0, S1, Block, P, R, _counting, _features, _steps, _tensor_parallel, _whole, equal_compiled, rows, spread
 
 
 def _row():
@@ -383,3 +383,137 @@ def refused_by_local_map():
 @pytest.mark.parametrize("world", [2, 3])
 def test_local_map_of_unknown_cuts_says_why(pools, world):
     pools(world).run(f"{__name__}:refused_by_local_map")
+
+
+# ---- training steps ----
+
+
+def _sequence_parallel(_):
+    """Between the layers, activations are cut along the sequence of 5."""
+    from shardtensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan = {f"attention.{name}": ColwiseParallel(multiple_of=4) for name in "qkv"}
+    plan["attention.o"] = RowwiseParallel(multiple_of=4, output_layouts=S1, use_local_output=False)
+    plan["attention"] = PrepareModuleInput(input_layouts=S1, desired_input_layouts=R)
+    plan |= {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=S1, use_local_output=False)}
+    whole = PrepareModuleInputOutput(
+        input_layouts=R, desired_input_layouts=S1, output_layouts=S1, desired_output_layouts=R
+    )
+    return parallelize_module(parallelize_module(Block(), mesh_here(), plan), mesh_here(), whole)
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(12))
+
+    def forward(self, x, factor, *, shift):
+        return x * self.weight * factor + shift, x.sum(1)
+
+
+class _Prepared(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scaled = _Scaled()
+
+    def forward(self, x):
+        moved, total = self.scaled(x, 2.0, shift=x * 3)
+        return moved.sum(1) + total
+
+
+def _prepared(_):
+    from shardtensor import distribute_module
+    from shardtensor.parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
+
+    model = _Prepared()
+    distribute_module(model, mesh_here())
+    inputs = PrepareModuleInput(
+        input_layouts=(R, None),
+        desired_input_layouts=(S1, None),
+        input_kwarg_layouts={"shift": R},
+        desired_input_kwarg_layouts={"shift": S1},
+    )
+    outputs = PrepareModuleOutput(output_layouts=(S1, P), desired_output_layouts=(R, R), use_local_output=True)
+    for style in (inputs, outputs):
+        parallelize_module(model.scaled, mesh_here(), style)
+    return model
+
+
+def _tokens(step):
+    return torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(step))
+
+
+class _LanguageModel(torch.nn.Module):
+    """11 words, which two and three ranks do not divide. The loss is taken inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.block, self.head = torch.nn.Embedding(11, 12), Block(), torch.nn.Linear(12, 11)
+
+    def forward(self, tokens):
+        from shardtensor.parallel import loss_parallel
+
+        logits = self.head(self.block(self.embedding(tokens)))
+        with loss_parallel():
+            return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _language_model(embedding):
+    def make(_):
+        from shardtensor import parallel
+
+        plan = {"embedding": getattr(parallel, embedding)(input_layouts=R, output_layouts=R)}
+        plan["head"] = parallel.ColwiseParallel(use_local_output=False)
+        model = parallel.parallelize_module(_LanguageModel(), mesh_here(), plan)
+        _tensor_parallel(model.block, mesh_here())
+        return model
+
+    return make
+
+
+class _PlainNorm(torch.nn.Module):
+    """Parameters that no plan names, among ShardTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.scale, self.down = torch.nn.Linear(12, 19), torch.nn.Parameter(torch.ones(19)), torch.nn.Linear(19, 12)
+
+    def forward(self, x):
+        import shardtensor
+
+        with shardtensor.implicit_replication():
+            y = torch.relu(self.up(x)) * self.scale
+        return self.down(y)
+
+
+def _implicitly_replicated(_):
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    return parallelize_module(_PlainNorm(), mesh_here(), {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+
+
+MODELS = {
+    "sequence_parallel": (_sequence_parallel, _features),
+    "prepared": (_prepared, _features),
+    "embedding_by_columns": (_language_model("ColwiseParallel"), _tokens),
+    "embedding_by_rows": (_language_model("RowwiseParallel"), _tokens),
+    "implicitly_replicated": (_implicitly_replicated, _features),
+}
+
+
+def trained(name, backend):
+    make, batch = MODELS[name]
+    torch.testing.assert_close(_steps(make, backend, batch=batch), _steps(make, None, batch=batch), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_steps(pools, name, world):
+    pools(world).run(f"{__name__}:trained", name, "aot_eager")
