@@ -517,3 +517,41 @@ def trained(name, backend):
 @pytest.mark.parametrize("name", MODELS)
 def test_training_steps(pools, name, world):
     pools(world).run(f"{__name__}:trained", name, "aot_eager")
+
+
+# ---- input_reshard ----
+
+
+class _MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(12, 19), torch.nn.Linear(19, 12)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def _resharded(compiled_part):
+    def make(backend):
+        from shardtensor.parallel import ColwiseParallel, RowwiseParallel, input_reshard, parallelize_module
+
+        model = parallelize_module(_MLP(), mesh_here(), {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+        if compiled_part and backend:
+            model.forward = torch.compile(model.forward, backend=backend)
+            model(_features(0))  # its graph is one of calls without input_reshard
+        return input_reshard(model, mesh_here(), 0)
+
+    return make
+
+
+def resharded():
+    """A graph would hand input_reshard pieces, which it takes for whole tensors: no graph runs inside it."""
+    for whole in (torch.nn.Sequential(_resharded(False)(None)), _resharded(False)(None)):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="input_reshard keeps in pieces"):
+            torch.compile(whole, backend="aot_eager", fullgraph=True)(_features(0))
+    torch.testing.assert_close(_steps(_resharded(True), "aot_eager", compiled_blocks=True), _steps(_resharded(False), None))
+
+
+def test_input_reshard_is_not_compiled(pools):
+    pools(2).run(f"{__name__}:resharded", seconds=110)

@@ -129,6 +129,9 @@ def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTenso
 
 # ---- guards ----
 
+# Why no graph may be traced or run now, if there is a reason.
+graphs_refused: list[str] = []
+
 
 def guard_graph() -> None:
     """While dynamo traces: the graph shall hold only for what it was made with. torch itself guards neither a DTensor's sizes nor,
@@ -142,12 +145,14 @@ def guard_graph() -> None:
     guards = context.guards_context.dynamo_guards
     if not any(guard.create_fn is _add_guards for guard in guards.get_guards_for_source(source)):
         guards.add(Guard(source, _add_guards), collect_debug_stack=False)
+        if graphs_refused:
+            _refuse("shardtensor refuses graphs here", graphs_refused[-1], "Leave such modules out of what is compiled.")
         _refuse_lasting_modes()
 
 
-def _state_of_modes() -> tuple[int, int]:
-    """What changes what an op does: promotion, strict mode, plain targets, users' handlers."""
-    return _C.state_of_modes(), _handlers.version()
+def _state_of_modes() -> tuple[int, int, bool]:
+    """What changes what an op does, and whether graphs may run: promotion, strict mode, plain targets, users' handlers."""
+    return _C.state_of_modes(), _handlers.version(), bool(graphs_refused)
 
 
 def _add_guards(builder: Any, guard: Guard) -> None:
@@ -234,6 +239,19 @@ def in_graph(*functions: Callable[..., Any]) -> None:
 def constant_in_graph(function: Callable[..., Any]) -> None:
     """Dynamo calls it while it traces, and takes the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
+    """Dynamo does not trace these: it splits the graph there, or, where the graph must be whole, raises and gives the reason."""
+    for function in functions:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+    def skip(eval_frame: Any) -> None:  # where one is called by a frame that dynamo does not trace either
+        for function in functions:
+            eval_frame.skip_code(function.__code__)
+
+    when_imported("torch._dynamo.eval_frame", skip)
 
 
 def install() -> None:

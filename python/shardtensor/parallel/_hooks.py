@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from shardtensor import _compile
 from shardtensor._modes import plain_targets
 from shardtensor._tensor import ShardTensor
 
@@ -24,6 +25,12 @@ def loss_parallel() -> Iterator[None]:
     """
     with plain_targets():
         yield
+
+
+_NO_GRAPHS = (
+    "input_reshard keeps in pieces what a module saves for its backward. What a graph saves are pieces already, which input_reshard "
+    "would take for whole tensors, so such a module cannot be in a compiled function or hold one"
+)
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
@@ -51,10 +58,13 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         entered.append(hooks)
+        _compile.graphs_refused.append(_NO_GRAPHS)
 
     def after(m: nn.Module, inputs: Any, output: Any) -> None:
         entered.pop().__exit__()
+        _compile.graphs_refused.pop()
 
+    _compile.outside_graphs(_NO_GRAPHS, before, after)
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
     return module
