@@ -867,3 +867,22 @@ def refused():
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_cannot_be_traced_says_why(pools, world):
     pools(world).run(f"{__name__}:refused")
+
+
+def bad_indices():
+    table, logits = spread(torch.randn(7, 6)), spread(torch.randn(6, 7), S1)
+    index = spread(torch.tensor([1, 9]), R)
+    for function, x, i in (
+        (lambda x, i: F.embedding(i, x), table, index),
+        (lambda x, i: x[i], table, index),
+        (lambda x, i: x.gather(0, i[:, None]), table, index),
+        (lambda x, i: F.cross_entropy(x[:2], i), logits, index),
+    ):
+        for backend in (None, "aot_eager", "inductor"):
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="out of (range|bounds)"):
+                _whole((torch.compile(function, backend=backend, fullgraph=True) if backend else function)(x, i))
+
+
+def test_indices_out_of_range_raise(pools):
+    pools(2).run(f"{__name__}:bad_indices", seconds=110)

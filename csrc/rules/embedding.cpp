@@ -37,7 +37,7 @@ void check_bounds(const at::Tensor& indices, int64_t rows) {
         low >= 0 && high < rows, "index out of range in self: embedding got index ", low < 0 ? low : high, " for a table of ",
         rows, " rows");
   } else {
-    at::_assert_async((indices >= 0).logical_and(indices < rows).all());
+    at::_assert_async((indices >= 0).logical_and(indices < rows).all(), "index out of range in self: embedding");
   }
 }
 

@@ -183,7 +183,8 @@ Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ig
     const auto bad = at::masked_select(target, counted.logical_and((target < 0).logical_or(target >= classes)));
     TORCH_CHECK_INDEX(bad.numel() == 0, "Target ", bad[0].item<int64_t>(), " is out of bounds.");
   } else if (target.numel()) {
-    at::_assert_async(counted.logical_not().logical_or((target >= 0).logical_and(target < classes)).all());
+    at::_assert_async(
+        counted.logical_not().logical_or((target >= 0).logical_and(target < classes)).all(), "Target is out of bounds.");
   }
   const auto here = counted.logical_and(target >= held.start).logical_and(target < held.start + held.length);
   return {held, at::where(here, target - held.start, kElsewhere)};
