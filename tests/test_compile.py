@@ -136,6 +136,7 @@ CASES = {
     "amax": lambda x, w: x.amax(0),
     "max_with_index": lambda x, w: x.max(1)[0],
     "norm": lambda x, w: torch.linalg.vector_norm(x),
+    "norm_of_rows": lambda x, w: torch.linalg.vector_norm(x, dim=0),
     "logsumexp": lambda x, w: x.logsumexp(0),
     "cumsum": lambda x, w: x.cumsum(0),
     "sort": lambda x, w: x.sort(0)[0],
@@ -880,7 +881,7 @@ def bad_indices():
     ):
         for backend in (None, "aot_eager", "inductor"):
             torch._dynamo.reset()
-            with pytest.raises(Exception, match="out of (range|bounds)"):
+            with pytest.raises(Exception, match=r"out of (range|bounds)"):
                 _whole((torch.compile(function, backend=backend, fullgraph=True) if backend else function)(x, i))
 
 

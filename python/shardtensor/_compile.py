@@ -284,6 +284,9 @@ def _patch_partitioners(partitioners: Any) -> None:
         partitioners.force_save_collectives = _keep_keys(partitioners.force_save_collectives)
     if hasattr(partitioners, "fx_graph_cse"):
         partitioners.fx_graph_cse = _keep_collectives_apart(partitioners.fx_graph_cse)
+    if hasattr(partitioners, "_extract_graph_with_inputs_outputs"):
+        extract = partitioners._extract_graph_with_inputs_outputs
+        partitioners._extract_graph_with_inputs_outputs = _leave_out_what_is_not_used(extract)
 
 
 def _keep_keys(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -293,7 +296,7 @@ def _keep_keys(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]
     def keep(joint_module: torch.fx.GraphModule) -> None:
         keep_collectives(joint_module)
         for node in joint_module.graph.nodes:
-            if node.target is torch.ops.shardtensor.next_key.default:
+            if _is_key(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     return keep
@@ -304,7 +307,7 @@ def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[.
     piece of both tensors sends the same nothing twice, and would make one call where its peers make two."""
 
     def merge(graph: torch.fx.Graph, **options: Any) -> Any:
-        collectives = {n.target for n in graph.nodes if getattr(n.target, "namespace", None) == "_c10d_functional"}
+        collectives = {n.target for n in graph.nodes if _is_collective(n)}
         added = collectives - _side_effectful_functions
         _side_effectful_functions.update(added)
         try:
@@ -334,6 +337,27 @@ def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torc
         return out.detach()
 
     return alias
+
+
+def _leave_out_what_is_not_used(extract: Callable[..., Any]) -> Callable[..., Any]:
+    """torch copies into the backward all that its inputs suffice for, then drops what is not used, but no collective and no draw of
+    a key. Which values are saved may differ between ranks: one alone would repeat a collective of the forward. In torch 2.15."""
+
+    def extracted(joint: Any, inputs: Any, outputs: Any, descriptions: Any, subgraph: str | None = None, *rest: Any, **options: Any) -> Any:
+        graph = extract(joint, inputs, outputs, descriptions, subgraph, *rest, **options)
+        if subgraph == "backward":
+            graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() and not (_is_collective(node) or _is_key(node)))
+        return graph
+
+    return extracted
+
+
+def _is_collective(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
+
+
+def _is_key(node: torch.fx.Node) -> bool:
+    return node.target is torch.ops.shardtensor.next_key.default
 
 
 def _look_through(wrappers: Any) -> None:
