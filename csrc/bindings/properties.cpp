@@ -1,4 +1,4 @@
-// What torch.compile reads of every ShardTensor at every call of a graph, in C: _local_tensor and _spec.
+// What torch.compile reads of every ShardTensor at every call of a graph, in C: _local_tensor, _spec and device_mesh.
 #include "bindings/bindings.h"
 
 #include "tensor/shard_tensor.h"
@@ -9,8 +9,22 @@ namespace shardtensor::bindings {
 
 namespace {
 
-// Python's function that makes a tensor's spec. Never destroyed: the interpreter may be gone by then.
+// Python's functions that make a tensor's spec and a mesh's DeviceMesh. Never destroyed: the interpreter may be gone by then.
 PyObject* g_make_spec = nullptr;
+PyObject* g_make_device_mesh = nullptr;
+
+// By a mesh's id: weak references to the users' DeviceMeshes.
+std::vector<py::object>& device_meshes() {
+  static auto* all = new std::vector<py::object>();
+  return *all;
+}
+
+// None where it is gone.
+py::object known_device_mesh(const Mesh& mesh) {
+  const auto& all = device_meshes();
+  const auto id = static_cast<size_t>(mesh.id());
+  return id < all.size() && all[id] ? all[id]() : py::none();
+}
 
 void let_go(void* object) {
   if (Py_IsInitialized()) {
@@ -60,16 +74,33 @@ PyObject* get_spec(PyObject* self, void*) {
   return guarded_call([&] { return spec_of(self).release().ptr(); });
 }
 
+PyObject* get_device_mesh(PyObject* self, void*) {
+  return guarded_call([&] {
+    auto mesh = shard_tensor(THPVariable_Unpack(self), "device_mesh").layout().mesh_ptr();
+    auto found = known_device_mesh(*mesh);
+    return (found.is_none() ? py::handle(g_make_device_mesh)(as_mutable(std::move(mesh))) : std::move(found)).release().ptr();
+  });
+}
+
 PyGetSetDef g_properties[] = {
     {"_local_tensor", get_local, set_local, "This rank's piece.", nullptr},
     {"_spec", get_spec, nullptr, "The ShardTensorSpec.", nullptr},
+    {"device_mesh", get_device_mesh, nullptr, "The DeviceMesh.", nullptr},
 };
 
 } // namespace
 
 void register_properties(py::module& m) {
-  m.def("install_properties", [](const py::type& type, py::object make_spec) {
+  m.def("device_mesh", [](const c10::intrusive_ptr<Mesh>& mesh) { return known_device_mesh(*mesh); });
+  m.def("set_device_mesh", [](const c10::intrusive_ptr<Mesh>& mesh, py::object reference) {
+    auto& all = device_meshes();
+    const auto id = static_cast<size_t>(mesh->id());
+    all.resize(std::max(all.size(), id + 1));
+    all[id] = std::move(reference);
+  });
+  m.def("install_properties", [](const py::type& type, py::object make_spec, py::object make_device_mesh) {
     g_make_spec = make_spec.release().ptr();
+    g_make_device_mesh = make_device_mesh.release().ptr();
     for (auto& property : g_properties) {
       type.attr(property.name) =
           py::reinterpret_steal<py::object>(PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(type.ptr()), &property));

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from shardtensor import _C
 
 # Not an attribute of the DeviceMesh: users pickle those. By identity: equal ones may have other groups.
-_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str, int]] = {}
-_device_meshes: dict[int, weakref.ReferenceType[DeviceMesh]] = {}
+_meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str]] = {}
 # Made here, without groups of their own.
 _stand_ins: dict[int, DeviceMesh] = {}
 _SUBMESHES = "_shardtensor_submeshes"
@@ -30,7 +29,7 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
     names = getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim
     known = _meshes.get(id(device_mesh))
     if known is not None and known[0]() is device_mesh and known[2] == names and (known[3] or not dist.is_initialized()):
-        _device_meshes[known[4]] = known[0]  # of equal ones, the one given last
+        _C.set_device_mesh(known[1], known[0])  # of equal ones, the one given last
         return known[1]
     with unset_fake_temporarily():  # it reads the mesh's tensor of ranks
         mesh = _view(device_mesh, names)
@@ -72,8 +71,7 @@ def device_of(mesh: DeviceMesh | _C.Mesh) -> torch.device:
 def at_home(device_mesh: DeviceMesh) -> DeviceMesh:
     """For a mesh that came in a file, the equal one that is in use here, if there is one."""
     mesh = _view(device_mesh, list(getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim))
-    reference = _device_meshes.get(mesh.id)
-    return (reference() if reference is not None else None) or device_mesh
+    return _C.device_mesh(mesh) or device_mesh
 
 
 def _group_ranks(device_mesh: DeviceMesh, names: list[str]) -> list[list[int]]:
@@ -107,8 +105,8 @@ def _world() -> str:
 
 def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
     key = id(device_mesh)
-    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups, mesh.world, mesh.id)
-    _device_meshes[mesh.id] = weakref.ref(device_mesh)
+    _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups, mesh.world)
+    _C.set_device_mesh(mesh, weakref.ref(device_mesh))
     _stand_ins.pop(mesh.id, None)
     # mesh["tp"] is a fresh object each time, but FSDP asks a parameter's mesh what it was cut from.
     root: Any = device_mesh._get_root_mesh()
@@ -118,8 +116,7 @@ def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
 
 def as_device_mesh(mesh: _C.Mesh) -> DeviceMesh:
     """The user's DeviceMesh; an equal one without process groups of its own where the user's is gone."""
-    reference = _device_meshes.get(mesh.id)
-    device_mesh = reference() if reference is not None else None
+    device_mesh = _C.device_mesh(mesh)
     if device_mesh is None:
         with unset_fake_temporarily():
             ranks = torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").view(mesh.shape)

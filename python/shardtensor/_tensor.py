@@ -62,6 +62,8 @@ class ShardTensorSpec(DTensorSpec):
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
         """torch.compile's guard: `self` is of the tensor that a graph is called with, `other` of the one it was traced with."""
+        if self is other:
+            return True
         if not skip_shapes:
             return self == other
         return (
@@ -161,10 +163,7 @@ class ShardTensor(DTensor):
     if TYPE_CHECKING:  # in C, see csrc/bindings/properties.cpp: torch.compile reads them at every call
         _local_tensor: torch.Tensor
         _spec: ShardTensorSpec
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        return as_device_mesh(_C.layout(self).mesh)
+        device_mesh: DeviceMesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -594,7 +593,7 @@ def _make_spec(t: ShardTensor) -> ShardTensorSpec:
     )
 
 
-_C.install_properties(ShardTensor, _make_spec)
+_C.install_properties(ShardTensor, _make_spec, as_device_mesh)
 _C.set_python_class(ShardTensor)
 _C.install_getitem(ShardTensor)
 _C.install_operators(ShardTensor)
