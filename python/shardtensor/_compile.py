@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DispatchKey
 from torch._guards import Guard, TracingContext
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.fx.node import _side_effectful_functions
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardtensor import _C, _handlers
 from shardtensor._late import when_imported
-from shardtensor._layout import make_layout
+from shardtensor._layout import make_layout, placements_of
 from shardtensor._mesh import as_device_mesh
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
         return f"ShardOrder({tuple(self)!r}, cuts={self.cuts!r}, offset={self.offset!r})"
 
 
+_orders: dict[tuple[int, int], ShardOrder] = {}  # by layout and offset
 _TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
 
@@ -74,8 +76,12 @@ def flatten(t: ShardTensor) -> tuple[list[str], Any]:
             "compiled function, or mark their function with torch.compiler.disable"
         )
     guard_graph()
-    spec = t._spec
-    return ["_local_tensor", "device_mesh"], (spec.placements, spec.tensor_meta, spec.shard_order, t.requires_grad)
+    layout, offset = t._layout, int(t.storage_offset())  # a symbol is guarded: no context holds one
+    order = _orders.get((layout.id, offset))
+    if order is None:
+        order = _orders[layout.id, offset] = t._spec.shard_order  # type: ignore[assignment]
+    meta = TensorMeta(t.shape, t.stride(), t.dtype)
+    return ["_local_tensor", "device_mesh"], (placements_of(layout), meta, order, t.requires_grad)
 
 
 def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> torch.Tensor:
