@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardtensor import _C, _handlers
 from shardtensor._late import when_imported
 from shardtensor._layout import make_layout, placements_of
-from shardtensor._mesh import as_device_mesh
+from shardtensor._mesh import as_device_mesh, innermost_mesh
 
 if TYPE_CHECKING:
     from shardtensor._tensor import ShardTensor
@@ -101,22 +102,6 @@ def _layout_of(mesh: Any, placements: tuple[Placement, ...], ndim: int, order: S
     return layout
 
 
-def stable_hash(t: ShardTensor) -> str:
-    """The key of a graph in AOTAutograd's cache, which ranks may share: a graph holds this rank's sizes and its place in the mesh."""
-    local, spec = t._local_tensor, t._spec
-    assert spec.tensor_meta is not None
-    parts = (
-        spec.mesh._stable_hash(),
-        tuple(t._layout.mesh.coordinate),
-        spec.placements,
-        spec.shard_order,
-        (spec.tensor_meta.dtype, tuple(map(str, t.shape)), tuple(map(str, t.stride()))),
-        (tuple(map(str, local.shape)), tuple(map(str, local.stride())), str(local.device)),
-        t.requires_grad,
-    )
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
 def tangent(t: ShardTensor) -> ShardTensor:
     """A tangent as the graph is to take it: whole instead of in summands."""
     if not t._layout.has_partial:
@@ -156,9 +141,11 @@ def guard_graph() -> None:
         _refuse_lasting_modes()
 
 
-def _state_of_modes() -> tuple[int, int, bool]:
-    """What changes what an op does, and whether graphs may run: promotion, strict mode, plain targets, users' handlers."""
-    return _C.state_of_modes(), _handlers.version(), bool(graphs_refused)
+def _state_of_modes() -> tuple[int, int, int | None, bool]:
+    """What changes what an op does: promotion, strict mode, plain targets, users' handlers. What mesh a function takes that is given
+    none, and whether graphs may run."""
+    mesh = innermost_mesh()
+    return _C.state_of_modes(), _handlers.version(), None if mesh is None else mesh.id, bool(graphs_refused)
 
 
 def _add_guards(builder: Any, guard: Guard) -> None:
@@ -228,12 +215,81 @@ def _refuse(what: str, why: str, way_out: str) -> None:
     unimplemented(gb_type=what, context="", explanation=why, hints=[way_out])
 
 
+# ---- AOTAutograd's cache of graphs, which ranks may share ----
+
+
+def stable_hash(t: ShardTensor) -> str:
+    """In the key of a graph: it holds this rank's sizes, its place in the mesh, and the names of process groups."""
+    local, spec = t._local_tensor, t._spec
+    assert spec.tensor_meta is not None
+    parts = (
+        _code(),
+        _text_of(t._layout.mesh),
+        spec.placements,
+        spec.shard_order,
+        (spec.tensor_meta.dtype, tuple(map(str, t.shape)), tuple(map(str, t.stride()))),
+        (tuple(map(str, local.shape)), tuple(map(str, local.stride())), str(local.device)),
+        t.requires_grad,
+    )
+    return _hash(repr(parts).encode())
+
+
+def _text_of(mesh: _C.Mesh) -> str:
+    return repr((mesh.device_type, mesh.shape, mesh.ranks, mesh.dim_names, mesh.groups, mesh.world, mesh.rank))
+
+
+@functools.cache
+def _code() -> str:
+    """Of what traces graphs, this package and the extension, byte for byte: what one version traced is not for another."""
+    files = [Path(_C.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
+    return _hash(b"".join(file.read_bytes() for file in files))
+
+
+def _hash(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _patch_cache(cache: Any) -> None:
+    if hasattr(cache, "check_node_safe") and hasattr(cache, "autograd_cache_key"):
+        cache.check_node_safe = _take_our_functions(cache.check_node_safe)
+        cache.autograd_cache_key = _key_with_what_is_not_in_the_graph(cache.autograd_cache_key, cache.BypassAOTAutogradCache)
+
+
+def _take_our_functions(check: Callable[[torch.fx.Node], None]) -> Callable[[torch.fx.Node], None]:
+    """torch keeps no graph that calls functions it does not know. In torch 2.15."""
+
+    def check_others(node: torch.fx.Node) -> None:
+        if node.target not in _in_graph:
+            check(node)
+
+    return check_others
+
+
+def _key_with_what_is_not_in_the_graph(make_key: Callable[..., Any], bypass: type[Exception]) -> Callable[..., Any]:
+    """What our functions read beside their arguments becomes part of the key. Users' handlers cannot: no graph is kept then."""
+
+    def key(module: Any, *rest: Any, **options: Any) -> Any:
+        if _handlers.any_registered():
+            raise bypass("shardtensor: handlers are registered, and a key cannot tell what they do")
+        of_graph, lines = make_key(module, *rest, **options)
+        if any(node.target in _in_graph for node in getattr(module, "gm", module).graph.nodes):
+            mesh = innermost_mesh()
+            read = _code(), torch.distributed.get_rank(), None if mesh is None else _text_of(mesh)
+            of_graph += _hash(repr(read).encode())
+        return of_graph, lines
+
+    return key
+
+
 # ---- functions ----
+
+_in_graph: set[Callable[..., Any]] = set()
 
 
 def in_graph(*functions: Callable[..., Any]) -> None:
     """Dynamo puts calls of these into its graph as they are, without looking inside: they read what it cannot follow (meshes,
     layouts), and what they do to pieces is traced when the graph is."""
+    _in_graph.update(functions)
 
     def allow(decorators: Any) -> None:
         for function in functions:
@@ -263,6 +319,7 @@ def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
 def install() -> None:
     torch.library.register_fake("shardtensor::next_key", _fake_key)
     when_imported("torch._decomp.decompositions", _take_apart_as_eager)
+    when_imported("torch._functorch._aot_autograd.autograd_cache", _patch_cache)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", _patch_runtime)
     when_imported("torch._functorch.partitioners", _patch_partitioners)
 

@@ -22,6 +22,10 @@ def version() -> int:
     return _version
 
 
+def any_registered() -> bool:
+    return bool(_libraries or _functions)
+
+
 def overrides(name: str) -> bool:
     """Whether the user's code stands for the op."""
     return name in _libraries

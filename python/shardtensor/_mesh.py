@@ -143,6 +143,12 @@ def current_mesh(who: str) -> DeviceMesh:
     return as_device_mesh(group_mesh(group, dist.distributed_c10d._get_pg_default_device(group).type))
 
 
+def innermost_mesh() -> _C.Mesh | None:
+    """Of the innermost `with mesh:`, if there is one."""
+    stack = _mesh_resources.mesh_stack
+    return as_mesh(stack[-1]) if stack else None
+
+
 def group_mesh(group: Any, device_type: str) -> _C.Mesh:
     """A process group's ranks in a row; None: the default group's."""
     group = group or dist.group.WORLD
