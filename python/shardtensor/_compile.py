@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DispatchKey
 from torch._guards import Guard, TracingContext
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
-from torch.fx.node import _side_effectful_functions
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy
 
 from shardtensor import _C, _handlers
 from shardtensor._late import when_imported
@@ -223,73 +219,41 @@ def stable_hash(t: ShardTensor) -> str:
     local, spec = t._local_tensor, t._spec
     assert spec.tensor_meta is not None
     parts = (
-        _code(),
-        _text_of(t._layout.mesh),
+        code(),
+        text_of(t._layout.mesh),
         spec.placements,
         spec.shard_order,
         (spec.tensor_meta.dtype, tuple(map(str, t.shape)), tuple(map(str, t.stride()))),
         (tuple(map(str, local.shape)), tuple(map(str, local.stride())), str(local.device)),
         t.requires_grad,
     )
-    return _hash(repr(parts).encode())
+    return hash_of(repr(parts).encode())
 
 
-def _text_of(mesh: _C.Mesh) -> str:
+def text_of(mesh: _C.Mesh) -> str:
     return repr((mesh.device_type, mesh.shape, mesh.ranks, mesh.dim_names, mesh.groups, mesh.world, mesh.rank))
 
 
 @functools.cache
-def _code() -> str:
+def code() -> str:
     """Of what traces graphs, this package and the extension, byte for byte: what one version traced is not for another."""
     files = [Path(_C.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
-    return _hash(b"".join(file.read_bytes() for file in files))
+    return hash_of(b"".join(file.read_bytes() for file in files))
 
 
-def _hash(text: bytes) -> str:
+def hash_of(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-
-def _patch_cache(cache: Any) -> None:
-    if hasattr(cache, "check_node_safe") and hasattr(cache, "autograd_cache_key"):
-        cache.check_node_safe = _take_our_functions(cache.check_node_safe)
-        cache.autograd_cache_key = _key_with_what_is_not_in_the_graph(cache.autograd_cache_key, cache.BypassAOTAutogradCache)
-
-
-def _take_our_functions(check: Callable[[torch.fx.Node], None]) -> Callable[[torch.fx.Node], None]:
-    """torch keeps no graph that calls functions it does not know. In torch 2.15."""
-
-    def check_others(node: torch.fx.Node) -> None:
-        if node.target not in _in_graph:
-            check(node)
-
-    return check_others
-
-
-def _key_with_what_is_not_in_the_graph(make_key: Callable[..., Any], bypass: type[Exception]) -> Callable[..., Any]:
-    """What our functions read beside their arguments becomes part of the key. Users' handlers cannot: no graph is kept then."""
-
-    def key(module: Any, *rest: Any, **options: Any) -> Any:
-        if _handlers.any_registered():
-            raise bypass("shardtensor: handlers are registered, and a key cannot tell what they do")
-        of_graph, lines = make_key(module, *rest, **options)
-        if any(node.target in _in_graph for node in getattr(module, "gm", module).graph.nodes):
-            mesh = innermost_mesh()
-            read = _code(), torch.distributed.get_rank(), None if mesh is None else _text_of(mesh)
-            of_graph += _hash(repr(read).encode())
-        return of_graph, lines
-
-    return key
 
 
 # ---- functions ----
 
-_in_graph: set[Callable[..., Any]] = set()
+functions_in_graphs: set[Callable[..., Any]] = set()
 
 
 def in_graph(*functions: Callable[..., Any]) -> None:
     """Dynamo puts calls of these into its graph as they are, without looking inside: they read what it cannot follow (meshes,
     layouts), and what they do to pieces is traced when the graph is."""
-    _in_graph.update(functions)
+    functions_in_graphs.update(functions)
 
     def allow(decorators: Any) -> None:
         for function in functions:
@@ -316,124 +280,6 @@ def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
     when_imported("torch._dynamo.eval_frame", skip)
 
 
-def install() -> None:
-    torch.library.register_fake("shardtensor::next_key", _fake_key)
-    when_imported("torch._decomp.decompositions", _take_apart_as_eager)
-    when_imported("torch._functorch._aot_autograd.autograd_cache", _patch_cache)
-    when_imported("torch._functorch._aot_autograd.runtime_wrappers", _patch_runtime)
-    when_imported("torch._functorch.partitioners", _patch_partitioners)
-
-
+@torch.library.register_fake("shardtensor::next_key")  # type: ignore[untyped-decorator]
 def _fake_key(like: torch.Tensor, after: torch.Tensor | None, groups: Sequence[str]) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)  # on the CPU
-
-
-def _take_apart_as_eager(_: Any) -> None:
-    """torch takes some ops apart before autograd when it makes a graph, which it does not in eager mode, or does otherwise. The
-    parts may have no rule where the op has one. ShardTensors go eager mode's way."""
-    composite = DispatchKey.CompositeImplicitAutograd
-    packets = [p for p in vars(torch.ops.aten).values() if isinstance(p, torch._ops.OpOverloadPacket)]
-    for op in [op for packet in packets for op in vars(packet).values() if isinstance(op, torch._ops.OpOverload)]:
-        if composite in op.py_kernels or DispatchKey.Autograd in op.py_kernels:
-            is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-            eager = functools.partial(op._op_dk, composite if is_composite else DispatchKey.Autograd)
-            for key in (DispatchKey.AutogradPrivateUse2, DispatchKey.AutogradOther):  # ours, torchs_autograd()'s
-                if not op.has_kernel_for_dispatch_key(key):
-                    op.py_impl(key)(eager)
-
-
-def _patch_partitioners(partitioners: Any) -> None:
-    if hasattr(partitioners, "force_save_collectives"):
-        partitioners.force_save_collectives = _keep_keys(partitioners.force_save_collectives)
-    if hasattr(partitioners, "fx_graph_cse"):
-        partitioners.fx_graph_cse = _keep_collectives_apart(partitioners.fx_graph_cse)
-    if hasattr(partitioners, "_extract_graph_with_inputs_outputs"):
-        extract = partitioners._extract_graph_with_inputs_outputs
-        partitioners._extract_graph_with_inputs_outputs = _leave_out_what_is_not_used(extract)
-
-
-def _keep_keys(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A checkpointed region keeps the keys of random numbers, as it keeps what collectives bring, and draws from them again. torch's
-    own way, the generator's state, is put among a graph's results where a mesh is expected. In torch 2.15."""
-
-    def keep(joint_module: torch.fx.GraphModule) -> None:
-        keep_collectives(joint_module)
-        for node in joint_module.graph.nodes:
-            if _is_key(node):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-    return keep
-
-
-def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[..., Any]:
-    """torch makes one of two equal calls. Whether two collectives are equal calls may differ between ranks: one that has an empty
-    piece of both tensors sends the same nothing twice, and would make one call where its peers make two."""
-
-    def merge(graph: torch.fx.Graph, **options: Any) -> Any:
-        collectives = {n.target for n in graph.nodes if _is_collective(n)}
-        added = collectives - _side_effectful_functions
-        _side_effectful_functions.update(added)
-        try:
-            return merge_equal_calls(graph, **options)
-        finally:
-            _side_effectful_functions.difference_update(added)
-
-    return merge
-
-
-def _patch_runtime(wrappers: Any) -> None:
-    wrappers.gen_alias_from_base = _with_our_aliases(wrappers.gen_alias_from_base)
-    _look_through(wrappers)
-
-
-def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A result that is a view of an input is taken of the input again. torch adds the input's offset in storage to the result's, which
-    for ShardTensors has it already, and knows no views of another dtype."""
-
-    def alias(base: torch.Tensor, like: torch.Tensor, requires_grad: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not (_C.is_shard_tensor(base) and _C.is_shard_tensor(like)):
-            return torchs(base, like, requires_grad, *args, **kwargs)
-        bits = base if base.dtype == like.dtype else base.view(like.dtype)
-        out = bits.as_strided(like.size(), like.stride(), like.storage_offset())
-        if requires_grad:
-            return out if out.requires_grad else out.requires_grad_()
-        return out.detach()
-
-    return alias
-
-
-def _leave_out_what_is_not_used(extract: Callable[..., Any]) -> Callable[..., Any]:
-    """torch copies into the backward all that its inputs suffice for, then drops what is not used, but no collective and no draw of
-    a key. Which values are saved may differ between ranks: one alone would repeat a collective of the forward. In torch 2.15."""
-
-    def extracted(joint: Any, inputs: Any, outputs: Any, descriptions: Any, subgraph: str | None = None, *rest: Any, **options: Any) -> Any:
-        graph = extract(joint, inputs, outputs, descriptions, subgraph, *rest, **options)
-        if subgraph == "backward":
-            graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() and not (_is_collective(node) or _is_key(node)))
-        return graph
-
-    return extracted
-
-
-def _is_collective(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) == "_c10d_functional"
-
-
-def _is_key(node: torch.fx.Node) -> bool:
-    return node.target is torch.ops.shardtensor.next_key.default
-
-
-def _look_through(wrappers: Any) -> None:
-    """The mode that looks for wrong aliases at a graph's first run leaves subclasses to themselves. To the dispatcher ShardTensors
-    with values are none: nobody would run the op. In torch 2.15."""
-    mode = getattr(wrappers, "_AnalyzeCustomOpInputOutputMode", None)
-    if mode is None:
-        return
-    dispatch = mode.__torch_dispatch__
-
-    def look(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(_C.is_shard_tensor(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
-            return func(*args, **(kwargs or {}))
-        return dispatch(self, func, types, args, kwargs)
-
-    mode.__torch_dispatch__ = look

@@ -1,0 +1,44 @@
+"""torch._functorch._aot_autograd.autograd_cache: what may be kept of graphs with ShardTensors, and under which key. All versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardtensor import _handlers
+from shardtensor._compile import code, functions_in_graphs, hash_of, text_of
+from shardtensor._mesh import innermost_mesh
+
+
+def patch(cache: Any) -> None:
+    if hasattr(cache, "check_node_safe") and hasattr(cache, "autograd_cache_key"):
+        cache.check_node_safe = _take_our_functions(cache.check_node_safe)
+        cache.autograd_cache_key = _key_with_what_is_not_in_the_graph(cache.autograd_cache_key, cache.BypassAOTAutogradCache)
+
+
+def _take_our_functions(check: Callable[[torch.fx.Node], None]) -> Callable[[torch.fx.Node], None]:
+    """torch keeps no graph that calls functions it does not know. In torch 2.15."""
+
+    def check_others(node: torch.fx.Node) -> None:
+        if node.target not in functions_in_graphs:
+            check(node)
+
+    return check_others
+
+
+def _key_with_what_is_not_in_the_graph(make_key: Callable[..., Any], bypass: type[Exception]) -> Callable[..., Any]:
+    """What our functions read beside their arguments becomes part of the key. Users' handlers cannot: no graph is kept then."""
+
+    def key(module: Any, *rest: Any, **options: Any) -> Any:
+        if _handlers.any_registered():
+            raise bypass("shardtensor: handlers are registered, and a key cannot tell what they do")
+        of_graph, lines = make_key(module, *rest, **options)
+        if any(node.target in functions_in_graphs for node in getattr(module, "gm", module).graph.nodes):
+            mesh = innermost_mesh()
+            read = code(), torch.distributed.get_rank(), None if mesh is None else text_of(mesh)
+            of_graph += hash_of(repr(read).encode())
+        return of_graph, lines
+
+    return key
