@@ -556,6 +556,53 @@ def bytes_of_gathers():
         assert 0 < graph <= most * eager, f"{x._layout}: {graph} bytes in graphs, {eager} in eager mode"
 
 
+def waits():
+    from shardtensor import ShardTensor
+
+    def function(x, w):
+        gathered = x.redistribute(placements=[R])
+        meanwhile = (w @ w).relu()
+        return gathered @ meanwhile, x
+
+    def writes(piece, w):
+        gathered = ShardTensor.from_local(piece, w.device_mesh, [S0]).redistribute(placements=[R])
+        piece.add_(1)
+        return gathered, w.relu()
+
+    w = spread(torch.randn(6, 6), R)
+    for x in (spread(torch.randn(6 * mesh_here().size(), 6), S0), spread(torch.randn(7, 6))):
+        names = _names(_graph_of(function, x, w))
+        assert names.index("mm") < names.index("wait_tensor") and names.index("relu") < names.index("wait_tensor"), names
+        torch._dynamo.reset()
+        torch.testing.assert_close(_whole(torch.compile(function, fullgraph=True)(x, w)[0]), _whole(function(x, w)[0]))
+    piece = torch.ones(3, 6)
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        written = piece.clone()
+        gathered, _ = torch.compile(writes, backend=backend, fullgraph=True)(written, w)
+        assert (_whole(gathered) == 1).all() and (written == 2).all()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_graphs_wait_where_a_value_is_first_used(pools, world):
+    pools(world).run(f"{__name__}:waits", seconds=110)
+
+
+def test_no_wait_goes_past_a_write():
+    from shardtensor.patches.capture import _wait_late
+
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    arriving = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor.default, (x, 2, "group"))
+    arrived = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (arriving,))
+    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (y, 2))
+    graph.call_function(torch.ops.aten.copy_.default, (x, doubled))
+    graph.output(arrived)
+    _wait_late(graph)
+    graph.lint()
+    assert _names(graph.nodes) == ["all_gather_into_tensor", "mul", "wait_tensor", "copy_"]
+
+
 def one_move_for_all():
     """What needs a tensor in the same layout several times moves it once, unless it has been written in between."""
     x, w = spread(torch.randn(7, 6)), spread(torch.randn(7, 5))

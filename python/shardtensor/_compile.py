@@ -128,13 +128,22 @@ def guard_graph() -> None:
         return
     from torch._dynamo.source import GlobalStateSource
 
-    source = GlobalStateSource()
-    guards = context.guards_context.dynamo_guards
-    if not any(guard.create_fn is _add_guards for guard in guards.get_guards_for_source(source)):
-        guards.add(Guard(source, _add_guards), collect_debug_stack=False)
+    if not is_of_ours():
+        context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), _add_guards), collect_debug_stack=False)
         if graphs_refused:
             _refuse("shardtensor refuses graphs here", graphs_refused[-1], "Leave such modules out of what is compiled.")
         _refuse_lasting_modes()
+
+
+def is_of_ours() -> bool:
+    """Whether ShardTensors have been seen in the graph that is being made."""
+    context = TracingContext.try_get()
+    if context is None:
+        return False
+    from torch._dynamo.source import GlobalStateSource
+
+    guards = context.guards_context.dynamo_guards.get_guards_for_source(GlobalStateSource())
+    return any(guard.create_fn is _add_guards for guard in guards)
 
 
 def _state_of_modes() -> tuple[int, int, int | None, bool]:

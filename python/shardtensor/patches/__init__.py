@@ -4,11 +4,12 @@ imported."""
 from __future__ import annotations
 
 from shardtensor._late import when_imported
-from shardtensor.patches import caches, decompositions, partitioners, runtime
+from shardtensor.patches import caches, capture, decompositions, partitioners, runtime
 
 
 def install() -> None:
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)
+    when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", runtime.patch)
     when_imported("torch._functorch.partitioners", partitioners.patch)

@@ -1,0 +1,55 @@
+"""torch._functorch._aot_autograd.graph_capture: the order of a graph's nodes. All versions."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+
+from shardtensor._compile import is_of_ours
+
+_WAIT = "_c10d_functional::wait_tensor"
+# What merely arranges what has arrived.
+_ARRANGE = {
+    f"aten::{name}"
+    for name in ("_to_copy", "alias", "cat", "clone", "permute", "slice", "split_with_sizes", "transpose", "view", "view_as_complex")
+}
+
+
+def patch(capture: Any) -> None:
+    trace = capture._create_graph
+
+    @functools.wraps(trace)
+    def traced(*args: Any, **options: Any) -> Any:
+        module = trace(*args, **options)
+        if is_of_ours():
+            _wait_late(module.graph)
+            module.recompile()
+        return module
+
+    capture._create_graph = traced
+
+
+def _wait_late(graph: torch.fx.Graph) -> None:
+    """Each wait for a collective goes to where its result is first used, so that what does not need it runs meanwhile. Not past ops
+    that write memory: it may be what is being sent."""
+    late: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if _name(node) == _WAIT or (inputs and late.issuperset(inputs) and (_name(node) in _ARRANGE or node.target is operator.getitem)):
+            late.add(node)
+    writers = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable]
+    for node in reversed(list(graph.nodes)):
+        if node not in late:
+            continue
+        if node.users:
+            first = min(node.users)
+            min([first, *(w for w in writers if node < w < first)]).prepend(node)
+        elif _name(node) != _WAIT:
+            graph.erase_node(node)
+
+
+def _name(node: torch.fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
