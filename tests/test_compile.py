@@ -40,6 +40,13 @@ def _from_local_uneven(x, w):
     return ShardTensor.from_local(x.to_local() * 2, mesh, [Shard(0)], shape=x.shape, stride=x.stride(), sharding_shapes=rows(mesh.size(), 6))
 
 
+def _from_local_chunk(x, w):
+    from shardtensor import ShardTensor
+
+    even = x.redistribute(placements=[S0], sharding_shapes="chunk")
+    return ShardTensor.from_local(even.to_local() * 2, x.device_mesh, [S0], shape=x.shape, sharding_shapes="chunk") + 1
+
+
 def _from_local(*placements, **options):
     def run(x, w):
         from shardtensor import ShardTensor
@@ -188,6 +195,7 @@ CASES = {
     "from_local_summands": _from_local(P),
     "from_local_grad_placements": _from_local(R, grad_placements=[P]),
     "from_local_cuts": _from_local_uneven,
+    "from_local_chunk": _from_local_chunk,
     "distribute": _distribute(0),
     "distribute_own": _distribute(None),
     "zeros": _made("zeros", 7, 6),
