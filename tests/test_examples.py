@@ -39,14 +39,14 @@ def losses_of(name, **options):
     return example(name).train("cpu", dtype=torch.float64, **SIZES | options)
 
 
-def compiled(name, **options):
+def compiled(name, backend="aot_eager", **options):
     """The losses, and how many graphs they took."""
     import torch
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    options["backend"] = "aot_eager"
+    options["backend"] = backend
     got = losses(True, **options) if name == "train_transformer" else losses_of(name, **options)
     return got, counters["stats"]["unique_graphs"]
 
@@ -93,6 +93,12 @@ def test_parallel(pools, plain, name, ranks):
 def test_compiled(pools, plain, name, ranks):
     """One graph: the whole model, or with FSDP2 a block. A break in it would make two, and so would a guard that fails later on."""
     for got, graphs in pools(ranks).run("test_examples:compiled", name, steps=3):
+        assert got == pytest.approx(plain[:3], abs=1e-5)
+        assert graphs == 1
+
+
+def test_compiled_by_inductor(pools, plain):
+    for got, graphs in pools(2).run("test_examples:compiled", "train_transformer", "inductor", steps=3, seconds=110):
         assert got == pytest.approx(plain[:3], abs=1e-5)
         assert graphs == 1
 

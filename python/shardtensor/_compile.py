@@ -267,7 +267,7 @@ def in_graph(*functions: Callable[..., Any]) -> None:
     def allow(decorators: Any) -> None:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-        # Where a graph is split at a call, Python runs it: torch 2.12 and 2.13 raise on the meshes inside instead of splitting again.
+        # Where a graph is split at a call, Python runs it: torch 2.12 raises on the meshes inside instead of splitting again.
         as_it_is = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         for function in functions:
             decorators.allow_in_graph(function)
