@@ -111,7 +111,7 @@ bool stays(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim) {
   return is_alone(mesh, mesh_dim) || !has_values(t);
 }
 
-// What works on one flat buffer; torch 2.15 renamed the three.
+// What works on one flat buffer; torch renamed the three on its way to 2.15.
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
 constexpr auto kExchange = &c10d::ProcessGroup::alltoall_base;
 constexpr auto kGather = &c10d::ProcessGroup::_allgather_base;
