@@ -13,23 +13,29 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 def patch(partitioners: Any) -> None:
     if hasattr(partitioners, "force_save_collectives"):
-        partitioners.force_save_collectives = _keep_keys(partitioners.force_save_collectives)
+        partitioners.force_save_collectives = _keep_in_their_place(partitioners.force_save_collectives)
     if hasattr(partitioners, "fx_graph_cse"):
         partitioners.fx_graph_cse = _keep_collectives_apart(partitioners.fx_graph_cse)
-    if hasattr(partitioners, "_extract_graph_with_inputs_outputs"):
-        extract = partitioners._extract_graph_with_inputs_outputs
-        partitioners._extract_graph_with_inputs_outputs = _leave_out_what_is_not_used(extract)
+    if hasattr(partitioners, "is_not_collective"):  # what one partitioner does not take away though nothing uses it
+        partitioners.is_not_collective = lambda node: True
 
 
-def _keep_keys(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A checkpointed region keeps the keys of random numbers, as it keeps what collectives bring, and draws from them again. torch's
-    own way, the generator's state, is put among a graph's results where a mesh is expected."""
+def _keep_in_their_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A collective runs once, in the forward or the backward as in eager mode, on every rank. torch would put it where that costs
+    this rank least, in both where something it may not drop needs it, or nowhere where nothing here does.
+
+    So does the draw of a key, also in a checkpointed region, which draws its numbers from the key again. torch's own way, the
+    generator's state, is put among a graph's results where a mesh is expected."""
 
     def keep(joint_module: torch.fx.GraphModule) -> None:
-        keep_collectives(joint_module)
         for node in joint_module.graph.nodes:
             if _is_key(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        keep_collectives(joint_module)
+        for node in joint_module.graph.nodes:
+            if (_is_collective(node) or _is_key(node)) and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+                backward = node.meta.get("partitioner_tag") == "is_backward"
+                node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
     return keep
 
@@ -48,19 +54,6 @@ def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[.
             _side_effectful_functions.difference_update(added)
 
     return merge
-
-
-def _leave_out_what_is_not_used(extract: Callable[..., Any]) -> Callable[..., Any]:
-    """torch copies into the backward all that its inputs suffice for, then drops what is not used, but no collective and no draw of
-    a key. Which values are saved may differ between ranks: one alone would repeat a collective of the forward."""
-
-    def extracted(joint: Any, inputs: Any, outputs: Any, descriptions: Any, subgraph: str | None = None, *rest: Any, **options: Any) -> Any:
-        graph = extract(joint, inputs, outputs, descriptions, subgraph, *rest, **options)
-        if subgraph == "backward":
-            graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() and not (_is_collective(node) or _is_key(node)))
-        return graph
-
-    return extracted
 
 
 def _is_collective(node: torch.fx.Node) -> bool:
