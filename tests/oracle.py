@@ -368,54 +368,6 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
     return len(tried)
 
 
-def run_compiled(module: str, refused: Sequence[str], laid_out_otherwise: Sequence[str], left_out: Sequence[str]) -> int:
-    """Called on every rank: each case of a test module under torch.compile, with one of its combinations of placements and cuts,
-    equals the same in eager mode: values, layouts, gradients. Those `refused` raise."""
-    import importlib
-
-    from shardtensor import ShardTensor
-
-    mesh, tried = mesh_here(), 0
-    family = module.removeprefix("test_")
-
-    def results_of(case: Case, arguments: list[torch.Tensor], combo: Any, compiled: bool) -> tuple[Any, ...]:
-        torch._dynamo.reset()
-        torch.manual_seed(1)
-        ours = [
-            a.clone() if i in case.plain else place(a, mesh, *combo[i]).requires_grad_(case.backward and a.is_floating_point())
-            for i, a in enumerate(arguments)
-        ]
-        got = (torch.compile(case.function, backend="aot_eager", fullgraph=True) if compiled else case.function)(*ours)
-        outputs = [t for t in pytree.tree_leaves(got) if isinstance(t, torch.Tensor)]
-        wanted, leaves = differentiable(got), [t for t in ours if t.requires_grad]
-        seeds = [seed_like(t, torch.ones(t.shape, dtype=t.dtype), mesh, "replicated") for t in wanted]
-        grads = torch.autograd.grad(wanted, leaves, seeds, allow_unused=True) if wanted else []
-        layouts = [str(t._layout) if isinstance(t, ShardTensor) else None for t in outputs]
-        return layouts, [whole(t.detach()) for t in outputs], [None if g is None else whole(g) for g in grads]
-
-    for case in importlib.import_module(module).CASES:
-        if case.name in left_out:
-            continue
-        generator = torch.Generator().manual_seed(7)
-        arguments = [make(a, generator) for a in case.arguments]
-        combo = random.Random(case.name).choice(combinations(case, arguments, 1))
-        what = f"{case.name} with " + ", ".join(f"{' '.join(p)} {cut}" for p, cut in combo)
-        refuses = case.name in refused or f"{family}.{case.name}" in refused
-        want = results_of(case, arguments, combo, compiled=False)
-        try:
-            got = results_of(case, arguments, combo, compiled=True)
-        except Exception as error:
-            assert refuses, f"{what}, compiled: {type(error).__name__}: {error}"
-            continue
-        assert not refuses, f"{what} is no longer refused"
-        assert got[0] == want[0] or case.name in laid_out_otherwise, f"{what}: {got[0]} instead of {want[0]}"
-        torch.testing.assert_close(
-            got[1:], want[1:], atol=1e-9, rtol=1e-6, equal_nan=True, msg=lambda m, what=what: f"{what}: {m}"
-        )
-        tried += 1
-    return tried
-
-
 SEEDS = ("as the result", "replicated", "in summands")
 
 

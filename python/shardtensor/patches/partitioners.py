@@ -1,8 +1,10 @@
-"""torch._functorch.partitioners: what of a graph goes forward and backward. Ranks run graphs of different shapes, and all must come to
-the same collectives. All versions; seen in torch 2.15."""
+"""torch._functorch.partitioners: what of a graph goes forward and backward. Graphs of different ranks hold different sizes, and torch takes
+them apart one by one. What ranks call together stays as eager mode has it, in the order in which it was traced. All versions; seen in
+torch 2.15."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,31 +15,66 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 def patch(partitioners: Any) -> None:
     if hasattr(partitioners, "force_save_collectives"):
-        partitioners.force_save_collectives = _keep_in_their_place(partitioners.force_save_collectives)
+        partitioners.force_save_collectives = _keep_in_place(partitioners.force_save_collectives)
     if hasattr(partitioners, "fx_graph_cse"):
         partitioners.fx_graph_cse = _keep_collectives_apart(partitioners.fx_graph_cse)
-    if hasattr(partitioners, "is_not_collective"):  # what one partitioner does not take away though nothing uses it
+    if hasattr(partitioners, "is_not_collective"):  # what a partitioner keeps though nothing uses it
         partitioners.is_not_collective = lambda node: True
+    if hasattr(partitioners, "reordering_to_mimic_autograd_engine"):
+        partitioners.reordering_to_mimic_autograd_engine = _keep_order(partitioners.reordering_to_mimic_autograd_engine)
 
 
-def _keep_in_their_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A collective runs once, in the forward or the backward as in eager mode, on every rank. torch would put it where that costs
-    this rank least, in both where something it may not drop needs it, or nowhere where nothing here does.
+def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A collective runs once, in the forward or in the backward. torch would put it where that costs this rank least; or into both,
+    where something that may not be dropped needs it. A checkpointed region keeps what collectives bring instead of calling again.
 
-    So does the draw of a key, also in a checkpointed region, which draws its numbers from the key again. torch's own way, the
-    generator's state, is put among a graph's results where a mesh is expected."""
+    It keeps the keys of random numbers too, and draws from them again. torch's own way, the generator's state, is put among a
+    graph's results where a mesh is expected."""
 
     def keep(joint_module: torch.fx.GraphModule) -> None:
-        for node in joint_module.graph.nodes:
-            if _is_key(node):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         keep_collectives(joint_module)
         for node in joint_module.graph.nodes:
-            if (_is_collective(node) or _is_key(node)) and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
+            if _is_collective(node) or _is_key(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 backward = node.meta.get("partitioner_tag") == "is_backward"
                 node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
     return keep
+
+
+def _keep_order(reorder: Callable[..., Any]) -> Callable[..., Any]:
+    """torch calls what the backward computes when something needs it, and drops what nothing does."""
+
+    def reordered(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        after = reorder(module)
+        calls = [node for node in module.graph.nodes if _is_collective(node)]
+        if not calls:
+            return after  # type: ignore[no-any-return]
+        return torch.fx.GraphModule(module, _sorted(calls, list(module.graph.nodes), [node.name for node in after.graph.nodes]))
+
+    return reordered
+
+
+def _sorted(calls: list[torch.fx.Node], nodes: list[torch.fx.Node], order: list[str]) -> torch.fx.Graph:
+    """As the order of names says, with all calls, one after the other."""
+    places = {name: place for place, name in enumerate(order)}
+    inputs = {node: list(node.all_input_nodes) for node in nodes}
+    for first, second in itertools.pairwise([*calls, nodes[-1]]):
+        inputs[second].append(first)
+    out, copies = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    known = {node.name: node for node in nodes}
+    for name in order:
+        waiting = [known[name]]
+        while waiting:
+            node = waiting[-1]
+            missing = [other for other in inputs[node] if other not in copies]
+            if missing:  # the one that comes first is on top
+                waiting += sorted(missing, key=lambda other: places.get(other.name, -1), reverse=True)
+                continue
+            waiting.pop()
+            if node not in copies:
+                copies[node] = out.node_copy(node, lambda other: copies[other])
+    return out
 
 
 def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[..., Any]:

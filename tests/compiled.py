@@ -1,0 +1,241 @@
+"""The tables of cases under torch.compile beside the same in eager mode: values, layouts, gradients, random keys.
+
+test_compile.py takes each case with one choice of placements and cuts on two ranks,
+`python tests/compiled.py [--mesh 3] [--first 0] [--count 5] [--backend inductor] [FAMILY | FAMILY.CASE ...]` as many as one likes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+# Modules called test_<family>, and in how many parts the suite takes them.
+FAMILIES = {
+    "attention": 1, "convolution": 1, "embedding": 1, "indexing": 1, "joins": 1, "losses": 3, "matmul": 2, "normalization": 1, "outputs": 1,
+    "pointwise": 1, "random": 1, "reductions": 3, "scans": 1, "softmax": 1, "summands": 1, "uneven_list": 4, "views": 2,
+}  # fmt: skip
+
+RIGHT, OTHER_LAYOUT, RAISES, WRONG = "right", "laid out otherwise", "raises", "wrong"
+
+
+class Trial(NamedTuple):
+    name: str
+    where: str  # its arguments are
+    function: Callable[..., Any]
+    arguments: Callable[[], list[Any]]  # made anew for each run
+
+
+class Outcome(NamedTuple):
+    name: str
+    kind: str
+    text: str
+
+
+# ---- what is tried, by family ----
+
+
+def _of_cases(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
+    from oracle import combinations, make
+
+    for case in module.CASES:
+        generator = torch.Generator().manual_seed(7)
+        arguments = [make(a, generator) for a in case.arguments]
+        yield case.name, [_placed(case, arguments, combo, mesh) for combo in combinations(case, arguments, mesh.ndim)]
+
+
+def _of_uneven_list(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
+    from oracle import make
+
+    rows = [5, 3] + [0] * (mesh.size(0) - 2)
+    for case in module.CASES:
+        generator = torch.Generator().manual_seed(7)
+        arguments = [make(a, generator) for a in case.arguments]
+        rest = ("R",) * (mesh.ndim - 1)
+        combo = [(("S(0)" if a.ndim and len(a) == 8 else "R", *rest), rows) for a in arguments]
+        yield case.name, [_placed(case, arguments, combo, mesh)]
+
+
+def _placed(case: Any, arguments: list[torch.Tensor], combo: Any, mesh: Any) -> Trial:
+    from oracle import place
+
+    def ours() -> list[Any]:
+        return [
+            a.clone() if i in case.plain else place(a, mesh, *combo[i]).requires_grad_(case.backward and a.is_floating_point())
+            for i, a in enumerate(arguments)
+        ]
+
+    return Trial(case.name, ", ".join(f"{' '.join(p)} {cut}" for p, cut in combo), case.function, ours)
+
+
+def _of_random(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
+    from oracle import case, choices
+
+    whole = torch.zeros(module.SIZES, dtype=torch.float64)
+    for name, function in module.OPS.items():
+        unary = case(name, function, module.SIZES, backward=False)
+        yield name, [_placed(unary, [whole], [choice], mesh) for choice in choices(whole, mesh.ndim, True)]
+
+
+def _of_outputs(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
+    from oracle import case, combinations
+
+    for name, (function, sizes) in module.OUT.items():
+        generator = torch.Generator().manual_seed(7)
+        arguments = [torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes]
+        want = function(*arguments, out=torch.empty(0, dtype={"argmax": torch.int64, "gt": torch.bool}.get(name, torch.float64)))
+        with_out = case(name, lambda *a, f=function: f(*a[:-1], out=a[-1]), *sizes, want.shape, backward=False)
+        arguments.append(torch.zeros_like(want))
+        yield name, [_placed(with_out, arguments, combo, mesh) for combo in combinations(with_out, arguments, mesh.ndim)]
+
+
+def _of_summands(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
+    from oracle import place, with_summands
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(4, 3, generator=g, dtype=torch.float64) + 0.5
+    y = torch.randn(4, 3, generator=g, dtype=torch.float64)
+    for name, function in module.OPS.items():
+        options = []
+        for kind in module.KINDS:
+            for mesh_dim in range(mesh.ndim):
+                for other in ("R", "S(0)", "S(1)", "P"):
+
+                    def ours(kind: str = kind, mesh_dim: int = mesh_dim, other: str = other) -> list[Any]:
+                        return [with_summands(x, mesh, mesh_dim, kind, "R"), place(y, mesh, (other,) * mesh.ndim, "even")]
+
+                    options.append(Trial(name, f"{kind} on mesh dim {mesh_dim}, {other}", function, ours))
+        yield name, options
+
+
+_OF_FAMILY = {
+    "outputs": _of_outputs,
+    "random": _of_random,
+    "summands": _of_summands,
+    "uneven_list": _of_uneven_list,
+}
+
+
+def _choices(family: str, mesh: Any) -> dict[str, list[Trial]]:
+    """Of each case: every choice of placements and cuts."""
+    return dict(_OF_FAMILY.get(family, _of_cases)(importlib.import_module(f"test_{family}"), mesh))
+
+
+def names_of(family: str, mesh_shape: tuple[int, ...]) -> list[str]:
+    from oracle import mesh_of
+
+    return list(_choices(family, mesh_of(mesh_shape)))
+
+
+# ---- both ways ----
+
+
+def _results(trial: Trial, mesh: Any, backend: str | None) -> tuple[Any, ...]:
+    """Layouts; values, gradients (of tangents laid out in one of three ways), the generator's state."""
+    from oracle import SEEDS, differentiable, seed_like, whole
+    from shardtensor import ShardTensor
+
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    ours = trial.arguments()
+    function = trial.function
+    got = (torch.compile(function, backend=backend, fullgraph=True) if backend else function)(*ours)
+    leaves, wanted = pytree.tree_leaves(got), differentiable(got)
+    how = SEEDS[zlib.crc32(trial.name.encode()) % len(SEEDS)]
+    generator = torch.Generator().manual_seed(11)
+    seeds = [seed_like(t, torch.randn(t.shape, generator=generator, dtype=t.dtype), mesh, how) for t in wanted]
+    inputs = [t for t in ours if t.requires_grad]
+    grads = torch.autograd.grad(wanted, inputs, seeds, allow_unused=True) if wanted else []
+    layouts = [str(t._layout) if isinstance(t, ShardTensor) else type(t).__name__ for t in leaves]
+    return layouts, ([whole(t) for t in leaves], [None if g is None else whole(g) for g in grads], torch.get_rng_state())
+
+
+def _outcome(trial: Trial, mesh: Any, backend: str) -> tuple[str, str]:
+    want_layouts, want = _results(trial, mesh, None)
+    try:
+        layouts, got = _results(trial, mesh, backend)
+    except dist.DistBackendError:  # waited for a peer
+        raise
+    except Exception as error:
+        return RAISES, f"{type(error).__name__}: {error}"
+    try:
+        torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-6, equal_nan=True)
+    except AssertionError as error:
+        return WRONG, str(error)
+    if layouts != want_layouts:
+        return OTHER_LAYOUT, f"{layouts} instead of {want_layouts}"
+    return RIGHT, ""
+
+
+def run(
+    family: str, names: list[str], mesh_shape: tuple[int, ...], first: int = 0, count: int = 1, backend: str = "aot_eager"
+) -> list[Outcome]:
+    """Called on every rank: what came of the choices numbered `first` to `first + count` of each case."""
+    from oracle import mesh_of
+
+    mesh, out = mesh_of(mesh_shape), []
+    choices = _choices(family, mesh)
+    for name in names:
+        options = choices[name]
+        for trial in random.Random(name).sample(options, len(options))[first : first + count]:
+            kind, text = _outcome(trial, mesh, backend)
+            _agree(f"{name}: {kind}", f"with {trial.where}: {kind} {text}")
+            out.append(Outcome(name, kind, f"with {trial.where}: {text}"))
+    return out
+
+
+_apart: list[Any] = []
+
+
+def _agree(mine: str, more: str) -> None:
+    """Raises where the ranks part. In a group of its own: a rank that raised may have left its peers in a collective."""
+    if not _apart:
+        _apart.append(dist.new_group())
+    theirs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine, group=_apart[0])
+    assert theirs == [mine] * len(theirs), f"the ranks part: {theirs}; here: {more}"
+
+
+def main() -> None:
+    import argparse
+
+    from pool import Pool, RankError
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mesh", default="3", help="its shape, such as 2x2")
+    parser.add_argument("--first", type=int, default=0, help="of a case's choices of placements and cuts")
+    parser.add_argument("--count", type=int, default=3)
+    parser.add_argument("--backend", default="aot_eager")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    shape = tuple(int(n) for n in options.mesh.split("x"))
+    pool = Pool(math.prod(shape))
+    counts: Counter[str] = Counter()
+    for name in options.names or FAMILIES:
+        family, _, one = name.partition(".")
+        for case in [one] if one else pool.run("compiled:names_of", family, shape)[0]:
+            try:
+                arguments = family, [case], shape, options.first, options.count, options.backend
+                outcomes = pool.run("compiled:run", *arguments, seconds=60 * options.count)[0]
+            except RankError as error:
+                outcomes = [Outcome(case, "out of step", str(error)[-1100:])]
+            for outcome in outcomes:
+                counts[outcome.kind] += 1
+                if outcome.kind != RIGHT:
+                    print(f"{outcome.kind:20s} {family}.{outcome.name}: {' '.join(outcome.text.split())[:1200]}", flush=True)
+    print(dict(counts))
+    pool.stop()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, __file__.rsplit("/", 1)[0])
+    main()
