@@ -3,6 +3,7 @@
 A seed says what a program is, so that every rank runs the same one. After each step every tensor that lives is compared, and
 so are the gradients at the end; what plain torch refuses is to be refused on all ranks. test_programs.py runs few,
 `python tests/programs.py [--mesh 2x2] [--first 0] [--count 200] [--steps 25] [--grad] [--dtype float32]` as many as one likes.
+With `--compile aot_eager` the whole program is run once more, compiled (compiled_programs.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -76,6 +77,45 @@ def _sizes(r: Random, n: int) -> list[int]:
 
 def _any_of(r: Random, pieces: Any) -> torch.Tensor:
     return pieces[int(r.random() * len(pieces))]
+
+
+class Step(NamedTuple):
+    """What ran, and on which: tensors are numbered in the order in which they were made."""
+
+    run: Callable[..., torch.Tensor]
+    numbers: Sequence[int]
+    makes: int | None  # nothing where it writes
+
+
+class Again:
+    """The numbers that a Random gave, once more: dynamo does not trace one that chooses from a list."""
+
+    def __init__(self, given: list[Any]) -> None:
+        self.given, self.at = given, 0
+
+    def next(self, *_: Any) -> Any:
+        self.at += 1
+        return self.given[self.at - 1]
+
+    random = randint = randrange = choice = sample = next
+
+    def shuffle(self, values: list[Any]) -> None:
+        values[:] = self.next()
+
+
+class Kept:
+    """A Random that notes what it gives."""
+
+    def __init__(self, r: Random) -> None:
+        self.r, self.given = r, list[Any]()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def draw(*arguments: Any) -> Any:
+            out = getattr(self.r, name)(*arguments)
+            self.given.append(list(arguments[0]) if name == "shuffle" else out)
+            return out
+
+        return draw
 
 
 # ---- the ops: of one tensor; `r` are the random numbers ----
@@ -332,13 +372,17 @@ def _windows(t: torch.Tensor) -> bool:
 
 
 class Program:
-    def __init__(self, seed: int, mesh: Any, grad: bool, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, mesh: Any, grad: bool, dtype: torch.dtype, without: Collection[str] = ()) -> None:
         self.rng = Random(seed)
-        self.mesh, self.grad, self.dtype = mesh, grad, dtype
+        self.mesh, self.grad, self.dtype, self.without = mesh, grad, dtype, without
         self.tolerance = 1e-5 if dtype.itemsize == 8 else 1e-3
         self.generator = torch.Generator().manual_seed(seed)
         self.plain: list[torch.Tensor] = []
         self.ours: list[Any] = []
+        self.numbers: list[int] = []  # of those that live
+        self.made = 0
+        self.makers: list[Callable[[], Any]] = []  # of the leaves as they were
+        self.steps: list[Step] = []
         self.lines: list[str] = []
         self.outcomes: Counter[str] = Counter()
         for _ in range(3):
@@ -369,13 +413,13 @@ class Program:
         if r.random() < 0.15 and self.dtype.is_floating_point:
             whole = whole.abs() + 0.5
             kind, m = r.choice(["avg", "product", "min", "max", "norm"]), r.randrange(self.mesh.ndim)
-            ours, where = with_summands(whole, self.mesh, m, kind, "R"), f"{kind} on mesh dim {m}"
+            where = f"{kind} on mesh dim {m}"
+            self.makers.append(lambda: with_summands(whole, self.mesh, m, kind, "R").requires_grad_(self.grad))
         else:
             where = r.choice(choices(whole, self.mesh.ndim, True))
-            ours = place(whole, self.mesh, *where)
+            self.makers.append(lambda: place(whole, self.mesh, *where).requires_grad_(self.grad))
         self.lines.append(f"{len(self.ours)} = {sizes} {where}")
-        self.plain.append(whole.clone().requires_grad_(self.grad))
-        self.ours.append(ours.requires_grad_(self.grad))
+        self._keep(whole.clone().requires_grad_(self.grad), self.makers[-1]())
 
     def _redistribute(self) -> None:
         from shardtensor import Replicate, Shard
@@ -386,12 +430,15 @@ class Program:
         to = [Replicate() if d == self.plain[i].ndim else Shard(d) for d in dims]
         self.lines.append(f"{len(self.ours)} = {i}.redistribute({to})")
         # A new value or the same tensor, in an order in memory of its own: so it is copied.
-        moved = lambda x: x.redistribute(placements=to) if x is self.ours[i] else x  # noqa: E731
-        self._both("redistribute", lambda x: moved(x).clone(memory_format=torch.contiguous_format), [i], False)
+        copied = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
+        moved = lambda x: copied(x.redistribute(placements=to))  # noqa: E731
+        self._both("redistribute", lambda x: moved(x) if x is self.ours[i] else copied(x), [i], False, moved)
 
     def _step(self) -> None:
         r = self.rng
         op = r.choice(r.choice(OPS))
+        if op.name in self.without:
+            return
         suited = [t for t in range(len(self.plain)) if self.plain[t].ndim >= op.ndim]
         operands = [(i,) for i in suited]
         if op.fits:
@@ -406,13 +453,16 @@ class Program:
             return
         draws = r.random()
         self.lines.append(f"{'' if op.writes else f'{len(self.ours)} = '}{op.name} of {', '.join(self._described(i) for i in at)}")
-        self._both(op.name, lambda *tensors: op.run(Random(draws), *tensors), at, op.writes)
+        kept = Kept(Random(draws))
+        first = self.ours[at[0]]
+        run = lambda x, *rest: op.run(Random(draws) if x is first else kept, x, *rest)  # noqa: E731
+        self._both(op.name, run, at, op.writes, lambda *tensors: op.run(Again(kept.given), *tensors))
 
     def _described(self, i: int) -> str:
         return f"{i} {list(self.plain[i].shape)} {self.ours[i].placements}"
 
-    def _both(self, name: str, run: Callable[..., Any], at: list[int], writes: bool) -> None:
-        got = self._together(name, lambda: run(*(self.ours[i] for i in at)), NotImplementedError, *REFUSED)
+    def _both(self, name: str, run: Callable[..., Any], at: list[int], writes: bool, again: Callable[..., Any]) -> None:
+        got = self.together(name, lambda: run(*(self.ours[i] for i in at)), NotImplementedError, *REFUSED)
         if isinstance(got, Exception) and (isinstance(got, NotImplementedError) or any(t in str(got) for t in REFUSED)):
             return
         try:
@@ -427,13 +477,19 @@ class Program:
             if SHARED in str(got):
                 raise _EndsHere from got
             raise got
+        self.steps.append(Step(again, [self.numbers[i] for i in at], None if writes else self.made))
         if writes:
             for k in reversed(range(len(self.ours))):
                 self._compare(k)
         else:
-            self.plain.append(want)
-            self.ours.append(got)
+            self._keep(want, got)
             self._compare(len(self.ours) - 1)
+
+    def _keep(self, plain: torch.Tensor, ours: Any) -> None:
+        self.plain.append(plain)
+        self.ours.append(ours)
+        self.numbers.append(self.made)
+        self.made += 1
 
     def _compare(self, k: int) -> None:
         """Forgets what can no longer be read."""
@@ -442,7 +498,7 @@ class Program:
         ours, plain = self.ours[k], self.plain[k]
         assert isinstance(ours, st.ShardTensor), f"{k} is {type(ours)}"
         assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), f"{k}: {ours.shape} {ours.dtype}"
-        read = self._together("read", lambda: ours.detach().full_tensor(), *REFUSED)
+        read = self.together("read", lambda: ours.detach().full_tensor(), *REFUSED)
         if isinstance(read, Exception) or _unreadable(plain):
             assert not _unreadable(plain) or _unreadable(ours), f"{k}: torch alone refuses its grad_fn"
             self._drop(k)
@@ -454,11 +510,11 @@ class Program:
         assert ours.requires_grad == plain.requires_grad, f"{k}: requires_grad is {ours.requires_grad}"
         assert ours.is_leaf == plain.is_leaf, f"{k}: is_leaf is {ours.is_leaf}"
 
-    def _together(self, name: str, run: Callable[[], Any], *known: Any) -> Any:
+    def together(self, name: str, run: Callable[[], Any], *known: Any) -> Any:
         """What it returns or raises, which is of one kind on all ranks; raises what is not known where torch would not."""
         try:
             out = run()
-            outcome = "right"
+            outcome = "compiled" if name == "compiled" else "right"
         except Exception as error:
             out, outcome = error, next((f"refused: {t}" for t in known if isinstance(t, str) and t in str(error)), "raises")
             if isinstance(error, NotImplementedError):
@@ -473,7 +529,7 @@ class Program:
         return out
 
     def _drop(self, k: int) -> None:
-        del self.ours[k], self.plain[k]
+        del self.ours[k], self.plain[k], self.numbers[k]
         self.lines.append(f"forget {k}")
 
     def _forget(self) -> None:
@@ -498,9 +554,9 @@ class Program:
         of_plain, of_ours = (sum(side) for side in zip(*losses, strict=True))
         leaves, our_leaves = zip(*self.leaves, strict=True)
         self.lines.append("backward")
-        got = self._together("backward", lambda: torch.autograd.grad(of_ours, our_leaves, allow_unused=True), *REFUSED)
+        got = self.together("backward", lambda: torch.autograd.grad(of_ours, our_leaves, allow_unused=True), *REFUSED)
         try:
-            want = torch.autograd.grad(of_plain, leaves, allow_unused=True)
+            want = torch.autograd.grad(of_plain, leaves, allow_unused=True, retain_graph=True)
         except RuntimeError as error:
             assert isinstance(got, Exception), f"torch alone raises {error!r}"
             return
@@ -530,17 +586,22 @@ def _unreadable(t: Any) -> bool:
     return False
 
 
-def run_programs(first: int, count: int, steps: int, mesh_shape: tuple[int, ...], grad: bool, dtype: str) -> Counter[str]:
-    """Called on every rank. What the steps came to."""
+def run_programs(
+    first: int, count: int, steps: int, mesh_shape: tuple[int, ...], grad: bool, dtype: str, backend: str | None = None
+) -> Counter[str]:
+    """Called on every rank. What the steps came to; with a backend also what the whole programs did, compiled."""
+    import compiled_programs
     import shardtensor as st
     from oracle import mesh_of
 
     outcomes: Counter[str] = Counter()
     for seed in range(first, first + count):
-        program = Program(seed, mesh_of(mesh_shape), grad, getattr(torch, dtype))
+        program = Program(seed, mesh_of(mesh_shape), grad, getattr(torch, dtype), compiled_programs.NOT_TRACED if backend else ())
         try:
             with st.implicit_replication():
                 program.run(steps)
+                if backend:
+                    compiled_programs.compare(program, backend)
         except _EndsHere:
             pass
         except Exception as error:
@@ -562,13 +623,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--grad", action="store_true")
     parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--compile", metavar="BACKEND")
     options = parser.parse_args()
     shape = tuple(int(n) for n in options.mesh.split("x"))
     pool = Pool(math.prod(shape))
     outcomes: Counter[str] = Counter()
     failed = 0
     for first in range(options.first, options.first + options.count, BATCH):
-        arguments = first, BATCH, options.steps, shape, options.grad, options.dtype
+        arguments = first, BATCH, options.steps, shape, options.grad, options.dtype, options.compile
         try:
             outcomes += pool.run("programs:run_programs", *arguments, seconds=120)[0]
         except RankError as error:

@@ -1,4 +1,4 @@
-"""Some random programs, the same at every run; programs.py runs any number of others."""
+"""Some random programs, the same at every run, eager and compiled; programs.py runs any number of others."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def test_programs(pools, mesh, dtype, grad):
     outcomes = pools(world).run("programs:run_programs", 0, COUNT, STEPS, shape, grad, dtype)
     assert all(o == outcomes[0] for o in outcomes)
     assert outcomes[0]["right"] > 0.6 * outcomes[0].total() > 60, outcomes[0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled(pools, grad):
+    """Each as one graph."""
+    outcomes = pools(3).run("programs:run_programs", 0, COUNT, 10, (3,), grad, "float64", "aot_eager")
+    assert all(o == outcomes[0] for o in outcomes)
+    assert outcomes[0]["compiled"] > 0.5 * COUNT, outcomes[0]
