@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from programs import Program
 
-# Ops that no graph takes: what they give depends on values; and two that test_compile.py lists as refused.
-NOT_TRACED = {"masked", "masked_select", "nonzero", "unique", "mask_set", "batch_norm", "interpolate"}
+# Ops that no graph takes: what they give depends on values.
+NOT_TRACED = {"masked", "masked_select", "nonzero", "unique", "mask_set"}
 # What compiling may raise, on all ranks.
-# A leaf without elements; a leaf that is given other sizes in place, which torch does not trace.
-REFUSED = ["Trying to resize storage", "mutate the input tensor's metadata"]
+# A leaf that is given other sizes in place, which torch does not trace; a gradient of all results that needs what has been written since.
+REFUSED = ["mutate the input tensor's metadata", "modified by an inplace operation"]
 
 
 def as_function(program: Program) -> Callable[..., list[torch.Tensor]]:

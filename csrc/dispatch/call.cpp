@@ -277,7 +277,8 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
     const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
-    auto moved = C10_UNLIKELY(r.impl && r.impl->traced() && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
+    auto moved =
+        C10_UNLIKELY(r.impl && r.impl->traced() && !written && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
