@@ -1029,6 +1029,9 @@ def refused():
     def by_values(x):
         return torch.poisson(x)
 
+    def selected(x):
+        return x[x > 0] * 2
+
     def lasting(x):
         shardtensor.set_promotion_mode("replicate")
         return x * torch.ones(6)
@@ -1038,6 +1041,7 @@ def refused():
         (infer, "the ranks ask each other"),
         (check, "the ranks ask each other"),
         (by_values, "depends on a tensor's values"),
+        (selected, "depends on a tensor's values"),
         (lasting, "cannot set a mode of shardtensor"),
         (mapped, "the ranks ask each other"),
     ):
@@ -1090,3 +1094,22 @@ def between_meshes():
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_move_between_meshes_says_why(pools, world):
     pools(world).run(f"{__name__}:between_meshes")
+
+
+def old_torch():
+    """The version is said by hand: torch 2.11 itself is tried apart from the suite."""
+    from shardtensor import _compile
+
+    x, installed = spread(torch.ones(7, 6)), _compile._TORCH
+    _compile._TORCH = (2, 11)
+    try:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"cannot compile functions of ShardTensors; torch 2\.15 can"):
+            torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(x)
+        torch.testing.assert_close(_whole(x * 2), torch.full((7, 6), 2.0))
+    finally:
+        _compile._TORCH = installed
+
+
+def test_older_torch_says_so(pools):
+    pools(2).run(f"{__name__}:old_torch")

@@ -20,7 +20,12 @@ int64_t hint_of(const c10::SymInt& n) {
     return *number;
   }
   pybind11::gil_scoped_acquire gil;
-  return pybind11::cast(n).attr("node").attr("hint").cast<int64_t>();
+  const auto hint = pybind11::cast(n).attr("node").attr("hint");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !hint.is_none(),
+      "shardtensor: a size that depends on a tensor's values, as of what a mask selects, cannot be traced into a "
+      "graph (torch.compile, export). Do it outside of the compiled function, or use torch.where() or masked_fill()");
+  return pybind11::object(hint).cast<int64_t>();
 }
 
 SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local) {
