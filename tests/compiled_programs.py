@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from programs import Program
 
-# Ops that no graph takes: what they give depends on values.
-NOT_TRACED = {"masked", "masked_select", "nonzero", "unique", "mask_set"}
+# Ops that no graph takes: what they do depends on values (cov's in torch too).
+NOT_TRACED = {"cov", "masked", "masked_select", "nonzero", "unique", "mask_set"}
 # What compiling may raise, on all ranks.
-# A leaf that is given other sizes in place, which torch does not trace; a gradient of all results that needs what has been written since.
-REFUSED = ["mutate the input tensor's metadata", "modified by an inplace operation"]
+# A leaf that is given other sizes in place, which torch does not trace; a gradient of all results that needs what has been written since;
+# a mask without dims, as in torch.
+REFUSED = ["data-dependent expression", "mutate the input tensor's metadata", "modified by an inplace operation"]
 
 
 def as_function(program: Program) -> Callable[..., list[torch.Tensor]]:

@@ -146,6 +146,11 @@ def is_of_ours() -> bool:
     return any(guard.create_fn is _add_guards for guard in guards)
 
 
+def may_be_of_ours() -> bool:
+    """The same, and outside of dynamo, where nobody can tell."""
+    return TracingContext.try_get() is None or is_of_ours()
+
+
 def _state_of_modes() -> tuple[int, int, int | None, bool]:
     """What changes what an op does: promotion, strict mode, plain targets, users' handlers. What mesh a function takes that is given
     none, and whether graphs may run."""

@@ -1,6 +1,6 @@
 """torch._functorch.partitioners: what of a graph goes forward and backward. Graphs of different ranks hold different sizes, and torch takes
-them apart one by one. What ranks call together stays as eager mode has it, in the order in which it was traced. All versions; seen in
-torch 2.15."""
+them apart one by one. What ranks call together stays as eager mode has it, in the order in which it was traced. Graphs without
+ShardTensors are left alone. All versions; seen in torch 2.15."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from torch.fx.node import _side_effectful_functions
 from torch.utils.checkpoint import CheckpointPolicy
 
+from shardtensor._compile import may_be_of_ours
+
 
 def patch(partitioners: Any) -> None:
     if hasattr(partitioners, "force_save_collectives"):
         partitioners.force_save_collectives = _keep_in_place(partitioners.force_save_collectives)
     if hasattr(partitioners, "fx_graph_cse"):
         partitioners.fx_graph_cse = _keep_collectives_apart(partitioners.fx_graph_cse)
-    if hasattr(partitioners, "is_not_collective"):  # what a partitioner keeps though nothing uses it
-        partitioners.is_not_collective = lambda node: True
+    if hasattr(partitioners, "is_not_collective"):
+        partitioners.is_not_collective = _keep_unused(partitioners.is_not_collective)
     if hasattr(partitioners, "reordering_to_mimic_autograd_engine"):
         partitioners.reordering_to_mimic_autograd_engine = _keep_order(partitioners.reordering_to_mimic_autograd_engine)
 
@@ -33,6 +35,8 @@ def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], N
 
     def keep(joint_module: torch.fx.GraphModule) -> None:
         keep_collectives(joint_module)
+        if not may_be_of_ours():
+            return
         for node in joint_module.graph.nodes:
             if _is_collective(node) or _is_key(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -42,13 +46,18 @@ def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], N
     return keep
 
 
+def _keep_unused(is_not_collective: Callable[[torch.fx.Node], bool]) -> Callable[[torch.fx.Node], bool]:
+    """One of torch's partitioners drops what only this function is false for, where nothing uses it."""
+    return lambda node: may_be_of_ours() or is_not_collective(node)
+
+
 def _keep_order(reorder: Callable[..., Any]) -> Callable[..., Any]:
     """torch calls what the backward computes when something needs it, and drops what nothing does."""
 
     def reordered(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         after = reorder(module)
         calls = [node for node in module.graph.nodes if _is_collective(node)]
-        if not calls:
+        if not calls or not may_be_of_ours():
             return after  # type: ignore[no-any-return]
         return torch.fx.GraphModule(module, _sorted(calls, list(module.graph.nodes), [node.name for node in after.graph.nodes]))
 
@@ -82,7 +91,7 @@ def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[.
     piece of both tensors sends the same nothing twice, and would make one call where its peers make two."""
 
     def merge(graph: torch.fx.Graph, **options: Any) -> Any:
-        collectives = {n.target for n in graph.nodes if _is_collective(n)}
+        collectives = {n.target for n in graph.nodes if _is_collective(n)} if may_be_of_ours() else set()
         added = collectives - _side_effectful_functions
         _side_effectful_functions.update(added)
         try:
