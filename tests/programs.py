@@ -385,6 +385,7 @@ class Program:
         self.steps: list[Step] = []
         self.lines: list[str] = []
         self.outcomes: Counter[str] = Counter()
+        self.without_gradients = False
         for _ in range(3):
             self._leaf()
         self.leaves = list(zip(self.plain, self.ours, strict=True))
@@ -559,8 +560,10 @@ class Program:
             want = torch.autograd.grad(of_plain, leaves, allow_unused=True, retain_graph=True)
         except RuntimeError as error:
             assert isinstance(got, Exception), f"torch alone raises {error!r}"
+            self.without_gradients = True
             return
         if isinstance(got, NotImplementedError):
+            self.without_gradients = True
             return
         if isinstance(got, Exception):
             raise got
