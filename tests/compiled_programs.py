@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from programs import Program
 
-# Ops that no graph takes: what they do depends on values (cov's in torch too).
-NOT_TRACED = {"cov", "masked", "masked_select", "nonzero", "unique", "mask_set"}
+# Ops that no graph takes: what they do depends on values (cov's in torch too); and unfold, for a graph of torch zeroes what lies between
+# the windows of one that is written.
+NOT_TRACED = {"cov", "masked", "masked_select", "nonzero", "unique", "mask_set", "unfold"}
 # What compiling may raise, on all ranks.
 # A leaf that is given other sizes in place, which torch does not trace; a mask without dims, as in torch.
 REFUSED = ["data-dependent expression", "mutate the input tensor's metadata"]
