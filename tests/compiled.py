@@ -208,16 +208,16 @@ def _agree(mine: str, more: str) -> None:
 def main() -> None:
     import argparse
 
-    from pool import Pool, RankError
+    from pool import Pool, RankError, parse_mesh
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mesh", default="3", help="its shape, such as 2x2")
+    parser.add_argument("--mesh", type=parse_mesh, default="3", help="its shape, such as 2x2")
     parser.add_argument("--first", type=int, default=0, help="of a case's choices of placements and cuts")
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    shape = tuple(int(n) for n in options.mesh.split("x"))
+    shape = options.mesh
     pool = Pool(math.prod(shape))
     counts: Counter[str] = Counter()
     for name in options.names or FAMILIES:

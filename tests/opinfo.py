@@ -388,17 +388,17 @@ def main() -> None:
     import time
     from collections import Counter
 
-    from pool import Pool, RankError
+    from pool import Pool, RankError, parse_mesh
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mesh", default="3", help="its shape, such as 2x2")
+    parser.add_argument("--mesh", type=parse_mesh, default="3", help="its shape, such as 2x2")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--layouts", type=int, default=LAYOUTS)
     parser.add_argument("--dtype")
     parser.add_argument("--times", action="store_true", help="say how long each op took")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    shape = tuple(int(n) for n in options.mesh.split("x"))
+    shape = options.mesh
     pool = Pool(math.prod(shape))
     counts: Counter[str] = Counter()
     for name in options.names or list(database()):

@@ -86,6 +86,11 @@ def _serve(rank: int, world: int, backend: str, store: str, pipe: Any) -> None:
             pipe.send(("error", traceback.format_exc()))
 
 
+def parse_mesh(text: str) -> tuple[int, ...]:
+    """A mesh's shape as the command lines take it: 2x2."""
+    return tuple(int(n) for n in text.split("x"))
+
+
 class Pool:
     def __init__(self, world: int, backend: str = "gloo") -> None:
         self.world = world

@@ -617,10 +617,10 @@ def run_programs(
 def main() -> None:
     import argparse
 
-    from pool import Pool, RankError
+    from pool import Pool, RankError, parse_mesh
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mesh", default="3", help="its shape, such as 2x2")
+    parser.add_argument("--mesh", type=parse_mesh, default="3", help="its shape, such as 2x2")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--steps", type=int, default=25)
@@ -628,7 +628,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--compile", metavar="BACKEND")
     options = parser.parse_args()
-    shape = tuple(int(n) for n in options.mesh.split("x"))
+    shape = options.mesh
     pool = Pool(math.prod(shape))
     outcomes: Counter[str] = Counter()
     failed = 0

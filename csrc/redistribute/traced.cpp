@@ -125,11 +125,14 @@ at::Tensor gather(const at::Tensor& local, int64_t dim, const Lengths& lengths, 
 
 at::Tensor reduce_scatter(
     const at::Tensor& summand, int64_t dim, const Lengths& lengths, const Mesh& mesh, int64_t m, ReduceOp op) {
-  const auto& mine = lengths[mesh.coordinate()[m]];
-  const auto n = mesh.size(m);
   const bool even = alike(lengths);
+  if (even && dim == 0) {
+    return graph::reduce_scatter(summand, mesh, m, op);
+  }
+  const auto& mine = lengths[mesh.coordinate()[m]];
   auto pieces = summand.split_with_sizes_symint(lengths, dim);
   if (!even && !worth_padding(lengths)) {
+    const auto n = mesh.size(m);
     const auto sent = times(lengths, rest_of(summand.sym_sizes(), dim));
     const Lengths received(n, sent[mesh.coordinate()[m]]);
     auto sizes = summand.sym_sizes().vec();
@@ -138,14 +141,10 @@ at::Tensor reduce_scatter(
     const auto summands = graph::all_to_all(flat(std::move(pieces)), received, sent, mesh, m).view_symint(sizes);
     return op == ReduceOp::Avg ? summands.mean(0) : summands.sum(0);
   }
-  auto all = summand;
-  if (!even || dim != 0) {
-    for (size_t c = 0; c < pieces.size() && !even; ++c) {
-      pieces[c] = padded(pieces[c], dim, longest(lengths));
-    }
-    all = at::cat(pieces, 0);
+  for (size_t c = 0; c < pieces.size() && !even; ++c) {
+    pieces[c] = padded(pieces[c], dim, longest(lengths));
   }
-  const auto out = graph::reduce_scatter(all, mesh, m, op);
+  const auto out = graph::reduce_scatter(at::cat(pieces, 0), mesh, m, op);
   return even ? out : out.narrow_symint(dim, 0, mine);
 }
 

@@ -145,19 +145,19 @@ ShardTensorImpl::ShardTensorImpl(
   set_sizes_and_strides(sizes, strides, offset);
 }
 
-ShardTensorImpl::Numbers& ShardTensorImpl::numbers() const {
-  if (!numbers_) {
-    numbers_ = std::make_unique<Numbers>();
+ShardTensorImpl::InGraph& ShardTensorImpl::in_graph() const {
+  if (!in_graph_) {
+    in_graph_ = std::make_unique<InGraph>();
   }
-  return *numbers_;
+  return *in_graph_;
 }
 
 IntArrayRef ShardTensorImpl::sizes_custom() const {
-  return is_symbolic() ? IntArrayRef(numbers().sizes = guarded(sym_sizes())) : TensorImpl::sizes_custom();
+  return is_symbolic() ? IntArrayRef(in_graph().sizes = guarded(sym_sizes())) : TensorImpl::sizes_custom();
 }
 
 IntArrayRef ShardTensorImpl::strides_custom() const {
-  return is_symbolic() ? IntArrayRef(numbers().strides = guarded(sym_strides())) : TensorImpl::strides_custom();
+  return is_symbolic() ? IntArrayRef(in_graph().strides = guarded(sym_strides())) : TensorImpl::strides_custom();
 }
 
 int64_t ShardTensorImpl::numel_custom() const {
@@ -172,7 +172,7 @@ IntArrayRef ShardTensorImpl::sizes_hint() const {
   if (!is_symbolic()) {
     return sizes_and_strides_.sizes_arrayref();
   }
-  auto& hint = numbers().hint;
+  auto& hint = in_graph().hint;
   hint.clear();
   for (const auto& n : sym_sizes()) {
     hint.push_back(hint_of(n));
@@ -208,7 +208,7 @@ uint64_t ShardTensorImpl::writes_before() const {
 }
 
 at::Tensor ShardTensorImpl::moved_to(const Layout& layout) const {
-  for (const auto& m : moved_) {
+  for (const auto& m : in_graph().moved) {
     if (m.layout.get() == &layout && m.writes == writes_before()) {
       return m.local;
     }
@@ -218,8 +218,9 @@ at::Tensor ShardTensorImpl::moved_to(const Layout& layout) const {
 
 void ShardTensorImpl::keep_moved(const LayoutPtr& layout, at::Tensor local) const {
   const auto is_it = [&](const Moved& m) { return m.layout == layout; };
-  moved_.erase(std::remove_if(moved_.begin(), moved_.end(), is_it), moved_.end());
-  moved_.push_back({layout, std::move(local), writes_before()});
+  auto& moved = in_graph().moved;
+  moved.erase(std::remove_if(moved.begin(), moved.end(), is_it), moved.end());
+  moved.push_back({layout, std::move(local), writes_before()});
 }
 
 void* ShardTensorImpl::kept() const {

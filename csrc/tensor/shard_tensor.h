@@ -162,22 +162,22 @@ class ShardTensorImpl final : public c10::TensorImpl {
     int64_t offset;
     caffe2::TypeMeta dtype;
   };
-  struct Numbers {
-    Sizes sizes, strides, hint;
-  };
-  Numbers& numbers() const;
   struct Moved {
     LayoutPtr layout;
     at::Tensor local;
     uint64_t writes; // of this tensor before
   };
   uint64_t writes_before() const;
+  struct InGraph {
+    Sizes sizes, strides, hint; // read off symbols
+    std::vector<Moved> moved;
+  };
+  InGraph& in_graph() const;
 
   at::Tensor local_;
   LayoutPtr layout_;
   bool traced_;
-  mutable std::unique_ptr<Numbers> numbers_; // read off symbolic sizes
-  mutable std::vector<Moved> moved_;
+  mutable std::unique_ptr<InGraph> in_graph_; // no eager tensor has one
   std::unique_ptr<Kept> kept_;
   mutable std::atomic<bool> has_storage_{false};
   bool broken_view_ = false;

@@ -230,17 +230,8 @@ def _refuse(what: str, why: str, way_out: str) -> None:
 
 def stable_hash(t: ShardTensor) -> str:
     """In the key of a graph: it holds this rank's sizes, its place in the mesh, and the names of process groups."""
-    local, spec = t._local_tensor, t._spec
-    assert spec.tensor_meta is not None
-    parts = (
-        code(),
-        text_of(t._layout.mesh),
-        spec.placements,
-        spec.shard_order,
-        (spec.tensor_meta.dtype, tuple(map(str, t.shape)), tuple(map(str, t.stride()))),
-        (tuple(map(str, local.shape)), tuple(map(str, local.stride())), str(local.device)),
-        t.requires_grad,
-    )
+    local = t._local_tensor
+    parts = code(), text_of(t._layout.mesh), flatten(t)[1], local.shape, local.stride(), local.device
     return hash_of(repr(parts).encode())
 
 
