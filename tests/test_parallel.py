@@ -27,16 +27,16 @@ class MLP(nn.Module):
 class Attention(nn.Module):
     """Whatever heads this rank finds in its features."""
 
-    def __init__(self, heads: int, head_dim: int):
+    def __init__(self, heads: int, head_dim: int, kv_heads: int | None = None):
         super().__init__()
-        width = heads * head_dim
-        self.head_dim = head_dim
-        self.q, self.k, self.v = (nn.Linear(6, width, bias=False, dtype=DOUBLE) for _ in range(3))
-        self.out = nn.Linear(width, 6, dtype=DOUBLE)
+        self.head_dim, self.group = head_dim, heads // (kv_heads or heads)
+        counts = (heads, kv_heads or heads, kv_heads or heads)
+        self.q, self.k, self.v = (nn.Linear(6, n * head_dim, bias=False, dtype=DOUBLE) for n in counts)
+        self.out = nn.Linear(heads * head_dim, 6, dtype=DOUBLE)
 
     def forward(self, x):
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, *(t.repeat_interleave(self.group, 1) for t in (k, v)), is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -104,13 +104,17 @@ def test_two_linears(pools, world, hidden, local):
         assert backward == {"all_reduce": 1}  # the input's gradient
 
 
-def heads(count):
+def heads(count, kv_heads=None):
+    """README's plan."""
     from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plain = Attention(count, 2)
+    head_dim, kv_heads = 2, kv_heads or count
+    plain = Attention(count, head_dim, kv_heads)
     ours = copy.deepcopy(plain)
-    columns = {name: ColwiseParallel(multiple_of=2, use_local_output=False) for name in "qkv"}
-    parallelize_module(ours, mesh_here(), {**columns, "out": RowwiseParallel(multiple_of=2)})
+    group = count // kv_heads * head_dim
+    plan = {"q": ColwiseParallel(multiple_of=group, use_local_output=False), "out": RowwiseParallel(multiple_of=group)}
+    plan |= {name: ColwiseParallel(multiple_of=head_dim, use_local_output=False) for name in "kv"}
+    parallelize_module(ours, mesh_here(), plan)
     x = torch.randn(2, 5, 6, dtype=DOUBLE)
     out, forward = counted(lambda: ours(x))
     want = plain(x)
@@ -128,6 +132,16 @@ def test_uneven_heads_stay_whole(pools, world, count):
     assert all(forward == {"all_reduce": 1} for forward, _ in results)
     rows = [n for _, n in results]
     assert sum(rows) == 2 * count and all(n % 2 == 0 for n in rows)
+
+
+@pytest.mark.parametrize(
+    ("count", "kv_heads", "world"), [(4, 1, 2), (4, 1, 3), (6, 2, 3), (8, 2, 3), (6, 3, 2), (8, 4, 2), (8, 4, 3), (32, 8, 3)]
+)
+def test_grouped_heads_stay_together(pools, count, kv_heads, world):
+    for forward, rows in pools(world).run(f"{__name__}:heads", count, kv_heads):
+        if kv_heads > 1:  # a single one's features are cut again when it is viewed as a head, and then gathered
+            assert forward == {"all_reduce": 1}
+        assert rows % (2 * count // kv_heads) == 0
 
 
 def embeddings(style):
