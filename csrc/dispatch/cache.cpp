@@ -29,12 +29,16 @@ ThreadCaches& caches() {
 
 } // namespace
 
+int64_t Cache::generation() {
+  return g_generation.load(std::memory_order_relaxed);
+}
+
 Cache& Cache::of(int32_t op) {
   auto& all = caches();
-  const auto generation = g_generation.load(std::memory_order_relaxed);
-  if (all.generation != generation) {
+  const auto now = generation();
+  if (all.generation != now) {
     all.by_op.clear();
-    all.generation = generation;
+    all.generation = now;
   }
   if (static_cast<size_t>(op) >= all.by_op.size()) {
     all.by_op.resize(op + 1);

@@ -5,7 +5,6 @@
 #include "rules/resolve.h"
 
 #include <bit>
-#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -16,7 +15,22 @@ struct CacheInfo; // handler.h
 class Key {
  public:
   // What a word of a non-tensor argument stands for.
-  enum Tag : uint64_t { kNone = 1, kInt, kTrue, kFalse, kDouble, kInts, kString, kDevice, kList, kSizes, kSymbols, kOpaque };
+  enum Tag : uint64_t {
+    kNone = 1,
+    kInt,
+    kTrue,
+    kFalse,
+    kDouble,
+    kComplex,
+    kUnsigned,
+    kInts,
+    kString,
+    kDevice,
+    kList,
+    kSizes,
+    kSymbols,
+    kOpaque
+  };
 
   void push(uint64_t word) {
     words_.push_back(word);
@@ -26,10 +40,22 @@ class Key {
     push(static_cast<uint64_t>(tag));
     push(word);
   }
-  void push(double value) {
-    uint64_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    push(kDouble, bits);
+  void push_scalar(const c10::Scalar& v) {
+    if (v.isSymbolic()) {
+      push(kOpaque); // its value is not known
+    } else if (v.isBoolean()) {
+      push(v.toBool() ? kTrue : kFalse);
+    } else if (v.isFloatingPoint()) {
+      push(kDouble, std::bit_cast<uint64_t>(v.toDouble()));
+    } else if (v.isComplex()) {
+      const auto z = v.toComplexDouble();
+      push(kComplex, std::bit_cast<uint64_t>(z.real()));
+      push(std::bit_cast<uint64_t>(z.imag()));
+    } else if (v.isUnsigned()) { // too large for int64_t
+      push(kUnsigned, v.toUInt64());
+    } else {
+      push(kInt, static_cast<uint64_t>(v.toLong()));
+    }
   }
   void push_all(c10::ArrayRef<int64_t> words) {
     for (const auto w : words) {
@@ -57,28 +83,29 @@ class Cache {
   // `sized`: the op's rule reads sizes. Otherwise a solution that has weighed bytes is kept by sizes too: it must not depend
   // on what this rank has seen before, or ranks could choose differently.
   template <typename AddSizes, typename Solve>
-  rules::SolutionPtr get(bool sized, Key& key, const AddSizes& add_sizes, const Solve& solve) {
-    if (!sized) {
-      const auto* hit = find(key);
-      if (hit && !(*hit)->sized) {
-        return *hit;
-      }
-      if (!hit) {
-        auto solution = solve();
-        put(key, solution);
-        if (solution->sized) {
-          add_sizes(key);
-          put(std::move(key), solution);
-        }
-        return solution;
+  static rules::SolutionPtr get(int32_t op, bool sized, Key& key, const AddSizes& add_sizes, const Solve& solve) {
+    auto& known = of(op);
+    const auto* hit = sized ? nullptr : known.find(key);
+    if (hit && !(*hit)->sized) {
+      return *hit;
+    }
+    if (sized || hit) {
+      add_sizes(key);
+      if (const auto* found = known.find(key)) {
+        return *found;
       }
     }
-    add_sizes(key);
-    if (const auto* found = find(key)) {
-      return *found;
+    const auto asked = generation();
+    auto solution = solve(); // a log handler may run Python, which may clear the tables: `known` and `hit` are gone
+    if (asked != generation()) {
+      return solution; // found under modes that hold no more
     }
-    auto solution = solve();
-    put(std::move(key), solution);
+    auto& now = of(op);
+    now.put(key, solution);
+    if (!sized && !hit && solution->sized) {
+      add_sizes(key);
+      now.put(std::move(key), solution);
+    }
     return solution;
   }
 
@@ -87,6 +114,7 @@ class Cache {
   const rules::SolutionPtr* find(const Key& key);
 
  private:
+  static int64_t generation(); // of all threads' tables: rises when they are cleared
   void put(Key key, rules::SolutionPtr solution);
 
   struct Entry {

@@ -42,8 +42,8 @@ Call describe(const Op& op, const Stack& stack, size_t base, const Refs& refs, c
   for (const auto& r : refs) {
     const bool symbolic = is_symbolic(*r.tensor);
     call.tensors.push_back(
-        {r.arg, r.index, (op.mutated >> r.arg & 1) != 0, r.impl ? &r.impl->layout() : &replicated, sizes_of(r),
-         r.tensor->scalar_type(), symbolic && !op.strided ? c10::IntArrayRef() : r.tensor->strides(),
+        {r.arg, r.index, (op.mutated >> r.arg & 1) != 0, (op.outputs >> r.arg & 1) != 0, r.impl ? &r.impl->layout() : &replicated,
+         sizes_of(r), r.tensor->scalar_type(), symbolic && !op.strided ? c10::IntArrayRef() : r.tensor->strides(),
          symbolic && !op.strided ? 0 : r.tensor->storage_offset(),
          nominal_bytes(r.tensor->sym_sizes(), r.tensor->element_size())});
   }
@@ -71,12 +71,8 @@ const MeshPtr& mesh_of(const Op& op, const Refs& refs) {
 void key_of(const IValue& v, Key& key) {
   if (v.isNone()) {
     key.push(Key::kNone);
-  } else if (v.isInt()) {
-    key.push(Key::kInt, static_cast<uint64_t>(v.toInt()));
-  } else if (v.isBool()) {
-    key.push(v.toBool() ? Key::kTrue : Key::kFalse);
-  } else if (v.isDouble()) {
-    key.push(v.toDouble());
+  } else if (v.isScalar() || v.isUnsigned()) {
+    key.push_scalar(v.toScalar());
   } else if (v.isIntList()) {
     const auto list = v.toIntList();
     key.push(Key::kInts, list.size());
@@ -94,7 +90,7 @@ void key_of(const IValue& v, Key& key) {
       key_of(x, key);
     }
   } else {
-    key.push(Key::kOpaque); // generators, complex numbers: no rule looks at them
+    key.push(Key::kOpaque); // a generator: no rule looks at it
   }
 }
 
@@ -108,7 +104,7 @@ void key_of(const Op& op, const Refs& refs, Key& key) {
     key.push(
         (r.impl ? static_cast<uint64_t>(r.impl->layout().id()) : 0) | static_cast<uint64_t>(r.arg) << 40 |
         static_cast<uint64_t>(shape.size()) << 48 | static_cast<uint64_t>(r.tensor->scalar_type()) << 54);
-    key.push(ones | static_cast<uint64_t>(static_cast<uint16_t>(r.index)) << 16);
+    key.push(ones | static_cast<uint64_t>(static_cast<uint32_t>(r.index)) << 16);
     if (shape.size() > 16) {
       key.push_all(shape);
     }
@@ -214,8 +210,8 @@ SolutionPtr known_for_sizes(const Op& op, const Stack& stack, size_t base, const
 
 SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   auto key = key_for(op, stack, base, refs);
-  auto solution = Cache::of(op.id).get(
-      op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
+  auto solution = Cache::get(
+      op.id, op.sized, key, [&](Key& k) { add_sizes(refs, k); }, [&] { return solve(op, stack, base, refs); });
   if (C10_UNLIKELY(any_symbolic(refs))) {
     settle_sizes(op, refs, *solution);
   }
@@ -307,7 +303,7 @@ c10::SmallVector<Run::At, 4> after_moves(const Refs& refs, const Solution& solut
 
 void carry_back(const Op& op, const Refs& refs, const Solution& solution, const Locals& locals) {
   for (size_t i = 0; i < refs.size(); ++i) {
-    if (!(solution.write_back >> i & 1)) {
+    if (!solution.write_back.has(i)) {
       continue;
     }
     auto* self = refs[i].impl;
@@ -626,7 +622,7 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   if (op.outputs) {
     check_outputs(op, *solution, refs, locals);
   }
-  if (solution->write_back) {
+  if (!solution->write_back.empty()) {
     carry_back(op, refs, *solution, locals);
   }
   if (C10_UNLIKELY(!operands.empty())) {

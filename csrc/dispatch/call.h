@@ -18,12 +18,12 @@ namespace shardtensor {
 // One tensor among the arguments, as it came. It owns nothing: taking a reference to a tensor that Python knows costs the GIL.
 struct Ref {
   int16_t arg;
-  int16_t index; // in its list, or -1
+  int32_t index; // in its list, or -1
   const at::Tensor* tensor;
   ShardTensorImpl* impl; // null: plain
 
   Ref(size_t a, int64_t i, const at::Tensor& t)
-      : arg(static_cast<int16_t>(a)), index(static_cast<int16_t>(i)), tensor(&t), impl(as_shard_tensor(t)) {}
+      : arg(static_cast<int16_t>(a)), index(static_cast<int32_t>(i)), tensor(&t), impl(as_shard_tensor(t)) {}
 };
 using Refs = c10::SmallVector<Ref, 4>;
 

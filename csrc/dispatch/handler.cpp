@@ -59,19 +59,38 @@ void refuse_collective(const std::string& name) {
       "the pieces with redistribute() or full_tensor().");
 }
 
-// Ops that appear after import (torch.library) reach the key's fallback; each is described once.
+// Ops that appear after import (torch.library).
+struct LateOps {
+  std::mutex mutex;
+  std::unordered_map<std::string, const Op*> known;
+};
+LateOps& late_ops() {
+  static auto* late = new LateOps();
+  return *late;
+}
+
+// One of the same name may be defined again, as when a notebook's cell is run twice.
+struct ForgetLateOps final : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    auto& late = late_ops();
+    std::lock_guard<std::mutex> lock(late.mutex);
+    late.known.erase(c10::toString(op.operator_name()));
+  }
+};
+
+// They reach the key's fallback; each is described once.
 void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* stack) {
-  static std::mutex mutex;
-  static std::unordered_map<std::string, const Op*> known;
   const Op* op = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    auto& late = late_ops();
+    std::lock_guard<std::mutex> lock(late.mutex);
     auto name = c10::toString(handle_.operator_name());
-    auto it = known.find(name);
-    if (it == known.end()) {
+    auto it = late.known.find(name);
+    if (it == late.known.end()) {
       refuse_collective(name);
       ops().emplace_back(handle_);
-      it = known.emplace(std::move(name), &ops().back()).first;
+      it = late.known.emplace(std::move(name), &ops().back()).first;
     }
     op = it->second;
   }
@@ -119,7 +138,8 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
                                                  : ArgKind::TensorList);
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
       mutated |= uint64_t{1} << i;
-      outputs |= static_cast<uint64_t>(arguments[i].kwarg_only()) << i;
+      // aten writes such arguments without reading them; other libraries' ops may do both.
+      outputs |= static_cast<uint64_t>(arguments[i].kwarg_only() && is_known(name)) << i;
     }
   }
   for (const auto& r : schema_.returns()) {
@@ -165,6 +185,7 @@ int64_t install_handler() {
   static std::deque<torch::Library> libraries;
   static std::deque<c10::RegistrationHandleRAII> registrations;
   auto& dispatcher = c10::Dispatcher::singleton();
+  registrations.push_back(dispatcher.addRegistrationListener(std::make_unique<ForgetLateOps>()));
   auto& rest = libraries.emplace_back(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
   rest.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   for (const auto key : {c10::DispatchKey::SparsePrivateUse2, c10::DispatchKey::SparseCsrPrivateUse2}) {

@@ -25,8 +25,8 @@ struct Element {
   c10::SmallVector<size_t, 6> positions; // of refs among all refs
   SolutionPtr solution;                  // null: nothing moves
   bool plain = true;
-  at::Tensor result;   // where a kernel has made it
-  uint64_t copied = 0; // bit k: the local tensor of refs[k] is a copy that lies as the others do
+  at::Tensor result;        // where a kernel has made it
+  rules::OperandSet copied; // of refs: their local tensors are copies that lie as the others do
 };
 
 // The elements of the lists, and how many there are. Lists of another length than the first (amsgrad's empty one) are passed
@@ -35,7 +35,7 @@ std::vector<Element> elements_of(const Refs& refs) {
   std::vector<Element> out;
   const auto add = [&refs](Element& e, size_t i) {
     e.refs.push_back(refs[i]);
-    e.refs.back().index = std::min<int16_t>(refs[i].index, 0);
+    e.refs.back().index = std::min<int32_t>(refs[i].index, 0);
     e.positions.push_back(i);
     e.plain &= refs[i].impl == nullptr;
   };
@@ -139,7 +139,7 @@ void make_dense(Element& e, std::vector<at::Tensor>& locals) {
     auto& local = locals[e.positions[k]];
     if (!local.is_contiguous()) {
       local = local.contiguous();
-      e.copied |= uint64_t{1} << k;
+      e.copied.add(k);
     }
   }
 }
@@ -215,10 +215,10 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
     for (size_t k = 0; k < e.refs.size(); ++k) {
       const auto& owner = e.refs[k];
       const auto& local = locals[e.positions[k]];
-      if (e.solution && (e.solution->write_back >> k & 1)) {
+      if (e.solution && e.solution->write_back.has(k)) {
         at::Tensor(owner.impl->local())
             .copy_(move_for(op, owner, kWrittenBack, local, *e.solution->operands[k], owner.impl->layout()));
-      } else if ((e.copied >> k & 1) && (op.mutated >> owner.arg & 1)) {
+      } else if (e.copied.has(k) && (op.mutated >> owner.arg & 1)) {
         at::Tensor(owner.impl->local()).copy_(local);
       }
     }

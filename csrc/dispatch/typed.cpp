@@ -66,7 +66,7 @@ void push(Key& key, bool v) {
   key.push(v ? Key::kTrue : Key::kFalse);
 }
 void push(Key& key, double v) {
-  key.push(v);
+  key.push(Key::kDouble, std::bit_cast<uint64_t>(v));
 }
 void push(Key& key, at::ScalarType v) {
   push(key, static_cast<int64_t>(v));
@@ -89,15 +89,7 @@ void push(Key& key, const at::OptionalIntArrayRef& v) {
   }
 }
 void push(Key& key, const c10::Scalar& v) {
-  if (v.isFloatingPoint()) {
-    key.push(v.toDouble());
-  } else if (v.isBoolean()) {
-    push(key, v.toBool());
-  } else if (v.isIntegral(false)) {
-    push(key, v.toLong());
-  } else {
-    key.push(Key::kOpaque);
-  }
+  key.push_scalar(v);
 }
 template <typename T>
 void push(Key& key, const std::optional<T>& v) {
@@ -252,8 +244,8 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     if (op_.keyed_args) {
       (push(key, args), ...);
     }
-    const auto solution = Cache::of(op_.id).get(
-        op_.sized, key, [&](Key& k) { add_sizes(refs, k); },
+    const auto solution = Cache::get(
+        op_.id, op_.sized, key, [&](Key& k) { add_sizes(refs, k); },
         [&] {
           Stack stack = c10::impl::boxArgs<Args...>(args...);
           return solve(op_, stack, 0, refs);
@@ -280,7 +272,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
     const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
     const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
-    return kernel || s.write_back || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs);
+    return kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs);
   }
 
   const Op& op_;

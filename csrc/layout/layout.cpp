@@ -14,9 +14,11 @@ namespace shardtensor {
 
 namespace {
 
+// Holds no layout alive. release_resources() takes out a layout whose last reference was dropped. Until then the table's
+// weak pointer keeps its memory, and so no thread deletes a layout while it holds the lock.
 struct Table {
   std::mutex mutex;
-  std::unordered_multimap<size_t, const Layout*> layouts;
+  std::unordered_multimap<size_t, c10::weak_intrusive_ptr<const Layout>> layouts;
   std::atomic<int64_t> next_id{1};
 };
 
@@ -142,18 +144,15 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
   std::lock_guard<std::mutex> lock(t.mutex);
   auto [begin, end] = t.layouts.equal_range(hash);
   for (auto it = begin; it != end; ++it) {
-    const Layout* l = it->second;
+    const Layout* l = it->second._unsafe_get_target();
     if (l->mesh_ == mesh && l->placements_ == placements && same(l->cuts_, cuts)) {
-      // The table holds no reference. A layout whose last reference is being dropped waits for our lock in its
-      // destructor; lock() refuses to revive it.
-      auto weak = c10::weak_intrusive_ptr<const Layout>::reclaim_copy(l);
-      if (auto strong = weak.lock()) {
-        return strong;
+      if (auto alive = it->second.lock()) {
+        return alive;
       }
     }
   }
   auto layout = c10::make_intrusive<Layout>(std::move(mesh), std::move(placements), std::move(cuts), hash, t.next_id++);
-  t.layouts.emplace(hash, layout.get());
+  t.layouts.emplace(hash, layout);
   return layout;
 }
 
@@ -175,12 +174,12 @@ Layout::Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int6
   }
 }
 
-Layout::~Layout() {
+void Layout::release_resources() {
   auto& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto [begin, end] = t.layouts.equal_range(hash_);
   for (auto it = begin; it != end; ++it) {
-    if (it->second == this) {
+    if (it->second._unsafe_get_target() == this) {
       t.layouts.erase(it);
       return;
     }

@@ -57,7 +57,6 @@ class Layout final : public c10::intrusive_ptr_target {
   static LayoutPtr replicated(const MeshPtr& mesh);
 
   Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int64_t id);
-  ~Layout() override;
   Layout(const Layout&) = delete;
   Layout& operator=(const Layout&) = delete;
 
@@ -138,6 +137,8 @@ class Layout final : public c10::intrusive_ptr_target {
 
   // "R S(0)[5,3] on cpu mesh (2, 2)"
   std::string str() const;
+
+  void release_resources() override; // intrusive_ptr's alone to call: the last reference is gone
 
  private:
   int64_t row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const;

@@ -32,7 +32,7 @@ Rule formatted(const Call& call, Rule rule) {
 // Values pass unchanged, so every Partial does.
 Rule copy_of_first(const Call& call) {
   auto rule = formatted(call, broadcast(call));
-  rule.passes_partial((uint64_t{1} << call.tensors.size()) - 1);
+  rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 
@@ -43,7 +43,7 @@ Rule cast(const Call& call) {
   const auto& x = call.tensors[0];
   const auto arg = call.schema.argumentIndexWithName("dtype");
   const auto to = arg && call.has(*arg) ? call.args[*arg].toScalarType() : x.dtype;
-  const auto all = (uint64_t{1} << call.tensors.size()) - 1;
+  const auto all = OperandSet::first(call.tensors.size());
   if (to == x.dtype) {
     rule.passes_partial(all);
   } else if (c10::isIntegralType(x.dtype, false) && c10::isFloatingType(to)) {

@@ -427,7 +427,8 @@ Rule index_put(const Call& call) {
   rule.results.emplace_back(rule.operands[0].dims);
   rule.operands.emplace_back(std::move(dims));
   rule.kernel = index_put_kernel;
-  const auto both = uint64_t{1} | uint64_t{1} << (call.tensors.size() - 1);
+  OperandSet both(0b1);
+  both.add(call.tensors.size() - 1);
   if (call.flag(3)) {
     rule.jointly_linear(both);
   } else {
@@ -489,7 +490,7 @@ Rule triangle(const Call& call) {
   }
   rule.results.emplace_back(std::move(dims));
   rule.kernel = triangle_kernel;
-  rule.passes_partial((uint64_t{1} << call.tensors.size()) - 1);
+  rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 

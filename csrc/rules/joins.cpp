@@ -20,13 +20,6 @@ Dims fresh_dims(Rule& rule, int64_t n) {
   return dims;
 }
 
-// Values pass through from all operands: if all hold summands, so does the result.
-void joined(Rule& rule, size_t operands) {
-  if (operands < 64) {
-    rule.passes_partial((uint64_t{1} << operands) - 1);
-  }
-}
-
 // ---- cat, stack ----
 
 Rule cat(const Call& call) {
@@ -72,7 +65,7 @@ Rule cat(const Call& call) {
     result.sizes = std::move(sizes);
     rule.sized = true;
   }
-  joined(rule, call.tensors.size());
+  rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 
@@ -88,7 +81,7 @@ Rule stack(const Call& call) {
   }
   dims.insert(dims.begin() + dim, Dim(kNone));
   rule.results.emplace_back(std::move(dims));
-  joined(rule, call.tensors.size());
+  rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 
@@ -104,7 +97,7 @@ Rule whole_along(const Call& call, uint64_t mask) {
     rule.operands.emplace_back(dims);
   }
   rule.results.emplace_back(std::move(dims));
-  joined(rule, call.tensors.size());
+  rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 
@@ -149,7 +142,7 @@ Rule repeat(const Call& call) {
 Rule block_diag(const Call& call) {
   auto rule = replicate(call);
   rule.results.emplace_back(Dims(2, Dim(kNone)));
-  joined(rule, call.tensors.size());
+  rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 

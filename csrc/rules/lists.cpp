@@ -12,57 +12,12 @@ namespace shardtensor::rules {
 
 namespace {
 
-struct Family {
-  const char* name; // _foreach_<name>
-  const char* like; // the op whose rule holds for each index
-};
-
-constexpr Family kFamilies[] = {
-    {"abs", "abs"},
-    {"acos", "acos"},
-    {"add", "add.Tensor"},
-    {"addcdiv", "addcdiv"},
-    {"addcmul", "addcmul"},
-    {"asin", "asin"},
-    {"atan", "atan"},
-    {"ceil", "ceil"},
-    {"clamp_max", "clamp_max"},
-    {"clamp_min", "clamp_min"},
-    {"clone", "clone"},
-    {"copy", "copy_"},
-    {"cos", "cos"},
-    {"cosh", "cosh"},
-    {"div", "div.Tensor"},
-    {"erf", "erf"},
-    {"erfc", "erfc"},
-    {"exp", "exp"},
-    {"expm1", "expm1"},
-    {"floor", "floor"},
-    {"frac", "frac"},
-    {"lerp", "lerp.Scalar"},
-    {"lgamma", "lgamma"},
-    {"log", "log"},
-    {"log10", "log10"},
-    {"log1p", "log1p"},
-    {"log2", "log2"},
-    {"maximum", "maximum"},
-    {"minimum", "minimum"},
-    {"mul", "mul.Tensor"},
-    {"neg", "neg"},
-    {"pow", "pow.Tensor_Scalar"},
-    {"reciprocal", "reciprocal"},
-    {"round", "round"},
-    {"rsqrt", "rsqrt"},
-    {"sigmoid", "sigmoid"},
-    {"sign", "sign"},
-    {"sin", "sin"},
-    {"sinh", "sinh"},
-    {"sqrt", "sqrt"},
-    {"sub", "sub.Tensor"},
-    {"tan", "tan"},
-    {"tanh", "tanh"},
-    {"trunc", "trunc"},
-    {"zero", "zero_"},
+// _foreach_<name>
+constexpr std::array<const char*, 45> kFamilies = {
+    "abs",   "acos",  "add",  "addcdiv", "addcmul", "asin", "atan",  "ceil",  "clamp_max",  "clamp_min", "clone",  "copy",
+    "cos",   "cosh",  "div",  "erf",     "erfc",    "exp",  "expm1", "floor", "frac",       "lerp",      "lgamma", "log",
+    "log10", "log1p", "log2", "maximum", "minimum", "mul",  "neg",   "pow",   "reciprocal", "round",     "rsqrt",  "sigmoid",
+    "sign",  "sin",   "sinh", "sqrt",    "sub",     "tan",  "tanh",  "trunc", "zero",
 };
 
 constexpr std::array<const char*, 6> kOverloads = {"", "List", "Scalar", "ScalarAndTensor", "ScalarList", "Tensor"};
@@ -81,9 +36,22 @@ Rule norms(const Call& call) {
   return rule;
 }
 
-// A number added to summands would be added once per rank.
-bool is_affine(const std::string& name, const std::string& overload) {
-  return (name == "add" || name == "sub") && overload.rfind("Scalar", 0) == 0;
+// The op that one index of the lists is, by what the other argument of it is.
+RuleFn rule_of(const Registry& r, const std::string& name, const std::string& overload) {
+  std::vector<std::string> ops;
+  if (overload == "Scalar" || overload == "ScalarList") {
+    ops = {name + ".Scalar", name + ".Tensor_Scalar", name};
+  } else if (overload == "ScalarAndTensor") {
+    ops = {name + ".Scalar"};
+  } else {
+    ops = {name + ".Tensor", name + ".Tensor_Tensor", name, name + "_"};
+  }
+  for (const auto& op : ops) {
+    if (const auto* entry = r.find(op)) {
+      return entry->rule;
+    }
+  }
+  return nullptr;
 }
 
 } // namespace
@@ -93,15 +61,21 @@ void register_lists(Registry& r) {
   o.any_args = true;
   o.lists = true;
   o.elementwise = true;
-  for (const auto& family : kFamilies) {
-    const auto* like = r.find(family.like);
-    TORCH_INTERNAL_ASSERT(like, "no rule for ", family.like);
+  Options decompose;
+  decompose.decompose = true;
+  for (const std::string family : kFamilies) {
+    const auto name = "_foreach_" + family;
     for (const std::string overload : kOverloads) {
-      const std::string name = std::string("_foreach_") + family.name;
-      const auto rule = is_affine(family.name, overload) ? r.find("add.Scalar")->rule : like->rule;
+      const auto rule = rule_of(r, family, overload);
+      // One tensor that holds a number for each index.
+      const bool numbers = overload == "Tensor" && (family == "addcdiv" || family == "addcmul");
       const auto suffix = overload.empty() ? "" : "." + overload;
       for (const auto& full : {name + suffix, name + "_" + suffix, name + "." + (overload.empty() ? "out" : overload + "_out")}) {
-        r.add("lists", {full.c_str()}, rule, o);
+        if (numbers) {
+          r.add("lists", {full.c_str()}, nullptr, decompose);
+        } else if (rule) {
+          r.add("lists", {full.c_str()}, rule, o);
+        }
       }
     }
   }

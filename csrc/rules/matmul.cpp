@@ -14,12 +14,11 @@ void with_out(const Call& call, Rule& rule) {
   if (call.tensors.size() == rule.operands.size()) {
     return;
   }
-  const auto bit = uint64_t{1} << rule.operands.size();
+  for (auto& group : rule.linear) {
+    group.operands.add(rule.operands.size());
+  }
   rule.operands.emplace_back(rule.results[0].dims);
   rule.operands.back().summand = true;
-  for (auto& group : rule.linear) {
-    group.operands |= bit;
-  }
 }
 
 // The size of a factor, from any of the operands [from, ...) that carry it.

@@ -17,10 +17,6 @@ int64_t position(const c10::FunctionSchema& schema, const char* name) {
   return i ? *i : -1;
 }
 
-bool is_output(const Call& call, const TensorArg& t) {
-  return t.mutated && call.schema.arguments()[t.arg].kwarg_only();
-}
-
 } // namespace
 
 int64_t argument(const Call& call, const char* name) {
@@ -33,7 +29,7 @@ int64_t argument(const Run& run, const char* name) {
 void add_outputs(const Call& call, Rule& rule) {
   size_t nth = 0;
   for (const auto& t : call.tensors) {
-    if (!is_output(call, t)) {
+    if (!t.output) {
       continue;
     }
     TORCH_INTERNAL_ASSERT(nth < rule.results.size(), call.schema.name(), ": more out= arguments than results");
@@ -48,9 +44,11 @@ void add_outputs(const Call& call, Rule& rule) {
   }
 }
 
-uint64_t with_outputs(const Call& call, uint64_t operands) {
+OperandSet with_outputs(const Call& call, OperandSet operands) {
   for (size_t i = 0; i < call.tensors.size(); ++i) {
-    operands |= static_cast<uint64_t>(is_output(call, call.tensors[i])) << i;
+    if (call.tensors[i].output) {
+      operands.add(i);
+    }
   }
   return operands;
 }

@@ -16,7 +16,7 @@ int64_t argument(const Run& run, const char* name);
 // Appends the out= arguments as operands with the results' dims: they are written under the results' layouts.
 void add_outputs(const Call& call, Rule& rule);
 // The bits of `operands` and of every out= argument.
-uint64_t with_outputs(const Call& call, uint64_t operands);
+OperandSet with_outputs(const Call& call, OperandSet operands);
 
 // Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
 void give(const Run& run, const std::vector<at::Tensor>& results);

@@ -21,7 +21,7 @@ Rule linear_in_first(const Call& call) {
 // x + y holds summands if both do.
 Rule linear_jointly(const Call& call) {
   auto rule = broadcast(call);
-  rule.jointly_linear((uint64_t{1} << call.tensors.size()) - 1);
+  rule.jointly_linear(OperandSet::first(call.tensors.size()));
   return rule;
 }
 
@@ -33,8 +33,11 @@ Rule linear_in_each(const Call& call) {
 }
 
 // out= forms write a further operand, which holds summands where the result does.
-uint64_t with_out(const Call& call, uint64_t operands, size_t inputs) {
-  return call.tensors.size() > inputs ? operands | uint64_t{1} << inputs : operands;
+OperandSet with_out(const Call& call, OperandSet operands, size_t inputs) {
+  if (call.tensors.size() > inputs) {
+    operands.add(inputs);
+  }
+  return operands;
 }
 
 Rule where(const Call& call) {
@@ -60,7 +63,7 @@ template <ReduceOp op>
 Rule commutes_with(const Call& call) {
   auto rule = broadcast(call);
   Linear group;
-  group.operands = (uint64_t{1} << call.tensors.size()) - 1;
+  group.operands = OperandSet::first(call.tensors.size());
   group.reductions = bit(op);
   rule.linear.push_back(group);
   return rule;

@@ -69,7 +69,7 @@ class Resolver {
       }
       s->moves = true;
       if (t.mutated) {
-        s->write_back |= uint64_t{1} << i;
+        s->write_back.add(i);
       }
       s->operands.push_back(std::move(need));
     }
@@ -109,7 +109,7 @@ class Resolver {
         if (d < 0 || dims[d].window || is_output(i)) {
           continue;
         }
-        const Solution::Indexed here{static_cast<int16_t>(i), static_cast<int16_t>(d), dims[d].inner};
+        const Solution::Indexed here{static_cast<int32_t>(i), static_cast<int16_t>(d), dims[d].inner};
         if (first) {
           s.alike.emplace_back(*first, here);
         } else {
@@ -149,7 +149,7 @@ class Resolver {
         return operand.summand || call_.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
       }
       case Choice::Kind::Partial:
-        return (c.group->operands >> i & 1) || is_output(i) ? c.partial : Placement::replicate();
+        return c.group->operands.has(i) || is_output(i) ? c.partial : Placement::replicate();
       case Choice::Kind::Replicate:
         return Placement::replicate();
     }
@@ -163,10 +163,8 @@ class Resolver {
     return reduce ? Placement::partial(*reduce, f.norm_order) : Placement::replicate();
   }
 
-  // Written and not read.
   bool is_output(size_t i) const {
-    const auto& t = call_.tensors[i];
-    return t.mutated && call_.schema.arguments()[t.arg].kwarg_only();
+    return call_.tensors[i].output;
   }
 
   // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
@@ -310,7 +308,7 @@ class Resolver {
       if (is_output(i)) {
         continue;
       }
-      if (c.kind == Choice::Kind::Partial && !(c.group->operands >> i & 1)) {
+      if (c.kind == Choice::Kind::Partial && !c.group->operands.has(i)) {
         return false;
       }
       if (c.kind == Choice::Kind::Shard && dim_of(rule_.operands[i].dims, c.factor) < 0 &&
@@ -324,7 +322,7 @@ class Resolver {
   // What of the group is read has placement p: a value that has not may be negative, and no norm is.
   bool all_hold(const Linear& group, int64_t m, const Placement& p) const {
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
-      if ((group.operands >> i & 1) && !is_output(i) && call_.tensors[i].layout->placement(m) != p) {
+      if (group.operands.has(i) && !is_output(i) && call_.tensors[i].layout->placement(m) != p) {
         return false;
       }
     }
@@ -356,7 +354,7 @@ class Resolver {
         }
       } else if (p.is_partial() && !rule_.operands[i].free && summands_pass_) {
         for (const auto& group : rule_.linear) {
-          if (!(group.operands >> i & 1) || !group.passes(p) || (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
+          if (!group.operands.has(i) || !group.passes(p) || (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
             continue;
           }
           Choice c;
@@ -669,7 +667,7 @@ class Resolver {
       for (size_t i = 0; i < rule_.operands.size(); ++i) {
         const auto d = dim_of(rule_.operands[i].dims, dim.factor);
         if (d >= 0 && !rule_.operands[i].dims[d].window && rule_.operands[i].dims[d].inner == dim.inner) {
-          return {static_cast<int16_t>(i), static_cast<int16_t>(d), 0};
+          return {static_cast<int32_t>(i), static_cast<int16_t>(d), 0};
         }
       }
     }

@@ -12,12 +12,12 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<LayoutPtr, 4> operands;
   bool moves = false;  // some operand is redistributed
   bool shards = false; // some factor is sharded, so the ranks' local tensors differ
-  // Bit i: operand i is written by the op under another layout than its own, so the result is carried back.
-  uint64_t write_back = 0;
+  // Operands that the op writes under another layout than their own: the result is carried back.
+  OperandSet write_back;
 
   // Where one dim of a result's global size comes from: an operand's dim, the local result (operand -1), or a constant (-2).
   struct SizeSource {
-    int16_t operand = -1;
+    int32_t operand = -1;
     int16_t dim = 0;
     int64_t value = 0;
   };
@@ -35,7 +35,7 @@ struct Solution final : c10::intrusive_ptr_target {
   // Two dims that the op reads along one index: if they are not as large as each other (in units of `inner`), a rank with
   // small pieces might not notice.
   struct Indexed {
-    int16_t operand;
+    int32_t operand;
     int16_t dim;
     int64_t inner;
   };

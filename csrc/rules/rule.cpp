@@ -110,7 +110,7 @@ Rule notation(const char* text) {
     }
   }
   for (size_t i = 0; i < rule.operands.size(); ++i) {
-    rule.linear.push_back({uint64_t{1} << i});
+    rule.linear.emplace_back().operands.add(i);
   }
   return rule;
 }
@@ -146,7 +146,7 @@ Rule broadcast(const Call& call) {
       const bool stretched = wide[d] && t.sizes[d - (ndim - t.dim())] == 1;
       dims.push_back(stretched ? Dim(kNone) : out[d]);
     }
-    const bool written = t.mutated && !call.schema.arguments()[t.arg].kwarg_only();
+    const bool written = t.mutated && !t.output;
     TORCH_CHECK(
         !written || (t.dim() == ndim && std::none_of(dims.begin(), dims.end(), [](const Dim& d) { return d.factor == kNone; })),
         "output with shape ", t.sizes, " doesn't match the broadcast shape");

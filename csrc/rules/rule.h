@@ -12,11 +12,38 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <optional>
 
 namespace shardtensor::rules {
 
 constexpr int16_t kNone = -1;
+
+// A set of operands, as many as there are. A literal names the first 64: 0b101.
+class OperandSet {
+ public:
+  OperandSet(uint64_t bits = 0) : words_{bits} {} // NOLINT: the literal is the set
+  static OperandSet first(size_t n) {
+    OperandSet out;
+    for (size_t i = 0; i < n; ++i) {
+      out.add(i);
+    }
+    return out;
+  }
+  void add(size_t i) {
+    words_.resize(std::max(words_.size(), i / 64 + 1), 0);
+    words_[i / 64] |= uint64_t{1} << i % 64;
+  }
+  bool has(size_t i) const {
+    return i / 64 < words_.size() && (words_[i / 64] >> i % 64 & 1);
+  }
+  bool empty() const {
+    return words_.size() == 1 && !words_[0]; // what is added stays
+  }
+
+ private:
+  c10::SmallVector<uint64_t, 1> words_;
+};
 
 // How an index may be treated. The default: shard it freely.
 struct Factor {
@@ -88,8 +115,8 @@ struct Result {
   std::optional<Geometry> geometry;
   // Its dims lie in memory in the order of this operand's. -1: of the first operand with the same factors, else one after the
   // other. kDense: one after the other.
-  int16_t like = -1;
-  static constexpr int16_t kDense = -2;
+  int32_t like = -1;
+  static constexpr int32_t kDense = -2;
   // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
   uint64_t same_over = 0;
 
@@ -101,10 +128,10 @@ constexpr uint32_t bit(ReduceOp op) {
   return 1u << static_cast<int>(op);
 }
 
-// The op is linear in these operands taken together (bit i: operand i), the others fixed: if they all hold summands, so
+// The op is linear in these operands taken together, the others fixed: if they all hold summands, so
 // does every result. add: one group of both. mul: two groups of one.
 struct Linear {
-  uint64_t operands = 0;
+  OperandSet operands;
   // It commutes with every reduction (copies, views, casts), not only with sum and avg.
   bool any_reduction = false;
   // It commutes with these besides (bit() of each).
@@ -198,23 +225,24 @@ struct Rule {
   // Linear in each of these alone / in all of these together.
   void linear_in(std::initializer_list<int> operands_) {
     for (int i : operands_) {
-      linear.push_back({uint64_t{1} << i});
+      linear.push_back({OperandSet(uint64_t{1} << i)});
     }
   }
-  void jointly_linear(uint64_t operands_) {
-    linear.push_back({operands_});
+  void jointly_linear(OperandSet operands_) {
+    linear.push_back({std::move(operands_)});
   }
   // Values pass through unchanged: every Partial does too.
-  void passes_partial(uint64_t operands_ = 1) {
-    linear.push_back({operands_, true});
+  void passes_partial(OperandSet operands_ = 0b1) {
+    linear.push_back({std::move(operands_), true});
   }
 };
 
 // One tensor among a call's arguments; lists are flattened, None left out.
 struct TensorArg {
   int16_t arg;   // position among the schema's arguments
-  int16_t index; // position in its list, or -1
+  int32_t index; // position in its list, or -1
   bool mutated;
+  bool output;          // written and not read
   const Layout* layout; // a plain tensor counts as replicated
   c10::IntArrayRef sizes;
   at::ScalarType dtype;

@@ -190,8 +190,9 @@ class ShardTensorImpl final : public c10::TensorImpl {
 
 // Null where the tensor is not ours.
 inline ShardTensorImpl* as_shard_tensor(const at::TensorBase& t) {
+  constexpr c10::DispatchKeySet functional(c10::DispatchKey::Functionalize); // a wrapper with its tensor's keys
   auto* impl = t.unsafeGetTensorImpl();
-  if (impl->key_set().has(kKey)) {
+  if ((impl->key_set() & (c10::DispatchKeySet(kKey) | functional)) == c10::DispatchKeySet(kKey)) {
     return static_cast<ShardTensorImpl*>(impl);
   }
   return impl->key_set().has(c10::DispatchKey::Python) ? dynamic_cast<ShardTensorImpl*>(impl) : nullptr;

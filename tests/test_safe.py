@@ -1,0 +1,194 @@
+"""What must hold whatever a user does: keys that tell calls apart, roles that a schema gives, threads, late ops, foreign tensors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from oracle import EVEN, UNEVEN, compare, mesh_here, place
+
+
+def differ(name, first, second):
+    """One op twice, with arguments that differ: the second call must not be answered as the first was."""
+    x = torch.arange(6.0).view(3, 2)
+    t = place(x.to(torch.complex64) if name == "pad" else x, mesh_here(), ("P" if name == "pad" else "S(0)",), UNEVEN)
+    function = {
+        "pad": lambda t, value: torch.constant_pad_nd(t, [1, 1], value),
+        "norm": torch.linalg.vector_norm,
+        "add": torch.add,
+    }[name]
+    for value in (first, second, first):
+        compare(function(t, value), function(t.full_tensor(), value), 1e-6, f"{name} {value}")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("pad", 0j, 1j), ("pad", 1j, 0j), ("norm", 2**63, 2), ("norm", 2.0, 2**63), ("add", True, 1), ("add", 1, 1.5)],
+)
+def test_numbers_of_any_kind_are_told_apart(pools, name, first, second):
+    pools(2).run(f"{__name__}:differ", name, first, second)
+
+
+def weights_in_lists():
+    """Where the other argument is a list of tensors, one holds numbers, or is a number, the rule is another."""
+    import shardtensor as st
+
+    mesh, n = mesh_here(), mesh_here().size()
+
+    def summands(value):
+        return st.ShardTensor.from_local(torch.full((2,), value / n), mesh, [st.Partial()])
+
+    one, five, quarter = (summands(v) for v in (1.0, 5.0, 0.25))
+    for weight, f in ((quarter, "List"), (0.25, "Scalar"), ([0.25], "ScalarList")):
+        (out,) = torch._foreach_lerp([one], [five], [weight] if f == "List" else weight)
+        compare(out, torch.full((2,), 2.0), 1e-6, f)
+    for op, want in ((torch._foreach_addcdiv, 1 + 3 * 5 / 0.25), (torch._foreach_addcmul, 1 + 3 * 5 * 0.25)):
+        for scalars in (torch.tensor([3.0]), [3.0], 3.0):
+            (out,) = op([one], [five], [quarter], scalars)
+            compare(out, torch.full((2,), want), 1e-4, f"{op.__name__} {scalars}")
+        two = [st.distribute_tensor(torch.full((5,), float(i)), mesh, [st.Shard(0)]) for i in (1, 2)]
+        in_place = {torch._foreach_addcdiv: torch._foreach_addcdiv_, torch._foreach_addcmul: torch._foreach_addcmul_}[op]
+        in_place(two, [t.clone() for t in two], [t.clone() for t in two], torch.tensor([3.0, 4.0]))
+        plain = [torch.full((5,), float(i)) for i in (1, 2)]
+        in_place(plain, [t.clone() for t in plain], [t.clone() for t in plain], torch.tensor([3.0, 4.0]))
+        compare(two, plain, 0, op.__name__)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_lists_with_other_weights(pools, world):
+    pools(world).run(f"{__name__}:weights_in_lists")
+
+
+def custom_ops():
+    """What an op of a user's library writes it may read too, also by name alone; and its name may be defined anew."""
+    mesh = mesh_here()
+    for times, schema in ((2, "grow(Tensor x, *, Tensor(a!) sum) -> ()"), (3, "grow(Tensor x, float by, *, Tensor(a!) sum) -> ()")):
+        library = torch.library.Library("shardtensor_safe", "DEF")
+        library.define(schema)
+        library.impl("grow", lambda x, *by, sum, times=times: (sum.add_(x * times), None)[1], "CPU")
+        for placement in ("R", "S(0)"):
+            x = place(torch.ones(5, 2), mesh, ("S(0)",), UNEVEN)
+            total = place(torch.full((5, 2), 10.0), mesh, (placement,), UNEVEN)
+            torch.ops.shardtensor_safe.grow(x, *([0.5] if times == 3 else []), sum=total)
+            assert total.full_tensor().eq(10 + times).all(), (placement, total.full_tensor())
+        library._destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_custom_ops(pools, world):
+    pools(world).run(f"{__name__}:custom_ops")
+
+
+def many_operands():
+    mesh = mesh_here()
+    tensors = [torch.full((3,), float(i)) for i in range(70)]
+    ours = [place(t, mesh, ("S(0)",), UNEVEN) for t in tensors]
+    out = place(torch.zeros(210), mesh, ("S(0)",), EVEN)
+    torch.cat(ours, out=out)
+    compare(out, torch.cat(tensors), 0, "cat")
+    summands = [place(t, mesh, ("P",), EVEN) for t in tensors]
+    stacked = torch.stack(summands)
+    assert stacked.placements[0].is_partial()
+    compare(stacked, torch.stack(tensors), 1e-6, "stack")
+    (one,) = [place(torch.ones(2), mesh, ("S(0)",), EVEN)]
+    outs = torch._foreach_add([one] * 33_000, 1.0)
+    assert len(outs) == 33_000 and outs[-1].full_tensor().eq(2).all()
+
+
+def test_any_number_of_operands(pools):
+    pools(2).run(f"{__name__}:many_operands")
+
+
+class EntersStrict(logging.Handler):
+    heard = 0
+
+    def emit(self, record):
+        import shardtensor as st
+        from shardtensor import _C
+
+        self.heard += 1
+        t = place(torch.ones(3, 2), mesh_here(), ("R",), EVEN)
+        with st.strict_mode():
+            _C.clear_cache()
+            for f in (torch.neg, torch.exp, torch.sum, torch.t, torch.relu) * 5:
+                f(t)
+
+
+def cleared_meanwhile():
+    """Ops without a rule tell the log, whose handler is Python and clears what is being filled."""
+    log = logging.getLogger("shardtensor")
+    handler, level = EntersStrict(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    library = torch.library.Library("shardtensor_safe", "DEF")
+    try:
+        for i in range(20):
+            library.define(f"plus{i}(Tensor x) -> Tensor")
+            library.impl(f"plus{i}", lambda x, i=i: x + i, "CPU")
+            x = place(torch.ones(5), mesh_here(), ("S(0)",), UNEVEN)
+            op = getattr(torch.ops.shardtensor_safe, f"plus{i}")
+            for _ in range(2):
+                assert op(x).full_tensor().eq(1 + i).all()
+        assert handler.heard >= 20
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        library._destroy()
+
+
+def test_tables_are_cleared_while_they_are_filled(pools):
+    pools(2).run(f"{__name__}:cleared_meanwhile")
+
+
+def layouts_in_threads():
+    """Ops let go of the GIL, so the threads make and drop the same layout at once: that of a whole tensor, which nothing else keeps."""
+    from shardtensor import _C
+
+    failed = []
+
+    def work():
+        try:
+            for _ in range(20_000):
+                _C.clear_cache()
+                x * 2
+        except Exception as error:
+            failed.append(error)
+
+    x = place(torch.ones(5, 2), mesh_here(), ("S(0)",), UNEVEN)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed, failed
+
+
+def test_threads_share_layouts(pools):
+    pools(2).run(f"{__name__}:layouts_in_threads", seconds=60)
+
+
+def foreign_tensors():
+    """Tensors that look like ours to the dispatcher, and data that is put into the wrong one."""
+    from shardtensor import _C
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = place(torch.ones(4, 2), mesh_here(), ("S(0)",), EVEN)
+    wrapped = torch._to_functional_tensor(x)
+    assert not _C.is_shard_tensor(wrapped)
+    with pytest.raises(TypeError, match="expected a ShardTensor"):
+        _C.layout(wrapped)
+    with FakeTensorMode() as mode:
+        traced = mode.from_tensor(x)
+        plain = torch.ones(4, 2)
+        for a, b in ((traced, plain), (plain, traced), (x, plain), (plain, x), (torch.ones(4, 2), x), (x, traced)):
+            with pytest.raises(RuntimeError, match=r"incompatible tensor type|ShardTensor"):
+                a.data = b
+    other = place(torch.zeros(4, 2), mesh_here(), ("R",), EVEN)
+    x.data = other
+    assert x.placements[0].is_replicate() and x.full_tensor().eq(0).all()
+
+
+def test_foreign_tensors(pools):
+    pools(2).run(f"{__name__}:foreign_tensors")
