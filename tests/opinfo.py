@@ -299,6 +299,85 @@ def run_op(
     return Outcome(right, promoted, unsupported)
 
 
+# ---- in which order results lie in memory ----
+
+MEMORY = ("given", "transposed", "channels_last", "expanded")
+
+
+def _remembered(t: Any, memory: str) -> Any:
+    """The same sizes otherwise in memory."""
+    import torch
+
+    if memory == "transposed" and t.ndim > 1:
+        return t.detach().mT.contiguous().mT.clone()
+    if memory == "channels_last" and t.ndim in (4, 5):
+        return t.detach().contiguous(memory_format=torch.channels_last if t.ndim == 4 else torch.channels_last_3d)
+    if memory == "expanded" and t.ndim > 1 and t.shape[0] > 1:
+        return t.detach()[:1].expand(t.shape)
+    return t.detach()
+
+
+def run_orders(name: str, memory: str, samples: int, layouts: int) -> tuple[int, list[str]]:
+    """On every rank: how many results were compared, and which lie otherwise than torch's, or are views where torch's are none."""
+    import shardtensor as st
+    import torch
+    import torch.distributed as dist
+    import torch.utils._pytree as pytree
+    from oracle import lies_as_the_whole, mesh_of, place
+
+    op, mesh = database()[name], mesh_of((dist.get_world_size(),))
+    dtype = next((d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in op.supported_dtypes("cpu")), None)
+    if dtype is None:
+        return 0, []
+    torch.manual_seed(0)
+    compared, out = 0, []
+    for number, sample in enumerate(_spread(list(op.sample_inputs("cpu", dtype)), samples)):
+        flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+        where = [i for i, t in enumerate(flat) if _is_strided(t)]
+        plain = [_remembered(t, memory) if i in where else t for i, t in enumerate(flat)]
+        if memory != "given" and all(plain[i].is_contiguous() for i in where):
+            continue
+        for choice in _layouts([plain[i] for i in where], 1, layouts, f"{name} {number}"):
+            ours = list(plain)
+            for i, (placements, cut) in zip(where, choice, strict=True):
+                t = plain[i]
+                if memory == "expanded" and 0 in t.stride():
+                    ours[i] = place(t[:1], mesh, ["R" if p in ("S(0)", "P") else p for p in placements], cut).expand(t.shape)
+                else:
+                    ours[i] = place(t, mesh, placements, cut, _exact_summands)
+            what = f"{name}, {memory}, sample {number} " + ", ".join(f"{tuple(plain[i].shape)} {c}" for i, c in zip(where, choice, strict=True))
+            torch.manual_seed(1)
+            try:
+                want = _call(op, tree, [t.clone() if t is None else t for t in plain])
+            except Exception:
+                continue
+            torch.manual_seed(1)
+            with st.implicit_replication():
+                try:
+                    got = _call(op, tree, ours)
+                except NotImplementedError:
+                    continue
+                except Exception as error:
+                    out.append(f"{what}: {error}")
+                    continue
+            for k, (g, w) in enumerate(zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)):
+                if isinstance(g, st.ShardTensor) and g.shape == w.shape and w.layout == torch.strided:
+                    compared += 1
+                    dims = [d for d in range(w.ndim) if w.shape[d] > 1]
+                    same = [g.stride(d) for d in dims] == [w.stride(d) for d in dims] or w.numel() == 0
+                    if not same:
+                        out.append(f"{what}: result {k} {tuple(w.shape)} has strides {g.stride()}, torch's {w.stride()}")
+                    elif not lies_as_the_whole(g):
+                        out.append(f"{what}: result {k} {g.stride()} has a piece {tuple(g._local_tensor.shape)} {g._local_tensor.stride()}")
+                    elif g._is_view() != w._is_view():
+                        out.append(f"{what}: result {k} is {'a' if g._is_view() else 'no'} view, torch's is otherwise")
+    return compared, out
+
+
+def run_all_orders(names: list[str], memory: str, samples: int, layouts: int) -> list[tuple[str, int, list[str]]]:
+    return [(name, *run_orders(name, memory, samples, layouts)) for name in names]
+
+
 # Refused for values that one rank holds and the others do not know.
 BY_VALUE = ("gather", "multinomial", "normal", "scatter_reduce.amax", "scatter_reduce.amin")
 

@@ -143,8 +143,8 @@ def place(
         (start, length), *more = layout.intervals(d, whole.shape[d])
         assert not more
         local = local.narrow(d, start, length)
-    local = local.contiguous()
-    out = _C.wrap(local, layout, list(whole.shape), list(whole.stride()))
+    strides = list(whole.stride())
+    out = _C.wrap(_C.laid(local.clone(memory_format=torch.contiguous_format), strides), layout, list(whole.shape), strides)
     assert isinstance(out, st.ShardTensor)
     return out
 
@@ -190,6 +190,21 @@ def _check_piece(value: Any) -> None:
     assert want == got, f"the piece on rank {dist.get_rank()} has sizes {got}, {value._layout} of {tuple(value.shape)} says {want}"
     misfit = value._layout.misfit(list(value.shape))
     assert not misfit, misfit
+    assert lies_as_the_whole(value), (
+        f"the piece on rank {dist.get_rank()} has sizes {got} and strides {value._local_tensor.stride()}, "
+        f"the whole {tuple(value.shape)} and {value.stride()} ({value._layout})"
+    )
+
+
+def lies_as_the_whole(value: Any) -> bool:
+    """The piece's dims lie in memory in the order of the whole's."""
+    local = value._local_tensor
+    if local.numel() == 0 or local.ndim != value.ndim or 0 in value.stride():
+        return True
+    dims = [d for d in range(local.ndim) if local.shape[d] > 1]
+    return all(
+        (value.stride(a) > value.stride(b)) == (local.stride(a) > local.stride(b)) for a in dims for b in dims if value.stride(a) != value.stride(b)
+    )
 
 
 def whole(value: Any) -> Any:

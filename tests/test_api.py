@@ -150,9 +150,11 @@ def to_local(shape):
     x = distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
     (x.to_local(grad_placements=[Partial()]) * (me + 1.0)).sum().backward()
     assert x.grad.full_tensor().tolist() == [n * (n + 1) / 2] * 3
-    # Without grad the piece itself.
+    # Without grad the piece's memory, as a tensor of its own.
     x = x.detach()
-    assert x.to_local() is x._local_tensor
+    assert x.to_local().data_ptr() == x._local_tensor.data_ptr()
+    x.to_local().unsqueeze_(0)
+    assert x.to_local().ndim == x._local_tensor.ndim == 1
     # full_tensor is differentiable.
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
     (x.full_tensor() * torch.arange(5.0)).sum().backward()

@@ -76,3 +76,59 @@ def test_mixed_dtypes_equal_torch(pools, part):
     outcomes = pools(3).run("opinfo:run_mixed", names, 3, 2, seconds=110)[0]
     assert not [text for o in outcomes for text in o.unsupported]
     assert sum(o.right for o in outcomes) > 250
+
+
+# What lies otherwise than torch's result, or is a view where torch's is none. By the memory of the arguments, or of any.
+_META = "torch's meta kernel says otherwise than its CPU kernel"
+_MOVED = "a view that had to move data is a copy"
+_NEVER_A_VIEW = "torch returns views that its schema calls copies"
+_SQUEEZED = "torch runs it on one more dim, whose order its kernel for images finds by the strides"
+_TURNED = "torch looks at strides of 0, which a gathered tensor has not"
+LIE_OTHERWISE = {
+    "any": {
+        "_batch_norm_with_update": _META,
+        "_native_batch_norm_legit": _META,
+        "native_batch_norm": _META,
+        "nn.functional.batch_norm": _META,
+        "nn.functional.conv_transpose3d": _META,
+        "nn.functional.max_unpool2d": _META,
+        "nn.functional.max_unpool2d.grad": _META,
+        "nn.functional.pad.replicate_negative": _META,
+        "nn.functional.pixel_shuffle": _META,
+        "put": _META,
+        "native_dropout_backward": "it is decomposed",
+        "nn.functional.adaptive_max_pool1d": _SQUEEZED,
+        "nn.functional.avg_pool1d": _SQUEEZED,
+        "nn.functional.conv1d": _SQUEEZED,
+        "nn.functional.conv_transpose1d": _SQUEEZED,
+        "nn.functional.max_pool1d": _SQUEEZED,
+        "normal": "it draws one tensor's worth",
+        "quantile": "it is made by other ops on the way",
+        "nanquantile": "it is made by other ops on the way",
+        "select": _MOVED,
+        "unbind": _MOVED,
+        "unfold": _MOVED,
+        "unsafe_chunk": _NEVER_A_VIEW,
+        "unsafe_split": _NEVER_A_VIEW,
+    },
+    "expanded": {
+        **dict.fromkeys(("broadcast_tensors", "broadcast_to", "expand", "expand_as", "squeeze", "squeeze.multiple", "view_as_complex"), _MOVED),
+        **dict.fromkeys(("fft.fft", "fft.ifft", "fft.ihfft", "fft.ihfftn", "fft.rfft", "fft.rfftn"), _TURNED),
+        "as_strided": "its elements lie beyond those of the tensor that was expanded",
+        "as_strided_copy": "its elements lie beyond those of the tensor that was expanded",
+        "nn.functional.embedding": "max_norm writes into the expanded table",
+    },
+}
+
+
+@pytest.mark.parametrize("memory", opinfo.MEMORY)
+def test_results_lie_as_torchs(pools, memory):
+    """In the order of dims that torch's have, whatever order the arguments have; so they are views where torch's are."""
+    names = sorted(OPS.keys() - set(WITHOUT_CPU) - LIE_OTHERWISE["any"].keys() - LIE_OTHERWISE.get(memory, {}).keys())
+    wrong, compared = [], 0
+    for part in range(4):
+        for _, count, texts in pools(2).run("opinfo:run_all_orders", names[part::4], memory, 2, 2, seconds=110)[0]:
+            compared += count
+            wrong += texts
+    assert not wrong, "\n".join(wrong)
+    assert compared > {"channels_last": 150}.get(memory, 1000)

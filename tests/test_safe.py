@@ -192,3 +192,133 @@ def foreign_tensors():
 
 def test_foreign_tensors(pools):
     pools(2).run(f"{__name__}:foreign_tensors")
+
+
+def memory_of_the_whole():
+    """Strides, views and overlap are facts of the whole tensor, the same on ranks with two rows, one and none."""
+    import shardtensor as st
+
+    mesh = mesh_here()
+
+    def spread(t, dim=0):
+        return st.distribute_tensor(t.clone() if t.is_contiguous() else t, mesh, [st.Shard(dim)], src_data_rank=None)
+
+    turned = -torch.arange(1.0, 13).reshape(4, 3).t()  # 3 rows, cut 2 + 1
+    for whole in (turned, turned.clone(memory_format=torch.contiguous_format)):
+        x, plain = spread(whole), whole.clone()
+        assert x.stride() == plain.stride()
+        x.flatten().relu_()
+        plain.flatten().relu_()
+        compare(x, plain, 0, "a copy is written, or the tensor itself")
+        compare(torch.as_strided(x, (3,), (1,)), torch.as_strided(plain, (3,), (1,)), 0, "as_strided")
+        w, v = (t.detach().clone().requires_grad_() for t in (x, plain))
+        for t in (w, v):
+            (t * 1).flatten().mul_(3).sum().backward()
+        compare(w.grad, v.grad, 0, "gradient")
+    parts = spread(torch.ones(4, 4))
+    torch.unsafe_split(parts, 2, 1)[0].contiguous().zero_()
+    compare(parts, torch.ones(4, 4), 0, "unsafe_split")
+    complex_ = torch.view_as_complex(spread(torch.randn(2, 6), 1).t().softmax(0))
+    assert complex_.shape == (6,)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        spread(torch.arange(18.0).reshape(3, 6))[:, 1:5].view(12)
+    rows = spread(torch.ones(3, 2))
+    for write in (torch.Tensor.copy_, torch.Tensor.add_):
+        with pytest.raises(RuntimeError, match="single memory location"):
+            write(rows[1:], rows[:-1])
+    stretched = spread(torch.arange(4.0).reshape(4, 1)).expand(4, 3)
+    compare(stretched.redistribute(placements=[st.Replicate()]).add_(1), torch.arange(4.0)[:, None].expand(4, 3) + 1, 0, "no stride of 0")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_memory_is_the_wholes(pools, world):
+    pools(world).run(f"{__name__}:memory_of_the_whole")
+
+
+def channels_last():
+    import shardtensor as st
+    from oracle import lies_as_the_whole
+
+    torch.manual_seed(0)
+    mesh, last = mesh_here(), torch.channels_last
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 6, 3, padding="same"), torch.nn.BatchNorm2d(6), torch.nn.ReLU(inplace=True), torch.nn.Conv2d(6, 8, 2, groups=2),
+        torch.nn.MaxPool2d(2), torch.nn.ZeroPad2d(1), torch.nn.GLU(1), torch.nn.GroupNorm(2, 4), torch.nn.AdaptiveAvgPool2d(2),
+        torch.nn.Flatten(), torch.nn.ReLU(inplace=True), torch.nn.Linear(16, 5),
+    ).to(memory_format=last)  # fmt: skip
+    image = torch.randn(5, 3, 9, 8).contiguous(memory_format=last)
+    seen, wanted = [], []
+
+    def look(into):
+        return lambda m, inputs, output: into.append((type(m).__name__, output.stride(), output.is_contiguous(memory_format=last), output))
+
+    import copy
+
+    for n in (1, 5):  # a batch of one tells torch nothing of the order
+        ours = st.distribute_module(copy.deepcopy(net), mesh)
+        x = st.distribute_tensor(image[:n].contiguous(memory_format=last), mesh, [st.Shard(0)])
+        assert x.is_contiguous(memory_format=last) and lies_as_the_whole(x)
+        assert x.redistribute(placements=[st.Replicate()]).is_contiguous(memory_format=last)
+        assert all(p.stride() == q.stride() for p, q in zip(ours.parameters(), net.parameters(), strict=True))
+        seen.clear(), wanted.clear()
+        for model, into in ((ours, seen), (net, wanted)):
+            for m in model:
+                m.register_forward_hook(look(into))
+        with torch.no_grad():
+            compare(ours.eval()(x), net.eval()(image[:n]), 1e-5, "net")
+        for got, want in zip(seen, wanted, strict=True):
+            assert got[2] == want[2] or n == 1, (got[:3], want[:3])
+            assert lies_as_the_whole(got[3]), got[:3]
+        for m in net:
+            m._forward_hooks.clear()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_channels_last_stays(pools, world):
+    pools(world).run(f"{__name__}:channels_last")
+
+
+def failed_calls():
+    """Change nothing. An inference tensor's views stay inference tensors."""
+    import shardtensor as st
+
+    x = place(torch.ones(4, dtype=torch.int64), mesh_here(), ("S(0)",), UNEVEN)
+    v = x[:2]
+    with pytest.raises(RuntimeError):
+        x.add_(1.5)
+    compare(v, torch.ones(2, dtype=torch.int64), 0, "a view of what was not written")
+    x = place(torch.ones(4), mesh_here(), ("S(0)",), UNEVEN)
+    out = place(torch.empty(0, dtype=torch.int64), mesh_here(), ("S(0)",), EVEN)
+    with pytest.raises(RuntimeError):
+        torch.add(x, x, out=out)
+    assert out.shape == (0,)
+    with torch.inference_mode():
+        t = place(torch.ones(4, 2), mesh_here(), ("S(0)",), UNEVEN)
+    assert t.is_inference() and t.detach().is_inference() and t.view(2, 4).is_inference() and not (t * 2).is_inference()
+    with pytest.warns(UserWarning, match="taken as replicated"):
+        compare(torch.tensor([1.0]) + x, torch.full((4,), 2.0), 0, "one element")
+    with pytest.raises(TypeError, match="the mean of a tensor of dtype"):
+        st.ShardTensor.from_local(torch.ones(3, dtype=torch.int64), mesh_here(), [st.Partial("avg")]).full_tensor()
+    large = st.ShardTensor.from_local(torch.full((3,), 6e4, dtype=torch.half), mesh_here(), [st.Partial("avg")])
+    compare(large, torch.full((3,), 6e4, dtype=torch.half), 0, "the mean is not too large")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_failed_calls(pools, world):
+    pools(world).run(f"{__name__}:failed_calls")
+
+
+def sums_of_bools():
+    import shardtensor as st
+
+    n = mesh_here().size()
+    b = st.ShardTensor.from_local(torch.tensor([True, False, mesh_here().get_rank() == 0]), mesh_here(), [st.Partial()])
+    plain = b.full_tensor()
+    other = st.ShardTensor.from_local(torch.full((3,), 1.0 / n), mesh_here(), [st.Partial()])
+    for f in (lambda b, o: b.float(), lambda b, o: b + o, lambda b, o: b * 2.5, lambda b, o: b * b, lambda b, o: b.sum(), lambda b, o: b.to(torch.int64)):
+        compare(f(b, other), f(plain, torch.ones(3)), 1e-6, "bools")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sums_of_bools(pools, world):
+    pools(world).run(f"{__name__}:sums_of_bools")

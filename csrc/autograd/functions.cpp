@@ -1,5 +1,6 @@
 #include "autograd/functions.h"
 
+#include "dispatch/check.h"
 #include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
@@ -41,6 +42,11 @@ at::Tensor as_dtype(const at::Tensor& t, const std::optional<at::ScalarType>& dt
 at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  if (check::on() && &self.layout().mesh() == &layout->mesh()) {
+    check::same_call(
+        c10::str("redistribute(", t.scalar_type(), " ", t.sym_sizes(), " ", self.layout().str(), " to ", layout->str(), ")"),
+        layout->mesh(), self.local());
+  }
   comm::Completion completion;
   auto local = moved_once(self, layout, [&] {
     return self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
@@ -50,10 +56,19 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
     local = local.clone();
   }
-  auto out = self.is_symbolic() ? wrap_symbolic(std::move(local), layout, t.sym_sizes(), t.sym_strides())
-                                : wrap(std::move(local), layout, t.sizes(), t.strides());
+  at::Tensor out;
+  if (self.is_symbolic()) {
+    out = wrap_symbolic(std::move(local), layout, t.sym_sizes(), sym_strides_like(t.sym_sizes(), t));
+  } else {
+    // What is on its way cannot be laid out anew. It comes one dim after the other.
+    const auto strides = async ? dense_strides(t.sizes(), {}) : strides_like(t.sizes(), t);
+    out = wrap(completion ? std::move(local) : laid(std::move(local), strides), layout, t.sizes(), strides);
+  }
   if (completion) {
     as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(completion)));
+  }
+  if (check::on() && !async) {
+    check::result("redistribute", out);
   }
   return out;
 }
@@ -85,6 +100,17 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
+at::Tensor made(const at::Tensor& local, const LayoutPtr& layout, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  if (check::on()) {
+    check::same_call(c10::str("from_local(", local.scalar_type(), " ", sizes, " ", layout->str(), ")"), layout->mesh(), local);
+  }
+  auto out = wrap_symbolic(local.detach(), layout, sizes, strides);
+  if (check::on()) {
+    check::result("from_local", out);
+  }
+  return out;
+}
+
 // A gradient that comes to from_local in another layout than its input had.
 void tell_of_gradient(const at::Tensor& grad, const Layout& want) {
   static const std::string op = "from_local", argument = "gradient";
@@ -104,7 +130,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       c10::IValue grad_layout) {
     ctx->set_materialize_grads(false);
     ctx->saved_data["grad_layout"] = grad_layout;
-    return wrap_symbolic(local.detach(), held(layout), sizes, strides);
+    return made(local, held(layout), sizes, strides);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -139,6 +165,9 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
             grad.sizes() == c10::IntArrayRef(want), "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ",
             grad.sizes(), ", but under ", layout->str(), " a tensor of sizes ", *numbers, " has ", c10::IntArrayRef(want),
             " there; pass grad_placements that fit");
+        if (const auto order = c10::asIntArrayRefSlowOpt(strides)) {
+          grad = laid(std::move(grad), *order);
+        }
       }
       grad = from_local(grad, layout, sizes, strides);
     }
@@ -161,7 +190,7 @@ LayoutPtr without_partial(const LayoutPtr& layout) {
 at::Tensor from_local(
     const at::Tensor& local, LayoutPtr layout, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, LayoutPtr grad_layout) {
   if (!local.requires_grad() || !at::GradMode::is_enabled()) {
-    return wrap_symbolic(local.detach(), std::move(layout), sizes, strides);
+    return made(local, layout, sizes, strides);
   }
   if (!grad_layout) {
     grad_layout = without_partial(layout);
@@ -172,7 +201,8 @@ at::Tensor from_local(
 at::Tensor from_local(
     const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout) {
   if (!local.requires_grad() || !at::GradMode::is_enabled()) {
-    return wrap(local.detach(), std::move(layout), sizes, strides);
+    return check::on() ? made(local, layout, symbols(sizes), symbols(strides))
+                       : wrap(local.detach(), std::move(layout), sizes, strides);
   }
   return from_local(local, std::move(layout), symbols(sizes), symbols(strides), std::move(grad_layout));
 }
@@ -180,7 +210,8 @@ at::Tensor from_local(
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout) {
   const auto& self = shard_tensor(t, "to_local");
   if (!t.requires_grad()) {
-    return self.local();
+    const auto& local = self.local(); // not the piece itself: to_local().unsqueeze_(0) is no business of the ShardTensor's
+    return local.key_set().has(c10::DispatchKey::Python) ? local : at::alias(local);
   }
   if (!grad_layout) {
     grad_layout = without_partial(self.layout_ptr());

@@ -2,6 +2,7 @@
 
 #include "autograd/functions.h"
 #include "autograd/gathered.h"
+#include "dispatch/check.h"
 #include "dispatch/handler.h"
 #include "dispatch/plain.h"
 #include "rules/registry.h"
@@ -12,6 +13,10 @@ namespace {
 
 void tell_of_fallback(const std::string& op, const std::string& layouts) {
   ear_for<FallbackLog>().tell([&] { return py::make_tuple(op, layouts); });
+}
+
+std::string ask_call_site() {
+  return ear_for<CallSite>().tell([] { return py::tuple(); });
 }
 
 } // namespace
@@ -31,6 +36,12 @@ void register_dispatch(py::module& m) {
   m.def("set_plain_targets", &set_plain_targets);
   m.def("strict_mode", &strict_mode);
   m.def("set_strict_mode", &set_strict_mode);
+  m.def("checking", [] { return static_cast<int>(checking()); });
+  m.def("set_checking", [](int how) { set_checking(static_cast<Checking>(how)); });
+  m.def("set_call_site", [](py::object f) {
+    ear_for<CallSite>().set(std::move(f));
+    set_call_site(&ask_call_site);
+  });
   m.def("set_fallback_log", [](py::object f) {
     auto& ear = ear_for<FallbackLog>();
     ear.set(std::move(f));

@@ -82,6 +82,10 @@ void register_tensor(py::module& m) {
         return wrap_symbolic(local, as_const(layout), sizes, strides, nullptr, offset);
       },
       py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("offset") = 0);
+  m.def("laid", [](at::Tensor local, const std::vector<int64_t>& strides) {
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    return laid(std::move(local), strides);
+  });
   m.def("strides_like", [](const SymSizes& sizes, const at::Tensor& local) { return sym_strides_like(sizes, local); });
   m.def(
       "laid_out_like",

@@ -30,6 +30,7 @@ std::array<std::atomic<int64_t>, kKinds> g_bytes{};
 std::atomic<Listener> g_listener{nullptr};
 thread_local int64_t t_telling = 0;
 thread_local int64_t t_calling = 0;
+thread_local int64_t t_aside = 0;
 
 struct Raised {
   explicit Raised(int64_t& n) : n_(n) {
@@ -48,7 +49,7 @@ struct Raised {
 // What is about to be called, where it may be that this rank has nothing to call for.
 void tell(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
   auto* listener = g_listener.load(std::memory_order_relaxed);
-  if (C10_LIKELY(!listener) || t_telling) {
+  if (C10_LIKELY(!listener) || t_telling || t_aside) {
     return;
   }
   const Raised telling(t_telling);
@@ -57,6 +58,9 @@ void tell(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
 
 void count(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
   tell(kind, bytes, mesh, mesh_dim);
+  if (C10_UNLIKELY(t_aside)) {
+    return;
+  }
   g_calls[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
   g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
 }
@@ -256,6 +260,13 @@ void reset_counts() {
     g_calls[i] = 0;
     g_bytes[i] = 0;
   }
+}
+
+Aside::Aside() {
+  ++t_aside;
+}
+Aside::~Aside() {
+  --t_aside;
 }
 
 void set_listener(Listener listener) {

@@ -85,6 +85,14 @@ void reset_counts();
 // puts in, and where (mesh_dim -1: between meshes). It may throw. Calls that it makes itself are not told.
 using Listener = void (*)(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim);
 void set_listener(Listener listener);
+// While one is alive, this thread's calls are neither counted nor told: those of the checking mode.
+class Aside {
+ public:
+  Aside();
+  ~Aside();
+  Aside(const Aside&) = delete;
+  Aside& operator=(const Aside&) = delete;
+};
 // Whether this thread is in a call to a process group from here.
 bool is_calling();
 

@@ -42,6 +42,9 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   if (by_order(t, op)) {
     return ordered(t, op);
   }
+  if (op == ReduceOp::Avg && t.scalar_type() == at::kHalf) {
+    return t.to(at::kFloat); // the sum may be too large for it, where the mean is not
+  }
   if (t.is_complex()) {
     TORCH_CHECK(
         op == ReduceOp::Sum || op == ReduceOp::Avg,

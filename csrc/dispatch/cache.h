@@ -27,6 +27,7 @@ class Key {
     kString,
     kDevice,
     kList,
+    kOrder,
     kSizes,
     kSymbols,
     kOpaque

@@ -1,6 +1,7 @@
 #include "dispatch/call.h"
 
 #include "comm/traced.h"
+#include "dispatch/check.h"
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
 #include "dispatch/outputs.h"
@@ -94,6 +95,24 @@ void key_of(const IValue& v, Key& key) {
   }
 }
 
+namespace {
+
+// What the order of a result's dims depends on: the order of the operands' dims, and whether they have gaps or lie on each other.
+void push_form(Key& key, const at::Tensor& t) {
+  const auto strides = t.strides();
+  uint64_t word = t.is_non_overlapping_and_dense();
+  for (const auto s : strides) {
+    word = word << 1 | static_cast<uint64_t>(s == 0);
+  }
+  key.push(word);
+  for (const auto d : order_of(strides)) {
+    key.push(static_cast<uint64_t>(d));
+  }
+  key.push(Key::kOrder);
+}
+
+} // namespace
+
 void key_of(const Op& op, const Refs& refs, Key& key) {
   for (const auto& r : refs) {
     const auto shape = sizes_of(r);
@@ -111,6 +130,8 @@ void key_of(const Op& op, const Refs& refs, Key& key) {
     if (op.strided) {
       key.push_all(r.tensor->strides());
       key.push(static_cast<uint64_t>(r.tensor->storage_offset()));
+    } else if (!is_symbolic(*r.tensor) && !r.tensor->is_contiguous()) {
+      push_form(key, *r.tensor);
     }
   }
 }
@@ -160,6 +181,52 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call,
 
 } // namespace
 
+namespace {
+
+// Whether results may lie otherwise than one dim after the other.
+bool asks_order(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
+  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || !op.entry || op.entry->options.lists ||
+      any_symbolic(refs)) {
+    return false;
+  }
+  const auto format = op.schema().argumentIndexWithName("memory_format");
+  return op.entry->options.asks_order || (format && !stack[base + *format].isNone()) ||
+         std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return !r.tensor->is_contiguous(); });
+}
+
+// In which order the results' dims lie is torch's to say: its TensorIterator and its meta kernels are asked, with the whole
+// tensors' sizes and strides. An op without a meta kernel gives results one dim after the other.
+void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
+  if (!asks_order(op, stack, base, refs, solution)) {
+    return;
+  }
+  auto call = on_meta(op, stack, base, refs);
+  try {
+    c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+    op.handle.callBoxed(&call);
+  } catch (const std::exception&) {
+    return;
+  }
+  size_t nth = 0;
+  const auto add = [&](const at::Tensor& t) {
+    if (nth < solution.results.size() && t.defined() && !solution.results[nth].order) {
+      solution.results[nth].order = order_of(t.strides());
+    }
+    ++nth;
+  };
+  for (const auto& value : call) {
+    if (value.isTensor()) {
+      add(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) {
+        add(t);
+      }
+    }
+  }
+}
+
+} // namespace
+
 SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   const auto replicated = Layout::replicated(mesh_of(op, refs));
   const auto call = describe(op, stack, base, refs, *replicated);
@@ -169,7 +236,9 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
   if (op.entry && op.entry->rule) {
     errors::check_taken(op, call);
     ask_kernel(op, stack, base, call, refs);
-    return rules::resolve(call, op.entry->rule(call));
+    auto solution = rules::resolve(call, op.entry->rule(call));
+    ask_orders(op, stack, base, refs, *solution);
+    return solution;
   }
   if (op.is_random) {
     errors::refused(op, "it draws random numbers and has no rule, so its ranks would draw different ones", call);
@@ -227,6 +296,12 @@ at::Tensor move_for(
   });
 }
 
+namespace {
+bool replicates(const Op& op) {
+  return !op.entry || !op.entry->rule || op.entry->rule == rules::replicate;
+}
+} // namespace
+
 const char* why_moved(const Op& op) {
   return op.entry && op.entry->rule ? "its rule needs it so" : "it has no sharding rule, so its inputs are gathered";
 }
@@ -255,6 +330,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const bool written = op.mutated >> r.arg & 1;
     if (written) {
       errors::check_writable(op, r.arg, *r.tensor, r.impl);
+      errors::check_apart(op, refs, i);
     }
     const auto& need = solution.operands[i];
     const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
@@ -275,11 +351,11 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
     auto moved =
         C10_UNLIKELY(r.impl && r.impl->traced() && !written && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
+    if (!written && replicates(op) && !is_symbolic(moved)) {
+      moved = laid(std::move(moved), r.tensor->strides()); // so that its results lie as they do in torch
+    }
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
-  }
-  if (op.mutated) {
-    note_writes(op, refs); // after all have been read: x.copy_(x[0])
   }
 }
 
@@ -343,7 +419,7 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
 
 // The operand it lies like, if that is as large in every dim and contiguous: then sizes and strides are there already.
 const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
-  if (result.like < 0) {
+  if (result.like < 0 || (result.order && !result.order->empty())) {
     return nullptr;
   }
   const auto& lead = *refs[result.like].tensor;
@@ -364,6 +440,9 @@ const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, cons
 
 // A function of what all ranks know: a piece may be a single row, whose strides say nothing.
 Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
+  if (result.order) {
+    return dense_strides(sizes, *result.order);
+  }
   return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
 }
 
@@ -376,11 +455,13 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
       return form;
     }
     const auto found = at::detail::computeStride(base.sizes(), strides, sizes);
-    if (found) {
-      form.strides.append(found->begin(), found->end());
-    } else {
-      form.strides = c10::contiguous_strides(sizes);
-    }
+    // Whether a piece can be viewed so says nothing: all ranks refuse alike, as torch does for the whole.
+    TORCH_CHECK(
+        found,
+        "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
+        "contiguous subspaces). Use .reshape(...) instead: sizes ",
+        base.sizes(), ", strides ", strides, " as ", sizes);
+    form.strides.append(found->begin(), found->end());
     return form;
   }
   for (const auto& term : geometry.strides) {
@@ -449,7 +530,7 @@ at::Tensor wrap_result(
   }
   if (!base && result && result->strides.empty()) {
     if (const auto* twin = twin_of(*result, refs, local)) {
-      return wrap(std::move(local), layout, twin->sizes(), twin->strides());
+      return wrap(laid(std::move(local), twin->strides()), layout, twin->sizes(), twin->strides());
     }
   }
   Sizes own_sizes, own_strides;
@@ -457,14 +538,17 @@ at::Tensor wrap_result(
   if (result && layout->is_sharded()) {
     sizes = own_sizes = global_sizes(*result, refs, local);
   }
-  if (base && !moved) {
-    const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes);
-    return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
+  if (base && (!moved || (result && result->geometry && result->geometry->reshaped))) {
+    const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
+    if (!moved) {
+      return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
+    }
   }
   if (result && !result->strides.empty()) {
     strides = result->strides;
-  } else if (result && solution.shards) {
+  } else if (result && (solution.shards || result->order)) {
     strides = own_strides = strides_of(*result, refs, sizes);
+    local = laid(std::move(local), strides);
   }
   auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
   if (moved) {
@@ -587,6 +671,9 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   const auto base = stack.size() - op.kinds.size();
   auto refs = collect(op, stack, base);
   check_plain(op, refs);
+  if (check::on()) {
+    check::same_call(op, stack, base, refs);
+  }
   const auto solution = op.outputs ? fitting_solution(op, stack, base, refs) : find_solution(op, stack, base, refs);
   if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
     return stand_aside(op, stack, base, refs, *solution);
@@ -619,6 +706,9 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   } else {
     op.handle.callBoxed(stack_ptr);
   }
+  if (op.mutated) {
+    note_writes(op, refs);
+  }
   if (op.outputs) {
     check_outputs(op, *solution, refs, locals);
   }
@@ -631,9 +721,16 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
 
   const auto returned = op.returns_argument.size();
   size_t nth = 0;
+  const auto checked = [&](const at::Tensor& t) {
+    if (check::on()) {
+      check::result(op.name, t);
+    }
+    return t;
+  };
   const auto finish = [&](at::Tensor local) {
     const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
-    return wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
+    return checked(
+        wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes));
   };
   for (size_t i = 0; i < returned; ++i) {
     auto& value = stack[stack.size() - returned + i];
@@ -645,7 +742,7 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
         value = *refs[0].tensor;
       } else if (same >= 0) {
         const auto* ref = std::find_if(refs.begin(), refs.end(), [&](const Ref& r) { return r.arg == same; });
-        value = *ref->tensor;
+        value = checked(*ref->tensor);
         ++nth;
       } else if (value.toTensor().defined()) {
         value = finish(std::move(value).toTensor());

@@ -94,7 +94,7 @@ void check_alike(const Op& op, const Refs& refs, const rules::Solution& solution
 // The local tensors in the layouts that the solution asks for, of operands that are checked.
 void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);
 
-// To be called before the op runs: copies of views look for writes to their base.
+// To be called when the op has run: copies of views look for writes to their base. A call that fails has written nothing.
 void note_writes(const Op& op, const Refs& refs);
 
 // What a kernel is told of its operands.

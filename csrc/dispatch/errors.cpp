@@ -136,4 +136,18 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
       "before the write.");
 }
 
+void check_apart(const Op& op, const Refs& refs, size_t written) {
+  const auto& w = refs[written];
+  for (const auto& r : refs) {
+    if (r.impl && r.impl != w.impl && w.impl->shares_storage(*r.impl) &&
+        at::get_overlap_status(*w.tensor, *r.tensor) == at::MemOverlapStatus::Partial) {
+      TORCH_CHECK(
+          false, op.name, ": arguments '", argument_name(op, w.arg), "' and '", argument_name(op, r.arg), "' (",
+          w.impl->layout().str(), ", rank ", w.impl->layout().mesh().rank(),
+          "): unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+          "location. clone() one of them before the write.");
+    }
+  }
+}
+
 } // namespace shardtensor::errors

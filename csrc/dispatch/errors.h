@@ -1,8 +1,7 @@
 // The texts of the handler's errors, so that all read alike: op, argument, layouts, rank, way out.
 #pragma once
 
-#include "dispatch/op.h"
-#include "tensor/shard_tensor.h"
+#include "dispatch/call.h"
 
 namespace shardtensor::errors {
 
@@ -23,6 +22,8 @@ void check_taken(const Op& op, const rules::Call& call);
 [[noreturn]] void no_rule(const Op& op, const rules::Call& call);
 // Raises where the op may not write to the tensor: a plain one, or a view that had to move data.
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);
+// Raises where a written argument shares some of its memory with another argument, whatever this rank's pieces.
+void check_apart(const Op& op, const Refs& refs, size_t written);
 
 // Runs what communicates for an op: a dead peer, a time-out names it, and what `where` returns.
 template <typename F, typename Where>

@@ -2,6 +2,7 @@
 
 #include "comm/traced.h"
 #include "dispatch/call.h"
+#include "dispatch/check.h"
 #include "dispatch/errors.h"
 #include "dispatch/plain.h"
 #include "redistribute/redistribute.h"
@@ -173,6 +174,9 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
   const auto base = stack.size() - op.kinds.size();
   const auto refs = collect(op, stack, base);
   auto elements = elements_of(refs);
+  if (check::on() && std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; })) {
+    check::same_call(op, stack, base, refs);
+  }
 
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   std::vector<at::Tensor> locals;
@@ -206,11 +210,11 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
       }
     }
   }
-  note_writes(op, refs);
   std::vector<IValue> kept;
   put_local(
       stack, base, refs, [&](size_t i) { return locals[i]; }, kept);
   op.handle.callBoxed(stack_ptr);
+  note_writes(op, refs);
   for (const auto& e : elements) {
     for (size_t k = 0; k < e.refs.size(); ++k) {
       const auto& owner = e.refs[k];
@@ -223,6 +227,13 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
       }
     }
   }
+  if (check::on()) {
+    for (const auto& r : refs) {
+      if (op.mutated >> r.arg & 1) {
+        check::result(op.name, *r.tensor);
+      }
+    }
+  }
   if (op.schema().returns().empty()) {
     return;
   }
@@ -232,6 +243,9 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
   for (size_t n = 0; n < results.size(); ++n) {
     auto& e = elements[n];
     out.push_back(wrap_element(op, e, e.result.defined() ? std::move(e.result) : results.extract(n)));
+    if (check::on()) {
+      check::result(op.name, out.get(n));
+    }
   }
   stack.back() = std::move(out);
 }

@@ -126,12 +126,24 @@ void fit_outputs(const Op& op, const Refs& refs, const AllSizes& needed) {
   }
 }
 
+bool resizes(const Op& op, const Refs& refs, const AllSizes& needed) {
+  for (size_t i = 0; i < refs.size(); ++i) {
+    if (is_output(op, refs[i]) && needed[i] != refs[i].tensor->sizes() && refs[i].tensor->numel() == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
 } // namespace
 
 rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   std::optional<AllSizes> needed;
   if (op.entry && op.entry->options.broadcasts) {
     needed = broadcast_sizes(op, refs);
+    if (needed && resizes(op, refs, *needed)) {
+      needed = asked_sizes(op, stack, base, refs); // whether torch takes the call at all: a call that fails resizes nothing
+    }
   } else if (auto known = known_for_sizes(op, stack, base, refs)) {
     return known; // for outputs of these sizes, which were found to fit
   } else {

@@ -55,6 +55,13 @@ void check_plain(const Op& op, const Refs& refs) {
     if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
       continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
     }
+    if (mode == Promotion::Error && r.tensor->dim() == 1 && !is_symbolic(*r.tensor) && r.tensor->numel() == 1 && r.index < 0) {
+      TORCH_WARN_ONCE(
+          op.name, ": argument '", op.schema().arguments()[r.arg].name(),
+          "' is a plain torch.Tensor of one element and one dim among ShardTensors. It is taken as replicated, as a number is; "
+          "make it one of no dims.");
+      continue;
+    }
     if (mode == Promotion::Error) {
       errors::plain_tensor(op, r.arg, *r.tensor);
     }

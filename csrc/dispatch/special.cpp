@@ -36,14 +36,12 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
   for (const auto& r : refs) {
     if (r.index >= 0) {
       gradients.push_back(local_of(*r.tensor));
-      if (r.impl) {
-        r.impl->note_write();
-      }
     }
   }
   auto found = local_of(stack[base + 1].toTensor());
   const auto scale = local_of(stack[base + 2].toTensor());
   at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, scale);
+  note_writes(op, refs);
   for (const auto& mesh : meshes) {
     for (int64_t m = 0; m < mesh->ndim(); ++m) {
       comm::all_reduce(found, *mesh, m, ReduceOp::Max);

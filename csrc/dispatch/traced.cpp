@@ -272,7 +272,8 @@ at::Tensor wrap_symbolic_result(
   if (result && !result->strides.empty()) {
     strides = symbols(result->strides);
   } else if (result && solution.shards) {
-    strides = sym_strides_like(sizes, result->like >= 0 ? *refs[result->like].tensor : at::Tensor());
+    strides = result->order ? sym_dense_strides(sizes, *result->order)
+                            : sym_strides_like(sizes, result->like >= 0 ? *refs[result->like].tensor : at::Tensor());
   }
   return wrap_symbolic(std::move(local), layout, sizes, strides, base, 0, moved);
 }

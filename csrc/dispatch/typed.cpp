@@ -1,6 +1,7 @@
 #include "dispatch/typed.h"
 
 #include "dispatch/call.h"
+#include "dispatch/check.h"
 #include "dispatch/kernel_table.h"
 #include "dispatch/plain.h"
 
@@ -262,6 +263,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     std::tuple<decltype(std::get<I>(kept)(localizer, I, args))...> local{std::get<I>(kept)(localizer, I, args)...};
     if constexpr (std::is_same_v<Result, Tensor&>) {
       call_.call(std::get<I>(local)...);
+      note_writes(op_, refs);
       return first(args...);
     } else {
       return wrap_all(op_, call_.call(std::get<I>(local)...), *solution, refs);
@@ -272,7 +274,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
     const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
     const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
-    return kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs);
+    return check::on() || kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs);
   }
 
   const Op& op_;

@@ -1,4 +1,5 @@
 #include "dispatch/call.h"
+#include "dispatch/check.h"
 #include "dispatch/kernel_table.h"
 #include "dispatch/lists.h"
 #include "tensor/lists.h"
@@ -96,16 +97,16 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
   Result run(std::index_sequence<I...>, TensorList first, Args... args) {
     std::array<std::vector<Tensor>, sizeof...(Args) + 1> locals;
     std::vector<rules::SolutionPtr> solutions;
-    if (!stays(op_, 0, first, first, locals[0]) || !(stays(op_, I + 1, args, first, locals[I + 1]) && ...)) {
+    if (check::on() || !stays(op_, 0, first, first, locals[0]) || !(stays(op_, I + 1, args, first, locals[I + 1]) && ...)) {
       return boxed(first, args...);
-    }
-    if (Writes::alive) {
-      note_writes(op_, 0, first);
-      (note_writes(op_, I + 1, args), ...);
     }
     if constexpr (std::is_void_v<Result>) {
       c10::impl::ExcludeDispatchKeyGuard below(kBelow);
       call_.call(localized(first, locals[0]), localized(args, locals[I + 1])...);
+      if (Writes::alive) {
+        note_writes(op_, 0, first);
+        (note_writes(op_, I + 1, args), ...);
+      }
     } else {
       if (!op_.entry->options.elementwise && !solve_each(first, locals[0], solutions, args...)) {
         return boxed(first, args...);

@@ -620,6 +620,21 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
 
 } // namespace
 
+namespace {
+
+// Before anything is sent: a backend may find it out on some ranks alone, or cut off the fraction.
+void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype) {
+  for (int64_t m = 0; from.has_partial() && m < from.ndim(); ++m) {
+    const auto& p = from.placement(m);
+    TORCH_CHECK_TYPE(
+        !p.is_partial() || p.reduce != ReduceOp::Avg || !c10::isIntegralType(dtype, true), "redistribute: from ", from.str(),
+        " to ", to.str(), ": the mean of a tensor of dtype ", dtype, " over ranks is no ", dtype,
+        "; convert it to a floating-point dtype first, or use Partial(\"sum\") (rank ", from.mesh().rank(), ")");
+  }
+}
+
+} // namespace
+
 at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {
   return is_traced(local) ? redistribute_in_graph(local, from, to, sizes) : redistribute(local, from, to, guarded(sizes));
 }
@@ -629,6 +644,7 @@ at::Tensor redistribute(
   if (&from == &to) {
     return local;
   }
+  check_mean(from, to, local.scalar_type());
   if (is_traced(local)) {
     return redistribute_in_graph(local, from, to, symbols(sizes));
   }

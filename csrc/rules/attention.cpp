@@ -111,6 +111,7 @@ Rule choice(const Call& call) {
 void register_attention(Registry& r) {
   Options sized; // by the heads that share a key
   sized.sized = true;
+  sized.asks_order = true; // (batch, head, row, column), with the rows of all heads side by side
   r.add("attention", {"_fused_sdp_choice"}, choice);
   r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, sized);
   r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<Fused::Cudnn>, sized);

@@ -45,6 +45,22 @@ void convolution_kernel(Run& run) {
   call_op_nonempty(run);
 }
 
+// The meta kernel takes a batch of one for no channels_last.
+std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& weight) {
+  for (const auto* t : {&input, &weight}) {
+    if (t->strides.empty()) { // symbols
+      continue;
+    }
+    if (c10::is_channels_last_strides_2d(t->sizes, t->strides)) {
+      return Order{0, 2, 3, 1};
+    }
+    if (c10::is_channels_last_strides_3d(t->sizes, t->strides)) {
+      return Order{0, 2, 3, 4, 1};
+    }
+  }
+  return std::nullopt;
+}
+
 Rule convolution(const Call& call) {
   Rule rule;
   const bool transposed = call.flag(call.position("transposed"));
@@ -57,7 +73,7 @@ Rule convolution(const Call& call) {
     rule.operands.emplace_back(Dims{Dim(f.out)});
   }
   rule.results.emplace_back(with_space(input, f.n, f.out));
-  rule.results[0].like = 0;
+  rule.results[0].order = order_of_result(input, call.tensors[1]);
   const uint64_t bias = biased ? 0b100 : 0;
   rule.jointly_linear(0b001 | bias);
   rule.jointly_linear(0b010 | bias);

@@ -1,8 +1,6 @@
 // Copies and factories: ops that keep a tensor's layout, whatever it is.
 #include "rules/registry.h"
 
-#include <c10/core/MemoryFormat.h>
-
 #include <algorithm>
 #include <numeric>
 
@@ -10,28 +8,9 @@ namespace shardtensor::rules {
 
 namespace {
 
-// The result's dims lie in memory as the memory_format asks; by default as the operand's do.
-Rule formatted(const Call& call, Rule rule) {
-  const auto arg = call.schema.argumentIndexWithName("memory_format");
-  if (!arg || !call.has(*arg)) {
-    return rule;
-  }
-  const auto format = call.args[*arg].toMemoryFormat();
-  const auto sizes = call.tensors[0].sizes;
-  if (format == at::MemoryFormat::Contiguous) {
-    rule.results[0].like = Result::kDense;
-  } else if (format == at::MemoryFormat::ChannelsLast || format == at::MemoryFormat::ChannelsLast3d) {
-    const auto strides = format == at::MemoryFormat::ChannelsLast ? c10::get_channels_last_strides_2d(sizes)
-                                                                  : c10::get_channels_last_strides_3d(sizes);
-    rule.results[0].strides.assign(strides.begin(), strides.end());
-    rule.sized = true;
-  }
-  return rule;
-}
-
 // Values pass unchanged, so every Partial does.
 Rule copy_of_first(const Call& call) {
-  auto rule = formatted(call, broadcast(call));
+  auto rule = broadcast(call);
   rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
@@ -39,7 +18,7 @@ Rule copy_of_first(const Call& call) {
 // A cast. Rounding summands is not rounding the sum, so an integral result needs the value itself; and floating-point numbers
 // have no bits to combine.
 Rule cast(const Call& call) {
-  auto rule = formatted(call, broadcast(call));
+  auto rule = broadcast(call);
   const auto& x = call.tensors[0];
   const auto arg = call.schema.argumentIndexWithName("dtype");
   const auto to = arg && call.has(*arg) ? call.args[*arg].toScalarType() : x.dtype;
@@ -82,7 +61,7 @@ Rule like(const Call& call) {
     rule.operands.emplace_back(dims);
   }
   rule.results.emplace_back(dims);
-  return formatted(call, std::move(rule));
+  return rule;
 }
 
 // new_zeros and the like read no values of self. Dims that are as large as self's are cut as they are: the zeros that torch's

@@ -267,7 +267,9 @@ void register_joins(Registry& r) {
       border_pad<3>);
   r.add("joins", {"repeat"}, repeat);
   r.add("joins", {"roll"}, roll);
-  r.add("joins", {"rot90"}, rot90);
+  Options turned;
+  turned.asks_order = true;
+  r.add("joins", {"rot90"}, rot90, turned);
   r.add("joins", {"stack"}, stack, sized);
 }
 

@@ -41,6 +41,8 @@ struct Options {
   bool elementwise = false;
   // Lists too: the op's kernels walk through the tensors of an index from end to end, so those must lie alike in memory.
   bool dense = false;
+  // Its results' dims lie in another order than they are counted even where those of all operands do not.
+  bool asks_order = false;
   // Plain tensors among the arguments count as replicated: torch itself makes them on the way (embedding_bag's offsets).
   bool plain = false;
   // Not a rule: the op cannot be done on pieces; this says why and what to do.

@@ -38,7 +38,7 @@ class Resolver {
     }
   }
 
-  SolutionPtr run() {
+  c10::intrusive_ptr<Solution> run() {
     decide();
     if (!reducible()) {
       summands_pass_ = false;
@@ -319,7 +319,21 @@ class Resolver {
     return true;
   }
 
-  // What of the group is read has placement p: a value that has not may be negative, and no norm is.
+  // A sum of bools is true or false, not a number: what an op makes of the summands does not add up to what it makes of it.
+  bool adds_up(const Linear& group, const Placement& p) const {
+    if (group.any_reduction || (p.reduce != ReduceOp::Sum && p.reduce != ReduceOp::Avg)) {
+      return true;
+    }
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (group.operands.has(i) && call_.tensors[i].dtype == at::kBool && !is_output(i)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // True if every operand of the group that the op reads is placed as `p`. (A norm's summand is never negative; another value
+  // may be.)
   bool all_hold(const Linear& group, int64_t m, const Placement& p) const {
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       if (group.operands.has(i) && !is_output(i) && call_.tensors[i].layout->placement(m) != p) {
@@ -354,7 +368,8 @@ class Resolver {
         }
       } else if (p.is_partial() && !rule_.operands[i].free && summands_pass_) {
         for (const auto& group : rule_.linear) {
-          if (!group.operands.has(i) || !group.passes(p) || (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
+          if (!group.operands.has(i) || !group.passes(p) || !adds_up(group, p) ||
+              (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
             continue;
           }
           Choice c;
@@ -647,7 +662,8 @@ class Resolver {
     }
     Solution::Result out;
     out.strides = r.strides;
-    out.like = r.like == -1 ? like(r) : r.like;
+    out.order = r.order;
+    out.like = like(r);
     out.geometry = r.geometry;
     out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
     if (!r.sizes.empty() || (sharded && r.dims.empty())) {
@@ -686,7 +702,7 @@ class Resolver {
 
 } // namespace
 
-SolutionPtr resolve(const Call& call, const Rule& rule) {
+c10::intrusive_ptr<Solution> resolve(const Call& call, const Rule& rule) {
   TORCH_INTERNAL_ASSERT(
       rule.operands.size() == call.tensors.size(), "the rule of ", call.schema.name(), " describes ", rule.operands.size(),
       " operands of ", call.tensors.size());

@@ -24,7 +24,8 @@ struct Solution final : c10::intrusive_ptr_target {
   struct Result {
     LayoutPtr layout;
     c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
-    Sizes strides;                         // empty: as those of operand `like`
+    Sizes strides;                         // empty: dense, in this order
+    std::optional<Order> order;            // none, where no tensor was asked: as that of operand `like`
     int64_t like = -1;                     // -1: one after the other
     std::optional<Geometry> geometry;
   };
@@ -54,6 +55,6 @@ struct Solution final : c10::intrusive_ptr_target {
 };
 using SolutionPtr = c10::intrusive_ptr<const Solution>;
 
-SolutionPtr resolve(const Call& call, const Rule& rule);
+c10::intrusive_ptr<Solution> resolve(const Call& call, const Rule& rule);
 
 } // namespace shardtensor::rules

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "layout/layout.h"
+#include "tensor/order.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/function_schema.h>
@@ -109,14 +110,12 @@ struct Result {
   Sizes sizes;
   // Set where the result's placement over summands is not the factor's: overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
-  // The global strides, where the call says so (new_empty_strided). Empty: dense, in the order of the local tensor's.
+  // The global strides, where the call says so (new_empty_strided). Empty: dense.
   Sizes strides;
+  // The order of its dims in memory, where torch's meta kernel says another than its kernels.
+  std::optional<Order> order;
   // A view's; without it the op is run on a meta tensor to find its strides.
   std::optional<Geometry> geometry;
-  // Its dims lie in memory in the order of this operand's. -1: of the first operand with the same factors, else one after the
-  // other. kDense: one after the other.
-  int32_t like = -1;
-  static constexpr int32_t kDense = -2;
   // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
   uint64_t same_over = 0;
 

@@ -303,6 +303,17 @@ Rule view(const Call& call) {
   return reshaped(call, Sizes(to.begin(), to.end()));
 }
 
+// torch wants strides that are whole elements of the new dtype. Those of a piece without elements are any.
+void view_empty_as_dtype(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  auto strides = x.strides().vec();
+  for (size_t d = 0; d + 1 < strides.size(); ++d) {
+    strides[d] *= 16; // bytes of the largest dtype
+  }
+  run.arg(0) = x.as_strided(x.sizes(), strides);
+  run.call_op();
+}
+
 // The bits as another dtype: the last dim's indices become more or fewer. Summands do not pass.
 Rule view_dtype(const Call& call) {
   Rule rule;
@@ -323,6 +334,8 @@ Rule view_dtype(const Call& call) {
   }
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), std::move(to));
+  rule.kernel = view_empty_as_dtype;
+  rule.kernel_if = is_empty;
   return rule;
 }
 

@@ -22,7 +22,7 @@ bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead) {
 
 at::Tensor wrap_with(const at::Tensor& lead, at::Tensor local) {
   const auto strides = strides_like(lead.sizes(), lead);
-  return wrap(std::move(local), as_shard_tensor(lead)->layout_ptr(), lead.sizes(), strides);
+  return wrap(laid(std::move(local), strides), as_shard_tensor(lead)->layout_ptr(), lead.sizes(), strides);
 }
 
 bool lie_alike(const at::Tensor& a, const at::Tensor& b) {

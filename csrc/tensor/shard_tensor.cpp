@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <numeric>
 #include <utility>
 
 namespace shardtensor {
@@ -122,8 +121,19 @@ ShardTensorImpl::ShardTensorImpl(at::Tensor local, LayoutPtr layout, IntArrayRef
 }
 
 ShardTensorImpl::ShardTensorImpl(
-    ImplType view, at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, c10::Storage storage, bool traced)
-    : TensorImpl(view, std::move(storage), keys_for(local, traced), local.dtype()),
+    ImplType view,
+    at::Tensor local,
+    LayoutPtr layout,
+    IntArrayRef sizes,
+    IntArrayRef strides,
+    c10::Storage storage,
+    bool traced,
+    bool inference)
+    : TensorImpl(
+          view,
+          std::move(storage),
+          inference ? keys_for(local, traced) - c10::autograd_dispatch_keyset_with_ADInplaceOrView : keys_for(local, traced),
+          local.dtype()),
       local_(std::move(local)),
       layout_(std::move(layout)),
       traced_(traced),
@@ -285,11 +295,13 @@ void ShardTensorImpl::look(bool to_view) const {
 
 c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version, bool allow_change) const {
+  const auto sizes = sizes_and_strides_.sizes_arrayref(), strides = sizes_and_strides_.strides_arrayref();
   auto impl =
       is_symbolic()
           ? c10::make_intrusive<ShardTensorImpl>(local_, layout_, sym_sizes(), sym_strides(), sym_storage_offset(), traced_)
-          : c10::make_intrusive<ShardTensorImpl>(
-                local_, layout_, sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref(), traced_);
+      : const_cast<ShardTensorImpl*>(this)->is_inference()
+          ? c10::make_intrusive<ShardTensorImpl>(ImplType::VIEW, local_, layout_, sizes, strides, storage(), traced_, true)
+          : c10::make_intrusive<ShardTensorImpl>(local_, layout_, sizes, strides, traced_);
   impl->share_storage(*this);
   impl->copy_origin(*this);
   impl->storage_offset_ = storage_offset_;
@@ -369,10 +381,11 @@ at::Tensor wrap(
     bool moved) {
   const bool traced = needs_tracing(local);
   c10::intrusive_ptr<ShardTensorImpl> impl;
-  if (base && base->key_set().has(DispatchKey::ADInplaceOrView)) {
+  const bool inference = base && const_cast<ShardTensorImpl*>(base)->is_inference();
+  if (base && (inference || base->key_set().has(DispatchKey::ADInplaceOrView))) {
     auto storage = moved ? null_storage(local, sizes) : base->storage();
     impl = c10::make_intrusive<ShardTensorImpl>(
-        c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced);
+        c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced, inference);
   } else {
     impl = c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, traced);
     if (base && !moved) {
@@ -426,24 +439,6 @@ at::Tensor wrap_symbolic(
   at::Tensor t(std::move(impl));
   attach_python_object(t, traced);
   return t;
-}
-
-Sizes strides_like(IntArrayRef sizes, const at::Tensor& like) {
-  const auto n = static_cast<int64_t>(sizes.size());
-  Sizes strides(n, 1);
-  c10::SmallVector<int64_t, 5> order(n);
-  std::iota(order.begin(), order.end(), 0);
-  // By the strides alone: whether a piece is dense or contiguous hangs on its sizes.
-  const auto have = like.strides();
-  if (like.dim() == n && !std::is_sorted(have.rbegin(), have.rend()) && std::find(have.begin(), have.end(), 0) == have.end()) {
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return have[a] > have[b]; });
-  }
-  int64_t stride = 1;
-  for (int64_t i = n - 1; i >= 0; --i) {
-    strides[order[i]] = stride;
-    stride *= std::max<int64_t>(sizes[order[i]], 1);
-  }
-  return strides;
 }
 
 namespace {

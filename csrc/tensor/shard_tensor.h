@@ -5,6 +5,7 @@
 
 #include "layout/layout.h"
 
+#include "tensor/order.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/core/Tensor.h>
@@ -59,7 +60,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
       c10::IntArrayRef sizes,
       c10::IntArrayRef strides,
       c10::Storage storage,
-      bool traced);
+      bool traced,
+      bool inference);
 
   // Traced, with symbols among its global sizes.
   ShardTensorImpl(
@@ -139,6 +141,9 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return storage();
   }
   void share_storage(const ShardTensorImpl& other);
+  bool shares_storage(const ShardTensorImpl& other) const {
+    return has_storage_ && other.has_storage_ && storage_.unsafeGetStorageImpl() == other.storage_.unsafeGetStorageImpl();
+  }
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool allow_change) const override;
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool allow_change) const override;
@@ -220,9 +225,6 @@ at::Tensor wrap_symbolic(
     const ShardTensorImpl* base = nullptr,
     const c10::SymInt& offset = 0,
     bool moved = false);
-
-// Strides of a dense tensor of `sizes` whose dims lie in memory in the order in which `like`'s do.
-Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& like);
 
 // The Python class of every ShardTensor; set at import, and again when its __torch_function__ is switched on or off.
 void set_python_class(struct _typeobject* type, bool torch_function_disabled);

@@ -38,27 +38,27 @@ SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef loc
   return out;
 }
 
-SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {
+SymSizes sym_dense_strides(c10::SymIntArrayRef sizes, const Order& order) {
   const auto n = static_cast<int64_t>(sizes.size());
   SymSizes strides(n, 1);
-  std::vector<int64_t> order(n), have;
-  std::iota(order.begin(), order.end(), 0);
-  if (like.defined()) {
-    for (const auto& s : like.sym_strides()) {
-      have.push_back(hint_of(s));
-    }
-  }
-  if (static_cast<int64_t>(have.size()) == n && !std::is_sorted(have.rbegin(), have.rend()) &&
-      std::find(have.begin(), have.end(), 0) == have.end()) {
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return have[a] > have[b]; });
-  }
   c10::SymInt stride = 1;
   for (int64_t i = n - 1; i >= 0; --i) {
-    strides[order[i]] = stride;
-    const auto& size = sizes[order[i]];
-    stride = stride * (size.is_symbolic() ? size : size.max(1));
+    const auto d = order.empty() ? i : order[i];
+    strides[d] = stride;
+    stride = stride * (sizes[d].is_symbolic() ? sizes[d] : sizes[d].max(1));
   }
   return strides;
+}
+
+SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {
+  if (!like.defined() || like.dim() != static_cast<int64_t>(sizes.size())) {
+    return sym_dense_strides(sizes, {});
+  }
+  Sizes have;
+  for (const auto& s : like.sym_strides()) {
+    have.push_back(hint_of(s));
+  }
+  return sym_dense_strides(sizes, order_of(have));
 }
 
 } // namespace shardtensor

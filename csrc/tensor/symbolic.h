@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout/symbolic.h"
+#include "tensor/order.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -29,6 +30,8 @@ int64_t hint_of(const c10::SymInt& n);
 // Layout::sizes_of_equal_pieces() over symbols.
 SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local);
 
+// dense_strides() over symbols.
+SymSizes sym_dense_strides(c10::SymIntArrayRef sizes, const Order& order);
 // strides_like() over symbols; undefined `like`: one after the other.
 SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like);
 

@@ -8,7 +8,7 @@ from shardtensor import _load  # noqa: F401  checks torch's version and loads th
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C, _fsdp, _interop, _logging, _optimizers, _pipelines, _tools, patches, random
+from shardtensor import _C, _checking, _fsdp, _interop, _logging, _optimizers, _pipelines, _tools, patches, random
 from shardtensor._api import (
     distribute_module,
     distribute_tensor,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardtensor._shards_wrapper import LocalShardsWrapper
 
 _C.install_handler()
+_checking.install()
 patches.install()
 _interop.install()
 _optimizers.install()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
@@ -96,8 +97,7 @@ def distribute_tensor(
     local = tensor.detach()
     if not layout.mesh.has_me:
         nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device if tensor.is_meta else device_of(mesh))
-        strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), tensor)
-        return _C.wrap(nothing, layout, list(tensor.shape), strides).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+        return _C.wrap(nothing, layout, list(tensor.shape), _C.strides_like(list(tensor.shape), tensor)).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if not tensor.is_meta:
         local = local.to(device_of(mesh))
         if src_data_rank is not None:
@@ -107,8 +107,8 @@ def distribute_tensor(
     piece = _piece(_summand(local, layout), layout)
     if src_data_rank is None or piece is not local:  # the user's memory, or a part of the whole that must not keep it alive
         piece = piece.clone()
-    strides = list(tensor.stride()) if tensor.is_contiguous() else _C.strides_like(list(tensor.shape), piece)
-    out = _C.wrap(piece, layout, list(tensor.shape), strides)
+    strides = _C.strides_like(list(tensor.shape), tensor)
+    out = _C.wrap(_C.laid(piece, strides), layout, list(tensor.shape), strides)
     return out.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 
@@ -159,8 +159,8 @@ def scatter_tensor(
             continue
         block = _scatter_along(block, sizes, kind, device, layout, mesh_dim, coordinate)
     assert block is not None
-    block = _summand(block, layout)
-    out = _C.wrap(block, layout, sizes, _C.strides_like(sizes, block))
+    block = _summand(block, layout).contiguous()  # how the source's tensor lies, the others do not know
+    out = _C.wrap(block, layout, sizes, make_contiguous_strides_for(sizes))
     return out.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 

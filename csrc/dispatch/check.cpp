@@ -1,0 +1,211 @@
+#include "dispatch/check.h"
+
+#include "comm/comm.h"
+#include "comm/values.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <sstream>
+
+namespace shardtensor {
+
+namespace {
+
+constexpr int64_t kText = 1024;    // bytes of a call's description that are sent to the others
+constexpr int64_t kSampled = 1024; // elements of a piece that are compared
+
+std::atomic<CallSite> g_call_site{nullptr};
+
+// Collectives on whole numbers where the mesh's tensors are.
+at::Tensor numbers(const Mesh& mesh, std::initializer_list<int64_t> values) {
+  return at::tensor(at::ArrayRef<int64_t>(values.begin(), values.size()), at::kLong)
+      .to(c10::Device(mesh.description().device_type));
+}
+
+void max_over(at::Tensor& values, const Mesh& mesh, int64_t mesh_dim) {
+  comm::all_reduce(values, mesh, mesh_dim, ReduceOp::Max);
+}
+
+void max_over_all(at::Tensor& values, const Mesh& mesh) {
+  for (int64_t m = 0; m < mesh.ndim(); ++m) {
+    max_over(values, mesh, m);
+  }
+}
+
+// Nobody's values: of a graph, fake, or of a rank that takes no part.
+bool passes(const Mesh& mesh, const at::Tensor& local) {
+  return !mesh.has_me() || is_recording() || local.is_meta() || local.key_set().has_any(kStandIns);
+}
+
+// What every rank of the mesh says, in the order of the mesh's ranks.
+std::vector<std::string> gathered(const std::string& text, const Mesh& mesh) {
+  auto mine = at::zeros({kText}, at::kByte);
+  std::memcpy(mine.data_ptr(), text.data(), std::min<size_t>(text.size(), kText - 1));
+  auto all = mine.to(c10::Device(mesh.description().device_type));
+  for (int64_t m = mesh.ndim() - 1; m >= 0; --m) {
+    auto room = at::empty({mesh.size(m), all.numel()}, all.options());
+    auto pieces = room.unbind(0);
+    comm::all_gather(pieces, all, mesh, m);
+    all = room.view(-1);
+  }
+  all = all.cpu();
+  std::vector<std::string> out;
+  for (int64_t i = 0; i < mesh.size(); ++i) {
+    out.emplace_back(static_cast<const char*>(all.data_ptr()) + i * kText);
+  }
+  return out;
+}
+
+// Each different text once, with the ranks that say so.
+std::string by_rank(const std::vector<std::string>& texts, const Mesh& mesh) {
+  std::ostringstream out;
+  for (size_t i = 0; i < texts.size(); ++i) {
+    if (std::find(texts.begin(), texts.begin() + static_cast<int64_t>(i), texts[i]) != texts.begin() + static_cast<int64_t>(i)) {
+      continue;
+    }
+    out << "\n  rank";
+    for (size_t k = i; k < texts.size(); ++k) {
+      if (texts[k] == texts[i]) {
+        out << " " << mesh.description().ranks[k];
+      }
+    }
+    out << ": " << texts[i];
+  }
+  return out.str();
+}
+
+std::string call_site() {
+  const auto ask = g_call_site.load();
+  const auto text = ask ? ask() : "";
+  return text.empty() ? "" : " at " + text;
+}
+
+void same(const std::string& call, const Mesh& mesh) {
+  const comm::Aside aside;
+  const auto hash = static_cast<int64_t>(std::hash<std::string>()(call) >> 1);
+  auto range = numbers(mesh, {hash, -hash});
+  max_over_all(range, mesh);
+  range = range.cpu();
+  const auto* found = range.const_data_ptr<int64_t>();
+  if (found[0] == -found[1]) {
+    return;
+  }
+  const auto texts = gathered(call + call_site(), mesh);
+  TORCH_CHECK(
+      false, "shardtensor's checking mode: the ranks of ", mesh.str(),
+      " run different calls, or one call with different arguments:", by_rank(texts, mesh));
+}
+
+uint64_t sum_of(const at::Tensor& local) {
+  auto flat = local.detach().resolve_conj().resolve_neg().reshape(-1);
+  if (checking() == Checking::Sampled && flat.numel() > kSampled) {
+    flat = flat.slice(0, 0, flat.numel(), flat.numel() / kSampled);
+  }
+  flat = flat.contiguous().cpu();
+  const std::string_view bytes(static_cast<const char*>(flat.const_data_ptr()), flat.nbytes());
+  return std::hash<std::string_view>()(bytes);
+}
+
+// What is wrong with this rank's piece by itself; empty if nothing is.
+std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
+  const auto& local = impl.local();
+  const auto want = impl.layout().local_sizes(t.sizes());
+  if (local.sizes() != c10::IntArrayRef(want)) {
+    return c10::str("its piece has sizes ", local.sizes(), ", the layout says ", c10::IntArrayRef(want));
+  }
+  if (local.scalar_type() != t.scalar_type() || local.device().type() != t.device().type()) {
+    return c10::str(
+        "its piece is ", local.scalar_type(), " on ", local.device(), ", the tensor ", t.scalar_type(), " on ", t.device());
+  }
+  if (const auto misfit = impl.layout().misfit(t.sizes()); !misfit.empty()) {
+    return misfit;
+  }
+  const auto strides = t.strides();
+  const auto lies = order_of(strides), has = order_of(local.strides());
+  const bool tells = std::none_of(want.begin(), want.end(), [](int64_t n) { return n <= 1; });
+  const bool spread = std::find(strides.begin(), strides.end(), 0) != strides.end();
+  if (tells && !spread && !impl.broken_view() && lies != has) {
+    return c10::str("its piece has strides ", local.strides(), ", the tensor ", strides);
+  }
+  return "";
+}
+
+} // namespace
+
+void set_checking(Checking value) {
+  check::g_checking = static_cast<uint8_t>(value);
+}
+Checking checking() {
+  return static_cast<Checking>(check::g_checking.load());
+}
+void set_call_site(CallSite call_site_) {
+  g_call_site = call_site_;
+}
+
+namespace check {
+
+void same_call(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs) {
+  const auto& mesh = mesh_of(op, refs);
+  const auto* first = std::find_if(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; });
+  if (passes(*mesh, first->impl->local())) {
+    return;
+  }
+  std::ostringstream call;
+  call << op.name << "(";
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto& r = refs[i];
+    call << (i ? ", " : "") << r.tensor->scalar_type() << " " << r.tensor->sizes() << " "
+         << (r.impl ? r.impl->layout().str() : "plain");
+  }
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    const auto& v = stack[base + i];
+    if (op.kinds[i] == ArgKind::Other && (v.isScalar() || v.isList() || v.isString())) {
+      call << ", " << op.schema().arguments()[i].name() << "=" << v;
+    }
+  }
+  call << ")";
+  same(call.str(), *mesh);
+}
+
+void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& local) {
+  if (!passes(mesh, local)) {
+    same(call, mesh);
+  }
+}
+
+void result(const std::string& what, const at::Tensor& tensor) {
+  const auto* impl = as_shard_tensor(tensor);
+  if (!impl || passes(impl->layout().mesh(), impl->local())) {
+    return;
+  }
+  const comm::Aside aside;
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  const auto& layout = impl->layout();
+  const auto& mesh = layout.mesh();
+  auto fault = fault_of(tensor, *impl);
+  for (int64_t m = 0; m < mesh.ndim(); ++m) {
+    if (layout.placement(m).is_replicate()) {
+      const auto sum = static_cast<int64_t>(sum_of(impl->local()) >> 1);
+      auto range = numbers(mesh, {sum, -sum});
+      max_over(range, mesh, m);
+      range = range.cpu();
+      const auto* found = range.const_data_ptr<int64_t>();
+      if (found[0] != -found[1] && fault.empty()) {
+        fault = c10::str("its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");
+      }
+    }
+  }
+  auto bad = numbers(mesh, {!fault.empty()});
+  max_over_all(bad, mesh);
+  if (bad.item<int64_t>()) {
+    const auto texts = gathered(fault.empty() ? "nothing is wrong" : fault, mesh);
+    TORCH_CHECK(
+        false, "shardtensor's checking mode: a result of ", what, ", ", tensor.sizes(), " ", layout.str(), ", is wrong",
+        call_site(), ":", by_rank(texts, mesh));
+  }
+}
+
+} // namespace check
+
+} // namespace shardtensor

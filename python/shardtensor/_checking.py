@@ -1,0 +1,46 @@
+"""The checking mode: SHARDTENSOR_CHECK=1, or `with shardtensor.debug.check():`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardtensor import _C
+
+_OFF, _SAMPLED, _FULL = range(3)
+_HERE = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.sep + os.path.join("torch", ""))
+
+
+def _call_site() -> str:
+    """The innermost line that is neither ours nor torch's; nothing in autograd's own threads."""
+    frame = sys._getframe()
+    while frame is not None and (frame.f_code.co_filename.startswith(_HERE[0]) or _HERE[1] in frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+@contextmanager
+def check(full: bool = False) -> Iterator[None]:
+    """Inside, each op, redistribution and from_local is checked on all ranks of its mesh, forward and backward.
+
+    Before it, that all ranks run the same call; after it, that each piece has the sizes, the dtype, the device and the order in
+    memory that the whole says, and that pieces which are to be the same on several ranks are, bit by bit: 1,024 elements of each,
+    or all with `full`. What is wrong raises on every rank of the mesh and says which ranks say what, and where they were called
+    from. Two or three small collectives per call: for finding a fault, not for training. All ranks enter and leave it together.
+    """
+    before = _C.checking()
+    _C.set_checking(_FULL if full else _SAMPLED)
+    try:
+        yield
+    finally:
+        _C.set_checking(before)
+
+
+def install() -> None:
+    _C.set_call_site(_call_site)
+    asked = os.environ.get("SHARDTENSOR_CHECK", "0").lower()
+    if asked not in ("0", "", "1", "full"):
+        raise ValueError(f"shardtensor: the environment variable SHARDTENSOR_CHECK is {asked!r}; use 0, 1 or full")
+    _C.set_checking({"1": _SAMPLED, "full": _FULL}.get(asked, _OFF))

@@ -1,0 +1,101 @@
+"""The checking mode finds ranks that part, and pieces that are not what the layout says, on all ranks and before anybody waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import UNEVEN, mesh_here, place
+
+
+def right_calls():
+    """Nothing is wrong: forward, backward, in place, views, lists, summands, moves and attention run as without it."""
+    import shardtensor as st
+    from shardtensor import debug
+
+    mesh = mesh_here()
+    for full in (False, True):
+        with debug.check(full):
+            x = place(torch.randn(7, 6), mesh, ("S(0)",), UNEVEN).requires_grad_()
+            w = place(torch.randn(6, 6), mesh, ("R",), UNEVEN).requires_grad_()
+            y = (torch.relu(x @ w).t() * 2).softmax(0)
+            y.flatten()[3:].sum().backward()
+            assert x.grad.full_tensor().isfinite().all()
+            with torch.no_grad():
+                w.mul_(0.5)
+                torch._foreach_add_([w, x], 1.0)
+            torch.optim.SGD([x, w], lr=0.1).step()
+            x.redistribute(placements=[st.Replicate()]).to_local()
+            st.ShardTensor.from_local(torch.ones(2, 3), mesh, [st.Partial()]).full_tensor()
+            q = place(torch.randn(2, 3, 5, 4), mesh, ("S(1)",), UNEVEN)
+            torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(2, 5, 12)
+    assert not debug_is_on()
+
+
+def debug_is_on():
+    from shardtensor import _C
+
+    return _C.checking()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_right_calls_pass(pools, world):
+    pools(world).run(f"{__name__}:right_calls")
+
+
+def parted(how):
+    """Every rank gets the error that names both calls. Afterwards the ranks are in step."""
+    import shardtensor as st
+    from shardtensor import debug
+
+    mesh, rank = mesh_here(), mesh_here().get_rank()
+    x = place(torch.ones(7, 6), mesh, ("S(0)",), UNEVEN)
+    calls = {
+        "op": lambda: torch.neg(x) if rank else torch.exp(x),
+        "argument": lambda: x.sum(rank % 2),
+        "move": lambda: x.redistribute(placements=[st.Shard(1) if rank else st.Replicate()]),
+        "op and move": lambda: x.full_tensor() if rank else x * 2,
+        "sizes": lambda: st.ShardTensor.from_local(
+            torch.ones(2, 3), mesh, [st.Shard(0)], shape=(2 * mesh.size() + (rank == 1), 3), stride=(3, 1), run_check=False
+        ),
+    }
+    with debug.check(), pytest.raises(RuntimeError, match="run different calls") as caught:
+        calls[how]()
+    text = str(caught.value)
+    assert text.count("\n  rank ") >= 2 and "test_check.py:" in text, text
+    with debug.check():
+        assert x.full_tensor().eq(1).all()
+    return text
+
+
+@pytest.mark.parametrize("how", ["op", "argument", "move", "op and move", "sizes"])
+def test_ranks_that_part(pools, how):
+    texts = pools(2).run(f"{__name__}:parted", how)
+    assert texts[0] == texts[1]
+
+
+def wrong_pieces(how):
+    import shardtensor as st
+    from shardtensor import _C, debug
+
+    mesh, rank = mesh_here(), mesh_here().get_rank()
+    last = rank == mesh.size() - 1
+    if how == "differ":
+        x = st.ShardTensor.from_local(torch.full((3, 2000), 1.0), mesh, [st.Replicate()], run_check=False)
+        x.to_local()[2, 1999] += last  # one element, past what is sampled
+    elif how == "sizes":
+        x = place(torch.ones(6, 4), mesh, ("S(0)",), UNEVEN)
+        _C.set_local(x, torch.ones(7, 4) if last else x._local_tensor)
+    elif how == "order":
+        x = place(torch.ones(6, 4), mesh, ("S(1)",), UNEVEN)
+        _C.set_local(x, x._local_tensor.t().contiguous().t() if last else x._local_tensor)
+    want = {"differ": "differs from that of another rank", "sizes": "its piece has sizes", "order": "its piece has strides"}[how]
+    with debug.check(full=True), pytest.raises(RuntimeError, match=want):
+        x.zero_() if how != "differ" else x * 2
+    if how == "differ":
+        with debug.check():
+            x * 2  # is sampled: not seen
+
+
+@pytest.mark.parametrize("how", ["differ", "sizes", "order"])
+def test_wrong_pieces(pools, how):
+    pools(2).run(f"{__name__}:wrong_pieces", how)
