@@ -99,3 +99,48 @@ def wrong_pieces(how):
 @pytest.mark.parametrize("how", ["differ", "sizes", "order"])
 def test_wrong_pieces(pools, how):
     pools(2).run(f"{__name__}:wrong_pieces", how)
+
+
+def one_raises():
+    """A rank that raises in an op is an error on all, at once; where all raise, each has its own."""
+    from shardtensor import debug
+
+    rank = mesh_here().get_rank()
+    library = torch.library.Library("shardtensor_check", "DEF")
+    library.define("picky(Tensor x, bool all) -> Tensor")
+
+    def picky(x, all):
+        if all or rank == 1:
+            raise ValueError(f"rank {rank} does not like it")
+        return x * 2
+
+    library.impl("picky", picky, "CPU")
+    x = place(torch.ones(5), mesh_here(), ("S(0)",), UNEVEN)
+    with debug.check():
+        with pytest.raises(RuntimeError, match=r"raises on some ranks .* alone") as caught:
+            torch.ops.shardtensor_check.picky(x, False)
+        assert "rank 1 does not like it" in str(caught.value) and "test_check.py:" in str(caught.value)
+        with pytest.raises(ValueError, match=f"rank {rank} does not like it"):
+            torch.ops.shardtensor_check.picky(x, True)
+        assert (x * 2).full_tensor().eq(2).all()
+    library._destroy()
+
+
+def test_a_rank_that_raises_alone(pools):
+    pools(2).run(f"{__name__}:one_raises")
+
+
+def indexed():
+    """Indexing keeps the GIL. A collective that it makes must not wait with it for Gloo's threads, which may need it."""
+    import torch.distributed as dist
+    from shardtensor import debug
+
+    x = place(torch.randn(6, 7), mesh_here(), ("S(0)",), UNEVEN)
+    with debug.check():
+        for _ in range(300):
+            dist.all_reduce(torch.ones(2))  # of a tensor that Python knows, dropped by a thread of Gloo's
+            x[1:, :2]
+
+
+def test_indexing_does_not_wait_with_the_gil(pools):
+    pools(2).run(f"{__name__}:indexed", seconds=60)

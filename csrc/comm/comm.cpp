@@ -146,10 +146,13 @@ struct Where {
 };
 
 // What goes wrong says where. c10's errors keep their class; the backends' own become torch.distributed's.
+// The GIL is released: Gloo's threads drop the works before under a lock that a new call needs, and dropping a tensor that Python
+// knows needs the GIL.
 template <typename F>
 auto guarded(const Where& where, F&& run) {
   const Raised calling(t_calling);
   try {
+    const WithoutGil released;
     return run();
   } catch (c10::Error& e) {
     e.add_context(where.str());
@@ -161,8 +164,6 @@ auto guarded(const Where& where, F&& run) {
 
 void wait(const Where& where, const WorkPtr& work) {
   if (work) {
-    // Gloo's threads drop what the works before held, and for a tensor that Python knows they need the GIL.
-    const WithoutGil released;
     guarded(where, [&] { work->wait(); });
   }
 }

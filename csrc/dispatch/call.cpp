@@ -666,14 +666,13 @@ void keep_operands(const Op& op, Stack& stack, at::TensorList operands) {
 
 } // namespace
 
-void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
+namespace {
+
+void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
   auto refs = collect(op, stack, base);
   check_plain(op, refs);
-  if (check::on()) {
-    check::same_call(op, stack, base, refs);
-  }
   const auto solution = op.outputs ? fitting_solution(op, stack, base, refs) : find_solution(op, stack, base, refs);
   if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
     return stand_aside(op, stack, base, refs, *solution);
@@ -721,16 +720,9 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
 
   const auto returned = op.returns_argument.size();
   size_t nth = 0;
-  const auto checked = [&](const at::Tensor& t) {
-    if (check::on()) {
-      check::result(op.name, t);
-    }
-    return t;
-  };
   const auto finish = [&](at::Tensor local) {
     const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
-    return checked(
-        wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes));
+    return wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
   };
   for (size_t i = 0; i < returned; ++i) {
     auto& value = stack[stack.size() - returned + i];
@@ -742,7 +734,7 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
         value = *refs[0].tensor;
       } else if (same >= 0) {
         const auto* ref = std::find_if(refs.begin(), refs.end(), [&](const Ref& r) { return r.arg == same; });
-        value = checked(*ref->tensor);
+        value = *ref->tensor;
         ++nth;
       } else if (value.toTensor().defined()) {
         value = finish(std::move(value).toTensor());
@@ -759,6 +751,13 @@ void handle(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
       value = std::move(out);
     }
   }
+}
+
+} // namespace
+
+void handle(const Op& op, Stack* stack, const SymSizes* sizes) {
+  const auto run = [&] { run_call(op, stack, sizes); };
+  check::on() ? check::around(op, stack, run) : run();
 }
 
 bool strict_mode() {

@@ -145,37 +145,14 @@ void set_call_site(CallSite call_site_) {
 
 namespace check {
 
-void same_call(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs) {
-  const auto& mesh = mesh_of(op, refs);
-  const auto* first = std::find_if(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; });
-  if (passes(*mesh, first->impl->local())) {
-    return;
-  }
-  std::ostringstream call;
-  call << op.name << "(";
-  for (size_t i = 0; i < refs.size(); ++i) {
-    const auto& r = refs[i];
-    call << (i ? ", " : "") << r.tensor->scalar_type() << " " << r.tensor->sizes() << " "
-         << (r.impl ? r.impl->layout().str() : "plain");
-  }
-  for (size_t i = 0; i < op.kinds.size(); ++i) {
-    const auto& v = stack[base + i];
-    if (op.kinds[i] == ArgKind::Other && (v.isScalar() || v.isList() || v.isString())) {
-      call << ", " << op.schema().arguments()[i].name() << "=" << v;
-    }
-  }
-  call << ")";
-  same(call.str(), *mesh);
-}
-
 void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& local) {
   if (!passes(mesh, local)) {
     same(call, mesh);
   }
 }
 
-void result(const std::string& what, const at::Tensor& tensor) {
-  const auto* impl = as_shard_tensor(tensor);
+void result(const std::string& what, const at::Tensor& tensor, bool has_values) {
+  const auto* impl = tensor.defined() ? as_shard_tensor(tensor) : nullptr;
   if (!impl || passes(impl->layout().mesh(), impl->local())) {
     return;
   }
@@ -184,7 +161,7 @@ void result(const std::string& what, const at::Tensor& tensor) {
   const auto& layout = impl->layout();
   const auto& mesh = layout.mesh();
   auto fault = fault_of(tensor, *impl);
-  for (int64_t m = 0; m < mesh.ndim(); ++m) {
+  for (int64_t m = 0; has_values && m < mesh.ndim(); ++m) {
     if (layout.placement(m).is_replicate()) {
       const auto sum = static_cast<int64_t>(sum_of(impl->local()) >> 1);
       auto range = numbers(mesh, {sum, -sum});
@@ -203,6 +180,97 @@ void result(const std::string& what, const at::Tensor& tensor) {
     TORCH_CHECK(
         false, "shardtensor's checking mode: a result of ", what, ", ", tensor.sizes(), " ", layout.str(), ", is wrong",
         call_site(), ":", by_rank(texts, mesh));
+  }
+}
+
+namespace {
+
+std::string text_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs) {
+  std::ostringstream out;
+  out << op.name << "(";
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto& r = refs[i];
+    out << (i ? ", " : "") << r.tensor->scalar_type() << " " << r.tensor->sizes() << " "
+        << (r.impl ? r.impl->layout().str() : "plain");
+  }
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    const auto& v = stack[base + i];
+    if (op.kinds[i] == ArgKind::Other && (v.isScalar() || v.isList() || v.isString())) {
+      out << ", " << op.schema().arguments()[i].name() << "=" << v;
+    }
+  }
+  out << ")";
+  return out.str();
+}
+
+// Whether all ranks raise, or none does.
+void same_end(const Op& op, const Mesh& mesh, const std::string& error) {
+  const comm::Aside aside;
+  const int64_t raised = !error.empty();
+  auto range = numbers(mesh, {raised, -raised});
+  max_over_all(range, mesh);
+  range = range.cpu();
+  const auto* found = range.const_data_ptr<int64_t>();
+  if (found[0] != -found[1]) {
+    const auto texts = gathered(raised ? "raises: " + error : "does not", mesh);
+    TORCH_CHECK(
+        false, "shardtensor's checking mode: ", op.name, " raises on some ranks of ", mesh.str(), " alone", call_site(), ":",
+        by_rank(texts, mesh));
+  }
+}
+
+} // namespace
+
+void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> run) {
+  const auto base = stack->size() - op.kinds.size();
+  const auto refs = collect(op, *stack, base);
+  MeshPtr mesh;
+  std::vector<at::Tensor> written;
+  bool alike = true;
+  for (const auto& r : refs) {
+    if (r.impl) {
+      alike &= !mesh || mesh == r.impl->layout().mesh_ptr();
+      mesh = r.impl->layout().mesh_ptr();
+      alike &= !passes(*mesh, r.impl->local(true));
+    }
+    if (op.mutated >> r.arg & 1) {
+      written.push_back(*r.tensor);
+    }
+  }
+  if (!mesh || !alike) {
+    return run();
+  }
+  same(text_of(op, *stack, base, refs), *mesh);
+  std::exception_ptr failed;
+  std::string error;
+  try {
+    run();
+  } catch (const c10::Error& e) {
+    failed = std::current_exception();
+    error = e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    failed = std::current_exception();
+    error = e.what();
+  }
+  same_end(op, *mesh, error);
+  if (failed) {
+    std::rethrow_exception(failed);
+  }
+  // Fresh memory, and views that may be of it, hold anything.
+  const bool has_values = !op.is_view && op.name.find("empty") == std::string::npos;
+  for (const auto& t : written) {
+    result(op.name, t, has_values);
+  }
+  const auto first = stack->size() - op.returns_argument.size();
+  for (size_t i = first; i < stack->size(); ++i) {
+    const auto& value = (*stack)[i];
+    if (value.isTensor() && op.returns_argument[i - first] < 0) {
+      result(op.name, value.toTensor(), has_values);
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) {
+        result(op.name, t, has_values);
+      }
+    }
   }
 }
 

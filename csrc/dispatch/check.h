@@ -4,6 +4,10 @@
 
 #include "dispatch/call.h"
 
+#include <c10/util/FunctionRef.h>
+
+#include <atomic>
+
 namespace shardtensor {
 
 enum class Checking : uint8_t { Off, Sampled, Full };
@@ -21,14 +25,15 @@ inline bool on() {
   return C10_UNLIKELY(g_checking.load(std::memory_order_relaxed));
 }
 
-// Before a call: raises on every rank of the mesh where one runs another.
-void same_call(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
-// The same for what is no op: `call` describes it, `local` is this rank's piece.
-void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& local);
+// Runs an op's call. Raises on every rank of the mesh where one runs another call, where one raises alone, or where a result is
+// wrong.
+void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> run);
 
-// After it: raises on every rank of the mesh where one rank's piece is not what the layout says, or where pieces that are to be
-// the same differ in a bit. `what`: the op.
-void result(const std::string& what, const at::Tensor& tensor);
+// For what is no op: `call` describes it, `local` is this rank's piece.
+void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& local);
+// Raises on every rank of the mesh where one rank's piece is not what the layout says, or where pieces that are to be the same
+// differ in a bit.
+void result(const std::string& what, const at::Tensor& tensor, bool has_values = true);
 
 } // namespace check
 

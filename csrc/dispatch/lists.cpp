@@ -167,16 +167,11 @@ at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
   return wrap_with(*lead->tensor, std::move(local));
 }
 
-} // namespace
-
-void handle_lists(const Op& op, Stack* stack_ptr) {
+void run_lists(const Op& op, Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
   const auto refs = collect(op, stack, base);
   auto elements = elements_of(refs);
-  if (check::on() && std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; })) {
-    check::same_call(op, stack, base, refs);
-  }
 
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   std::vector<at::Tensor> locals;
@@ -227,13 +222,6 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
       }
     }
   }
-  if (check::on()) {
-    for (const auto& r : refs) {
-      if (op.mutated >> r.arg & 1) {
-        check::result(op.name, *r.tensor);
-      }
-    }
-  }
   if (op.schema().returns().empty()) {
     return;
   }
@@ -243,11 +231,15 @@ void handle_lists(const Op& op, Stack* stack_ptr) {
   for (size_t n = 0; n < results.size(); ++n) {
     auto& e = elements[n];
     out.push_back(wrap_element(op, e, e.result.defined() ? std::move(e.result) : results.extract(n)));
-    if (check::on()) {
-      check::result(op.name, out.get(n));
-    }
   }
   stack.back() = std::move(out);
+}
+
+} // namespace
+
+void handle_lists(const Op& op, Stack* stack) {
+  const auto run = [&] { run_lists(op, stack); };
+  check::on() ? check::around(op, stack, run) : run();
 }
 
 } // namespace shardtensor
