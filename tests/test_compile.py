@@ -299,6 +299,7 @@ REFUSED = {
     "values decide how many elements there are, and a gradient is asked for": [
         "uneven_list.mask_elements", "uneven_list.mask_rows", "uneven_list.masked_select",
     ],
+    "torch's fake kernel gives it another shape before 2.14": ["multilabel_margin_one_none"] if torch.__version__ < "2.14" else [],
     "torch's own kernel draws, by values": ["multinomial_replacement", "poisson"],
     "dynamo does not trace it of plain tensors either": [
         "generator", "random_", "random_from_to", "random_to", "trunc_normal_", "uneven_list.adamw", "uneven_list.clip_grad_norm_",
@@ -1104,7 +1105,7 @@ def old_torch():
     _compile._TORCH = (2, 11)
     try:
         torch._dynamo.reset()
-        with pytest.raises(Exception, match=r"cannot compile functions of ShardTensors; torch 2\.15 can"):
+        with pytest.raises(Exception, match=r"cannot compile functions of ShardTensors; 2\.12 and newer can"):
             torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(x)
         torch.testing.assert_close(_whole(x * 2), torch.full((7, 6), 2.0))
     finally:

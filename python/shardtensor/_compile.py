@@ -69,7 +69,7 @@ _TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 def flatten(t: ShardTensor) -> tuple[list[str], Any]:
     if _TORCH < (2, 12) and TracingContext.try_get() is not None:
         raise NotImplementedError(
-            f"shardtensor: torch {torch.__version__} cannot compile functions of ShardTensors; torch 2.15 can. Keep them out of the "
+            f"shardtensor: torch {torch.__version__} cannot compile functions of ShardTensors; 2.12 and newer can. Keep them out of the "
             "compiled function, or mark their function with torch.compiler.disable"
         )
     guard_graph()

@@ -1,6 +1,6 @@
 """torch._functorch.partitioners: what of a graph goes forward and backward. Graphs of different ranks hold different sizes, and torch takes
 them apart one by one. What ranks call together stays as eager mode has it, in the order in which it was traced. Graphs without
-ShardTensors are left alone. All versions; seen in torch 2.15."""
+ShardTensors are left alone. All versions; seen in torch 2.12 to 2.15."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx.node import _side_effectful_functions
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardtensor._compile import may_be_of_ours
@@ -90,14 +89,16 @@ def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[.
     """torch makes one of two equal calls. Whether two collectives are equal calls may differ between ranks: one that has an empty
     piece of both tensors sends the same nothing twice, and would make one call where its peers make two."""
 
+    never_merged: list[Any] = merge_equal_calls.__globals__["rand_ops"]  # draws of random numbers, in every version
+
     def merge(graph: torch.fx.Graph, **options: Any) -> Any:
-        collectives = {n.target for n in graph.nodes if _is_collective(n)} if may_be_of_ours() else set()
-        added = collectives - _side_effectful_functions
-        _side_effectful_functions.update(added)
+        collectives = {n.target.overloadpacket for n in graph.nodes if _is_collective(n)} if may_be_of_ours() else set()
+        before = len(never_merged)
+        never_merged.extend(collectives)
         try:
             return merge_equal_calls(graph, **options)
         finally:
-            _side_effectful_functions.difference_update(added)
+            del never_merged[before:]
 
     return merge
 
