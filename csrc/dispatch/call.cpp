@@ -548,6 +548,8 @@ at::Tensor wrap_result(
     strides = result->strides;
   } else if (result && (solution.shards || result->order)) {
     strides = own_strides = strides_of(*result, refs, sizes);
+    own_sizes = Sizes(sizes.begin(), sizes.end());
+    sizes = own_sizes; // a copy that lies otherwise takes the local tensor's place, and its sizes with it
     local = laid(std::move(local), strides);
   }
   auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
