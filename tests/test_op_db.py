@@ -101,6 +101,7 @@ LIE_OTHERWISE = {
         "nn.functional.avg_pool1d": _SQUEEZED,
         "nn.functional.conv1d": _SQUEEZED,
         "nn.functional.conv_transpose1d": _SQUEEZED,
+        "nn.functional.interpolate.area": _SQUEEZED,
         "nn.functional.max_pool1d": _SQUEEZED,
         "normal": "it draws one tensor's worth",
         "quantile": "it is made by other ops on the way",

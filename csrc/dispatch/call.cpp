@@ -183,6 +183,20 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call,
 
 namespace {
 
+// The tensors among boxed results, those of a list one by one.
+template <typename Use>
+void each_tensor(const Stack& results, const Use& use) {
+  for (const auto& value : results) {
+    if (value.isTensor()) {
+      use(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) {
+        use(t);
+      }
+    }
+  }
+}
+
 // Whether results may lie otherwise than one dim after the other.
 bool asks_order(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || !op.entry || op.entry->options.lists ||
@@ -208,21 +222,12 @@ void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs,
     return;
   }
   size_t nth = 0;
-  const auto add = [&](const at::Tensor& t) {
+  each_tensor(call, [&](const at::Tensor& t) {
     if (nth < solution.results.size() && t.defined() && !solution.results[nth].order) {
       solution.results[nth].order = order_of(t.strides());
     }
     ++nth;
-  };
-  for (const auto& value : call) {
-    if (value.isTensor()) {
-      add(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& t : value.toTensorList()) {
-        add(t);
-      }
-    }
-  }
+  });
 }
 
 } // namespace
@@ -483,18 +488,9 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
   call[0] = meta;
   op.handle.callBoxed(&call);
   std::vector<Form> forms;
-  const auto add = [&](const at::Tensor& t) {
+  each_tensor(call, [&](const at::Tensor& t) {
     forms.push_back({Sizes(t.strides().begin(), t.strides().end()), t.storage_offset()});
-  };
-  for (const auto& value : call) {
-    if (value.isTensor()) {
-      add(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& t : value.toTensorList()) {
-        add(t);
-      }
-    }
-  }
+  });
   return forms;
 }
 
