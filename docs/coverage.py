@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md: which ops have a sharding rule, by family, from the extension's registry.
+"""Writes docs/coverage.md: which ops have a sharding rule, which gather and which are refused, from the extension's registry.
 
 python docs/coverage.py           writes the page
 python docs/coverage.py --check   fails where the page is not what would be written
@@ -17,30 +17,49 @@ if importlib.util.find_spec("shardtensor") is None:
 from shardtensor import _C  # noqa: E402
 
 PAGE = HERE / "coverage.md"
-HEAD = """# Ops with a sharding rule
+HEAD = """# What each op does
 
 Written by `python docs/coverage.py` from the tables at the end of the files in `csrc/rules/`; do not edit.
 
-An op that is not here, and does not decompose into ops that are, has its inputs gathered on every rank: right, slow, and
-logged by the logger `shardtensor`. Under `shardtensor.strict_mode()` it raises instead. In-place and `out=` forms are counted
-with their op.
+An op either has a rule, by which it runs on the pieces, or it gathers its inputs on every rank, or it is refused. In-place and
+`out=` forms are counted with their op.
 """
 
+KINDS = {
+    "rule": """# Ops with a sharding rule
 
-def families() -> dict[str, list[str]]:
+They communicate only where their inputs are cut along a dim that the op needs whole.
+""",
+    "gathers": """# Ops that gather
+
+They need all of their inputs on every rank, as does each op that is not on this page and does not decompose into ops that are. The
+result is right, and slow. The logger `shardtensor` tells of each such call (once for each kind of input), and under
+`shardtensor.strict_mode()` the call raises.
+""",
+    "refused": """# Ops that are refused
+
+They cannot be done on pieces. Their errors say why, and what to do.
+""",
+}
+
+
+def families(kind: str) -> dict[str, list[str]]:
     """{family: names of ops, forms and overloads folded}."""
     out: dict[str, set[str]] = {}
-    for op, family in _C.rules().items():
+    for op, (family, of_kind) in _C.rules().items():
         name = op.split(".")[0]
         name = name if name.startswith("__") or not name.endswith("_") else name[:-1]
-        out.setdefault(family, set()).add(name)
+        if of_kind == kind:
+            out.setdefault(family, set()).add(name)
     return {family: sorted(names) for family, names in sorted(out.items())}
 
 
 def page() -> str:
     parts = [HEAD]
-    for family, names in families().items():
-        parts.append(f"## {family} ({len(names)})\n\n" + ", ".join(f"`{n}`" for n in names) + "\n")
+    for kind, head in KINDS.items():
+        parts.append(head)
+        for family, names in families(kind).items():
+            parts.append(f"## {family} ({len(names)})\n\n" + ", ".join(f"`{n}`" for n in names) + "\n")
     return "\n".join(parts)
 
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pool import Pool
+
+# Tests and the programs they start share few cores with the ranks: threads of OpenMP that wait for work would take them away.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The installed package if there is one; else the one that CMake has built in the source tree.
 if importlib.util.find_spec("shardtensor") is None:

@@ -431,7 +431,9 @@ def strict(shape):
         st._C.clear_cache()
         want = torch.linalg.svdvals(torch.arange(20.0).view(5, 4))
         torch.testing.assert_close(torch.linalg.svdvals(x).full_tensor(), want)
-        assert any("svd" in t and "has no sharding rule" in t for t in told), told
+        assert any("svd" in t and "inputs are gathered" in t for t in told), told
+        x.nonzero()
+        assert any("aten::nonzero needs its inputs whole: its inputs are gathered" in t for t in told), told
     finally:
         log.removeHandler(handler)
     with st.strict_mode():
@@ -440,6 +442,11 @@ def strict(shape):
             torch.linalg.svdvals(x)
         with pytest.raises(NotImplementedError):
             torch.linalg.svdvals(x)
+        whole = x.redistribute(placements=[st.Replicate()] * x.device_mesh.ndim)
+        for op in (torch.nonzero, lambda t: t[t > 2], lambda t: torch.block_diag(t, t), torch.unique, lambda t: torch.bincount(t.long().flatten())):
+            op(whole)  # nothing to gather
+            with pytest.raises(NotImplementedError, match="strict mode forbids gathering"):
+                op(x)
     torch.linalg.svdvals(x)
     st.set_strict(True)
     with pytest.raises(NotImplementedError):

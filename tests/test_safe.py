@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from oracle import EVEN, UNEVEN, compare, mesh_here, place
+from pool import Pool
 
 
 def differ(name, first, second):
@@ -322,3 +323,47 @@ def sums_of_bools():
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_of_bools(pools, world):
     pools(world).run(f"{__name__}:sums_of_bools")
+
+
+def other_histories():
+    """What a rank has run before must not change what it decides: each rank warms its caches with calls of its own."""
+    import shardtensor as st
+
+    mesh = mesh_here()
+    rank = mesh.get_local_rank()
+
+    def calls(rows, dim, index):
+        x = torch.arange(rows * 4.0).view(rows, 4)
+        t = st.distribute_tensor(x, mesh, [st.Shard(0)])
+        for f in (
+            lambda t: t.select(0, index),
+            lambda t: t.sum(dim),
+            lambda t: torch.cat([t, t], dim),
+            lambda t: torch.cat([t, t[:0, 0]], dim),
+            lambda t: t.t().softmax(dim) + t.t(),
+            lambda t: torch.constant_pad_nd(t, [0, 1], float(index)),
+            lambda t: t.contiguous().view(-1, 2),
+            lambda t: t.unflatten(0, (2, -1)),
+            lambda t: t.expand(2, rows, 4),
+            lambda t: torch.matmul(t, t.t()),
+            lambda t: t.as_strided((2, 4), (4, 1), 4),
+        ):
+            yield f, t, x
+
+    # Alone: nothing here communicates, and what is read of a call differs from rank to rank.
+    quiet = st.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [st.Replicate()])
+    for _ in range(rank):
+        quiet.select(0, -1), quiet.sum(1), torch.cat([quiet, quiet], 0), torch.cat([quiet, quiet[:0, 0]], 0), quiet.t().softmax(1)
+        torch.constant_pad_nd(quiet, [0, 1], 2.0), quiet.view(-1), quiet.unflatten(0, (2, -1)), quiet.as_strided((2, 4), (4, 1), 0)
+    for rows, dim, index in ((8, 0, 1), (6, 1, -1), (8, 1, -2), (10, 0, 3), (6, 0, 1)):
+        for f, t, x in calls(rows, dim, index):
+            compare(f(t), f(x), 1e-5, f"{rows} {dim} {index}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_with_other_histories_agree(world):
+    pool = Pool(world)  # of its own: ranks that have run nothing yet
+    try:
+        pool.run(f"{__name__}:other_histories")
+    finally:
+        pool.stop()

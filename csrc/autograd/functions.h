@@ -1,5 +1,4 @@
 // The differentiable doors of the type: into it, out of it, and from one layout to another.
-// Uses tensor/, redistribute/. Used by bindings/.
 #pragma once
 
 #include "layout/layout.h"

@@ -1,6 +1,5 @@
-// Ops run as a whole on gathered inputs, autograd and all: torch's formula for them, or their own body, writes into plain
-// tensors or reads values, which pieces do not allow.
-// Uses dispatch/ and functions.h. Used by bindings/.
+// Ops run as a whole on gathered inputs, autograd and all: torch's formula for them, or their own body, writes into plain tensors
+// or reads values, which pieces do not allow.
 #pragma once
 
 namespace shardtensor {

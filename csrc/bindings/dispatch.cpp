@@ -11,8 +11,8 @@ namespace shardtensor::bindings {
 
 namespace {
 
-void tell_of_fallback(const std::string& op, const std::string& layouts) {
-  ear_for<FallbackLog>().tell([&] { return py::make_tuple(op, layouts); });
+void tell_of_fallback(const std::string& op, const char* why, const std::string& layouts) {
+  ear_for<FallbackLog>().tell([&] { return py::make_tuple(op, why, layouts); });
 }
 
 std::string ask_call_site() {
@@ -55,9 +55,8 @@ void register_dispatch(py::module& m) {
   m.def("rules", [] {
     py::dict out;
     for (const auto& [name, entry] : rules::registry().entries()) {
-      if (!entry.options.gather) {
-        out[py::str(name)] = entry.family;
-      }
+      const char* kind = entry.options.refuse ? "refused" : entry.gathers() ? "gathers" : "rule";
+      out[py::str(name)] = py::make_tuple(entry.family, kind);
     }
     return out;
   });

@@ -1,5 +1,4 @@
 // Collectives along one mesh dim, with pieces of any size. The only place that talks to process groups.
-// Uses layout/ (Mesh) and c10d. Used by redistribute/ and by rules whose sharded form needs a reduction.
 //
 // Every call is made by all ranks along the mesh dim, whatever they hold: pieces may be empty, the call is made still. Nothing is
 // sent of tensors without values (values.h).

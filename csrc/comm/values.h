@@ -1,4 +1,4 @@
-// Whether a local tensor has values that can be moved. Uses ATen. Used by comm/, kernels/, redistribute/, rules/ and tensor/.
+// Whether a local tensor has values that can be moved.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,10 +1,9 @@
-// Solutions by (op, layouts, ranks, arguments that matter): a table per op and thread, so that nothing is locked.
-// Uses rules/resolve.h. Used by handler.cpp.
+// Solutions by their keys: a table per op and thread, so that nothing is locked.
 #pragma once
 
+#include "dispatch/key.h"
 #include "rules/resolve.h"
 
-#include <bit>
 #include <memory>
 #include <vector>
 
@@ -12,85 +11,23 @@ namespace shardtensor {
 
 struct CacheInfo; // handler.h
 
-class Key {
- public:
-  // What a word of a non-tensor argument stands for.
-  enum Tag : uint64_t {
-    kNone = 1,
-    kInt,
-    kTrue,
-    kFalse,
-    kDouble,
-    kComplex,
-    kUnsigned,
-    kInts,
-    kString,
-    kDevice,
-    kList,
-    kOrder,
-    kSizes,
-    kSymbols,
-    kOpaque
-  };
-
-  void push(uint64_t word) {
-    words_.push_back(word);
-    hash_ = (std::rotl(hash_, 29) ^ word) * 0x9e3779b97f4a7c15ULL;
-  }
-  void push(Tag tag, uint64_t word) {
-    push(static_cast<uint64_t>(tag));
-    push(word);
-  }
-  void push_scalar(const c10::Scalar& v) {
-    if (v.isSymbolic()) {
-      push(kOpaque); // its value is not known
-    } else if (v.isBoolean()) {
-      push(v.toBool() ? kTrue : kFalse);
-    } else if (v.isFloatingPoint()) {
-      push(kDouble, std::bit_cast<uint64_t>(v.toDouble()));
-    } else if (v.isComplex()) {
-      const auto z = v.toComplexDouble();
-      push(kComplex, std::bit_cast<uint64_t>(z.real()));
-      push(std::bit_cast<uint64_t>(z.imag()));
-    } else if (v.isUnsigned()) { // too large for int64_t
-      push(kUnsigned, v.toUInt64());
-    } else {
-      push(kInt, static_cast<uint64_t>(v.toLong()));
-    }
-  }
-  void push_all(c10::ArrayRef<int64_t> words) {
-    for (const auto w : words) {
-      push(static_cast<uint64_t>(w));
-    }
-  }
-  uint64_t hash() const {
-    return hash_ ^ hash_ >> 32;
-  }
-  bool operator==(const Key& o) const {
-    return hash_ == o.hash_ && words_ == o.words_;
-  }
-
- private:
-  c10::SmallVector<uint64_t, 16> words_;
-  uint64_t hash_ = 0x243f6a8885a308d3ULL;
-};
-
 class Cache {
  public:
   // This thread's table for the op.
   static Cache& of(int32_t op);
 
-  // The solution for a call. `key` is without the tensors' sizes, `add_sizes(key)` adds them, `solve()` finds the solution.
-  // `sized`: the op's rule reads sizes. Otherwise a solution that has weighed bytes is kept by sizes too: it must not depend
-  // on what this rank has seen before, or ranks could choose differently.
-  template <typename AddSizes, typename Solve>
-  static rules::SolutionPtr get(int32_t op, bool sized, Key& key, const AddSizes& add_sizes, const Solve& solve) {
+  // The solution for a call. `make_key()` makes its key, `add_sizes(key)` adds the tensors' sizes, `solve()` finds the solution.
+  // One that has weighed bytes is kept by sizes too: it must not depend on what this rank has seen before, or ranks could choose
+  // differently.
+  template <typename MakeKey, typename AddSizes, typename Solve>
+  static rules::SolutionPtr get(int32_t op, const MakeKey& make_key, const AddSizes& add_sizes, const Solve& solve) {
     auto& known = of(op);
-    const auto* hit = sized ? nullptr : known.find(key);
-    if (hit && !(*hit)->sized) {
+    auto key = make_key();
+    const auto* hit = known.find(key);
+    if (hit && (!(*hit)->sized || key.holds(rules::Reads::kSizes))) {
       return *hit;
     }
-    if (sized || hit) {
+    if (hit) {
       add_sizes(key);
       if (const auto* found = known.find(key)) {
         return *found;
@@ -102,8 +39,12 @@ class Cache {
       return solution; // found under modes that hold no more
     }
     auto& now = of(op);
+    if (solution->reads & ~key.reads()) {
+      key = make_key(); // the rule has read what no call's key held yet
+      hit = nullptr;
+    }
     now.put(key, solution);
-    if (!sized && !hit && solution->sized) {
+    if (!hit && solution->sized && !key.holds(rules::Reads::kSizes)) {
       add_sizes(key);
       now.put(std::move(key), solution);
     }

@@ -46,7 +46,7 @@ std::string layouts_of(const rules::Call& call) {
     if (t.index >= 0) {
       out << "[" << t.index << "]";
     }
-    out << ": " << t.sizes << " " << t.layout->str();
+    out << ": " << t.sizes() << " " << t.layout->str();
   }
   out << (call.tensors.size() > 8 ? ", ..." : "") << "; rank " << call.mesh.rank();
   return out.str();
@@ -110,10 +110,14 @@ void check_taken(const Op& op, const rules::Call& call) {
   TORCH_CHECK_NOT_IMPLEMENTED(options.takes & numbers, op.name, ": not implemented for '", dtype, "' (", layouts_of(call), ")");
 }
 
-void no_rule(const Op& op, const rules::Call& call) {
+const char* why_gathered(const Op& op) {
+  return op.entry && op.entry->rule ? "needs its inputs whole" : "has no sharding rule";
+}
+
+void gathers(const Op& op, const rules::Call& call) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op.name,
-      ": no sharding rule, and strict mode forbids gathering its inputs. Register one with "
+      false, op.name, ": ", why_gathered(op),
+      ", and strict mode forbids gathering its inputs. Register a rule with "
       "ShardTensor.register_dispatch_handler, redistribute the inputs to Replicate, or leave strict mode. (",
       layouts_of(call), ")");
 }

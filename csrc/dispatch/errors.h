@@ -19,7 +19,9 @@ struct Place {
 [[noreturn]] void refused(const Op& op, const std::string& why, const rules::Call& call);
 // Raises where the op's first tensor holds what it does not take.
 void check_taken(const Op& op, const rules::Call& call);
-[[noreturn]] void no_rule(const Op& op, const rules::Call& call);
+// Strict mode forbids to bring an op's inputs to every rank.
+[[noreturn]] void gathers(const Op& op, const rules::Call& call);
+const char* why_gathered(const Op& op);
 // Raises where the op may not write to the tensor: a plain one, or a view that had to move data.
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);
 // Raises where a written argument shares some of its memory with another argument, whatever this rank's pieces.

@@ -163,11 +163,10 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
     entry = rules::registry().find(short_name(name));
     mutated |= entry ? entry->options.writes : 0;
   }
-  sized = outputs && !(entry && entry->options.broadcasts); // whether they fit is found out once
-  if (entry) {
-    sized |= entry->options.sized;
-    strided = entry->options.strided;
-    keyed_args = !entry->options.any_args;
+  TORCH_INTERNAL_ASSERT(arguments.size() <= rules::Reads::kMostArgs, name);
+  asks_sizes = outputs && !(entry && entry->options.broadcasts);
+  if (asks_sizes) {
+    has_read(rules::Reads::kSizes); // whether they fit is found out once
   }
 }
 

@@ -1,4 +1,4 @@
-// The dispatch key's handler and its registration. Uses everything below. Used by bindings/ and autograd/.
+// The dispatch key's handler and its registration.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,8 @@ int64_t install_handler();
 // Whether an op without a rule raises (strict) or gathers its inputs.
 bool strict_mode();
 void set_strict_mode(bool strict);
-// Called (under the GIL, if Python set it) with the op's name and layouts when the fallback gathers; null: nobody listens.
-using FallbackLog = void (*)(const std::string& op, const std::string& layouts);
+// Called (under the GIL, if Python set it) with the op's name, why it gathers its inputs and their layouts; null: nobody listens.
+using FallbackLog = void (*)(const std::string& op, const char* why, const std::string& layouts);
 void set_fallback_log(FallbackLog log);
 
 struct CacheInfo {

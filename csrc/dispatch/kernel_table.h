@@ -1,5 +1,4 @@
 // A table from op names to typed kernels, one line per signature.
-// Used by typed.cpp and typed_lists.cpp.
 #pragma once
 
 #include "dispatch/op.h"

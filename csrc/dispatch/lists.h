@@ -1,5 +1,4 @@
 // foreach and fused optimizer ops: each index of the lists is resolved by itself, then one call is made on all local tensors.
-// Uses call.h. Used by handler.cpp and special.cpp.
 #pragma once
 
 #include "dispatch/op.h"

@@ -1,11 +1,11 @@
 // What the handler knows of one aten op before it is called: which arguments are tensors, what is written, its rule.
-// Uses rules/registry.h. Used by handler.cpp and fallback.cpp.
 #pragma once
 
 #include "rules/registry.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <atomic>
 #include <deque>
 
 namespace shardtensor {
@@ -26,14 +26,25 @@ struct Op {
   bool is_view = false;       // a return shares memory with argument 0
   bool reshapes_self = false; // unsqueeze_ and the like: argument 0 becomes a view of itself
   bool is_random = false;
+  bool asks_sizes = false; // those that out= arguments must have: torch is asked
   const rules::Entry* entry = nullptr;
-  bool sized = false;     // sizes belong in the cache's key
-  bool strided = false;   // and strides
-  bool keyed_args = true; // so do the non-tensor arguments
 
   const c10::FunctionSchema& schema() const {
     return handle.schema();
   }
+
+  // Which facts of a call the op's rule has ever read, on any thread: what the keys of its solutions hold. They only grow.
+  uint64_t reads() const {
+    return reads_.load(std::memory_order_relaxed);
+  }
+  void has_read(uint64_t what) const {
+    if (what & ~reads()) {
+      reads_.fetch_or(what, std::memory_order_relaxed);
+    }
+  }
+
+ private:
+  mutable std::atomic<uint64_t> reads_{0};
 };
 
 // All that the handler has been registered for, by id.

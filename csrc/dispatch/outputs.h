@@ -1,5 +1,4 @@
 // out= arguments: they have the result's sizes before the op runs, on every rank, or the call is refused.
-// Uses dispatch/call.h. Used by call.cpp.
 #pragma once
 
 #include "dispatch/call.h"

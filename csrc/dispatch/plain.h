@@ -1,5 +1,4 @@
 // Plain tensors among ShardTensors: which are let in, as what, and how a gradient finds its way back to them.
-// Uses call.h. Used by handler.cpp, typed.cpp, lists.cpp, autograd/ and bindings/.
 #pragma once
 
 #include "dispatch/call.h"

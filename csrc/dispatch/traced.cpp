@@ -99,9 +99,8 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
   return found == known->end() ? nullptr : found->second;
 }
 
-// Families of which every op that reads no sizes leaves symbols alone whatever its kernel, and others by name.
+// Ops that leave symbols alone whatever their kernels.
 bool always_keeps_symbols(const Op& op) {
-  static const std::unordered_set<std::string> families{"pointwise", "softmax"};
   static const std::unordered_set<std::string> names{
       "aten::addmm",
       "aten::alias",
@@ -121,9 +120,13 @@ bool always_keeps_symbols(const Op& op) {
       "aten::transpose.int",
       "aten::unsqueeze",
       "aten::zeros_like",
+      "aten::_log_softmax",
+      "aten::_log_softmax_backward_data",
+      "aten::_softmax",
+      "aten::_softmax_backward_data",
       "aten::_to_copy",
   };
-  return names.count(op.name) || (op.entry && !op.sized && !op.strided && families.count(op.entry->family));
+  return names.count(op.name) || (op.entry && !op.asks_sizes && op.entry->family == std::string_view("pointwise"));
 }
 
 // These do where pieces are dealt with apart from each other; what autograd calls for those of the second list does not.
@@ -144,7 +147,7 @@ bool keeps_symbols(const Op& op, const Refs& refs) {
 }
 
 void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
-  if (!always_keeps_symbols(op) && (op.sized || solution.reads_sizes || solution.kernel)) {
+  if (!always_keeps_symbols(op) && (op.asks_sizes || solution.reads_sizes() || solution.kernel)) {
     for (const auto& r : refs) {
       guarded(r.tensor->sym_sizes());
     }

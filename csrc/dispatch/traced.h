@@ -1,5 +1,5 @@
 // Calls that come by __torch_dispatch__: their tensors stand for those of a graph, or are fake, and sizes may be symbols. They
-// take the boxed handler's way; what reads symbols has its twin here. Uses call.h. Used by call.cpp, handler.cpp and bindings/.
+// take the boxed handler's way; what reads symbols has its twin here.
 #pragma once
 
 #include "dispatch/call.h"

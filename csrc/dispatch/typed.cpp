@@ -59,52 +59,6 @@ void collect(size_t i, at::TensorList list, Refs& refs) {
 template <typename T>
 void collect(size_t, const T&, Refs&) {}
 
-// The same words as key_of(IValue) pushes, so that the boxed path finds what the typed one stored.
-void push(Key& key, int64_t v) {
-  key.push(Key::kInt, static_cast<uint64_t>(v));
-}
-void push(Key& key, bool v) {
-  key.push(v ? Key::kTrue : Key::kFalse);
-}
-void push(Key& key, double v) {
-  key.push(Key::kDouble, std::bit_cast<uint64_t>(v));
-}
-void push(Key& key, at::ScalarType v) {
-  push(key, static_cast<int64_t>(v));
-}
-void push(Key& key, at::MemoryFormat v) {
-  push(key, static_cast<int64_t>(v));
-}
-void push(Key& key, c10::IntArrayRef v) {
-  key.push(Key::kInts, v.size());
-  key.push_all(v);
-}
-void push(Key& key, c10::SymIntArrayRef v) {
-  push(key, C10_AS_INTARRAYREF_SLOW(v));
-}
-void push(Key& key, const at::OptionalIntArrayRef& v) {
-  if (v) {
-    push(key, *v);
-  } else {
-    key.push(Key::kNone);
-  }
-}
-void push(Key& key, const c10::Scalar& v) {
-  key.push_scalar(v);
-}
-template <typename T>
-void push(Key& key, const std::optional<T>& v) {
-  if (v) {
-    push(key, *v);
-  } else {
-    key.push(Key::kNone);
-  }
-}
-void push(Key&, const Tensor&) {}
-void push(Key&, const std::optional<Tensor>&) {}
-void push(Key&, const at::ITensorListRef&) {}
-void push(Key&, at::TensorList) {}
-
 // ---- the same argument with local tensors in it ----
 
 struct Localizer {
@@ -222,6 +176,13 @@ struct Boxed {
   }
 };
 
+template <typename T>
+void push_read(Key& key, size_t arg, const T& value) {
+  if (key.holds(rules::Reads::arg(arg))) {
+    push(key, value);
+  }
+}
+
 template <typename Signature>
 class Typed;
 
@@ -240,13 +201,13 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     Refs refs;
     (collect(I, args, refs), ...);
     check_plain(op_, refs);
-    Key key;
-    key_of(op_, refs, key);
-    if (op_.keyed_args) {
-      (push(key, args), ...);
-    }
+    const auto make_key = [&] {
+      auto key = key_of(op_, refs);
+      (push_read(key, I, args), ...);
+      return key;
+    };
     const auto solution = Cache::get(
-        op_.id, op_.sized, key, [&](Key& k) { add_sizes(refs, k); },
+        op_.id, make_key, [&](Key& key) { add_sizes(refs, key); },
         [&] {
           Stack stack = c10::impl::boxArgs<Args...>(args...);
           return solve(op_, stack, 0, refs);

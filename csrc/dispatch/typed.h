@@ -1,6 +1,5 @@
-// Typed entry points for the ops that run all the time: no boxing, no reference counts on the arguments. They do what
-// handle() does, and hand over to it where a solution needs more than a call (a kernel, a write carried back).
-// Uses call.h. Used by handler.cpp alone.
+// Typed entry points for the ops that run all the time: no boxing, no reference counts on the arguments. They do what handle()
+// does, and hand over to it where a solution needs more than a call (a kernel, a write carried back).
 #pragma once
 
 #include "dispatch/op.h"

@@ -1,5 +1,4 @@
 // Copies of many boxes of a tensor at once: into and out of the flat buffers that travel between ranks.
-// Uses layout/. Used by redistribute/.
 #pragma once
 
 #include "layout/layout.h"

@@ -1,6 +1,5 @@
 // What is drawn for a global index: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the
 // maps from its bits to distributions. One text for host and device, so that both draw the same.
-// Uses random.h. Used by cpu/random.cpp and cuda/random.cu.
 #pragma once
 
 #include "kernels/random.h"

@@ -1,7 +1,6 @@
 // Random numbers in a graph, as two ops of our own: shardtensor::next_key takes a key from the generator, and advances it, when
 // the graph runs; shardtensor::drawn fills a piece by key and global index, so it may be run again for a backward. Fake kernels
-// are in Meta (drawn) and in Python (next_key: its key is on the CPU whatever `like` is on). Uses stream.h, random.h. Used by
-// rules/random.cpp and random.cpp.
+// are in Meta (drawn) and in Python (next_key: its key is on the CPU whatever `like` is on).
 #pragma once
 
 #include "kernels/random.h"

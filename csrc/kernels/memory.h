@@ -1,5 +1,4 @@
 // How much CPU memory tensors hold, and the most they have held: for tests and benchmarks of the memory rule.
-// Uses c10. Used by bindings/.
 #pragma once
 
 #include <cstdint>

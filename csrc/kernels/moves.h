@@ -1,5 +1,5 @@
-// Boxes to move from one side to the other, dims merged and cut into tiles; how an element is found and parts are combined.
-// One text for host and device. Uses boxes.h. Used by boxes.cpp, cpu/boxes.cpp and cuda/boxes.cu.
+// Boxes to move from one side to the other, dims merged and cut into tiles; how an element is found and parts are combined. One
+// text for host and device.
 #pragma once
 
 #include "kernels/boxes.h"

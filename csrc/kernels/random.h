@@ -1,6 +1,5 @@
-// Random numbers whose value depends on a stream's key and an element's global linear index alone, so that a global tensor
-// is the same however it is placed, on however many ranks, on CPU or GPU.
-// Uses layout/. Used by rules/random.cpp and whatever else draws (dropout in attention).
+// Random numbers whose value depends on a stream's key and an element's global linear index alone, so that a global tensor is the
+// same however it is placed, on however many ranks, on CPU or GPU.
 #pragma once
 
 #include "layout/layout.h"

@@ -1,5 +1,4 @@
 // Where the keys of random ops come from: torch's own generators, which all ranks of a mesh must hold in the same state.
-// Uses comm/ and ATen's generators. Used by whatever calls fill_random(), and by python/shardtensor/random.py.
 #pragma once
 
 #include "layout/mesh.h"

@@ -1,5 +1,4 @@
 // Copies of boxes as ops of a graph: what boxes.h does, of tensors that have no values yet (comm/values.h).
-// Uses kernels/boxes.h and ATen's ops. Used by boxes.cpp.
 #pragma once
 
 #include "kernels/boxes.h"

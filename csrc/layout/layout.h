@@ -1,6 +1,5 @@
-// Where the pieces of a tensor are: mesh + placements + cuts, immutable and interned, and what follows from them
-// (intervals, local sizes, boxes of any rank) without communication. Plain C++ over c10 containers.
-// Used by everything above; knows nothing of tensors.
+// Where the pieces of a tensor are: mesh + placements + cuts, immutable and interned, and what follows from them (intervals,
+// local sizes, boxes of any rank) without communication. Plain C++ over c10 containers.
 #pragma once
 
 #include "layout/mesh.h"

@@ -1,5 +1,4 @@
 // The ranks a tensor lives on, seen from one of them. Plain data, interned: equal meshes are one object.
-// Uses placement-free standard C++ and c10's containers. Used by layouts and by comm, which finds groups by name.
 #pragma once
 
 #include <c10/util/ArrayRef.h>

@@ -1,5 +1,4 @@
 // How one mesh dim treats a tensor: cut it, copy it, or hold summands of it.
-// Uses nothing but the standard library. Used by everything.
 #pragma once
 
 #include <cstdint>

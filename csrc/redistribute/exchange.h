@@ -1,5 +1,4 @@
 // Boxes of one tensor at ranks, in places that no layout could tell: from one list of them to another, in one exchange.
-// Uses layout/, comm/, kernels/. Used by bindings/, for ShardedTensor and LocalShardsWrapper.
 #pragma once
 
 #include "layout/layout.h"

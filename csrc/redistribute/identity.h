@@ -1,4 +1,4 @@
-// What a summand holds where it adds nothing. Uses layout/. Used by redistribute.cpp and rules/.
+// What a summand holds where it adds nothing.
 #pragma once
 
 #include "layout/placement.h"

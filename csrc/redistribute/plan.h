@@ -1,5 +1,5 @@
 // How to get from one layout to another on one mesh: the cheapest sequence of collectives and local steps, each along one mesh
-// dim but for Transfer. Layouts in, steps out, the same on every rank. Uses layout/. Used by redistribute/, rules/, bindings/.
+// dim but for Transfer. Layouts in, steps out, the same on every rank.
 #pragma once
 
 #include "layout/layout.h"

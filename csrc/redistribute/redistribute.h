@@ -1,6 +1,5 @@
 // Moves a tensor's pieces from one layout to another, from mesh to mesh too. The one mechanism behind redistribute(),
-// full_tensor() and every op that needs other placements than it was given. Uses layout/ and comm/. Used by tensor/, rules/,
-// dispatch/, autograd/.
+// full_tensor() and every op that needs other placements than it was given.
 #pragma once
 
 #include "comm/comm.h"

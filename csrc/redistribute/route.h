@@ -1,6 +1,5 @@
 // The whole way from layout to layout, from mesh to mesh too: summands are added up where they are, then pieces move, then new
 // summands are made. And what it costs each rank, said without going.
-// Uses plan.h, transfer.h. Used by redistribute.cpp and bindings/.
 #pragma once
 
 #include "redistribute/plan.h"

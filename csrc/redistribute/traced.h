@@ -1,6 +1,5 @@
 // The steps of a plan as short graphs, where every piece is one run of its dim: sizes may be symbols. Other steps are traced
 // through the code that takes them (redistribute.cpp), which needs numbers.
-// Uses plan.h, comm/traced.h. Used by redistribute.cpp.
 #pragma once
 
 #include "redistribute/plan.h"

@@ -1,6 +1,5 @@
 // From any layout to any other, on any two meshes: which boxes go from whom to whom, and the going. Every element that a rank
 // lacks comes once, from one holder; what it holds already is copied. Ranks agree on it all without asking each other.
-// Uses layout/, comm/, kernels/. Used by redistribute.cpp, route.cpp and bindings/.
 #pragma once
 
 #include "comm/comm.h"

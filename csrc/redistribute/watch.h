@@ -1,5 +1,4 @@
 // Who wants to know of moves that nobody asked for by name: operands that an op needs elsewhere, gradients on their way back.
-// Uses layout/. Used by dispatch/, autograd/ and bindings/.
 #pragma once
 
 #include "layout/layout.h"

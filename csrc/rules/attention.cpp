@@ -10,7 +10,7 @@ namespace {
 
 // Each rank would draw its own mask, and a replicated dim needs one mask on all.
 void check_dropout(const Call& call) {
-  const auto p = call.args[call.position("dropout_p")].toDouble();
+  const auto p = call.arg(call.position("dropout_p")).toDouble();
   for (const auto& t : call.tensors) {
     TORCH_CHECK(
         p == 0.0 || t.layout->is_replicated(), call.schema.name(), ": dropout_p is ", p, " and ",
@@ -44,7 +44,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
   queries.reduce = ReduceOp::Sum;                                              // of the keys' gradients
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // of a mask's gradient
   const auto s = rule.factor(queries);
-  const auto repeats = std::max<int64_t>(q.sizes[1] / std::max<int64_t>(k.sizes[1], 1), 1);
+  const auto repeats = std::max<int64_t>(q.size(1) / std::max<int64_t>(k.size(1), 1), 1);
   Attention a;
   a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
   a.key = {Dim(b), Dim(h), Dim(kNone), Dim(kNone)};
@@ -62,7 +62,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
     Dims mask; // right-aligned to [b, h, s, t]
     for (int64_t d = 0; d < t.dim(); ++d) {
       const auto at = d + 4 - t.dim();
-      const bool follows = at < 3 && (t.sizes[d] != 1 || q.sizes[at] == 1);
+      const bool follows = at < 3 && (!t.is_one(d) || q.is_one(at));
       mask.push_back(follows ? a.query[at] : Dim(kNone));
     }
     a.mask = mask;
@@ -109,40 +109,39 @@ Rule choice(const Call& call) {
 } // namespace
 
 void register_attention(Registry& r) {
-  Options sized; // by the heads that share a key
-  sized.sized = true;
-  sized.asks_order = true; // (batch, head, row, column), with the rows of all heads side by side
+  Options rows;
+  rows.asks_order = true; // (batch, head, row, column), with the rows of all heads side by side
   r.add("attention", {"_fused_sdp_choice"}, choice);
-  r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, sized);
-  r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<Fused::Cudnn>, sized);
+  r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, rows);
+  r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<Fused::Cudnn>, rows);
   r.add(
       "attention",
       {
           "_scaled_dot_product_efficient_attention",
           "_scaled_dot_product_fused_attention_overrideable",
       },
-      attention<Fused::Padded>, sized);
+      attention<Fused::Padded>, rows);
   r.add(
       "attention",
       {
           "_scaled_dot_product_efficient_attention_backward",
           "_scaled_dot_product_fused_attention_overrideable_backward",
       },
-      attention_backward<Fused::Padded>, sized);
+      attention_backward<Fused::Padded>, rows);
   r.add(
       "attention",
       {
           "_scaled_dot_product_flash_attention",
           "_scaled_dot_product_flash_attention_for_cpu",
       },
-      attention<Fused::Flash>, sized);
+      attention<Fused::Flash>, rows);
   r.add(
       "attention",
       {
           "_scaled_dot_product_flash_attention_backward",
           "_scaled_dot_product_flash_attention_for_cpu_backward",
       },
-      attention_backward<Fused::Flash>, sized);
+      attention_backward<Fused::Flash>, rows);
 }
 
 } // namespace shardtensor::rules

@@ -48,13 +48,13 @@ void convolution_kernel(Run& run) {
 // The meta kernel takes a batch of one for no channels_last.
 std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& weight) {
   for (const auto* t : {&input, &weight}) {
-    if (t->strides.empty()) { // symbols
+    if (t->strides().empty()) { // symbols
       continue;
     }
-    if (c10::is_channels_last_strides_2d(t->sizes, t->strides)) {
+    if (c10::is_channels_last_strides_2d(t->sizes(), t->strides())) {
       return Order{0, 2, 3, 1};
     }
-    if (c10::is_channels_last_strides_3d(t->sizes, t->strides)) {
+    if (c10::is_channels_last_strides_3d(t->sizes(), t->strides())) {
       return Order{0, 2, 3, 4, 1};
     }
   }
@@ -197,9 +197,9 @@ Rule pixel_shuffle(const Call& call) {
   for (int64_t d = 0; d < n; ++d) {
     const auto inner = rule.operands[0].dims[d].inner;
     TORCH_CHECK(
-        x.sizes[d] % inner == 0, name, " expects dim ", d - n, " of its input, of size ", x.sizes[d], ", to be divisible by ",
+        x.size(d) % inner == 0, name, " expects dim ", d - n, " of its input, of size ", x.size(d), ", to be divisible by ",
         inner);
-    rule.results[0].sizes.push_back(x.sizes[d] / inner * rule.results[0].dims[d].inner);
+    rule.results[0].sizes.push_back(x.size(d) / inner * rule.results[0].dims[d].inner);
   }
   rule.passes_partial();
   rule.kernel = pixel_unshuffle_kernel;
@@ -212,8 +212,6 @@ Rule pixel_shuffle(const Call& call) {
 void register_convolution(Registry& r) {
   Options composite;
   composite.composite = true;
-  Options sized;
-  sized.sized = true;
   Options same;
   same.one_dtype = ~uint64_t{0};
   r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, same);
@@ -230,8 +228,8 @@ void register_convolution(Registry& r) {
 
   r.add("pooling", {"max_pool1d"}, pool<1>, composite); // torch's reads the data pointer where no gradient is wanted
 
-  r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>, sized);
-  r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>, sized);
+  r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
+  r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);
   r.add("resampling", {"_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest1d"}, linear_pool<1>);
   r.add(
       "resampling",

@@ -21,7 +21,7 @@ Rule cast(const Call& call) {
   auto rule = broadcast(call);
   const auto& x = call.tensors[0];
   const auto arg = call.schema.argumentIndexWithName("dtype");
-  const auto to = arg && call.has(*arg) ? call.args[*arg].toScalarType() : x.dtype;
+  const auto to = arg && call.has(*arg) ? call.arg(*arg).toScalarType() : x.dtype;
   const auto all = OperandSet::first(call.tensors.size());
   if (to == x.dtype) {
     rule.passes_partial(all);
@@ -73,7 +73,7 @@ Rule new_like(const Call& call) {
   Dims in, out(sizes.size(), Dim(kNone));
   for (int64_t d = 0; d < x.dim(); ++d) {
     in.emplace_back(rule.factor());
-    if (static_cast<int64_t>(sizes.size()) == x.dim() && sizes[d] == x.sizes[d]) {
+    if (static_cast<int64_t>(sizes.size()) == x.dim() && sizes[d] == x.size(d)) {
       out[d] = in[d];
     }
   }
@@ -123,11 +123,9 @@ Rule zero(const Call& call) {
 } // namespace
 
 void register_copies(Registry& r) {
-  Options o;
-  o.any_args = true;
   r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first);
   r.add("copies", {"_to_copy"}, cast);
-  r.add("copies", {"copy_", "copy"}, copy_into, o);
+  r.add("copies", {"copy_", "copy"}, copy_into);
   r.add(
       "copies",
       {
@@ -142,12 +140,10 @@ void register_copies(Registry& r) {
   r.add(
       "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
       nullptr, dense);
-  Options sized;
-  sized.sized = true;
-  r.add("copies", {"new_empty", "new_full", "new_ones", "new_zeros"}, new_like, sized);
-  r.add("copies", {"new_empty_strided"}, new_empty_strided, sized);
-  r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill, o);
-  r.add("copies", {"zero_", "zero"}, zero, o);
+  r.add("copies", {"new_empty", "new_full", "new_ones", "new_zeros"}, new_like);
+  r.add("copies", {"new_empty_strided"}, new_empty_strided);
+  r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill);
+  r.add("copies", {"zero_", "zero"}, zero);
 }
 
 } // namespace shardtensor::rules

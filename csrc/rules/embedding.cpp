@@ -270,9 +270,7 @@ TORCH_LIBRARY(shardtensor, m) {
 } // namespace
 
 void register_embedding(Registry& r) {
-  Options o;
-  o.any_args = true;
-  auto renorm = o;
+  Options renorm;
   renorm.takes = kReals;
   Options bag;
   bag.plain = true;

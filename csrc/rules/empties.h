@@ -1,5 +1,4 @@
 // For ops that refuse tensors without elements, which pieces may be.
-// Uses rule.h. Used by rule files whose ops pool, convolve or attend.
 #pragma once
 
 #include "rules/rule.h"

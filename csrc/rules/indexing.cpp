@@ -84,19 +84,19 @@ struct Aligned {
 
 Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const TensorArg* src, int64_t dim, bool reads) {
   Aligned out;
-  const bool none = c10::multiply_integers(index.sizes) == 0; // of any size, then
+  const bool none = c10::multiply_integers(index.sizes()) == 0; // of any size, then
   for (int64_t d = 0; d < self.dim(); ++d) {
-    const auto at = d < index.dim() ? index.sizes[d] : 1;
+    const auto at = d < index.dim() ? index.size(d) : 1;
     TORCH_CHECK(
-        none || d == dim || at <= self.sizes[d], "Size does not match at dimension ", d, " expected index ", index.sizes,
-        " to be no larger than self ", self.sizes, " apart from dimension ", dim);
+        none || d == dim || at <= self.size(d), "Size does not match at dimension ", d, " expected index ", index.sizes(),
+        " to be no larger than self ", self.sizes(), " apart from dimension ", dim);
     TORCH_CHECK(
-        none || !src || d >= src->dim() || at <= src->sizes[d], "Expected index ", index.sizes, " to be no larger than src ",
-        src ? src->sizes : c10::IntArrayRef());
+        none || !src || d >= src->dim() || at <= src->size(d), "Expected index ", index.sizes(), " to be no larger than src ",
+        src ? src->sizes() : c10::IntArrayRef());
     if (d == dim) {
       out.self.emplace_back(indexed(rule, self.dtype, reads));
       out.index.push_back(reads ? Dim(rule.factor()) : Dim(kNone));
-    } else if (at == self.sizes[d] && (!src || (d < src->dim() && src->sizes[d] == at))) {
+    } else if (at == self.size(d) && (!src || (d < src->dim() && src->size(d) == at))) {
       out.self.emplace_back(rule.factor());
       out.index.push_back(out.self.back());
     } else {
@@ -300,9 +300,9 @@ Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape
       for (size_t k = 1; k <= how.dims.size(); ++k) {
         const auto& other = call.tensors[k];
         const auto there = at - (how.ndim - other.dim());
-        wide |= there >= 0 && other.sizes[there] != 1;
+        wide |= there >= 0 && !other.is_one(there);
       }
-      if (!wide || t.sizes[d] != 1) {
+      if (!wide || !t.is_one(d)) {
         dims[d] = broadcast[at];
       }
     }
@@ -396,7 +396,7 @@ void index_put_kernel(Run& run) {
 std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
   const auto& x = call.tensors[0];
   if (call.tensors.size() != 3 || !is_mask(call.tensors[1].dtype) || call.tensors[1].dim() != x.dim() ||
-      c10::multiply_integers(call.tensors[2].sizes) != 1 || how.dims.size() != 1) {
+      c10::multiply_integers(call.tensors[2].sizes()) != 1 || how.dims.size() != 1) {
     return std::nullopt;
   }
   Rule rule;
@@ -422,7 +422,7 @@ Rule index_put(const Call& call) {
   Dims dims;
   for (int64_t d = 0; d < values.dim(); ++d) {
     const auto at = d + static_cast<int64_t>(shape.size()) - values.dim();
-    dims.push_back(at < 0 || values.sizes[d] == 1 ? Dim(kNone) : shape[at]);
+    dims.push_back(at < 0 || values.is_one(d) ? Dim(kNone) : shape[at]);
   }
   rule.results.emplace_back(rule.operands[0].dims);
   rule.operands.emplace_back(std::move(dims));
@@ -451,11 +451,6 @@ Rule take(const Call& call) {
   rule.results.emplace_back(std::move(dims));
   rule.passes_partial();
   return rule;
-}
-
-// The ranks must agree on the size, so all see all values.
-Rule whole(const Call& call) {
-  return replicate(call);
 }
 
 // ---- triangles ----
@@ -517,16 +512,13 @@ Rule trace(const Call& call) {
 } // namespace
 
 void register_indexing(Registry& r) {
-  Options any, sized;
-  any.any_args = true;
-  sized.sized = true;
-  Options put = sized;
+  Options put;
   put.one_dtype = 0b101; // self, values
   r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
-  r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index, sized);
-  r.add("indexing", {"gather"}, gather, sized);
-  r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, sized);
-  r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>, sized);
+  r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index);
+  r.add("indexing", {"gather"}, gather);
+  r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>);
+  r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>);
   r.add(
       "indexing",
       {
@@ -537,12 +529,13 @@ void register_indexing(Registry& r) {
           "index_reduce",
           "index_reduce_",
       },
-      write_rows<Writes::Others>, sized);
+      write_rows<Writes::Others>);
   r.add("indexing", {"index_select"}, index_select);
+  // The ranks must agree on the size, so all see all values.
   r.add(
-      "indexing", {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "nonzero_static", "put", "put_"}, whole, any);
-  r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>, sized);
-  r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>, sized);
+      "indexing", {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "nonzero_static", "put", "put_"}, replicate);
+  r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>);
+  r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>);
   r.add(
       "indexing",
       {
@@ -555,9 +548,9 @@ void register_indexing(Registry& r) {
           "scatter_reduce.two",
           "scatter_reduce_.two",
       },
-      scatter<Writes::Others>, sized);
-  r.add("indexing", {"take"}, take, any);
-  r.add("indexing", {"trace"}, trace, any);
+      scatter<Writes::Others>);
+  r.add("indexing", {"take"}, take);
+  r.add("indexing", {"trace"}, trace);
   r.add_forms("indexing", {"tril", "triu"}, triangle);
 }
 

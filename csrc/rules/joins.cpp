@@ -30,23 +30,28 @@ Rule cat(const Call& call) {
   }
   TORCH_CHECK(n > 0, "zero-dimensional tensor cannot be concatenated");
   const auto dim = call.dim(1, n);
-  const auto skipped = [&](const TensorArg& t) { return t.dim() == 1 && n > 1; }; // torch skips empty 1-d tensors
+  const auto skipped = [&](const TensorArg& t) { return t.dim() == 1 && n > 1 && t.size(0) == 0; }; // as torch does
   bool sharded = false;
   int64_t total = 0;
   Sizes sizes;
   for (const auto& t : call.tensors) {
-    if (skipped(t)) {
-      continue;
+    if (!skipped(t)) {
+      TORCH_CHECK(t.dim() == n, "Tensors must have same number of dimensions: got ", n, " and ", t.dim());
+      sharded |= t.layout->shards(dim);
     }
-    TORCH_CHECK(t.dim() == n, "Tensors must have same number of dimensions: got ", n, " and ", t.dim());
-    sharded |= t.layout->shards(dim);
-    total += t.sizes[dim];
-    sizes.assign(t.sizes.begin(), t.sizes.end());
+  }
+  for (const auto& t : call.tensors) {
+    if (sharded && !skipped(t)) {
+      total += t.size(dim);
+      sizes.assign(t.sizes().begin(), t.sizes().end());
+    }
   }
   auto dims = fresh_dims(rule, n);
   auto out = dims;
   out[dim] = sharded ? dims[dim] : Dim(kNone);
-  rule.factors[dim].size = total;
+  if (sharded) {
+    rule.factors[dim].size = total;
+  }
   int64_t start = 0;
   for (const auto& t : call.tensors) {
     if (skipped(t)) {
@@ -55,15 +60,14 @@ Rule cat(const Call& call) {
     }
     auto& operand = rule.operands.emplace_back(out);
     if (sharded) {
-      operand.dims[dim].window = Dim::Window{start, 1, t.sizes[dim]};
-      start += t.sizes[dim];
+      operand.dims[dim].window = Dim::Window{start, 1, t.size(dim)};
+      start += t.size(dim);
     }
   }
   auto& result = rule.results.emplace_back(std::move(out));
   if (sharded) {
     sizes[dim] = total;
     result.sizes = std::move(sizes);
-    rule.sized = true;
   }
   rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
@@ -75,8 +79,8 @@ Rule stack(const Call& call) {
   const auto dim = call.dim(1, call.tensors[0].dim() + 1);
   for (const auto& t : call.tensors) {
     TORCH_CHECK(
-        t.sizes == call.tensors[0].sizes, "stack expects each tensor to be equal size, but got ", call.tensors[0].sizes, " and ",
-        t.sizes);
+        t.sizes() == call.tensors[0].sizes(), "stack expects each tensor to be equal size, but got ", call.tensors[0].sizes(),
+        " and ", t.sizes());
     rule.operands.emplace_back(dims);
   }
   dims.insert(dims.begin() + dim, Dim(kNone));
@@ -182,23 +186,23 @@ Rule constant_pad(const Call& call) {
       pad.size() % 2 == 0 && static_cast<int64_t>(pad.size()) <= 2 * x.dim(), "constant_pad_nd: length of pad is ", pad.size(),
       "; it must be even and at most twice the ", x.dim(), " dims of the input");
   Dims in, out;
-  Sizes sizes(x.sizes.begin(), x.sizes.end());
+  Sizes sizes(x.sizes().begin(), x.sizes().end());
   for (int64_t d = 0; d < x.dim(); ++d) {
     const auto i = static_cast<size_t>(x.dim() - 1 - d) * 2;
     const auto before = i < pad.size() ? pad[i] : 0, after = i < pad.size() ? pad[i + 1] : 0;
     sizes[d] += before + after;
     TORCH_CHECK(
-        sizes[d] >= 0, "The input size ", x.sizes[d], ", plus negative padding ", before, " and ", after,
+        sizes[d] >= 0, "The input size ", x.size(d), ", plus negative padding ", before, " and ", after,
         ", resulted in a negative output size, which is invalid.");
     Factor f;
     f.kernel = before || after;
     const bool grows = before >= 0 && after >= 0, shrinks = before <= 0 && after <= 0;
     f.whole = !grows && !shrinks;
-    f.size = grows ? sizes[d] : x.sizes[d];
+    f.size = grows ? sizes[d] : x.size(d);
     in.emplace_back(rule.factor(f));
     out.push_back(in.back());
     if (f.kernel && grows) {
-      in.back().window = Dim::Window{before, 1, x.sizes[d]};
+      in.back().window = Dim::Window{before, 1, x.size(d)};
     } else if (f.kernel && shrinks) {
       out.back().window = Dim::Window{-before, 1, sizes[d]};
     }
@@ -207,7 +211,7 @@ Rule constant_pad(const Call& call) {
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), std::move(sizes));
   rule.kernel = pad_kernel;
-  if (call.args[2].toScalar().equal(0)) {
+  if (call.arg(2).toScalar().equal(0)) {
     rule.linear_in({0});
   }
   return rule;
@@ -232,11 +236,11 @@ Rule border_pad(const Call& call) {
 } // namespace
 
 void register_joins(Registry& r) {
-  Options sized;
-  sized.sized = true;
-  r.add("joins", {"block_diag"}, block_diag);
+  Options whole;
+  whole.whole = true;
+  r.add("joins", {"block_diag"}, block_diag, whole);
   r.add("joins", {"cat"}, cat);
-  r.add("joins", {"constant_pad_nd"}, constant_pad, sized);
+  r.add("joins", {"constant_pad_nd"}, constant_pad);
   r.add("joins", {"flip"}, flip);
   r.add(
       "joins",
@@ -270,7 +274,7 @@ void register_joins(Registry& r) {
   Options turned;
   turned.asks_order = true;
   r.add("joins", {"rot90"}, rot90, turned);
-  r.add("joins", {"stack"}, stack, sized);
+  r.add("joins", {"stack"}, stack);
 }
 
 } // namespace shardtensor::rules

@@ -58,7 +58,6 @@ RuleFn rule_of(const Registry& r, const std::string& name, const std::string& ov
 
 void register_lists(Registry& r) {
   Options o;
-  o.any_args = true;
   o.lists = true;
   o.elementwise = true;
   Options decompose;

@@ -21,16 +21,16 @@ void with_out(const Call& call, Rule& rule) {
   rule.operands.back().summand = true;
 }
 
-// The size of a factor, from any of the operands [from, ...) that carry it.
-int64_t size_of(const Call& call, const Rule& rule, size_t from, int64_t factor) {
+// Whether a factor has more than one index, from any of the operands [from, ...) that carry it.
+bool is_wide(const Call& call, const Rule& rule, size_t from, int64_t factor) {
   for (size_t i = from; i < rule.operands.size(); ++i) {
     for (size_t d = 0; d < rule.operands[i].dims.size(); ++d) {
       if (rule.operands[i].dims[d].factor == factor) {
-        return call.tensors[i].sizes[d];
+        return !call.tensors[i].is_one(static_cast<int64_t>(d));
       }
     }
   }
-  return 1;
+  return false;
 }
 
 // The dims of `t` broadcast to `out`, right-aligned; `stretched(d)` tells whether out's dim d is larger than 1.
@@ -39,7 +39,7 @@ Dims broadcast_to(const TensorArg& t, const Dims& out, F stretched) {
   Dims dims;
   const auto lead = static_cast<int64_t>(out.size()) - t.dim();
   for (int64_t d = 0; d < t.dim(); ++d) {
-    dims.push_back(lead + d < 0 || (t.sizes[d] == 1 && stretched(lead + d)) ? Dim(kNone) : out[lead + d]);
+    dims.push_back(lead + d < 0 || (t.is_one(d) && stretched(lead + d)) ? Dim(kNone) : out[lead + d]);
   }
   return dims;
 }
@@ -58,8 +58,7 @@ Rule plus_product(const Call& call) {
   auto rule = notation(text);
   rule.operands.insert(rule.operands.begin(), Operand());
   const auto out = rule.results[0].dims;
-  rule.operands[0].dims =
-      broadcast_to(call.tensors[0], out, [&](int64_t d) { return size_of(call, rule, 1, out[d].factor) != 1; });
+  rule.operands[0].dims = broadcast_to(call.tensors[0], out, [&](int64_t d) { return is_wide(call, rule, 1, out[d].factor); });
   rule.operands[0].summand = true;
   rule.linear.clear();
   rule.jointly_linear(0b011);
@@ -84,7 +83,7 @@ void addmv_kernel(Run& run) {
 Rule addmv(const Call& call) {
   auto rule = plus_product<kMv>(call);
   rule.kernel = addmv_kernel;
-  rule.always_kernel = call.tensors[0].dim() == 0 || call.tensors[0].sizes[0] == 1;
+  rule.always_kernel = call.tensors[0].dim() == 0 || call.tensors[0].is_one(0);
   return rule;
 }
 
@@ -112,14 +111,14 @@ Matmul matmul_dims(const TensorArg& a, const TensorArg& b, Rule& rule) {
   const auto batch = std::max(batch_a, batch_b);
   for (int64_t d = 0; d < batch; ++d) {
     const auto in_a = d - (batch - batch_a), in_b = d - (batch - batch_b);
-    const bool wide = (in_a >= 0 && a.sizes[in_a] != 1) || (in_b >= 0 && b.sizes[in_b] != 1);
+    const bool wide = (in_a >= 0 && !a.is_one(in_a)) || (in_b >= 0 && !b.is_one(in_b));
     const auto f = factor();
     m.out.emplace_back(f);
     if (in_a >= 0) {
-      m.self.push_back(wide && a.sizes[in_a] == 1 ? Dim(kNone) : Dim(f));
+      m.self.push_back(wide && a.is_one(in_a) ? Dim(kNone) : Dim(f));
     }
     if (in_b >= 0) {
-      m.other.push_back(wide && b.sizes[in_b] == 1 ? Dim(kNone) : Dim(f));
+      m.other.push_back(wide && b.is_one(in_b) ? Dim(kNone) : Dim(f));
     }
   }
   const auto k = factor();
@@ -226,7 +225,7 @@ Rule linear(const Call& call) {
   uint64_t bias = 0;
   if (biased) {
     rule.operands.emplace_back(
-        broadcast_to(call.tensors[2], out, [&](int64_t d) { return d + 1 < x.dim() ? x.sizes[d] != 1 : weight.sizes[0] != 1; }));
+        broadcast_to(call.tensors[2], out, [&](int64_t d) { return d + 1 < x.dim() ? !x.is_one(d) : !weight.is_one(0); }));
     rule.kernel = linear_kernel;
     rule.notes = {k};
     bias = 0b100;
@@ -278,20 +277,17 @@ Rule linear_backward(const Call& call) {
 
 void register_matmul(Registry& r) {
   Options any;
-  any.any_args = true;
   any.takes = kAllNumbers & ~kBools;
   Options same = any;
   same.one_dtype = ~uint64_t{0};
   Options composite = same;
   composite.composite = true;
-  Options outer;
-  outer.any_args = true;
   r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, same);
   r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, same);
   r.add("matmul", {"addmm", "addmm.out", "addmm_"}, plus_product<kMm>, same);
   r.add("matmul", {"addmm.dtype", "addmm.dtype_out"}, plus_product<kMm>, any);
   r.add("matmul", {"addmv", "addmv.out", "addmv_"}, addmv, same);
-  r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>, outer);
+  r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>);
   r.add("matmul", {"baddbmm", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, same);
   r.add("matmul", {"baddbmm.dtype", "baddbmm.dtype_out"}, plus_product<kBmm>, any);
   r.add("matmul", {"bmm", "bmm.out"}, product<kBmm>, same);

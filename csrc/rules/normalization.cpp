@@ -289,14 +289,14 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
   Factor batch;
   batch.reduce = summed;
   const auto n = rule.factor(batch), g = rule.factor();
-  out.full = {Dim(n), Dim(g, input.sizes[1] / groups)};
+  out.full = {Dim(n), Dim(g, input.size(1) / groups)};
   out.channels = {out.full[1]};
   out.statistics = {Dim(n), Dim(g)};
-  out.statistics_sizes = {input.sizes[0], groups};
+  out.statistics_sizes = {input.size(0), groups};
   for (int64_t d = 2; d < input.dim(); ++d) {
     out.full.emplace_back(rule.factor(kernel_factor(summed)));
   }
-  rule.notes = {input.sizes[1] / groups};
+  rule.notes = {input.size(1) / groups};
   for (const auto& t : call.tensors) {
     const auto& name = name_of(call, t);
     rule.operands.emplace_back(
@@ -573,10 +573,6 @@ void register_normalization(Registry& r) {
   weighted.or_float = true;
   Options running = weighted;
   running.writes = 0b11000; // running_mean, running_var
-  Options groups = weighted;
-  groups.sized = true;
-  Options groups_backward = real;
-  groups_backward.sized = true;
   r.add("normalization", {"_fused_rms_norm"}, rms_norm, composite);
   r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward);
   r.add(
@@ -596,8 +592,8 @@ void register_normalization(Registry& r) {
           "native_batch_norm_backward",
       },
       batch_norm_backward, real);
-  r.add("normalization", {"native_group_norm"}, group_norm, groups);
-  r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, groups_backward);
+  r.add("normalization", {"native_group_norm"}, group_norm, weighted);
+  r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, real);
   r.add("normalization", {"native_layer_norm"}, layer_norm, weighted);
   r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward, real);
 }

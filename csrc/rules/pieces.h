@@ -1,5 +1,4 @@
 // What rule kernels share: reductions of a piece that may be empty, small reductions over ranks, results into out= arguments.
-// Uses rule.h and comm/. Used by the kernels of several families.
 #pragma once
 
 #include "rules/resolve.h" // Solution: what a kernel finds its notes in

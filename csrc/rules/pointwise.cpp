@@ -80,10 +80,8 @@ Rule log_sigmoid(const Call& call) {
   if (call.mesh.description().device_type == "cpu") {
     return broadcast(call);
   }
-  auto rest = call;
   const bool backward = call.tensors.size() > 1;
-  rest.tensors.resize(backward ? 2 : 1);
-  auto rule = broadcast(rest);
+  auto rule = broadcast(call, backward ? 2 : 1);
   if (backward) {
     rule.operands.emplace_back(Dims(call.tensors[2].dim(), Dim(kNone)));
   } else {
@@ -125,7 +123,6 @@ Rule glu_backward(const Call& call) {
 
 void register_pointwise(Registry& r) {
   Options o;
-  o.any_args = true;
   o.broadcasts = true;
   r.add_forms(
       "pointwise",

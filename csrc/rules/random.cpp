@@ -347,7 +347,7 @@ Rule multinomial(const Call& call) {
   if (call.flag(2) && n > 1) {
     return whole<same_everywhere>(call);
   }
-  TORCH_CHECK(n <= p.sizes.back(), "cannot sample n_sample > prob_dist.size(-1) samples without replacement");
+  TORCH_CHECK(n <= p.sizes().back(), "cannot sample n_sample > prob_dist.size(-1) samples without replacement");
   Rule rule;
   Dims dims, out;
   if (p.dim() == 2) {
@@ -372,21 +372,19 @@ Rule linear_in_first(const Call& call) {
 } // namespace
 
 void register_random(Registry& r) {
-  Options o;
-  o.any_args = true;
-  auto real = o, numbers = o, ordinary = o;
+  Options real, numbers, ordinary;
   ordinary.takes = kIntegers | kReals;
   real.takes = kReals;
   numbers.takes = kReals | kComplex;
-  Options sized;
-  sized.sized = true;
-  r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast, o);
-  r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, o);
+  r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast);
+  Options gathers;
+  gathers.whole = true;
+  r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, gathers);
   r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, real);
-  r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>, o);
-  r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>, o);
-  r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>, o);
-  r.add("random", {"bernoulli_.float"}, elementwise<fill_self<bernoulli>>, o);
+  r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>);
+  r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>);
+  r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>);
+  r.add("random", {"bernoulli_.float"}, elementwise<fill_self<bernoulli>>);
   r.add("random", {"cauchy"}, like<fill_fresh<cauchy>>, real);
   r.add("random", {"cauchy_"}, elementwise<fill_self<cauchy>>, real);
   r.add("random", {"exponential"}, like<fill_fresh<exponential>>, real);
@@ -395,13 +393,13 @@ void register_random(Registry& r) {
   r.add("random", {"geometric_"}, elementwise<fill_self<geometric>>, ordinary);
   r.add("random", {"log_normal"}, like<fill_fresh<log_normal>>, real);
   r.add("random", {"log_normal_"}, elementwise<fill_self<log_normal>>, real);
-  r.add("random", {"multinomial"}, multinomial, sized);
-  r.add("random", {"native_dropout"}, elementwise<native_dropout>, o);
+  r.add("random", {"multinomial"}, multinomial);
+  r.add("random", {"native_dropout"}, elementwise<native_dropout>);
   r.add(
       "random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>, numbers);
   r.add("random", {"normal_"}, elementwise<fill_self<normal>>, numbers);
   r.add("random", {"normal_functional"}, like<fill_fresh<normal>>, numbers);
-  r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>, o);
+  r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>);
   r.add(
       "random",
       {
@@ -412,12 +410,12 @@ void register_random(Registry& r) {
           "randint_like.low_dtype",
           "randint_like.low_generator_dtype",
       },
-      like<fill_fresh<randint>>, o);
-  r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>, o);
-  r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>, o);
-  r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>, o);
+      like<fill_fresh<randint>>);
+  r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>);
+  r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>);
+  r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>);
   r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, real);
-  r.add("random", {"rrelu_with_noise_backward"}, linear_in_first, o);
+  r.add("random", {"rrelu_with_noise_backward"}, linear_in_first);
   r.add("random", {"uniform"}, like<fill_fresh<uniform>>, real);
   r.add("random", {"uniform_"}, elementwise<fill_self<uniform>>, real);
 }

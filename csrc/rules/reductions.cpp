@@ -120,7 +120,7 @@ struct Reduction {
 
 std::optional<at::ScalarType> dtype_argument(const Call& call) {
   const auto arg = argument(call, "dtype");
-  return arg >= 0 && call.has(arg) ? std::optional(call.args[arg].toScalarType()) : std::nullopt;
+  return arg >= 0 && call.has(arg) ? std::optional(call.arg(arg).toScalarType()) : std::nullopt;
 }
 
 // Summands may be added up in the result's dtype: it rounds nothing off and wraps nowhere else.
@@ -222,7 +222,7 @@ Rule aminmax(const Call& call) {
 template <ReduceOp op>
 Rule truth(const Call& call) {
   const auto arg = argument(call, "dim");
-  const bool none = arg >= 0 && call.has(arg) && call.args[arg].isIntList() && call.ints(arg).empty();
+  const bool none = arg >= 0 && call.has(arg) && call.arg(arg).isIntList() && call.ints(arg).empty();
   const auto& x = call.tensors[0];
   auto rule = reduce(call, reduced_by(op), none ? 0 : reduced_dims(call, x.dim()));
   if (x.dtype == at::kBool) {
@@ -334,7 +334,7 @@ Rule whole_along(const Call& call) {
 double norm_order(const Call& call) {
   const auto ord = argument(call, "ord");
   const auto arg = ord < 0 ? argument(call, "p") : ord;
-  return arg >= 0 && call.has(arg) ? call.args[arg].toScalar().toDouble() : 2.0;
+  return arg >= 0 && call.has(arg) ? call.arg(arg).toScalar().toDouble() : 2.0;
 }
 
 // An empty piece has the norm that the others' is not changed by; torch refuses some of these.
@@ -486,7 +486,7 @@ Rule equal(const Call& call) {
   Rule rule;
   Factor f;
   f.kernel = true;
-  const bool alike = call.tensors[0].sizes == call.tensors[1].sizes;
+  const bool alike = call.tensors[0].sizes() == call.tensors[1].sizes();
   Dims dims;
   for (int64_t d = 0; alike && d < call.tensors[0].dim(); ++d) {
     dims.emplace_back(rule.factor(f));
@@ -505,8 +505,6 @@ Rule equal(const Call& call) {
 void register_reductions(Registry& r) {
   Options decompose;
   decompose.decompose = true;
-  Options sized;
-  sized.sized = true;
   const char* family = "reductions";
   Options numbers;
   numbers.takes = kReals | kComplex;
@@ -532,7 +530,7 @@ void register_reductions(Registry& r) {
           "nansum.out",
       },
       counted);
-  r.add(family, {"equal"}, equal, sized);
+  r.add(family, {"equal"}, equal);
   r.add(
       family,
       {

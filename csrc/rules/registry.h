@@ -19,12 +19,6 @@ struct Options {
   uint64_t one_dtype = 0;
   // Or all of them float32, where that one is float16 or bfloat16.
   bool or_float = false;
-  // The rule reads sizes (not only ndim and which dims have size 1), so they belong in the cache's key.
-  bool sized = false;
-  // The rule reads strides and storage offsets too.
-  bool strided = false;
-  // No non-tensor argument changes the rule (alpha, a number added), so none belongs in the key.
-  bool any_args = false;
   // Results have the operands' broadcast sizes, so those of out= arguments are known without asking torch.
   bool broadcasts = false;
   // Not a rule: the op's own CompositeExplicit kernel is run on the global tensors, in terms of ops that have rules.
@@ -33,6 +27,8 @@ struct Options {
   bool composite = false;
   // Not a rule: run on gathered inputs, differentiation included; torch's formula for it cannot be followed on ShardTensors.
   bool gather = false;
+  // The op's rule uses every operand whole.
+  bool whole = false;
   // Arguments (bits) that the op writes though its schema does not say so: native_batch_norm's running statistics.
   uint64_t writes = 0;
   // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
@@ -53,6 +49,11 @@ struct Entry {
   RuleFn rule = nullptr;
   Options options;
   const char* family = "";
+
+  // Whether the op brings all of its inputs to every rank, whatever their layouts.
+  bool gathers() const {
+    return options.gather || options.whole || rule == replicate;
+  }
 };
 
 class Registry {

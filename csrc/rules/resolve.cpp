@@ -45,8 +45,6 @@ class Resolver {
       decide();
     }
     auto s = c10::make_intrusive<Solution>();
-    s->sized = weighed_ || rule_.sized;
-    s->reads_sizes = rule_.sized;
     s->factor_mesh_dims.assign(rule_.factors.size(), 0);
     bool kernel = rule_.always_kernel;
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
@@ -83,6 +81,7 @@ class Resolver {
     if (s->shards) {
       find_alike(*s);
     }
+    s->sized = weighed_ || (call_.reads() & Reads::kSizes);
     return s;
   }
 
@@ -236,10 +235,10 @@ class Resolver {
     if (inner <= 1) {
       return true;
     }
-    if (t.layout->is_even() && t.sizes[d] % (inner * mesh_.size()) == 0) {
+    if (t.layout->is_even() && t.size(d) % (inner * mesh_.size()) == 0) {
       return true;
     }
-    for (const auto s : piece_sizes(*t.layout, d, t.sizes[d], m)) {
+    for (const auto s : piece_sizes(*t.layout, d, t.size(d), m)) {
       if (s % inner) {
         return false;
       }
@@ -454,7 +453,7 @@ class Resolver {
     if (!aligned(static_cast<size_t>(c.donor), c.donor_dim, m)) {
       return nullptr; // rebalanced to even
     }
-    auto sizes = piece_sizes(*t.layout, c.donor_dim, t.sizes[c.donor_dim], m);
+    auto sizes = piece_sizes(*t.layout, c.donor_dim, t.size(c.donor_dim), m);
     for (auto& s : sizes) {
       s /= inner;
     }
@@ -520,8 +519,8 @@ class Resolver {
         return false;
       }
     }
-    const auto w = dim.window ? *dim.window : Dim::Window{0, 1, t.sizes[d]};
-    const auto held = piece_of(*t.layout, d, t.sizes[d], c, m);
+    const auto w = dim.window ? *dim.window : Dim::Window{0, 1, t.size(d)};
+    const auto held = piece_of(*t.layout, d, t.size(d), c, m);
     const auto end = held.start + held.length;
     if (held.length != window_count(w, whole) || (held.length && (w.start + held.start * w.step < whole.start ||
                                                                   w.start + (end - 1) * w.step >= whole.start + whole.length))) {
@@ -548,7 +547,7 @@ class Resolver {
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto d = dim_of(rule_.operands[i].dims, f);
       if (d >= 0) {
-        return call_.tensors[i].sizes[d] / std::max<int64_t>(rule_.operands[i].dims[d].inner, 1);
+        return call_.tensors[i].size(d) / std::max<int64_t>(rule_.operands[i].dims[d].inner, 1);
       }
     }
     return 0;

@@ -1,6 +1,5 @@
-// From a rule and the layouts at hand to what will be done: which layout every operand needs, which the results have.
-// Pure functions of layouts and sizes, so that every rank finds the same. Uses rule.h and redistribute's costs.
-// Used by dispatch/, which caches solutions, and by tests, without processes.
+// From a rule and the layouts at hand to what will be done: which layout every operand needs, which the results have. Pure
+// functions of layouts and sizes, so that every rank finds the same.
 #pragma once
 
 #include "rules/rule.h"
@@ -48,10 +47,14 @@ struct Solution final : c10::intrusive_ptr_target {
   OfPiece kernel_if = nullptr; // it runs where one of the local tensors is such
   c10::SmallVector<int64_t, 4> notes;
   bool geometry = false; // every result has one
-  // The choice weighed bytes, so it holds for these sizes only.
+  // Reads' bits: what the rule has read of the call.
+  uint64_t reads = 0;
+  // The choice weighed bytes or read sizes, so it holds for these sizes only.
   bool sized = false;
-  // Nor is it right for any others: the rule read sizes.
-  bool reads_sizes = false;
+
+  bool reads_sizes() const {
+    return reads & Reads::kSizes;
+  }
 };
 using SolutionPtr = c10::intrusive_ptr<const Solution>;
 

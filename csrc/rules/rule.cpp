@@ -1,6 +1,7 @@
 #include "rules/rule.h"
 
 #include "rules/resolve.h"
+#include "tensor/symbolic.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -28,17 +29,27 @@ void Run::call_op() const {
   op.callBoxed(&stack);
 }
 
+c10::IntArrayRef TensorArg::strides() const {
+  reads_->add(Reads::kStrides);
+  return has_symbols(*tensor_) ? c10::IntArrayRef() : tensor_->strides();
+}
+
+int64_t TensorArg::offset() const {
+  reads_->add(Reads::kStrides);
+  return tensor_->storage_offset();
+}
+
 int64_t Call::position(const char* name) const {
   const auto i = schema.argumentIndexWithName(name);
   TORCH_INTERNAL_ASSERT(i.has_value(), schema.name(), " has no argument ", name);
   return *i;
 }
 
-Sizes Call::ints(int64_t arg) const {
-  if (!has(arg)) {
+Sizes Call::ints(int64_t i) const {
+  if (!has(i)) {
     return {};
   }
-  const auto& v = args[arg];
+  const auto& v = arg(i);
   if (v.isInt()) {
     return {v.toInt()};
   }
@@ -53,23 +64,23 @@ int64_t wrap_dim(int64_t dim, int64_t ndim) {
   return dim < 0 ? dim + n : dim;
 }
 
-int64_t Call::dim(int64_t arg, int64_t ndim) const {
-  return wrap_dim(args[arg].toInt(), ndim);
+int64_t Call::dim(int64_t i, int64_t ndim) const {
+  return wrap_dim(arg(i).toInt(), ndim);
 }
 
-int64_t Call::operand(int64_t arg, int64_t index) const {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].arg == arg && (index < 0 || tensors[i].index == index)) {
-      return static_cast<int64_t>(i);
+int64_t Call::operand(int64_t i, int64_t index) const {
+  for (size_t k = 0; k < tensors.size(); ++k) {
+    if (tensors[k].arg == i && (index < 0 || tensors[k].index == index)) {
+      return static_cast<int64_t>(k);
     }
   }
   return -1;
 }
 
-const TensorArg& Call::tensor(int64_t arg, int64_t index) const {
-  const auto i = operand(arg, index);
-  TORCH_INTERNAL_ASSERT(i >= 0, schema.name(), ": argument ", arg, " is no tensor");
-  return tensors[i];
+const TensorArg& Call::tensor(int64_t i, int64_t index) const {
+  const auto k = operand(i, index);
+  TORCH_INTERNAL_ASSERT(k >= 0, schema.name(), ": argument ", i, " is no tensor");
+  return tensors[k];
 }
 
 Rule notation(const char* text) {
@@ -126,30 +137,35 @@ int64_t tensors_returned(const c10::FunctionSchema& schema) {
 } // namespace
 
 Rule broadcast(const Call& call) {
+  return broadcast(call, call.tensors.size());
+}
+
+Rule broadcast(const Call& call, size_t operands) {
+  const auto tensors = c10::ArrayRef<TensorArg>(call.tensors).slice(0, operands);
   Rule rule;
   int64_t ndim = 0;
-  for (const auto& t : call.tensors) {
+  for (const auto& t : tensors) {
     ndim = std::max(ndim, t.dim());
   }
   Dims out;
   c10::SmallVector<bool, 8> wide(ndim, false);
   for (int64_t d = 0; d < ndim; ++d) {
     out.emplace_back(rule.factor());
-    for (const auto& t : call.tensors) {
+    for (const auto& t : tensors) {
       const auto at = d - (ndim - t.dim());
-      wide[d] = wide[d] || (at >= 0 && t.sizes[at] != 1);
+      wide[d] = wide[d] || (at >= 0 && !t.is_one(at));
     }
   }
-  for (const auto& t : call.tensors) {
+  for (const auto& t : tensors) {
     Dims dims;
     for (int64_t d = ndim - t.dim(); d < ndim; ++d) {
-      const bool stretched = wide[d] && t.sizes[d - (ndim - t.dim())] == 1;
+      const bool stretched = wide[d] && t.is_one(d - (ndim - t.dim()));
       dims.push_back(stretched ? Dim(kNone) : out[d]);
     }
     const bool written = t.mutated && !t.output;
     TORCH_CHECK(
         !written || (t.dim() == ndim && std::none_of(dims.begin(), dims.end(), [](const Dim& d) { return d.factor == kNone; })),
-        "output with shape ", t.sizes, " doesn't match the broadcast shape");
+        "output with shape ", t.sizes(), " doesn't match the broadcast shape");
     rule.operands.emplace_back(std::move(dims));
   }
   rule.results.resize(tensors_returned(call.schema));

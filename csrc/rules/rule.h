@@ -1,5 +1,4 @@
 // A sharding rule as data, and what an op's call looks like to the function that writes one.
-// Uses layout/ and ATen's IValue. Used by every rule file, by resolve.cpp and by dispatch/.
 //
 // A rule names factors. A factor is an index that runs through an op: `mm` is ik,kj->ij, three factors; each dim of each
 // operand and result carries one. From that alone follow the placements an op accepts, what its results have, and how
@@ -200,8 +199,6 @@ struct Rule {
   // The kernel runs on ranks that have such a piece among the local tensors; elsewhere the op does. It must not talk to other
   // ranks.
   OfPiece kernel_if = nullptr;
-  // What this rule says holds for these sizes only (an op whose every rule does says so in Options instead).
-  bool sized = false;
   // Factors to shard, evenly, where an operand is sharded on what must be whole: exchanging pieces costs less than gathering.
   c10::SmallVector<int64_t, 1> spread;
   // Numbers the rule wants to hand to its kernel.
@@ -236,52 +233,119 @@ struct Rule {
   }
 };
 
+// What has been read of a call beyond what the cache's every key holds: layouts, numbers of dims, which dims have size 1, dtypes,
+// orders of dims in memory. The accessors below note it, so the key of an op can hold just what its rule depends on.
+class Reads {
+ public:
+  static constexpr uint64_t kSizes = uint64_t{1} << 63;
+  static constexpr uint64_t kStrides = uint64_t{1} << 62; // and storage offsets
+  static constexpr size_t kMostArgs = 62;
+  static constexpr uint64_t arg(size_t i) {
+    return uint64_t{1} << i;
+  }
+
+  void add(uint64_t what) {
+    bits_ |= what;
+  }
+  uint64_t bits() const {
+    return bits_;
+  }
+
+ private:
+  uint64_t bits_ = 0;
+};
+
 // One tensor among a call's arguments; lists are flattened, None left out.
-struct TensorArg {
+class TensorArg {
+ public:
+  TensorArg(int16_t arg_, int32_t index_, const at::Tensor& tensor, c10::IntArrayRef sizes, const Layout& layout_, Reads& reads)
+      : arg(arg_),
+        index(index_),
+        layout(&layout_),
+        dtype(tensor.scalar_type()),
+        tensor_(&tensor),
+        sizes_(sizes),
+        reads_(&reads) {}
+
   int16_t arg;   // position among the schema's arguments
   int32_t index; // position in its list, or -1
-  bool mutated;
-  bool output;          // written and not read
+  bool mutated = false;
+  bool output = false;  // written and not read
   const Layout* layout; // a plain tensor counts as replicated
-  c10::IntArrayRef sizes;
   at::ScalarType dtype;
-  c10::IntArrayRef strides; // for rules with Options.strided alone, as is the next
-  int64_t offset;
-  double bytes; // of the whole, to weigh costs by
+  double bytes = 0; // of the whole, to weigh costs by: for the resolver, which notes when they decide
 
   int64_t dim() const {
-    return static_cast<int64_t>(sizes.size());
+    return static_cast<int64_t>(sizes_.size());
   }
+  bool is_one(int64_t d) const {
+    return sizes_[d] == 1;
+  }
+  c10::IntArrayRef sizes() const {
+    reads_->add(Reads::kSizes);
+    return sizes_;
+  }
+  int64_t size(int64_t d) const {
+    return sizes()[d];
+  }
+  c10::IntArrayRef strides() const; // empty where they are symbols
+  int64_t offset() const;
+
+ private:
+  const at::Tensor* tensor_;
+  c10::IntArrayRef sizes_;
+  Reads* reads_;
 };
 
 // A call being resolved: what a rule function reads. Values of tensors are out of reach by design.
-struct Call {
-  const c10::FunctionSchema& schema;
-  c10::ArrayRef<c10::IValue> args;
-  c10::SmallVector<TensorArg, 4> tensors;
-  const Mesh& mesh;
+class Call {
+ public:
+  Call(const c10::FunctionSchema& schema_, c10::ArrayRef<c10::IValue> args, const Mesh& mesh_)
+      : schema(schema_), mesh(mesh_), args_(args) {}
+  Call(const Call&) = delete; // its tensors point to what it notes
+  Call& operator=(const Call&) = delete;
 
-  bool has(int64_t arg) const {
-    return arg < static_cast<int64_t>(args.size()) && !args[arg].isNone();
+  const c10::FunctionSchema& schema;
+  const Mesh& mesh;
+  c10::SmallVector<TensorArg, 4> tensors;
+
+  // For whoever describes a call.
+  TensorArg& add(int16_t arg, int32_t index, const at::Tensor& tensor, c10::IntArrayRef sizes, const Layout& layout) {
+    return tensors.emplace_back(arg, index, tensor, sizes, layout, reads_);
+  }
+  uint64_t reads() const {
+    return reads_.bits();
+  }
+
+  const c10::IValue& arg(int64_t i) const {
+    reads_.add(Reads::arg(i));
+    return args_[i];
+  }
+  bool has(int64_t i) const {
+    return i < static_cast<int64_t>(args_.size()) && !arg(i).isNone();
   }
   // The position of an argument by its name in the schema; raises if there is none.
   int64_t position(const char* name) const;
-  int64_t integer(int64_t arg) const {
-    return args[arg].toInt();
+  int64_t integer(int64_t i) const {
+    return arg(i).toInt();
   }
-  int64_t integer(int64_t arg, int64_t otherwise) const {
-    return has(arg) ? args[arg].toInt() : otherwise;
+  int64_t integer(int64_t i, int64_t otherwise) const {
+    return has(i) ? arg(i).toInt() : otherwise;
   }
-  bool flag(int64_t arg) const {
-    return has(arg) && args[arg].toBool();
+  bool flag(int64_t i) const {
+    return has(i) && arg(i).toBool();
   }
   // int[] or int; empty where None.
-  Sizes ints(int64_t arg) const;
+  Sizes ints(int64_t i) const;
   // Wrapped into [0, ndim); raises IndexError as torch does.
-  int64_t dim(int64_t arg, int64_t ndim) const;
-  // Which of `tensors` is argument `arg` (item `index` of it), or -1 where it is None.
-  int64_t operand(int64_t arg, int64_t index = -1) const;
-  const TensorArg& tensor(int64_t arg, int64_t index = -1) const;
+  int64_t dim(int64_t i, int64_t ndim) const;
+  // Which of `tensors` is argument `i` (item `index` of it), or -1 where it is None.
+  int64_t operand(int64_t i, int64_t index = -1) const;
+  const TensorArg& tensor(int64_t i, int64_t index = -1) const;
+
+ private:
+  c10::ArrayRef<c10::IValue> args_;
+  mutable Reads reads_;
 };
 
 using RuleFn = Rule (*)(const Call&);
@@ -293,6 +357,7 @@ Rule notation(const char* text);
 
 // Broadcasts all operands to the right-aligned shape; one result per tensor the op returns. The one for elementwise ops.
 Rule broadcast(const Call& call);
+Rule broadcast(const Call& call, size_t operands); // the first ones
 
 // Every operand and result whole.
 Rule replicate(const Call& call);

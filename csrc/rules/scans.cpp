@@ -177,7 +177,7 @@ at::ScalarType computed_in(const Call& call) {
   const auto arg = argument(call, "dtype");
   const auto dtype = call.tensors.size() > 1                   ? call.tensors[1].dtype
                      : call.schema.arguments()[0].alias_info() ? self
-                     : call.has(arg)                           ? call.args[arg].toScalarType()
+                     : call.has(arg)                           ? call.arg(arg).toScalarType()
                      : c10::isIntegralType(self, true)         ? at::kLong
                                                                : self;
   TORCH_CHECK_NOT_IMPLEMENTED(dtype != at::kBool, call.schema.name(), ": not implemented for '", dtype, "'");
@@ -366,8 +366,8 @@ Rule bucketize(const Call& call) {
 
 // Counts of pieces add up where the bounds do not depend on the values.
 Rule histc(const Call& call) {
-  const auto low = call.args[argument(call, "min")].toScalar().toDouble();
-  const auto high = call.args[argument(call, "max")].toScalar().toDouble();
+  const auto low = call.arg(argument(call, "min")).toScalar().toDouble();
+  const auto high = call.arg(argument(call, "max")).toScalar().toDouble();
   Rule rule;
   Factor f;
   f.reduce = ReduceOp::Sum;

@@ -75,7 +75,7 @@ Rule backward(const Call& call) {
 Rule masked(const Call& call) {
   const auto& x = call.tensors[0];
   for (const auto& t : call.tensors) {
-    if (t.sizes != x.sizes || !call.has(argument(call, "dim"))) {
+    if (t.sizes() != x.sizes() || !call.has(argument(call, "dim"))) {
       return replicate(call);
     }
   }
@@ -91,8 +91,6 @@ Rule masked(const Call& call) {
 void register_softmax(Registry& r) {
   Options decompose;
   decompose.decompose = true;
-  Options sized;
-  sized.sized = true;
   const char* family = "softmax";
   Options real;
   real.takes = kReals;
@@ -100,7 +98,7 @@ void register_softmax(Registry& r) {
   gradient.one_dtype = 0b11; // grad_output, output
   r.add(family, {"_log_softmax", "_log_softmax.out"}, softmax<true>, real);
   r.add(family, {"_log_softmax_backward_data", "_log_softmax_backward_data.out"}, backward<true>, gradient);
-  r.add(family, {"_masked_softmax", "_masked_softmax_backward"}, masked, sized);
+  r.add(family, {"_masked_softmax", "_masked_softmax_backward"}, masked);
   r.add(family, {"_safe_softmax", "log_softmax.int_out", "softmax.int_out"}, nullptr, decompose);
   r.add(family, {"_softmax", "_softmax.out"}, softmax<false>, real);
   r.add(family, {"_softmax_backward_data", "_softmax_backward_data.out"}, backward<false>, gradient);

@@ -162,7 +162,7 @@ Rule squeeze(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   uint64_t named = ~uint64_t{0};
-  if (call.args.size() > 1) {
+  if (call.schema.arguments().size() > 1) {
     named = 0;
     for (auto d : call.ints(1)) {
       named |= uint64_t{1} << wrap_dim(d, x.dim());
@@ -171,7 +171,7 @@ Rule squeeze(const Call& call) {
   Dims in, out;
   Sizes kept;
   for (int64_t d = 0; d < x.dim(); ++d) {
-    if (x.sizes[d] == 1 && (named >> d & 1)) {
+    if (x.is_one(d) && (named >> d & 1)) {
       in.emplace_back(kNone);
       rule.notes.push_back(d);
     } else {
@@ -202,11 +202,11 @@ Rule expand(const Call& call) {
   g.strides.resize(lead, Term{-1, 0});
   for (int64_t d = 0; d < x.dim(); ++d) {
     auto& s = to[lead + d];
-    s = s == -1 ? x.sizes[d] : s;
-    const bool stretched = s != x.sizes[d];
+    s = s == -1 ? x.size(d) : s;
+    const bool stretched = s != x.size(d);
     TORCH_CHECK(
-        !stretched || x.sizes[d] == 1, "The expanded size of the tensor (", s, ") must match the existing size (", x.sizes[d],
-        ") at non-singleton dimension ", lead + d, ".  Target sizes: ", c10::IntArrayRef(to), ".  Tensor sizes: ", x.sizes);
+        !stretched || x.is_one(d), "The expanded size of the tensor (", s, ") must match the existing size (", x.size(d),
+        ") at non-singleton dimension ", lead + d, ".  Target sizes: ", c10::IntArrayRef(to), ".  Tensor sizes: ", x.sizes());
     in.push_back(stretched ? Dim(kNone) : Dim(rule.factor()));
     out.push_back(in.back());
     g.strides.push_back(stretched ? Term{-1, 0} : Term{d, 1});
@@ -276,10 +276,10 @@ Rule reshaped(const Call& call, const Sizes& to) {
   const auto& x = call.tensors[0];
   bool merges = false;
   Dims in(x.dim(), Dim(kNone)), out(to.size(), Dim(kNone));
-  if (c10::multiply_integers(x.sizes) > 0) {
-    merges = match(rule, x.sizes, to, in, out);
+  if (c10::multiply_integers(x.sizes()) > 0) {
+    merges = match(rule, x.sizes(), to, in, out);
   } else {
-    for (size_t d = 0; d < std::min(in.size(), out.size()) && x.sizes[d] == to[d]; ++d) {
+    for (size_t d = 0; d < std::min(in.size(), out.size()) && x.size(d) == to[d]; ++d) {
       in[d] = out[d] = Dim(rule.factor());
     }
   }
@@ -299,7 +299,7 @@ Rule reshaped(const Call& call, const Sizes& to) {
 
 Rule view(const Call& call) {
   const auto& x = call.tensors[0];
-  const auto to = at::infer_size(call.ints(1), c10::multiply_integers(x.sizes));
+  const auto to = at::infer_size(call.ints(1), c10::multiply_integers(x.sizes()));
   return reshaped(call, Sizes(to.begin(), to.end()));
 }
 
@@ -319,15 +319,15 @@ Rule view_dtype(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto had = static_cast<int64_t>(c10::elementSize(x.dtype));
-  const auto has = static_cast<int64_t>(c10::elementSize(call.args[1].toScalarType()));
+  const auto has = static_cast<int64_t>(c10::elementSize(call.arg(1).toScalarType()));
   auto in = fresh_dims(rule, x.dim());
   auto out = in;
-  Sizes to(x.sizes.begin(), x.sizes.end());
+  Sizes to(x.sizes().begin(), x.sizes().end());
   if (had != has && x.dim() > 0) {
     const auto d = x.dim() - 1;
     TORCH_CHECK(
         had > has || to[d] % (has / had) == 0, "self.size(-1) must be divisible by ", has / std::max<int64_t>(had, 1),
-        " to view ", x.dtype, " as ", call.args[1].toScalarType(), " (different element sizes), but got ", to[d]);
+        " to view ", x.dtype, " as ", call.arg(1).toScalarType(), " (different element sizes), but got ", to[d]);
     in[d].inner = had < has ? has / had : 1;
     out[d].inner = had > has ? had / has : 1;
     to[d] = to[d] * had / has;
@@ -409,9 +409,9 @@ Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::Window> parts) {
   rule.notes.push_back(dim);
   for (const auto& w : parts) {
     auto out = in;
-    Sizes sizes(x.sizes.begin(), x.sizes.end());
+    Sizes sizes(x.sizes().begin(), x.sizes().end());
     sizes[dim] = w.length;
-    if (w.step != 1 || w.length != x.sizes[dim]) {
+    if (w.step != 1 || w.length != x.size(dim)) {
       out[dim].window = w;
     }
     auto& result = rule.results.emplace_back(std::move(out), std::move(sizes));
@@ -449,7 +449,7 @@ Rule slice(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK(x.dim() > 0, "slice() cannot be applied to a 0-dim tensor.");
   const auto dim = call.dim(1, x.dim());
-  auto rule = windows(call, dim, {window_of(call, 2, x.sizes[dim])});
+  auto rule = windows(call, dim, {window_of(call, 2, x.size(dim))});
   rule.kernel = slice_kernel;
   return rule;
 }
@@ -470,7 +470,7 @@ Rule split(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK(x.dim() > 0, "split expects at least a 1-dimensional tensor");
   const auto dim = call.dim(2, x.dim());
-  const auto each = call.integer(1), size = x.sizes[dim];
+  const auto each = call.integer(1), size = x.size(dim);
   TORCH_CHECK(
       each > 0 || (each == 0 && size == 0), "split_size can only be 0 if dimension size is 0, but got dimension size of ", size);
   Sizes lengths;
@@ -489,8 +489,8 @@ Rule split_with_sizes(const Call& call) {
   const auto dim = call.dim(2, x.dim());
   const auto lengths = call.ints(1);
   TORCH_CHECK(
-      std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) == x.sizes[dim],
-      "split_with_sizes expects split_sizes to sum exactly to ", x.sizes[dim], " (input tensor's size at dimension ", dim,
+      std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) == x.size(dim),
+      "split_with_sizes expects split_sizes to sum exactly to ", x.size(dim), " (input tensor's size at dimension ", dim,
       "), but got split_sizes=", c10::IntArrayRef(lengths));
   return split_into(call, dim, lengths);
 }
@@ -562,8 +562,7 @@ Rule select(const Call& call) {
   const auto dim = call.dim(1, x.dim());
   const auto index = call.integer(2);
   auto rule = rows(call, dim);
-  rule.sized = index < 0;
-  add_row(rule, dim, index < 0 ? checked_index(index, dim, x.sizes) : index);
+  add_row(rule, dim, index < 0 ? checked_index(index, dim, x.sizes()) : index);
   rule.kernel = select_kernel;
   return rule;
 }
@@ -573,7 +572,7 @@ Rule unbind(const Call& call) {
   TORCH_CHECK_INDEX(x.dim() > 0, "Dimension specified as 0 but tensor has no dimensions");
   const auto dim = call.dim(1, x.dim());
   auto rule = rows(call, dim);
-  for (int64_t i = 0; i < x.sizes[dim]; ++i) {
+  for (int64_t i = 0; i < x.size(dim); ++i) {
     add_row(rule, dim, i);
   }
   rule.kernel = unbind_kernel;
@@ -618,7 +617,6 @@ Factor along_diagonal(const Diagonal& d, int64_t cut, c10::IntArrayRef sizes, Ru
   f.kernel = true;
   f.size = sizes[cut];
   rule.notes.append({d.offset, d.a, d.b, cut});
-  rule.sized = true;
   return f;
 }
 
@@ -631,7 +629,7 @@ Dim on_diagonal(const Diagonal& d, int64_t cut, int64_t factor) {
 Rule diagonal(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  const auto diag = diagonal_of(call, 1, x.sizes);
+  const auto diag = diagonal_of(call, 1, x.sizes());
   const auto cut = x.layout->shards(diag.a) ? diag.a : x.layout->shards(diag.b) ? diag.b : -1;
   Dims in(x.dim(), Dim(kNone)), out;
   Sizes sizes;
@@ -639,11 +637,11 @@ Rule diagonal(const Call& call) {
     if (d != diag.a && d != diag.b) {
       in[d] = Dim(rule.factor());
       out.push_back(in[d]);
-      sizes.push_back(x.sizes[d]);
+      sizes.push_back(x.size(d));
     }
   }
   if (cut >= 0) {
-    in[cut] = Dim(rule.factor(along_diagonal(diag, cut, x.sizes, rule)));
+    in[cut] = Dim(rule.factor(along_diagonal(diag, cut, x.sizes(), rule)));
     out.push_back(on_diagonal(diag, cut, in[cut].factor));
     sizes.push_back(diag.length);
     rule.kernel = diagonal_kernel;
@@ -812,13 +810,13 @@ Rule slice_scatter(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto dim = call.dim(2, x.dim());
-  const auto w = window_of(call, 3, x.sizes[dim]);
+  const auto w = window_of(call, 3, x.size(dim));
   auto dims = fresh_dims(rule, x.dim());
   rule.factors[dim].kernel = true;
-  rule.factors[dim].size = x.sizes[dim];
+  rule.factors[dim].size = x.size(dim);
   rule.notes.append({dim, w.start, w.step, w.length});
   rule.operands.emplace_back(dims);
-  rule.results.emplace_back(dims, Sizes(x.sizes.begin(), x.sizes.end()));
+  rule.results.emplace_back(dims, Sizes(x.sizes().begin(), x.sizes().end()));
   dims[dim].window = w;
   rule.operands.emplace_back(std::move(dims));
   rule.kernel = slice_scatter_kernel;
@@ -870,21 +868,21 @@ struct Undone {
 std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
   Sizes order;
   for (int64_t d = 0; d < x.dim(); ++d) {
-    if (x.sizes[d] > 1) {
+    if (x.size(d) > 1) {
       order.push_back(d);
     }
   }
-  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.strides[a] > x.strides[b]; });
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.strides()[a] > x.strides()[b]; });
   Undone out;
   out.starts.assign(x.dim(), 0);
   int64_t rest = to.offset;
   for (auto d : order) {
-    if (x.strides[d] <= 0) {
+    if (x.strides()[d] <= 0) {
       return std::nullopt;
     }
-    out.starts[d] = rest / x.strides[d];
-    rest %= x.strides[d];
-    if (out.starts[d] >= x.sizes[d]) {
+    out.starts[d] = rest / x.strides()[d];
+    rest %= x.strides()[d];
+    if (out.starts[d] >= x.size(d)) {
       return std::nullopt;
     }
   }
@@ -901,7 +899,7 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
         continue;
       }
       const auto* d = std::find_if(order.begin(), order.end(), [&](int64_t k) {
-        return single ? x.strides[k] == to.strides[j] && !(used >> k & 1) : x.strides[k] <= to.strides[j];
+        return single ? x.strides()[k] == to.strides[j] && !(used >> k & 1) : x.strides()[k] <= to.strides[j];
       });
       if (d == order.end()) {
         if (single) {
@@ -909,9 +907,9 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
         }
         return std::nullopt;
       }
-      const auto step = single ? 1 : to.strides[j] / x.strides[*d];
-      if ((!single && to.strides[j] % x.strides[*d]) || (used >> *d & 1) ||
-          out.starts[*d] + (to.sizes[j] - 1) * step >= x.sizes[*d]) {
+      const auto step = single ? 1 : to.strides[j] / x.strides()[*d];
+      if ((!single && to.strides[j] % x.strides()[*d]) || (used >> *d & 1) ||
+          out.starts[*d] + (to.sizes[j] - 1) * step >= x.size(*d)) {
         return std::nullopt;
       }
       used |= uint64_t{1} << *d;
@@ -921,8 +919,8 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
   }
   // The base's own dims of size 1, which may be sharded too: where a result's has their stride.
   for (int64_t d = 0; d < x.dim(); ++d) {
-    for (size_t j = 0; j < n && x.sizes[d] == 1; ++j) {
-      if (to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == x.strides[d]) {
+    for (size_t j = 0; j < n && x.is_one(d); ++j) {
+      if (to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == x.strides()[d]) {
         out.dims[j] = d;
         break;
       }
@@ -983,7 +981,7 @@ Rule undone_rule(const TensorArg& x, const Strided& to, const Undone& undone) {
     }
     in[d] = Dim(rule.factor());
     auto& dim = out.emplace_back(in[d]);
-    if (w.step != 1 || w.length != x.sizes[d]) {
+    if (w.step != 1 || w.length != x.size(d)) {
       dim.window = w;
     }
   }
@@ -1018,11 +1016,11 @@ void whole_strided_kernel(Run& run) {
 
 Rule as_strided(const Call& call) {
   const auto& x = call.tensors[0];
-  Strided to{call.ints(1), call.ints(2), call.integer(3, x.offset) - x.offset};
+  Strided to{call.ints(1), call.ints(2), call.integer(3, x.offset()) - x.offset()};
   TORCH_CHECK(to.sizes.size() == to.strides.size(), "mismatch in length of strides and shape");
   int64_t first = 0, last = to.offset;
   for (int64_t d = 0; d < x.dim(); ++d) {
-    first += (x.sizes[d] - 1) * x.strides[d];
+    first += (x.size(d) - 1) * x.strides()[d];
   }
   for (size_t j = 0; j < to.sizes.size(); ++j) {
     last += (to.sizes[j] - 1) * to.strides[j];
@@ -1030,15 +1028,15 @@ Rule as_strided(const Call& call) {
   const bool empty = c10::multiply_integers(to.sizes) == 0;
   TORCH_CHECK(
       empty || (to.offset >= 0 && last <= first), call.schema.name(), ": sizes ", c10::IntArrayRef(to.sizes), ", strides ",
-      c10::IntArrayRef(to.strides), " and offset ", to.offset, " reach outside of the ShardTensor (", x.sizes, ", ",
+      c10::IntArrayRef(to.strides), " and offset ", to.offset, " reach outside of the ShardTensor (", x.sizes(), ", ",
       x.layout->str(), ", rank ", call.mesh.rank(),
       "), which has no memory beyond its elements. Slice and permute the base tensor instead.");
   if (x.layout->is_sharded() && !empty) {
     if (const auto undone = undo(x, to)) {
       return undone_rule(x, to, *undone);
     }
-    if (to.offset == 0 && c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes)) {
-      const auto strides = at::detail::computeStride(x.sizes, x.strides, to.sizes);
+    if (to.offset == 0 && c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes())) {
+      const auto strides = at::detail::computeStride(x.sizes(), x.strides(), to.sizes);
       if (strides && c10::IntArrayRef(*strides) == to.strides) {
         return reshaped(call, to.sizes);
       }
@@ -1048,7 +1046,7 @@ Rule as_strided(const Call& call) {
   rule.passes_partial();
   rule.results.emplace_back(Dims(to.sizes.size(), Dim(kNone)));
   rule.notes.push_back(empty ? 0 : to.offset);
-  rule.notes.append(x.strides.begin(), x.strides.end());
+  rule.notes.append(x.strides().begin(), x.strides().end());
   rule.kernel = whole_strided_kernel;
   rule.always_kernel = true;
   return rule;
@@ -1057,24 +1055,16 @@ Rule as_strided(const Call& call) {
 } // namespace
 
 void register_views(Registry& r) {
-  Options any, sized, strided;
   Options frozen;
-  any.any_args = true;
   frozen.refuse = "its pieces cannot be given another memory or shape in place; make a new tensor instead";
-  sized.sized = true;
-  strided.sized = true;
-  strided.strided = true;
-  r.add(
-      "views", {"_conj", "_neg_view"},
-      [](const Call& call) {
-        auto rule = same(call);
-        rule.linear[0].any_reduction = false;
-        return rule;
-      },
-      any);
-  r.add("views", {"_reshape_alias", "_reshape_copy", "_unsafe_view", "view", "view_copy"}, view, sized);
-  r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same, any);
-  r.add("views", {"as_strided", "as_strided_copy"}, as_strided, strided);
+  r.add("views", {"_conj", "_neg_view"}, [](const Call& call) {
+    auto rule = same(call);
+    rule.linear[0].any_reduction = false;
+    return rule;
+  });
+  r.add("views", {"_reshape_alias", "_reshape_copy", "_unsafe_view", "view", "view_copy"}, view);
+  r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same);
+  r.add("views", {"as_strided", "as_strided_copy"}, as_strided);
   r.add(
       "views",
       {
@@ -1089,17 +1079,17 @@ void register_views(Registry& r) {
       nullptr, frozen);
   r.add("views", {"diag_embed"}, diag_embed);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
-  r.add("views", {"diagonal_backward"}, diagonal_backward, sized);
-  r.add("views", {"expand", "expand_copy"}, expand, sized);
+  r.add("views", {"diagonal_backward"}, diagonal_backward);
+  r.add("views", {"expand", "expand_copy"}, expand);
   r.add("views", {"permute", "permute_copy"}, permute);
   r.add("views", {"select.int", "select_copy.int"}, select);
-  r.add("views", {"select_backward"}, select_backward, sized);
+  r.add("views", {"select_backward"}, select_backward);
   r.add("views", {"select_scatter"}, select_scatter);
-  r.add("views", {"slice.Tensor", "slice_copy.Tensor"}, slice, sized);
-  r.add("views", {"slice_backward"}, slice_backward, sized);
-  r.add("views", {"slice_scatter"}, slice_scatter, sized);
-  r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split, sized);
-  r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes, sized);
+  r.add("views", {"slice.Tensor", "slice_copy.Tensor"}, slice);
+  r.add("views", {"slice_backward"}, slice_backward);
+  r.add("views", {"slice_scatter"}, slice_scatter);
+  r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split);
+  r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes);
   r.add(
       "views",
       {
@@ -1114,15 +1104,15 @@ void register_views(Registry& r) {
           "squeeze_copy.dims",
       },
       squeeze);
-  r.add("views", {"t", "t_", "t_copy"}, t, any);
+  r.add("views", {"t", "t_", "t_copy"}, t);
   r.add("views", {"transpose.int", "transpose_", "transpose_copy.int"}, transpose);
-  r.add("views", {"unbind.int", "unbind_copy.int"}, unbind, sized);
+  r.add("views", {"unbind.int", "unbind_copy.int"}, unbind);
   r.add("views", {"unfold", "unfold_copy"}, unfold);
-  r.add("views", {"unfold_backward"}, unfold_backward, sized);
+  r.add("views", {"unfold_backward"}, unfold_backward);
   r.add("views", {"unsqueeze", "unsqueeze_", "unsqueeze_copy"}, unsqueeze);
-  r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype, sized);
-  r.add("views", {"view_as_complex", "view_as_complex_copy"}, view_as_complex, any);
-  r.add("views", {"view_as_real", "view_as_real_copy"}, view_as_real, any);
+  r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype);
+  r.add("views", {"view_as_complex", "view_as_complex_copy"}, view_as_complex);
+  r.add("views", {"view_as_real", "view_as_real_copy"}, view_as_real);
 }
 
 } // namespace shardtensor::rules

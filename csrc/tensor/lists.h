@@ -1,5 +1,4 @@
 // Lists of tensors for a computation that is elementwise as a whole, such as an optimizer's step: it can run on the pieces.
-// Uses tensor/ and redistribute/. Used by dispatch/ and bindings/.
 #pragma once
 
 #include "tensor/shard_tensor.h"

@@ -1,6 +1,4 @@
 // The tensor itself: a TensorImpl that holds this rank's piece and the layout, and the one place that makes them.
-// Uses layout/, comm/values.h, ATen and, for the Python object that every tensor gets at birth, torch's Python binding.
-// Used by rules/, dispatch/, autograd/, bindings/.
 #pragma once
 
 #include "layout/layout.h"

@@ -104,8 +104,8 @@ def plain_targets() -> Iterator[None]:
         yield
 
 
-def _on_fallback(op: str, layouts: str) -> None:
-    _log.info("%s has no sharding rule: its inputs are gathered (%s)", op, layouts)
+def _on_fallback(op: str, why: str, layouts: str) -> None:
+    _log.info("%s %s: its inputs are gathered (%s)", op, why, layouts)
 
 
 _C.set_fallback_log(_on_fallback)

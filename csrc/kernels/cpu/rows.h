@@ -1,4 +1,4 @@
-// Tiles as rows of memory, and their copies as bytes. Used by cpu/.
+// Tiles as rows of memory, and their copies as bytes.
 #pragma once
 
 #include "kernels/moves.h"

@@ -1,0 +1,130 @@
+#include "dispatch/localize.h"
+
+#include "dispatch/errors.h"
+#include "dispatch/traced.h"
+#include "redistribute/redistribute.h"
+#include "redistribute/watch.h"
+
+#include <ATen/ATen.h>
+
+namespace shardtensor {
+
+using rules::Run;
+using rules::Solution;
+
+at::Tensor move_for(
+    const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to) {
+  return errors::while_doing(op, [&] {
+    tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why, from, to, *ref.tensor);
+    return is_symbolic(*ref.tensor) ? redistribute(local, from, to, ref.tensor->sym_sizes())
+                                    : redistribute(local, from, to, ref.tensor->sizes());
+  });
+}
+
+namespace {
+bool replicates(const Op& op) {
+  return !op.entry || !op.entry->rule || op.entry->gathers();
+}
+} // namespace
+
+const char* why_moved(const Op& op) {
+  if (!op.entry || !op.entry->rule) {
+    return "it has no sharding rule, so its inputs are gathered";
+  }
+  return op.entry->gathers() ? "it needs its inputs whole" : "its rule needs it so";
+}
+
+void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
+  for (const auto& [a, b] : solution.alike) {
+    const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
+    if (C10_UNLIKELY(is_symbolic(x) || is_symbolic(y))) {
+      check_alike_symbols(op, x, a, y, b);
+      continue;
+    }
+    if (C10_UNLIKELY(x.sizes()[a.dim] * b.inner != y.sizes()[b.dim] * a.inner)) {
+      errors::sizes_differ(op, {refs[a.operand].arg, x, a.dim}, {refs[b.operand].arg, y, b.dim}, solution.replicated->mesh());
+    }
+  }
+}
+
+void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
+  check_alike(op, refs, solution);
+  const auto is_traced_one = [](const Ref& r) { return r.impl && r.impl->traced(); };
+  if (solution.moves || C10_UNLIKELY(std::any_of(refs.begin(), refs.end(), is_traced_one))) {
+    locals.reserve(refs.size());
+  }
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto& r = refs[i];
+    const bool written = op.mutated >> r.arg & 1;
+    if (written) {
+      errors::check_writable(op, r.arg, *r.tensor, r.impl);
+      errors::check_apart(op, refs, i);
+    }
+    const auto& need = solution.operands[i];
+    const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
+    at::Tensor numbers;
+    if (C10_UNLIKELY(is_symbolic(given)) && !has_symbols(*r.tensor)) {
+      numbers = in_numbers(given);
+    }
+    const auto& local = numbers.defined() ? numbers : given;
+    if (!need) {
+      numbers.defined() ? locals.hold(std::move(numbers)) : locals.borrow(given);
+      continue;
+    }
+    if (op.outputs >> r.arg & 1) { // nobody reads what is in it
+      locals.hold(at::empty(need->local_sizes(r.tensor->sizes()), local.options()));
+      continue;
+    }
+    const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
+    const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
+    auto moved =
+        C10_UNLIKELY(r.impl && r.impl->traced() && !written && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
+    if (!written && replicates(op) && !is_symbolic(moved)) {
+      moved = laid(std::move(moved), r.tensor->strides()); // so that its results lie as they do in torch
+    }
+    // Written copies are contiguous: some of torch's out= kernels take that for granted.
+    locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
+  }
+}
+
+void note_writes(const Op& op, const Refs& refs) {
+  for (const auto& r : refs) {
+    if ((op.mutated >> r.arg & 1) && r.impl) {
+      r.impl->note_write();
+    }
+  }
+}
+
+c10::SmallVector<Run::At, 4> after_moves(const Refs& refs, const Solution& solution) {
+  c10::SmallVector<Run::At, 4> out;
+  for (size_t i = 0; i < refs.size(); ++i) {
+    const auto* impl = refs[i].impl;
+    const auto* need = solution.operands[i].get();
+    out.push_back({need ? need : impl ? &impl->layout() : solution.replicated.get(), refs[i].tensor->sizes()});
+  }
+  return out;
+}
+
+void carry_back(const Op& op, const Refs& refs, const Solution& solution, const Locals& locals) {
+  for (size_t i = 0; i < refs.size(); ++i) {
+    if (!solution.write_back.has(i)) {
+      continue;
+    }
+    auto* self = refs[i].impl;
+    TORCH_INTERNAL_ASSERT(self, "a plain tensor is written");
+    auto back = move_for(op, refs[i], kWrittenBack, locals[i], *solution.operands[i], self->layout());
+    at::Tensor local = self->local();
+    local.copy_(back);
+  }
+}
+
+Sizes local_size_argument(const Solution& solution, const rules::SizeArg& a, const Refs& refs) {
+  const auto& result = solution.results[a.result];
+  Sizes sizes;
+  for (const auto& s : result.sizes) {
+    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sizes()[s.dim] : s.value);
+  }
+  return result.layout->local_sizes(sizes);
+}
+
+} // namespace shardtensor

@@ -1,0 +1,64 @@
+// The tensors among a call's arguments.
+#pragma once
+
+#include "comm/values.h"
+#include "dispatch/op.h"
+#include "tensor/shard_tensor.h"
+
+#include <ATen/core/stack.h>
+
+namespace shardtensor {
+
+// One tensor among the arguments, as it came. Non-owning: to count a reference to a tensor that has a Python object needs the
+// GIL.
+struct Ref {
+  int16_t arg;
+  int32_t index; // in its list, or -1
+  const at::Tensor* tensor;
+  ShardTensorImpl* impl; // null: plain
+
+  Ref(size_t a, int64_t i, const at::Tensor& t)
+      : arg(static_cast<int16_t>(a)), index(static_cast<int32_t>(i)), tensor(&t), impl(as_shard_tensor(t)) {}
+};
+using Refs = c10::SmallVector<Ref, 4>;
+
+// A fake tensor on the way of a graph is described by the numbers at hand.
+inline c10::IntArrayRef sizes_of(const Ref& r) {
+  return r.impl ? r.impl->sizes_hint() : r.tensor->sizes();
+}
+
+// Every tensor among boxed arguments. The references point into the stack.
+Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
+
+// That of the ShardTensors among the arguments: one.
+const MeshPtr& mesh_of(const Op& op, const Refs& refs);
+
+// The tensors among boxed results, those of a list one by one.
+template <typename Use>
+void each_tensor(const torch::jit::Stack& results, const Use& use) {
+  for (const auto& value : results) {
+    if (value.isTensor()) {
+      use(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorList()) {
+        use(t);
+      }
+    }
+  }
+}
+
+// Puts a copy of `list`, a list of tensors or of optional ones, changed by `change`, into the slot.
+template <typename Change>
+void change_list(c10::IValue& slot, const c10::IValue& list, const Change& change) {
+  const auto put = [&](auto copy) {
+    change(copy);
+    slot = std::move(copy);
+  };
+  if (list.isTensorList()) {
+    put(list.toTensorList().copy());
+  } else {
+    put(c10::impl::toTypedList<std::optional<at::Tensor>>(list.toList()).copy());
+  }
+}
+
+} // namespace shardtensor

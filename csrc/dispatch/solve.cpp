@@ -1,0 +1,191 @@
+#include "dispatch/solve.h"
+
+#include "dispatch/errors.h"
+#include "dispatch/handler.h"
+#include "dispatch/outputs.h"
+#include "dispatch/plain.h"
+#include "dispatch/traced.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace shardtensor {
+
+using c10::IValue;
+using rules::Call;
+using rules::Solution;
+using rules::SolutionPtr;
+using torch::jit::Stack;
+
+namespace {
+
+std::atomic<bool> g_strict{false};
+std::atomic<FallbackLog> g_fallback_log{nullptr};
+
+void describe(const Op& op, const Refs& refs, const Layout& replicated, Call& call) {
+  for (const auto& r : refs) {
+    auto& t = call.add(r.arg, r.index, *r.tensor, sizes_of(r), r.impl ? r.impl->layout() : replicated);
+    t.mutated = op.mutated >> r.arg & 1;
+    t.output = op.outputs >> r.arg & 1;
+    t.bytes = nominal_bytes(r.tensor->sym_sizes(), r.tensor->element_size());
+  }
+}
+
+// Of a dtype that few of torch's kernels take.
+bool is_rare(const Ref& r) {
+  const auto dtype = r.tensor->scalar_type();
+  return c10::isFloat8Type(dtype) || c10::isBarebonesUnsignedType(dtype) || dtype == at::kComplexHalf;
+}
+
+// Whether the op takes such a dtype its kernel alone knows, which says nothing on a rank whose piece is empty: so all ranks ask
+// it with few elements.
+void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call, const Refs& refs) {
+  const auto listed = [](const Ref& r) { return r.index >= 0; };
+  if (op.is_random || std::none_of(refs.begin(), refs.end(), is_rare) || std::any_of(refs.begin(), refs.end(), listed)) {
+    return;
+  }
+  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
+  Stack args(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()));
+  for (const auto& r : refs) {
+    auto sizes = r.tensor->sizes().vec();
+    for (auto& n : sizes) {
+      n = std::min<int64_t>(n, 2); // of a single one some kernels need not look at the dtype
+    }
+    args[r.arg] = at::zeros(sizes, r.tensor->options());
+  }
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+  try {
+    op.handle.callBoxed(args);
+  } catch (const c10::Error& error) {
+    // Others may be of the sizes.
+    for (const char* of_dtypes : {"not implemented for '", "can't be cast", "Promotion for"}) {
+      const auto* why = error.what_without_backtrace();
+      TORCH_CHECK_NOT_IMPLEMENTED(!std::strstr(why, of_dtypes), op.name, ": ", why, " (", errors::layouts_of(call), ")");
+    }
+  }
+}
+
+// The arguments that may order a result's dims: not its tensors, whose orders every key holds, nor numbers with a fraction, nor
+// generators.
+uint64_t ordering_arguments(const Op& op) {
+  uint64_t out = 0;
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    auto type = op.schema().arguments()[i].real_type();
+    if (const auto optional = type->cast<c10::OptionalType>()) {
+      type = optional->getElementType();
+    }
+    const auto kind = type->kind();
+    const bool orders =
+        kind != c10::TypeKind::NumberType && kind != c10::TypeKind::FloatType && kind != c10::TypeKind::GeneratorType;
+    out |= op.kinds[i] == ArgKind::Other && orders ? rules::Reads::arg(i) : 0;
+  }
+  return out;
+}
+
+// In which order the results' dims lie is torch's to say: its TensorIterator and its meta kernels are asked, with the whole
+// tensors' sizes and strides. An op without a meta kernel gives results one dim after the other. Returns what it has read.
+uint64_t ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
+  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.entry->options.lists || any_symbolic(refs)) {
+    return 0;
+  }
+  const auto format = op.schema().argumentIndexWithName("memory_format");
+  if (!op.entry->options.asks_order && !(format && !stack[base + *format].isNone()) &&
+      std::all_of(refs.begin(), refs.end(), [](const Ref& r) { return r.tensor->is_contiguous(); })) {
+    return format ? rules::Reads::arg(*format) : 0;
+  }
+  const auto reads = ordering_arguments(op);
+  auto call = on_meta(op, stack, base, refs);
+  try {
+    c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+    op.handle.callBoxed(&call);
+  } catch (const std::exception&) {
+    return reads;
+  }
+  size_t nth = 0;
+  each_tensor(call, [&](const at::Tensor& t) {
+    if (nth < solution.results.size() && t.defined() && !solution.results[nth].order) {
+      solution.results[nth].order = order_of(t.strides());
+    }
+    ++nth;
+  });
+  return reads;
+}
+
+// Whether a rule uses every operand whole.
+bool gathers(const rules::Rule& rule) {
+  const auto is_whole = [](const rules::Operand& o) {
+    return !o.free && std::all_of(o.dims.begin(), o.dims.end(), [](const rules::Dim& d) { return d.factor == rules::kNone; });
+  };
+  return std::all_of(rule.operands.begin(), rule.operands.end(), is_whole);
+}
+
+// Strict mode forbids it; the log is told.
+void tell_of_gather(const Op& op, const Call& call) {
+  if (g_strict.load(std::memory_order_relaxed)) {
+    errors::gathers(op, call);
+  }
+  if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
+    log(op.name, errors::why_gathered(op), errors::layouts_of(call));
+  }
+}
+
+} // namespace
+
+SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto replicated = Layout::replicated(mesh_of(op, refs));
+  Call call(op.schema(), c10::ArrayRef<c10::IValue>(stack.data() + base, op.kinds.size()), replicated->mesh());
+  describe(op, refs, *replicated, call);
+  if (op.entry && op.entry->options.refuse) {
+    errors::refused(op, op.entry->options.refuse, call);
+  }
+  if (op.entry && op.entry->rule) {
+    errors::check_taken(op, call);
+    ask_kernel(op, stack, base, call, refs);
+    const auto rule = op.entry->rule(call);
+    auto reads = call.reads(); // what resolve() reads besides is kept by sizes
+    auto solution = rules::resolve(call, rule);
+    if (solution->moves && gathers(rule)) {
+      tell_of_gather(op, call);
+    }
+    reads |= ask_orders(op, stack, base, refs, *solution);
+    solution->reads = reads;
+    op.has_read(reads);
+    return solution;
+  }
+  if (op.is_random) {
+    errors::refused(op, "it draws random numbers and has no rule, so its ranks would draw different ones", call);
+  }
+  tell_of_gather(op, call);
+  return rules::resolve(call, rules::replicate(call));
+}
+
+SolutionPtr known_for_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto* found = Cache::of(op.id).find(key_of(op, stack, base, refs));
+  return found ? *found : nullptr;
+}
+
+SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  auto solution = Cache::get(
+      op.id, [&] { return key_of(op, stack, base, refs); }, [&](Key& key) { add_sizes(refs, key); },
+      [&] { return solve(op, stack, base, refs); });
+  if (C10_UNLIKELY(any_symbolic(refs))) {
+    settle_sizes(op, refs, *solution);
+  }
+  return solution;
+}
+
+bool strict_mode() {
+  return g_strict;
+}
+void set_strict_mode(bool strict) {
+  g_strict = strict;
+  clear_cache();
+}
+void set_fallback_log(FallbackLog log) {
+  g_fallback_log = log;
+}
+
+} // namespace shardtensor

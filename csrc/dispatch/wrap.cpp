@@ -1,0 +1,166 @@
+#include "dispatch/wrap.h"
+
+#include "dispatch/localize.h"
+#include "dispatch/traced.h"
+
+#include <ATen/ATen.h>
+#include <ATen/TensorUtils.h>
+#include <c10/util/strides.h>
+#include <torch/csrc/autograd/function.h>
+
+namespace shardtensor {
+
+using rules::Solution;
+using torch::jit::Stack;
+
+namespace {
+
+Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  if (result.sizes.empty()) {
+    return Sizes(local.sizes().begin(), local.sizes().end());
+  }
+  Sizes sizes(result.sizes.size());
+  for (size_t d = 0; d < result.sizes.size(); ++d) {
+    const auto& from = result.sizes[d];
+    if (from.operand >= 0) {
+      sizes[d] = refs[from.operand].tensor->sizes()[from.dim];
+    } else {
+      sizes[d] = from.operand == -1 ? local.size(static_cast<int64_t>(d)) : from.value;
+    }
+  }
+  return sizes;
+}
+
+// The operand it lies like, if that is as large in every dim and contiguous: then sizes and strides are there already.
+const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  if (result.like < 0 || (result.order && !result.order->empty())) {
+    return nullptr;
+  }
+  const auto& lead = *refs[result.like].tensor;
+  const auto have = local.sizes(), want = lead.sizes();
+  if (result.sizes.size() != want.size() || have.size() != want.size() || !lead.is_contiguous()) {
+    return nullptr;
+  }
+  for (size_t d = 0; d < want.size(); ++d) {
+    const auto& from = result.sizes[d];
+    const bool same =
+        from.operand == result.like ? from.dim == static_cast<int16_t>(d) : from.operand == -1 && have[d] == want[d];
+    if (!same) {
+      return nullptr;
+    }
+  }
+  return &lead;
+}
+
+// A function of what all ranks know: a piece may be a single row, whose strides say nothing.
+Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
+  if (result.order) {
+    return dense_strides(sizes, *result.order);
+  }
+  return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
+}
+
+Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntArrayRef sizes) {
+  Form form{{}, base.storage_offset()};
+  const auto strides = base.strides();
+  if (geometry.reshaped) {
+    if (base.is_contiguous()) {
+      form.strides = c10::contiguous_strides(sizes);
+      return form;
+    }
+    const auto found = at::detail::computeStride(base.sizes(), strides, sizes);
+    // Whether a piece can be viewed so says nothing: all ranks refuse alike, as torch does for the whole.
+    TORCH_CHECK(
+        found,
+        "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
+        "contiguous subspaces). Use .reshape(...) instead: sizes ",
+        base.sizes(), ", strides ", strides, " as ", sizes);
+    form.strides.append(found->begin(), found->end());
+    return form;
+  }
+  for (const auto& term : geometry.strides) {
+    form.strides.push_back(term.dim < 0 ? 0 : strides[term.dim] * term.times);
+  }
+  for (const auto& term : geometry.offset) {
+    form.offset += strides[term.dim] * term.times;
+  }
+  return form;
+}
+
+// Nobody sees the bases of autograd's own views, nor need they be looked after; and what it keeps as a gradient it detaches.
+void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base) {
+  const bool autograds = torch::autograd::get_current_node() && !base.watches();
+  if (!autograds || op.name != "aten::detach") {
+    view.set_broken_view(base, !autograds);
+  }
+}
+
+} // namespace
+
+std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+  const auto strides = base.strides();
+  const auto meta = at::empty({0}, base.options().device(at::kMeta).requires_grad(false))
+                        .as_strided(base.sizes(), strides, base.storage_offset());
+  Stack call(stack.begin() + static_cast<int64_t>(at), stack.end());
+  call[0] = meta;
+  op.handle.callBoxed(&call);
+  std::vector<Form> forms;
+  each_tensor(call, [&](const at::Tensor& t) {
+    forms.push_back({Sizes(t.strides().begin(), t.strides().end()), t.storage_offset()});
+  });
+  return forms;
+}
+
+at::Tensor wrap_result(
+    const Op& op,
+    at::Tensor local,
+    const Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form,
+    const SymSizes* given) {
+  const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
+  const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
+  // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
+  const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local(true)));
+  const auto& layout = result ? result->layout : solution.replicated;
+  if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
+    auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved, given);
+    if (moved) {
+      mark_broken(op, *as_shard_tensor(out), *base);
+    }
+    return out;
+  }
+  if (!base && result && result->strides.empty()) {
+    if (const auto* twin = twin_of(*result, refs, local)) {
+      return wrap(laid(std::move(local), twin->strides()), layout, twin->sizes(), twin->strides());
+    }
+  }
+  Sizes own_sizes, own_strides;
+  c10::IntArrayRef sizes = local.sizes(), strides = local.strides(); // which outlives the move into the result
+  if (result && layout->is_sharded()) {
+    sizes = own_sizes = global_sizes(*result, refs, local);
+  }
+  if (base && (!moved || (result && result->geometry && result->geometry->reshaped))) {
+    const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
+    if (!moved) {
+      return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
+    }
+  }
+  if (result && !result->strides.empty()) {
+    strides = result->strides;
+  } else if (result && (solution.shards || result->order)) {
+    strides = own_strides = strides_of(*result, refs, sizes);
+    own_sizes = Sizes(sizes.begin(), sizes.end());
+    sizes = own_sizes; // a copy that lies otherwise takes the local tensor's place, and its sizes with it
+    local = laid(std::move(local), strides);
+  }
+  auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
+  if (moved) {
+    mark_broken(op, *as_shard_tensor(out), *base);
+  }
+  return out;
+}
+
+} // namespace shardtensor

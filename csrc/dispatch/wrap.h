@@ -1,0 +1,33 @@
+// From the op's local results to ShardTensors: their sizes, their strides, and what they are views of.
+#pragma once
+
+#include "dispatch/refs.h"
+#include "rules/resolve.h"
+
+namespace shardtensor {
+
+// How a view lies in its base's memory, which is imaginary, but autograd goes by it.
+struct Form {
+  Sizes strides;
+  int64_t offset;
+};
+
+// Whether a view's rule leaves its form to be found on a meta tensor.
+inline bool needs_forms(const Op& op, const rules::Solution& solution, const Refs& refs) {
+  return (op.is_view || op.reshapes_self) && refs[0].impl && !solution.geometry && !solution.operands[0];
+}
+
+// Its views' forms, by running the op on a meta tensor that lies as the base does: for rules that do not say.
+std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const torch::jit::Stack& stack, size_t at);
+
+// The op's nth result as a ShardTensor.
+at::Tensor wrap_result(
+    const Op& op,
+    at::Tensor local,
+    const rules::Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form = nullptr,
+    const SymSizes* given = nullptr);
+
+} // namespace shardtensor
