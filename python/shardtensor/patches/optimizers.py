@@ -26,7 +26,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 from shardtensor import _C
-from shardtensor._tensor import ShardTensor
+from shardtensor.tensor._tensor import ShardTensor
 
 _ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu
 
 from shardtensor import _C
 from shardtensor._late import when_imported
-from shardtensor._tensor import ShardTensor, ShardTensorSpec
+from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 
 def _pieces_on_cpu() -> None:
