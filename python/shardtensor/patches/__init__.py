@@ -8,8 +8,11 @@ from shardtensor.patches import (
     caches,
     capture,
     checkpoints,
+    clipping,
+    ddp,
     decompositions,
     dtensor,
+    flops,
     fsdp,
     optimizers,
     partitioners,
@@ -21,10 +24,12 @@ from shardtensor.patches import (
 
 def install() -> None:
     """Called once."""
-    for module in (checkpoints, dtensor, fsdp, optimizers, pipelines, saved_tensors):
+    for module in (checkpoints, clipping, dtensor, fsdp, optimizers, pipelines, saved_tensors):
         module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)
     when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", runtime.patch)
     when_imported("torch._functorch.partitioners", partitioners.patch)
+    when_imported("torch.distributed.tensor.parallel.ddp", ddp.patch)
+    when_imported("torch.utils.flop_counter", flops.patch)

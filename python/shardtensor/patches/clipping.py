@@ -1,0 +1,77 @@
+"""torch.nn.utils.clip_grad, and the foreach functions beneath it. All versions.
+
+A norm over tensors of several meshes, or with plain ones among them, is put together from one norm per mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
+
+from shardtensor import _C
+from shardtensor.patches._once import wrap_once
+from shardtensor.tensor._tensor import ShardTensor
+
+
+def _home(t: torch.Tensor) -> Any:
+    """What a tensor's norm can be put together within: its mesh; None for plain tensors."""
+    return t._layout.mesh if isinstance(t, ShardTensor) else t.device_mesh if isinstance(t, DTensor) else None
+
+
+def _as_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(total_norm)
+    def run(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        tensors = _as_list(tensors)
+        if is_compiling() or _C.of_one_mesh(tensors):
+            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        by_home: dict[Any, list[torch.Tensor]] = {}
+        for t in tensors:
+            by_home.setdefault(_home(t), []).append(t)
+        if len(by_home) < 2 or not any(isinstance(t, ShardTensor) for t in tensors):
+            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        device = tensors[0].device
+        parts = [_whole(total_norm(part, norm_type, False, foreach)).to(device) for part in by_home.values()]
+        # Of order 0, torch counts the tensors that are not all zeros.
+        total = torch.stack(parts).sum() if norm_type == 0 else torch.linalg.vector_norm(torch.stack(parts), float(norm_type))
+        if error_if_nonfinite and not total.isfinite():
+            total_norm(total, norm_type, True)  # which says so
+        return total
+
+    return run
+
+
+def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(clip)
+    def run(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+        parameters = _as_list(parameters)
+        if not is_compiling() and isinstance(total_norm, ShardTensor) and not _C.gradients_on_mesh_of(total_norm, parameters):
+            total_norm = total_norm.full_tensor()
+        clip(parameters, max_norm, total_norm, foreach)
+
+    return run
+
+
+def install() -> None:
+    """Wraps the clipping of gradients, and has foreach chosen where torch would choose it for plain tensors; once."""
+    for wrap, name in ((_total_norm_of_all, "get_total_norm"), (_clip_all, "clip_grads_with_norm_")):
+        wrap_once(clip_grad, f"_{name}", wrap)
+        setattr(torch.nn.utils, name, getattr(clip_grad, f"_{name}"))
+    if ShardTensor not in _clipping_types:
+        _clipping_types.append(ShardTensor)  # type: ignore[arg-type]
