@@ -119,7 +119,7 @@ def place(
     """The whole tensor as a ShardTensor, without communication."""
     import shardtensor as st
     from shardtensor import _C, Partial, Replicate, Shard
-    from shardtensor._layout import make_layout
+    from shardtensor.tensor._layout import make_layout
 
     objects: list[Any] = []
     cuts: list[list[int] | None] = []
@@ -169,7 +169,7 @@ def summands_of_kind(whole: torch.Tensor, n: int, mesh_dim: int, kind: str) -> l
 def with_summands(whole: torch.Tensor, mesh: Any, mesh_dim: int, kind: str, rest: str) -> Any:
     """Summands along one mesh dim, `rest` along the others."""
     from shardtensor import _C
-    from shardtensor._layout import make_layout
+    from shardtensor.tensor._layout import make_layout
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -220,7 +220,7 @@ def whole(value: Any) -> Any:
 def _here(value: Any, want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank holds of the result and of what it should be, so that nothing is sent; summands are added up first."""
     import shardtensor as st
-    from shardtensor._api import _piece
+    from shardtensor.tensor._pieces import _piece
 
     if not isinstance(value, st.ShardTensor) or value._layout.has_partial:
         return whole(value), want
@@ -252,7 +252,7 @@ class Joint:
     def keep(self, value: Any, want: torch.Tensor, tolerance: float, what: str) -> bool:
         """False where it is not cut in floating-point summands or factors: then it is to be compared here and now."""
         import shardtensor as st
-        from shardtensor._api import _piece
+        from shardtensor.tensor._pieces import _piece
 
         if not isinstance(value, st.ShardTensor):
             return False
@@ -389,7 +389,7 @@ SEEDS = ("as the result", "replicated", "in summands")
 def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
     """A gradient as it may come to a result: in the result's layout, replicated, or where that is not cut in summands."""
     from shardtensor import _C, Partial, Replicate, ShardTensor
-    from shardtensor._layout import _make, fitting_cuts
+    from shardtensor.tensor._layout import _make, fitting_cuts
 
     if how == "replicated" or not isinstance(result, ShardTensor):
         return place(seed, mesh, ("R",) * mesh.ndim, EVEN)

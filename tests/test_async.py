@@ -31,7 +31,7 @@ def uneven(shape):
 def all_pairs(shape):
     """Every change of placements, from every cut; on two mesh dims a fifth of them. New summands among them."""
     from shardtensor import _C
-    from shardtensor._layout import make_layout
+    from shardtensor.tensor._layout import make_layout
 
     mesh = mesh_of(shape)
     single = ["R", "S(0)", "S(1)", "P"]

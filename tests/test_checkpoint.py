@@ -85,8 +85,8 @@ def objects(texts):
 def lay(value, name, device=None):
     """The value in the layout of that name, without communication."""
     from shardtensor import _C
-    from shardtensor._api import _piece
-    from shardtensor._layout import make_layout
+    from shardtensor.tensor._layout import make_layout
+    from shardtensor.tensor._pieces import _piece
 
     shape, texts, *cuts = LAYOUTS[name]
     layout = make_layout(mesh_of(shape), objects(texts), value.ndim, *cuts, who="test")
@@ -618,7 +618,7 @@ def test_documentation(pools, tmp_path):
 
 def all_is_mended():
     """None of torch's functions that lose the cuts is left as it is."""
-    from shardtensor._checkpoint import MENDS
+    from shardtensor.patches.checkpoints import MENDS
 
     for module, path, _ in MENDS:
         found = importlib.import_module(module)

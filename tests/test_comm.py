@@ -67,7 +67,7 @@ def scatters(shape):
     import torch.distributed as dist
     from oracle import mesh_of
     from shardtensor import _C
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     view = as_mesh(mesh_of(shape))
     me, n = dist.get_rank(), dist.get_world_size()
@@ -84,7 +84,7 @@ def uneven_numels(shape):
     import torch.distributed as dist
     from oracle import mesh_of
     from shardtensor import _C
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     view = as_mesh(mesh_of(shape))
     me, n = dist.get_rank(), dist.get_world_size()

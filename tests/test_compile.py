@@ -1099,7 +1099,7 @@ def test_a_move_between_meshes_says_why(pools, world):
 
 def old_torch():
     """The version is said by hand: torch 2.11 itself is tried apart from the suite."""
-    from shardtensor import _compile
+    from shardtensor.tensor import _compile
 
     x, installed = spread(torch.ones(7, 6)), _compile._TORCH
     _compile._TORCH = (2, 11)

@@ -53,7 +53,7 @@ def _nested(x, w):
 
 def _read(x, w):
     import shardtensor
-    from shardtensor._modes import is_strict
+    from shardtensor.tensor._modes import is_strict
 
     outside = shardtensor.get_promotion_mode()
     with shardtensor.implicit_replication():

@@ -46,7 +46,7 @@ def needed(held, wanted, me):
 
 def exchange(pieces, held, wanted, group=None, dtype=torch.float32):
     from shardtensor import _C
-    from shardtensor._mesh import group_mesh
+    from shardtensor.tensor._mesh import group_mesh
 
     return _C.exchange_boxes(pieces, held, wanted, group_mesh(group, "cpu"), dtype, torch.device("cpu"))
 

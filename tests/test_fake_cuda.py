@@ -74,7 +74,7 @@ def cuda_mesh():
     """Of all ranks, with groups that are never called; made outside of a fake mode."""
     import torch.distributed as dist
     from shardtensor import init_device_mesh
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     if not _meshes:
         _meshes["all"] = init_device_mesh("cuda", (dist.get_world_size(),))

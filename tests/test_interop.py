@@ -51,7 +51,8 @@ def gradient_reaches_stock():
 
 def handlers_are_called_and_taken_back():
     from oracle import mesh_of, place
-    from shardtensor import ShardTensor, _handlers
+    from shardtensor import ShardTensor
+    from shardtensor.tensor import _handlers
 
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.ones(4, 4), mesh, ("S(0)",), "even")
@@ -93,7 +94,8 @@ def listeners_hear_what_autograd_does_not_record():
     """Ops without a gradient pass autograd by, and nothing else."""
     import torch.autograd.forward_ad as forward_ad
     from oracle import EVEN, mesh_of, place
-    from shardtensor import ShardTensor, _handlers
+    from shardtensor import ShardTensor
+    from shardtensor.tensor import _handlers
     from torch.utils._python_dispatch import TorchDispatchMode
 
     x, t = (place(torch.arange(10.0).view(5, 2) + i, mesh_of((2,)), ("S(0)",), EVEN) for i in range(2))

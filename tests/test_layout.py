@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from shardtensor import _C
-from shardtensor._layout import fitting_cuts, make_layout, placements_of
+from shardtensor.tensor._layout import fitting_cuts, make_layout, placements_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset

@@ -147,7 +147,7 @@ def test_the_counter_counts(pools):
 def scattered(shape, dim):
     """Bytes held beside all pieces and the own one, while rank 0 scatters."""
     from shardtensor import _C
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     mesh = mesh_of(shape)
     view = as_mesh(mesh)

@@ -47,7 +47,8 @@ def test_same_as_torchs(pools):
 def heard():
     """By modes, handlers and the other operand's class."""
     from oracle import EVEN, mesh_of, place
-    from shardtensor import ShardTensor, _handlers
+    from shardtensor import ShardTensor
+    from shardtensor.tensor import _handlers
     from torch.overrides import TorchFunctionMode
 
     x = place(torch.ones(4, 4), mesh_of((2,)), ("S(0)",), EVEN)

@@ -62,7 +62,7 @@ PLACEMENTS = ["R", "S(0)", "S(1)", "P"]
 def strided(mesh: Any) -> Any:
     """A ShardTensor of SIZES under FSDP-over-TP's placements: rows in _StridedShard(0), Shard(0)."""
     from shardtensor import _C
-    from shardtensor._layout import make_layout
+    from shardtensor.tensor._layout import make_layout
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     layout = make_layout(mesh, [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)], 2, who="test")

@@ -295,7 +295,7 @@ def check_move(whole, source, target):
 
 
 def meshes_here():
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     shapes = {
         2: [((2,), None), ((2,), [1, 0]), ((1,), [1])],
@@ -320,7 +320,7 @@ def test_moves(pools, world, seed):
 
 def moves_at_once():
     """On one mesh, where one transfer is better than several collectives."""
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     mesh = as_mesh(device_mesh((2, 2)))
     whole = torch.randn(128, 64, dtype=torch.float64)
@@ -343,7 +343,7 @@ DTYPES = [
 
 
 def dtypes():
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
     for dtype in DTYPES:
@@ -357,7 +357,7 @@ test_dtypes = on_ranks(dtypes)
 
 
 def locals_of_any_strides():
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     mesh, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [0, 2]))
     whole = torch.randn(6, 8, dtype=torch.complex128)
@@ -377,7 +377,7 @@ test_locals_of_any_strides = on_ranks(locals_of_any_strides)
 
 
 def odd_sizes():
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
     for sizes in [(), (0, 4), (4, 0), (1, 1)]:
@@ -416,7 +416,7 @@ def summands(whole, where):
 
 def from_summands():
     """Added up on the mesh where they are, scattered if that is cheaper, then moved."""
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     whole = torch.arange(20.0, dtype=torch.float64).view(5, 4) / 4
     square = as_mesh(device_mesh((2, 2)))
@@ -442,7 +442,7 @@ test_from_summands = on_ranks(from_summands)
 
 
 def scattered_before_it_moves():
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     whole = torch.randn(64, 32, dtype=torch.float64)
     row, square = as_mesh(device_mesh((4,))), as_mesh(device_mesh((2, 2)))
@@ -468,7 +468,7 @@ PADDED = {
 
 def pieces_become_summands():
     """A piece padded with what changes nothing: no bytes. Back again, it is the same tensor."""
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     square, row = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((4,)))
     cases = list(PADDED.items())
@@ -498,7 +498,7 @@ test_pieces_become_summands = on_ranks(pieces_become_summands)
 
 
 def to_summands_elsewhere():
-    from shardtensor._mesh import as_mesh
+    from shardtensor.tensor._mesh import as_mesh
 
     row, part = as_mesh(device_mesh((4,))), as_mesh(device_mesh((2,), [3, 1]))
     whole = torch.arange(20.0).view(5, 4)

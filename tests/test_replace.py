@@ -153,5 +153,5 @@ def test_module_and_usage(tmp_path):
             [sys.executable, "-m", "shardtensor", *how],
             capture_output=True, text=True, timeout=100, cwd=tmp_path, env=os.environ | {"PYTHONPATH": _package()},
         )
-    assert said[True].stdout.strip() == "['-x'] shardtensor._tensor __main__", said[True].stderr
+    assert said[True].stdout.strip() == "['-x'] shardtensor.tensor._tensor __main__", said[True].stderr
     assert said[False].returncode == 1 and "usage: python -m shardtensor" in said[False].stderr

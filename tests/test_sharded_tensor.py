@@ -144,7 +144,7 @@ def raises_everywhere(function, kind, match):
 
 
 def test_specs_are_torchs_and_equal_torchs():
-    from shardtensor import sharding_spec as ours
+    from shardtensor.sharded_tensor import _spec as ours
     from torch.distributed._shard import sharding_spec as stock
 
     pairs = [
@@ -191,7 +191,7 @@ def test_enumerated_shards_are_checked(shards, match):
     ],
 )
 def test_enumerated_shards_make_up_the_tensor(sizes, match):
-    from shardtensor.sharding_spec import TensorProperties
+    from shardtensor.sharded_tensor import TensorProperties
 
     with pytest.raises(ValueError, match=match):
         spec_of("grid").build_metadata(torch.Size(sizes), TensorProperties())
@@ -200,7 +200,8 @@ def test_enumerated_shards_make_up_the_tensor(sizes, match):
 def test_overlaps_are_found_as_by_brute_force():
     import random
 
-    from shardtensor.sharding_spec import ShardMetadata, _overlapping
+    from shardtensor.sharded_tensor._spec import _overlapping
+    from shardtensor.sharding_spec import ShardMetadata
 
     def touch(a, b):
         return all(
@@ -240,7 +241,7 @@ def test_overlaps_are_found_as_by_brute_force():
     ],
 )
 def test_specs_refuse(make, kind, match):
-    from shardtensor import sharding_spec
+    from shardtensor.sharded_tensor import _spec as sharding_spec
 
     with pytest.raises(kind, match=match):
         make(sharding_spec)
@@ -249,7 +250,7 @@ def test_specs_refuse(make, kind, match):
 @pytest.mark.parametrize("size", range(9))
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_spec_of_shards_is_found_as_torch_does(size, dim):
-    from shardtensor import sharding_spec as ours
+    from shardtensor.sharded_tensor import _spec as ours
     from torch.distributed._shard.sharding_spec import _infer_sharding_spec_from_shards_metadata as stock
 
     sizes = torch.Size([size, 3] if dim == 0 else [3, size])
@@ -975,7 +976,7 @@ def test_users_own_ops():
         with pytest.raises(RuntimeError, match="All distributed tensors should use the same ProcessGroup"):
             torch.Tensor.type_as(t, other)
     finally:
-        del _ops._CUSTOM_SHARDED_OPS[torch.asin], sharding_spec._SPEC_OPS[sharding_spec.ChunkShardingSpec, torch.acos]
+        del _ops._CUSTOM_SHARDED_OPS[torch.asin], _ops._SPEC_OPS[sharding_spec.ChunkShardingSpec, torch.acos]
     assert isinstance(torch.acos(t), st.ShardedTensor)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtensor._tensor import ShardTensor
+from shardtensor.tensor._tensor import ShardTensor
 
 # offsets, sizes
 _Box = tuple[Sequence[int], Sequence[int]]

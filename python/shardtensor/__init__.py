@@ -8,8 +8,14 @@ from shardtensor import _load  # noqa: F401  checks torch's version and loads th
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C, _checking, _fsdp, _interop, _logging, _optimizers, _pipelines, _tools, patches, random
-from shardtensor._api import (
+from shardtensor import _C, _conversions, patches, random  # noqa: F401  _conversions adds methods to ShardTensor
+from shardtensor._replace import Replacement, replace_dtensor
+from shardtensor.checkpoint import _boxes  # noqa: F401  adds methods to ShardTensor
+from shardtensor.debug import _checking, _logging
+from shardtensor.debug._explain import Explanation, explain
+from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
+from shardtensor.shards import _shards  # noqa: F401  adds methods to ShardTensor
+from shardtensor.tensor._factories import (
     distribute_module,
     distribute_tensor,
     empty,
@@ -22,9 +28,7 @@ from shardtensor._api import (
     scatter_tensor,
     zeros,
 )
-from shardtensor._explain import Explanation, explain
-from shardtensor._limits import ExplicitRedistributionContext, comm_budget
-from shardtensor._modes import (
+from shardtensor.tensor._modes import (
     get_promotion_mode,
     implicit_replication,
     promotion_mode,
@@ -32,20 +36,14 @@ from shardtensor._modes import (
     set_strict,
     strict_mode,
 )
-from shardtensor._replace import Replacement, replace_dtensor
-from shardtensor._tensor import ShardTensor, ShardTensorSpec
+from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 if TYPE_CHECKING:
-    from shardtensor._shards_wrapper import LocalShardsWrapper
+    from shardtensor.shards._wrapper import LocalShardsWrapper
 
 _C.install_handler()
 _checking.install()
 patches.install()
-_interop.install()
-_optimizers.install()
-_fsdp.install()
-_pipelines.install()
-_tools.install()
 _logging.install()
 
 DTensor = ShardTensor
@@ -54,7 +52,7 @@ DTensor = ShardTensor
 def __getattr__(name: str) -> object:
     """LocalShardsWrapper needs torch's checkpoints, which take longer to import than all the rest."""
     if name == "LocalShardsWrapper":
-        from shardtensor._shards_wrapper import LocalShardsWrapper
+        from shardtensor.shards._wrapper import LocalShardsWrapper  # noqa: PLC0415  slow
 
         return LocalShardsWrapper
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,21 +9,21 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from shardtensor import _interop
-from shardtensor._tensor import ShardTensor
+from shardtensor.patches import dtensor
+from shardtensor.tensor._tensor import ShardTensor
 
-# torch's modules and ours of the same names; and what is public in them without being listed.
-_MODULES = ("", ".parallel", ".experimental", ".debug")
+# torch's modules and where their names are here; and what is public in them without being listed.
+_MODULES = {"": "tensor._factories", ".parallel": "parallel", ".experimental": "experimental", ".debug": "debug", "._utils": "debug"}
 _UNLISTED = {".parallel": ("input_reshard",), "._utils": ("ExplicitRedistributionContext",)}
 
 
 def _pairs() -> dict[int, tuple[Any, Any]]:
     """By the identity of torch's object: it, and ours. The classes DTensor and DeviceMesh stay: ours is one, or the same."""
     out: dict[int, tuple[Any, Any]] = {}
-    for name in (*_MODULES, *_UNLISTED):
+    for name, room in _MODULES.items():
         stock = importlib.import_module(f"torch.distributed.tensor{name}")
-        ours = importlib.import_module("shardtensor" if name == "._utils" else f"shardtensor{name}")
-        for attribute in (*(getattr(stock, "__all__", ()) if name in _MODULES else ()), *_UNLISTED.get(name, ())):
+        ours = importlib.import_module(f"shardtensor.{room}")
+        for attribute in (*(getattr(stock, "__all__", ())), *_UNLISTED.get(name, ())):
             old, new = getattr(stock, attribute, None), getattr(ours, attribute, None)
             if old is not None and new is not None and new is not old and old is not DTensor:
                 out[id(old)] = old, new
@@ -46,7 +46,7 @@ class Replacement:
                     self._set(module, name, pairs[id(value)][1])
         self._set(DTensor, "from_local", staticmethod(ShardTensor.from_local))
         Replacement._count += 1
-        _interop.make_everything_ours(True)
+        dtensor.make_everything_ours(True)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, owner.__dict__[name]))
@@ -59,7 +59,7 @@ class Replacement:
             setattr(owner, name, value)
         self._undo.clear()
         Replacement._count -= 1
-        _interop.make_everything_ours(Replacement._count > 0)
+        dtensor.make_everything_ours(Replacement._count > 0)
 
     def __enter__(self) -> Replacement:
         return self

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor import _C
-from shardtensor._mesh import as_mesh, given_mesh
+from shardtensor.tensor._mesh import as_mesh, given_mesh
 
 __all__ = ["is_rng_supported_mesh", "manual_seed"]
 

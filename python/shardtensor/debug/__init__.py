@@ -1,10 +1,24 @@
 """What is communicated, where and why: the public names of torch.distributed.tensor.debug, and more."""
 
-from shardtensor._checking import check
-from shardtensor._limits import ExplicitRedistributionContext, comm_budget
-from shardtensor._logging import log_redistributions
-from shardtensor.debug._comm_mode import CommDebugMode
+from typing import TYPE_CHECKING
+
+from shardtensor.debug._checking import check
+from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
+from shardtensor.debug._logging import log_redistributions
 from shardtensor.debug._visualize import draw_sharding, visualize_sharding
+
+if TYPE_CHECKING:
+    from shardtensor.debug._comm_mode import CommDebugMode
+
+
+def __getattr__(name: str) -> object:
+    """CommDebugMode needs torch's, whose import takes seconds: it brings torch.compile along."""
+    if name == "CommDebugMode":
+        from shardtensor.debug._comm_mode import CommDebugMode  # noqa: PLC0415  slow
+
+        return CommDebugMode
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CommDebugMode",

@@ -10,9 +10,10 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode as _Stock
 from torch.utils._pytree import tree_leaves
 
-from shardtensor import _C, _watch
-from shardtensor._explain import in_bytes
-from shardtensor._tensor import ShardTensor
+from shardtensor import _C
+from shardtensor.debug import _watch
+from shardtensor.debug._explain import in_bytes
+from shardtensor.tensor._tensor import ShardTensor
 
 # The names under which torch's mode counts them.
 _PACKETS: dict[str, Any] = {

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from shardtensor import _C
-from shardtensor._tensor import ShardTensor
+from shardtensor.tensor._tensor import ShardTensor
 
 # Half-open: rows, columns.
 _Span = tuple[int, int]
@@ -101,8 +101,8 @@ def visualize_sharding(dtensor: ShardTensor, header: str = "", use_rich: bool = 
 
 def _print_rich(title: str, head: list[str], body: list[list[str]]) -> None:
     try:
-        from rich.console import Console
-        from rich.table import Table
+        from rich.console import Console  # noqa: PLC0415  optional
+        from rich.table import Table  # noqa: PLC0415  optional
     except ImportError:
         raise ImportError("visualize_sharding: use_rich=True needs rich, which is not installed (pip install rich)") from None
     table = Table(*head, title=title, show_lines=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor import _C
-from shardtensor._mesh import as_mesh
+from shardtensor.tensor._mesh import as_mesh
 
 Method = Literal["allgather", "alltoall"]
 _SEQUENCE = 2  # the dim of queries, keys and values [batch, heads, sequence, features]

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtensor import _C, _compile
-from shardtensor._from_local import Shapes
-from shardtensor._tensor import ShardTensor
+from shardtensor import _C
+from shardtensor.tensor import _compile
+from shardtensor.tensor._from_local import Shapes
+from shardtensor.tensor._tensor import ShardTensor
 
 Placements = Sequence[Placement] | None
 _WHO = "local_map"

@@ -14,11 +14,11 @@ from torch._ops import OpOverload
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from shardtensor import _C
-from shardtensor._handlers import register_dispatch_handler
-from shardtensor._layout import make_layout
-from shardtensor._mesh import as_device_mesh
-from shardtensor._modes import get_promotion_mode
-from shardtensor._tensor import ShardTensor
+from shardtensor.tensor._handlers import register_dispatch_handler
+from shardtensor.tensor._layout import make_layout
+from shardtensor.tensor._mesh import as_device_mesh
+from shardtensor.tensor._modes import get_promotion_mode
+from shardtensor.tensor._tensor import ShardTensor
 
 # For one mesh dim: the placements of the results, and of the arguments (None for what is no tensor).
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]

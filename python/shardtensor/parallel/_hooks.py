@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardtensor import _compile
-from shardtensor._modes import plain_targets
-from shardtensor._tensor import ShardTensor
+from shardtensor.tensor import _compile
+from shardtensor.tensor._modes import plain_targets
+from shardtensor.tensor._tensor import ShardTensor
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from shardtensor import _C, _compile
-from shardtensor._api import distribute_module, distribute_tensor
-from shardtensor._layout import make_layout
-from shardtensor._tensor import ShardTensor, refuse_transformed
+from shardtensor import _C
+from shardtensor.tensor import _compile
+from shardtensor.tensor._factories import distribute_module, distribute_tensor
+from shardtensor.tensor._layout import make_layout
+from shardtensor.tensor._tensor import ShardTensor, refuse_transformed
 
 Layouts = Placement | tuple[Placement | None, ...]
 Shapes = Literal["chunk", "infer"] | dict[int, Sequence[Sequence[int]]] | None

@@ -1,15 +1,35 @@
-"""What is changed inside torch so that it makes right graphs of ShardTensors, one file per part of torch. Each waits until that part is
-imported."""
+"""What is changed inside torch for ShardTensors, one file per part of torch. Each says for which versions of torch; a part that takes
+long to import is changed once it has been imported."""
 
 from __future__ import annotations
 
 from shardtensor._late import when_imported
-from shardtensor.patches import caches, capture, decompositions, partitioners, runtime
+from shardtensor.patches import (
+    caches,
+    capture,
+    checkpoints,
+    clipping,
+    ddp,
+    decompositions,
+    dtensor,
+    flops,
+    fsdp,
+    optimizers,
+    partitioners,
+    pipelines,
+    runtime,
+    saved_tensors,
+)
 
 
 def install() -> None:
+    """Called once."""
+    for module in (checkpoints, clipping, dtensor, fsdp, optimizers, pipelines, saved_tensors):
+        module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)
     when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", runtime.patch)
     when_imported("torch._functorch.partitioners", partitioners.patch)
+    when_imported("torch.distributed.tensor.parallel.ddp", ddp.patch)
+    when_imported("torch.utils.flop_counter", flops.patch)

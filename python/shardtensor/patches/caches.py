@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardtensor import _handlers
-from shardtensor._compile import code, functions_in_graphs, hash_of, text_of
-from shardtensor._mesh import innermost_mesh
+from shardtensor.tensor import _handlers
+from shardtensor.tensor._compile import code, functions_in_graphs, hash_of, text_of
+from shardtensor.tensor._mesh import innermost_mesh
 
 
 def patch(cache: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardtensor._compile import is_of_ours
+from shardtensor.tensor._compile import is_of_ours
 
 _WAIT = "_c10d_functional::wait_tensor"
 # What merely arranges what has arrived.

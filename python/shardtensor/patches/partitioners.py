@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardtensor._compile import may_be_of_ours
+from shardtensor.tensor._compile import may_be_of_ours
 
 
 def patch(partitioners: Any) -> None:

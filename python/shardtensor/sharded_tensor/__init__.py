@@ -14,18 +14,17 @@ from torch.distributed.remote_device import _remote_device
 from shardtensor.sharded_tensor import _tensor
 from shardtensor.sharded_tensor._modules import (  # noqa: F401  torch's private names, which are in use
     _collect_local_shard,
-    _get_current_process_group,
     _reshard_output,
     _shard_tensor,
-    load_with_process_group,
     pre_load_state_dict_hook,
     shard_module,
     shard_parameter,
     state_dict_hook,
 )
+from shardtensor.sharded_tensor._move import _get_current_process_group, load_with_process_group  # noqa: F401
 from shardtensor.sharded_tensor._ops import _likes, _sharded_op_impl, custom_sharded_op_impl  # noqa: F401
+from shardtensor.sharded_tensor._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardtensor.sharded_tensor._tensor import ShardedTensor, ShardedTensorBase
-from shardtensor.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 
 __all__ = [
     "MEM_FORMAT_ENCODING",
@@ -98,7 +97,7 @@ def init_from_local_shards(local_shards: list[Shard], *global_size: Any, process
     return ShardedTensor._init_from_local_shards(local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs)
 
 
-_likes()
+_likes(empty=empty, full=full, ones=ones, rand=rand, randn=randn, zeros=zeros)
 torch.serialization.add_safe_globals(
     [
         ChunkShardingSpec, EnumerableShardingSpec, MEM_FORMAT_ENCODING, Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata,

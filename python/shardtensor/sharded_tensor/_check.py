@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from shardtensor.sharded_tensor._move import place
-from shardtensor.sharding_spec import check_cover, check_disjoint
+from shardtensor.sharded_tensor._spec import check_cover, check_disjoint
 
 
 def flat_sizes(size: Sequence[Any]) -> torch.Size:

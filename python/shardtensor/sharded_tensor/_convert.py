@@ -18,16 +18,15 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from shardtensor import _C
-from shardtensor._api import _full_layout
-from shardtensor._checkpoint import _refuse_summands
-from shardtensor._from_local import coordinate_at
-from shardtensor._layout import ShardingShapes, make_layout
-from shardtensor._mesh import as_device_mesh, group_mesh
-from shardtensor._shards import box_views
-from shardtensor._tensor import ShardTensor, _nothing_of
 from shardtensor.sharded_tensor._move import Box, carrier_of, group_of, move, require_member
+from shardtensor.sharded_tensor._spec import ChunkShardingSpec, ShardingSpec, own_spec
 from shardtensor.sharded_tensor._tensor import ShardedTensor, _device_types, _with_spec
-from shardtensor.sharding_spec import ChunkShardingSpec, ShardingSpec, own_spec
+from shardtensor.tensor._factories import _full_layout
+from shardtensor.tensor._from_local import coordinate_at
+from shardtensor.tensor._layout import ShardingShapes, make_layout
+from shardtensor.tensor._mesh import as_device_mesh, group_mesh
+from shardtensor.tensor._pieces import _nothing_of, _refuse_summands, box_views
+from shardtensor.tensor._tensor import ShardTensor
 
 
 def _layout_boxes(layout: _C.Layout, sizes: list[int], replicas: bool) -> list[Box]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._shard.sharder import Sharder
+from torch.distributed._shard.sharding_plan.api import ShardingPlan
 
 from shardtensor.sharded_tensor import _check
 from shardtensor.sharded_tensor._move import Box, attempt, boxes_of, gather_values, group_of, move, require_member
+from shardtensor.sharded_tensor._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, add_shard, own_spec
 from shardtensor.sharded_tensor._tensor import ShardedTensor, _device_types, finished_shard
-from shardtensor.sharding_plan import ShardingPlan
-from shardtensor.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, own_spec
 
 _SPECS = (ChunkShardingSpec, EnumerableShardingSpec)
 
@@ -37,6 +36,9 @@ def shard_whole(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, pro
     mine = [shard for shard, box in zip(metadata.shards_metadata, wanted, strict=True) if box[0] == dist.get_rank()]
     shards = [finished_shard(t, shard, properties) for t, shard in zip(got, mine, strict=True)]
     return ShardedTensor._make(spec, metadata, shards, group)
+
+
+add_shard(shard_whole)
 
 
 def _shard_tensor(
@@ -161,7 +163,7 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
     return module
 
 
-# ---- state dicts and files ----
+# ---- state dicts ----
 
 
 def _keys(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str]]:
@@ -193,23 +195,3 @@ def pre_load_state_dict_hook(
     for key, submodule, name in _keys(module, prefix):
         if isinstance(state_dict.get(key), ShardedTensor):
             setattr(submodule, name, state_dict[key])
-
-
-_loading_group: ProcessGroup | None = None
-
-
-@contextmanager
-def load_with_process_group(process_group: ProcessGroup) -> Iterator[ProcessGroup]:
-    """ShardedTensors that are unpickled within are in this group, not the default one."""
-    global _loading_group
-    if _loading_group is not None:
-        raise RuntimeError('ProcessGroup already set by previous "load_with_process_group" context manager')
-    _loading_group = process_group
-    try:
-        yield process_group
-    finally:
-        _loading_group = None
-
-
-def _get_current_process_group() -> ProcessGroup:
-    return group_of(_loading_group)

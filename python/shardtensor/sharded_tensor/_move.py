@@ -6,7 +6,8 @@ A list of (global rank, offsets, sizes), the same on every rank and made from th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_
 from torch.distributed.remote_device import _remote_device
 
 from shardtensor import _C
-from shardtensor._mesh import group_mesh
+from shardtensor.tensor._mesh import group_mesh
 
 Box = tuple[int, list[int], list[int]]
 T = TypeVar("T")
@@ -28,6 +29,26 @@ T = TypeVar("T")
 
 def group_of(process_group: ProcessGroup | None) -> ProcessGroup:
     return process_group if process_group is not None else _get_default_group()
+
+
+_loading_group: ProcessGroup | None = None
+
+
+@contextmanager
+def load_with_process_group(process_group: ProcessGroup) -> Iterator[ProcessGroup]:
+    """ShardedTensors that are unpickled within are in this group, not the default one."""
+    global _loading_group
+    if _loading_group is not None:
+        raise RuntimeError('ProcessGroup already set by previous "load_with_process_group" context manager')
+    _loading_group = process_group
+    try:
+        yield process_group
+    finally:
+        _loading_group = None
+
+
+def _get_current_process_group() -> ProcessGroup:
+    return group_of(_loading_group)
 
 
 def require_member(group: ProcessGroup, who: str) -> None:
@@ -50,7 +71,7 @@ def place(group: ProcessGroup, placement: _remote_device | None) -> tuple[int, t
 
 
 def _rank_of_worker(name: str) -> int:
-    from torch.distributed import rpc
+    from torch.distributed import rpc  # noqa: PLC0415  slow
 
     if not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
         raise RuntimeError(f"RPC framework needs to be initialized for using worker names: {name}")

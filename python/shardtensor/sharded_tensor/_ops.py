@@ -15,14 +15,15 @@ from torch.distributed.distributed_c10d import _rank_not_in_group
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtensor.sharded_tensor import _check, _random
+from shardtensor.sharded_tensor import _check, _convert, _random
 from shardtensor.sharded_tensor._move import anywhere
-from shardtensor.sharded_tensor._tensor import ShardedTensor
-from shardtensor.sharding_spec import spec_op
+from shardtensor.sharded_tensor._spec import ShardingSpec
+from shardtensor.sharded_tensor._tensor import ShardedTensor, set_call
 
 Op = Callable[..., Any]
 _CUSTOM_SHARDED_OPS: dict[Op, Op] = {}
 _SHARDED_OPS: dict[Op, Op] = {}
+_SPEC_OPS: dict[tuple[type, Op], Op] = {}  # that a kind of spec does its own way
 
 
 # ---- the decorators ----
@@ -57,6 +58,15 @@ def _sharded_op_impl(func: Op) -> Callable[[Op], Op]:
     return functools.partial(register, op=func, table=_SHARDED_OPS)
 
 
+def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Callable[[Op], Op]:
+    """Decorator: a function of (types, args, kwargs, process_group) is `func` for ShardedTensors with specs of that class."""
+    return functools.partial(register, op=func, table=_SPEC_OPS, key=(sharding_spec_class, func))
+
+
+def spec_op(spec: ShardingSpec, func: Op) -> Op | None:
+    return next((_SPEC_OPS[c, func] for c in type(spec).__mro__ if (c, func) in _SPEC_OPS), None)
+
+
 def sharded_among(*values: Any) -> list[ShardedTensor]:
     return [x for x in pytree.tree_leaves(values) if isinstance(x, ShardedTensor)]
 
@@ -71,6 +81,9 @@ def call(func: Op, types: Any, args: Any, kwargs: Any) -> Any:
     if own is not None:
         return own(types, args, kwargs, first._process_group)
     return _elementwise(func, args, kwargs, found)
+
+
+set_call(call)
 
 
 def _unsupported(func: Op, args: Any, kwargs: Any, why: str) -> RuntimeError:
@@ -220,16 +233,14 @@ def _any(t: ShardedTensor) -> torch.Tensor:
 
 @_method_of_shards(nn.functional.embedding)
 def _embedding(*args: Any, **kwargs: Any) -> torch.Tensor:
-    from shardtensor.sharded_tensor import _convert
-
     return _convert.embedding(*args, **kwargs)
 
 
 # ---- values ----
 
 
-def _likes() -> None:
-    import shardtensor.sharded_tensor as factories
+def _likes(**factories: Op) -> None:
+    """torch.<name>_like of a ShardedTensor, for each factory by its name."""
 
     def register_like(op: Op, make: Op) -> None:
         @_method_of_shards(op)
@@ -237,8 +248,8 @@ def _likes() -> None:
             options = dict(dtype=t.dtype, process_group=t._process_group) | {k: v for k, v in kwargs.items() if v is not None}
             return make(t.sharding_spec(), t.size(), *args, **options)  # type: ignore[no-any-return]
 
-    for name in ("empty", "full", "ones", "rand", "randn", "zeros"):
-        register_like(getattr(torch, f"{name}_like"), getattr(factories, name))
+    for name, make in factories.items():
+        register_like(getattr(torch, f"{name}_like"), make)
 
 
 @_method_of_shards(_T.new_tensor)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardtensor import _C
-from shardtensor._mesh import group_mesh
 from shardtensor.sharded_tensor._move import carrier_of
+from shardtensor.tensor._mesh import group_mesh
 
 if TYPE_CHECKING:
     from shardtensor.sharded_tensor import ShardedTensor

@@ -17,8 +17,20 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 
 from shardtensor.sharded_tensor import _check
-from shardtensor.sharded_tensor._move import Box, Move, agree, attempt, boxes_of, gather_values, group_of, move, place, require_member
-from shardtensor.sharding_spec import (
+from shardtensor.sharded_tensor._move import (
+    Box,
+    Move,
+    _get_current_process_group,
+    agree,
+    attempt,
+    boxes_of,
+    gather_values,
+    group_of,
+    move,
+    place,
+    require_member,
+)
+from shardtensor.sharded_tensor._spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
@@ -31,6 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+_call: Callable[..., Any]  # set_call() sets it
 _KEPT_FORMATS = (torch.preserve_format, torch.contiguous_format)
 
 
@@ -157,7 +170,7 @@ class ShardedTensor(ShardedTensorBase):
         self._process_group, self._init_rrefs = group, init_rrefs
         self._remote_shards, self._sharded_tensor_id = {}, None
         if init_rrefs:
-            from shardtensor.sharded_tensor import _remote
+            from shardtensor.sharded_tensor import _remote  # noqa: PLC0415  slow: torch's rpc
 
             _remote.share(self)
 
@@ -420,9 +433,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from shardtensor.sharded_tensor import _ops
-
-        return _ops.call(func, types, args, kwargs)
+        return _call(func, types, args, kwargs)
 
     def __hash__(self) -> int:
         return id(self)
@@ -459,19 +470,25 @@ class ShardedTensor(ShardedTensorBase):
         return self.detach()._relocated(torch.device("cpu"), self.dtype, copy_one)  # type: ignore[attr-defined, no-any-return]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from shardtensor.sharded_tensor import _checkpoint
+        from shardtensor.sharded_tensor import _checkpoint  # noqa: PLC0415  slow: torch's checkpoints
 
         return _checkpoint.chunks(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        from shardtensor.sharded_tensor import _checkpoint
+        from shardtensor.sharded_tensor import _checkpoint  # noqa: PLC0415  slow: torch's checkpoints
 
         return _checkpoint.write_items(self, fqn)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        from shardtensor.sharded_tensor import _checkpoint
+        from shardtensor.sharded_tensor import _checkpoint  # noqa: PLC0415  slow: torch's checkpoints
 
         return _checkpoint.shard_at(self, index)
+
+
+def set_call(call: Callable[..., Any]) -> None:
+    """For _ops, which knows the functions: what runs one of torch's functions of ShardedTensors, called with func, types, args, kwargs."""
+    global _call
+    _call = call
 
 
 def _device_types(shards: Sequence[ShardMetadata]) -> set[str]:
@@ -518,8 +535,6 @@ def _rebuild(
     attributes: dict[str, Any],
 ) -> ShardedTensor:
     """On the rank that it was pickled on, of groups of the same sizes."""
-    from shardtensor.sharded_tensor._modules import _get_current_process_group
-
     if not dist.is_initialized():
         raise RuntimeError('Need to initialize default process group using "init_process_group" before loading ShardedTensor')
     group = _get_current_process_group()

@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from shardtensor import _C, _compile
-from shardtensor._from_local import _MOST_DIMS, coordinate_at
-from shardtensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
-from shardtensor._mesh import as_mesh, device_of, given_mesh
-from shardtensor._tensor import ShardTensor
+from shardtensor import _C
+from shardtensor.tensor import _compile
+from shardtensor.tensor._from_local import _MOST_DIMS, coordinate_at
+from shardtensor.tensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
+from shardtensor.tensor._mesh import as_mesh, device_of, given_mesh
+from shardtensor.tensor._pieces import _piece
+from shardtensor.tensor._tensor import ShardTensor
 
 
 def _full_layout(
@@ -49,16 +51,6 @@ def _summand(whole: torch.Tensor, layout: _C.Layout) -> torch.Tensor:
     for mesh_dim, (kind, _, _, reduce, _) in enumerate(layout.placements):
         if kind == _PARTIAL and reduce == "sum" and layout.mesh.coordinate[mesh_dim] != 0:
             return torch.zeros_like(whole)
-    return whole
-
-
-def _piece(whole: torch.Tensor, layout: _C.Layout, coordinate: Sequence[int] | None = None) -> torch.Tensor:
-    """The part of the whole tensor that the coordinate (default: this rank's) holds; a view where it is one run per dim."""
-    for dim in range(whole.ndim):
-        runs = layout.intervals(dim, whole.shape[dim], list(coordinate) if coordinate is not None else None)
-        if runs != [(0, whole.shape[dim])]:
-            parts = [whole.narrow(dim, start, length) for start, length in runs]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return whole
 
 

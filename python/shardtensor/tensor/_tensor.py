@@ -1,4 +1,4 @@
-"""ShardTensor: the Python face of the extension's tensor. No logic of ops here; see csrc/."""
+"""ShardTensor: the Python face of the extension's tensor. No logic of ops here; see csrc/. Other rooms add methods: add_methods()."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.utils._pytree import tree_leaves
 
-from shardtensor import _C, _compile, _handlers, _shards
-from shardtensor._explain import Explanation, explain, target_layout
-from shardtensor._from_local import Shapes, layout_for_local, layout_of_equal_pieces
-from shardtensor._layout import (
+from shardtensor import _C
+from shardtensor.tensor import _compile, _handlers
+from shardtensor.tensor._from_local import Shapes, layout_for_local, layout_of_equal_pieces
+from shardtensor.tensor._layout import (
     _PARTIALS,
     _SHARD,
     ShardingShapes,
@@ -28,16 +28,16 @@ from shardtensor._layout import (
     make_layout,
     moved_layout,
     placements_of,
+    target_layout,
 )
-from shardtensor._mesh import as_device_mesh, at_home, given_mesh
-from shardtensor._shard_ops import holds_shards
+from shardtensor.tensor._mesh import as_device_mesh, at_home, given_mesh
+from shardtensor.tensor._pieces import _nothing_of, has_shards, holds_shards
 
-if TYPE_CHECKING:  # importing torch's checkpoints takes longer than all the rest
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
-    from shardtensor._shards_wrapper import LocalShardsWrapper
-    from shardtensor.sharded_tensor import ShardedTensor
+if TYPE_CHECKING:  # the rooms that add methods
+    from shardtensor import _conversions
+    from shardtensor.checkpoint import _boxes
+    from shardtensor.debug import _explain
+    from shardtensor.shards import _shards
 
 
 _WHOLE = (Replicate(),) * 16  # more mesh dims than anyone has
@@ -171,9 +171,9 @@ class ShardTensor(DTensor):
 
     def offsets(self, mesh_dim: int | None = None) -> tuple[int, ...] | int:
         """Where this rank's piece begins in the global tensor: per tensor dim, or along the dim that `mesh_dim` shards."""
-        layout, wrapper = _C.layout(self), _shards.wrapper_of(self)
-        if wrapper is not None:
-            first = _shards.first_offsets(self, wrapper)
+        layout = _C.layout(self)
+        if has_shards(self):
+            first = self._first_offsets_of_shards()
             return first if mesh_dim is None else first[layout.placements[mesh_dim][1]]
         if mesh_dim is None:
             return tuple(layout.intervals(d, n)[0][0] for d, n in enumerate(self.shape))
@@ -213,7 +213,7 @@ class ShardTensor(DTensor):
         refuse_transformed(local_tensor, who)
         mesh = given_mesh(device_mesh, who)
         if type(local_tensor) is not torch.Tensor and holds_shards(local_tensor):
-            return _shards.from_shards(
+            return ShardTensor._from_shards(
                 local_tensor, mesh, placements, shape=shape, stride=stride, sharding_shapes=sharding_shapes, run_check=run_check, who=who
             )
         if shape is None and sharding_shapes is None and not run_check:
@@ -233,15 +233,11 @@ class ShardTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
-        if _C.is_traced(self) and _shards.wrapper_of(self) is not None:
-            return _shards.to_local(self)
+        if _C.is_traced(self) and holds_shards(_C.local(self)):
+            return self._shards_as_local()
         if grad_placements is None:
             return _C.to_local(self, None)
         return _C.to_local(self, _grad_layout(self._layout, grad_placements, self.ndim, "ShardTensor.to_local"))
-
-    def local_shards(self) -> LocalShardsWrapper:
-        """This rank's piece as what it is made of: views of its boxes, several where placements are strided, and their offsets."""
-        return _shards.as_shards(self)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank of the mesh."""
@@ -270,23 +266,13 @@ class ShardTensor(DTensor):
         who = "ShardTensor.redistribute"
         if placements is None:
             raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
-        if _C.is_traced(self) and _shards.wrapper_of(self) is not None:
-            return _shards.redistribute(self, placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
+        if _C.is_traced(self) and holds_shards(_C.local(self)):
+            return self._redistribute_shards(placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
         if device_mesh is None and sharding_shapes is None:
             layout = moved_layout(self._layout, placements, self.ndim, who=who)
         else:
             layout = target_layout(self._layout, self.shape, placements, device_mesh, sharding_shapes, who=who)
         return _C.redistribute(self, layout, forward_dtype, backward_dtype, async_op)
-
-    def explain(
-        self,
-        placements: Sequence[Placement],
-        device_mesh: DeviceMesh | None = None,
-        *,
-        sharding_shapes: ShardingShapes | None = None,
-    ) -> Explanation:
-        """What redistribute() with these arguments would do, step by step, and what each rank would send; nothing is sent."""
-        return explain(self, placements, device_mesh, sharding_shapes=sharding_shapes)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
@@ -317,29 +303,6 @@ class ShardTensor(DTensor):
             self.to_local(), self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
 
-    @staticmethod
-    def from_sharded_tensor(
-        sharded_tensor: Any,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        *,
-        sharding_shapes: ShardingShapes | None = None,
-    ) -> ShardTensor:
-        """A ShardedTensor, torch's too, as a leaf: its memory where the layout has the same box on every rank, else moved, once.
-
-        Without `placements`, the dim that it is cut along; where a row of ranks cannot say how it is cut, dim 0, evenly. The
-        mesh's ranks must be in its process group, whose ranks all call this.
-        """
-        from shardtensor.sharded_tensor import _convert
-
-        return _convert.from_sharded(sharded_tensor, device_mesh, placements, sharding_shapes)
-
-    def to_sharded_tensor(self, sharding_spec: Any = None, *, process_group: Any = None) -> ShardedTensor:
-        """This tensor as a ShardedTensor, a leaf: its memory, of replicas the first one's; moved where a spec asks for it."""
-        from shardtensor.sharded_tensor import _convert
-
-        return _convert.to_sharded(self, sharding_spec, process_group)
-
     def backward(  # type: ignore[override]
         self,
         gradient: torch.Tensor | None = None,
@@ -362,8 +325,8 @@ class ShardTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         ours = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor)]
-        if any(_shards.wrapper_of(t) is not None for t in ours):
-            return _shards.dispatch(func, args, kwargs)
+        if any(has_shards(t) for t in ours):
+            return cls._dispatch_on_shards(func, args, kwargs)
         _compile.guard_graph()
         with detect_fake_mode([_C.local(t) for t in ours]) or nullcontext():  # what is made on the way is as fake as they are
             return _C.call(_handlers.overrides(_handlers.name_of(func)), func._schema.name, func._schema.overload_name, *args, **kwargs)
@@ -387,7 +350,7 @@ class ShardTensor(DTensor):
     # ---- values ----
 
     def _readable(self, what: str) -> torch.Tensor:
-        if self._layout.is_replicated and _shards.wrapper_of(self) is None:
+        if self._layout.is_replicated and not has_shards(self):
             return self._local_tensor
         raise RuntimeError(
             f"ShardTensor.{what}: this rank holds a piece ({self._layout}); use full_tensor().{what}() for the whole "
@@ -487,22 +450,29 @@ class ShardTensor(DTensor):
         )
         return _rebuild, state
 
-    # ---- torch.distributed.checkpoint ----
+    # ---- from other rooms ----
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from shardtensor import _checkpoint
+    if TYPE_CHECKING:
+        explain = _explain.explain
+        local_shards = _shards.as_shards
+        from_sharded_tensor = staticmethod(_conversions.from_sharded_tensor)
+        to_sharded_tensor = _conversions.to_sharded_tensor
+        __create_chunk_list__ = _boxes.chunks
+        __create_write_items__ = _boxes.write_items
+        __get_tensor_shard__ = _boxes.box_at
+        # What a ShardTensor does in place of its own methods where its piece is several shards.
+        _from_shards = staticmethod(_shards.from_shards)
+        _shards_as_local = _shards.to_local
+        _redistribute_shards = _shards.redistribute
+        _first_offsets_of_shards = _shards.first_offsets
+        _dispatch_on_shards = staticmethod(_shards.dispatch)
+        _rebuilt_shards = staticmethod(_shards.rebuild)
 
-        return _checkpoint.chunks(self)
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        from shardtensor import _checkpoint
-
-        return _checkpoint.write_items(self, fqn)
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        from shardtensor import _checkpoint
-
-        return _checkpoint.box_at(self, index)
+def add_methods(**methods: Any) -> None:
+    """For the rooms above, which know more than the class: their functions become its methods of these names."""
+    for name, method in methods.items():
+        setattr(ShardTensor, name, method)
 
 
 def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
@@ -537,11 +507,6 @@ def refuse_transformed(t: Any, who: str) -> None:
             f"{who}: a tensor inside torch.func.grad, jvp or vmap cannot be distributed, moved or taken apart. Do that outside of "
             "the transform, or use torch.autograd.grad (torch.func.functional_call works with both)"
         )
-
-
-def _nothing_of(t: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of a tensor on a mesh that it is not in; a gradient goes back as zeros."""
-    return t.flatten()[:0]
 
 
 def _grad_layout(layout: _C.Layout, grad_placements: Sequence[Placement], ndim: int, who: str) -> _C.Layout:
@@ -581,7 +546,18 @@ def _rebuild_spec(
     return ShardTensorSpec(mesh, placements, tensor_meta=tensor_meta, _layout=layout)
 
 
-_compile.in_graph(ShardTensor.from_local, ShardTensor.from_dtensor)
+def _rebuild_shards(*state: Any) -> torch.Tensor:
+    """A LocalShardsWrapper from a file. Here, so that torch.load knows it before anyone has asked for the class."""
+    return ShardTensor._rebuilt_shards(*state)
+
+
+def _take_functions(to_handlers: bool) -> None:
+    """Whether Python-level functions of ShardTensors go to users' handlers."""
+    function: Any = classmethod(_handlers.call) if to_handlers else torch._C._disabled_torch_function_impl
+    ShardTensor.__torch_function__ = function  # type: ignore[method-assign]
+    _C.set_python_class(ShardTensor, not to_handlers)
+
+
 def _make_spec(t: ShardTensor) -> ShardTensorSpec:
     layout = _C.layout(t)
     return ShardTensorSpec(
@@ -594,9 +570,10 @@ def _make_spec(t: ShardTensor) -> ShardTensorSpec:
 
 
 _C.install_properties(ShardTensor, _make_spec, as_device_mesh)
-_C.set_python_class(ShardTensor)
+_compile.in_graph(ShardTensor.from_local, ShardTensor.from_dtensor)
+_handlers.when_switched(_take_functions)
 _C.install_getitem(ShardTensor)
 _C.install_operators(ShardTensor)
 torch.serialization.add_safe_globals(
-    [ShardTensor, ShardTensorSpec, _NormPartial, _StridedShard, _rebuild, _rebuild_spec, _shards.rebuild]
+    [ShardTensor, ShardTensorSpec, _NormPartial, _StridedShard, _rebuild, _rebuild_spec, _rebuild_shards]
 )

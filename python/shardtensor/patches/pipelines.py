@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining with ShardTensors as inputs of stages, between them, and as outputs.
+"""torch.distributed.pipelining with ShardTensors as inputs of stages, between them (since torch 2.12), and as outputs. All versions.
 
 A stage tells the next what it will send, and builds DTensors from what it receives; with ShardTensors that has to say how they
 are cut. Batches of ShardTensors are split and joined as any tensor is, not piece by piece.
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
 from shardtensor._late import when_imported
-from shardtensor._layout import make_layout
-from shardtensor._tensor import ShardTensor
+from shardtensor.tensor._layout import make_layout
+from shardtensor.tensor._tensor import ShardTensor
 
 
 class _Placements(tuple):  # type: ignore[type-arg]

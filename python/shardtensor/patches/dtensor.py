@@ -1,28 +1,21 @@
-"""Stock DTensors that meet ShardTensors in one call, and the places where torch works from placements alone.
+"""torch.distributed.tensor's DTensor and its engine: stock DTensors that meet ShardTensors in one call. All versions.
 
 A stock DTensor carries the Python key, so torch's own engine gets such a call first and takes a ShardTensor for a DTensor,
 sizes and all. A ShardTensorSpec never equals a stock spec, so the engine's caches miss and its slow path runs; wrapped here,
 it turns the stock DTensors into ShardTensors, without a copy, and calls the op again.
-
-Functions of torch that would lose a ShardTensor's cuts are wrapped by name, when their module is imported: see MENDS.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import update_wrapper
-from types import ModuleType
 from typing import Any
 
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
-from shardtensor._checkpoint import MENDS
-from shardtensor._late import when_imported
-from shardtensor._layout import make_layout
-from shardtensor._tensor import ShardTensor, ShardTensorSpec
+from shardtensor.tensor._layout import make_layout
+from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 
 def _promote(value: Any) -> Any:
@@ -54,7 +47,7 @@ def make_everything_ours(on: bool) -> None:
 
 
 def install() -> None:
-    """Wraps DTensor's constructor, the slow path and the custom handlers of torch's engine, and what MENDS lists, once."""
+    """Wraps DTensor's constructor, the slow path and the custom handlers of torch's engine, once."""
     engine: Any = DTensor._op_dispatcher
     if getattr(engine, "_shardtensor_installed", False):
         return
@@ -84,22 +77,3 @@ def install() -> None:
     for op, handler in list(engine._custom_op_handlers.items()):
         engine._custom_op_handlers[op] = guarded(handler)
     engine._shardtensor_installed = True
-    for name in {module for module, _, _ in MENDS}:
-        when_imported(name, _mend)
-
-
-def _mend(module: ModuleType) -> None:
-    for name, path, wrap in MENDS:
-        if name != module.__name__:
-            continue
-        *outer, last = path.split(".")
-        owner: Any = module
-        for part in outer:
-            owner = getattr(owner, part, None)
-        stock = getattr(owner, last, None)
-        if stock is None:
-            logging.getLogger("shardtensor").warning("this torch has no %s.%s; ShardTensors need it mended", name, path)
-        elif not hasattr(stock, "_shardtensor_stock"):
-            mended: Any = update_wrapper(wrap(stock), stock)
-            mended._shardtensor_stock = stock
-            setattr(owner, last, mended)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from torch.fx.node import has_side_effect
 
-from shardtensor import _C, _compile
+from shardtensor import _C
+from shardtensor.tensor import _compile
 
 Mode = Literal["error", "warn", "replicate"]
 _MODES: tuple[Mode, ...] = ("error", "warn", "replicate")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from shardtensor import _C
 
 _OFF, _SAMPLED, _FULL = range(3)
-_HERE = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.sep + os.path.join("torch", ""))
+_HERE = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.sep + os.path.join("torch", ""))
 
 
 def _call_site() -> str:

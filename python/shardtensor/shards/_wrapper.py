@@ -18,8 +18,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as _Stoc
 from torch.utils import _pytree as pytree
 
 from shardtensor import _C
-from shardtensor._shard_ops import is_in_place, is_on_lists, on_each, on_each_of_lists, runs_shard_by_shard, sizes_meant, written
-from shardtensor._shards import rebuild
+from shardtensor.shards._ops import is_in_place, is_on_lists, on_each, on_each_of_lists, runs_shard_by_shard, sizes_meant, written
+from shardtensor.tensor._tensor import _rebuild_shards
 
 aten = torch.ops.aten
 functional = torch.ops._c10d_functional
@@ -169,7 +169,7 @@ class LocalShardsWrapper(_Stock):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         told = (self.ndim, self.dtype, self.device if self._is_told else None) if self._nothing is not None else None
-        return rebuild, (self._local_shards, [tuple(o) for o in self.local_offsets()], told)
+        return _rebuild_shards, (self._local_shards, [tuple(o) for o in self.local_offsets()], told)
 
     # ---- torch.distributed.checkpoint ----
 

@@ -1,7 +1,7 @@
-"""FSDP2 over modules whose parameters are ShardTensors already (tensor parallelism).
+"""torch.distributed.fsdp's fully_shard over modules whose parameters are ShardTensors already (tensor parallelism). All versions.
 
 FSDP2 cuts each rank's piece of a parameter once more, as torch.chunk does, and describes the result by a stock spec, which
-cannot say that the pieces it began with were cut unevenly. Here it gets a spec that can, and with it ShardTensors.
+cannot say that the pieces it began with were cut unevenly. Here it gets a spec that can, and with it ShardTensors. Padding: since torch 2.15.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardtensor import _C
 from shardtensor._late import when_imported
-from shardtensor._layout import _SHARD, make_layout
-from shardtensor._tensor import ShardTensor, ShardTensorSpec
+from shardtensor.tensor._layout import _SHARD, make_layout
+from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 
 def _chunk(size: int, pieces: int, index: int) -> int:

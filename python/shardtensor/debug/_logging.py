@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from shardtensor import _watch
+from shardtensor.debug import _watch
 
 _log = logging.getLogger("shardtensor")
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 from torch.distributed.tensor._utils import ExplicitRedistributionContext as _Stock
 
-from shardtensor import _C, _watch
+from shardtensor import _C
+from shardtensor.debug import _watch
 
 _log = logging.getLogger("shardtensor")
 

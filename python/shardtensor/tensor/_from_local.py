@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtensor import _C
-from shardtensor._layout import _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout
-from shardtensor._mesh import as_mesh
+from shardtensor.tensor._layout import _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout
+from shardtensor.tensor._mesh import as_mesh
 
 Shapes = ShardingShapes | Literal["chunk", "infer"] | None
 

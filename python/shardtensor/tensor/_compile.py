@@ -17,13 +17,14 @@ from torch._guards import Guard, TracingContext
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from shardtensor import _C, _handlers
+from shardtensor import _C
 from shardtensor._late import when_imported
-from shardtensor._layout import make_layout, placements_of
-from shardtensor._mesh import as_device_mesh, innermost_mesh
+from shardtensor.tensor import _handlers
+from shardtensor.tensor._layout import make_layout, placements_of
+from shardtensor.tensor._mesh import as_device_mesh, innermost_mesh
 
 if TYPE_CHECKING:
-    from shardtensor._tensor import ShardTensor
+    from shardtensor.tensor._tensor import ShardTensor
 
 
 class ShardOrder(tuple):  # type: ignore[type-arg]
@@ -126,7 +127,7 @@ def guard_graph() -> None:
     context = TracingContext.try_get()
     if context is None:
         return
-    from torch._dynamo.source import GlobalStateSource
+    from torch._dynamo.source import GlobalStateSource  # noqa: PLC0415  slow: dynamo
 
     if not is_of_ours():
         context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), _add_guards), collect_debug_stack=False)
@@ -140,7 +141,7 @@ def is_of_ours() -> bool:
     context = TracingContext.try_get()
     if context is None:
         return False
-    from torch._dynamo.source import GlobalStateSource
+    from torch._dynamo.source import GlobalStateSource  # noqa: PLC0415  slow: dynamo
 
     guards = context.guards_context.dynamo_guards.get_guards_for_source(GlobalStateSource())
     return any(guard.create_fn is _add_guards for guard in guards)
@@ -159,7 +160,7 @@ def _state_of_modes() -> tuple[int, int, int | None, bool]:
 
 
 def _add_guards(builder: Any, guard: Guard) -> None:
-    from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
+    from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts  # noqa: PLC0415  slow: dynamo
 
     made_with = _state_of_modes()  # of the function's entry: what tracing set has been undone
     _lambda_guard(
@@ -189,7 +190,7 @@ def _output_graph() -> Any:
     """The graph that dynamo, or the backend that it has called, is tracing on this thread."""
     if TracingContext.try_get() is None:
         return None
-    from torch._dynamo.symbolic_convert import tls
+    from torch._dynamo.symbolic_convert import tls  # noqa: PLC0415  slow: dynamo
 
     translator = getattr(tls, "current_tx", None)
     return translator and translator.output
@@ -220,7 +221,7 @@ def _refuse_lasting_modes() -> None:
 
 def _refuse(what: str, why: str, way_out: str) -> None:
     """Dynamo raises this where the graph must be whole, and runs the function in eager mode elsewhere."""
-    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.exc import unimplemented  # noqa: PLC0415  slow: dynamo
 
     unimplemented(gb_type=what, context="", explanation=why, hints=[way_out])
 
@@ -242,7 +243,7 @@ def text_of(mesh: _C.Mesh) -> str:
 @functools.cache
 def code() -> str:
     """Of what traces graphs, this package and the extension, byte for byte: what one version traced is not for another."""
-    files = [Path(_C.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
+    files = [Path(_C.__file__), *sorted(Path(__file__).parents[1].rglob("*.py"))]
     return hash_of(b"".join(file.read_bytes() for file in files))
 
 
@@ -261,7 +262,7 @@ def in_graph(*functions: Callable[..., Any]) -> None:
     functions_in_graphs.update(functions)
 
     def allow(decorators: Any) -> None:
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # noqa: PLC0415  comes with dynamo
 
         # Where a graph is split at a call, Python runs it: torch 2.12 raises on the meshes inside instead of splitting again.
         as_it_is = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardtensor import _C
-
 KEY = "PrivateUse2"
 
 _libraries: dict[str, torch.library.Library] = {}
 _functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 _version = 0
+_take_functions: Callable[[bool], None]  # when_switched() sets it
 
 
 def version() -> int:
@@ -89,7 +88,7 @@ def unregister_handler(target: Any) -> None:
         _switch()
 
 
-def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     handler = _functions.get(func)
     with torch._C.DisableTorchFunctionSubclass():
         if handler is None:
@@ -97,11 +96,13 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
         return handler(func, types, args, kwargs or {})
 
 
-def _switch() -> None:
-    from shardtensor._tensor import ShardTensor
+def when_switched(take_functions: Callable[[bool], None]) -> None:
+    """Calls it with whether there are handlers of Python-level functions: now, and whenever that may have changed."""
+    global _take_functions
+    _take_functions = take_functions
+    take_functions(bool(_functions))
 
+
+def _switch() -> None:
     _changed()
-    enabled = bool(_functions)
-    function: Any = classmethod(_torch_function) if enabled else torch._C._disabled_torch_function_impl
-    ShardTensor.__torch_function__ = function  # type: ignore[method-assign]
-    _C.set_python_class(ShardTensor, not enabled)
+    _take_functions(bool(_functions))

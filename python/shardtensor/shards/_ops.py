@@ -1,20 +1,19 @@
-"""Which ops do to a tensor what they do to each shard of it alone, and how they run so on LocalShardsWrappers.
-
-Knows a wrapper by what it has, and so costs no import of torch's checkpoints.
-"""
+"""Which ops do to a tensor what they do to each shard of it alone, and how they run so on LocalShardsWrappers."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from shardtensor.tensor._pieces import holds_shards
+
 if TYPE_CHECKING:
-    from shardtensor._shards_wrapper import LocalShardsWrapper
+    from shardtensor.shards._wrapper import LocalShardsWrapper
 
 _FOREACH = "_foreach_"
 # Beside what torch tags as pointwise.
@@ -23,11 +22,6 @@ _SHARD_BY_SHARD = {
     *("masked_fill", "masked_fill_", "ones_like", "zero", "zero_", "zeros_like"),
     *("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
 }
-
-
-def holds_shards(t: Any) -> TypeGuard[LocalShardsWrapper]:
-    """Whether it is a LocalShardsWrapper, this project's or torch's."""
-    return isinstance(t, torch.Tensor) and hasattr(type(t), "local_chunks")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from shardtensor import _C
-from shardtensor._mesh import as_mesh
+from shardtensor.tensor._mesh import as_mesh
 
 ShardingShapes = Mapping[int, Sequence[Sequence[int]]] | Literal["chunk"]
 
@@ -143,6 +143,28 @@ def _make_moved(layout: _C.Layout, placements: Sequence[Placement], ndim: int, w
         if after[0] == _PARTIAL and after != before:
             raise _no_summands(placements, layout.mesh, who)
     return _make(layout.mesh, placements, ndim, who, fitting_cuts(layout, even.placements))
+
+
+def target_layout(
+    ours: _C.Layout,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None,
+    sharding_shapes: ShardingShapes | None,
+    *,
+    who: str,
+) -> _C.Layout:
+    """What redistribute()'s arguments ask for."""
+    ndim = len(shape)
+    if device_mesh is None or as_mesh(device_mesh) == ours.mesh:
+        layout = moved_layout(ours, placements, ndim, who=who)
+    else:
+        layout = layout_elsewhere(as_mesh(device_mesh), placements, ndim, who=who)
+    if sharding_shapes is not None:
+        cuts = cuts_from_shapes(layout, sharding_shapes, ndim, who=who)
+        layout = _C.Layout(layout.mesh, layout.placements, cuts)
+        check_cuts(layout, cuts, shape, who=who)
+    return layout
 
 
 def cuts_from_shapes(

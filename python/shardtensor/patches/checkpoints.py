@@ -1,89 +1,29 @@
-"""Checkpoints and state dicts: which boxes of a tensor this rank writes and reads, in whatever sizes they are cut.
+"""torch.distributed.checkpoint, and the state dicts of torch.distributed._state_dict_utils beneath it. All versions.
 
-ShardTensor speaks torch's checkpoint protocol with the first three functions. Where torch's own code works from placements
-alone, as if all were cut evenly, it is wrapped: one entry of MENDS per place, applied when that module is imported (torch's
-checkpoints take longer to import than all the rest here).
+Where torch's code works from placements alone, as if all were cut evenly, it is wrapped: one entry of MENDS per place, applied
+when that module is imported (torch's checkpoints take longer to import than all the rest here).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import update_wrapper
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
-from shardtensor._api import _piece
-from shardtensor._mesh import device_of
-from shardtensor._shard_ops import holds_shards
-from shardtensor._shards import box_views, in_places_of, wrapper_of
-from shardtensor._tensor import ShardTensor, _nothing_of
+from shardtensor._late import when_imported
+from shardtensor.shards._shards import in_places_of, wrapper_of
+from shardtensor.tensor._mesh import device_of
+from shardtensor.tensor._pieces import _nothing_of, _piece, _refuse_summands, holds_shards
+from shardtensor.tensor._tensor import ShardTensor
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-
-
-# ---- the protocol ----
-
-
-def _refuse_summands(layout: _C.Layout, what: str) -> None:
-    if layout.has_partial:
-        raise RuntimeError(
-            f"{what} is in summands, {layout}, which are no parts of it that could be saved or loaded; redistribute it to Replicate "
-            f"or Shard first (rank {layout.mesh.rank})"
-        )
-
-
-def chunks(t: ShardTensor) -> list[ChunkStorageMetadata]:
-    """This rank's boxes; none where it has nothing, one without elements where nobody has."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    layout, wrapper = t._layout, wrapper_of(t)
-    _refuse_summands(layout, "checkpoint: a tensor")
-    if wrapper is not None:
-        return [chunk for chunk in wrapper.local_chunks if all(chunk.sizes) or not t.numel()]
-    return [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in (layout.boxes(list(t.shape)) if layout.mesh.has_me else [])
-        if all(sizes) or not t.numel()
-    ]
-
-
-def write_items(t: ShardTensor, fqn: str) -> list[WriteItem]:
-    """One per box. Replicas offer the same boxes, of which torch's planner keeps one each."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    properties = TensorProperties.create_from_tensor(t._local_tensor)
-    properties.requires_grad = t.requires_grad
-    return [
-        WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, t.size()))
-        for chunk in chunks(t)
-    ]
-
-
-def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
-    """The box that begins at index.offset, as a view of this rank's piece: what is written to it is loaded."""
-    layout, piece, wrapper = t._layout, t._local_tensor.detach(), wrapper_of(t)
-    _refuse_summands(layout, f"checkpoint: {index.fqn!r}")
-    if wrapper is not None:
-        return wrapper.__get_tensor_shard__(index).detach()
-    boxes = box_views(piece, layout, list(t.shape))
-    if index.offset is None and len(boxes) == 1:
-        return piece
-    starts = None if index.offset is None else list(index.offset)
-    for offsets, box in boxes:
-        if offsets == starts:
-            return box
-    raise ValueError(
-        f"checkpoint: no box of {index.fqn!r} begins at {starts} on rank {layout.mesh.rank}, which holds "
-        f"{layout.boxes(list(t.shape)) or 'nothing'} of {layout}"
-    )
-
-
-# ---- what torch works out from placements alone ----
 
 
 def _with_local(t: ShardTensor, local: torch.Tensor) -> ShardTensor:
@@ -176,7 +116,7 @@ def _give_memory(stock: Callable[[dict[str, Any]], None]) -> Callable[[dict[str,
         return _with_local(t, torch.empty_like(t._local_tensor, device=device_of(t.device_mesh)))
 
     def initialise(state_dict: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.planner_helpers import _iterate_state_dict
+        from torch.distributed.checkpoint.planner_helpers import _iterate_state_dict  # noqa: PLC0415  slow
 
         _iterate_state_dict(state_dict, real, lambda t: t, lambda t: t)
         stock(state_dict)
@@ -192,7 +132,7 @@ def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
             staged: torch.Tensor = x._staged(lambda shard: stock(self, shard, memo, non_blocking=non_blocking))
             return memo.setdefault(id(x), staged)  # type: ignore[no-any-return]
         if holds_shards(x):
-            from shardtensor._shards_wrapper import as_ours
+            from shardtensor.shards._wrapper import as_ours  # noqa: PLC0415  slow: torch's checkpoints
 
             parts = [stock(self, part, memo, non_blocking=non_blocking) for part in as_ours(x).parts()]
             memo[id(x)] = as_ours(x).like(parts)
@@ -214,7 +154,7 @@ def _plan_of_boxes(stock: Callable[[dict[str, Any]], SavePlan]) -> Callable[[dic
     def plan(state_dict: dict[str, Any]) -> SavePlan:
         out = stock({fqn: value for fqn, value in state_dict.items() if not isinstance(value, ShardTensor)})
         for fqn, value in state_dict.items():
-            out.items.extend(write_items(value, fqn) if isinstance(value, ShardTensor) else [])
+            out.items.extend(value.__create_write_items__(fqn, value) if isinstance(value, ShardTensor) else [])
         return out
 
     return plan
@@ -256,3 +196,26 @@ MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     (f"{_DCP}.state_dict", "_broadcast_state_dict", _spread_scalars),
     (f"{_DCP}.state_dict", "_distribute_state_dict", _spread_own),
 ]
+
+
+def install() -> None:
+    """Wraps what MENDS lists, once."""
+    for name in {module for module, _, _ in MENDS}:
+        when_imported(name, _mend)
+
+
+def _mend(module: ModuleType) -> None:
+    for name, path, wrap in MENDS:
+        if name != module.__name__:
+            continue
+        *outer, last = path.split(".")
+        owner: Any = module
+        for part in outer:
+            owner = getattr(owner, part, None)
+        stock = getattr(owner, last, None)
+        if stock is None:
+            logging.getLogger("shardtensor").warning("this torch has no %s.%s; ShardTensors need it mended", name, path)
+        elif not hasattr(stock, "_shardtensor_stock"):
+            mended: Any = update_wrapper(wrap(stock), stock)
+            mended._shardtensor_stock = stock
+            setattr(owner, last, mended)

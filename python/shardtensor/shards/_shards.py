@@ -16,15 +16,15 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from shardtensor import _C
-from shardtensor._explain import target_layout
-from shardtensor._from_local import _DTYPES, Shapes, check_same_arguments, coordinate_at, from_everyone
-from shardtensor._layout import ShardingShapes, make_layout
-from shardtensor._mesh import as_device_mesh, as_mesh, device_of
-from shardtensor._shard_ops import holds_shards, is_in_place, is_on_lists, runs_shard_by_shard, sizes_meant, written
+from shardtensor.shards._ops import is_in_place, is_on_lists, runs_shard_by_shard, sizes_meant, written
+from shardtensor.tensor._from_local import _DTYPES, Shapes, check_same_arguments, coordinate_at, from_everyone
+from shardtensor.tensor._layout import ShardingShapes, make_layout, target_layout
+from shardtensor.tensor._mesh import as_device_mesh, as_mesh, device_of
+from shardtensor.tensor._pieces import box_views, holds_shards
+from shardtensor.tensor._tensor import ShardTensor, add_methods
 
 if TYPE_CHECKING:
-    from shardtensor._shards_wrapper import LocalShardsWrapper
-    from shardtensor._tensor import ShardTensor
+    from shardtensor.shards._wrapper import LocalShardsWrapper
 
 _Place = tuple[int, list[int], list[int]]  # rank, offsets, sizes
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def wrapper_of(t: Any) -> LocalShardsWrapper | None:
     local = _C.local(t)
     if not holds_shards(local):
         return None
-    from shardtensor._shards_wrapper import as_ours
+    from shardtensor.shards._wrapper import as_ours  # noqa: PLC0415  slow: torch's checkpoints
 
     return as_ours(local)
 
@@ -45,8 +45,7 @@ def wrapper_of(t: Any) -> LocalShardsWrapper | None:
 def rebuild(
     shards: list[torch.Tensor], offsets: Sequence[Sequence[int]], told: tuple[int, torch.dtype, torch.device | None] | None
 ) -> LocalShardsWrapper:
-    """From a file. Here, so that torch.load knows it before anyone has asked for the class."""
-    from shardtensor._shards_wrapper import LocalShardsWrapper
+    from shardtensor.shards._wrapper import LocalShardsWrapper  # noqa: PLC0415  slow: torch's checkpoints
 
     if told is None:
         return LocalShardsWrapper(shards, offsets)
@@ -69,7 +68,7 @@ def from_shards(
     who: str,
 ) -> ShardTensor:
     """from_local of a wrapper. Without `shape` the tensor is as large as if every rank's shards were as large together."""
-    from shardtensor._shards_wrapper import LocalShardsWrapper, as_ours
+    from shardtensor.shards._wrapper import LocalShardsWrapper, as_ours  # noqa: PLC0415  slow: torch's checkpoints
 
     wrapper, view = as_ours(local), as_mesh(mesh)
     if sharding_shapes is not None:
@@ -155,22 +154,6 @@ def _places_in(layout: _C.Layout, sizes: list[int]) -> list[_Place]:
     return out
 
 
-def box_views(piece: torch.Tensor, layout: _C.Layout, sizes: list[int]) -> list[tuple[list[int], torch.Tensor]]:
-    """Where each box of this rank's piece begins in the whole, and the box as a view of the piece."""
-    out = []
-    for offsets, lengths in layout.boxes(sizes) if layout.mesh.has_me else []:
-        box = piece
-        for dim, wanted in enumerate(zip(offsets, lengths, strict=True)):
-            at = 0
-            for interval in layout.intervals(dim, sizes[dim]):
-                if interval == wanted:
-                    box = box.narrow(dim, at, interval[1])
-                    break
-                at += interval[1]
-        out.append((list(offsets), box))
-    return out
-
-
 def _pieces_of(t: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     """This rank's boxes that have elements, as views."""
     wrapper = wrapper_of(t)
@@ -180,7 +163,8 @@ def _pieces_of(t: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 
 def as_shards(t: ShardTensor) -> LocalShardsWrapper:
-    from shardtensor._shards_wrapper import LocalShardsWrapper
+    """This rank's piece as what it is made of: views of its boxes, several where placements are strided, and their offsets."""
+    from shardtensor.shards._wrapper import LocalShardsWrapper  # noqa: PLC0415  slow: torch's checkpoints
 
     layout, wrapper = _C.layout(t), wrapper_of(t)
     if wrapper is not None:
@@ -304,8 +288,6 @@ def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An op with a tensor of wrappers among its arguments; stock DTensors among them are taken as ShardTensors, without a copy."""
-    from shardtensor._tensor import ShardTensor
-
     out = _run(func, *pytree.tree_map_only(DTensor, ShardTensor.from_dtensor, (args, kwargs)))
     return written(func, args, kwargs) if is_in_place(func) else out
 
@@ -369,9 +351,10 @@ def _equal(a: Any, b: Any) -> bool:
     return not _C.max_over(_C.layout(a).mesh, int(not torch.equal(mine, other)))
 
 
-def first_offsets(t: torch.Tensor, wrapper: LocalShardsWrapper) -> tuple[int, ...]:
+def first_offsets(t: ShardTensor) -> tuple[int, ...]:
     """Per dim, where the first shard begins."""
-    starts = wrapper.local_offsets()
+    wrapper = wrapper_of(t)
+    starts = wrapper.local_offsets() if wrapper is not None else []
     if not starts:
         raise ValueError(f"offsets: no shard is on rank {_C.layout(t).mesh.rank}")
     return tuple(min(start[dim] for start in starts) for dim in range(t.ndim))
@@ -385,3 +368,13 @@ def in_places_of(wrapper: LocalShardsWrapper, whole: torch.Tensor) -> LocalShard
         [whole[tuple(slice(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True))] for c in wrapper.local_chunks]
     )
 
+
+add_methods(
+    local_shards=as_shards,
+    _from_shards=staticmethod(from_shards),
+    _shards_as_local=to_local,
+    _redistribute_shards=redistribute,
+    _first_offsets_of_shards=first_offsets,
+    _dispatch_on_shards=staticmethod(dispatch),
+    _rebuilt_shards=staticmethod(rebuild),
+)

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtensor import _C
-from shardtensor._layout import (
-    ShardingShapes,
-    check_cuts,
-    cuts_from_shapes,
-    layout_elsewhere,
-    make_layout,
-    moved_layout,
-)
-from shardtensor._mesh import as_mesh
-from shardtensor._shard_ops import holds_shards
-
-if TYPE_CHECKING:
-    from shardtensor._tensor import ShardTensor
+from shardtensor.tensor._layout import ShardingShapes, make_layout, target_layout
+from shardtensor.tensor._pieces import has_shards
+from shardtensor.tensor._tensor import ShardTensor, add_methods
 
 
 @dataclass(frozen=True)
@@ -82,28 +71,6 @@ def in_bytes(n: int) -> str:
     return f"{value:.1f} {unit}"
 
 
-def target_layout(
-    ours: _C.Layout,
-    shape: Sequence[int],
-    placements: Sequence[Placement],
-    device_mesh: DeviceMesh | None,
-    sharding_shapes: ShardingShapes | None,
-    *,
-    who: str,
-) -> _C.Layout:
-    """What redistribute()'s arguments ask for."""
-    ndim = len(shape)
-    if device_mesh is None or as_mesh(device_mesh) == ours.mesh:
-        layout = moved_layout(ours, placements, ndim, who=who)
-    else:
-        layout = layout_elsewhere(as_mesh(device_mesh), placements, ndim, who=who)
-    if sharding_shapes is not None:
-        cuts = cuts_from_shapes(layout, sharding_shapes, ndim, who=who)
-        layout = _C.Layout(layout.mesh, layout.placements, cuts)
-        check_cuts(layout, cuts, shape, who=who)
-    return layout
-
-
 def explain(
     source: ShardTensor | tuple[DeviceMesh, Sequence[Placement], Sequence[int], torch.dtype],
     placements: Sequence[Placement],
@@ -119,7 +86,7 @@ def explain(
     if isinstance(source, torch.Tensor):
         if not _C.is_shard_tensor(source):
             raise TypeError(f"{who}: argument 'source' is a plain torch.Tensor; give a ShardTensor or (mesh, placements, shape, dtype)")
-        if _C.is_traced(source) and holds_shards(_C.local(source)):
+        if has_shards(source):
             raise NotImplementedError(f"{who}: argument 'source' holds LocalShardsWrappers, of which a layout does not tell what moves")
         ours, shape, dtype = _C.layout(source), tuple(source.shape), source.dtype
     else:
@@ -139,3 +106,6 @@ def explain(
         for kind, mesh_dim, before, after, traffic in _C.route(ours, target, list(shape), dtype.itemsize)
     )
     return Explanation(ours, target, shape, dtype, steps)
+
+
+add_methods(explain=explain)

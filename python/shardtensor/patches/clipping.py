@@ -1,52 +1,23 @@
-"""torch.optim on the pieces.
-
-An optimizer's step is elementwise from end to end, so it can run on every rank's piece as it stands, and costs what it costs on
-plain tensors. torch's optimizers gather lists of parameters, gradients and states and hand them to one function per algorithm;
-that function is given the pieces where they all lie alike. Gradients that lie elsewhere, summands too, are brought there first,
-once per step. Whatever does not fit runs on the ShardTensors, op by op.
+"""torch.nn.utils.clip_grad, and the foreach functions beneath it. All versions.
 
 A norm over tensors of several meshes, or with plain ones among them, is put together from one norm per mesh.
-
-In a graph (torch.compile) torch's own functions run on the ShardTensors, whose pieces are all that the graph holds.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 from shardtensor import _C
-from shardtensor._tensor import ShardTensor
-
-_ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
-
-
-def _on_pieces(step: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(step)
-    def run(params: list[torch.Tensor], grads: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        if is_compiling() or not params or type(params[0]) is not ShardTensor or kwargs.get("differentiable"):
-            return step(params, grads, *args, **kwargs)
-        scaled = kwargs.get("grad_scale") is not None  # then a fused step writes the unscaled gradients back
-        grads = (None if scaled else _C.laid_out_like(params, grads)) or grads
-        given = [params, grads, *args]
-        lists = [i for i, a in enumerate(given) if type(a) is list]
-        if not any(type(a) is ShardTensor for a in (*given, *kwargs.values())):
-            local = _C.local_lists([given[i] for i in lists], -1 if scaled else 1)
-            for i, pieces in zip(lists, local or (), strict=False):
-                given[i] = pieces
-        return step(*given, **kwargs)
-
-    return run
+from shardtensor.patches._once import wrap_once
+from shardtensor.tensor._tensor import ShardTensor
 
 
 def _home(t: torch.Tensor) -> Any:
@@ -97,22 +68,10 @@ def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _wrap_once(module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    function = getattr(module, name)
-    if not hasattr(function, "_shardtensor"):
-        wrapped: Any = wrap(function)
-        wrapped._shardtensor = True
-        setattr(module, name, wrapped)
-
-
 def install() -> None:
-    """Wraps torch.optim's functions and the clipping of gradients, and has foreach chosen where torch would choose it for plain
-    tensors; once."""
+    """Wraps the clipping of gradients, and has foreach chosen where torch would choose it for plain tensors; once."""
     for wrap, name in ((_total_norm_of_all, "get_total_norm"), (_clip_all, "clip_grads_with_norm_")):
-        _wrap_once(clip_grad, f"_{name}", wrap)
+        wrap_once(clip_grad, f"_{name}", wrap)
         setattr(torch.nn.utils, name, getattr(clip_grad, f"_{name}"))
-    for name in _ELEMENTWISE:
-        _wrap_once(importlib.import_module(f"torch.optim.{name}"), name, _on_pieces)
-    for types in (_optimizers_types, _clipping_types):
-        if ShardTensor not in types:
-            types.append(ShardTensor)  # type: ignore[arg-type]
+    if ShardTensor not in _clipping_types:
+        _clipping_types.append(ShardTensor)  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""This rank's piece of a tensor: which part of the whole it is, which boxes it is made of, and whether it is several shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from shardtensor import _C
+
+if TYPE_CHECKING:
+    from shardtensor.shards._wrapper import LocalShardsWrapper
+
+
+def _piece(whole: torch.Tensor, layout: _C.Layout, coordinate: Sequence[int] | None = None) -> torch.Tensor:
+    """The part of the whole tensor that the coordinate (default: this rank's) holds; a view where it is one run per dim."""
+    for dim in range(whole.ndim):
+        runs = layout.intervals(dim, whole.shape[dim], list(coordinate) if coordinate is not None else None)
+        if runs != [(0, whole.shape[dim])]:
+            parts = [whole.narrow(dim, start, length) for start, length in runs]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
+
+
+def _nothing_of(t: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a tensor on a mesh that it is not in; a gradient goes back as zeros."""
+    return t.flatten()[:0]
+
+
+def box_views(piece: torch.Tensor, layout: _C.Layout, sizes: list[int]) -> list[tuple[list[int], torch.Tensor]]:
+    """Where each box of this rank's piece begins in the whole, and the box as a view of the piece."""
+    out = []
+    for offsets, lengths in layout.boxes(sizes) if layout.mesh.has_me else []:
+        box = piece
+        for dim, wanted in enumerate(zip(offsets, lengths, strict=True)):
+            at = 0
+            for interval in layout.intervals(dim, sizes[dim]):
+                if interval == wanted:
+                    box = box.narrow(dim, at, interval[1])
+                    break
+                at += interval[1]
+        out.append((list(offsets), box))
+    return out
+
+
+def _refuse_summands(layout: _C.Layout, what: str) -> None:
+    if layout.has_partial:
+        raise RuntimeError(
+            f"{what} is in summands, {layout}, which are no parts of it that could be saved or loaded; redistribute it to Replicate "
+            f"or Shard first (rank {layout.mesh.rank})"
+        )
+
+
+# ---- several shards ----
+
+
+def holds_shards(t: Any) -> TypeGuard[LocalShardsWrapper]:
+    """Whether it is a LocalShardsWrapper, this project's or torch's. Known by what it has, which costs no import."""
+    return isinstance(t, torch.Tensor) and hasattr(type(t), "local_chunks")
+
+
+def has_shards(t: torch.Tensor) -> bool:
+    """Whether a ShardTensor's piece is one. Such a ShardTensor carries Python's dispatch key."""
+    return _C.is_traced(t) and holds_shards(_C.local(t))
