@@ -6,6 +6,7 @@
 #include "dispatch/handler.h"
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
+#include "dispatch/put_back.h"
 #include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
@@ -356,7 +357,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
     auto moved =
         C10_UNLIKELY(r.impl && r.impl->traced() && !written && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
-    if (!written && replicates(op) && !is_symbolic(moved)) {
+    if (!written && (replicates(op) || op.is_view) && !is_symbolic(moved)) {
       moved = laid(std::move(moved), r.tensor->strides()); // so that its results lie as they do in torch
     }
     // Written copies are contiguous: some of torch's out= kernels take that for granted.
@@ -482,7 +483,8 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   const auto strides = base.strides();
-  const auto meta = at::empty({0}, base.options().device(at::kMeta).requires_grad(false))
+  const auto room = static_cast<int64_t>(base.storage().nbytes() / base.dtype().itemsize());
+  const auto meta = at::empty({room}, base.options().device(at::kMeta).requires_grad(false))
                         .as_strided(base.sizes(), strides, base.storage_offset());
   Stack call(stack.begin() + static_cast<int64_t>(at), stack.end());
   call[0] = meta;
@@ -495,11 +497,24 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
 }
 
 // Nobody sees the bases of autograd's own views, nor need they be looked after; and what it keeps as a gradient it detaches.
-void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base) {
+void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base, bool copied) {
   const bool autograds = torch::autograd::get_current_node() && !base.watches();
-  if (!autograds || op.name != "aten::detach") {
-    view.set_broken_view(base, !autograds);
+  if (autograds && op.name == "aten::detach") {
+    return;
   }
+  if (copied) {
+    view.set_copied(base, !autograds);
+  } else {
+    view.share_copied(base);
+  }
+}
+
+// Whether a view is one of a copy. Of the piece's class, where that is Python's, only the op can tell: it may wrap what views its
+// memory anew.
+bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTensorImpl& base) {
+  const auto& piece = base.local(true);
+  const bool wrapped = piece.key_set().has(c10::DispatchKey::Python) && !is_traced(piece);
+  return solution.operands[0] || solution.put_back || (!wrapped && !local.is_alias_of(piece));
 }
 
 } // namespace
@@ -514,13 +529,14 @@ at::Tensor wrap_result(
     const SymSizes* given) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
-  // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
-  const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local(true)));
+  // A copy, or a view of one: writing to it does not reach the base everywhere.
+  const bool copied = base && is_copy(local, solution, *base);
+  const bool moved = copied || (base && base->broken_view());
   const auto& layout = result ? result->layout : solution.replicated;
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
     auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved, given);
     if (moved) {
-      mark_broken(op, *as_shard_tensor(out), *base);
+      mark_broken(op, *as_shard_tensor(out), *base, copied);
     }
     return out;
   }
@@ -534,11 +550,16 @@ at::Tensor wrap_result(
   if (result && layout->is_sharded()) {
     sizes = own_sizes = global_sizes(*result, refs, local);
   }
-  if (base && (!moved || (result && result->geometry && result->geometry->reshaped))) {
+  if (base && (!moved || form || (result && result->geometry))) {
     const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
-    if (!moved) {
-      return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
+    own_sizes = Sizes(sizes.begin(), sizes.end());
+    auto out = wrap(
+        solution.put_back ? laid(std::move(local), found.strides) : std::move(local), layout, own_sizes, found.strides, base,
+        found.offset, moved);
+    if (moved) {
+      mark_broken(op, *as_shard_tensor(out), *base, copied);
     }
+    return out;
   }
   if (result && !result->strides.empty()) {
     strides = result->strides;
@@ -550,7 +571,7 @@ at::Tensor wrap_result(
   }
   auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
   if (moved) {
-    mark_broken(op, *as_shard_tensor(out), *base);
+    mark_broken(op, *as_shard_tensor(out), *base, copied);
   }
   return out;
 }
@@ -605,7 +626,13 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
 // A rank that the mesh does not hold takes no part: it has empty pieces, in results of the sizes that the others have.
 void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   const auto& mesh = solution.replicated->mesh();
-  for (const auto& value : op.schema().returns()) {
+  const auto& returns = op.schema().returns();
+  if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::BoolType) {
+    stack.resize(base);
+    stack.emplace_back(true); // equal(), of nothing and nothing
+    return;
+  }
+  for (const auto& value : returns) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not of ",
         mesh.str(), " and has no value to return; ask on that mesh's ranks");
@@ -703,14 +730,14 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   } else {
     op.handle.callBoxed(stack_ptr);
   }
-  if (op.mutated) {
-    note_writes(op, refs);
-  }
   if (op.outputs) {
     check_outputs(op, *solution, refs, locals);
   }
   if (!solution->write_back.empty()) {
     carry_back(op, refs, *solution, locals);
+  }
+  if (op.mutated) {
+    note_writes(op, refs);
   }
   if (C10_UNLIKELY(!operands.empty())) {
     keep_operands(op, stack, operands);
@@ -720,7 +747,11 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   size_t nth = 0;
   const auto finish = [&](at::Tensor local) {
     const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
-    return wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
+    auto out = wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
+    if (op.is_view) {
+      remember_base(op, solution, refs[0], locals[0], out);
+    }
+    return out;
   };
   for (size_t i = 0; i < returned; ++i) {
     auto& value = stack[stack.size() - returned + i];
