@@ -144,3 +144,26 @@ def indexed():
 
 def test_indexing_does_not_wait_with_the_gil(pools):
     pools(2).run(f"{__name__}:indexed", seconds=60)
+
+
+def infinite_factors():
+    """Summands are multiplied as they are: NaN where the whole has none is found, NaN that the whole has too is none of it."""
+    import shardtensor as st
+    from shardtensor import debug
+
+    mesh = mesh_here()
+    row = place(torch.ones(4, 2), mesh, ("S(0)",), UNEVEN)[0]
+    factor, divisor = (place(torch.tensor(t), mesh, ("R",), UNEVEN) for t in ([float("inf"), 2.0], [0.0, 2.0]))
+    zeros = st.ShardTensor.from_local(torch.zeros(2), mesh, [st.Partial()])
+    with debug.check():
+        for f in (lambda: row * factor, lambda: row / divisor):
+            with pytest.raises(RuntimeError, match=r"makes NaN of summands where the whole has none.*test_check\.py"):
+                f()
+        assert (zeros * factor).full_tensor().isnan().tolist() == [True, False]
+        assert (row * 2 / 4).full_tensor().tolist() == [0.5, 0.5]
+    assert (row.redistribute(placements=[st.Replicate()]) * factor).full_tensor().tolist() == [float("inf"), 2.0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_infinite_factors_of_summands(pools, world):
+    pools(world).run(f"{__name__}:infinite_factors")

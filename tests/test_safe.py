@@ -367,3 +367,334 @@ def test_ranks_with_other_histories_agree(world):
         pool.run(f"{__name__}:other_histories")
     finally:
         pool.stop()
+
+
+def gradients_move_to_the_same_placements():
+    """redistribute() to where a tensor is does not move it, but its gradient, as in DTensor. The result can be written."""
+    import shardtensor as st
+
+    mesh, n = mesh_here(), mesh_here().size()
+    for at in (st.Replicate(), st.Shard(0)):
+        x = st.distribute_tensor(torch.ones(4), mesh, [at]).requires_grad_()
+        local = x.redistribute(placements=[at]).to_local(grad_placements=[st.Partial()] if at == st.Replicate() else None)
+        (local * 2).sum().backward()
+        assert x.grad.placements == (at,)
+        assert x.grad.to_local().eq(2 * n if at == st.Replicate() else 2).all()
+    x = place(torch.arange(5.0), mesh, ("S(0)",), UNEVEN).requires_grad_()
+    x.redistribute(placements=[st.Shard(0)]).sum().backward()
+    assert x.grad.placements == (st.Shard(0),) and x.grad._spec.sharding_shapes() == x._spec.sharding_shapes()
+    y = x * 1
+    y.redistribute(placements=[st.Shard(0)]).mul_(3)
+    compare(y, torch.arange(5.0) * 3, 0, "written")
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    compare(grad, torch.full((5,), 3.0), 0, "gradient of what was written")
+    with torch.no_grad():
+        assert x.redistribute(placements=[st.Shard(0)]) is x
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_move_to_the_same_placements(pools, world):
+    pools(world).run(f"{__name__}:gradients_move_to_the_same_placements")
+
+
+def gradients_of_summands():
+    """from_local: the derivative of what the summands make together, by this rank's one."""
+    import shardtensor as st
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    mesh, n, me = mesh_here(), mesh_here().size(), mesh_here().get_local_rank()
+    all_of_them = torch.randn(n, 3, 2, dtype=torch.float64) + 0.5
+    all_of_them[:, 1] = 2.0  # a tie
+    seed = torch.randn(3, 2, dtype=torch.float64)
+    for placement, reduce in (
+        (st.Partial(), lambda t: t.sum(0)),
+        (st.Partial("avg"), lambda t: t.mean(0)),
+        (st.Partial("max"), lambda t: t.amax(0)),
+        (st.Partial("min"), lambda t: t.amin(0)),
+        (st.Partial("product"), lambda t: t.prod(0)),
+        (_NormPartial(norm_type=2), lambda t: torch.linalg.vector_norm(t, 2, 0)),
+    ):
+        plain = all_of_them.clone().requires_grad_()
+        want = reduce(plain)
+        (want_grad,) = torch.autograd.grad(want, plain, seed)
+        for records in (True, False):
+            local = all_of_them[me].clone().requires_grad_(records)
+            x = st.ShardTensor.from_local(local, mesh, [placement])
+            assert x.placements == (placement,), (x.placements, placement)
+            compare(x.detach(), want.detach(), 1e-9, str(placement))
+            if records:
+                (x * place(seed, mesh, ("S(0)",), UNEVEN)).sum().backward()
+                torch.testing.assert_close(local.grad, want_grad[me])
+    local = torch.ones(2, requires_grad=True)
+    x = st.ShardTensor.from_local(local, mesh, [st.Partial("avg")], grad_placements=[st.Partial()])
+    x.sum().backward()
+    assert local.grad.sum() <= 2  # as told: a summand of the gradient
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_of_summands(pools, world):
+    pools(world).run(f"{__name__}:gradients_of_summands")
+
+
+def gradient_of_nothing():
+    """torch.cat takes empty tensors of one dim among others; each has a ShardTensor for a gradient."""
+    import shardtensor as st
+
+    mesh = mesh_here()
+    x = place(torch.randn(5, 2), mesh, ("S(0)",), UNEVEN).requires_grad_()
+    nothing = [st.distribute_tensor(torch.ones(0), mesh, [at]).requires_grad_() for at in (st.Shard(0), st.Replicate())]
+    for dim in (0, -1):
+        grads = torch.autograd.grad((torch.cat([nothing[0], x, nothing[1]], dim) * 2).sum(), [x, *nothing])
+        assert all(isinstance(g, st.ShardTensor) for g in grads), grads
+        compare(grads[0], torch.full((5, 2), 2.0), 0, "x")
+        assert grads[1].shape == grads[2].shape == (0,)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_gradient_of_nothing(pools, world):
+    pools(world).run(f"{__name__}:gradient_of_nothing")
+
+
+def test_modes_left_in_the_order_they_were_entered():
+    import shardtensor as st
+
+    first, second, third = (st.promotion_mode(m) for m in ("replicate", "warn", "replicate"))
+    seen = []
+    for step in (first.__enter__, second.__enter__, third.__enter__):
+        step()
+        seen.append(st.get_promotion_mode())
+    for context in (second, first, third):
+        context.__exit__(None, None, None)
+        seen.append(st.get_promotion_mode())
+    assert seen == ["replicate", "warn", "replicate", "replicate", "replicate", "error"]
+
+
+def refused_dtypes():
+    """A dtype that cannot be added up is refused by all ranks, those without elements too."""
+    import shardtensor as st
+
+    mesh, n = mesh_here(), mesh_here().size()
+    shapes = {0: [(0,)] * (n - 1) + [(4,)]}
+    for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex32):
+        x = st.ShardTensor.from_local(torch.ones(4).to(dtype), mesh, [st.Partial()])
+        with pytest.raises(NotImplementedError, match="not implemented for"):
+            x.redistribute(placements=[st.Shard(0)], sharding_shapes=shapes)
+    x = st.ShardTensor.from_local(torch.ones(4, dtype=torch.int16), mesh, [st.Partial()])
+    assert x.redistribute(placements=[st.Shard(0)], sharding_shapes=shapes).to_local().eq(n).all()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_refused_dtypes(pools, world):
+    pools(world).run(f"{__name__}:refused_dtypes")
+
+
+def beside_the_mesh():
+    """A rank that the mesh does not hold takes no part in what gathers, or asks for a value on the way, and has no error."""
+    import shardtensor as st
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    inside = mesh.get_coordinate() is not None
+    whole = torch.arange(9.0).view(3, 3) / 9
+    level = st.distribute_tensor(torch.tensor([0.5]), mesh, [st.Replicate()])
+    for name, f in {
+        "matrix_exp": torch.linalg.matrix_exp,
+        "matrix_rank": torch.linalg.matrix_rank,
+        "quantile": lambda t: t.quantile(0.5),
+        "quantile_of_tensor": lambda t: t.quantile(level if isinstance(t, st.ShardTensor) else torch.tensor([0.5]), dim=0),
+    }.items():
+        x, p = st.distribute_tensor(whole, mesh, [st.Shard(0)]).requires_grad_(), whole.clone().requires_grad_()
+        y, want = f(x), f(p)
+        assert y.shape == want.shape and (inside or not y.to_local().numel()), name
+        if inside:
+            torch.testing.assert_close(y.to_local().detach(), want.detach())
+        if want.is_floating_point():
+            y.sum().backward()
+            want.sum().backward()
+            assert x.grad.shape == p.grad.shape, name
+            if inside:
+                torch.testing.assert_close(x.grad.full_tensor(), p.grad)
+    x = st.distribute_tensor(whole, mesh, [st.Shard(0)])
+    assert torch.equal(x, x) is True and torch.equal(x, x * 2) is (not inside)
+    assert x.is_same_size(x) and not x.is_same_size(x[1:])
+
+
+def test_beside_the_mesh(pools):
+    pools(3).run(f"{__name__}:beside_the_mesh")
+
+
+def pooled_images():
+    """A pool of whole images by mean gives them channels_last strides in place."""
+    import shardtensor as st
+
+    whole = torch.randn(4, 6, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    for at in ("R", "S(0)", "S(1)", "S(2)", "P"):
+        x, p = place(whole, mesh_here(), (at,), UNEVEN).to(memory_format=torch.channels_last).requires_grad_(), whole.clone().requires_grad_()
+        y, want = torch.nn.AdaptiveAvgPool2d(1)(x), torch.nn.AdaptiveAvgPool2d(1)(p)
+        assert y.stride() == want.stride(), (at, y.stride(), want.stride())
+        compare(y.detach(), want.detach(), 1e-9, at)
+        (y * y).sum().backward()
+        (want * want).sum().backward()
+        compare(x.grad, p.grad, 1e-9, at)
+    with pytest.raises(NotImplementedError, match="another memory or shape in place"):
+        place(torch.ones(4, 2), mesh_here(), ("S(0)",), EVEN).as_strided_((2, 4), (4, 1))
+    assert isinstance(y, st.ShardTensor)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pooled_images(pools, world):
+    pools(world).run(f"{__name__}:pooled_images")
+
+
+def tangents():
+    """Forward mode where one operand has a tangent and another has none."""
+    from torch.nn import functional as F
+
+    g = torch.Generator().manual_seed(1)
+    x, w, b = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((5, 3), (4, 3), (4,)))
+    functions = {
+        "linear": F.linear,
+        "matmul": lambda x, w, b: x @ w.t() * 2,
+        "addmm": lambda x, w, b: torch.addmm(b, x, w.t()),
+        "cat": lambda x, w, b: torch.cat([x, w]).exp(),
+        "add": lambda x, w, b: F.linear(x, w) + b,
+        "div": lambda x, w, b: F.linear(x, w) / b,
+        "layer_norm": lambda x, w, b: F.layer_norm(F.linear(x, w), (4,), b, b),
+    }
+    layouts = [("S(0)", "R", "R"), ("R", "S(0)", "S(0)"), ("S(1)", "S(1)", "R"), ("P", "S(0)", "P")]
+    for name, f in functions.items():
+        for which in range(3):
+            if name in ("matmul", "cat") and which == 2:
+                continue
+
+            def of_one(v, values, f=f, which=which):
+                return f(*values[:which], v, *values[which + 1 :])
+
+            plain = [x, w, b]
+            tangent = torch.ones_like(plain[which]) * 0.5
+            out, want = torch.func.jvp(lambda v, of_one=of_one, plain=plain: of_one(v, plain), (plain[which],), (tangent,))
+            for layout in layouts:
+                ours = [place(t, mesh_here(), (at,), UNEVEN) for t, at in zip(plain, layout, strict=True)]
+                for at in ("R", layout[which]):
+                    t = place(tangent, mesh_here(), (at,), UNEVEN)
+                    got = torch.func.jvp(lambda v, of_one=of_one, ours=ours: of_one(v, ours), (ours[which],), (t,))
+                    compare(got[0], out, 1e-9, f"{name} {which} {layout}")
+                    compare(got[1], want, 1e-9, f"tangent of {name} {which} {layout} {at}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tangents_of_one_operand(pools, world):
+    pools(world).run(f"{__name__}:tangents")
+
+
+class Wrapped(torch.Tensor):
+    """As an all-gather extension makes them: the values lie in another tensor, and what an op returns is wrapped anew."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = torch.utils._pytree.tree_map(lambda a: a.inner if isinstance(a, cls) else a, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return torch.utils._pytree.tree_map(lambda a: cls(a) if isinstance(a, torch.Tensor) else a, out)
+
+
+def pieces_of_a_class():
+    import shardtensor as st
+
+    mesh, n, me = mesh_here(), mesh_here().size(), mesh_here().get_local_rank()
+    plain = lambda t: t.to_local().detach().inner if isinstance(t.to_local(), Wrapped) else t.to_local()  # noqa: E731
+
+    def made(wrap):
+        return torch.nn.Parameter(st.ShardTensor.from_local(wrap(torch.ones(3, 4)), mesh, [st.Shard(0)]))
+
+    for f in (
+        lambda p: torch.nn.init.normal_(p),
+        lambda p: torch.nn.init.uniform_(p),
+        lambda p: torch.nn.init.kaiming_uniform_(p),
+        lambda p: torch.nn.functional.dropout(p, 0.5),
+    ):
+        torch.manual_seed(3)
+        want = f(made(lambda t: t))
+        torch.manual_seed(3)
+        assert torch.equal(plain(f(made(Wrapped))), plain(want))
+    for foreach in (True, False):
+        p = made(Wrapped)
+        with torch.no_grad():
+            p.mul_(2)
+            p.detach()[:, 1:].add_(1)
+        (p * (me + 1)).backward(torch.ones_like(p.detach()))
+        torch.optim.SGD([p], lr=1.0, foreach=foreach).step()
+        want = torch.full((3, 4), 3.0)
+        want[:, 0] = 2.0
+        assert torch.equal(plain(p), want - (me + 1)), plain(p)
+    assert n
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pieces_of_a_class(pools, world):
+    pools(world).run(f"{__name__}:pieces_of_a_class")
+
+
+def who_records():
+    import shardtensor as st
+    from shardtensor import _C
+
+    mesh, me = mesh_here(), mesh_here().get_local_rank()
+    local = torch.ones(2, 2, requires_grad=me == 1)
+    with pytest.raises(ValueError, match="requires grad on rank 1 and not on rank 0"):
+        st.ShardTensor.from_local(local, mesh, [st.Shard(0)], run_check=True)
+    with torch.no_grad():
+        st.ShardTensor.from_local(local, mesh, [st.Shard(0)], run_check=True)
+    x = place(torch.ones(5, 2), mesh, ("S(0)",), UNEVEN)
+    _C.reset_comm_counts()
+    assert torch.ones(5, 2).is_same_size(x) and x.is_same_size(torch.ones(5, 2)) and not x.is_same_size(x.t())
+    assert not _C.comm_counts()
+
+
+def test_ranks_that_disagree_on_gradients(pools):
+    pools(2).run(f"{__name__}:who_records")
+
+
+def signs_of_norms():
+    """No value below 0 becomes a norm's summand, on whichever rank it is."""
+    from shardtensor import _C
+    from shardtensor.tensor._layout import make_layout
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    to = make_layout(mesh_here(), [_NormPartial(norm_type=2)], 1, who="test")
+    for at in ("S(0)", "R"):
+        x = place(torch.tensor([3.0, 1.0, 2.0, -1.0]), mesh_here(), (at,), UNEVEN)
+        with pytest.raises(RuntimeError, match="negative value cannot be kept"):
+            _C.redistribute(x, to, None, None, False)
+        compare(_C.redistribute(x.abs(), to, None, None, False), torch.tensor([3.0, 1.0, 2.0, 1.0]), 1e-6, at)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_signs_of_norms(pools, world):
+    pools(world).run(f"{__name__}:signs_of_norms")
+
+
+def padded_sequences():
+    from torch.nn.utils.rnn import pad_sequence
+
+    plain = [torch.randn(n, 3) for n in (4, 6, 5)]
+    for at in ("S(0)", "S(1)", "R", "P"):
+        ours = [place(t, mesh_here(), (at,), UNEVEN).requires_grad_() for t in plain]
+        theirs = [t.clone().requires_grad_() for t in plain]
+        for options in ({}, {"batch_first": True, "padding_value": 2.0}, {"padding_side": "left"}):
+            got, want = pad_sequence(ours, **options), pad_sequence(theirs, **options)
+            compare(got.detach(), want.detach(), 1e-6, f"{at} {options}")
+            seed = torch.randn(want.shape)
+            grads = torch.autograd.grad(got, ours, place(seed, mesh_here(), ("R",), EVEN))
+            compare(list(grads), list(torch.autograd.grad(want, theirs, seed)), 1e-6, f"{at} {options}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_padded_sequences(pools, world):
+    pools(world).run(f"{__name__}:padded_sequences")

@@ -140,7 +140,32 @@ def split_halves(y):
     b.fill_(1)
 
 
+def row_of_row(y):
+    row = y[1]
+    row[2].mul_(3)  # on a mesh of two dims, a copy of a copy
+    row[:2].add_(1)
+    y[-1] += row
+
+
+def flat(y):
+    y.view(-1)[::7] = 0
+    y.flatten()[3] = 5
+    y.view(-1, 2)[2:4, 1].mul_(3)
+
+
 WRITES = [
+    case("write_row", written(lambda y: y[-2].mul_(2)), (5, 4), partial=False),
+    case("write_column", written(lambda y: y[:, 1].zero_()), (5, 4), partial=False),
+    case("write_row_add", written(lambda y, v: y[0].add_(v)), (5, 4), (4,), partial=False, limit=40),
+    case("write_row_plus_is", written(lambda y, v: y.__setitem__(0, y[0].__iadd__(v))), (5, 4), (4,), partial=False, limit=40),
+    case("write_select_copy", written(lambda y, v: y.select(1, 2).copy_(v)), (5, 4), (5,), partial=False, limit=40),
+    case("write_row_of_row", written(row_of_row), (5, 4), partial=False),
+    case("write_row_sigmoid", written(lambda y: y[2].sigmoid_()), (5, 4), partial=False),
+    case("write_row_of_transposed", written(lambda y: y.transpose(0, 2)[1].mul_(2)), (2, 3, 4), partial=False, limit=40),
+    case("write_flat_any", written(flat), (5, 4), partial=False),
+    case("fill_diagonal", written(lambda y: y.fill_diagonal_(5)), (5, 4), partial=False),
+    case("fill_diagonal_wrap", written(lambda y: y.fill_diagonal_(5, wrap=True)), (9, 3), partial=False),
+    case("fill_diagonal_cube", written(lambda y: y.fill_diagonal_(5)), (3, 3, 3), partial=False, limit=40),
     case("write_slices", written(slices), (5, 4), partial=False, only=["R", "S(0)"]),
     case("write_slices_any", written(lambda y: y[1:3].mul_(2)), (5, 4), partial=False),
     case("write_columns", written(lambda y: y[:, 1:3].add_(1)), (5, 4), partial=False),
@@ -161,31 +186,50 @@ WRITES = [
 CASES += WRITES
 
 
-def refused() -> list[str]:
+def refused() -> None:
     from oracle import EVEN, mesh_of, place
 
     x = place(torch.randn(4, 4), mesh_of((2,)), ("S(0)",), EVEN)
-    raised = []
-    for name, write in {
-        "select": lambda: x[3].add_(1),
-        "detached": lambda: x[3].detach().add_(1),
-        "data": lambda: x.data[3].data.add_(1),
-        "reshaped": lambda: x[3].unsqueeze_(0).add_(1),
-        "list": lambda: torch._foreach_mul_([x[3]], 2.0),
-        "unbind": lambda: torch.no_grad()(lambda: x.unbind()[1].add_(1))(),
-        "moved": lambda: x.as_strided((3, 3), (5, 1)).fill_(0),
-    }.items():
-        try:
-            write()
-        except RuntimeError as error:
-            assert "comes from a view that had to move data" in str(error), error
-            raised.append(name)
-    return raised
+    with torch.no_grad(), pytest.raises(RuntimeError, match="comes from a view that had to move data"):
+        x.unbind()[1].add_(1)
 
 
-def test_a_view_that_moved_data_is_not_written(pools):
-    for raised in pools(2).run(f"{__name__}:refused"):
-        assert raised == ["select", "detached", "data", "reshaped", "list", "unbind", "moved"]
+def test_rows_of_unbind_are_not_written(pools):
+    pools(2).run(f"{__name__}:refused")
+
+
+PUT_BACK = {
+    "select": lambda x: x[3].add_(1),
+    "detached": lambda x: x[3].detach().add_(1),
+    "data": lambda x: x.data[3].data.add_(1),
+    "reshaped": lambda x: x[3].unsqueeze_(0).add_(1),
+    "list": lambda x: torch._foreach_mul_([x[3], x[1]], 2.0),
+    "out": lambda x: torch.mul(x[2], 2, out=x[3]),
+    "moved": lambda x: x.as_strided((3, 3), (5, 1)).fill_(0),
+    "two_views": lambda x: (lambda row: (row[:2].mul_(2), row[1:].add_(1)))(x[2]),
+    "noise": lambda x: x[1].bernoulli_(1.0),
+}
+
+
+def put_back(name: str) -> None:
+    """What is written to a view that had to move data is in the base, on all ranks, and in the view."""
+    from oracle import EVEN, UNEVEN, compare, mesh_of, place
+
+    whole = torch.randn(4, 4)
+    for at in ("S(0)", "S(1)", "R", "P"):
+        for cut in (EVEN, UNEVEN):
+            x, want = place(whole, mesh_of((2,)), (at,), cut), whole.clone()
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    x, want = x.clone(), want.clone()
+                    PUT_BACK[name](x)
+                    PUT_BACK[name](want)
+                    compare(x, want, 1e-6, f"{name} {at} {cut}")
+
+
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_a_written_view_that_moved_data_is_put_back(pools, name):
+    pools(2).run(f"{__name__}:put_back", name)
 
 
 OLD = {
@@ -306,7 +350,7 @@ THROUGH_VIEWS = {
 
 
 def through_views(name: str) -> int:
-    """The gradient of what was written through a view, arriving in any layout; how often the write was not refused."""
+    """The gradient of what was written through a view, arriving in any layout; how many pairs of layouts."""
     from oracle import EVEN, UNEVEN, mesh_of, place
 
     write, mesh, done = THROUGH_VIEWS[name], mesh_of((2,)), 0
@@ -320,11 +364,7 @@ def through_views(name: str) -> int:
         for seed_at, seed_cut in options:
             x = place(whole, mesh, (at,), cut).requires_grad_()
             y = x * 1
-            try:
-                write(y)
-            except RuntimeError as error:
-                assert "comes from a view that had to move data" in str(error), error
-                break
+            write(y)
             torch.testing.assert_close(y.detach().full_tensor(), want.detach())
             (grad,) = torch.autograd.grad(y, x, place(seed, mesh, (seed_at,), seed_cut))
             torch.testing.assert_close(grad.full_tensor(), want_grad)
@@ -334,7 +374,7 @@ def through_views(name: str) -> int:
 
 @pytest.mark.parametrize("name", THROUGH_VIEWS)
 def test_gradients_through_written_views(pools, name):
-    assert min(pools(2).run(f"{__name__}:through_views", name)) >= 40
+    assert min(pools(2).run(f"{__name__}:through_views", name)) == 64
 
 
 def gradients() -> None:

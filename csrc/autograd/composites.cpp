@@ -2,7 +2,9 @@
 // out what matters here (embedding): these kernels register themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
 #include "comm/values.h"
+#include "dispatch/handler.h"
 #include "dispatch/plain.h"
+#include "dispatch/typed.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -38,10 +40,6 @@ template <typename Op, typename... Args>
 at::Tensor call_below(c10::DispatchKeySet keys, const Args&... args) {
   at::AutoDispatchBelowADInplaceOrView guard;
   return Op::redispatch(keys & c10::after_autograd_keyset, args...);
-}
-
-bool has_tangent(const at::Tensor& t) {
-  return t.defined() && t._fw_grad(/*level=*/0).defined();
 }
 
 at::Tensor sum_rows(const at::Tensor& grad) {
@@ -290,6 +288,35 @@ at::Tensor to_copy(
       torchs_autograd(keys), self, dtype, layout, device, pin_memory, non_blocking, memory_format);
 }
 
+// torch lets tensors without elements and of one dim be anywhere in the list. Their gradients would be plain tensors: as views of
+// the others' shape they get ShardTensors.
+at::Tensor cat(c10::DispatchKeySet keys, const at::ITensorListRef& tensors, int64_t dim) {
+  static const auto& op = installed_op("aten::cat");
+  static const auto recorder = *typed_record(op);
+  const auto call = [&](const at::ITensorListRef& list) {
+    return recorder.call<at::Tensor, const at::ITensorListRef&, int64_t>(op.handle, keys, list, dim);
+  };
+  const auto is_odd = [](const at::Tensor& t) {
+    return t.dim() == 1 && t.sym_sizes()[0] == 0 && t.requires_grad() && as_shard_tensor(t);
+  };
+  const at::Tensor* shaped = nullptr;
+  bool odd = false;
+  for (const auto& t : tensors) {
+    odd |= is_odd(t);
+    shaped = t.dim() > 1 ? &t : shaped;
+  }
+  if (C10_LIKELY(!odd || !shaped)) {
+    return call(tensors);
+  }
+  auto sizes = shaped->sym_sizes().vec();
+  sizes[at::maybe_wrap_dim(dim, shaped->dim())] = 0;
+  std::vector<at::Tensor> list;
+  for (const auto& t : tensors) {
+    list.push_back(is_odd(t) ? t.view_symint(sizes) : t);
+  }
+  return call(list);
+}
+
 at::Tensor max_pool1d(
     const at::Tensor& x,
     at::IntArrayRef kernel_size,
@@ -354,6 +381,51 @@ at::Tensor attention(
       query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
+// torch's own writes through a stride that no cut tensor has.
+at::Tensor& fill_diagonal_(at::Tensor& self, const at::Scalar& value, bool wrap) {
+  TORCH_CHECK(self.dim() >= 2, "dimensions must larger than 1");
+  const auto rows = self.size(0), columns = self.size(1);
+  if (self.dim() > 2) {
+    const auto sizes = self.sizes();
+    TORCH_CHECK(
+        std::all_of(sizes.begin(), sizes.end(), [&](int64_t n) { return n == rows; }),
+        "all dimensions of input must be of equal length");
+  }
+  if (wrap && self.dim() == 2 && columns > 0) {
+    for (int64_t first = 0; first < rows; first += columns + 1) { // a row between two diagonals is left out
+      self.narrow(0, first, std::min(columns, rows - first)).diagonal().fill_(value);
+    }
+    return self;
+  }
+  auto diagonal = self.diagonal();
+  while (diagonal.dim() > 1) {
+    diagonal = diagonal.diagonal();
+  }
+  diagonal.fill_(value);
+  return self;
+}
+
+// torch's own writes them into a plain tensor.
+at::Tensor pad_sequence(at::TensorList sequences, bool batch_first, double value, c10::string_view side) {
+  TORCH_CHECK(!sequences.empty(), "received an empty list of sequences");
+  TORCH_CHECK(side == "left" || side == "right", "Expected padding_side to be one of left or right, but got ", side, ".");
+  const auto rest = sequences[0].sizes().slice(1);
+  int64_t longest = 0;
+  for (const auto& s : sequences) {
+    TORCH_CHECK(
+        s.dim() > 0 && s.sizes().slice(1) == rest, "pad_sequence: all sequences need the trailing sizes ", rest,
+        ", but one has sizes ", s.sizes());
+    longest = std::max(longest, s.size(0));
+  }
+  std::vector<at::Tensor> padded;
+  for (const auto& s : sequences) {
+    std::vector<int64_t> pad(2 * s.dim(), 0); // the last dim first
+    pad[pad.size() - (side == "left" ? 2 : 1)] = longest - s.size(0);
+    padded.push_back(at::constant_pad_nd(s, pad, value));
+  }
+  return at::stack(padded, batch_first ? 0 : 1);
+}
+
 // The ranks, counted from 0, at which sorted rows have their quantiles. NaN comes last in a row: it is what a row's quantiles
 // are where one is there, or it is not counted.
 at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan) {
@@ -373,9 +445,11 @@ at::Tensor quantiles(
   TORCH_CHECK(q.dim() <= 1, name, "() q must be a scalar or 1D tensor");
   TORCH_CHECK(c10::isFloatingType(self.scalar_type()), name, "() input tensor must be either float or double dtype");
   TORCH_CHECK(self.scalar_type() == q.scalar_type(), name, "() q tensor must be same dtype as the input tensor");
+  const auto& ours = shard_tensor(q, name);
   TORCH_CHECK(
-      !q.device().is_cpu() || is_traced(shard_tensor(q, name).local()) || q.ge(0).logical_and(q.le(1)).all().item<bool>(), name,
-      "() q values must be in the range [0, 1]");
+      !q.device().is_cpu() || is_traced(ours.local()) || !ours.layout().mesh().has_me() ||
+          q.ge(0).logical_and(q.le(1)).all().item<bool>(),
+      name, "() q values must be in the range [0, 1]");
   const auto along = dim ? at::maybe_wrap_dim(*dim, self.dim()) : 0;
   const auto rows = !dim || self.dim() == 0 ? self.reshape({-1}) : self.movedim(along, -1);
   const auto sorted = std::get<0>(rows.sort(/*dim=*/-1));
@@ -460,8 +534,10 @@ void take_composites(torch::Library& m) {
   }
   m.impl("_scaled_dot_product_attention_math", attention_math);
   m.impl("scaled_dot_product_attention", attention);
+  m.impl("fill_diagonal_", fill_diagonal_);
   m.impl("nanquantile", quantile<true>);
   m.impl("nanquantile.scalar", quantile_number<true>);
+  m.impl("pad_sequence", pad_sequence);
   m.impl("quantile", quantile<false>);
   m.impl("quantile.scalar", quantile_number<false>);
   m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
@@ -477,6 +553,7 @@ void take_chunked(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("_to_copy", to_copy);
+  m.impl("cat", cat);
   m.impl("embedding", embedding);
   m.impl("linear", linear);
   m.impl("matmul", matmul);

@@ -73,6 +73,16 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   return out;
 }
 
+// A gradient of what came from a tensor of layout `from` and of `dtype`.
+at::Tensor moved_back(
+    const at::Tensor& grad,
+    const LayoutPtr& from,
+    std::optional<at::ScalarType> backward_dtype,
+    at::ScalarType dtype,
+    bool async) {
+  return as_dtype(redistribute(as_dtype(grad, backward_dtype), from, {}, {}, async), dtype);
+}
+
 struct Redistribute : torch::autograd::Function<Redistribute> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue to, c10::IValue dtypes, bool async) {
     const auto& self = shard_tensor(t, "redistribute");
@@ -94,9 +104,11 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
       return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
     }
     const auto& backward_dtype = ctx->saved_data["backward_dtype"];
-    auto grad = as_dtype(grads[0], backward_dtype.isNone() ? std::nullopt : std::optional(backward_dtype.toScalarType()));
-    grad = redistribute(grad, held(ctx->saved_data["from"]), {}, {}, ctx->saved_data["async"].toBool());
-    return {as_dtype(grad, ctx->saved_data["dtype"].toScalarType()), at::Tensor(), at::Tensor(), at::Tensor()};
+    const auto grad = moved_back(
+        grads[0], held(ctx->saved_data["from"]),
+        backward_dtype.isNone() ? std::nullopt : std::optional(backward_dtype.toScalarType()),
+        ctx->saved_data["dtype"].toScalarType(), ctx->saved_data["async"].toBool());
+    return {grad, at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -120,6 +132,48 @@ void tell_of_gradient(const at::Tensor& grad, const Layout& want) {
   }
 }
 
+// How many ranks' summands an element is the average of.
+int64_t averaged(const Layout& layout) {
+  int64_t n = 1;
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    const auto& p = layout.placement(m);
+    n *= p.is_partial() && p.reduce == ReduceOp::Avg ? layout.mesh().size(m) : 1;
+  }
+  return n;
+}
+
+// The first mesh dim whose summands are extremes, factors or norms, or -1: the gradient of one depends on the others.
+int64_t entangled(const Layout& layout) {
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    const auto& p = layout.placement(m);
+    if (p.is_partial() && p.reduce != ReduceOp::Sum && p.reduce != ReduceOp::Avg) {
+      return m;
+    }
+  }
+  return -1;
+}
+
+// Those of mesh dim `m` are what a reduction leaves of a tensor that has a dim for the ranks: torch knows its gradient.
+at::Tensor reduced_over_ranks(const at::Tensor& local, const LayoutPtr& layout, c10::SymIntArrayRef sizes, int64_t m) {
+  auto placements = layout->placements();
+  for (auto& p : placements) {
+    p.dim = static_cast<int16_t>(p.is_shard() ? p.dim + 1 : p.dim);
+  }
+  const auto summand = std::exchange(placements[m], Placement::shard(0));
+  auto all_sizes = sizes.vec();
+  all_sizes.insert(all_sizes.begin(), layout->mesh().size(m));
+  const auto all = from_local(
+      local.unsqueeze(0), Layout::make(layout->mesh_ptr(), std::move(placements), layout->cuts()), all_sizes,
+      sym_strides_like(all_sizes, at::Tensor()));
+  static constexpr int64_t kRanks = 0; // their dim
+  const auto out = summand.reduce == ReduceOp::Max   ? at::amax(all, kRanks)
+                   : summand.reduce == ReduceOp::Min ? at::amin(all, kRanks)
+                   : summand.reduce == ReduceOp::Product
+                       ? at::prod(all, kRanks)
+                       : at::linalg_vector_norm(all, summand.norm_order, c10::IntArrayRef(kRanks));
+  return shard_tensor(out, "from_local").layout_ptr() == layout ? out : redistribute(out, layout);
+}
+
 struct FromLocal : torch::autograd::Function<FromLocal> {
   static at::Tensor forward(
       AutogradContext* ctx,
@@ -129,8 +183,11 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       SymSizes strides,
       c10::IValue grad_layout) {
     ctx->set_materialize_grads(false);
-    ctx->saved_data["grad_layout"] = grad_layout;
-    return made(local, held(layout), sizes, strides);
+    const auto& have = held(layout);
+    const bool told = !grad_layout.isNone();
+    ctx->saved_data["grad_layout"] = told ? grad_layout : hold(without_partial(have));
+    ctx->saved_data["averaged"] = told ? 1 : averaged(*have);
+    return made(local, have, sizes, strides);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -139,6 +196,9 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
       const auto& want = held(ctx->saved_data["grad_layout"]);
       tell_of_gradient(grad, *want);
       grad = to_local(redistribute(grad, want));
+      if (const auto n = ctx->saved_data["averaged"].toInt(); n > 1) {
+        grad = grad / n;
+      }
     }
     return {grad, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
@@ -192,10 +252,11 @@ at::Tensor from_local(
   if (!local.requires_grad() || !at::GradMode::is_enabled()) {
     return made(local, layout, sizes, strides);
   }
-  if (!grad_layout) {
-    grad_layout = without_partial(layout);
+  if (const auto m = entangled(*layout); m >= 0 && !grad_layout && layout->mesh().has_me()) {
+    return reduced_over_ranks(local, layout, sizes, m);
   }
-  return FromLocal::apply(local, hold(std::move(layout)), sizes.vec(), strides.vec(), hold(std::move(grad_layout)));
+  auto told = grad_layout ? hold(std::move(grad_layout)) : c10::IValue();
+  return FromLocal::apply(local, hold(std::move(layout)), sizes.vec(), strides.vec(), std::move(told));
 }
 
 at::Tensor from_local(
@@ -227,10 +288,19 @@ at::Tensor redistribute(
     bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   const bool cast = forward_dtype && *forward_dtype != t.scalar_type();
-  if (&self.layout() == layout.get() && !cast && !backward_dtype) {
-    return t;
+  const bool records = t.requires_grad() && at::GradMode::is_enabled();
+  if (&self.layout() == layout.get() && !cast) {
+    if (!records) {
+      return t;
+    }
+    // A view, so that it can be written. The gradient moves all the same: it may come in any layout.
+    auto out = at::alias(t);
+    out.register_hook([from = without_partial(layout), backward_dtype, dtype = t.scalar_type(), async](const at::Tensor& grad) {
+      return grad.defined() ? moved_back(grad, from, backward_dtype, dtype, async) : grad;
+    });
+    return out;
   }
-  if (!t.requires_grad() || !at::GradMode::is_enabled()) {
+  if (!records) {
     return move(as_dtype(t, forward_dtype), layout, async);
   }
   c10::List<c10::IValue> dtypes(c10::AnyType::get());

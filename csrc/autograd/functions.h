@@ -9,7 +9,8 @@
 
 namespace shardtensor {
 
-// The gradient arrives in `grad_layout` (default: `layout`, with Replicate for Partial) and is handed back as a local tensor.
+// The gradient arrives in `grad_layout` and is handed back as a local tensor. Default: `layout`, with Replicate for Partial, and
+// what is handed back is the derivative by the summand (an average's is one nth).
 at::Tensor from_local(
     const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout = {});
 at::Tensor from_local(

@@ -1,6 +1,7 @@
 #include "autograd/gathered.h"
 
 #include "autograd/functions.h"
+#include "dispatch/outputs.h"
 #include "dispatch/plain.h"
 #include "redistribute/watch.h"
 
@@ -32,12 +33,36 @@ c10::IValue gathered(const c10::IValue& value) {
   return value;
 }
 
+// A rank that the mesh does not hold has nothing of the results; the graph goes on through it, as everywhere.
+void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const LayoutPtr& layout) {
+  auto results = on_meta(op, stack, base, refs);
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+    op.handle.callBoxed(&results);
+  }
+  at::Tensor nothing;
+  for (const auto& r : refs) {
+    if (!nothing.defined() || r.tensor->requires_grad()) {
+      const auto one = whole(*r.tensor).flatten().narrow(0, 0, 0);
+      nothing = nothing.defined() ? nothing.add(one) : one;
+    }
+  }
+  stack.resize(base);
+  for (const auto& value : results) {
+    const auto& t = value.toTensor();
+    stack.emplace_back(t.defined() ? from_local(nothing.to(t.scalar_type()), layout, t.sizes(), t.strides()) : t);
+  }
+}
+
 void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
   const auto refs = collect(op, stack, base);
   check_plain(op, refs);
   const auto layout = find_solution(op, stack, base, refs)->replicated;
+  if (!layout->mesh().has_me()) {
+    return stand_aside(op, stack, base, refs, layout);
+  }
   tell_of_gathers(op, refs, *layout);
   for (size_t i = base; i < stack.size(); ++i) {
     stack[i] = gathered(stack[i]);

@@ -28,6 +28,11 @@ inline bool is_traced(const at::Tensor& t) {
   return t.key_set().has(c10::DispatchKey::Functionalize) || is_recording() || is_fake(t);
 }
 
+// Whether `t` is a Python subclass whose values lie in other tensors: nothing but its class's ops comes to them.
+inline bool is_wrapper(const at::Tensor& t) {
+  return t.key_set().has(c10::DispatchKey::Python) && !is_traced(t) && !t.is_meta() && !(t.has_storage() && t.storage().data());
+}
+
 // Raises for a tensor of a graph where `what` decides by values.
 inline void need_values(const at::Tensor& t, const char* what) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -51,8 +56,7 @@ inline bool has_values(const at::Tensor& t) {
     return false;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
-      t.numel() == 0 || (t.has_storage() && t.storage().data()), "shardtensor: the local tensor, of ", t.dtype(), " and sizes ",
-      t.sizes(),
+      t.numel() == 0 || !is_wrapper(t), "shardtensor: the local tensor, of ", t.dtype(), " and sizes ", t.sizes(),
       ", is a Python subclass without memory of its own, which cannot move between ranks; ops that need no other "
       "layout run on it, and to_local() gives it back");
   return true;

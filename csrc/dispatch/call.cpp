@@ -5,6 +5,7 @@
 #include "dispatch/errors.h"
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
+#include "dispatch/put_back.h"
 #include "dispatch/traced.h"
 
 #include <ATen/ATen.h>
@@ -48,7 +49,13 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
 // A rank that the mesh does not hold takes no part: it has empty pieces, in results of the sizes that the others have.
 void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   const auto& mesh = solution.replicated->mesh();
-  for (const auto& value : op.schema().returns()) {
+  const auto& returns = op.schema().returns();
+  if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::BoolType) {
+    stack.resize(base);
+    stack.emplace_back(true); // equal(), of nothing and nothing
+    return;
+  }
+  for (const auto& value : returns) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not of ",
         mesh.str(), " and has no value to return; ask on that mesh's ranks");
@@ -138,14 +145,14 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   } else {
     op.handle.callBoxed(stack_ptr);
   }
-  if (op.mutated) {
-    note_writes(op, refs);
-  }
   if (op.outputs) {
     check_outputs(op, *solution, refs, locals);
   }
   if (!solution->write_back.empty()) {
     carry_back(op, refs, *solution, locals);
+  }
+  if (op.mutated) {
+    note_writes(op, refs);
   }
   if (C10_UNLIKELY(!operands.empty())) {
     keep_operands(op, stack, operands);
@@ -155,7 +162,11 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   size_t nth = 0;
   const auto finish = [&](at::Tensor local) {
     const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
-    return wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
+    auto out = wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
+    if (op.is_view) {
+      remember_base(op, solution, refs[0], locals[0], out);
+    }
+    return out;
   };
   for (size_t i = 0; i < returned; ++i) {
     auto& value = stack[stack.size() - returned + i];

@@ -2,8 +2,10 @@
 
 #include "comm/comm.h"
 #include "comm/values.h"
+#include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <cstring>
 #include <sstream>
@@ -219,6 +221,56 @@ void same_end(const Op& op, const Mesh& mesh, const std::string& error) {
   }
 }
 
+at::Tensor replicated(const at::Tensor& t, const ShardTensorImpl& impl) {
+  const auto layout = Layout::replicated(impl.layout().mesh_ptr());
+  return wrap(
+      redistribute(impl.local(), impl.layout(), *layout, t.sizes()), layout, t.sizes(), c10::contiguous_strides(t.sizes()));
+}
+
+bool holds_summands(const c10::IValue& value) {
+  const auto* impl = value.isTensor() && value.toTensor().defined() ? as_shard_tensor(value.toTensor()) : nullptr;
+  return impl && impl->layout().has_partial();
+}
+
+// Ops look at no values, so they multiply and divide summands as any number. An infinite factor, or a divisor of 0, then leaves
+// NaN where the whole has none. Here the same call is run on whole operands.
+void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IValue> results, const Mesh& mesh) {
+  const comm::Aside aside;
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  bool odd = false;
+  for (const auto& value : results) {
+    odd |= holds_summands(value) && !as_shard_tensor(value.toTensor())->local().isfinite().all().item<bool>();
+  }
+  auto any = numbers(mesh, {odd});
+  max_over_all(any, mesh);
+  if (!any.item<int64_t>()) {
+    return;
+  }
+  for (auto& value : args) {
+    if (holds_summands(value)) {
+      value = replicated(value.toTensor(), *as_shard_tensor(value.toTensor()));
+    }
+  }
+  {
+    const auto before = g_checking.exchange(0);
+    const auto again = c10::make_scope_exit([&] { g_checking = before; });
+    handle(op, &args);
+  }
+  bool lost = false;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (holds_summands(results[i])) {
+      const auto here = [&](const c10::IValue& value) {
+        const auto t = value.toTensor();
+        return as_shard_tensor(replicated(t, *as_shard_tensor(t)))->local().isnan();
+      };
+      lost |= here(results[i]).logical_and(here(args[i]).logical_not()).any().item<bool>();
+    }
+  }
+  TORCH_CHECK(
+      !lost, "shardtensor's checking mode: ", op.name, " makes NaN of summands where the whole has none", call_site(),
+      ": a factor is infinite, or a divisor is 0. Redistribute the operand whose placement is Partial before it.");
+}
+
 } // namespace
 
 void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> run) {
@@ -241,6 +293,10 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
     return run();
   }
   same(text_of(op, *stack, base, refs), *mesh);
+  torch::jit::Stack given;
+  if (!op.mutated && !op.is_view && std::any_of(stack->begin() + static_cast<int64_t>(base), stack->end(), holds_summands)) {
+    given.assign(stack->begin() + static_cast<int64_t>(base), stack->end());
+  }
   std::exception_ptr failed;
   std::string error;
   try {
@@ -271,6 +327,9 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
         result(op.name, t, has_values);
       }
     }
+  }
+  if (!given.empty()) {
+    same_as_whole(op, std::move(given), c10::ArrayRef<c10::IValue>(stack->data() + first, stack->size() - first), *mesh);
   }
 }
 

@@ -128,8 +128,9 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
       t.sizes(), "; pass a ShardTensor there (shardtensor.distribute_tensor)");
   // What autograd has made and handed out has no base that anybody could look at; where there are no elements, none is lost.
   TORCH_CHECK(
-      !impl->broken_view() || t.numel() == 0 || (!impl->watches() && !torch::autograd::get_current_node()), op.name,
-      ": argument '", argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
+      !impl->broken_view() || impl->copied()->put_back || t.numel() == 0 ||
+          (!impl->watches() && !torch::autograd::get_current_node()),
+      op.name, ": argument '", argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
       ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the "
       "base tensor, redistribute it before the view, or clone() the view.");
   // The kernel would find it out too, but not on a rank whose piece is empty.

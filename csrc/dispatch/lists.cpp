@@ -209,7 +209,6 @@ void run_lists(const Op& op, Stack* stack_ptr) {
   put_local(
       stack, base, refs, [&](size_t i) { return locals[i]; }, kept);
   op.handle.callBoxed(stack_ptr);
-  note_writes(op, refs);
   for (const auto& e : elements) {
     for (size_t k = 0; k < e.refs.size(); ++k) {
       const auto& owner = e.refs[k];
@@ -222,6 +221,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
       }
     }
   }
+  note_writes(op, refs);
   if (op.schema().returns().empty()) {
     return;
   }

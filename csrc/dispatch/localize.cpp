@@ -79,7 +79,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
     auto moved =
         C10_UNLIKELY(r.impl && r.impl->traced() && !written && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
-    if (!written && replicates(op) && !is_symbolic(moved)) {
+    if (!written && (replicates(op) || op.is_view) && !is_symbolic(moved)) {
       moved = laid(std::move(moved), r.tensor->strides()); // so that its results lie as they do in torch
     }
     // Written copies are contiguous: some of torch's out= kernels take that for granted.

@@ -4,6 +4,7 @@
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
 
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
@@ -45,6 +46,20 @@ void set_entrance(Entrance entrance) {
   g_entrance = entrance;
 }
 
+namespace {
+
+// In forward mode torch's formulas make zeros for an operand without a tangent. give_tangents() is before them, but not where
+// torch.func has hidden the ShardTensors.
+bool is_missing_tangent(const at::Tensor& t) {
+  if (!torch::autograd::ForwardADLevel::try_get_by_idx(0) || t.requires_grad() || !(t.is_floating_point() || t.is_complex())) {
+    return false;
+  }
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+  return !t.is_meta() && !t.ne(0).any().item<bool>();
+}
+
+} // namespace
+
 void check_plain(const Op& op, const Refs& refs) {
   const bool allowed = op.entry && op.entry->options.plain;
   for (const auto& r : refs) {
@@ -54,6 +69,9 @@ void check_plain(const Op& op, const Refs& refs) {
     const auto mode = t_as_replicated ? Promotion::Replicate : g_promotion.load(std::memory_order_relaxed);
     if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
       continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
+    }
+    if (mode != Promotion::Replicate && is_missing_tangent(*r.tensor)) {
+      continue;
     }
     if (mode == Promotion::Error && r.tensor->dim() == 1 && !is_symbolic(*r.tensor) && r.tensor->numel() == 1 && r.index < 0) {
       TORCH_WARN_ONCE(
@@ -78,20 +96,16 @@ bool wants_entrance(const at::Tensor& t) {
          !t.key_set().has_any(kLevels) && (!t.key_set().has_any(kStandIns) || is_traced(t));
 }
 
-bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
-  const auto enters = [&](const Ref& r) { return wants_entrance(*r.tensor) && !(op.mutated >> r.arg & 1); };
-  const bool among = std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; });
-  if (!among || std::none_of(refs.begin(), refs.end(), enters)) {
-    return false;
-  }
-  check_plain(op, refs);
-  const auto layout = Layout::replicated(mesh_of(op, refs));
-  const auto entered = [&](const Ref& r) { return g_entrance.load()(*r.tensor, layout); };
+namespace {
+
+// Puts what `change` makes of each tensor for which `is` holds in its place.
+template <typename Is, typename Change>
+void replace(torch::jit::Stack& stack, size_t base, const Refs& refs, const Is& is, const Change& change) {
   for (size_t i = 0; i < refs.size();) {
     auto& slot = stack[base + refs[i].arg];
     if (refs[i].index < 0) {
-      if (enters(refs[i])) {
-        slot = entered(refs[i]);
+      if (is(refs[i])) {
+        slot = change(*refs[i].tensor);
       }
       ++i;
       continue;
@@ -100,12 +114,37 @@ bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
     const auto given = slot; // owns what the references point into
     change_list(slot, given, [&](auto& list) {
       for (; i < refs.size() && refs[i].arg == refs[first].arg; ++i) {
-        if (enters(refs[i])) {
-          list.set(static_cast<size_t>(refs[i].index), entered(refs[i]));
+        if (is(refs[i])) {
+          list.set(static_cast<size_t>(refs[i].index), change(*refs[i].tensor));
         }
       }
     });
   }
+}
+
+} // namespace
+
+void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
+  if (std::none_of(refs.begin(), refs.end(), [](const Ref& r) { return has_tangent(*r.tensor); })) {
+    return;
+  }
+  const auto lacks = [&](const Ref& r) {
+    const auto dtype = r.tensor->scalar_type();
+    return (c10::isFloatingType(dtype) || c10::isComplexType(dtype)) && r.tensor->dim() > 0 && !(op.mutated >> r.arg & 1) &&
+           !has_tangent(*r.tensor);
+  };
+  replace(stack, base, refs, lacks, [](const at::Tensor& t) { return at::_make_dual(t, at::zeros_like(t), /*level=*/0); });
+}
+
+bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
+  const auto enters = [&](const Ref& r) { return wants_entrance(*r.tensor) && !(op.mutated >> r.arg & 1); };
+  const bool among = std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; });
+  if (!among || std::none_of(refs.begin(), refs.end(), enters)) {
+    return false;
+  }
+  check_plain(op, refs);
+  const auto layout = Layout::replicated(mesh_of(op, refs));
+  replace(stack, base, refs, enters, [&](const at::Tensor& t) { return g_entrance.load()(t, layout); });
   return true;
 }
 
@@ -118,7 +157,8 @@ void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     op.handle.redispatchBoxed(below, stack);
     return;
   }
-  enter_plain(op, *stack, base, refs);
+  const bool entered = enter_plain(op, *stack, base, refs);
+  give_tangents(op, *stack, base, entered ? collect(op, *stack, base) : refs);
   op.handle.redispatchBoxed(torchs_autograd(keys), stack);
 }
 

@@ -3,6 +3,8 @@
 
 #include "dispatch/call.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 namespace shardtensor {
 
 // What becomes of plain tensors of one dim or more; those of none are replicated.
@@ -29,10 +31,16 @@ class AsReplicated {
 // Refuses or warns of plain tensors, or lets them pass as replicated ones.
 void check_plain(const Op& op, const Refs& refs);
 
+// Forward mode. Most tensors have none, which is told without a lock.
+inline bool has_tangent(const at::Tensor& t) {
+  const auto* meta =
+      static_cast<torch::autograd::AutogradMeta*>(t.defined() ? t.unsafeGetTensorImpl()->autograd_meta() : nullptr);
+  return meta && (meta->fw_grad_ || meta->is_view_) && t._fw_grad(/*level=*/0).defined();
+}
+
 // Whether autograd has anything to record of it.
 inline bool is_tracked(const at::Tensor& t) {
-  return t.unsafeGetTensorImpl()->autograd_meta() &&
-         ((t.requires_grad() && at::GradMode::is_enabled()) || t._fw_grad(/*level=*/0).defined());
+  return (t.requires_grad() && at::GradMode::is_enabled()) || has_tangent(t);
 }
 
 // Whether it is a plain tensor that autograd will want a gradient for, which the ops behind it would make a ShardTensor.
@@ -43,6 +51,9 @@ bool wants_entrance(const at::Tensor& t);
 void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 // The second half alone; false if there are none.
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
+
+// Where one operand has a tangent, all get one: for those without, torch's formula would make zeros that are plain tensors.
+void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // Whether the op needs to come by here: torch has a formula for it, we have none, and it takes several tensors.
 bool has_entrance(const Op& op);

@@ -235,7 +235,8 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
     const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
     const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
-    return check::on() || kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs);
+    return check::on() || kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs) ||
+           (op_.is_view && s.moves);
   }
 
   const Op& op_;
@@ -282,7 +283,7 @@ class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
         return call_.redispatch(below, args...);
       }
     }
-    if (!(any(args, wants_entrance) || ...)) {
+    if (!(any(args, wants_entrance) || ...) && !(any(args, has_tangent) || ...)) {
       return call_.redispatch(torchs_autograd(keys), args...);
     }
     return Boxed<Result, Args...>::call([&](Stack* stack) { record(op_, keys, stack); }, args...);

@@ -88,11 +88,24 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
 }
 
 // Nobody sees the bases of autograd's own views, nor need they be looked after; and what it keeps as a gradient it detaches.
-void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base) {
+void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base, bool copied) {
   const bool autograds = torch::autograd::get_current_node() && !base.watches();
-  if (!autograds || op.name != "aten::detach") {
-    view.set_broken_view(base, !autograds);
+  if (autograds && op.name == "aten::detach") {
+    return;
   }
+  if (copied) {
+    view.set_copied(base, !autograds);
+  } else {
+    view.share_copied(base);
+  }
+}
+
+// Whether a view is one of a copy. Of the piece's class, where that is Python's, only the op can tell: it may wrap what views its
+// memory anew.
+bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTensorImpl& base) {
+  const auto& piece = base.local(true);
+  const bool wrapped = piece.key_set().has(c10::DispatchKey::Python) && !is_traced(piece);
+  return solution.operands[0] || solution.put_back || (!wrapped && !local.is_alias_of(piece));
 }
 
 } // namespace
@@ -100,7 +113,8 @@ void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& bas
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   const auto strides = base.strides();
-  const auto meta = at::empty({0}, base.options().device(at::kMeta).requires_grad(false))
+  const auto room = static_cast<int64_t>(base.storage().nbytes() / base.dtype().itemsize());
+  const auto meta = at::empty({room}, base.options().device(at::kMeta).requires_grad(false))
                         .as_strided(base.sizes(), strides, base.storage_offset());
   Stack call(stack.begin() + static_cast<int64_t>(at), stack.end());
   call[0] = meta;
@@ -122,13 +136,14 @@ at::Tensor wrap_result(
     const SymSizes* given) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
-  // A copy, or a view of what was moved here: writing to it does not reach the base everywhere.
-  const bool moved = base && (base->broken_view() || solution.operands[0] || !local.is_alias_of(base->local(true)));
+  // A copy, or a view of one: writing to it does not reach the base everywhere.
+  const bool copied = base && is_copy(local, solution, *base);
+  const bool moved = copied || (base && base->broken_view());
   const auto& layout = result ? result->layout : solution.replicated;
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
     auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved, given);
     if (moved) {
-      mark_broken(op, *as_shard_tensor(out), *base);
+      mark_broken(op, *as_shard_tensor(out), *base, copied);
     }
     return out;
   }
@@ -142,11 +157,16 @@ at::Tensor wrap_result(
   if (result && layout->is_sharded()) {
     sizes = own_sizes = global_sizes(*result, refs, local);
   }
-  if (base && (!moved || (result && result->geometry && result->geometry->reshaped))) {
+  if (base && (!moved || form || (result && result->geometry))) {
     const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
-    if (!moved) {
-      return wrap(std::move(local), layout, sizes, found.strides, base, found.offset);
+    own_sizes = Sizes(sizes.begin(), sizes.end());
+    auto out = wrap(
+        solution.put_back ? laid(std::move(local), found.strides) : std::move(local), layout, own_sizes, found.strides, base,
+        found.offset, moved);
+    if (moved) {
+      mark_broken(op, *as_shard_tensor(out), *base, copied);
     }
+    return out;
   }
   if (result && !result->strides.empty()) {
     strides = result->strides;
@@ -158,7 +178,7 @@ at::Tensor wrap_result(
   }
   auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
   if (moved) {
-    mark_broken(op, *as_shard_tensor(out), *base);
+    mark_broken(op, *as_shard_tensor(out), *base, copied);
   }
   return out;
 }

@@ -14,7 +14,7 @@ struct Form {
 
 // Whether a view's rule leaves its form to be found on a meta tensor.
 inline bool needs_forms(const Op& op, const rules::Solution& solution, const Refs& refs) {
-  return (op.is_view || op.reshapes_self) && refs[0].impl && !solution.geometry && !solution.operands[0];
+  return (op.is_view || op.reshapes_self) && refs[0].impl && !solution.geometry;
 }
 
 // Its views' forms, by running the op on a meta tensor that lies as the base does: for rules that do not say.

@@ -404,11 +404,15 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
   if (is_traced(target)) {
     return traced::reduce(plain, parts, boxes, op, target);
   }
-  if (numel_of(boxes) == 0 || !has_values(target)) {
+  Plan plan;
+  if (numel_of(boxes) == 0) {
+    auto nothing = at::empty({0}, type);
+    return cpu::reduce(plan.moves, nothing, parts, op, nothing); // refuses a dtype as on the other ranks
+  }
+  if (!has_values(target)) {
     return;
   }
   no_kernel(kName, target);
-  Plan plan;
   make_plan(plan, {"flat", plain, boxes, true}, {"target", target, boxes, false}, false, parts);
   (for_cuda(target) ? cuda::reduce : cpu::reduce)(plan.moves, plain, parts, op, target);
 }

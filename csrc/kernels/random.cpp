@@ -50,8 +50,8 @@ struct Nothing {
 
 void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution) {
   TORCH_INTERNAL_ASSERT(held.numel == local.numel(), "a piece of ", local.numel(), " elements where ", held.numel, " are held");
-  if (!local.is_contiguous()) {
-    auto dense = at::empty_like(local, at::MemoryFormat::Contiguous);
+  if (!local.is_contiguous() || is_wrapper(local)) {
+    auto dense = at::empty(local.sizes(), at::TensorOptions(local.device()).dtype(local.scalar_type()));
     fill(dense, key, held, distribution);
     local.copy_(dense);
     return;

@@ -37,9 +37,9 @@ uint64_t changing(const Layout& from, const Layout& to) {
 }
 
 // Zeros and the like around a piece leave the reduction's value as it is. An average would need the piece scaled up first, which
-// overflows or rounds.
+// overflows or rounds; and whether a piece has negative values, which no norm has, its rank alone would know.
 bool can_pad(const Placement& summand) {
-  return summand.is_partial() && summand.reduce != ReduceOp::Avg;
+  return summand.is_partial() && summand.reduce != ReduceOp::Avg && summand.reduce != ReduceOp::Norm;
 }
 
 double transfer_cost(double lacking) {

@@ -45,7 +45,7 @@ kernels::RandomKey next_key(const Run& run, const at::Tensor& local) {
         "or draw outside of the compiled function");
     return {0, kernels::next_key_in_graph(local, run.mesh())};
   }
-  if (!has_values(local)) {
+  if (!is_wrapper(local) && !has_values(local)) {
     return {};
   }
   return {kernels::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt), {}};

@@ -511,7 +511,7 @@ void register_reductions(Registry& r) {
   Options ordered;
   ordered.takes = kAllNumbers & ~kComplex;
   r.add(family, {"_assert_async", "_assert_async.msg", "_local_scalar_dense"}, replicate);
-  r.add(family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out"}, nullptr, decompose);
+  r.add(family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out", "is_same_size"}, nullptr, decompose);
   r.add(family, {"all", "all.all_out", "all.dim", "all.dims", "all.dims_out", "all.out"}, truth<ReduceOp::Min>);
   r.add(family, {"amax", "amax.out", "max", "max.unary_out"}, extreme_of<ReduceOp::Max>, ordered);
   r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>, ordered);

@@ -57,6 +57,7 @@ class Resolver {
     }
     s->kernel_if = kernel ? nullptr : rule_.kernel_if;
     s->kernel = kernel || rule_.kernel_if ? rule_.kernel : nullptr;
+    s->put_back = kernel ? rule_.put_back : nullptr;
     s->notes = rule_.notes;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       const auto& t = call_.tensors[i];

@@ -45,6 +45,7 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<SizeArg, 1> size_args;
   Kernel kernel = nullptr;
   OfPiece kernel_if = nullptr; // it runs where one of the local tensors is such
+  PutBack put_back = nullptr;  // set where the kernel copies what it was to view
   c10::SmallVector<int64_t, 4> notes;
   bool geometry = false; // every result has one
   // Reads' bits: what the rule has read of the call.

@@ -177,6 +177,9 @@ struct Run {
 };
 using Kernel = void (*)(Run&);
 
+// `view`, the whole of it along the mesh dims that cut what it was taken from, goes into `piece`.
+using PutBack = void (*)(const Solution&, const Run::At& base, const at::Tensor& piece, const at::Tensor& view);
+
 using OfPiece = bool (*)(const at::Tensor& piece);
 // Symbolic sizes are never 0.
 inline bool is_empty(const at::Tensor& piece) {
@@ -199,6 +202,8 @@ struct Rule {
   // The kernel runs on ranks that have such a piece among the local tensors; elsewhere the op does. It must not talk to other
   // ranks.
   OfPiece kernel_if = nullptr;
+  // Of a view whose kernel copies: what is done with the copy when it has been written.
+  PutBack put_back = nullptr;
   // Factors to shard, evenly, where an operand is sharded on what must be whole: exchanging pieces costs less than gathering.
   c10::SmallVector<int64_t, 1> spread;
   // Numbers the rule wants to hand to its kernel.

@@ -520,6 +520,15 @@ void select_kernel(Run& run) {
   run.returns({at::zeros(shape, x.options())});
 }
 
+// Notes: the dim, the index.
+void put_row_back(const Solution& solution, const Run::At& base, const at::Tensor& piece, const at::Tensor& row) {
+  const auto dim = solution.notes[0], index = solution.notes[1];
+  const auto held = mine(*base.layout, dim, base.sizes[dim]);
+  if (index >= held.start && index < held.start + held.length) {
+    piece.select(dim, index - held.start).copy_(row);
+  }
+}
+
 void unbind_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto sizes = run.operands[0].sizes;
@@ -560,10 +569,13 @@ Rule select(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK_INDEX(x.dim() > 0, "select() cannot be applied to a 0-dim tensor.");
   const auto dim = call.dim(1, x.dim());
-  const auto index = call.integer(2);
+  const auto given = call.integer(2);
+  const auto index = given < 0 ? checked_index(given, dim, x.sizes()) : given;
   auto rule = rows(call, dim);
-  add_row(rule, dim, index < 0 ? checked_index(index, dim, x.sizes()) : index);
+  add_row(rule, dim, index);
+  rule.notes.append({dim, index});
   rule.kernel = select_kernel;
+  rule.put_back = put_row_back;
   return rule;
 }
 
@@ -994,6 +1006,27 @@ Rule undone_rule(const TensorArg& x, const Strided& to, const Undone& undone) {
   return rule;
 }
 
+constexpr auto kFrozen = "its pieces cannot be given another memory or shape in place; make a new tensor instead";
+
+// In place: other strides of dims of size 1, for which nothing moves (a pooled image becomes channels_last).
+Rule restrided(const Call& call) {
+  const auto& x = call.tensors[0];
+  const auto sizes = call.ints(1), strides = call.ints(2);
+  bool alike =
+      call.integer(3, x.offset()) == x.offset() && x.sizes() == c10::IntArrayRef(sizes) && strides.size() == sizes.size();
+  for (int64_t d = 0; alike && d < x.dim(); ++d) {
+    alike = x.size(d) <= 1 || x.strides()[d] == strides[d];
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      alike, call.schema.name(), ": cannot be done on a ShardTensor: ", kFrozen, ". (self: ", x.sizes(), " ", x.layout->str(),
+      "; rank ", call.mesh.rank(), ")");
+  auto rule = same(call);
+  rule.results[0].geometry.reset();
+  rule.kernel = unary_kernel<at::alias>;
+  rule.always_kernel = true;
+  return rule;
+}
+
 bool lies_by(const at::Tensor& x, c10::IntArrayRef strides) {
   for (int64_t d = 0; d < x.dim(); ++d) {
     if (x.size(d) > 1 && x.stride(d) != strides[d]) {
@@ -1056,7 +1089,7 @@ Rule as_strided(const Call& call) {
 
 void register_views(Registry& r) {
   Options frozen;
-  frozen.refuse = "its pieces cannot be given another memory or shape in place; make a new tensor instead";
+  frozen.refuse = kFrozen;
   r.add("views", {"_conj", "_neg_view"}, [](const Call& call) {
     auto rule = same(call);
     rule.linear[0].any_reduction = false;
@@ -1065,10 +1098,10 @@ void register_views(Registry& r) {
   r.add("views", {"_reshape_alias", "_reshape_copy", "_unsafe_view", "view", "view_copy"}, view);
   r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same);
   r.add("views", {"as_strided", "as_strided_copy"}, as_strided);
+  r.add("views", {"as_strided_"}, restrided);
   r.add(
       "views",
       {
-          "as_strided_",
           "resize_",
           "resize_as_",
           "set_",

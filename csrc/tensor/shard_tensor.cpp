@@ -273,22 +273,22 @@ void Pending::wait() {
 void ShardTensorImpl::set_local(at::Tensor local) {
   local_ = std::move(local);
   pending_.reset();
-  look_first_ = broken_view_;
+  look_first_ = broken_view();
 }
 
 void ShardTensorImpl::set_pending(c10::intrusive_ptr<Pending> pending) {
   pending_ = std::move(pending);
-  look_first_ = broken_view_ || pending_;
+  look_first_ = copied_ || pending_;
 }
 
 void ShardTensorImpl::look(bool to_view) const {
   if (pending_ && !to_view) {
     pending_->wait();
-    if (!broken_view_) {
+    if (!copied_) {
       look_first_.store(false, std::memory_order_release);
     }
   }
-  if (broken_view_) {
+  if (copied_) {
     check_not_old();
   }
 }
@@ -330,35 +330,38 @@ void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
 }
 
 void ShardTensorImpl::copy_origin(const ShardTensorImpl& other) {
-  broken_view_ = other.broken_view_;
+  copied_ = other.copied_;
   share_pending(other);
-  base_writes_ = other.base_writes_;
-  seen_writes_ = other.seen_writes_;
+  look_first_ = copied_ || pending_;
 }
 
-void ShardTensorImpl::set_broken_view(const ShardTensorImpl& base, bool watch) {
-  if (base.broken_view_) {
-    copy_origin(base);
+void ShardTensorImpl::set_copied(const ShardTensorImpl& base, bool watch) {
+  copied_ = c10::make_intrusive<Copied>();
+  if (base.copied_) {
+    copied_->base_writes = base.copied_->base_writes;
+    copied_->seen = base.copied_->seen.load();
   } else if (watch) {
-    base_writes_ = writes_to(*base.storage().unsafeGetStorageImpl());
-    seen_writes_ = base_writes_->count;
+    copied_->base_writes = writes_to(*base.storage().unsafeGetStorageImpl());
+    copied_->seen = copied_->base_writes->count.load();
   }
-  broken_view_ = true;
   look_first_ = true;
   shared_ = storage();
 }
 
 void ShardTensorImpl::check_not_old() const {
   TORCH_CHECK(
-      !base_writes_ || base_writes_->count == seen_writes_, "a ShardTensor (", sizes_and_strides_.sizes_arrayref(), ", ",
-      layout_->str(), ", rank ", layout_->mesh().rank(),
+      !copied_->base_writes || copied_->base_writes->count == copied_->seen, "a ShardTensor (",
+      sizes_and_strides_.sizes_arrayref(), ", ", layout_->str(), ", rank ", layout_->mesh().rank(),
       ") that comes from a view which had to move data between ranks is read after its base tensor was written. It holds the "
       "old values: take the view again, clone() it before the write, or redistribute the base before the view.");
 }
 
 void ShardTensorImpl::count_write() {
-  if (base_writes_) { // to autograd the base is written: it would look there for the other copies, which are not in it
-    seen_writes_ = ++base_writes_->count;
+  if (copied_ && copied_->put_back) {
+    copied_->put_back();
+  }
+  if (watches()) { // to autograd the base is written: it would look there for the other copies, which are not in it
+    copied_->seen = ++copied_->base_writes->count;
   }
   if (auto* writes = storage().unsafeGetStorageImpl()->data_ptr().get_context()) {
     ++static_cast<Writes*>(writes)->count;

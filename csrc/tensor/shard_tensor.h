@@ -34,6 +34,13 @@ struct Writes final : c10::intrusive_ptr_target {
   static inline std::atomic<int64_t> alive{0}; // nobody looks for writes while it is 0
 };
 
+// The memory of a view that had to move data: a copy, which the views of that view share.
+struct Copied final : c10::intrusive_ptr_target {
+  c10::intrusive_ptr<Writes> base_writes; // null: the base is one that nobody can look at
+  std::atomic<uint32_t> seen{0};          // how many of them the copy has in it
+  std::function<void()> put_back;         // brings what was written here to the base, on all ranks; empty: no write is allowed
+};
+
 // A piece that is on its way: what is left to do before its data is used. Its tensor's views and detached copies share it.
 class Pending final : public c10::intrusive_ptr_target {
  public:
@@ -93,16 +100,26 @@ class ShardTensorImpl final : public c10::TensorImpl {
   bool traced() const {
     return traced_;
   }
-  // A view op that had to move data made this tensor, or one that it is a view of: it does not share memory with its base, so
-  // writing to it is refused. A second reference to its storage keeps autograd from adding gradients up inside it.
+  // A view op that had to move data made this tensor, or one that it is a view of: it does not share memory with its base. What
+  // is written to it is put back, or the write is refused. A second reference to its storage keeps autograd from adding gradients
+  // up inside it.
   bool broken_view() const {
-    return broken_view_;
+    return copied_;
   }
-  // `watch`: reading it raises once the base has been written, for it would show the old values.
-  void set_broken_view(const ShardTensorImpl& base, bool watch);
+  // A view of `base` that shares its memory.
+  void share_copied(const ShardTensorImpl& base) {
+    copy_origin(base);
+    shared_ = storage();
+  }
+  // A view of `base` that does not. `watch`: reading it raises once the base has been written, for it would show the old values.
+  void set_copied(const ShardTensorImpl& base, bool watch);
+  // Null where it shares memory with all that it is a view of.
+  const c10::intrusive_ptr<Copied>& copied() const {
+    return copied_;
+  }
   // Whether a base that may still be seen has other memory.
   bool watches() const {
-    return broken_view_ && base_writes_;
+    return copied_ && copied_->base_writes;
   }
   // The data may still be on its way, as `other`'s.
   void share_pending(const ShardTensorImpl& other) {
@@ -110,9 +127,9 @@ class ShardTensorImpl final : public c10::TensorImpl {
       set_pending(other.pending_);
     }
   }
-  // An op is about to write it.
+  // An op has written it. A copy is put back into its base: all ranks come here.
   void note_write() {
-    if (Writes::alive.load(std::memory_order_relaxed)) {
+    if (Writes::alive.load(std::memory_order_relaxed) || copied_) {
       count_write();
     }
   }
@@ -183,12 +200,10 @@ class ShardTensorImpl final : public c10::TensorImpl {
   mutable std::unique_ptr<InGraph> in_graph_; // no eager tensor has one
   std::unique_ptr<Kept> kept_;
   mutable std::atomic<bool> has_storage_{false};
-  bool broken_view_ = false;
-  mutable std::atomic<bool> look_first_{false}; // broken_view_, or local_ is pending
+  c10::intrusive_ptr<Copied> copied_;
+  mutable std::atomic<bool> look_first_{false}; // copied_, or local_ is pending
   c10::intrusive_ptr<Pending> pending_;         // stays when it is done: another thread may be in it
   c10::Storage shared_;
-  c10::intrusive_ptr<Writes> base_writes_; // of a broken view
-  uint32_t seen_writes_ = 0;
 };
 
 // Null where the tensor is not ours.

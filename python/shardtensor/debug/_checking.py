@@ -27,8 +27,9 @@ def check(full: bool = False) -> Iterator[None]:
 
     Before it, that all ranks run the same call; after it, that each piece has the sizes, the dtype, the device and the order in
     memory that the whole says, and that pieces which are to be the same on several ranks are, bit by bit: 1,024 elements of each,
-    or all with `full`. What is wrong raises on every rank of the mesh and says which ranks say what, and where they were called
-    from. Two or three small collectives per call: for finding a fault, not for training. All ranks enter and leave it together.
+    or all with `full`; and that summands have not become NaN where the whole has none. What is wrong raises on every rank of the
+    mesh and says which ranks say what, and where they were called from. Two or three small collectives per call: for finding a
+    fault, not for training. All ranks enter and leave it together.
     """
     before = _C.checking()
     _C.set_checking(_FULL if full else _SAMPLED)

@@ -116,6 +116,7 @@ class _Told(NamedTuple):
 
     dtype: str
     arguments: int
+    records: int  # whether its gradient will be asked for
     shape: list[int]
 
 
@@ -131,9 +132,10 @@ def _said(placements: Sequence[Placement] | None, shape: Sequence[int] | None, s
 def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_Told]:
     """Row-major over the mesh."""
     digest = zlib.crc32(arguments.encode())
-    values = [_DTYPES.index(str(local.dtype)), digest, local.ndim, *local.shape] + [0] * (_MOST_DIMS - local.ndim)
+    records = local.requires_grad and torch.is_grad_enabled()
+    values = [_DTYPES.index(str(local.dtype)), digest, records, local.ndim, *local.shape] + [0] * (_MOST_DIMS - local.ndim)
     rows = from_everyone(values, mesh, local.device)
-    return [_Told(_DTYPES[row[0]], row[1], row[3 : 3 + row[2]]) for row in rows]
+    return [_Told(_DTYPES[row[0]], row[1], row[2], row[4 : 4 + row[3]]) for row in rows]
 
 
 def check_can_ask(mesh: _C.Mesh, who: str) -> None:
@@ -177,6 +179,12 @@ def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:
             raise ValueError(
                 f"{who}: argument 'local_tensor' has {len(first.shape)} dims on rank {ranks[0]}, "
                 f"{len(other.shape)} on rank {ranks[index]}"
+            )
+        if other.records != first.records:
+            asks, not_ = (ranks[0], ranks[index]) if first.records else (ranks[index], ranks[0])
+            raise ValueError(
+                f"{who}: argument 'local_tensor' requires grad on rank {asks} and not on rank {not_}, which would leave the backward's "
+                "collectives to some ranks"
             )
         if other.arguments != first.arguments:
             raise ValueError(

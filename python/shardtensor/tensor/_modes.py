@@ -44,14 +44,34 @@ _compile.in_graph(_set)
 has_side_effect(_set)  # nobody reads what it returns
 
 
+class _Entered:
+    def __init__(self, before: int) -> None:
+        self.before = before  # what the mode was, and will be once this context and those entered later are left
+
+
+_entered: dict[str, list[_Entered]] = {name: [] for name in _STATE}  # the oldest first
+
+
+def _leave(name: str, context: _Entered) -> None:
+    """One that was entered later may still be in force (a generator's, another thread's): it restores what this one found."""
+    contexts = _entered[name]
+    later = contexts[contexts.index(context) + 1 :]
+    contexts.remove(context)
+    if later:
+        later[0].before = context.before
+    else:
+        _set(name, context.before)
+
+
 @contextmanager
 def _within(name: str, value: int) -> Iterator[None]:
-    before = _read(name)
+    context = _Entered(_read(name))
     _set(name, value)
+    _entered[name].append(context)
     try:
         yield
     finally:
-        _set(name, before)
+        _leave(name, context)
 
 
 def _index(mode: Mode, who: str) -> int:

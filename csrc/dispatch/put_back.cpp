@@ -1,0 +1,79 @@
+#include "dispatch/put_back.h"
+
+#include "dispatch/errors.h"
+#include "redistribute/redistribute.h"
+#include "redistribute/watch.h"
+
+#include <ATen/ATen.h>
+
+namespace shardtensor {
+
+using rules::SolutionPtr;
+
+namespace {
+
+// A piece, and what it is a piece of.
+struct Piece {
+  at::Tensor local;
+  LayoutPtr layout;
+  Sizes sizes;
+};
+
+Piece piece_of(const at::Tensor& t, const ShardTensorImpl& impl) {
+  return {impl.local(true), impl.layout_ptr(), Sizes(t.sizes().begin(), t.sizes().end())};
+}
+
+at::Tensor moved(const Op& op, const Piece& from, const LayoutPtr& to) {
+  if (from.layout == to) {
+    return from.local;
+  }
+  return errors::while_doing(op, [&] {
+    tell_watcher(op.name, op.schema().arguments()[0].name(), kWrittenBack, *from.layout, *to, from.local);
+    return redistribute(from.local, *from.layout, *to, c10::IntArrayRef(from.sizes));
+  });
+}
+
+// Where the base is cut, one rank has what the view shows and the others have zeros: their sum on all of them.
+LayoutPtr whole_where_cut(LayoutPtr view, const Layout& base) {
+  for (int64_t m = 0; m < base.ndim(); ++m) {
+    if (base.placement(m).is_shard() && view->placement(m).is_partial()) {
+      view = view->with(m, Placement::replicate());
+    }
+  }
+  return view;
+}
+
+} // namespace
+
+void remember_base(
+    const Op& op, const SolutionPtr& solution, const Ref& base_ref, const at::Tensor& operand, const at::Tensor& view) {
+  const auto& impl = shard_tensor(view, op.name.c_str());
+  const auto& base = *base_ref.impl;
+  const auto& copied = impl.copied();
+  if (!impl.watches() || copied == base.copied() || is_traced(operand)) {
+    return;
+  }
+  if (!solution->put_back && !(solution->operands[0] && impl.local(true).is_alias_of(operand))) {
+    return;
+  }
+  const auto home = piece_of(*base_ref.tensor, base);
+  const Piece source{operand, solution->operands[0] ? solution->operands[0] : home.layout, home.sizes};
+  copied->put_back = [&op, solution, home, source, copy = piece_of(view, impl), behind = base.copied()] {
+    c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+    if (solution->put_back) {
+      const auto values = moved(op, copy, whole_where_cut(copy.layout, *source.layout));
+      solution->put_back(*solution, {source.layout.get(), source.sizes}, source.local, values);
+    }
+    if (source.layout != home.layout) {
+      at::Tensor(home.local).copy_(moved(op, source, home.layout));
+    }
+    if (behind) {
+      if (behind->put_back) {
+        behind->put_back();
+      }
+      behind->seen = behind->base_writes->count + 1; // this write is about to be counted
+    }
+  };
+}
+
+} // namespace shardtensor

@@ -1,0 +1,12 @@
+// Writes to a view that had to move data: they are put back into its base. Uses call.h, redistribute/.
+#pragma once
+
+#include "dispatch/call.h"
+
+namespace shardtensor {
+
+// `operand`: the piece that the op has viewed, or copied from. Does nothing where `view` shares memory with its base.
+void remember_base(
+    const Op& op, const rules::SolutionPtr& solution, const Ref& base, const at::Tensor& operand, const at::Tensor& view);
+
+} // namespace shardtensor
