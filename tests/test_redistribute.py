@@ -462,7 +462,7 @@ test_scattered_before_it_moves = on_ranks(scattered_before_it_moves)
 
 PADDED = {
     "sum": torch.float64, "product": torch.float32, "min": torch.float64, "max": torch.float32, "band": torch.int32,
-    "bor": torch.uint8, "bxor": torch.int64, "norm": torch.float64,
+    "bor": torch.uint8, "bxor": torch.int64,
 }  # fmt: skip
 
 
@@ -474,7 +474,7 @@ def pieces_become_summands():
     cases = list(PADDED.items())
     cases += [("max", torch.int8), ("min", torch.uint8), ("max", torch.bool), ("band", torch.bool), ("min", torch.bfloat16)]
     for reduce, dtype in cases:
-        low = 0 if dtype in (torch.uint8, torch.bool) or reduce == "norm" else -2
+        low = 0 if dtype in (torch.uint8, torch.bool) else -2
         whole = (torch.arange(20).view(5, 4) % 5 + low).to(dtype)
         for source, target in [
             (layout(row, S0), layout(row, partial(reduce))),
@@ -488,10 +488,12 @@ def pieces_become_summands():
             assert not _C.comm_counts(), (source, target)
             back = _C.redistribute(y, layout(target.mesh, *[R] * len(target.placements)))
             torch.testing.assert_close(back._local_tensor, whole)
-    # An average would have to be scaled up: gathered, which is exact.
+    # An average would have to be scaled up, and of a norm all ranks must know whether a value is negative: gathered.
     whole = torch.linspace(-3, 3, 20).view(5, 4).half()
     y = _C.redistribute(put(whole, layout(row, S0)), layout(row, partial("avg")))
     close(y._local_tensor, whole)
+    back = _C.redistribute(put(whole.abs(), layout(row, S0)), layout(row, partial("norm")))
+    close(_C.redistribute(back, layout(row, R))._local_tensor, whole.abs())
 
 
 test_pieces_become_summands = on_ranks(pieces_become_summands)
@@ -637,7 +639,7 @@ def explained():
     from shardtensor import Replicate, Shard
 
     square, part = device_mesh((2, 2)), device_mesh((2,), [3, 1])
-    x = put(torch.zeros(256, 64), st._layout.make_layout(square, [Shard(0), Shard(1)], 2, who="test"))
+    x = put(torch.zeros(256, 64), st.tensor._layout.make_layout(square, [Shard(0), Shard(1)], 2, who="test"))
     _C.reset_comm_counts()
     said = x.explain([Shard(1), Shard(0)])
     assert not _C.comm_counts()
