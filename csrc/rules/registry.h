@@ -81,17 +81,21 @@ void register_convolution(Registry&);
 void register_copies(Registry&);
 void register_embedding(Registry&);
 void register_gathered(Registry&);
+void register_grids(Registry&);
 void register_indexing(Registry&);
 void register_joins(Registry&);
+void register_linalg(Registry&);
 void register_lists(Registry&);
 void register_losses(Registry&);
 void register_matmul(Registry&);
 void register_normalization(Registry&);
 void register_pointwise(Registry&);
 void register_random(Registry&);
+void register_recurrent(Registry&);
 void register_reductions(Registry&);
 void register_scans(Registry&);
 void register_softmax(Registry&);
+void register_spectral(Registry&);
 void register_views(Registry&);
 
 } // namespace shardtensor::rules
