@@ -3,6 +3,7 @@
 #include "autograd/functions.h"
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
+#include "dispatch/wrap.h"
 #include "redistribute/watch.h"
 
 #include <torch/library.h>
@@ -11,30 +12,50 @@ namespace shardtensor {
 
 namespace {
 
-void tell_of_gathers(const Op& op, const Refs& refs, const Layout& replicated) {
-  for (const auto& r : refs) {
-    if (r.impl && &r.impl->layout() != &replicated) {
-      tell_watcher(op.name, op.schema().arguments()[r.arg].name(), why_moved(op), r.impl->layout(), replicated, *r.tensor);
-    }
-  }
+using rules::Solution;
+
+// True if the op draws random numbers: its ranks would draw different ones, so that it has to be decomposed.
+bool drops_out(const Op& op, const torch::jit::Stack& stack, size_t base) {
+  const auto p = op.schema().argumentIndexWithName("dropout"), train = op.schema().argumentIndexWithName("train");
+  return p && train && stack[base + *p].toDouble() > 0 && stack[base + *train].toBool();
 }
 
-c10::IValue gathered(const c10::IValue& value) {
-  if (value.isTensor() && value.toTensor().defined()) {
-    return whole(value.toTensor());
-  }
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> out;
-    for (const at::Tensor& t : value.toTensorList()) {
-      out.push_back(whole(t));
+// Where a mesh dim cuts the call and not this operand, every rank makes a summand of the operand's gradient.
+LayoutPtr layout_of_gradient(LayoutPtr layout, const Solution& solution) {
+  for (const auto mesh_dims : solution.factor_mesh_dims) {
+    for (int64_t m = 0; m < layout->ndim(); ++m) {
+      if ((mesh_dims >> m & 1) && layout->placement(m).is_replicate()) {
+        layout = layout->with(m, Placement::partial(ReduceOp::Sum));
+      }
     }
-    return out;
   }
-  return value;
+  return layout;
+}
+
+// This rank's piece of an operand in the layout that the solution asks for, connected to the operand in the graph.
+at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const Solution& solution) {
+  const auto& t = *ref.tensor;
+  const auto given = ref.impl ? t : from_local(t, solution.replicated, t.sizes(), t.strides());
+  const auto have = as_shard_tensor(given)->layout_ptr();
+  const auto want = need ? need : have;
+  if (have != want) {
+    tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why_moved(op), *have, *want, given);
+  }
+  return to_local(redistribute(given, want), layout_of_gradient(want, solution));
+}
+
+at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth, const Refs& refs) {
+  if (nth >= solution.results.size()) {
+    return from_local(piece, solution.replicated, piece.sizes(), piece.strides());
+  }
+  const auto& result = solution.results[nth];
+  const auto sizes = global_sizes(result, refs, piece);
+  const auto strides = strides_of(result, refs, sizes);
+  return from_local(laid(piece, strides), result.layout, sizes, strides);
 }
 
 // A rank that the mesh does not hold has nothing of the results; the graph goes on through it, as everywhere.
-void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const LayoutPtr& layout) {
+void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   auto results = on_meta(op, stack, base, refs);
   {
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
@@ -48,8 +69,9 @@ void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
     }
   }
   stack.resize(base);
-  for (const auto& value : results) {
-    const auto& t = value.toTensor();
+  for (size_t n = 0; n < results.size(); ++n) {
+    const auto& t = results[n].toTensor();
+    const auto& layout = n < solution.results.size() ? solution.results[n].layout : solution.replicated;
     stack.emplace_back(t.defined() ? from_local(nothing.to(t.scalar_type()), layout, t.sizes(), t.strides()) : t);
   }
 }
@@ -57,23 +79,40 @@ void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
 void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
+  if (drops_out(op, stack, base)) {
+    return op.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, stack);
+  }
+  const torch::jit::Stack arguments(stack.begin() + static_cast<std::ptrdiff_t>(base), stack.end());
   const auto refs = collect(op, stack, base);
   check_plain(op, refs);
-  const auto layout = find_solution(op, stack, base, refs)->replicated;
-  if (!layout->mesh().has_me()) {
-    return stand_aside(op, stack, base, refs, layout);
+  const auto solution = find_solution(op, stack, base, refs);
+  if (!solution->replicated->mesh().has_me()) {
+    return stand_aside(op, stack, base, refs, *solution);
   }
-  tell_of_gathers(op, refs, *layout);
-  for (size_t i = base; i < stack.size(); ++i) {
-    stack[i] = gathered(stack[i]);
+  check_alike(op, refs, *solution);
+  std::vector<at::Tensor> pieces;
+  for (size_t i = 0; i < refs.size(); ++i) {
+    pieces.push_back(piece_of(op, refs[i], solution->operands[i], *solution));
   }
-  op.handle.callBoxed(stack_ptr);
-  for (size_t i = stack.size() - op.returns_argument.size(); i < stack.size(); ++i) {
-    if (stack[i].isTensor() && stack[i].toTensor().defined()) {
-      const auto t = stack[i].toTensor();
-      stack[i] = from_local(t, layout, t.sizes(), t.strides());
+  torch::jit::Stack call(arguments);
+  for (size_t i = 0; i < refs.size(); ++i) {
+    auto& slot = call[refs[i].arg];
+    if (refs[i].index < 0) {
+      slot = pieces[i];
+    } else {
+      change_list(slot, slot, [&](auto& list) { list.set(refs[i].index, pieces[i]); });
     }
   }
+  op.handle.callBoxed(&call);
+  size_t nth = 0;
+  for (auto& value : call) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = wrapped(value.toTensor(), *solution, nth, refs);
+    }
+    ++nth;
+  }
+  stack.erase(stack.begin() + static_cast<std::ptrdiff_t>(base), stack.end());
+  stack.insert(stack.end(), call.begin(), call.end());
 }
 
 struct Handler final : c10::OperatorKernel {

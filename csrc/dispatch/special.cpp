@@ -54,7 +54,10 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
 
 void handle_specially(const Op& op, Stack* stack) {
   if (op.entry->options.decompose) {
-    op.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    using c10::DispatchKey;
+    const bool usual = op.handle.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+    op.handle.callBoxedForDispatchKey(
+        usual ? DispatchKey::CompositeExplicitAutograd : DispatchKey::CompositeExplicitAutogradNonFunctional, *stack);
   } else if (op.name == "aten::_amp_foreach_non_finite_check_and_unscale_") {
     handle_found_inf(op, stack);
   } else {

@@ -214,7 +214,7 @@ void check_alike_symbols(const Op& op, const at::Tensor& x, Solution::Indexed a,
 
 namespace {
 
-SymSizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+SymSizes sym_global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
   auto sizes = local.sym_sizes().vec();
   for (size_t d = 0; d < result.sizes.size(); ++d) {
     const auto& from = result.sizes[d];
@@ -263,7 +263,7 @@ at::Tensor wrap_symbolic_result(
   if (given) {
     sizes = *given;
   } else if (result && layout->is_sharded()) {
-    sizes = global_sizes(*result, refs, local);
+    sizes = sym_global_sizes(*result, refs, local);
   }
   if (base && !moved) {
     if (form) {

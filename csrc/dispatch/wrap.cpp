@@ -13,8 +13,6 @@ namespace shardtensor {
 using rules::Solution;
 using torch::jit::Stack;
 
-namespace {
-
 Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
   if (result.sizes.empty()) {
     return Sizes(local.sizes().begin(), local.sizes().end());
@@ -30,6 +28,8 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
   }
   return sizes;
 }
+
+namespace {
 
 // The operand it lies like, if that is as large in every dim and contiguous: then sizes and strides are there already.
 const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
@@ -52,13 +52,16 @@ const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, cons
   return &lead;
 }
 
-// A function of what all ranks know: a piece may be a single row, whose strides say nothing.
+} // namespace
+
 Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
   if (result.order) {
     return dense_strides(sizes, *result.order);
   }
   return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
 }
+
+namespace {
 
 Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntArrayRef sizes) {
   Form form{{}, base.storage_offset()};

@@ -20,6 +20,11 @@ inline bool needs_forms(const Op& op, const rules::Solution& solution, const Ref
 // Its views' forms, by running the op on a meta tensor that lies as the base does: for rules that do not say.
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const torch::jit::Stack& stack, size_t at);
 
+// A result's sizes and strides as a whole. They depend only on what all ranks know: a piece may be a single row, whose strides
+// say nothing.
+Sizes global_sizes(const rules::Solution::Result& result, const Refs& refs, const at::Tensor& local);
+Sizes strides_of(const rules::Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes);
+
 // The op's nth result as a ShardTensor.
 at::Tensor wrap_result(
     const Op& op,

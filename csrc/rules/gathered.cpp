@@ -12,12 +12,6 @@ void register_gathered(Registry& r) {
           "ctc_loss.IntList",
           "ctc_loss.Tensor",
           "linalg_householder_product",
-          "linalg_matrix_exp",
-          "linalg_matrix_rank",
-          "linalg_matrix_rank.atol_rtol_float",
-          "linalg_matrix_rank.atol_rtol_tensor",
-          "linalg_matrix_rank.tol_tensor",
-          "ormqr",
       },
       nullptr, gather);
 }

@@ -47,16 +47,20 @@ const Registry& registry() {
     register_copies(*r);
     register_embedding(*r);
     register_gathered(*r);
+    register_grids(*r);
     register_indexing(*r);
     register_joins(*r);
+    register_linalg(*r);
     register_losses(*r);
     register_matmul(*r);
     register_normalization(*r);
     register_pointwise(*r);
     register_random(*r);
+    register_recurrent(*r);
     register_reductions(*r);
     register_scans(*r);
     register_softmax(*r);
+    register_spectral(*r);
     register_views(*r);
     register_lists(*r); // last: it looks up the rules of the others
     return r;

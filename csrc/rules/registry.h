@@ -25,7 +25,8 @@ struct Options {
   bool decompose = false;
   // The op decomposes by itself (CompositeImplicit), but is taken whole here. It needs an autograd kernel in autograd/.
   bool composite = false;
-  // Not a rule: run on gathered inputs, differentiation included; torch's formula for it cannot be followed on ShardTensors.
+  // Differentiated on the local tensors: torch's formula for it cannot be followed on ShardTensors. Without a rule, on gathered
+  // ones.
   bool gather = false;
   // The op's rule uses every operand whole.
   bool whole = false;
@@ -52,7 +53,7 @@ struct Entry {
 
   // Whether the op brings all of its inputs to every rank, whatever their layouts.
   bool gathers() const {
-    return options.gather || options.whole || rule == replicate;
+    return options.whole || rule == replicate || (options.gather && !rule);
   }
 };
 
@@ -82,17 +83,21 @@ void register_convolution(Registry&);
 void register_copies(Registry&);
 void register_embedding(Registry&);
 void register_gathered(Registry&);
+void register_grids(Registry&);
 void register_indexing(Registry&);
 void register_joins(Registry&);
+void register_linalg(Registry&);
 void register_lists(Registry&);
 void register_losses(Registry&);
 void register_matmul(Registry&);
 void register_normalization(Registry&);
 void register_pointwise(Registry&);
 void register_random(Registry&);
+void register_recurrent(Registry&);
 void register_reductions(Registry&);
 void register_scans(Registry&);
 void register_softmax(Registry&);
+void register_spectral(Registry&);
 void register_views(Registry&);
 
 } // namespace shardtensor::rules

@@ -1,0 +1,150 @@
+// Sampling of images and volumes, patches, distances, and a few ops more whose batch may be cut.
+#include "rules/batched.h"
+#include "rules/registry.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace shardtensor::rules {
+
+namespace {
+
+Rule linear(Rule rule, std::initializer_list<int> operands) {
+  rule.linear_in(operands);
+  return rule;
+}
+
+// (grad_output, input, grid): the channels are summed over in the grid's gradient, so they stay whole.
+Rule grid_sampler_2d_backward(const Call& call) {
+  return linear(batched(call, "N...,N...,N...->N...,N..."), {0});
+}
+Rule grid_sampler_3d_backward(const Call& call) {
+  return linear(batched(call, "N....,N....,N....->N....,N...."), {0});
+}
+
+// theta [n, 2, 3] -> [n, h, w, 2], or one dim more; the op is told n, c, h, w.
+void affine_grid_kernel(Run& run) {
+  auto sizes = run.arg(1).toIntVector();
+  sizes[0] = run.arg(0).toTensor().size(0);
+  run.arg(1) = c10::List<int64_t>(sizes);
+  run.call_op();
+}
+
+Rule affine_grid(const Call& call) {
+  const auto sizes = call.ints(1);
+  TORCH_CHECK(
+      !sizes.empty() && call.tensors[0].size(0) == sizes[0], "Expected a batch of ", c10::IntArrayRef(sizes),
+      " affine matrices, got ", call.tensors[0].sizes());
+  auto rule = linear(batched(call, sizes.size() == 4 ? "N..->N..." : "N..->N...."), {0});
+  rule.kernel = affine_grid_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// [n, c, h, w] or [c, h, w], and columns [n, c * k * k, blocks].
+Rule im2col(const Call& call) {
+  return linear(batched(call, call.tensors[0].dim() == 4 ? "N...->N.." : "...->.."), {0});
+}
+Rule col2im(const Call& call) {
+  return linear(batched(call, call.tensors[0].dim() == 3 ? "N..->N..." : "..->..."), {0});
+}
+
+// The product of three operands, spread over dims that each lacks and summed over some.
+Rule trilinear(const Call& call) {
+  Rule rule;
+  const auto has = [](const Sizes& dims, int64_t d) { return std::find(dims.begin(), dims.end(), d) != dims.end(); };
+  const auto summed = call.ints(6);
+  Dims out;
+  const auto ndim = call.tensors[0].dim() + static_cast<int64_t>(call.ints(3).size());
+  for (int64_t d = 0; d < ndim; ++d) {
+    const auto f = has(summed, d) ? rule.reduced(ReduceOp::Sum) : rule.factor();
+    if (!has(summed, d)) {
+      out.emplace_back(f);
+    }
+  }
+  for (int64_t i = 0; i < 3; ++i) {
+    const auto lacking = call.ints(3 + i);
+    Dims dims;
+    for (int64_t d = 0; d < ndim; ++d) {
+      if (!has(lacking, d)) {
+        dims.emplace_back(d);
+      }
+    }
+    rule.operands.emplace_back(std::move(dims));
+  }
+  rule.results.emplace_back(std::move(out));
+  rule.linear_in({0, 1, 2});
+  return rule;
+}
+
+// Elements are looked up one by one, among all test elements.
+Rule isin(const Call& call) {
+  Rule rule;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.emplace_back(rule.factor());
+  }
+  rule.operands.emplace_back(dims);
+  for (size_t i = 1; i < call.tensors.size(); ++i) {
+    rule.operands.emplace_back(Dims(call.tensors[i].dim(), Dim(kNone)));
+  }
+  rule.results.emplace_back(dims);
+  return rule;
+}
+
+Rule channel_shuffle(const Call& call) {
+  Rule rule;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.push_back(d == 1 ? Dim(kNone) : Dim(rule.factor()));
+  }
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(dims);
+  rule.passes_partial();
+  return rule;
+}
+
+// v is cut along the dim that has a norm for each index: g and the norms have that dim, and 1 elsewhere. Backward likewise.
+Rule weight_norm(const Call& call) {
+  Rule rule;
+  const auto ndim = call.tensors[0].dim();
+  const auto dim = call.integer(call.position("dim"));
+  Dims dims(ndim, Dim(kNone));
+  if (dim >= 0 && dim < ndim) {
+    dims[dim] = Dim(rule.factor());
+  }
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(t.dim() == ndim ? dims : Dims(t.dim(), Dim(kNone)));
+  }
+  rule.results = {Result(dims), Result(dims)};
+  return rule;
+}
+
+} // namespace
+
+void register_grids(Registry& r) {
+  Options order;
+  order.asks_order = true;
+  const auto sampling = [](const Call& c) { return linear(batched(c, "NC..,N...->NC.."), {0}); };
+  r.add("sampling", {"_grid_sampler_2d_cpu_fallback", "grid_sampler_2d"}, sampling);
+  r.add("sampling", {"affine_grid_generator"}, affine_grid);
+  r.add("sampling", {"grid_sampler_2d_backward"}, grid_sampler_2d_backward);
+  r.add("sampling", {"grid_sampler_3d"}, [](const Call& c) { return linear(batched(c, "NC...,N....->NC..."), {0}); });
+  r.add("sampling", {"grid_sampler_3d_backward"}, grid_sampler_3d_backward);
+
+  r.add("patches", {"channel_shuffle"}, channel_shuffle);
+  r.add("patches", {"col2im"}, col2im);
+  r.add("patches", {"im2col"}, im2col);
+
+  r.add(
+      "distances", {"_cdist_backward"}, [](const Call& c) { return linear(batched(c, "*R.,*R.,*..,*R.->*R."), {0}); }, order);
+  r.add(
+      "distances", {"_cdist_forward"}, [](const Call& c) { return batched(c, "*R.,*C.->*RC"); }, order);
+
+  r.add("various", {"_trilinear"}, trilinear);
+  r.add("various", {"_weight_norm_interface", "_weight_norm_interface_backward"}, weight_norm);
+  r.add("various", {"isin.Tensor_Scalar", "isin.Tensor_Tensor"}, isin);
+}
+
+} // namespace shardtensor::rules

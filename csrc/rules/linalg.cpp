@@ -1,0 +1,144 @@
+// Linear algebra on batches of matrices: the batch may be cut, and the columns of a right-hand side; matrices stay whole.
+#include "rules/batched.h"
+#include "rules/registry.h"
+
+#include <ATen/ATen.h>
+
+namespace shardtensor::rules {
+
+namespace {
+
+Rule linear(Rule rule, std::initializer_list<int> operands) {
+  rule.linear_in(operands);
+  return rule;
+}
+
+bool flag(const Call& call, const char* name) {
+  return call.flag(call.position(name));
+}
+
+Rule cross(const Call& call) {
+  auto rule = broadcast(call);
+  const auto ndim = static_cast<int64_t>(rule.results[0].dims.size());
+  rule.factors[call.dim(call.position("dim"), ndim)].whole = true; // factor d is dim d
+  return linear(std::move(rule), {0, 1});
+}
+
+Rule eigh(const Call& call) {
+  return batched(call, flag(call, "compute_v") ? "*..->*.,*.." : "*..->*.,0");
+}
+
+Rule svd(const Call& call) {
+  return batched(call, flag(call, "compute_uv") ? "*..->*..,*.,*.." : "*..->0,*.,0");
+}
+
+Rule qr(const Call& call) {
+  return batched(call, call.arg(call.position("mode")).toStringRef() == "r" ? "*..->0,*.." : "*..->*..,*..");
+}
+
+Rule lu(const Call& call) {
+  return batched(call, flag(call, "pivot") ? "*..->*..,*..,*.." : "*..->0,*..,*..");
+}
+
+Rule lu_unpack(const Call& call) {
+  const bool data = flag(call, "unpack_data"), pivots = flag(call, "unpack_pivots");
+  return batched(
+      call, data     ? (pivots ? "*..,*.->*..,*..,*.." : "*..,*.->0,*..,*..")
+            : pivots ? "*..,*.->*..,0,0"
+                     : "*..,*.->0,0,0");
+}
+
+Rule lu_solve(const Call& call) {
+  return linear(batched(call, flag(call, "left") ? "*..,*.,*.K->*.K" : "*..,*.,*K.->*K."), {2});
+}
+
+Rule solve_triangular(const Call& call) {
+  return linear(batched(call, flag(call, "left") ? "*..,*.K->*.K" : "*..,*K.->*K."), {1});
+}
+
+// torch takes B for a batch of vectors where it is as large as A without its last dim. A piece of A may happen to fit a matrix B.
+void solve_matrix_kernel(Run& run) {
+  run.arg(1) = run.arg(1).toTensor().unsqueeze(0);
+  run.call_op();
+}
+
+// Not linear in B: the results that do not depend on B are no summands.
+Rule solve(const Call& call) {
+  const auto a = call.tensors[0].sizes(), b = call.tensors[1].sizes();
+  if (a.empty() || b.size() == 1 || (b.size() + 1 == a.size() && b == a.slice(0, a.size() - 1))) {
+    return batched(call, "*..,*.->*.,^..,^.,^");
+  }
+  auto rule = batched(call, flag(call, "left") ? "*..,*.K->*.K,^..,^.,^" : "*..,*K.->*K.,^..,^.,^");
+  rule.kernel = solve_matrix_kernel;
+  rule.always_kernel = b.size() + 1 == a.size();
+  return rule;
+}
+
+// Which results there are depends on the driver. Two drivers return residuals only where all matrices have full rank: a fact of
+// values, so there the matrices are gathered.
+Rule lstsq(const Call& call) {
+  const auto driver_at = call.position("driver");
+  const auto driver = call.has(driver_at) ? call.arg(driver_at).toStringRef() : "gelsy";
+  const auto a = call.tensors[0].sizes(), b = call.tensors[1].sizes();
+  const bool vectors = b.size() + 1 == a.size();
+  if (driver == "gelsy") {
+    return batched(call, vectors ? "*..,*.->*.,0,^,0" : "*..,*.K->*.K,0,^,0");
+  }
+  if (driver == "gels" && a.size() > 1 && a[a.size() - 2] <= a.back()) {
+    return batched(call, vectors ? "*..,*.->*.,0,0,0" : "*..,*.K->*.K,0,0,0");
+  }
+  return replicate(call);
+}
+
+} // namespace
+
+void register_linalg(Registry& r) {
+  const auto* family = "linalg";
+  Options o;
+  o.asks_order = true;
+  Options decompose;
+  decompose.decompose = true;
+  Options local = o; // torch's formulas for their gradients write into plain tensors, or their bodies do
+  local.gather = true;
+  const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
+  add("_linalg_check_errors", [](const Call& c) { return batched(c, "*->"); });
+  add("_linalg_det", [](const Call& c) { return batched(c, "*..->*,*..,*."); });
+  add("_linalg_eigh", eigh);
+  add("_linalg_eigvals", [](const Call& c) { return batched(c, "*..->*."); });
+  add("_linalg_slogdet", [](const Call& c) { return batched(c, "*..->*,*,*..,*."); });
+  r.add(family, {"_linalg_solve_ex"}, solve, o);
+  add("_linalg_svd", svd);
+  add("cholesky_inverse", [](const Call& c) { return batched(c, "*..->*.."); });
+  add("cholesky_solve", [](const Call& c) { return linear(batched(c, "*.K,*..->*.K"), {0}); });
+  add("geqrf", [](const Call& c) { return batched(c, "*..->*..,*."); });
+  add("linalg_cholesky_ex", [](const Call& c) { return batched(c, "*..->*..,*"); });
+  add("linalg_cross", cross);
+  add("linalg_eig", [](const Call& c) { return batched(c, "*..->*.,*.."); });
+  add("linalg_inv_ex", [](const Call& c) { return batched(c, "*..->*..,*"); });
+  add("linalg_ldl_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
+  add("linalg_ldl_solve", [](const Call& c) { return linear(batched(c, "*..,*.,*.K->*.K"), {2}); });
+  r.add(family, {"linalg_lstsq"}, lstsq, o);
+  add("linalg_lu", lu);
+  add("linalg_lu_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
+  add("linalg_lu_solve", lu_solve);
+  r.add(
+      family, {"linalg_matrix_exp"}, [](const Call& c) { return batched(c, "*..->*.."); }, local);
+  r.add(
+      family, {"linalg_matrix_rank", "linalg_matrix_rank.atol_rtol_float"}, [](const Call& c) { return batched(c, "*..->*"); },
+      local);
+  r.add(
+      family, {"linalg_matrix_rank.atol_rtol_tensor"}, [](const Call& c) { return batched(c, "*..,*,*->*"); }, local);
+  r.add(
+      family, {"linalg_matrix_rank.tol_tensor"}, [](const Call& c) { return batched(c, "*..,*->*"); }, local);
+  add("linalg_matrix_sqrth", [](const Call& c) { return batched(c, "*..->*.."); });
+  r.add(family, {"linalg_pinv.atol_rtol_tensor"}, nullptr, decompose);
+  add("linalg_polar", [](const Call& c) { return batched(c, "*..->*..,*.."); });
+  add("linalg_qr", qr);
+  add("linalg_solve_triangular", solve_triangular);
+  add("lu_unpack", lu_unpack);
+  r.add(
+      family, {"ormqr"}, [](const Call& c) { return batched(c, "*..,*.,*..->*.."); }, local);
+  add("triangular_solve", [](const Call& c) { return batched(c, "*.K,*..->*.K,*.."); });
+}
+
+} // namespace shardtensor::rules

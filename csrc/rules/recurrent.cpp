@@ -1,0 +1,91 @@
+// Whole layers as torch calls them: recurrent ones, and the fused encoder layer and attention of modules in eval mode. The batch
+// may be cut, weights stay whole.
+#include "rules/batched.h"
+#include "rules/registry.h"
+
+#include <ATen/ATen.h>
+
+namespace shardtensor::rules {
+
+namespace {
+
+// (input, hx, params, ...): input [t, n, in] or [n, t, in], hidden states [layers, n, hidden]; the results are laid out alike.
+Rule recurrent(const Call& call) {
+  Rule rule;
+  const bool batch_first = call.flag(call.position("batch_first"));
+  const auto n = rule.factor();
+  const Dims sequence = batch_first ? Dims{Dim(n), Dim(kNone), Dim(kNone)} : Dims{Dim(kNone), Dim(n), Dim(kNone)};
+  const Dims state{Dim(kNone), Dim(n), Dim(kNone)};
+  const auto params = call.position("params");
+  for (const auto& t : call.tensors) {
+    const bool whole = t.arg == params || t.dim() != 3;
+    rule.operands.emplace_back(whole ? Dims(t.dim(), Dim(kNone)) : t.arg == 0 ? sequence : state);
+  }
+  rule.results.emplace_back(sequence);
+  for (size_t i = 1; i < call.schema.returns().size(); ++i) {
+    rule.results.emplace_back(state);
+  }
+  return rule;
+}
+
+// Operands of three dims are sequences [n, t, e], a mask of padding (type 1) is [n, t]; results [n, ...].
+Rule fused_layer(const Call& call) {
+  Rule rule;
+  const auto n = rule.factor();
+  const auto mask = call.position("mask");
+  const auto per_sequence = call.integer(call.position("mask_type"), -1) == 1;
+  for (const auto& t : call.tensors) {
+    Dims dims(t.dim(), Dim(kNone));
+    if (t.arg == mask ? per_sequence || t.dim() > 2 : t.dim() == 3) {
+      dims[0] = Dim(n);
+    }
+    rule.operands.emplace_back(dims);
+  }
+  rule.results.emplace_back(Dims{Dim(n), Dim(kNone), Dim(kNone)});
+  return rule;
+}
+
+Rule encoder_layer(const Call& call) {
+  return fused_layer(call);
+}
+
+// Its second result is the weights of attention, [n, t, t] or [n, h, t, t], or nothing.
+Rule fused_attention(const Call& call) {
+  auto rule = fused_layer(call);
+  if (call.flag(call.position("need_weights"))) {
+    rule.results.push_back(rule.results[0]);
+    if (!call.flag(call.position("average_attn_weights"))) {
+      rule.results.back().dims.emplace_back(kNone);
+    }
+  }
+  return rule;
+}
+
+// A nested tensor has no place for ShardTensors: TransformerEncoder asks this before it makes one.
+void left_aligned_kernel(Run& run) {
+  run.returns({false});
+}
+
+Rule left_aligned(const Call& call) {
+  auto rule = replicate(call);
+  for (auto& operand : rule.operands) {
+    operand.free = true;
+  }
+  rule.kernel = left_aligned_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+} // namespace
+
+void register_recurrent(Registry& r) {
+  Options local;
+  local.gather = true;
+  local.plain = true; // the modules make the first hidden state
+  r.add("recurrent", {"gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input"}, recurrent, local);
+  r.add("attention", {"_native_multi_head_attention"}, fused_attention);
+  r.add("attention", {"_nested_tensor_from_mask_left_aligned"}, left_aligned);
+  r.add("attention", {"_transformer_encoder_layer_fwd"}, encoder_layer);
+}
+
+} // namespace shardtensor::rules
