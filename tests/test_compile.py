@@ -249,11 +249,12 @@ def _run(function, backend):
 
 
 def equal_compiled(names, backend, cases=CASES):
+    near = {"rtol": 1e-5, "atol": 1e-5} if backend == "inductor" else {}  # its kernels round otherwise than torch's, by the CPU's kind
     for name in names:
         (want, want_grads, want_state), (got, got_grads, state) = _run(cases[name], None), _run(cases[name], backend)
         assert _form(got) == _form(want), f"{name}: {_form(got)} instead of {_form(want)}"
-        torch.testing.assert_close(_whole(got), _whole(want), msg=lambda m, name=name: f"{name}: {m}")
-        torch.testing.assert_close(got_grads, want_grads, msg=lambda m, name=name: f"{name}, gradients: {m}")
+        torch.testing.assert_close(_whole(got), _whole(want), **near, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(got_grads, want_grads, **near, msg=lambda m, name=name: f"{name}, gradients: {m}")
         assert torch.equal(state, want_state), f"{name}: draws another number of random keys than eager"
 
 

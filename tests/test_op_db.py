@@ -90,6 +90,8 @@ LIE_OTHERWISE = {
         "_native_batch_norm_legit": _META,
         "native_batch_norm": _META,
         "nn.functional.batch_norm": _META,
+        "fft.hfft2": _META,
+        "nn.functional.channel_shuffle": _META,
         "nn.functional.conv_transpose3d": _META,
         "nn.functional.max_unpool2d": _META,
         "nn.functional.max_unpool2d.grad": _META,

@@ -97,10 +97,12 @@ void refused(const Op& op, const std::string& why, const rules::Call& call) {
 
 void check_taken(const Op& op, const rules::Call& call) {
   const auto dtype = call.tensors[0].dtype;
-  const auto numbers = c10::isFloatingType(dtype)  ? rules::kReals
-                       : c10::isComplexType(dtype) ? rules::kComplex
-                       : dtype == at::kBool        ? rules::kBools
-                                                   : rules::kIntegers;
+  const auto numbers = dtype == at::kFloat || dtype == at::kDouble                 ? rules::kWideReals
+                       : c10::isFloatingType(dtype)                                ? rules::kNarrowReals
+                       : dtype == at::kComplexFloat || dtype == at::kComplexDouble ? rules::kWideComplex
+                       : c10::isComplexType(dtype)                                 ? rules::kNarrowComplex
+                       : dtype == at::kBool                                        ? rules::kBools
+                                                                                   : rules::kIntegers;
   const auto& options = op.entry->options;
   if (const auto* t = odd_one(options, call)) {
     TORCH_CHECK(

@@ -52,7 +52,7 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call,
   for (const auto& r : refs) {
     auto sizes = r.tensor->sizes().vec();
     for (auto& n : sizes) {
-      n = std::min<int64_t>(n, 2); // of a single one some kernels need not look at the dtype
+      n = std::min<int64_t>(n, 3); // of a single one some kernels need not look at the dtype; points have up to 3 coordinates
     }
     args[r.arg] = at::zeros(sizes, r.tensor->options());
   }

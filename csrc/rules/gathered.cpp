@@ -12,6 +12,7 @@ void register_gathered(Registry& r) {
           "ctc_loss.IntList",
           "ctc_loss.Tensor",
           "linalg_householder_product",
+          "ormqr",
       },
       nullptr, gather);
 }

@@ -93,8 +93,24 @@ Rule isin(const Call& call) {
   return rule;
 }
 
+// By copies, of any dtype: what torch's kernel refuses it would not refuse on a rank whose piece is empty.
+void channel_shuffle_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto groups = run.arg(1).toInt();
+  run.returns({x.unflatten(1, {groups, x.size(1) / groups}).transpose(1, 2).reshape(x.sizes())});
+}
+
 Rule channel_shuffle(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK(x.dim() > 2, "channel_shuffle expects input with > 2 dims, but got input with sizes ", x.sizes());
+  const auto groups = call.integer(1);
+  TORCH_CHECK(groups > 0, "Number of groups to divide channels in must be positive. Value of groups:", groups);
+  TORCH_CHECK(
+      x.size(1) % groups == 0, "Number of channels must be divisible by groups. Got ", x.size(1), " channels and ", groups,
+      " groups.");
   Rule rule;
+  rule.kernel = channel_shuffle_kernel;
+  rule.always_kernel = true;
   Dims dims;
   for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
     dims.push_back(d == 1 ? Dim(kNone) : Dim(rule.factor()));
@@ -127,24 +143,40 @@ void register_grids(Registry& r) {
   Options order;
   order.asks_order = true;
   const auto sampling = [](const Call& c) { return linear(batched(c, "NC..,N...->NC.."), {0}); };
-  r.add("sampling", {"_grid_sampler_2d_cpu_fallback", "grid_sampler_2d"}, sampling);
-  r.add("sampling", {"affine_grid_generator"}, affine_grid);
-  r.add("sampling", {"grid_sampler_2d_backward"}, grid_sampler_2d_backward);
-  r.add("sampling", {"grid_sampler_3d"}, [](const Call& c) { return linear(batched(c, "NC...,N....->NC..."), {0}); });
-  r.add("sampling", {"grid_sampler_3d_backward"}, grid_sampler_3d_backward);
+  Options real;
+  real.takes = kReals;
+  Options same = real;
+  same.one_dtype = 0b11;
+  Options gradient = real;
+  gradient.one_dtype = 0b111;
+  Options patches;
+  patches.takes = kAllNumbers & ~kIntegers;
+  Options products;
+  products.takes = kReals | kComplex;
+  Options ordered;
+  ordered.takes = kAllNumbers & ~kComplex;
+  Options distances = order;
+  distances.takes = kWideReals;
+  distances.one_dtype = 0b11;
+  r.add("sampling", {"_grid_sampler_2d_cpu_fallback", "grid_sampler_2d"}, sampling, same);
+  r.add("sampling", {"affine_grid_generator"}, affine_grid, real);
+  r.add("sampling", {"grid_sampler_2d_backward"}, grid_sampler_2d_backward, gradient);
+  r.add(
+      "sampling", {"grid_sampler_3d"}, [](const Call& c) { return linear(batched(c, "NC...,N....->NC..."), {0}); }, same);
+  r.add("sampling", {"grid_sampler_3d_backward"}, grid_sampler_3d_backward, gradient);
 
   r.add("patches", {"channel_shuffle"}, channel_shuffle);
-  r.add("patches", {"col2im"}, col2im);
-  r.add("patches", {"im2col"}, im2col);
+  r.add("patches", {"col2im"}, col2im, patches);
+  r.add("patches", {"im2col"}, im2col, patches);
 
   r.add(
-      "distances", {"_cdist_backward"}, [](const Call& c) { return linear(batched(c, "*R.,*R.,*..,*R.->*R."), {0}); }, order);
+      "distances", {"_cdist_backward"}, [](const Call& c) { return linear(batched(c, "*R.,*R.,*..,*R.->*R."), {0}); }, distances);
   r.add(
-      "distances", {"_cdist_forward"}, [](const Call& c) { return batched(c, "*R.,*C.->*RC"); }, order);
+      "distances", {"_cdist_forward"}, [](const Call& c) { return batched(c, "*R.,*C.->*RC"); }, distances);
 
-  r.add("various", {"_trilinear"}, trilinear);
-  r.add("various", {"_weight_norm_interface", "_weight_norm_interface_backward"}, weight_norm);
-  r.add("various", {"isin.Tensor_Scalar", "isin.Tensor_Tensor"}, isin);
+  r.add("various", {"_trilinear"}, trilinear, products);
+  r.add("various", {"_weight_norm_interface", "_weight_norm_interface_backward"}, weight_norm, real);
+  r.add("various", {"isin.Tensor_Scalar", "isin.Tensor_Tensor"}, isin, ordered);
 }
 
 } // namespace shardtensor::rules

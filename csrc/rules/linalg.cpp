@@ -28,8 +28,21 @@ Rule eigh(const Call& call) {
   return batched(call, flag(call, "compute_v") ? "*..->*.,*.." : "*..->*.,0");
 }
 
+// Of matrices that LAPACK has made, one column lies after the other. torch's meta kernel does not say so.
+Rule by_columns(const Call& call, Rule rule, size_t nth) {
+  const auto ndim = nth < rule.results.size() ? static_cast<int64_t>(rule.results[nth].dims.size()) : 0;
+  if (call.mesh.description().device_type == "cpu" && ndim >= 2) {
+    auto& order = rule.results[nth].order.emplace();
+    for (int64_t d = 0; d < ndim; ++d) {
+      order.push_back(static_cast<int8_t>(d));
+    }
+    std::swap(order[ndim - 1], order[ndim - 2]);
+  }
+  return rule;
+}
+
 Rule svd(const Call& call) {
-  return batched(call, flag(call, "compute_uv") ? "*..->*..,*.,*.." : "*..->0,*.,0");
+  return flag(call, "compute_uv") ? by_columns(call, batched(call, "*..->*..,*.,*.."), 2) : batched(call, "*..->0,*.,0");
 }
 
 Rule qr(const Call& call) {
@@ -74,53 +87,44 @@ Rule solve(const Call& call) {
   return rule;
 }
 
-// Which results there are depends on the driver. Two drivers return residuals only where all matrices have full rank: a fact of
-// values, so there the matrices are gathered.
-Rule lstsq(const Call& call) {
-  const auto driver_at = call.position("driver");
-  const auto driver = call.has(driver_at) ? call.arg(driver_at).toStringRef() : "gelsy";
-  const auto a = call.tensors[0].sizes(), b = call.tensors[1].sizes();
-  const bool vectors = b.size() + 1 == a.size();
-  if (driver == "gelsy") {
-    return batched(call, vectors ? "*..,*.->*.,0,^,0" : "*..,*.K->*.K,0,^,0");
-  }
-  if (driver == "gels" && a.size() > 1 && a[a.size() - 2] <= a.back()) {
-    return batched(call, vectors ? "*..,*.->*.,0,0,0" : "*..,*.K->*.K,0,0,0");
-  }
-  return replicate(call);
-}
-
 } // namespace
 
 void register_linalg(Registry& r) {
   const auto* family = "linalg";
-  Options o;
-  o.asks_order = true;
+  Options any;
+  any.asks_order = true;
+  Options o = any;
+  o.takes = kWideReals | kWideComplex;
+  Options same = o;
+  same.one_dtype = 0b11;
+  Options with_pivots = o;
+  with_pivots.one_dtype = 0b101;
   Options decompose;
   decompose.decompose = true;
   Options local = o; // torch's formulas for their gradients write into plain tensors, or their bodies do
   local.gather = true;
   const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
-  add("_linalg_check_errors", [](const Call& c) { return batched(c, "*->"); });
+  r.add(family, {"_linalg_check_errors"}, [](const Call& c) { return batched(c, "*->"); });
   add("_linalg_det", [](const Call& c) { return batched(c, "*..->*,*..,*."); });
   add("_linalg_eigh", eigh);
   add("_linalg_eigvals", [](const Call& c) { return batched(c, "*..->*."); });
   add("_linalg_slogdet", [](const Call& c) { return batched(c, "*..->*,*,*..,*."); });
-  r.add(family, {"_linalg_solve_ex"}, solve, o);
+  r.add(family, {"_linalg_solve_ex"}, solve, same);
   add("_linalg_svd", svd);
   add("cholesky_inverse", [](const Call& c) { return batched(c, "*..->*.."); });
-  add("cholesky_solve", [](const Call& c) { return linear(batched(c, "*.K,*..->*.K"), {0}); });
+  r.add(
+      family, {"cholesky_solve"}, [](const Call& c) { return linear(batched(c, "*.K,*..->*.K"), {0}); }, same);
   add("geqrf", [](const Call& c) { return batched(c, "*..->*..,*."); });
   add("linalg_cholesky_ex", [](const Call& c) { return batched(c, "*..->*..,*"); });
-  add("linalg_cross", cross);
-  add("linalg_eig", [](const Call& c) { return batched(c, "*..->*.,*.."); });
+  r.add(family, {"linalg_cross"}, cross, any);
+  add("linalg_eig", [](const Call& c) { return by_columns(c, batched(c, "*..->*.,*.."), 1); });
   add("linalg_inv_ex", [](const Call& c) { return batched(c, "*..->*..,*"); });
   add("linalg_ldl_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
-  add("linalg_ldl_solve", [](const Call& c) { return linear(batched(c, "*..,*.,*.K->*.K"), {2}); });
-  r.add(family, {"linalg_lstsq"}, lstsq, o);
+  r.add(
+      family, {"linalg_ldl_solve"}, [](const Call& c) { return linear(batched(c, "*..,*.,*.K->*.K"), {2}); }, with_pivots);
   add("linalg_lu", lu);
   add("linalg_lu_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
-  add("linalg_lu_solve", lu_solve);
+  r.add(family, {"linalg_lu_solve"}, lu_solve, with_pivots);
   r.add(
       family, {"linalg_matrix_exp"}, [](const Call& c) { return batched(c, "*..->*.."); }, local);
   r.add(
@@ -134,11 +138,10 @@ void register_linalg(Registry& r) {
   r.add(family, {"linalg_pinv.atol_rtol_tensor"}, nullptr, decompose);
   add("linalg_polar", [](const Call& c) { return batched(c, "*..->*..,*.."); });
   add("linalg_qr", qr);
-  add("linalg_solve_triangular", solve_triangular);
+  r.add(family, {"linalg_solve_triangular"}, solve_triangular, same);
   add("lu_unpack", lu_unpack);
   r.add(
-      family, {"ormqr"}, [](const Call& c) { return batched(c, "*..,*.,*..->*.."); }, local);
-  add("triangular_solve", [](const Call& c) { return batched(c, "*.K,*..->*.K,*.."); });
+      family, {"triangular_solve"}, [](const Call& c) { return batched(c, "*.K,*..->*.K,*.."); }, same);
 }
 
 } // namespace shardtensor::rules

@@ -9,7 +9,17 @@
 namespace shardtensor::rules {
 
 // Kinds of numbers.
-enum Numbers : uint8_t { kBools = 1, kIntegers = 2, kReals = 4, kComplex = 8, kAllNumbers = 15 };
+enum Numbers : uint8_t {
+  kBools = 1,
+  kIntegers = 2,
+  kWideReals = 4, // float32, float64
+  kNarrowReals = 8,
+  kReals = kWideReals | kNarrowReals,
+  kWideComplex = 16, // complex64, complex128
+  kNarrowComplex = 32,
+  kComplex = kWideComplex | kNarrowComplex,
+  kAllNumbers = 63,
+};
 
 struct Options {
   // What the op's first tensor may hold. The op itself would refuse the rest, but not on a rank whose piece is empty, or where
