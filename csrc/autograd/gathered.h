@@ -1,5 +1,6 @@
-// Ops run as a whole on local tensors, autograd and all: torch's formula for them, or their own body, writes into plain tensors or
-// reads values, which ShardTensors do not allow. The local tensors are pieces where the op has a rule, else the gathered inputs.
+// Ops run as a whole on local tensors, autograd and all: torch's formula for them, or their own body, writes into plain tensors
+// or reads values, which ShardTensors do not allow. The local tensors are pieces where the op has a rule, else the gathered
+// inputs.
 #pragma once
 
 namespace shardtensor {
