@@ -301,6 +301,9 @@ REFUSED = {
         "uneven_list.mask_elements", "uneven_list.mask_rows", "uneven_list.masked_select",
     ],
     "torch's fake kernel gives it another shape before 2.14": ["multilabel_margin_one_none"] if torch.__version__ < "2.14" else [],
+    "in a graph a written view that had to move data is not put back into its base": [
+        "write_flat_any", "write_row", "write_row_of_row", "write_row_of_transposed", "write_row_plus_is",
+    ],
     "torch's own kernel draws, by values": ["multinomial_replacement", "poisson"],
     "dynamo does not trace it of plain tensors either": [
         "generator", "random_", "random_from_to", "random_to", "trunc_normal_", "uneven_list.adamw", "uneven_list.clip_grad_norm_",

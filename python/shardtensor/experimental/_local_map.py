@@ -86,7 +86,9 @@ def _entering(leaf: DTensor, i: int, placements: tuple[Placements, ...] | None, 
     if want is None:
         raise AssertionError(f"{_WHO}: argument 'in_placements' is None for input {i}, which is a ShardTensor ({x._layout})")
     moved = x.redistribute(placements=want)
-    if moved is not x and not redistribute:
+    if moved.placements == x.placements:
+        return x
+    if not redistribute:
         raise ValueError(
             f"{_WHO}: input {i} has placements {x.placements}, 'in_placements' asks for {tuple(want)}; pass "
             "redistribute_inputs=True to have it moved"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch.fx.node import has_side_effect
 
 from shardtensor import _C
@@ -67,6 +68,12 @@ def _leave(name: str, context: _Entered) -> None:
 def _within(name: str, value: int) -> Iterator[None]:
     context = _Entered(_read(name))
     _set(name, value)
+    if torch.compiler.is_compiling():  # a graph's contexts are left in order, and a checkpoint in it may change no list
+        try:
+            yield
+        finally:
+            _set(name, context.before)
+        return
     _entered[name].append(context)
     try:
         yield
