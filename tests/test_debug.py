@@ -108,7 +108,9 @@ def what_is_implicit_is_refused():
         with ExplicitRedistributionContext(enable=False):
             x + columns
         with pytest.raises(RuntimeError, match="it has no sharding rule"):
-            torch.linalg.svdvals(x)
+            torch.linalg.lstsq(x, x)
+        with pytest.raises(RuntimeError, match="it needs its inputs whole"):
+            x.nonzero()
         replicated = x.redistribute(placements=[Replicate()])
         replicated + x  # a slice of what is there
         with ExplicitRedistributionContext(strict=True), pytest.raises(RuntimeError, match="Implicit redistribution"):
