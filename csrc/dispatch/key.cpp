@@ -84,11 +84,7 @@ void push(Key& key, const c10::IValue& v) {
   } else if (v.isScalar() || v.isUnsigned()) {
     push(key, v.toScalar());
   } else if (v.isIntList()) {
-    const auto list = v.toIntList();
-    key.push(Key::kInts, list.size());
-    for (const int64_t x : list) {
-      key.push(static_cast<uint64_t>(x));
-    }
+    push(key, c10::IntArrayRef(v.toDimVector()));
   } else if (v.isString()) {
     key.push(Key::kString, std::hash<std::string>()(v.toStringRef()));
   } else if (v.isDevice()) {

@@ -1,4 +1,4 @@
-// Writes to a view that had to move data: they are put back into its base. Uses call.h, redistribute/.
+// Writes to a view that had to move data: they are put back into its base.
 #pragma once
 
 #include "dispatch/call.h"

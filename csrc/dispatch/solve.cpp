@@ -3,7 +3,6 @@
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
 #include "dispatch/outputs.h"
-#include "dispatch/plain.h"
 #include "dispatch/traced.h"
 
 #include <ATen/ATen.h>

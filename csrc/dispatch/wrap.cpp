@@ -160,30 +160,32 @@ at::Tensor wrap_result(
   if (result && layout->is_sharded()) {
     sizes = own_sizes = global_sizes(*result, refs, local);
   }
-  if (base && (!moved || form || (result && result->geometry))) {
-    const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
+  const auto lay = [&](c10::IntArrayRef as) {
     own_sizes = Sizes(sizes.begin(), sizes.end());
-    auto out = wrap(
-        solution.put_back ? laid(std::move(local), found.strides) : std::move(local), layout, own_sizes, found.strides, base,
-        found.offset, moved);
+    sizes = own_sizes; // a copy that lies otherwise takes the local tensor's place, and its sizes with it
+    local = laid(std::move(local), as);
+  };
+  const auto wrapped = [&](c10::IntArrayRef as, int64_t offset) {
+    auto out = wrap(std::move(local), layout, sizes, as, base, offset, moved);
     if (moved) {
       mark_broken(op, *as_shard_tensor(out), *base, copied);
     }
     return out;
+  };
+  if (base && (!moved || form || (result && result->geometry))) {
+    const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
+    if (solution.put_back) {
+      lay(found.strides);
+    }
+    return wrapped(found.strides, found.offset);
   }
   if (result && !result->strides.empty()) {
     strides = result->strides;
   } else if (result && (solution.shards || result->order)) {
     strides = own_strides = strides_of(*result, refs, sizes);
-    own_sizes = Sizes(sizes.begin(), sizes.end());
-    sizes = own_sizes; // a copy that lies otherwise takes the local tensor's place, and its sizes with it
-    local = laid(std::move(local), strides);
+    lay(strides);
   }
-  auto out = wrap(std::move(local), layout, sizes, strides, base, 0, moved);
-  if (moved) {
-    mark_broken(op, *as_shard_tensor(out), *base, copied);
-  }
-  return out;
+  return wrapped(strides, 0);
 }
 
 } // namespace shardtensor

@@ -40,6 +40,11 @@ size_t nth_tensor(const c10::FunctionSchema& schema, int64_t arg) {
 
 } // namespace
 
+Rule linear(Rule rule, std::initializer_list<int> operands) {
+  rule.linear_in(operands);
+  return rule;
+}
+
 Rule batched(const Call& call, const char* text) {
   const auto* arrow = std::strstr(text, "->");
   const auto inputs = items(std::string(text, arrow)), outputs = items(arrow + 2);
@@ -69,10 +74,7 @@ Rule batched(const Call& call, const char* text) {
     }
     batch = std::max(batch, t.dim() - named(item));
   }
-  Dims all;
-  for (int64_t d = 0; d < batch; ++d) {
-    all.emplace_back(rule.factor());
-  }
+  auto all = fresh_dims(rule, batch);
   c10::SmallVector<bool, 4> wide(batch, false);
   const auto each_batch_dim = [&](const TensorArg& t, auto use) {
     const auto own = t.dim() - named(item_of(t));

@@ -51,10 +51,7 @@ Rule copy_into(const Call& call) {
 // zeros_like, empty_like: the shape and the shards of the operand, none of its values.
 Rule like(const Call& call) {
   Rule rule;
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
-    dims.emplace_back(rule.factor());
-  }
+  auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
   rule.operands[0].free = true;
   for (size_t i = 1; i < call.tensors.size(); ++i) {

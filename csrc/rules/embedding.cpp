@@ -68,10 +68,7 @@ Rule embedding(const Call& call) {
   row.kernel = true;
   row.reduce = ReduceOp::Sum;
   const auto v = rule.factor(row);
-  Dims indices;
-  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
-    indices.emplace_back(rule.factor());
-  }
+  auto indices = fresh_dims(rule, call.tensors[1].dim());
   auto out = indices;
   out.emplace_back(rule.factor());
   rule.operands = {Operand({v, out.back()}), Operand(indices)};
@@ -237,10 +234,7 @@ void one_hot_kernel(Run& run) {
 Rule one_hot(const Call& call) {
   TORCH_CHECK(call.tensors[0].dtype == at::kLong, "one_hot: expected classes of dtype int64, got ", call.tensors[0].dtype);
   Rule rule;
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
-    dims.emplace_back(rule.factor());
-  }
+  auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
   dims.emplace_back(kNone);
   rule.results.emplace_back(dims);

@@ -10,11 +10,6 @@ namespace shardtensor::rules {
 
 namespace {
 
-Rule linear(Rule rule, std::initializer_list<int> operands) {
-  rule.linear_in(operands);
-  return rule;
-}
-
 // (grad_output, input, grid): the channels are summed over in the grid's gradient, so they stay whole.
 Rule grid_sampler_2d_backward(const Call& call) {
   return linear(batched(call, "N...,N...,N...->N...,N..."), {0});
@@ -81,10 +76,7 @@ Rule trilinear(const Call& call) {
 // Elements are looked up one by one, among all test elements.
 Rule isin(const Call& call) {
   Rule rule;
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
-    dims.emplace_back(rule.factor());
-  }
+  auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
   for (size_t i = 1; i < call.tensors.size(); ++i) {
     rule.operands.emplace_back(Dims(call.tensors[i].dim(), Dim(kNone)));
@@ -111,10 +103,8 @@ Rule channel_shuffle(const Call& call) {
   Rule rule;
   rule.kernel = channel_shuffle_kernel;
   rule.always_kernel = true;
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
-    dims.push_back(d == 1 ? Dim(kNone) : Dim(rule.factor()));
-  }
+  auto dims = fresh_dims(rule, x.dim());
+  dims[1] = Dim(kNone);
   rule.operands.emplace_back(dims);
   rule.results.emplace_back(dims);
   rule.passes_partial();

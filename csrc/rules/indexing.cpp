@@ -400,10 +400,7 @@ std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
     return std::nullopt;
   }
   Rule rule;
-  Dims dims;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    dims.emplace_back(rule.factor());
-  }
+  auto dims = fresh_dims(rule, x.dim());
   rule.operands.emplace_back(dims);
   rule.operands.emplace_back(dims);
   rule.operands.emplace_back(Dims(call.tensors[2].dim(), Dim(kNone)));
@@ -443,10 +440,7 @@ Rule index_put(const Call& call) {
 Rule take(const Call& call) {
   Rule rule;
   rule.operands.emplace_back(Dims(call.tensors[0].dim(), Dim(kNone)));
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
-    dims.emplace_back(rule.factor());
-  }
+  auto dims = fresh_dims(rule, call.tensors[1].dim());
   rule.operands.emplace_back(dims);
   rule.results.emplace_back(std::move(dims));
   rule.passes_partial();

@@ -12,14 +12,6 @@ namespace shardtensor::rules {
 
 namespace {
 
-Dims fresh_dims(Rule& rule, int64_t n) {
-  Dims dims;
-  for (int64_t d = 0; d < n; ++d) {
-    dims.emplace_back(rule.factor());
-  }
-  return dims;
-}
-
 // ---- cat, stack ----
 
 Rule cat(const Call& call) {

@@ -8,11 +8,6 @@ namespace shardtensor::rules {
 
 namespace {
 
-Rule linear(Rule rule, std::initializer_list<int> operands) {
-  rule.linear_in(operands);
-  return rule;
-}
-
 bool flag(const Call& call, const char* name) {
   return call.flag(call.position(name));
 }

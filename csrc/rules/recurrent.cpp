@@ -45,10 +45,6 @@ Rule fused_layer(const Call& call) {
   return rule;
 }
 
-Rule encoder_layer(const Call& call) {
-  return fused_layer(call);
-}
-
 // Its second result is the weights of attention, [n, t, t] or [n, h, t, t], or nothing.
 Rule fused_attention(const Call& call) {
   auto rule = fused_layer(call);
@@ -85,7 +81,7 @@ void register_recurrent(Registry& r) {
   r.add("recurrent", {"gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input"}, recurrent, local);
   r.add("attention", {"_native_multi_head_attention"}, fused_attention);
   r.add("attention", {"_nested_tensor_from_mask_left_aligned"}, left_aligned);
-  r.add("attention", {"_transformer_encoder_layer_fwd"}, encoder_layer);
+  r.add("attention", {"_transformer_encoder_layer_fwd"}, fused_layer);
 }
 
 } // namespace shardtensor::rules

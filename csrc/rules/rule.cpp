@@ -136,6 +136,14 @@ int64_t tensors_returned(const c10::FunctionSchema& schema) {
 }
 } // namespace
 
+Dims fresh_dims(Rule& rule, int64_t n) {
+  Dims dims;
+  for (int64_t d = 0; d < n; ++d) {
+    dims.emplace_back(rule.factor());
+  }
+  return dims;
+}
+
 Rule broadcast(const Call& call) {
   return broadcast(call, call.tensors.size());
 }

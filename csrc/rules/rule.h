@@ -360,6 +360,9 @@ using RuleFn = Rule (*)(const Call&);
 // "ik,kj->ij": one letter a factor; one that no result has is summed over. Linear in each operand alone.
 Rule notation(const char* text);
 
+// n dims, each with a factor of its own.
+Dims fresh_dims(Rule& rule, int64_t n);
+
 // Broadcasts all operands to the right-aligned shape; one result per tensor the op returns. The one for elementwise ops.
 Rule broadcast(const Call& call);
 Rule broadcast(const Call& call, size_t operands); // the first ones

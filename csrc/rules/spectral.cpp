@@ -9,10 +9,7 @@ namespace {
 Rule fft(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  Dims dims;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    dims.emplace_back(rule.factor());
-  }
+  auto dims = fresh_dims(rule, x.dim());
   for (const auto d : call.ints(call.position("dim"))) {
     dims[wrap_dim(d, x.dim())] = Dim(kNone);
   }

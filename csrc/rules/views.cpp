@@ -19,14 +19,6 @@ using Term = Geometry::Term;
 
 // ---- shared by the rules below ----
 
-Dims fresh_dims(Rule& rule, int64_t n) {
-  Dims dims;
-  for (int64_t d = 0; d < n; ++d) {
-    dims.emplace_back(rule.factor());
-  }
-  return dims;
-}
-
 Geometry strides_of(c10::ArrayRef<int64_t> dims) {
   Geometry g;
   for (auto d : dims) {
