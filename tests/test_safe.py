@@ -296,8 +296,12 @@ def failed_calls():
     with torch.inference_mode():
         t = place(torch.ones(4, 2), mesh_here(), ("S(0)",), UNEVEN)
     assert t.is_inference() and t.detach().is_inference() and t.view(2, 4).is_inference() and not (t * 2).is_inference()
-    with pytest.warns(UserWarning, match="taken as replicated"):
-        compare(torch.tensor([1.0]) + x, torch.full((4,), 2.0), 0, "one element")
+    torch.set_warn_always(True)  # else once in a process
+    try:
+        with pytest.warns(UserWarning, match="taken as replicated"):
+            compare(torch.tensor([1.0]) + x, torch.full((4,), 2.0), 0, "one element")
+    finally:
+        torch.set_warn_always(False)
     with pytest.raises(TypeError, match="the mean of a tensor of dtype"):
         st.ShardTensor.from_local(torch.ones(3, dtype=torch.int64), mesh_here(), [st.Partial("avg")]).full_tensor()
     large = st.ShardTensor.from_local(torch.full((3,), 6e4, dtype=torch.half), mesh_here(), [st.Partial("avg")])

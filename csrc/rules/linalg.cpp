@@ -133,8 +133,8 @@ void register_linalg(Registry& r) {
   r.add(family, {"linalg_pinv.atol_rtol_tensor"}, nullptr, decompose);
   add("linalg_polar", [](const Call& c) { return batched(c, "*..->*..,*.."); });
   add("linalg_qr", qr);
-  r.add(family, {"linalg_solve_triangular"}, solve_triangular, same);
-  add("lu_unpack", lu_unpack);
+  add("linalg_solve_triangular", solve_triangular);
+  r.add(family, {"lu_unpack"}, lu_unpack, any);
   r.add(
       family, {"triangular_solve"}, [](const Call& c) { return batched(c, "*.K,*..->*.K,*.."); }, same);
 }
