@@ -1,6 +1,7 @@
 """What a distributed tensor costs over a plain one, in microseconds: stock DTensor, shardtensor and PhysicsNeMo's ShardTensor.
 
-One process, world size 1, one thread, 8x8 CPU tensors: what is left is the cost of the dispatch. See benchmarks/README.md.
+One process, world size 1, one thread, 8x8 CPU tensors: what is left is the cost of the dispatch. Under torchrun, as many ranks as it
+starts, and rank 0's times. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import copy
 import gc
 import json
 import math
+import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -134,7 +137,7 @@ def new_shape(c: Candidate) -> Bench:
 
 
 def forward_backward(c: Candidate) -> Bench:
-    x, w = c.randn(8, 8).requires_grad_(), c.weight(8, 8).requires_grad_()
+    x, w = c.randn(8, 8).requires_grad_(), c.randn(8, 8).requires_grad_()
     grad = torch.ones_like(c.randn(8, 8).sum(1))
 
     def step() -> None:
@@ -230,6 +233,9 @@ ROWS = [
     op("layer_norm", lambda x, w, b: F.layer_norm(x, (8,), w, b), vector, vector),
     op("detach", lambda x: x.detach()),
     op("cat", lambda x, y: torch.cat((x, y), 1), like),
+    op("torch.add", torch.add, like),
+    op("torch.mm", torch.mm, matrix),
+    op("torch.sum", lambda x: torch.sum(x, 1)),
     op("add_", lambda x, y: x.add_(y), like),
     op("mul_out", lambda x, y, out: torch.mul(x, y, out=out), like, like),
     op("mm_out", lambda x, y, out: torch.mm(x, y, out=out), like, like),
@@ -263,13 +269,22 @@ def burst(bench: Bench, number: int) -> float:
     return seconds / number
 
 
+def slowest(seconds: float) -> float:
+    """Of all ranks: what one decides by it, all do."""
+    if dist.get_world_size() > 1:
+        most = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return most.item()
+    return seconds
+
+
 def calibrate(bench: Bench) -> int:
     """Warms up, and says how many calls a repetition makes."""
     if bench.prepare is not None:
         burst(bench, FRESH)
         return FRESH
     for number in (2, 2, 20):
-        each = burst(bench, number)
+        each = slowest(burst(bench, number))
         if each > BURST:
             return 1
     return max(1, round(BURST / each))
@@ -375,9 +390,14 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": cpu_model(), "placement": args.placement}
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+        sys.stdout = sys.stdout if dist.get_rank() == 0 else open(os.devnull, "w")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    machine["ranks"] = str(dist.get_world_size())
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    candidates = load_candidates(init_device_mesh("cpu", (1,)), Replicate() if args.placement == "replicate" else Shard(0))
+    candidates = load_candidates(init_device_mesh("cpu", (dist.get_world_size(),)), Replicate() if args.placement == "replicate" else Shard(0))
     names = [c.name for c in candidates]
     table: dict[str, dict[str, float]] = {}
     failed: dict[str, dict[str, str]] = {}
@@ -396,7 +416,7 @@ def main() -> None:
     judged = [(text, value, met) for text, value, met in targets(table, ratios) if not math.isnan(value)]
     for text, value, met in judged:
         print(f"{'met' if met else 'NOT MET':8s} {text}: {value:.2f}")
-    if args.json is not None:
+    if args.json is not None and dist.get_rank() == 0:
         result = {"machine": machine, "microseconds": table, "errors": failed, "targets": [*map(list, judged)]}
         args.json.write_text(json.dumps(result, indent=1).replace("Infinity", "null") + "\n")
     dist.destroy_process_group()

@@ -438,6 +438,7 @@ def strict(shape):
         log.removeHandler(handler)
     with st.strict_mode():
         (x + 1).sum()  # has rules
+        assert (x.sum().sqrt() / 2 > 0).item()  # a sum is added up, nothing is gathered
         with st.strict_mode(False):
             torch.linalg.svdvals(x)
         with pytest.raises(NotImplementedError):

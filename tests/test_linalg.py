@@ -63,7 +63,11 @@ CASES = [
     batch("eigvalsh", lambda x: torch.linalg.eigvalsh(symmetric(x)), B),
     batch("eigvals", lambda x: torch.linalg.eigvals(good(x)).abs().sort().values, B, backward=False),
     batch("eig", lambda x: torch.linalg.eig(symmetric(x)).eigenvalues.real.sum(-1), B),
-    case("lstsq", lambda x, b: torch.linalg.lstsq(x, b).solution, (5, 4, 2), (5, 4, 3), limit=LIMIT, backward=False),
+    alike("lstsq", lambda x, b: torch.linalg.lstsq(x, b).solution, (5, 4, 2), (5, 4, 3)),
+    alike("lstsq_residuals", lambda x, b: torch.linalg.lstsq(x, b, driver="gels"), (5, 4, 2), (5, 4, 3), backward=False),
+    alike("lstsq_singular_values", lambda x, b: torch.linalg.lstsq(x, b, driver="gelsd"), (5, 2, 4), (5, 2, 3), backward=False),
+    case("lstsq_ranks", lambda x, b: torch.linalg.lstsq(x, b, driver="gelsd"), (5, 4, 2), (5, 4, 3), backward=False, limit=LIMIT),
+    alike("lstsq_vectors", lambda x, b: torch.linalg.lstsq(x, b, driver="gels"), (5, 4, 2), (5, 4), backward=False),
     batch("pinv", torch.linalg.pinv, (5, 3, 2)),
     batch("matrix_exp", torch.linalg.matrix_exp, B),
     batch("matrix_power", lambda x: torch.linalg.matrix_power(x, 3), B),
@@ -71,7 +75,9 @@ CASES = [
     batch("matrix_norm", lambda x: torch.linalg.matrix_norm(x, 2), B),
     alike("cross", torch.linalg.cross, (5, 3), (5, 3)),
     case("cross_other_dim", lambda x, y: torch.linalg.cross(x, y, dim=0), (3, 5), (3, 5), limit=LIMIT),
-    case("householder_product", torch.linalg.householder_product, (5, 3, 2), (5, 2), limit=LIMIT),
+    alike("householder_product", torch.linalg.householder_product, (5, 3, 2), (5, 2)),
+    alike("ormqr", torch.ormqr, (5, 3, 2), (5, 2), (5, 3, 4)),
+    alike("ormqr_right", lambda x, t, y: torch.ormqr(x, t, y, left=False), (5, 3, 2), (5, 2), (5, 4, 3)),
 ]
 
 

@@ -131,3 +131,18 @@ print(*sorted(m for m in set(sys.modules) - before if m.startswith("torch")))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ | path)
     brought = done.stdout.splitlines()[-1].split()  # an editable install may build first, and say so
     assert [m for m in brought if not m.startswith("torch.distributed.tensor.")] == []
+
+
+def test_the_design_lists_all_state_of_the_process():
+    kept = re.compile(
+        r"""^(?:thread_local|inline\ std::atomic|std::atomic|std::array<std::atomic|PyObject\*|PyTypeObject\*)[^()]*\b[gt]_\w+
+        |^\s+static\ (?!const|PyMethodDef|std::mutex)[\w:<>,* ]+\w[{;=\ ]+(?:=\ |nullptr|0\}|$)
+        |^\s+static\ std::deque
+        |mutable\ std::atomic""",
+        re.MULTILINE | re.VERBOSE,
+    )
+    csrc = ROOT / "csrc"
+    holders = {str(f.relative_to(csrc)) for f in csrc.rglob("*") if f.suffix in (".h", ".cpp") and kept.search(f.read_text())}
+    table = (ROOT / "docs/design.md").read_text().split("## State that outlives a call")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert holders == {name for row in rows for name in re.findall(r"`([^`]+)`", row)}

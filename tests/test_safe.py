@@ -473,6 +473,60 @@ def test_modes_left_in_the_order_they_were_entered():
     assert seen == ["replicate", "warn", "replicate", "replicate", "replicate", "error"]
 
 
+def modes_of_threads():
+    """A promotion mode as a context is this thread's, and that of the autograd threads that serve it."""
+    import shardtensor as st
+
+    x = place(torch.ones(3, 2), mesh_here(), ("S(0)",), UNEVEN)
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with st.promotion_mode("replicate"):
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    assert st.get_promotion_mode() == "error"
+    with pytest.raises(RuntimeError, match="plain torch.Tensor"):
+        x + torch.ones(3, 2)
+    leave.set()
+    thread.join(30)
+
+    seen = []
+
+    class Deep(torch.autograd.Function):
+        """torch runs a backward on another thread where too many wait for each other on one."""
+
+        @staticmethod
+        def forward(ctx, t, depth):
+            ctx.depth = depth
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append((threading.get_ident(), st.get_promotion_mode()))
+            if ctx.depth:
+                with torch.enable_grad():
+                    leaf = torch.ones(2, requires_grad=True)
+                    Deep.apply(leaf, ctx.depth - 1).sum().backward()
+            return grad, None
+
+    with st.promotion_mode("warn"):
+        st.set_promotion_mode("replicate")  # of threads that have none of their own
+        try:
+            Deep.apply(torch.ones(2, requires_grad=True), 70).sum().backward()
+        finally:
+            st.set_promotion_mode("error")
+    assert {mode for _, mode in seen} == {"warn"} and len({ident for ident, _ in seen}) > 1, seen
+    assert st.get_promotion_mode() == "error"
+
+
+def test_modes_of_threads(pools):
+    pools(2).run(f"{__name__}:modes_of_threads")
+
+
 def refused_dtypes():
     """A dtype that cannot be added up is refused by all ranks, those without elements too."""
     import shardtensor as st

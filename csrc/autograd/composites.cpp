@@ -522,7 +522,7 @@ void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* sta
 // As torch has them, for the log-softmax and the picking of labels both have rules.
 void loss_of_labels(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<AsReplicated> targets;
-  if (plain_targets()) {
+  if (kPlainTargets.get() == 1) {
     targets.emplace();
   }
   op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);

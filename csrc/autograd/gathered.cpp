@@ -32,6 +32,16 @@ LayoutPtr layout_of_gradient(LayoutPtr layout, const Solution& solution) {
   return layout;
 }
 
+// Some of torch's formulas give no gradient where there are no elements. The other ranks have one.
+struct WithGradient : torch::autograd::Function<WithGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& t) {
+    return t.view_as(t);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list grads) {
+    return grads; // which are zeros where there were none
+  }
+};
+
 // This rank's piece of an operand in the layout that the solution asks for, connected to the operand in the graph.
 at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const Solution& solution) {
   const auto& t = *ref.tensor;
@@ -41,7 +51,8 @@ at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const S
   if (have != want) {
     tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why_moved(op), *have, *want, given);
   }
-  return to_local(redistribute(given, want), layout_of_gradient(want, solution));
+  auto piece = to_local(redistribute(given, want), layout_of_gradient(want, solution));
+  return rules::is_empty(piece) ? WithGradient::apply(piece) : piece;
 }
 
 at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth, const Refs& refs) {
@@ -128,7 +139,7 @@ struct Handler final : c10::OperatorKernel {
 void install_gathered() {
   static torch::Library library(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
   for (const auto& op : installed_ops()) {
-    if (op.entry && op.entry->options.gather) {
+    if (op.entry && op.entry->is_local()) {
       library.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
     }
   }

@@ -29,11 +29,13 @@ void register_dispatch(py::module& m) {
         [](const at::Tensor& t, const LayoutPtr& layout) { return from_local(t, layout, t.sym_sizes(), t.sym_strides()); });
     return count;
   });
-  m.def("promotion_mode", [] { return static_cast<int>(promotion_mode()); });
-  m.def("set_promotion_mode", [](int mode) { set_promotion_mode(static_cast<Promotion>(mode)); });
+  m.def("common_promotion", [] { return static_cast<int>(common_promotion()); });
+  m.def("set_common_promotion", [](int mode) { set_common_promotion(static_cast<Promotion>(mode)); });
   m.def("state_of_modes", &state_of_modes);
-  m.def("plain_targets", &plain_targets);
-  m.def("set_plain_targets", &set_plain_targets);
+  m.def("own_promotion", [] { return kOwnPromotion.get(); });
+  m.def("set_own_promotion", [](std::optional<int> mode) { kOwnPromotion.set(mode); });
+  m.def("plain_targets", [] { return kPlainTargets.get(); });
+  m.def("set_plain_targets", [](std::optional<int> allowed) { kPlainTargets.set(allowed); });
   m.def("strict_mode", &strict_mode);
   m.def("set_strict_mode", &set_strict_mode);
   m.def("checking", [] { return static_cast<int>(checking()); });
@@ -55,7 +57,7 @@ void register_dispatch(py::module& m) {
   m.def("rules", [] {
     py::dict out;
     for (const auto& [name, entry] : rules::registry().entries()) {
-      const char* kind = entry.options.refuse ? "refused" : entry.gathers() ? "gathers" : "rule";
+      const char* kind = entry.options.way == rules::Way::Refused ? "refused" : entry.gathers() ? "gathers" : "rule";
       out[py::str(name)] = py::make_tuple(entry.family, kind);
     }
     return out;

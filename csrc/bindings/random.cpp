@@ -1,6 +1,6 @@
 #include "bindings/bindings.h"
 
-#include "kernels/stream.h"
+#include "draws/keys.h"
 
 #include <torch/csrc/Exceptions.h>
 
@@ -8,8 +8,8 @@ namespace shardtensor::bindings {
 
 void register_random(py::module& m) {
   // Warnings become Python's.
-  m.def("agree_random", torch::wrap_pybind_function_no_gil([](const c10::intrusive_ptr<Mesh>& mesh) { kernels::agree(*mesh); }));
-  m.def("mark_random_agreed", [](const c10::intrusive_ptr<Mesh>& mesh) { kernels::mark_agreed(*mesh); });
+  m.def("agree_random", torch::wrap_pybind_function_no_gil([](const c10::intrusive_ptr<Mesh>& mesh) { draws::agree(*mesh); }));
+  m.def("mark_random_agreed", [](const c10::intrusive_ptr<Mesh>& mesh) { draws::mark_agreed(*mesh); });
 }
 
 } // namespace shardtensor::bindings

@@ -13,13 +13,6 @@ const std::string& argument_name(const Op& op, int64_t arg) {
   return op.schema().arguments()[arg].name();
 }
 
-// Ops that torch lets write to one place several times: what they write is the same.
-bool repeats(const Op& op) {
-  static const std::set<std::string> names{
-      "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_put_", "aten::_index_put_impl_"};
-  return names.count(op.schema().name());
-}
-
 // An argument of another dtype than Options.one_dtype allows.
 const rules::TensorArg* odd_one(const rules::Options& options, const rules::Call& call) {
   auto wanted = call.tensors[0].dtype;
@@ -137,8 +130,8 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
       "base tensor, redistribute it before the view, or clone() the view.");
   // The kernel would find it out too, but not on a rank whose piece is empty.
   TORCH_CHECK(
-      at::has_internal_overlap(t) != at::MemOverlap::Yes || repeats(op), op.name, ": argument '", argument_name(op, arg), "' (",
-      impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
+      at::has_internal_overlap(t) != at::MemOverlap::Yes || (op.entry && op.entry->options.repeats), op.name, ": argument '",
+      argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
       "): unsupported operation: more than one element of the written-to tensor refers to a single memory location. clone() it "
       "before the write.");
 }

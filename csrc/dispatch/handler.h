@@ -12,9 +12,6 @@ namespace shardtensor {
 // Called once at import; returns the number of ops.
 int64_t install_handler();
 
-// Whether an op without a rule raises (strict) or gathers its inputs.
-bool strict_mode();
-void set_strict_mode(bool strict);
 // Called (under the GIL, if Python set it) with the op's name, why it gathers its inputs and their layouts; null: nobody listens.
 using FallbackLog = void (*)(const std::string& op, const char* why, const std::string& layouts);
 void set_fallback_log(FallbackLog log);

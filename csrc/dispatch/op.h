@@ -29,6 +29,9 @@ struct Op {
   bool asks_sizes = false; // those that out= arguments must have: torch is asked
   const rules::Entry* entry = nullptr;
 
+  bool is(rules::Way way) const {
+    return entry && entry->options.way == way;
+  }
   const c10::FunctionSchema& schema() const {
     return handle.schema();
   }

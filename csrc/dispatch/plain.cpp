@@ -2,7 +2,6 @@
 
 #include "comm/values.h"
 #include "dispatch/errors.h"
-#include "dispatch/handler.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
@@ -14,34 +13,10 @@ namespace shardtensor {
 
 namespace {
 
-std::atomic<Promotion> g_promotion{Promotion::Error};
-std::atomic<bool> g_plain_targets{false};
-thread_local int64_t t_as_replicated = 0;
 std::atomic<Entrance> g_entrance{nullptr};
 
 } // namespace
 
-Promotion promotion_mode() {
-  return g_promotion;
-}
-void set_promotion_mode(Promotion mode) {
-  g_promotion = mode;
-}
-bool plain_targets() {
-  return g_plain_targets;
-}
-void set_plain_targets(bool allowed) {
-  g_plain_targets = allowed;
-}
-int64_t state_of_modes() {
-  return static_cast<int64_t>(promotion_mode()) | plain_targets() << 2 | strict_mode() << 3;
-}
-AsReplicated::AsReplicated() {
-  ++t_as_replicated;
-}
-AsReplicated::~AsReplicated() {
-  --t_as_replicated;
-}
 void set_entrance(Entrance entrance) {
   g_entrance = entrance;
 }
@@ -66,7 +41,7 @@ void check_plain(const Op& op, const Refs& refs) {
     if (allowed || r.impl || r.tensor->dim() == 0) {
       continue;
     }
-    const auto mode = t_as_replicated ? Promotion::Replicate : g_promotion.load(std::memory_order_relaxed);
+    const auto mode = AsReplicated::alive() ? Promotion::Replicate : promotion();
     if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
       continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
     }
@@ -166,11 +141,11 @@ bool has_entrance(const Op& op) {
   const auto has = [&](c10::DispatchKey key) { return op.handle.hasKernelForDispatchKey(key); };
   const auto lists = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::TensorList);
   const auto tensors = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::Tensor);
-  const bool element_by_element = op.entry && op.entry->options.lists;
-  const bool ours = (op.entry && op.entry->options.gather) || has(kAutogradKey);
+  const bool ours = (op.entry && op.entry->is_local()) || has(kAutogradKey);
   // AutogradOther, which stands for torch's formula, would decompose those.
   const bool decomposes = has(c10::DispatchKey::CompositeImplicitAutograd);
-  return (lists || tensors > 1) && !element_by_element && !ours && !decomposes && has(c10::DispatchKey::Autograd);
+  return (lists || tensors > 1) && !op.is(rules::Way::Each) && !op.is(rules::Way::FoundInf) && !ours && !decomposes &&
+         has(c10::DispatchKey::Autograd);
 }
 
 } // namespace shardtensor

@@ -2,31 +2,11 @@
 #pragma once
 
 #include "dispatch/call.h"
+#include "dispatch/modes.h"
 
 #include <torch/csrc/autograd/variable.h>
 
 namespace shardtensor {
-
-// What becomes of plain tensors of one dim or more; those of none are replicated.
-enum class Promotion : uint8_t { Error, Warn, Replicate };
-Promotion promotion_mode();
-void set_promotion_mode(Promotion mode); // process-wide, so that autograd's threads see it
-
-// Whether losses of class labels take plain targets and weights as replicated; process-wide.
-bool plain_targets();
-void set_plain_targets(bool allowed);
-
-// Which of these modes hold, and strict mode, as one number.
-int64_t state_of_modes();
-
-// While it lives this thread takes plain tensors as replicated, whatever the mode.
-class AsReplicated {
- public:
-  AsReplicated();
-  ~AsReplicated();
-  AsReplicated(const AsReplicated&) = delete;
-  AsReplicated& operator=(const AsReplicated&) = delete;
-};
 
 // Refuses or warns of plain tensors, or lets them pass as replicated ones.
 void check_plain(const Op& op, const Refs& refs);

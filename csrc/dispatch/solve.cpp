@@ -2,6 +2,7 @@
 
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
+#include "dispatch/modes.h"
 #include "dispatch/outputs.h"
 #include "dispatch/traced.h"
 
@@ -21,7 +22,6 @@ using torch::jit::Stack;
 
 namespace {
 
-std::atomic<bool> g_strict{false};
 std::atomic<FallbackLog> g_fallback_log{nullptr};
 
 void describe(const Op& op, const Refs& refs, const Layout& replicated, Call& call) {
@@ -87,7 +87,7 @@ uint64_t ordering_arguments(const Op& op) {
 // In which order the results' dims lie is torch's to say: its TensorIterator and its meta kernels are asked, with the whole
 // tensors' sizes and strides. An op without a meta kernel gives results one dim after the other. Returns what it has read.
 uint64_t ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
-  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.entry->options.lists || any_symbolic(refs)) {
+  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) || any_symbolic(refs)) {
     return 0;
   }
   const auto format = op.schema().argumentIndexWithName("memory_format");
@@ -113,17 +113,21 @@ uint64_t ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& r
   return reads;
 }
 
-// Whether a rule uses every operand whole.
-bool gathers(const rules::Rule& rule) {
+// Whether pieces are gathered for a rule that uses every operand whole. (Summands that are added up are not.)
+bool gathers(const Call& call, const rules::Rule& rule, const Solution& solution) {
+  bool cut = false;
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    cut |= solution.operands[i] && call.tensors[i].layout->is_sharded();
+  }
   const auto is_whole = [](const rules::Operand& o) {
     return !o.free && std::all_of(o.dims.begin(), o.dims.end(), [](const rules::Dim& d) { return d.factor == rules::kNone; });
   };
-  return std::all_of(rule.operands.begin(), rule.operands.end(), is_whole);
+  return cut && std::all_of(rule.operands.begin(), rule.operands.end(), is_whole);
 }
 
 // Strict mode forbids it; the log is told.
 void tell_of_gather(const Op& op, const Call& call) {
-  if (g_strict.load(std::memory_order_relaxed)) {
+  if (strict_mode()) {
     errors::gathers(op, call);
   }
   if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
@@ -137,8 +141,8 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
   const auto replicated = Layout::replicated(mesh_of(op, refs));
   Call call(op.schema(), c10::ArrayRef<c10::IValue>(stack.data() + base, op.kinds.size()), replicated->mesh());
   describe(op, refs, *replicated, call);
-  if (op.entry && op.entry->options.refuse) {
-    errors::refused(op, op.entry->options.refuse, call);
+  if (op.is(rules::Way::Refused)) {
+    errors::refused(op, op.entry->options.why, call);
   }
   if (op.entry && op.entry->rule) {
     errors::check_taken(op, call);
@@ -146,7 +150,7 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
     const auto rule = op.entry->rule(call);
     auto reads = call.reads(); // what resolve() reads besides is kept by sizes
     auto solution = rules::resolve(call, rule);
-    if (solution->moves && gathers(rule)) {
+    if (solution->moves && gathers(call, rule, *solution)) {
       tell_of_gather(op, call);
     }
     reads |= ask_orders(op, stack, base, refs, *solution);
@@ -176,13 +180,6 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
   return solution;
 }
 
-bool strict_mode() {
-  return g_strict;
-}
-void set_strict_mode(bool strict) {
-  g_strict = strict;
-  clear_cache();
-}
 void set_fallback_log(FallbackLog log) {
   g_fallback_log = log;
 }

@@ -53,12 +53,12 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
 } // namespace
 
 void handle_specially(const Op& op, Stack* stack) {
-  if (op.entry->options.decompose) {
+  if (op.is(rules::Way::Decomposed)) {
     using c10::DispatchKey;
     const bool usual = op.handle.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
     op.handle.callBoxedForDispatchKey(
         usual ? DispatchKey::CompositeExplicitAutograd : DispatchKey::CompositeExplicitAutogradNonFunctional, *stack);
-  } else if (op.name == "aten::_amp_foreach_non_finite_check_and_unscale_") {
+  } else if (op.is(rules::Way::FoundInf)) {
     handle_found_inf(op, stack);
   } else {
     handle_lists(op, stack);

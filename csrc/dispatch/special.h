@@ -8,7 +8,7 @@
 namespace shardtensor {
 
 inline bool is_special(const Op& op) {
-  return op.entry && (op.entry->options.decompose || op.entry->options.lists);
+  return op.is(rules::Way::Decomposed) || op.is(rules::Way::Each) || op.is(rules::Way::FoundInf);
 }
 void handle_specially(const Op& op, torch::jit::Stack* stack);
 

@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <unordered_map>
-#include <unordered_set>
 
 namespace shardtensor {
 
@@ -19,6 +18,10 @@ using rules::Solution;
 using torch::jit::Stack;
 
 namespace {
+
+rules::Symbols symbols_of(const Op& op) {
+  return op.entry && !op.asks_sizes ? op.entry->options.symbols : rules::Symbols::None;
+}
 
 // Rules and caches hold numbers. The op's argument of sizes is handed on besides, as it came, where the op keeps symbols.
 std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base) {
@@ -30,7 +33,7 @@ std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base)
     }
     if (value.isSymInt()) {
       value = value.toSymInt().guard_int(__FILE__, __LINE__);
-    } else if (value.isSymIntList() && op.name == "aten::expand") { // any sizes fit its rule: which of them are 1 is no symbol
+    } else if (value.isSymIntList() && symbols_of(op) == rules::Symbols::Arguments) {
       sizes = value.toSymIntVector();
       c10::List<int64_t> hints;
       for (const auto& n : *sizes) {
@@ -99,55 +102,17 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
   return found == known->end() ? nullptr : found->second;
 }
 
-// Ops that leave symbols alone whatever their kernels.
-bool always_keeps_symbols(const Op& op) {
-  static const std::unordered_set<std::string> names{
-      "aten::addmm",
-      "aten::alias",
-      "aten::bmm",
-      "aten::clone",
-      "aten::detach",
-      "aten::expand",
-      "aten::mm",
-      "aten::native_layer_norm",
-      "aten::native_layer_norm_backward",
-      "aten::ones_like",
-      "aten::permute",
-      "aten::rsqrt",
-      "aten::sum",
-      "aten::sum.dim_IntList",
-      "aten::t",
-      "aten::transpose.int",
-      "aten::unsqueeze",
-      "aten::zeros_like",
-      "aten::_log_softmax",
-      "aten::_log_softmax_backward_data",
-      "aten::_softmax",
-      "aten::_softmax_backward_data",
-      "aten::_to_copy",
-  };
-  return names.count(op.name) || (op.entry && !op.asks_sizes && op.entry->family == std::string_view("pointwise"));
-}
-
-// These do where pieces are dealt with apart from each other; what autograd calls for those of the second list does not.
-bool keeps_symbols_of_pieces(const Op& op, bool recorded) {
-  static const std::unordered_set<std::string> names{"aten::mean", "aten::mean.dim", "aten::var.correction"};
-  static const std::unordered_set<std::string> unrecorded{
-      "aten::_fused_rms_norm", "aten::argmax", "aten::argmin", "aten::cat",  "aten::cumsum",      "aten::flip", "aten::max.dim",
-      "aten::min.dim",         "aten::repeat", "aten::roll",   "aten::sort", "aten::sort.stable", "aten::topk",
-  };
-  return names.count(op.name) || (!recorded && unrecorded.count(op.name));
-}
-
 } // namespace
 
 bool keeps_symbols(const Op& op, const Refs& refs) {
   const auto tracked = [](const Ref& r) { return is_tracked(*r.tensor); };
-  return always_keeps_symbols(op) || keeps_symbols_of_pieces(op, std::any_of(refs.begin(), refs.end(), tracked));
+  const auto symbols = symbols_of(op);
+  return symbols >= rules::Symbols::Apart ||
+         (symbols == rules::Symbols::Unrecorded && std::none_of(refs.begin(), refs.end(), tracked));
 }
 
 void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
-  if (!always_keeps_symbols(op) && (op.asks_sizes || solution.reads_sizes() || solution.kernel)) {
+  if (symbols_of(op) < rules::Symbols::Operands && (op.asks_sizes || solution.reads_sizes() || solution.kernel)) {
     for (const auto& r : refs) {
       guarded(r.tensor->sym_sizes());
     }

@@ -2,7 +2,6 @@
 
 #include "comm/values.h"
 #include "kernels/draws.h"
-#include "kernels/graph_random.h"
 
 #include <ATen/ATen.h>
 
@@ -72,19 +71,6 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
 }
 
 } // namespace
-
-void fill_random(
-    at::Tensor& local, const RandomKey& key, const Layout& layout, c10::IntArrayRef sizes, const Distribution& distribution) {
-  c10::SmallVector<Intervals, 6> runs;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    runs.push_back(layout.intervals(static_cast<int64_t>(d), sizes[d], layout.mesh().coordinate()));
-  }
-  if (key.traced.defined()) {
-    local.copy_(drawn_in_graph(local, key.traced, sizes, runs, distribution));
-  } else {
-    fill_runs(local, key.bits, sizes, std::move(runs), distribution);
-  }
-}
 
 void fill_runs(
     at::Tensor& local,

@@ -20,16 +20,7 @@ struct Distribution {
   uint64_t range = 0;
 };
 
-// What fill_random() is given: 64 bits, or, in a graph, a tensor that will hold them.
-struct RandomKey {
-  uint64_t bits = 0;
-  at::Tensor traced;
-};
-
-// Fills `local`, this rank's piece under `layout` of a tensor of global `sizes`. Any strides; empty pieces too.
-void fill_random(
-    at::Tensor& local, const RandomKey& key, const Layout& layout, c10::IntArrayRef sizes, const Distribution& distribution);
-// The same by what the piece holds of each dim.
+// Fills `local`, the piece that holds `runs` of each dim of a tensor of global `sizes`. Any strides; empty pieces too.
 void fill_runs(
     at::Tensor& local,
     uint64_t key,

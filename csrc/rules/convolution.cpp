@@ -41,7 +41,7 @@ Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
 
 // Where the input's channels are sharded, one rank along them adds the bias.
 void convolution_kernel(Run& run) {
-  add_bias_once(run, 2, run.solution.notes[0]);
+  add_bias_once(run, 2);
   call_op_nonempty(run);
 }
 
@@ -79,7 +79,7 @@ Rule convolution(const Call& call) {
   rule.jointly_linear(0b010 | bias);
   rule.kernel = convolution_kernel;
   rule.always_kernel = true;
-  rule.notes = {f.in};
+  rule.notes = Contracted{f.in};
   return rule;
 }
 
@@ -210,8 +210,6 @@ Rule pixel_shuffle(const Call& call) {
 } // namespace
 
 void register_convolution(Registry& r) {
-  Options composite;
-  composite.composite = true;
   Options same;
   same.one_dtype = ~uint64_t{0};
   r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, same);
@@ -226,7 +224,7 @@ void register_convolution(Registry& r) {
   r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
   r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>);
 
-  r.add("pooling", {"max_pool1d"}, pool<1>, composite); // torch's reads the data pointer where no gradient is wanted
+  r.add("pooling", {"max_pool1d"}, pool<1>, {.way = Way::Whole}); // torch's reads the data pointer where no gradient is wanted
 
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
   r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);

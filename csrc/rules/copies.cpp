@@ -120,8 +120,8 @@ Rule zero(const Call& call) {
 } // namespace
 
 void register_copies(Registry& r) {
-  r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first);
-  r.add("copies", {"_to_copy"}, cast);
+  r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first, {.symbols = Symbols::Operands});
+  r.add("copies", {"_to_copy"}, cast, {.symbols = Symbols::Operands});
   r.add("copies", {"copy_", "copy"}, copy_into);
   r.add(
       "copies",
@@ -131,16 +131,15 @@ void register_copies(Registry& r) {
           "ones_like",
           "zeros_like",
       },
-      like);
-  Options dense;
-  dense.refuse = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
+      like, {.symbols = Symbols::Operands});
+  constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
   r.add(
       "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
-      nullptr, dense);
+      nullptr, {.way = Way::Refused, .why = kDense});
   r.add("copies", {"new_empty", "new_full", "new_ones", "new_zeros"}, new_like);
   r.add("copies", {"new_empty_strided"}, new_empty_strided);
-  r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill);
-  r.add("copies", {"zero_", "zero"}, zero);
+  r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill, {.repeats = true});
+  r.add("copies", {"zero_", "zero"}, zero, {.repeats = true});
 }
 
 } // namespace shardtensor::rules

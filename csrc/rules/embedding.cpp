@@ -264,20 +264,15 @@ TORCH_LIBRARY(shardtensor, m) {
 } // namespace
 
 void register_embedding(Registry& r) {
-  Options renorm;
-  renorm.takes = kReals;
-  Options bag;
-  bag.plain = true;
-  Options composite;
-  composite.composite = true;
+  const Options bag{.plain = true};
   r.add("embedding", {"_embedding_bag", "_embedding_bag_forward_only"}, embedding_bag, bag);
   r.add("embedding", {"_embedding_bag_backward", "_embedding_bag_dense_backward"}, embedding_bag_backward, bag);
   r.add("embedding", {"_embedding_bag_per_sample_weights_backward"}, embedding_bag_per_sample_weights_backward, bag);
   r.add("embedding", {"embedding"}, embedding);
   r.add("embedding", {"embedding_dense_backward"}, embedding_dense_backward);
   r.add("embedding", {"shardtensor::embedding_backward"}, table_backward);
-  r.add("embedding", {"embedding_renorm_"}, embedding_renorm, renorm);
-  r.add("embedding", {"one_hot"}, one_hot, composite);
+  r.add("embedding", {"embedding_renorm_"}, embedding_renorm, {.takes = kReals});
+  r.add("embedding", {"one_hot"}, one_hot, {.way = Way::Whole});
 }
 
 } // namespace shardtensor::rules

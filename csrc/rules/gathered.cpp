@@ -4,17 +4,13 @@
 namespace shardtensor::rules {
 
 void register_gathered(Registry& r) {
-  Options gather;
-  gather.gather = true;
   r.add(
       "gathered",
       {
           "ctc_loss.IntList",
           "ctc_loss.Tensor",
-          "linalg_householder_product",
-          "ormqr",
       },
-      nullptr, gather);
+      nullptr, {.way = Way::Gathered});
 }
 
 } // namespace shardtensor::rules

@@ -1,5 +1,6 @@
 // Reading and writing by index. Where an indexed dim is sharded, every rank looks up, or writes, what it holds:
 // a read is a sum of one rank's value and others' zeros, a write touches this rank's piece alone. The indices are whole then.
+#include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
 
@@ -10,10 +11,6 @@
 namespace shardtensor::rules {
 
 namespace {
-
-Interval mine(const Layout& layout, int64_t dim, int64_t size) {
-  return layout.intervals(dim, size, layout.mesh().coordinate())[0];
-}
 
 // A dim that is indexed: sharded, the result holds summands (a read) or the piece alone is written (a write).
 int64_t indexed(Rule& rule, at::ScalarType dtype, bool reads) {
@@ -277,7 +274,7 @@ Indexing read_indices(const Call& call, int64_t self_ndim) {
   return out;
 }
 
-// Notes: where the broadcast indices land in the result, their ndim, then the self dim of each index tensor.
+// Notes `how`.
 Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -316,8 +313,7 @@ Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape
       shape.push_back(in[d]);
     }
   }
-  rule.notes.append({how.at, how.ndim});
-  rule.notes.append(how.dims.begin(), how.dims.end());
+  rule.notes = how;
   return rule;
 }
 
@@ -332,7 +328,7 @@ c10::List<std::optional<at::Tensor>> turn_indices(Run& run, F f) {
       out.push_back(std::nullopt);
       continue;
     }
-    out.push_back(f(v.toTensor(), run.solution.notes[2 + i]));
+    out.push_back(f(v.toTensor(), noted<Indexing>(run.solution).dims[i]));
     ++i;
   }
   return out;
@@ -352,9 +348,9 @@ void index_kernel(Run& run) {
     return in.index;
   });
   auto out = at::index(x, indices);
-  const auto at = run.solution.notes[0], ndim = run.solution.notes[1];
+  const auto& how = noted<Indexing>(run.solution);
   Sizes shape(outside.sizes().begin(), outside.sizes().end());
-  shape.append(out.dim() - at - ndim, 1);
+  shape.append(out.dim() - how.at - how.ndim, 1);
   run.returns({out.masked_fill_(outside.view(shape), 0)});
 }
 
@@ -508,6 +504,7 @@ Rule trace(const Call& call) {
 void register_indexing(Registry& r) {
   Options put;
   put.one_dtype = 0b101; // self, values
+  put.repeats = true;
   r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
   r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index);
   r.add("indexing", {"gather"}, gather);

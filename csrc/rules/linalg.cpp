@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include <string>
+
 namespace shardtensor::rules {
 
 namespace {
@@ -70,34 +72,59 @@ void solve_matrix_kernel(Run& run) {
   run.call_op();
 }
 
+bool takes_vectors(const Call& call) {
+  const auto a = call.tensors[0].sizes(), b = call.tensors[1].sizes();
+  return a.empty() || b.size() == 1 || (b.size() + 1 == a.size() && b == a.slice(0, a.size() - 1));
+}
+
 // Not linear in B: the results that do not depend on B are no summands.
 Rule solve(const Call& call) {
-  const auto a = call.tensors[0].sizes(), b = call.tensors[1].sizes();
-  if (a.empty() || b.size() == 1 || (b.size() + 1 == a.size() && b == a.slice(0, a.size() - 1))) {
+  if (takes_vectors(call)) {
     return batched(call, "*..,*.->*.,^..,^.,^");
   }
   auto rule = batched(call, flag(call, "left") ? "*..,*.K->*.K,^..,^.,^" : "*..,*K.->*K.,^..,^.,^");
   rule.kernel = solve_matrix_kernel;
-  rule.always_kernel = b.size() + 1 == a.size();
+  rule.always_kernel = call.tensors[1].dim() + 1 == call.tensors[0].dim();
   return rule;
+}
+
+// Which of the results have elements is the driver's to say. By singular values, it also depends on the matrices' ranks whether
+// there are residuals, and b needs columns.
+Rule lstsq(const Call& call) {
+  const auto& a = call.tensors[0];
+  TORCH_CHECK(a.dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.");
+  const auto arg = call.position("driver");
+  const bool cpu = call.mesh.description().device_type == "cpu";
+  const std::string driver = call.has(arg) ? call.arg(arg).toStringRef() : cpu ? "gelsy" : "gels";
+  const bool tall = a.size(a.dim() - 2) > a.size(a.dim() - 1), vectors = takes_vectors(call);
+  if (driver == "gels") {
+    return batched(
+        call,
+        vectors ? (tall ? "*..,*.->*.,*.,0,0" : "*..,*.->*.,0,0,0") : (tall ? "*..,*.K->*.K,*K,0,0" : "*..,*.K->*.K,0,0,0"));
+  }
+  if (driver == "gelsy") {
+    return batched(call, vectors ? "*..,*.->*.,0,^,0" : "*..,*.K->*.K,0,^,0");
+  }
+  return tall ? replicate(call) : batched(call, vectors ? "*..,*.->*.,0,^,^." : "*..,*..->*..,0,^,^.");
+}
+
+Rule ormqr(const Call& call) {
+  return batched(call, flag(call, "left") ? "*..,*.,*.K->*.K" : "*..,*.,*K.->*K.");
 }
 
 } // namespace
 
 void register_linalg(Registry& r) {
   const auto* family = "linalg";
-  Options any;
-  any.asks_order = true;
+  const Options any{.asks_order = true};
   Options o = any;
   o.takes = kWideReals | kWideComplex;
   Options same = o;
   same.one_dtype = 0b11;
   Options with_pivots = o;
   with_pivots.one_dtype = 0b101;
-  Options decompose;
-  decompose.decompose = true;
   Options local = o; // torch's formulas for their gradients write into plain tensors, or their bodies do
-  local.gather = true;
+  local.way = Way::Local;
   const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
   r.add(family, {"_linalg_check_errors"}, [](const Call& c) { return batched(c, "*->"); });
   add("_linalg_det", [](const Call& c) { return batched(c, "*..->*,*..,*."); });
@@ -117,6 +144,7 @@ void register_linalg(Registry& r) {
   add("linalg_ldl_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
   r.add(
       family, {"linalg_ldl_solve"}, [](const Call& c) { return linear(batched(c, "*..,*.,*.K->*.K"), {2}); }, with_pivots);
+  r.add(family, {"linalg_lstsq"}, lstsq, same);
   add("linalg_lu", lu);
   add("linalg_lu_factor_ex", [](const Call& c) { return batched(c, "*..->*..,*.,*"); });
   r.add(family, {"linalg_lu_solve"}, lu_solve, with_pivots);
@@ -130,11 +158,16 @@ void register_linalg(Registry& r) {
   r.add(
       family, {"linalg_matrix_rank.tol_tensor"}, [](const Call& c) { return batched(c, "*..,*->*"); }, local);
   add("linalg_matrix_sqrth", [](const Call& c) { return batched(c, "*..->*.."); });
-  r.add(family, {"linalg_pinv.atol_rtol_tensor"}, nullptr, decompose);
+  r.add(family, {"linalg_pinv.atol_rtol_tensor"}, nullptr, {.way = Way::Decomposed});
   add("linalg_polar", [](const Call& c) { return batched(c, "*..->*..,*.."); });
   add("linalg_qr", qr);
   add("linalg_solve_triangular", solve_triangular);
   r.add(family, {"lu_unpack"}, lu_unpack, any);
+  local.one_dtype = 0b11;
+  r.add(
+      family, {"linalg_householder_product"}, [](const Call& c) { return batched(c, "*..,*.->*.."); }, local);
+  local.one_dtype = 0b111;
+  r.add(family, {"ormqr"}, ormqr, local);
   r.add(
       family, {"triangular_solve"}, [](const Call& c) { return batched(c, "*.K,*..->*.K,*.."); }, same);
 }

@@ -57,11 +57,7 @@ RuleFn rule_of(const Registry& r, const std::string& name, const std::string& ov
 } // namespace
 
 void register_lists(Registry& r) {
-  Options o;
-  o.lists = true;
-  o.elementwise = true;
-  Options decompose;
-  decompose.decompose = true;
+  Options o{.way = Way::Each, .elementwise = true};
   for (const std::string family : kFamilies) {
     const auto name = "_foreach_" + family;
     for (const std::string overload : kOverloads) {
@@ -71,7 +67,7 @@ void register_lists(Registry& r) {
       const auto suffix = overload.empty() ? "" : "." + overload;
       for (const auto& full : {name + suffix, name + "_" + suffix, name + "." + (overload.empty() ? "out" : overload + "_out")}) {
         if (numbers) {
-          r.add("lists", {full.c_str()}, nullptr, decompose);
+          r.add("lists", {full.c_str()}, nullptr, {.way = Way::Decomposed});
         } else if (rule) {
           r.add("lists", {full.c_str()}, rule, o);
         }
@@ -84,10 +80,8 @@ void register_lists(Registry& r) {
       r.add("lists", {("_fused_" + optimizer + "_" + overload).c_str()}, broadcast, o);
     }
   }
-  Options norm;
-  norm.lists = true;
-  r.add("lists", {"_foreach_norm.Scalar"}, norms, norm);
-  r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, broadcast, o);
+  r.add("lists", {"_foreach_norm.Scalar"}, norms, {.way = Way::Each});
+  r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, nullptr, {.way = Way::FoundInf});
 }
 
 } // namespace shardtensor::rules

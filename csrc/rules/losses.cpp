@@ -190,8 +190,13 @@ Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ig
   return {held, at::where(here, target - held.start, kElsewhere)};
 }
 
+// The factor of the classes.
+struct Classes {
+  int64_t factor;
+};
+
 bool classes_sharded(const Run& run) {
-  return run.mesh_dims(run.solution.notes[0]) != 0;
+  return run.mesh_dims(noted<Classes>(run.solution).factor) != 0;
 }
 
 void nll_forward(Run& run) {
@@ -257,7 +262,7 @@ Rule nll(const Call& call) {
   }
   rule.kernel = nll_forward;
   rule.always_kernel = true;
-  rule.notes.push_back(dims.classes[0].factor);
+  rule.notes = Classes{dims.classes[0].factor};
   return rule;
 }
 

@@ -10,7 +10,7 @@ namespace shardtensor::rules {
 namespace {
 
 // An out= operand has the result's dims and holds summands where the result does.
-void with_out(const Call& call, Rule& rule) {
+void add_summing_out(const Call& call, Rule& rule) {
   if (call.tensors.size() == rule.operands.size()) {
     return;
   }
@@ -47,7 +47,7 @@ Dims broadcast_to(const TensorArg& t, const Dims& out, F stretched) {
 template <const char* text>
 Rule product(const Call& call) {
   auto rule = notation(text);
-  with_out(call, rule);
+  add_summing_out(call, rule);
   return rule;
 }
 
@@ -63,7 +63,7 @@ Rule plus_product(const Call& call) {
   rule.linear.clear();
   rule.jointly_linear(0b011);
   rule.jointly_linear(0b101);
-  with_out(call, rule);
+  add_summing_out(call, rule);
   return rule;
 }
 
@@ -142,7 +142,7 @@ Rule matmul(const Call& call) {
   rule.operands.emplace_back(m.other);
   rule.results.emplace_back(m.out);
   rule.linear_in({0, 1});
-  with_out(call, rule);
+  add_summing_out(call, rule);
   return rule;
 }
 
@@ -197,7 +197,7 @@ Rule matmul_backward(const Call& call) {
 
 // Where the contracted factor is sharded, one rank along it adds the bias.
 void linear_kernel(Run& run) {
-  add_bias_once(run, 2, run.solution.notes[0]);
+  add_bias_once(run, 2);
   run.call_op();
 }
 
@@ -227,7 +227,7 @@ Rule linear(const Call& call) {
     rule.operands.emplace_back(
         broadcast_to(call.tensors[2], out, [&](int64_t d) { return d + 1 < x.dim() ? !x.is_one(d) : !weight.is_one(0); }));
     rule.kernel = linear_kernel;
-    rule.notes = {k};
+    rule.notes = Contracted{k};
     bias = 0b100;
   }
   rule.results.emplace_back(out);
@@ -280,24 +280,26 @@ void register_matmul(Registry& r) {
   any.takes = kAllNumbers & ~kBools;
   Options same = any;
   same.one_dtype = ~uint64_t{0};
+  Options symbolic = same;
+  symbolic.symbols = Symbols::Operands;
   Options composite = same;
-  composite.composite = true;
+  composite.way = Way::Whole;
   r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, same);
   r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, same);
-  r.add("matmul", {"addmm", "addmm.out", "addmm_"}, plus_product<kMm>, same);
+  r.add("matmul", {"addmm", "addmm.out", "addmm_"}, plus_product<kMm>, symbolic);
   r.add("matmul", {"addmm.dtype", "addmm.dtype_out"}, plus_product<kMm>, any);
   r.add("matmul", {"addmv", "addmv.out", "addmv_"}, addmv, same);
   r.add("matmul", {"addr", "addr.out", "addr_"}, plus_product<kOuter>);
   r.add("matmul", {"baddbmm", "baddbmm.out", "baddbmm_"}, plus_product<kBmm>, same);
   r.add("matmul", {"baddbmm.dtype", "baddbmm.dtype_out"}, plus_product<kBmm>, any);
-  r.add("matmul", {"bmm", "bmm.out"}, product<kBmm>, same);
+  r.add("matmul", {"bmm", "bmm.out"}, product<kBmm>, symbolic);
   r.add("matmul", {"bmm.dtype", "bmm.dtype_out"}, product<kBmm>, any);
   r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<kDot>, same);
   r.add("matmul", {"linear"}, linear, composite);
   r.add("matmul", {"linear_backward"}, linear_backward, any);
   r.add("matmul", {"matmul", "matmul.out"}, matmul, composite);
   r.add("matmul", {"matmul_backward"}, matmul_backward, any);
-  r.add("matmul", {"mm", "mm.out"}, product<kMm>, same);
+  r.add("matmul", {"mm", "mm.out"}, product<kMm>, symbolic);
   r.add("matmul", {"mm.dtype", "mm.dtype_out"}, product<kMm>, any);
   r.add("matmul", {"mv", "mv.out"}, product<kMv>, same);
 }

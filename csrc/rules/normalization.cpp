@@ -115,6 +115,11 @@ struct LayerDims {
   Dims full, normalized, statistics;
 };
 
+// Noted by layer norms: the first dim that is normalized.
+struct Axis {
+  int64_t first;
+};
+
 LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch) {
   LayerDims out;
   const auto n = call.tensor(call.position("input")).dim();
@@ -129,7 +134,7 @@ LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch
       out.normalized.push_back(out.full.back());
     }
   }
-  rule.notes = {axis};
+  rule.notes = Axis{axis};
   for (const auto& t : call.tensors) {
     const auto& name = name_of(call, t);
     rule.operands.emplace_back(
@@ -141,7 +146,7 @@ LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch
 }
 
 Group layer_group(const Run& run, const at::Tensor& x, c10::IntArrayRef sizes) {
-  const auto axis = run.solution.notes[0];
+  const auto axis = noted<Axis>(run.solution).first;
   const auto shape = Arguments{run}["normalized_shape"].toIntVector();
   TORCH_CHECK(
       sizes.slice(axis) == c10::IntArrayRef(shape), "Given normalized_shape=", c10::IntArrayRef(shape),
@@ -155,7 +160,7 @@ Group layer_group(const Run& run, const at::Tensor& x, c10::IntArrayRef sizes) {
 }
 
 std::vector<int64_t> batch_dims(const Run& run) {
-  std::vector<int64_t> dims(run.solution.notes[0]);
+  std::vector<int64_t> dims(noted<Axis>(run.solution).first);
   for (size_t d = 0; d < dims.size(); ++d) {
     dims[d] = static_cast<int64_t>(d);
   }
@@ -282,6 +287,11 @@ struct GroupDims {
   Sizes statistics_sizes;
 };
 
+// Noted by group norms: the channels of a group.
+struct GroupChannels {
+  int64_t count;
+};
+
 GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed) {
   GroupDims out;
   const auto groups = call.integer(call.position("group"));
@@ -296,7 +306,7 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
   for (int64_t d = 2; d < input.dim(); ++d) {
     out.full.emplace_back(rule.factor(kernel_factor(summed)));
   }
-  rule.notes = {input.size(1) / groups};
+  rule.notes = GroupChannels{input.size(1) / groups};
   for (const auto& t : call.tensors) {
     const auto& name = name_of(call, t);
     rule.operands.emplace_back(
@@ -322,7 +332,7 @@ struct GroupPiece {
   }
 };
 GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::IntArrayRef whole) {
-  const auto channels = run.solution.notes[0];
+  const auto channels = noted<GroupChannels>(run.solution).count;
   const auto space = c10::multiply_integers(x.sizes().slice(2));
   uint64_t over = 0;
   for (int64_t d = 2; d < x.dim(); ++d) {
@@ -564,8 +574,6 @@ Rule batch_norm_backward(const Call& call) {
 } // namespace
 
 void register_normalization(Registry& r) {
-  Options composite;
-  composite.composite = true;
   Options real;
   real.takes = kReals;
   Options weighted = real;
@@ -573,7 +581,7 @@ void register_normalization(Registry& r) {
   weighted.or_float = true;
   Options running = weighted;
   running.writes = 0b11000; // running_mean, running_var
-  r.add("normalization", {"_fused_rms_norm"}, rms_norm, composite);
+  r.add("normalization", {"_fused_rms_norm"}, rms_norm, {.way = Way::Whole, .symbols = Symbols::Unrecorded});
   r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward);
   r.add(
       "normalization",
@@ -594,6 +602,7 @@ void register_normalization(Registry& r) {
       batch_norm_backward, real);
   r.add("normalization", {"native_group_norm"}, group_norm, weighted);
   r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, real);
+  weighted.symbols = real.symbols = Symbols::Operands;
   r.add("normalization", {"native_layer_norm"}, layer_norm, weighted);
   r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward, real);
 }

@@ -53,6 +53,20 @@ OperandSet with_outputs(const Call& call, OperandSet operands) {
   return operands;
 }
 
+Rule whole_along(const Call& call, uint64_t mask) {
+  Rule rule;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.push_back(mask >> d & 1 ? Dim(kNone) : Dim(rule.factor()));
+  }
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    rule.operands.emplace_back(dims);
+  }
+  rule.results.emplace_back(std::move(dims));
+  rule.passes_partial(OperandSet::first(call.tensors.size()));
+  return rule;
+}
+
 void give(const Run& run, const std::vector<at::Tensor>& results) {
   const auto& arguments = run.op.schema().arguments();
   std::vector<c10::IValue> out;
@@ -74,8 +88,8 @@ void give(const Run& run, const std::vector<at::Tensor>& results) {
   run.returns(std::move(out));
 }
 
-void add_bias_once(const Run& run, size_t arg, int64_t contracted) {
-  const auto over = run.mesh_dims(contracted);
+void add_bias_once(const Run& run, size_t arg) {
+  const auto over = run.mesh_dims(noted<Contracted>(run.solution).factor);
   bool first = true;
   for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
     first &= !(over >> m & 1) || run.mesh().coordinate()[m] == 0;
@@ -112,6 +126,10 @@ at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op) 
     sizes[d] = 1;
   }
   return at::full(sizes, identity(op, piece.scalar_type()), piece.options());
+}
+
+Interval mine(const Layout& layout, int64_t dim, int64_t size) {
+  return layout.intervals(dim, size, layout.mesh().coordinate())[0];
 }
 
 int64_t start_of(const Run& run, size_t i, int64_t dim) {

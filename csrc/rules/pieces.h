@@ -17,11 +17,23 @@ void add_outputs(const Call& call, Rule& rule);
 // The bits of `operands` and of every out= argument.
 OperandSet with_outputs(const Call& call, OperandSet operands);
 
+// One result, and operands, of one shape whose dims in `mask` are whole. Values pass through.
+Rule whole_along(const Call& call, uint64_t mask);
+
 // Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
 void give(const Run& run, const std::vector<at::Tensor>& results);
 
-// Where `contracted`, a factor that is summed over, is sharded, one rank along it adds the bias, which is argument `arg`.
-void add_bias_once(const Run& run, size_t arg, int64_t contracted);
+// Noted by rules whose kernels work along one dim.
+struct Along {
+  int64_t dim;
+};
+
+// Noted by rules of products with a bias: the factor that is summed over.
+struct Contracted {
+  int64_t factor;
+};
+// Where that is sharded, one rank along it adds the bias, which is argument `arg`.
+void add_bias_once(const Run& run, size_t arg);
 
 // The mesh dims (bits) that shard any of the factors in `factors` (bit f: factor f).
 uint64_t mesh_dims_of(const Run& run, uint64_t factors);
@@ -31,6 +43,9 @@ at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, R
 
 // amax or amin of a piece, keeping the dims; the identity where the piece is empty along `dims`.
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
+
+// What this rank holds of `size` indices along `dim`: one run.
+Interval mine(const Layout& layout, int64_t dim, int64_t size);
 
 // The global index along `dim` at which this rank's piece of operand `i` starts. The piece must be one run of indices.
 int64_t start_of(const Run& run, size_t i, int64_t dim);

@@ -1,5 +1,6 @@
 // Elementwise ops: every dim is a factor of its own, broadcast dims stay whole.
 // To add one: put its name in the table of its kind; add_forms brings the in-place and out= forms along.
+#include "rules/pieces.h"
 #include "rules/registry.h"
 
 namespace shardtensor::rules {
@@ -32,30 +33,22 @@ Rule linear_in_each(const Call& call) {
   return rule;
 }
 
-// out= forms write a further operand, which holds summands where the result does.
-OperandSet with_out(const Call& call, OperandSet operands, size_t inputs) {
-  if (call.tensors.size() > inputs) {
-    operands.add(inputs);
-  }
-  return operands;
-}
-
 Rule where(const Call& call) {
   auto rule = broadcast(call);
-  rule.passes_partial(with_out(call, 0b110, 3));
+  rule.passes_partial(with_outputs(call, 0b110));
   return rule;
 }
 
 Rule addcmul(const Call& call) {
   auto rule = broadcast(call);
-  rule.jointly_linear(with_out(call, 0b011, 3));
-  rule.jointly_linear(with_out(call, 0b101, 3));
+  rule.jointly_linear(with_outputs(call, 0b011));
+  rule.jointly_linear(with_outputs(call, 0b101));
   return rule;
 }
 
 Rule addcdiv(const Call& call) {
   auto rule = broadcast(call);
-  rule.jointly_linear(with_out(call, 0b011, 3));
+  rule.jointly_linear(with_outputs(call, 0b011));
   return rule;
 }
 
@@ -71,7 +64,7 @@ Rule commutes_with(const Call& call) {
 
 Rule lerp_tensor(const Call& call) {
   auto rule = broadcast(call);
-  rule.jointly_linear(with_out(call, 0b011, 3)); // in start and end together, the weight whole
+  rule.jointly_linear(with_outputs(call, 0b011)); // in start and end together, the weight whole
   return rule;
 }
 
@@ -122,8 +115,8 @@ Rule glu_backward(const Call& call) {
 } // namespace
 
 void register_pointwise(Registry& r) {
-  Options o;
-  o.broadcasts = true;
+  const Options o{.symbols = Symbols::Operands, .broadcasts = true};
+  const Options any{.symbols = Symbols::Operands};
   r.add_forms(
       "pointwise",
       {
@@ -224,8 +217,6 @@ void register_pointwise(Registry& r) {
           "logit",
           "lt.Scalar",
           "lt.Tensor",
-          "masked_fill.Scalar",
-          "masked_fill.Tensor",
           "mish",
           "mvlgamma",
           "nan_to_num",
@@ -405,11 +396,14 @@ void register_pointwise(Registry& r) {
       },
       pointwise, o);
 
+  Options same_each_time = o;
+  same_each_time.repeats = true;
+  r.add_forms("pointwise", {"masked_fill.Scalar", "masked_fill.Tensor"}, pointwise, same_each_time);
   r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
-  r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid);
-  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward);
-  r.add("pointwise", {"glu"}, glu);
-  r.add("pointwise", {"glu_backward"}, glu_backward);
+  r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid, any);
+  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward, any);
+  r.add("pointwise", {"glu"}, glu, any);
+  r.add("pointwise", {"glu_backward"}, glu_backward, any);
   r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
   r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
   r.add_forms("pointwise", {"lerp.Tensor"}, lerp_tensor, o);

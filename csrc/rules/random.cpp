@@ -1,11 +1,11 @@
-// Ops that draw random numbers. Each draws one key from torch's generator (kernels/stream.h) and fills its piece by global
+// Ops that draw random numbers. Each draws one key from torch's generator (draws/keys.h) and fills its piece by global
 // index (kernels/random.h): the global values do not depend on the layout, which is kept.
 #include "rules/registry.h"
 
 #include "comm/values.h"
-#include "kernels/graph_random.h"
+#include "draws/graph.h"
+#include "draws/keys.h"
 #include "kernels/random.h"
-#include "kernels/stream.h"
 #include "rules/resolve.h"
 
 #include <ATen/ATen.h>
@@ -35,7 +35,7 @@ double number(const Run& run, const char* name) {
 }
 
 // Of tensors without values nothing is drawn, as in torch; of those of a graph, when it runs.
-kernels::RandomKey next_key(const Run& run, const at::Tensor& local) {
+draws::Key next_key(const Run& run, const at::Tensor& local) {
   const auto* generator = argument(run, "generator");
   if (is_traced(local)) {
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -43,12 +43,12 @@ kernels::RandomKey next_key(const Run& run, const at::Tensor& local) {
         ": argument 'generator' cannot be traced into a graph (torch.compile, export); leave it out, so that the default one is "
         "used, "
         "or draw outside of the compiled function");
-    return {0, kernels::next_key_in_graph(local, run.mesh())};
+    return {0, draws::next_key_in_graph(local, run.mesh())};
   }
   if (!is_wrapper(local) && !has_values(local)) {
     return {};
   }
-  return {kernels::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt), {}};
+  return {draws::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt), {}};
 }
 
 // Raises where `holds` is false; in a graph, when it runs.
@@ -63,7 +63,7 @@ void check_values(const at::Tensor& holds, const char* message) {
 // Fills `local`, a piece like operand i's.
 void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t i = 0) {
   const auto& like = run.operands[i];
-  kernels::fill_random(local, next_key(run, local), *like.layout, like.sizes, d);
+  draws::fill(local, next_key(run, local), *like.layout, like.sizes, d);
 }
 
 // A fresh local tensor like argument 0, as empty_like makes it.
@@ -235,7 +235,7 @@ void normal_of_tensors(Run& run) {
   const auto& layout = *run.solution.results[0].layout;
   const auto& like = (mean.isTensor() ? mean : std).toTensor();
   auto out = at::empty(layout.local_sizes(sizes), like.options());
-  kernels::fill_random(out, next_key(run, out), layout, sizes, {Kind::Normal, 0, 1});
+  draws::fill(out, next_key(run, out), layout, sizes, {Kind::Normal, 0, 1});
   if (std.isTensor()) {
     const auto s = std.toTensor();
     check_values(s >= 0, "normal expects all elements of std >= 0.0");
@@ -377,9 +377,7 @@ void register_random(Registry& r) {
   real.takes = kReals;
   numbers.takes = kReals | kComplex;
   r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast);
-  Options gathers;
-  gathers.whole = true;
-  r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, gathers);
+  r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, {.whole = true});
   r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, real);
   r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>);
   r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>);

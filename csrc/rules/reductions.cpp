@@ -33,10 +33,17 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
   return dims.empty() ? kAll : mask;
 }
 
-enum Note : size_t { kMask, kKeepdim, kExtra, kMore };
+// What a rule made by reduce() notes.
+struct Reduced {
+  uint64_t dims; // bits
+  bool keepdim;
+  c10::SmallVector<ReduceOp, 2> extremes{}; // per result: of what it is the extreme
+  bool flat = false;                        // argmax, argmin: without a dim
+  bool negative = false;                    // the norm's order
+  bool root = false, with_mean = false;     // of var's kind
+};
 
-// One operand; `f` is what the reduced dims' factors are. Factor d is the operand's dim d. The notes tell a kernel which
-// dims are reduced and whether they are kept.
+// One operand; `f` is what the reduced dims' factors are. Factor d is the operand's dim d.
 Rule reduce(const Call& call, Factor f, uint64_t mask) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -57,7 +64,7 @@ Rule reduce(const Call& call, Factor f, uint64_t mask) {
     rule.results.emplace_back(out);
   }
   add_outputs(call, rule);
-  rule.notes = {static_cast<int64_t>(mask), keepdim};
+  rule.notes = Reduced{mask, keepdim};
   return rule;
 }
 
@@ -83,16 +90,16 @@ void passes(const Call& call, Rule& rule, uint32_t reductions, double norm_order
 struct Reduction {
   at::Tensor x;
   c10::IntArrayRef sizes; // global
+  const Reduced& how;
   Sizes dims;
   uint64_t mesh_dims;
-  bool keepdim;
 
   explicit Reduction(Run& run)
       : x(run.arg(0).toTensor()),
         sizes(run.operands[0].sizes),
-        dims(dims_of(static_cast<uint64_t>(run.solution.notes[kMask]), x.dim())),
-        mesh_dims(mesh_dims_of(run, static_cast<uint64_t>(run.solution.notes[kMask]))),
-        keepdim(run.solution.notes[kKeepdim] != 0) {}
+        how(noted<Reduced>(run.solution)),
+        dims(dims_of(how.dims, x.dim())),
+        mesh_dims(mesh_dims_of(run, how.dims)) {}
 
   int64_t count() const {
     return count_along(x.sizes(), dims);
@@ -108,7 +115,7 @@ struct Reduction {
     Sizes out;
     for (int64_t d = 0; d < x.dim(); ++d) {
       const bool reduced = std::find(dims.begin(), dims.end(), d) != dims.end();
-      if (!reduced || keepdim) {
+      if (!reduced || how.keepdim) {
         out.push_back(reduced ? 1 : x.size(d));
       }
     }
@@ -151,7 +158,7 @@ void mean_kernel(Run& run) {
   TORCH_CHECK(
       c10::isFloatingType(dtype) || c10::isComplexType(dtype),
       "mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: ", dtype);
-  auto total = at::sum(r.x, r.dims, r.keepdim, accumulate_type(dtype));
+  auto total = at::sum(r.x, r.dims, r.how.keepdim, accumulate_type(dtype));
   give(run, {total.div_(static_cast<double>(r.global_count())).to(dtype)});
 }
 
@@ -179,15 +186,13 @@ Rule prod(const Call& call) {
 
 // ---- extremes ----
 
-// The notes from kExtra on: per result, as ReduceOp, what the identity is of.
 void extreme_kernel(Run& run) {
   const Reduction r(run);
   if (!r.only_this_piece_is_empty()) {
     return run.call_op();
   }
   std::vector<at::Tensor> out;
-  for (size_t i = kExtra; i < run.solution.notes.size(); ++i) {
-    const auto op = static_cast<ReduceOp>(run.solution.notes[i]);
+  for (const auto op : r.how.extremes) {
     out.push_back(at::full(r.result_sizes(), identity(op, r.x.scalar_type()), r.x.options()));
   }
   give(run, out);
@@ -198,7 +203,7 @@ Rule extreme_of(const Call& call) {
   auto rule = reduce(call, reduced_by(op));
   rule.kernel = extreme_kernel;
   rule.kernel_if = is_empty;
-  rule.notes.push_back(static_cast<int64_t>(op));
+  noted<Reduced>(rule).extremes = {op};
   passes(call, rule, bit(op));
   return rule;
 }
@@ -209,7 +214,7 @@ Rule aminmax(const Call& call) {
   rule.kernel_if = is_empty;
   constexpr ReduceOp ops[] = {ReduceOp::Min, ReduceOp::Max};
   for (size_t i = 0; i < 2; ++i) {
-    rule.notes.push_back(static_cast<int64_t>(ops[i]));
+    noted<Reduced>(rule).extremes.push_back(ops[i]);
     rule.results[i].reduce.emplace(ops[i]);
     if (rule.operands.size() > 1) {
       rule.operands[1 + i].reduce.emplace(ops[i]);
@@ -263,14 +268,14 @@ void select_kernel(Run& run) {
   if (r.global_count() == 0) {
     return run.call_op();
   }
-  const auto op = static_cast<ReduceOp>(run.solution.notes[kExtra]);
+  const auto op = r.how.extremes[0];
   const auto dim = r.dims[0];
   auto mine = best_along(r.x, dim, op);
   if (r.x.size(dim)) {
     mine.index.add_(start_of(run, 0, dim));
   }
   const auto best = best_of(mine, run, r.mesh_dims, op);
-  give(run, {squeeze_dims(best.value, r.dims, r.keepdim), squeeze_dims(best.index, r.dims, r.keepdim)});
+  give(run, {squeeze_dims(best.value, r.dims, r.how.keepdim), squeeze_dims(best.index, r.dims, r.how.keepdim)});
 }
 
 // A local flat index as a global one.
@@ -291,8 +296,8 @@ void arg_kernel(Run& run) {
   if (r.global_count() == 0) {
     return run.call_op();
   }
-  const auto op = static_cast<ReduceOp>(run.solution.notes[kExtra]);
-  const bool flat = run.solution.notes[kMore] != 0;
+  const auto op = r.how.extremes[0];
+  const bool flat = r.how.flat;
   auto mine = flat ? best_along(r.x.reshape({-1}), 0, op) : best_along(r.x, r.dims[0], op);
   if (flat && r.count()) {
     mine.index = to_global(mine.index, r, run);
@@ -300,7 +305,7 @@ void arg_kernel(Run& run) {
     mine.index.add_(start_of(run, 0, r.dims[0]));
   }
   const auto index = best_of(mine, run, r.mesh_dims, op).index;
-  give(run, {flat ? index.reshape(r.result_sizes()) : squeeze_dims(index, r.dims, r.keepdim)});
+  give(run, {flat ? index.reshape(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
 }
 
 Rule selected(const Call& call, ReduceOp op, Kernel kernel) {
@@ -308,8 +313,8 @@ Rule selected(const Call& call, ReduceOp op, Kernel kernel) {
   f.kernel = true;
   auto rule = reduce(call, f);
   rule.kernel = kernel;
-  rule.notes.push_back(static_cast<int64_t>(op));
-  rule.notes.push_back(!call.has(argument(call, "dim")));
+  noted<Reduced>(rule).extremes = {op};
+  noted<Reduced>(rule).flat = !call.has(argument(call, "dim"));
   return rule;
 }
 
@@ -323,7 +328,7 @@ Rule arg(const Call& call) {
 }
 
 // median, mode, kthvalue: whole along the dim.
-Rule whole_along(const Call& call) {
+Rule in_order(const Call& call) {
   Factor f;
   f.whole = true;
   return reduce(call, f);
@@ -345,8 +350,7 @@ void norm_kernel(Run& run) {
   }
   const auto arg = argument(run, "dtype");
   const auto dtype = arg >= 0 && !run.arg(arg).isNone() ? run.arg(arg).toScalarType() : r.x.scalar_type();
-  const bool negative = run.solution.notes[kExtra] != 0;
-  give(run, {at::full(r.result_sizes(), negative ? kInfinity : 0.0, r.x.options().dtype(c10::toRealValueType(dtype)))});
+  give(run, {at::full(r.result_sizes(), r.how.negative ? kInfinity : 0.0, r.x.options().dtype(c10::toRealValueType(dtype)))});
 }
 
 Rule norm(const Call& call) {
@@ -360,7 +364,7 @@ Rule norm(const Call& call) {
   auto rule = reduce(call, f);
   rule.kernel = norm_kernel;
   rule.kernel_if = is_empty;
-  rule.notes.push_back(order < 0);
+  noted<Reduced>(rule).negative = order < 0;
   if (f.reduce == ReduceOp::Norm) {
     passes(call, rule, bit(ReduceOp::Norm), order);
   }
@@ -372,7 +376,7 @@ void renorm_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto p = run.arg(1).toScalar().toDouble();
   const auto limit = run.arg(3).toScalar().toDouble();
-  const auto mask = static_cast<uint64_t>(run.solution.notes[kMask]);
+  const auto mask = noted<Reduced>(run.solution).dims;
   const auto dims = dims_of(mask, x.dim());
   const auto wide = accumulate_type(x.scalar_type());
   auto power = x.to(wide).abs();
@@ -398,7 +402,7 @@ Rule renorm(const Call& call) {
   rule.results.emplace_back(dims);
   add_outputs(call, rule);
   rule.kernel = renorm_kernel;
-  rule.notes = {static_cast<int64_t>(kAll & ~(uint64_t{1} << kept))};
+  rule.notes = Reduced{kAll & ~(uint64_t{1} << kept), true};
   return rule;
 }
 
@@ -407,8 +411,6 @@ Rule renorm(const Call& call) {
 // Count, mean and sum of squares around it, of each piece, put together by two small all-reduces (Chan et al.).
 void var_kernel(Run& run) {
   const Reduction r(run);
-  const bool root = run.solution.notes[kExtra] != 0;
-  const bool with_mean = run.solution.notes[kMore] != 0;
   const auto& given = run.arg(argument(run, "correction"));
   const double correction = given.isNone() ? 1.0 : given.toScalar().toDouble();
   const auto n = static_cast<double>(r.count());
@@ -425,13 +427,13 @@ void var_kernel(Run& run) {
   const auto whole_mean = over_ranks(mean * (n / total), run, r.mesh_dims, ReduceOp::Sum);
   squares = over_ranks(squares + (mean - whole_mean).abs().square_().mul_(n), run, r.mesh_dims, ReduceOp::Sum);
   auto var = squares.div_(std::max(total - correction, 0.0));
-  if (root) {
+  if (r.how.root) {
     var.sqrt_();
   }
   const auto dtype = r.x.scalar_type();
-  std::vector<at::Tensor> out{squeeze_dims(var, r.dims, r.keepdim).to(c10::toRealValueType(dtype))};
-  if (with_mean) {
-    out.push_back(squeeze_dims(whole_mean, r.dims, r.keepdim).to(dtype));
+  std::vector<at::Tensor> out{squeeze_dims(var, r.dims, r.how.keepdim).to(c10::toRealValueType(dtype))};
+  if (r.how.with_mean) {
+    out.push_back(squeeze_dims(whole_mean, r.dims, r.how.keepdim).to(dtype));
   }
   give(run, out);
 }
@@ -442,8 +444,8 @@ Rule var(const Call& call) {
   f.kernel = true;
   auto rule = reduce(call, f);
   rule.kernel = var_kernel;
-  rule.notes.push_back(root);
-  rule.notes.push_back(call.schema.returns().size() == 2);
+  noted<Reduced>(rule).root = root;
+  noted<Reduced>(rule).with_mean = call.schema.returns().size() == 2;
   return rule;
 }
 
@@ -455,7 +457,7 @@ void logsumexp_kernel(Run& run) {
   auto top = over_ranks(extreme(x, r.dims, ReduceOp::Max), run, r.mesh_dims, ReduceOp::Max);
   top.masked_fill_(top.isinf(), 0);
   const auto total = over_ranks((x - top).exp_().sum(r.dims, true), run, r.mesh_dims, ReduceOp::Sum);
-  give(run, {squeeze_dims(total.log().add_(top), r.dims, r.keepdim).to(dtype)});
+  give(run, {squeeze_dims(total.log().add_(top), r.dims, r.how.keepdim).to(dtype)});
 }
 
 Rule logsumexp(const Call& call) {
@@ -503,22 +505,26 @@ Rule equal(const Call& call) {
 } // namespace
 
 void register_reductions(Registry& r) {
-  Options decompose;
-  decompose.decompose = true;
   const char* family = "reductions";
   Options numbers;
   numbers.takes = kReals | kComplex;
   Options ordered;
   ordered.takes = kAllNumbers & ~kComplex;
+  Options selects = ordered;
+  selects.symbols = Symbols::Unrecorded;
+  Options spread = numbers;
+  spread.symbols = Symbols::Apart;
   r.add(family, {"_assert_async", "_assert_async.msg", "_local_scalar_dense"}, replicate);
-  r.add(family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out", "is_same_size"}, nullptr, decompose);
+  r.add(
+      family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out", "is_same_size"}, nullptr,
+      {.way = Way::Decomposed});
   r.add(family, {"all", "all.all_out", "all.dim", "all.dims", "all.dims_out", "all.out"}, truth<ReduceOp::Min>);
   r.add(family, {"amax", "amax.out", "max", "max.unary_out"}, extreme_of<ReduceOp::Max>, ordered);
   r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>, ordered);
   r.add(family, {"_aminmax", "_aminmax.dim", "_aminmax.dim_out", "_aminmax.out", "aminmax", "aminmax.out"}, aminmax, ordered);
   r.add(family, {"any", "any.all_out", "any.dim", "any.dims", "any.dims_out", "any.out"}, truth<ReduceOp::Max>);
-  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>, ordered);
-  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>, ordered);
+  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>, selects);
+  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>, selects);
   r.add(
       family,
       {
@@ -547,7 +553,7 @@ void register_reductions(Registry& r) {
           "nanmedian.dim_values",
           "nanmedian.out",
       },
-      whole_along, ordered);
+      in_order, ordered);
   r.add(
       family,
       {
@@ -564,9 +570,9 @@ void register_reductions(Registry& r) {
       },
       norm, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp);
-  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>, ordered);
-  r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean);
-  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>, ordered);
+  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>, selects);
+  r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean, {.symbols = Symbols::Apart});
+  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>, selects);
   r.add(family, {"prod", "prod.dim_int", "prod.int_out", "prod.out"}, prod);
   r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm, numbers);
   r.add(
@@ -578,7 +584,7 @@ void register_reductions(Registry& r) {
           "std_mean.correction_out",
       },
       var<true>, numbers);
-  r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum);
+  r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum, {.symbols = Symbols::Operands});
   r.add(
       family,
       {
@@ -587,7 +593,7 @@ void register_reductions(Registry& r) {
           "var_mean.correction",
           "var_mean.correction_out",
       },
-      var<false>, numbers);
+      var<false>, spread);
 }
 
 } // namespace shardtensor::rules

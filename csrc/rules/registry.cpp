@@ -54,6 +54,7 @@ const Registry& registry() {
     register_losses(*r);
     register_matmul(*r);
     register_normalization(*r);
+    register_padding(*r);
     register_pointwise(*r);
     register_random(*r);
     register_recurrent(*r);
@@ -61,7 +62,11 @@ const Registry& registry() {
     register_scans(*r);
     register_softmax(*r);
     register_spectral(*r);
-    register_views(*r);
+    register_turns(*r);
+    register_view_order(*r);
+    register_view_parts(*r);
+    register_view_reshape(*r);
+    register_view_strided(*r);
     register_lists(*r); // last: it looks up the rules of the others
     return r;
   }();

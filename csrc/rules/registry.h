@@ -21,7 +21,31 @@ enum Numbers : uint8_t {
   kAllNumbers = 63,
 };
 
+// How an op is done.
+enum class Way : uint8_t {
+  Rule,       // by its rule, on pieces
+  Whole,      // so too, though torch would decompose it; its formula for the gradient is in autograd/
+  Local,      // so too, and differentiated there: torch's formula cannot be followed on ShardTensors
+  Gathered,   // on the whole tensors, on every rank, and differentiated there
+  Decomposed, // by its own CompositeExplicit kernel on the global tensors, in terms of ops that have rules
+  Each,       // lists of tensors (foreach, fused optimizers): by the rule, one index after the other
+  FoundInf,   // GradScaler's check, in dispatch/special.cpp
+  Refused,    // not on pieces; `why` tells why, and what to do
+};
+
+// Where sizes may be symbols when the op is traced. Elsewhere they are made numbers first.
+enum class Symbols : uint8_t {
+  None,
+  Unrecorded, // where every rank deals with its piece alone, and autograd does not record it
+  Apart,      // where every rank deals with its piece alone
+  Operands,   // everywhere
+  Arguments,  // among the arguments, too: any sizes fit the rule
+};
+
 struct Options {
+  Way way = Way::Rule;
+  const char* why = nullptr;
+  Symbols symbols = Symbols::None;
   // What the op's first tensor may hold. The op itself would refuse the rest, but not on a rank whose piece is empty, or where
   // a kernel does its work.
   uint8_t takes = kAllNumbers;
@@ -31,29 +55,20 @@ struct Options {
   bool or_float = false;
   // Results have the operands' broadcast sizes, so those of out= arguments are known without asking torch.
   bool broadcasts = false;
-  // Not a rule: the op's own CompositeExplicit kernel is run on the global tensors, in terms of ops that have rules.
-  bool decompose = false;
-  // The op decomposes by itself (CompositeImplicit), but is taken whole here. It needs an autograd kernel in autograd/.
-  bool composite = false;
-  // Differentiated on the local tensors: torch's formula for it cannot be followed on ShardTensors. Without a rule, on gathered
-  // ones.
-  bool gather = false;
   // The op's rule uses every operand whole.
   bool whole = false;
   // Arguments (bits) that the op writes though its schema does not say so: native_batch_norm's running statistics.
   uint64_t writes = 0;
-  // Not a rule: lists of tensors are handled element by element (foreach, fused optimizers).
-  bool lists = false;
-  // Of those: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
+  // Of Way::Each: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
   bool elementwise = false;
-  // Lists too: the op's kernels walk through the tensors of an index from end to end, so those must lie alike in memory.
+  // Of Way::Each: the op's kernels walk through the tensors of an index from end to end, so those must lie alike in memory.
   bool dense = false;
+  // The op may write one place several times (an expanded argument): it writes the same each time.
+  bool repeats = false;
   // Its results' dims lie in another order than they are counted even where those of all operands do not.
   bool asks_order = false;
   // Plain tensors among the arguments count as replicated: torch itself makes them on the way (embedding_bag's offsets).
   bool plain = false;
-  // Not a rule: the op cannot be done on pieces; this says why and what to do.
-  const char* refuse = nullptr;
 };
 
 struct Entry {
@@ -63,7 +78,11 @@ struct Entry {
 
   // Whether the op brings all of its inputs to every rank, whatever their layouts.
   bool gathers() const {
-    return options.whole || rule == replicate || (options.gather && !rule);
+    return options.whole || rule == replicate || options.way == Way::Gathered;
+  }
+  // Whether the op is differentiated on the local tensors.
+  bool is_local() const {
+    return options.way == Way::Local || options.way == Way::Gathered;
   }
 };
 
@@ -101,6 +120,7 @@ void register_lists(Registry&);
 void register_losses(Registry&);
 void register_matmul(Registry&);
 void register_normalization(Registry&);
+void register_padding(Registry&);
 void register_pointwise(Registry&);
 void register_random(Registry&);
 void register_recurrent(Registry&);
@@ -108,6 +128,10 @@ void register_reductions(Registry&);
 void register_scans(Registry&);
 void register_softmax(Registry&);
 void register_spectral(Registry&);
-void register_views(Registry&);
+void register_turns(Registry&);
+void register_view_order(Registry&);
+void register_view_parts(Registry&);
+void register_view_reshape(Registry&);
+void register_view_strided(Registry&);
 
 } // namespace shardtensor::rules

@@ -46,8 +46,8 @@ struct Solution final : c10::intrusive_ptr_target {
   Kernel kernel = nullptr;
   OfPiece kernel_if = nullptr; // it runs where one of the local tensors is such
   PutBack put_back = nullptr;  // set where the kernel copies what it was to view
-  c10::SmallVector<int64_t, 4> notes;
-  bool geometry = false; // every result has one
+  std::any notes;              // the rule's
+  bool geometry = false;       // every result has one
   // Reads' bits: what the rule has read of the call.
   uint64_t reads = 0;
   // The choice weighed bytes or read sizes, so it holds for these sizes only.
@@ -58,6 +58,14 @@ struct Solution final : c10::intrusive_ptr_target {
   }
 };
 using SolutionPtr = c10::intrusive_ptr<const Solution>;
+
+// What the rule has noted for its kernel.
+template <typename T>
+const T& noted(const Solution& solution) {
+  const auto* found = std::any_cast<T>(&solution.notes);
+  TORCH_INTERNAL_ASSERT(found, "the rule has noted something else than its kernel reads");
+  return *found;
+}
 
 c10::intrusive_ptr<Solution> resolve(const Call& call, const Rule& rule);
 

@@ -13,6 +13,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <algorithm>
+#include <any>
 #include <optional>
 
 namespace shardtensor::rules {
@@ -206,8 +207,8 @@ struct Rule {
   PutBack put_back = nullptr;
   // Factors to shard, evenly, where an operand is sharded on what must be whole: exchanging pieces costs less than gathering.
   c10::SmallVector<int64_t, 1> spread;
-  // Numbers the rule wants to hand to its kernel.
-  c10::SmallVector<int64_t, 4> notes;
+  // What the rule wants to hand to its kernel: a struct of the kernel's own, see noted().
+  std::any notes;
 
   int64_t factor(Factor f = {}) {
     factors.push_back(f);
@@ -237,6 +238,14 @@ struct Rule {
     linear.push_back({std::move(operands_), true});
   }
 };
+
+// What the rule has noted, to add to it.
+template <typename T>
+T& noted(Rule& rule) {
+  auto* found = std::any_cast<T>(&rule.notes);
+  TORCH_INTERNAL_ASSERT(found, "the rule has noted something else");
+  return *found;
+}
 
 // What has been read of a call beyond what the cache's every key holds: layouts, numbers of dims, which dims have size 1, dtypes,
 // orders of dims in memory. The accessors below note it, so the key of an op can hold just what its rule depends on.

@@ -26,7 +26,7 @@ int64_t scanned_dim(const Call& call) {
   return call.dim(argument(call, "dim"), call.tensors[0].dim());
 }
 
-// Every result has the operand's dims. Factor d is the operand's dim d; the note is the dim.
+// Every result has the operand's dims. Factor d is the operand's dim d.
 Rule along(const Call& call, Factor f) {
   Rule rule;
   const auto dim = scanned_dim(call);
@@ -36,7 +36,7 @@ Rule along(const Call& call, Factor f) {
     rule.results.emplace_back(dims);
   }
   add_outputs(call, rule);
-  rule.notes = {dim};
+  rule.notes = Along{dim};
   return rule;
 }
 
@@ -87,7 +87,7 @@ std::optional<at::ScalarType> dtype_of(const Run& run) {
 }
 
 void cumsum_kernel(Run& run) {
-  const auto dim = run.solution.notes[0];
+  const auto dim = noted<Along>(run.solution).dim;
   auto scan = at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run));
   const auto nothing = slice_of(scan, dim, 0);
   const auto dtype = scan.scalar_type();
@@ -97,7 +97,7 @@ void cumsum_kernel(Run& run) {
 }
 
 void cumprod_kernel(Run& run) {
-  const auto dim = run.solution.notes[0];
+  const auto dim = noted<Along>(run.solution).dim;
   auto scan = at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run));
   const auto nothing = slice_of(scan, dim, 1);
   const auto dtype = scan.scalar_type();
@@ -107,7 +107,7 @@ void cumprod_kernel(Run& run) {
 }
 
 void logcumsumexp_kernel(Run& run) {
-  const auto dim = run.solution.notes[0];
+  const auto dim = noted<Along>(run.solution).dim;
   const auto scan = at::logcumsumexp(run.arg(0).toTensor(), dim);
   const auto nothing = slice_of(scan, dim, -std::numeric_limits<double>::infinity());
   const auto before = before_me(last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) {
@@ -119,7 +119,7 @@ void logcumsumexp_kernel(Run& run) {
 // The running extreme and where it stands. The pieces before win only where they are strictly better, or NaN.
 template <ReduceOp op>
 void cumulative_extreme_kernel(Run& run) {
-  const auto dim = run.solution.notes[0];
+  const auto dim = noted<Along>(run.solution).dim;
   const auto x = run.arg(0).toTensor();
   const auto scan_of = [&](const at::Tensor& t) { return op == ReduceOp::Max ? at::cummax(t, dim) : at::cummin(t, dim); };
   auto [values, indices] = scan_of(x);
@@ -230,7 +230,7 @@ Rule sort(const Call& call) {
 void topk_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto k = run.arg(1).toInt();
-  const auto dim = run.solution.notes[0];
+  const auto dim = noted<Along>(run.solution).dim;
   const bool largest = run.arg(3).toBool();
   const bool sorted = run.arg(4).toBool();
   const auto& at = run.operands[0];
@@ -264,7 +264,7 @@ void topk_kernel(Run& run) {
 
 Rule topk(const Call& call) {
   auto rule = along(call, scanned());
-  const auto dim = rule.notes[0];
+  const auto dim = noted<Along>(rule).dim;
   for (auto& r : rule.results) {
     if (!r.dims.empty()) {
       r.dims[dim] = kNone;
@@ -385,8 +385,7 @@ Rule histc(const Call& call) {
 } // namespace
 
 void register_scans(Registry& r) {
-  Options composite;
-  composite.composite = true;
+  const Options composite{.way = Way::Whole};
   Options ordered;
   ordered.takes = kAllNumbers & ~kComplex;
   Options searched;
@@ -410,7 +409,7 @@ void register_scans(Registry& r) {
   r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, ordered);
   r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod);
-  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
+  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum, {.symbols = Symbols::Unrecorded});
   r.add(family, {"histc", "histc.out"}, histc);
   r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, logcumsumexp);
   r.add(
@@ -422,8 +421,8 @@ void register_scans(Registry& r) {
           "searchsorted.Tensor_out",
       },
       searchsorted, searched);
-  r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
-  r.add(family, {"topk", "topk.values"}, topk);
+  r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort, {.symbols = Symbols::Unrecorded});
+  r.add(family, {"topk", "topk.values"}, topk, {.symbols = Symbols::Unrecorded});
   r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);
 }
 

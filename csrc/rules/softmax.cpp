@@ -27,13 +27,13 @@ Rule along(const Call& call, Kernel kernel) {
   }
   add_outputs(call, rule);
   rule.kernel = kernel;
-  rule.notes = {dim};
+  rule.notes = Along{dim};
   return rule;
 }
 
 template <bool log>
 void softmax_kernel(Run& run) {
-  const auto dim = run.solution.notes[0];
+  const auto dim = noted<Along>(run.solution).dim;
   const auto ranks = run.mesh_dims(dim);
   const auto x = run.arg(0).toTensor();
   const auto dtype = run.arg(2).toBool() ? at::kFloat : x.scalar_type();
@@ -52,7 +52,7 @@ Rule softmax(const Call& call) {
 
 template <bool log>
 void backward_kernel(Run& run) {
-  const auto dim = run.solution.notes[0];
+  const auto dim = noted<Along>(run.solution).dim;
   const auto dtype = run.arg(3).toScalarType();
   const auto grad = run.arg(0).toTensor();
   const auto wide = accumulate_type(grad.scalar_type());
@@ -80,7 +80,7 @@ Rule masked(const Call& call) {
     }
   }
   auto rule = along(call, nullptr);
-  auto& f = rule.factors[rule.notes[0]];
+  auto& f = rule.factors[noted<Along>(rule).dim];
   f.kernel = false;
   f.whole = true;
   return rule;
@@ -89,17 +89,16 @@ Rule masked(const Call& call) {
 } // namespace
 
 void register_softmax(Registry& r) {
-  Options decompose;
-  decompose.decompose = true;
   const char* family = "softmax";
   Options real;
   real.takes = kReals;
+  real.symbols = Symbols::Operands;
   Options gradient = real;
   gradient.one_dtype = 0b11; // grad_output, output
   r.add(family, {"_log_softmax", "_log_softmax.out"}, softmax<true>, real);
   r.add(family, {"_log_softmax_backward_data", "_log_softmax_backward_data.out"}, backward<true>, gradient);
   r.add(family, {"_masked_softmax", "_masked_softmax_backward"}, masked);
-  r.add(family, {"_safe_softmax", "log_softmax.int_out", "softmax.int_out"}, nullptr, decompose);
+  r.add(family, {"_safe_softmax", "log_softmax.int_out", "softmax.int_out"}, nullptr, {.way = Way::Decomposed});
   r.add(family, {"_softmax", "_softmax.out"}, softmax<false>, real);
   r.add(family, {"_softmax_backward_data", "_softmax_backward_data.out"}, backward<false>, gradient);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,21 +18,27 @@ Mode = Literal["error", "warn", "replicate"]
 _MODES: tuple[Mode, ...] = ("error", "warn", "replicate")
 _log = logging.getLogger("shardtensor")
 
-# By name: how to read a mode of the process, and how to set it.
-_STATE: dict[str, tuple[Callable[[], int], Callable[[Any], None]]] = {
-    "promotion": (_C.promotion_mode, _C.set_promotion_mode),
-    "strict": (_C.strict_mode, _C.set_strict_mode),
+_State = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
+# By name: how to read a mode, and how to set it. These are a thread's, and the autograd threads' that serve it; None if it has none.
+_OWN: _State = {
+    "own_promotion": (_C.own_promotion, _C.set_own_promotion),
     "plain_targets": (_C.plain_targets, _C.set_plain_targets),
+}
+# And all of them, with the process's.
+_STATE: _State = {
+    "promotion": (_C.common_promotion, _C.set_common_promotion),
+    "strict": (_C.strict_mode, _C.set_strict_mode),
+    **_OWN,
 }
 
 
-def _read(name: str) -> int:
+def _read(name: str) -> Any:
     """In a graph, a constant: graphs are guarded on the modes that they are entered under."""
     _compile.guard_graph()
     return _STATE[name][0]()
 
 
-def _set(name: str, value: int) -> None:
+def _set(name: str, value: Any) -> None:
     """In a graph, a node: it sets the mode whenever the ops around it are traced, by dynamo and again by the backend."""
     read, write = _STATE[name]
     before = read()
@@ -46,16 +53,21 @@ has_side_effect(_set)  # nobody reads what it returns
 
 
 class _Entered:
-    def __init__(self, before: int) -> None:
+    def __init__(self, before: Any) -> None:
         self.before = before  # what the mode was, and will be once this context and those entered later are left
 
 
 _entered: dict[str, list[_Entered]] = {name: [] for name in _STATE}  # the oldest first
+_entered_here = threading.local()
+
+
+def _contexts(name: str) -> list[_Entered]:
+    return vars(_entered_here).setdefault(name, []) if name in _OWN else _entered[name]
 
 
 def _leave(name: str, context: _Entered) -> None:
-    """One that was entered later may still be in force (a generator's, another thread's): it restores what this one found."""
-    contexts = _entered[name]
+    """One that was entered later may still be in force (a generator's): it restores what this one found."""
+    contexts = _contexts(name)
     later = contexts[contexts.index(context) + 1 :]
     contexts.remove(context)
     if later:
@@ -74,7 +86,7 @@ def _within(name: str, value: int) -> Iterator[None]:
         finally:
             _set(name, context.before)
         return
-    _entered[name].append(context)
+    _contexts(name).append(context)
     try:
         yield
     finally:
@@ -88,18 +100,20 @@ def _index(mode: Mode, who: str) -> int:
 
 
 def get_promotion_mode() -> Mode:
-    return _MODES[_read("promotion")]
+    own = _read("own_promotion")
+    return _MODES[_read("promotion") if own is None else own]
 
 
 def set_promotion_mode(mode: Mode) -> None:
     """What to do with a plain tensor of one dim or more among ShardTensors: "error", "warn" (take it as replicated and
-    say so once) or "replicate". For all threads, autograd's too."""
+    say so once) or "replicate". For all threads, but those inside of a `promotion_mode`."""
     _set("promotion", _index(mode, "set_promotion_mode"))
 
 
 @contextmanager
 def promotion_mode(mode: Mode) -> Iterator[None]:
-    with _within("promotion", _index(mode, "promotion_mode")):
+    """Inside, `set_promotion_mode` for this thread alone, and for the autograd threads that serve it."""
+    with _within("own_promotion", _index(mode, "promotion_mode")):
         yield
 
 
@@ -128,7 +142,7 @@ def strict_mode(strict: bool = True) -> Iterator[None]:
 @contextmanager
 def plain_targets() -> Iterator[None]:
     """Inside, losses of class labels take plain targets and weights as replicated (loss_parallel)."""
-    with _within("plain_targets", True):
+    with _within("plain_targets", 1):
         yield
 
 

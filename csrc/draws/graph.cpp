@@ -1,7 +1,7 @@
-#include "kernels/graph_random.h"
+#include "draws/graph.h"
 
 #include "comm/values.h"
-#include "kernels/stream.h"
+#include "draws/keys.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -10,7 +10,7 @@
 #include <bit>
 #include <memory>
 
-namespace shardtensor::kernels {
+namespace shardtensor::draws {
 
 namespace {
 
@@ -85,8 +85,9 @@ at::Tensor drawn_now(
     int64_t low,
     int64_t range) {
   auto out = at::empty_like(like);
-  const Distribution distribution{static_cast<Distribution::Kind>(kind), a, b, low, std::bit_cast<uint64_t>(range)};
-  fill_runs(out, std::bit_cast<uint64_t>(key.item<int64_t>()), sizes, unlisted(runs), distribution);
+  const kernels::Distribution distribution{
+      static_cast<kernels::Distribution::Kind>(kind), a, b, low, std::bit_cast<uint64_t>(range)};
+  kernels::fill_runs(out, std::bit_cast<uint64_t>(key.item<int64_t>()), sizes, unlisted(runs), distribution);
   return out;
 }
 
@@ -127,10 +128,10 @@ at::Tensor drawn_in_graph(
     const at::Tensor& key,
     c10::IntArrayRef sizes,
     c10::ArrayRef<Intervals> runs,
-    const Distribution& d) {
+    const kernels::Distribution& d) {
   return call(
       "shardtensor::drawn", local, key, sizes, listed(runs), static_cast<int64_t>(d.kind), d.a, d.b, d.low,
       std::bit_cast<int64_t>(d.range));
 }
 
-} // namespace shardtensor::kernels
+} // namespace shardtensor::draws

@@ -1,13 +1,14 @@
-// Where the keys of random ops come from: torch's own generators, which all ranks of a mesh must hold in the same state.
+// Random ops: where their keys come from (torch's own generators, which all ranks of a mesh must hold in the same state), and
+// pieces filled by them.
 #pragma once
 
-#include "layout/mesh.h"
+#include "kernels/random.h"
 
 #include <ATen/core/Generator.h>
 
 #include <optional>
 
-namespace shardtensor::kernels {
+namespace shardtensor::draws {
 
 // The default generators of the mesh's ranks are in one state. The first call on a mesh, by all its ranks, takes over that of its
 // first rank, with a warning where it differs.
@@ -21,4 +22,14 @@ uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generato
 // The ranks of the mesh are known to have seeded alike: no need to compare.
 void mark_agreed(const Mesh& mesh);
 
-} // namespace shardtensor::kernels
+// What fill() is given: 64 bits, or, in a graph, a tensor that will hold them.
+struct Key {
+  uint64_t bits = 0;
+  at::Tensor traced;
+};
+
+// Fills `local`, this rank's piece under `layout` of a tensor of global `sizes`. Any strides; empty pieces too.
+void fill(
+    at::Tensor& local, const Key& key, const Layout& layout, c10::IntArrayRef sizes, const kernels::Distribution& distribution);
+
+} // namespace shardtensor::draws

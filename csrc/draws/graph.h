@@ -5,7 +5,7 @@
 
 #include "kernels/random.h"
 
-namespace shardtensor::kernels {
+namespace shardtensor::draws {
 
 // next_key() for a traced piece. Keys of a graph are drawn in the order in which they were traced: each one takes the one before.
 at::Tensor next_key_in_graph(const at::Tensor& local, const Mesh& mesh);
@@ -16,6 +16,6 @@ at::Tensor drawn_in_graph(
     const at::Tensor& key,
     c10::IntArrayRef sizes,
     c10::ArrayRef<Intervals> runs,
-    const Distribution& distribution);
+    const kernels::Distribution& distribution);
 
-} // namespace shardtensor::kernels
+} // namespace shardtensor::draws

@@ -1,6 +1,7 @@
-#include "kernels/stream.h"
+#include "draws/keys.h"
 
 #include "comm/comm.h"
+#include "draws/graph.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -8,7 +9,7 @@
 #include <mutex>
 #include <unordered_set>
 
-namespace shardtensor::kernels {
+namespace shardtensor::draws {
 
 namespace {
 
@@ -79,4 +80,17 @@ uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generato
   return scramble(source.current_seed() + scramble(offset + 0x9e3779b97f4a7c15));
 }
 
-} // namespace shardtensor::kernels
+void fill(
+    at::Tensor& local, const Key& key, const Layout& layout, c10::IntArrayRef sizes, const kernels::Distribution& distribution) {
+  c10::SmallVector<Intervals, 6> runs;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    runs.push_back(layout.intervals(static_cast<int64_t>(d), sizes[d], layout.mesh().coordinate()));
+  }
+  if (key.traced.defined()) {
+    local.copy_(drawn_in_graph(local, key.traced, sizes, runs, distribution));
+  } else {
+    kernels::fill_runs(local, key.bits, sizes, std::move(runs), distribution);
+  }
+}
+
+} // namespace shardtensor::draws

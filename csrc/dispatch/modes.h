@@ -1,0 +1,48 @@
+// What users choose: which plain tensors are let in, and whether ops may gather.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace shardtensor {
+
+// What becomes of plain tensors of one dim or more among ShardTensors; those of none are replicated.
+enum class Promotion : uint8_t { Error, Warn, Replicate };
+
+// A mode that a thread may have for itself. The autograd threads that serve the thread have it too: torch carries it there.
+class OwnMode {
+ public:
+  explicit constexpr OwnMode(const char* name) : name_(name) {}
+  std::optional<int> get() const;
+  void set(std::optional<int> value) const; // 0 to 2
+
+ private:
+  const char* name_;
+};
+
+inline constexpr OwnMode kOwnPromotion{"shardtensor.promotion"};
+inline constexpr OwnMode kPlainTargets{"shardtensor.plain_targets"}; // losses of class labels take plain targets and weights
+
+// Of the threads that have none of their own.
+Promotion common_promotion();
+void set_common_promotion(Promotion mode);
+Promotion promotion(); // of this thread
+
+// While it lives this thread takes plain tensors as replicated, whatever the mode.
+class AsReplicated {
+ public:
+  AsReplicated();
+  ~AsReplicated();
+  AsReplicated(const AsReplicated&) = delete;
+  AsReplicated& operator=(const AsReplicated&) = delete;
+  static bool alive();
+};
+
+// Whether an op without a rule raises (strict) or gathers its inputs. Process-wide.
+bool strict_mode();
+void set_strict_mode(bool strict);
+
+// All of these as one number; 0 if nothing was chosen.
+int64_t state_of_modes();
+
+} // namespace shardtensor

@@ -1,0 +1,302 @@
+#include "rules/choice.h"
+
+#include "redistribute/plan.h"
+#include "rules/cutting.h"
+
+#include <algorithm>
+
+namespace shardtensor::rules {
+
+int64_t dim_of(const Dims& dims, int64_t factor) {
+  for (size_t d = 0; d < dims.size(); ++d) {
+    if (dims[d].factor == factor) {
+      return static_cast<int64_t>(d);
+    }
+  }
+  return -1;
+}
+
+Placement Choices::placement_of(size_t i, const Choice& c) const {
+  const auto& operand = rule.operands[i];
+  switch (c.kind) {
+    case Choice::Kind::Shard: {
+      const auto d = dim_of(operand.dims, c.factor);
+      if (d >= 0) {
+        return Placement::shard(d, c.split_factor);
+      }
+      return operand.summand || call.tensors[i].mutated ? summands(c.factor, operand.reduce) : Placement::replicate();
+    }
+    case Choice::Kind::Partial:
+      return c.group->operands.has(i) || call.tensors[i].output ? c.partial : Placement::replicate();
+    case Choice::Kind::Replicate:
+      return Placement::replicate();
+  }
+  return {};
+}
+
+Placement Choices::summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const {
+  const auto& f = rule.factors[factor];
+  const auto reduce = override_ ? *override_ : f.reduce;
+  return reduce ? Placement::partial(*reduce, f.norm_order) : Placement::replicate();
+}
+
+Placement Choices::placement_of(const Result& r, int64_t m) const {
+  const auto& c = made[m];
+  if (c.kind != Choice::Kind::Shard) {
+    return c.kind == Choice::Kind::Partial ? c.partial : Placement::replicate();
+  }
+  const auto d = dim_of(r.dims, c.factor);
+  if (d >= 0) {
+    return Placement::shard(d, c.split_factor);
+  }
+  if (r.same_over >> c.factor & 1) {
+    return Placement::replicate();
+  }
+  const auto out = summands(c.factor, r.reduce);
+  TORCH_INTERNAL_ASSERT(
+      out.is_partial() || r.reduce || rule.factors[c.factor].kernel || rule.always_kernel, "the rule of ", call.schema.name(),
+      ": factor ", c.factor, " is sharded, a result lacks it, and nothing reduces it");
+  return out;
+}
+
+namespace {
+
+class Chooser {
+ public:
+  Chooser(const Choices& so_far, bool summands_pass)
+      : so_far_(so_far),
+        call_(so_far.call),
+        rule_(so_far.rule),
+        mesh_(so_far.call.mesh),
+        cutting_(so_far),
+        summands_pass_(summands_pass) {}
+
+  Choice choose(int64_t m) {
+    c10::SmallVector<Choice, 4> candidates;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      const auto& p = call_.tensors[i].layout->placement(m);
+      if (p.is_shard() && p.dim < static_cast<int64_t>(rule_.operands[i].dims.size())) {
+        const auto f = rule_.operands[i].dims[p.dim].factor;
+        if (f == kNone || !can_shard(f, p.split_factor)) {
+          continue;
+        }
+        auto* known = std::find_if(candidates.begin(), candidates.end(), [&](const Choice& c) {
+          return c.kind == Choice::Kind::Shard && c.factor == f;
+        });
+        Choice c;
+        c.kind = Choice::Kind::Shard;
+        c.factor = f;
+        c.donor = static_cast<int64_t>(i);
+        c.donor_dim = p.dim;
+        c.split_factor = p.split_factor;
+        if (known == candidates.end()) {
+          candidates.push_back(c);
+        } else if (
+            !call_.tensors[known->donor].mutated &&
+            (call_.tensors[i].mutated || call_.tensors[i].bytes > call_.tensors[known->donor].bytes)) {
+          *known = c;
+        }
+      } else if (p.is_partial() && !rule_.operands[i].free && summands_pass_) {
+        for (const auto& group : rule_.linear) {
+          if (!group.operands.has(i) || !group.passes(p) || !adds_up(group, p) ||
+              (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
+            continue;
+          }
+          Choice c;
+          c.kind = Choice::Kind::Partial;
+          c.group = &group;
+          c.partial = p;
+          candidates.push_back(c);
+        }
+      }
+    }
+    candidates.erase(
+        std::remove_if(candidates.begin(), candidates.end(), [&](const Choice& c) { return !holds_result(m, c); }),
+        candidates.end());
+    candidates.emplace_back();
+    add_spread(m, candidates);
+    if (candidates.size() == 1) {
+      return candidates[0];
+    }
+    size_t best = 0;
+    double least = cost(m, candidates[0]);
+    for (size_t i = 1; i < candidates.size() && least > 0; ++i) {
+      const auto next = cost(m, candidates[i]);
+      if (next < least) {
+        least = next;
+        best = i;
+      }
+    }
+    weighed_ |= least > 0;
+    return candidates[best];
+  }
+
+  bool weighed() const {
+    return weighed_;
+  }
+
+ private:
+  // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
+  double cost(int64_t m, const Choice& c) const {
+    double sum = 0;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (rule_.operands[i].free) {
+        continue;
+      }
+      const auto& t = call_.tensors[i];
+      const auto want = so_far_.placement_of(i, c);
+      const auto& have = t.layout->placement(m);
+      if (want == have) {
+        if (c.kind == Choice::Kind::Shard && have.is_shard() && !follows_donor(i, m, c)) {
+          sum += recut_cost(i, m);
+        }
+        continue;
+      }
+      sum += step_cost(i, m, have, want);
+      if (t.mutated) {
+        sum += kLatency + step_cost(i, m, want, have);
+      }
+    }
+    return sum;
+  }
+
+  double held(size_t i, int64_t m) const {
+    double b = call_.tensors[i].bytes;
+    for (int64_t k = 0; k < mesh_.ndim(); ++k) {
+      if (k != m && call_.tensors[i].layout->placement(k).is_shard()) {
+        b /= static_cast<double>(mesh_.size(k));
+      }
+    }
+    return b;
+  }
+
+  double recut_cost(size_t i, int64_t m) const {
+    return cost_of(StepKind::AllToAll, held(i, m) / static_cast<double>(mesh_.size(m)), mesh_.size(m));
+  }
+
+  double step_cost(size_t i, int64_t m, const Placement& have, const Placement& want) const {
+    if (have.is_replicate()) {
+      return 0;
+    }
+    if (have.is_partial()) {
+      return cost_of(want.is_shard() ? StepKind::ReduceScatter : StepKind::AllReduce, held(i, m), mesh_.size(m));
+    }
+    const auto piece = held(i, m) / static_cast<double>(mesh_.size(m));
+    return cost_of(want.is_shard() ? StepKind::AllToAll : StepKind::AllGather, piece, mesh_.size(m));
+  }
+
+  // Whether operand i, sharded on the factor at mesh dim m, already has the donor's cut.
+  bool follows_donor(size_t i, int64_t m, const Choice& c) const {
+    const auto& donor = *call_.tensors[c.donor].layout;
+    const auto& mine = *call_.tensors[i].layout;
+    const auto& donor_dim = rule_.operands[c.donor].dims[c.donor_dim];
+    const auto& my_dim = rule_.operands[i].dims[dim_of(rule_.operands[i].dims, c.factor)];
+    if (donor_dim.window || my_dim.window) {
+      return true; // cut_around() does what it can
+    }
+    if (donor_dim.inner != 1 || my_dim.inner != 1) {
+      return cutting_.aligned(static_cast<size_t>(c.donor), c.donor_dim, m);
+    }
+    return same_cut(donor.cut(m), mine.cut(m));
+  }
+
+  bool can_shard(int64_t factor, int32_t split_factor) const {
+    const auto& f = rule_.factors[factor];
+    if (f.whole || (f.kernel && split_factor > 1)) {
+      return false;
+    }
+    if (split_factor > 1) {
+      const auto bent = [&](const Dims& dims) {
+        const auto d = dim_of(dims, factor);
+        return d >= 0 && (dims[d].inner != 1 || dims[d].window);
+      };
+      return std::none_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) { return bent(o.dims); }) &&
+             std::none_of(rule_.results.begin(), rule_.results.end(), [&](const Result& r) { return bent(r.dims); });
+    }
+    return true;
+  }
+
+  // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
+  bool holds_result(int64_t m, const Choice& c) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (!call_.tensors[i].mutated) {
+        continue;
+      }
+      if (c.kind == Choice::Kind::Shard && call_.tensors[i].layout->placement(m).reduce == ReduceOp::Norm) {
+        return false; // what goes back to it must be on all ranks: see make_partial()
+      }
+      if (call_.tensors[i].output) {
+        continue;
+      }
+      if (c.kind == Choice::Kind::Partial && !c.group->operands.has(i)) {
+        return false;
+      }
+      if (c.kind == Choice::Kind::Shard && dim_of(rule_.operands[i].dims, c.factor) < 0 &&
+          so_far_.summands(c.factor, rule_.operands[i].reduce).is_partial() && !rule_.operands[i].summand) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // A sum of bools is true or false, not a number: what an op makes of the summands does not add up to what it makes of it.
+  bool adds_up(const Linear& group, const Placement& p) const {
+    if (group.any_reduction || (p.reduce != ReduceOp::Sum && p.reduce != ReduceOp::Avg)) {
+      return true;
+    }
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (group.operands.has(i) && call_.tensors[i].dtype == at::kBool && !call_.tensors[i].output) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // True if every operand of the group that the op reads is placed as `p`. (A norm's summand is never negative; another value
+  // may be.)
+  bool all_hold(const Linear& group, int64_t m, const Placement& p) const {
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      if (group.operands.has(i) && !call_.tensors[i].output && call_.tensors[i].layout->placement(m) != p) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // To shard a factor that no operand is sharded on has no donor: the cut is even.
+  void add_spread(int64_t m, c10::SmallVectorImpl<Choice>& candidates) const {
+    const auto moves = [&](size_t i) { return call_.tensors[i].layout->placement(m).is_shard() && !rule_.operands[i].free; };
+    bool any = false;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      any |= moves(i);
+    }
+    for (const auto f : rule_.spread) {
+      const bool known = std::any_of(candidates.begin(), candidates.end(), [&](const Choice& c) { return c.factor == f; });
+      if (any && !known && cutting_.factor_size(f) >= mesh_.size(m)) {
+        Choice c;
+        c.kind = Choice::Kind::Shard;
+        c.factor = f;
+        candidates.push_back(c);
+      }
+    }
+  }
+
+  const Choices& so_far_;
+  const Call& call_;
+  const Rule& rule_;
+  const Mesh& mesh_;
+  Cutting cutting_;
+  bool summands_pass_;
+  bool weighed_ = false;
+};
+
+} // namespace
+
+Choice choose(const Choices& so_far, int64_t m, bool summands_pass, bool& weighed) {
+  Chooser chooser(so_far, summands_pass);
+  auto choice = chooser.choose(m);
+  weighed |= chooser.weighed();
+  return choice;
+}
+
+} // namespace shardtensor::rules

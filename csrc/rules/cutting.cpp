@@ -1,0 +1,229 @@
+#include "rules/cutting.h"
+
+#include <algorithm>
+
+namespace shardtensor::rules {
+
+template <typename F>
+void Cutting::each_row(const Layout& layout, int64_t d, int64_t m, F f) const {
+  Coordinate c(mesh_.ndim(), 0);
+  while (true) {
+    f(c);
+    int64_t k = m - 1;
+    for (; k >= 0; --k) {
+      if (!layout.placement(k).is_shard(d)) {
+        continue;
+      }
+      if (++c[k] < mesh_.size(k)) {
+        break;
+      }
+      c[k] = 0;
+    }
+    if (k < 0) {
+      return;
+    }
+  }
+}
+
+bool Cutting::aligned(size_t i, int64_t d, int64_t m) const {
+  const auto inner = rule_.operands[i].dims[d].inner;
+  const auto& t = call_.tensors[i];
+  if (inner <= 1) {
+    return true;
+  }
+  if (t.layout->is_even() && t.size(d) % (inner * mesh_.size()) == 0) {
+    return true;
+  }
+  for (const auto s : piece_sizes(*t.layout, d, t.size(d), m)) {
+    if (s % inner) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<int64_t> Cutting::piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const {
+  std::vector<int64_t> out;
+  each_row(layout, d, m, [&](Coordinate& c) {
+    const auto extent = layout.extent_before(m, d, size, c);
+    for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
+      out.push_back(layout.split_size(m, extent, c));
+    }
+  });
+  return out;
+}
+
+bool Cutting::nested_alike(int64_t m) const {
+  const auto& c = choices_[m];
+  for (int64_t k = 0; k < m; ++k) {
+    const bool now = call_.tensors[c.donor].layout->placement(k).is_shard(c.donor_dim);
+    const bool then = choices_[k].kind == Choice::Kind::Shard && choices_[k].factor == c.factor;
+    if (now != then || (now && choices_[k].donor < 0) ||
+        (now && choices_[k].donor != c.donor &&
+         !same_cut(call_.tensors[choices_[k].donor].layout->cut(k), call_.tensors[c.donor].layout->cut(k)))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Cut Cutting::factor_cut(int64_t m) const {
+  const auto& c = choices_[m];
+  if (c.kind != Choice::Kind::Shard) {
+    return nullptr;
+  }
+  if (has_windows(c.factor)) {
+    return cut_around(m, c.factor);
+  }
+  if (c.donor < 0 || !nested_alike(m)) {
+    return nullptr;
+  }
+  const auto& t = call_.tensors[c.donor];
+  const auto inner = rule_.operands[c.donor].dims[c.donor_dim].inner;
+  if (inner <= 1) {
+    return t.layout->cut(m);
+  }
+  if (!aligned(static_cast<size_t>(c.donor), c.donor_dim, m)) {
+    return nullptr; // rebalanced to even
+  }
+  auto sizes = piece_sizes(*t.layout, c.donor_dim, t.size(c.donor_dim), m);
+  for (auto& s : sizes) {
+    s /= inner;
+  }
+  return std::make_shared<const std::vector<int64_t>>(std::move(sizes));
+}
+
+bool Cutting::has_windows(int64_t f) const {
+  return std::any_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) {
+    const auto d = dim_of(o.dims, f);
+    return d >= 0 && o.dims[d].window;
+  });
+}
+
+Interval Cutting::piece_of(const Layout& layout, int64_t d, int64_t size, const Coordinate& c, int64_t end) const {
+  Interval piece{0, size};
+  for (int64_t k = 0; k < end; ++k) {
+    if (layout.placement(k).is_shard(d)) {
+      const auto inside = layout.split(k, piece.length, c);
+      piece = {piece.start + inside[0].start, inside[0].length};
+    }
+  }
+  return piece;
+}
+
+Cut Cutting::cut_around(int64_t m, int64_t f) const {
+  const auto outer = factor_layout(f);
+  std::vector<int64_t> out;
+  bool fits = true;
+  each_row(*outer, 0, m, [&](Coordinate& c) {
+    const auto whole = piece_of(*outer, 0, factor_size(f), c, m);
+    const auto n = mesh_.size(m);
+    std::vector<int64_t> least(n, whole.start), most(n, whole.start + whole.length);
+    for (size_t i = 0; i < rule_.operands.size(); ++i) {
+      const auto d = dim_of(rule_.operands[i].dims, f);
+      if (d >= 0 && call_.tensors[i].layout->placement(m).is_shard(d)) {
+        fits = fits && bound_boundaries(i, d, m, c, whole, least, most);
+      }
+    }
+    int64_t start = whole.start;
+    for (int64_t j = 1; j <= n; ++j) {
+      const auto even = j < n ? whole.start + chunk(whole.length, n, j).start : whole.start + whole.length;
+      fits = fits && (j == n || least[j] <= most[j]);
+      const auto next = j < n ? std::max(least[j], std::min(most[j], even)) : even;
+      out.push_back(next - start);
+      start = next;
+    }
+  });
+  return fits ? std::make_shared<const std::vector<int64_t>>(std::move(out)) : nullptr;
+}
+
+bool Cutting::bound_boundaries(
+    size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most)
+    const {
+  const auto& t = call_.tensors[i];
+  const auto& dim = rule_.operands[i].dims[d];
+  for (int64_t k = 0; k < m; ++k) {
+    const bool then = choices_[k].kind == Choice::Kind::Shard && choices_[k].factor == dim.factor;
+    if (t.layout->placement(k).is_shard(d) != then) {
+      return false;
+    }
+  }
+  const auto w = dim.window ? *dim.window : Dim::Window{0, 1, t.size(d)};
+  const auto held = piece_of(*t.layout, d, t.size(d), c, m);
+  const auto end = held.start + held.length;
+  if (held.length != window_count(w, whole) || (held.length && (w.start + held.start * w.step < whole.start ||
+                                                                w.start + (end - 1) * w.step >= whole.start + whole.length))) {
+    return false;
+  }
+  for (c[m] = 1; c[m] < mesh_.size(m); ++c[m]) {
+    const auto runs = t.layout->split(m, held.length, c);
+    const auto at = held.start + runs[0].start;
+    if (at > held.start) {
+      least[c[m]] = std::max(least[c[m]], w.start + (at - 1) * w.step + 1);
+    }
+    if (at < end) {
+      most[c[m]] = std::min(most[c[m]], w.start + at * w.step);
+    }
+  }
+  c[m] = 0;
+  return true;
+}
+
+int64_t Cutting::factor_size(int64_t f) const {
+  if (rule_.factors[f].size >= 0) {
+    return rule_.factors[f].size;
+  }
+  for (size_t i = 0; i < rule_.operands.size(); ++i) {
+    const auto d = dim_of(rule_.operands[i].dims, f);
+    if (d >= 0) {
+      return call_.tensors[i].size(d) / std::max<int64_t>(rule_.operands[i].dims[d].inner, 1);
+    }
+  }
+  return 0;
+}
+
+LayoutPtr Cutting::factor_layout(int64_t f) const {
+  Placements placements(mesh_.ndim(), Placement::replicate());
+  Cuts cuts(mesh_.ndim());
+  for (size_t m = 0; m < cuts_.size(); ++m) { // those decided so far
+    if (choices_[m].kind == Choice::Kind::Shard && choices_[m].factor == f) {
+      placements[m] = Placement::shard(0, choices_[m].split_factor);
+      cuts[m] = cuts_[m];
+    }
+  }
+  return Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
+}
+
+Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
+  if (dim.inner == 1 && !dim.window) {
+    return cuts_[m];
+  }
+  const auto layout = factor_layout(dim.factor);
+  const auto size = factor_size(dim.factor);
+  if (!dim.window && layout->is_even() && size % mesh_.size() == 0) {
+    return nullptr;
+  }
+  // The size of each piece at mesh dim m: the sum over what the later mesh dims cut it into.
+  std::vector<int64_t> out;
+  each_row(*layout, 0, m, [&](Coordinate& c) {
+    for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
+      out.push_back(measure(*layout, size, c, m, dim));
+    }
+  });
+  return std::make_shared<const std::vector<int64_t>>(std::move(out));
+}
+
+int64_t Cutting::measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const {
+  const auto piece = piece_of(layout, 0, size, c, m + 1);
+  return (dim.window ? window_count(*dim.window, piece) : piece.length) * dim.inner;
+}
+
+int64_t Cutting::window_count(const Dim::Window& w, const Interval& piece) {
+  const auto before = [&](int64_t at) { // indices of the window below `at`
+    const auto n = at <= w.start ? 0 : (at - w.start + w.step - 1) / w.step;
+    return std::min(n, w.length);
+  };
+  return before(piece.start + piece.length) - before(piece.start);
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,50 @@
+// Where the pieces of a call begin and end: cuts of factors, and of the dims that carry them.
+#pragma once
+
+#include "rules/choice.h"
+
+namespace shardtensor::rules {
+
+class Cutting {
+ public:
+  explicit Cutting(const Choices& choices)
+      : call_(choices.call), rule_(choices.rule), mesh_(choices.call.mesh), choices_(choices.made), cuts_(choices.cuts) {}
+
+  // The cut in units of the factor: null is even in those units.
+  Cut factor_cut(int64_t m) const;
+  Cut dim_cut(const Dim& dim, int64_t m) const;
+  // Whether every piece of operand i along dim d holds whole indices of its factor.
+  bool aligned(size_t i, int64_t d, int64_t m) const;
+  int64_t factor_size(int64_t f) const;
+
+ private:
+  // The sizes of a cut as a table, even ones too: one row per coordinate of the earlier mesh dims that cut the dim.
+  std::vector<int64_t> piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const;
+  // The earlier mesh dims that shard the factor must be the ones that cut the donor's dim, for its rows to mean the same.
+  bool nested_alike(int64_t m) const;
+  // Whether some operand has a part of the factor only.
+  bool has_windows(int64_t f) const;
+  Interval piece_of(const Layout& layout, int64_t d, int64_t size, const Coordinate& c, int64_t end) const;
+  // A cut of the factor at mesh dim m that leaves the pieces of all operands where they are, as even as that allows.
+  // Null, which is even, where there is none (cat of two tensors with rows on the same ranks).
+  Cut cut_around(int64_t m, int64_t f) const;
+  // Piece j of the factor's interval `whole` may begin in [least[j], most[j]] for operand i's pieces to stay. False: they cannot.
+  bool bound_boundaries(
+      size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most)
+      const;
+  // The layout of the factor alone, as if it were dim 0 of a tensor: what windows and inner sizes are computed from.
+  LayoutPtr factor_layout(int64_t f) const;
+  // How many indices of the result dim the piece at mesh dims [0, m] makes.
+  int64_t measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const;
+  static int64_t window_count(const Dim::Window& w, const Interval& piece);
+  template <typename F>
+  void each_row(const Layout& layout, int64_t d, int64_t m, F f) const;
+
+  const Call& call_;
+  const Rule& rule_;
+  const Mesh& mesh_;
+  const c10::SmallVector<Choice, 3>& choices_;
+  const c10::SmallVector<Cut, 3>& cuts_;
+};
+
+} // namespace shardtensor::rules

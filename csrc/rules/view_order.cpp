@@ -1,0 +1,227 @@
+// Views with the dims in another order, more of them or fewer: transposes, squeeze, expand.
+#include "rules/views.h"
+
+#include "rules/registry.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace shardtensor::rules {
+
+Geometry strides_of(c10::ArrayRef<int64_t> dims) {
+  Geometry g;
+  for (auto d : dims) {
+    g.strides.push_back({d, 1});
+  }
+  return g;
+}
+
+Sizes identity(int64_t n) {
+  Sizes order(n);
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+at::Tensor own(const Run& run, at::Tensor view) {
+  const auto& name = run.op.schema().name();
+  const bool copies = name.size() > 5 && name.compare(name.size() - 5, 5, "_copy") == 0;
+  return copies ? view.clone(at::MemoryFormat::Contiguous) : view;
+}
+Rule permuted(const Call& call, c10::ArrayRef<int64_t> order) {
+  Rule rule;
+  auto in = fresh_dims(rule, call.tensors[0].dim());
+  Dims out;
+  for (auto d : order) {
+    out.push_back(in[d]);
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out));
+  rule.results[0].geometry = strides_of(order);
+  rule.passes_partial();
+  return rule;
+}
+
+Rule same(const Call& call) {
+  return permuted(call, identity(call.tensors[0].dim()));
+}
+
+namespace {
+
+using Term = Geometry::Term;
+
+// The rule in place: the local tensor, which others may hold too, stays as it is.
+template <RuleFn rule_of, Kernel kernel>
+Rule in_place(const Call& call) {
+  auto rule = rule_of(call);
+  rule.kernel = kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+Rule t(const Call& call) {
+  const auto n = call.tensors[0].dim();
+  TORCH_CHECK(n <= 2, "t() expects a tensor with <= 2 dimensions, but self is ", n, "D");
+  auto order = identity(n);
+  std::reverse(order.begin(), order.end());
+  return permuted(call, order);
+}
+
+void transpose_kernel(Run& run) {
+  run.returns({run.arg(0).toTensor().transpose(run.arg(1).toInt(), run.arg(2).toInt())});
+}
+
+Rule transpose(const Call& call) {
+  const auto n = call.tensors[0].dim();
+  auto order = identity(n);
+  const auto a = call.dim(1, n);
+  const auto b = call.dim(2, n);
+  if (n > 0) {
+    std::swap(order[a], order[b]);
+  }
+  return permuted(call, order);
+}
+
+Rule permute(const Call& call) {
+  const auto n = call.tensors[0].dim();
+  const auto dims = call.ints(1);
+  TORCH_CHECK(static_cast<int64_t>(dims.size()) == n, "permute: ", dims.size(), " dims given for a tensor of ", n, " dims");
+  Sizes order;
+  uint64_t seen = 0;
+  for (auto d : dims) {
+    order.push_back(wrap_dim(d, n));
+    TORCH_CHECK(!(seen >> order.back() & 1), "permute(): duplicate dims are not allowed.");
+    seen |= uint64_t{1} << order.back();
+  }
+  return permuted(call, order);
+}
+
+// ---- dims of size 1 come and go ----
+
+void unsqueeze_kernel(Run& run) {
+  run.returns({run.arg(0).toTensor().unsqueeze(run.arg(1).toInt())});
+}
+
+Rule unsqueeze(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  const auto at = call.dim(1, n + 1);
+  auto in = fresh_dims(rule, n);
+  auto out = in;
+  out.insert(out.begin() + at, Dim(kNone));
+  auto from = identity(n);
+  from.insert(from.begin() + at, n == 0 ? -1 : std::min(at, n - 1));
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out));
+  rule.results[0].geometry = strides_of(from);
+  rule.passes_partial();
+  return rule;
+}
+
+struct Dropped {
+  Sizes dims;
+};
+
+// Pieces may have one row of a dim that has more: the dims to drop are named.
+void squeeze_kernel(Run& run) {
+  run.returns({own(run, run.arg(0).toTensor().squeeze(noted<Dropped>(run.solution).dims))});
+}
+
+Rule squeeze(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  uint64_t named = ~uint64_t{0};
+  if (call.schema.arguments().size() > 1) {
+    named = 0;
+    for (auto d : call.ints(1)) {
+      named |= uint64_t{1} << wrap_dim(d, x.dim());
+    }
+  }
+  Dims in, out;
+  Sizes kept, dropped;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.is_one(d) && (named >> d & 1)) {
+      in.emplace_back(kNone);
+      dropped.push_back(d);
+    } else {
+      in.emplace_back(rule.factor());
+      out.push_back(in.back());
+      kept.push_back(d);
+    }
+  }
+  rule.notes = Dropped{std::move(dropped)};
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out));
+  rule.results[0].geometry = strides_of(kept);
+  rule.kernel = squeeze_kernel;
+  rule.always_kernel = true;
+  rule.passes_partial();
+  return rule;
+}
+
+Rule expand(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  auto to = call.ints(1);
+  const auto lead = static_cast<int64_t>(to.size()) - x.dim();
+  TORCH_CHECK(
+      lead >= 0, "expand: the number of sizes provided (", to.size(),
+      ") must be greater or equal to the number of dimensions in the tensor (", x.dim(), ")");
+  Dims in, out(lead, Dim(kNone));
+  Geometry g;
+  g.strides.resize(lead, Term{-1, 0});
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    auto& s = to[lead + d];
+    s = s == -1 ? x.size(d) : s;
+    const bool stretched = s != x.size(d);
+    TORCH_CHECK(
+        !stretched || x.is_one(d), "The expanded size of the tensor (", s, ") must match the existing size (", x.size(d),
+        ") at non-singleton dimension ", lead + d, ".  Target sizes: ", c10::IntArrayRef(to), ".  Tensor sizes: ", x.sizes());
+    in.push_back(stretched ? Dim(kNone) : Dim(rule.factor()));
+    out.push_back(in.back());
+    g.strides.push_back(stretched ? Term{-1, 0} : Term{d, 1});
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), std::move(to));
+  rule.results[0].geometry = std::move(g);
+  rule.size_args.push_back({1, 0});
+  rule.passes_partial();
+  return rule;
+}
+
+} // namespace
+
+void register_view_order(Registry& r) {
+  r.add("views", {"_conj", "_neg_view"}, [](const Call& call) {
+    auto rule = same(call);
+    rule.linear[0].any_reduction = false;
+    return rule;
+  });
+  const Options any{.symbols = Symbols::Operands};
+  r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same, any);
+  r.add("views", {"expand", "expand_copy"}, expand, {.symbols = Symbols::Arguments});
+  r.add("views", {"permute", "permute_copy"}, permute, any);
+  r.add(
+      "views",
+      {
+          "squeeze",
+          "squeeze.dim",
+          "squeeze.dims",
+          "squeeze_",
+          "squeeze_.dim",
+          "squeeze_.dims",
+          "squeeze_copy",
+          "squeeze_copy.dim",
+          "squeeze_copy.dims",
+      },
+      squeeze);
+  r.add("views", {"t", "t_copy"}, t, any);
+  r.add("views", {"t_"}, in_place<t, unary_kernel<at::t>>);
+  r.add("views", {"transpose.int", "transpose_copy.int"}, transpose, any);
+  r.add("views", {"transpose_"}, in_place<transpose, transpose_kernel>);
+  r.add("views", {"unsqueeze", "unsqueeze_copy"}, unsqueeze, any);
+  r.add("views", {"unsqueeze_"}, in_place<unsqueeze, unsqueeze_kernel>);
+}
+
+} // namespace shardtensor::rules

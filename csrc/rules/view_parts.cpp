@@ -1,0 +1,532 @@
+// Parts of a dim: slices, rows, diagonals, windows; and the gradients and writes that go back into them.
+#include "rules/views.h"
+
+#include "rules/registry.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace shardtensor::rules {
+
+at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::Window& window, const Interval& piece) {
+  const auto first_from = [&](int64_t at) { // the first index of the window at or after `at`
+    const auto k = at <= window.start ? 0 : (at - window.start + window.step - 1) / window.step;
+    return std::min(k, window.length);
+  };
+  const auto first = first_from(piece.start);
+  const auto end = first_from(piece.start + piece.length);
+  if (first == end) {
+    return x.narrow(dim, 0, 0);
+  }
+  const auto start = window.start + first * window.step - piece.start;
+  return x.slice(dim, start, start + (end - first - 1) * window.step + 1, window.step);
+}
+
+namespace {
+
+// Start, length and step as at::slice takes them: bounds wrapped and clamped.
+Dim::Window window_of(const Call& call, int64_t start_arg, int64_t size) {
+  const auto bound = [&](int64_t arg, int64_t otherwise) {
+    auto at = call.integer(arg, otherwise);
+    at = at < 0 ? at + size : at;
+    return std::clamp<int64_t>(at, 0, size);
+  };
+  const auto step = call.integer(start_arg + 2, 1);
+  TORCH_CHECK_VALUE(step > 0, "slice step must be positive");
+  const auto start = bound(start_arg, 0);
+  const auto end = std::max(start, bound(start_arg + 1, size));
+  return {start, step, (end - start + step - 1) / step};
+}
+
+struct Windows {
+  int64_t dim;
+  c10::SmallVector<Dim::Window, 2> each;
+};
+
+// Results that are each a window of dim `dim`.
+Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::Window> parts) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  auto in = fresh_dims(rule, x.dim());
+  rule.factors[dim].kernel = true;
+  rule.notes = Windows{dim, {parts.begin(), parts.end()}};
+  for (const auto& w : parts) {
+    auto out = in;
+    Sizes sizes(x.sizes().begin(), x.sizes().end());
+    sizes[dim] = w.length;
+    if (w.step != 1 || w.length != x.size(dim)) {
+      out[dim].window = w;
+    }
+    auto& result = rule.results.emplace_back(std::move(out), std::move(sizes));
+    result.geometry = strides_of(identity(x.dim()));
+    result.geometry->strides[dim].times = w.step;
+    result.geometry->offset.push_back({dim, w.start});
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.passes_partial();
+  return rule;
+}
+
+std::vector<at::Tensor> local_windows(const Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto& [dim, windows] = noted<Windows>(run.solution);
+  const auto piece = mine(*run.operands[0].layout, dim, run.operands[0].sizes[dim]);
+  std::vector<at::Tensor> out;
+  for (const auto& w : windows) {
+    out.push_back(own(run, slice_of_piece(x, dim, w, piece)));
+  }
+  return out;
+}
+
+void slice_kernel(Run& run) {
+  run.returns({local_windows(run)[0]});
+}
+
+void split_kernel(Run& run) {
+  run.returns({c10::List<at::Tensor>(local_windows(run))});
+}
+
+Rule slice(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK(x.dim() > 0, "slice() cannot be applied to a 0-dim tensor.");
+  const auto dim = call.dim(1, x.dim());
+  auto rule = windows(call, dim, {window_of(call, 2, x.size(dim))});
+  rule.kernel = slice_kernel;
+  return rule;
+}
+
+Rule split_into(const Call& call, int64_t dim, const Sizes& lengths) {
+  std::vector<Dim::Window> parts;
+  int64_t start = 0;
+  for (auto length : lengths) {
+    parts.push_back({start, 1, length});
+    start += length;
+  }
+  auto rule = windows(call, dim, parts);
+  rule.kernel = split_kernel;
+  return rule;
+}
+
+Rule split(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK(x.dim() > 0, "split expects at least a 1-dimensional tensor");
+  const auto dim = call.dim(2, x.dim());
+  const auto each = call.integer(1), size = x.size(dim);
+  TORCH_CHECK(
+      each > 0 || (each == 0 && size == 0), "split_size can only be 0 if dimension size is 0, but got dimension size of ", size);
+  Sizes lengths;
+  for (int64_t at = 0; at < size; at += each) {
+    lengths.push_back(std::min(each, size - at));
+  }
+  if (lengths.empty()) {
+    lengths.push_back(0);
+  }
+  return split_into(call, dim, lengths);
+}
+
+Rule split_with_sizes(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK(x.dim() > 0, "split expects at least a 1-dimensional tensor");
+  const auto dim = call.dim(2, x.dim());
+  const auto lengths = call.ints(1);
+  TORCH_CHECK(
+      std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) == x.size(dim),
+      "split_with_sizes expects split_sizes to sum exactly to ", x.size(dim), " (input tensor's size at dimension ", dim,
+      "), but got split_sizes=", c10::IntArrayRef(lengths));
+  return split_into(call, dim, lengths);
+}
+
+// ---- one index of a dim ----
+
+int64_t checked_index(int64_t index, int64_t dim, c10::IntArrayRef sizes) {
+  TORCH_CHECK_INDEX(
+      index >= -sizes[dim] && index < sizes[dim], "select(): index ", index, " out of range for tensor of size ", sizes,
+      " at dimension ", dim);
+  return index < 0 ? index + sizes[dim] : index;
+}
+
+// The owner contributes the row, the others zeros.
+void select_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto sizes = run.operands[0].sizes;
+  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
+  const auto index = checked_index(run.arg(2).toInt(), dim, sizes);
+  const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
+  if (index >= piece.start && index < piece.start + piece.length) {
+    run.returns({x.select(dim, index - piece.start).clone(at::MemoryFormat::Contiguous)});
+    return;
+  }
+  Sizes shape(x.sizes().begin(), x.sizes().end());
+  shape.erase(shape.begin() + dim);
+  run.returns({at::zeros(shape, x.options())});
+}
+
+struct Row {
+  int64_t dim, index;
+};
+
+void put_row_back(const Solution& solution, const Run::At& base, const at::Tensor& piece, const at::Tensor& row) {
+  const auto [dim, index] = noted<Row>(solution);
+  const auto held = mine(*base.layout, dim, base.sizes[dim]);
+  if (index >= held.start && index < held.start + held.length) {
+    piece.select(dim, index - held.start).copy_(row);
+  }
+}
+
+void unbind_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto sizes = run.operands[0].sizes;
+  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
+  const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
+  Sizes shape(x.sizes().begin(), x.sizes().end());
+  shape.erase(shape.begin() + dim);
+  shape.insert(shape.begin(), sizes[dim]);
+  auto rows = at::zeros(shape, x.options());
+  rows.narrow(0, piece.start, piece.length).copy_(x.movedim(dim, 0));
+  run.returns({c10::List<at::Tensor>(rows.unbind())});
+}
+
+// Shards of `dim` leave each row with its owner, as a summand.
+Rule rows(const Call& call, int64_t dim) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  auto in = fresh_dims(rule, x.dim());
+  auto& f = rule.factors[dim];
+  f.kernel = true;
+  f.reduce = x.dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
+  rule.operands.emplace_back(std::move(in));
+  rule.passes_partial();
+  return rule;
+}
+
+void add_row(Rule& rule, int64_t dim, int64_t index) {
+  auto out = rule.operands[0].dims;
+  auto kept = identity(static_cast<int64_t>(out.size()));
+  out.erase(out.begin() + dim);
+  kept.erase(kept.begin() + dim);
+  auto& result = rule.results.emplace_back(std::move(out));
+  result.geometry = strides_of(kept);
+  result.geometry->offset.push_back({dim, index});
+}
+
+Rule select(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK_INDEX(x.dim() > 0, "select() cannot be applied to a 0-dim tensor.");
+  const auto dim = call.dim(1, x.dim());
+  const auto given = call.integer(2);
+  const auto index = given < 0 ? checked_index(given, dim, x.sizes()) : given;
+  auto rule = rows(call, dim);
+  add_row(rule, dim, index);
+  rule.notes = Row{dim, index};
+  rule.kernel = select_kernel;
+  rule.put_back = put_row_back;
+  return rule;
+}
+
+Rule unbind(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK_INDEX(x.dim() > 0, "Dimension specified as 0 but tensor has no dimensions");
+  const auto dim = call.dim(1, x.dim());
+  auto rule = rows(call, dim);
+  for (int64_t i = 0; i < x.size(dim); ++i) {
+    add_row(rule, dim, i);
+  }
+  rule.kernel = unbind_kernel;
+  return rule;
+}
+
+// ---- two dims become one, or one two ----
+
+// Where a diagonal starts on the two dims, and how long it is.
+struct Diagonal {
+  int64_t a, b; // the dims
+  int64_t offset, row, column, length;
+};
+
+Diagonal diagonal_of(const Call& call, int64_t offset_arg, c10::IntArrayRef sizes) {
+  const auto n = static_cast<int64_t>(sizes.size());
+  Diagonal d{call.dim(offset_arg + 1, n), call.dim(offset_arg + 2, n), call.integer(offset_arg), 0, 0, 0};
+  TORCH_CHECK(d.a != d.b, "diagonal dimensions cannot be identical ", d.a, ", ", d.b);
+  d.row = std::max<int64_t>(-d.offset, 0);
+  d.column = std::max<int64_t>(d.offset, 0);
+  d.length = std::max<int64_t>(std::min(sizes[d.a] - d.row, sizes[d.b] - d.column), 0);
+  return d;
+}
+
+struct CutDiagonal {
+  Diagonal diagonal;
+  int64_t cut; // which of the two dims is
+  Sizes sizes; // of the matrices' tensor
+};
+
+// A piece of some rows has the diagonal from where its rows start, one of some columns likewise.
+at::Tensor diagonal_of_piece(const Run& run, const at::Tensor& piece, const Layout& layout) {
+  const auto& [d, cut, sizes] = noted<CutDiagonal>(run.solution);
+  const auto start = mine(layout, cut, sizes[cut]).start;
+  return piece.diagonal(cut == d.a ? d.offset + start : d.offset - start, d.a, d.b);
+}
+
+void diagonal_kernel(Run& run) {
+  run.returns({own(run, diagonal_of_piece(run, run.arg(0).toTensor(), *run.operands[0].layout))});
+}
+
+// One of the two dims may stay cut: the diagonal is a window of it.
+Factor along_diagonal(const Diagonal& d, int64_t cut, c10::IntArrayRef sizes, Rule& rule) {
+  Factor f;
+  f.kernel = true;
+  f.size = sizes[cut];
+  rule.notes = CutDiagonal{d, cut, Sizes(sizes.begin(), sizes.end())};
+  return f;
+}
+
+Dim on_diagonal(const Diagonal& d, int64_t cut, int64_t factor) {
+  Dim dim(factor);
+  dim.window = Dim::Window{cut == d.a ? d.row : d.column, 1, d.length};
+  return dim;
+}
+
+Rule diagonal(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto diag = diagonal_of(call, 1, x.sizes());
+  const auto cut = x.layout->shards(diag.a) ? diag.a : x.layout->shards(diag.b) ? diag.b : -1;
+  Dims in(x.dim(), Dim(kNone)), out;
+  Sizes sizes;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (d != diag.a && d != diag.b) {
+      in[d] = Dim(rule.factor());
+      out.push_back(in[d]);
+      sizes.push_back(x.size(d));
+    }
+  }
+  if (cut >= 0) {
+    in[cut] = Dim(rule.factor(along_diagonal(diag, cut, x.sizes(), rule)));
+    out.push_back(on_diagonal(diag, cut, in[cut].factor));
+    sizes.push_back(diag.length);
+    rule.kernel = diagonal_kernel;
+  } else {
+    out.emplace_back(kNone);
+    sizes.clear();
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), std::move(sizes));
+  rule.passes_partial();
+  return rule;
+}
+
+// Not a view: the last dim is laid out along the diagonal of two new ones.
+Rule diag_embed(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  const auto a = call.dim(2, n + 1), b = call.dim(3, n + 1);
+  TORCH_CHECK(a != b, "diagonal dimensions cannot be identical ", a, ", ", b);
+  Dims in, out;
+  for (int64_t d = 0; d <= n; ++d) {
+    out.push_back(d == a || d == b ? Dim(kNone) : Dim(rule.factor()));
+    if (d != a && d != b) {
+      in.push_back(out.back());
+    }
+  }
+  in.emplace_back(kNone);
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out));
+  rule.linear_in({0});
+  return rule;
+}
+
+Rule unfold(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  const auto dim = call.dim(1, n);
+  Dims in;
+  for (int64_t d = 0; d < n; ++d) {
+    in.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
+  }
+  auto out = in;
+  out.emplace_back(kNone);
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out));
+  rule.passes_partial();
+  return rule;
+}
+
+// ---- backward: the gradient goes into zeros of the input's sizes, argument 1 ----
+
+Rule select_backward(const Call& call) {
+  Rule rule;
+  auto sizes = call.ints(1);
+  const auto dim = call.dim(2, static_cast<int64_t>(sizes.size()));
+  auto dims = fresh_dims(rule, call.tensors[0].dim());
+  rule.operands.emplace_back(dims);
+  dims.insert(dims.begin() + dim, Dim(kNone));
+  rule.results.emplace_back(std::move(dims), std::move(sizes));
+  rule.size_args.push_back({1, 0});
+  rule.passes_partial();
+  rule.linear[0].any_reduction = false;
+  return rule;
+}
+
+// A window of a dim that has `size` indices.
+struct Part {
+  int64_t dim;
+  Dim::Window window;
+  int64_t size;
+};
+
+void slice_backward_kernel(Run& run) {
+  const auto grad = run.arg(0).toTensor();
+  const auto& [dim, window, size] = noted<Part>(run.solution);
+  const auto local = run.arg(1).toIntVector();
+  const auto& layout = *run.solution.results[0].layout;
+  auto out = at::zeros(local, grad.options());
+  slice_of_piece(out, dim, window, mine(layout, dim, size)).copy_(grad);
+  run.returns({out});
+}
+
+Rule slice_backward(const Call& call) {
+  Rule rule;
+  auto sizes = call.ints(1);
+  const auto dim = call.dim(2, static_cast<int64_t>(sizes.size()));
+  const auto w = window_of(call, 3, sizes[dim]);
+  auto dims = fresh_dims(rule, call.tensors[0].dim());
+  rule.factors[dim].kernel = true;
+  rule.factors[dim].size = sizes[dim];
+  rule.notes = Part{dim, w, sizes[dim]};
+  rule.results.emplace_back(dims, std::move(sizes));
+  dims[dim].window = w;
+  rule.operands.emplace_back(std::move(dims));
+  rule.size_args.push_back({1, 0});
+  rule.kernel = slice_backward_kernel;
+  rule.linear_in({0});
+  return rule;
+}
+
+void diagonal_backward_kernel(Run& run) {
+  const auto grad = run.arg(0).toTensor();
+  auto out = at::zeros(run.arg(1).toIntVector(), grad.options());
+  diagonal_of_piece(run, out, *run.solution.results[0].layout).copy_(grad);
+  run.returns({out});
+}
+
+Rule diagonal_backward(const Call& call) {
+  Rule rule;
+  auto sizes = call.ints(1);
+  const auto n = static_cast<int64_t>(sizes.size());
+  const auto diag = diagonal_of(call, 2, sizes);
+  Dims in, out(n, Dim(kNone));
+  for (int64_t d = 0; d < n; ++d) {
+    if (d != diag.a && d != diag.b) {
+      out[d] = Dim(rule.factor());
+      in.push_back(out[d]);
+    }
+  }
+  if (call.tensors[0].layout->shards(n - 2)) {
+    out[diag.a] = Dim(rule.factor(along_diagonal(diag, diag.a, sizes, rule)));
+    in.push_back(on_diagonal(diag, diag.a, out[diag.a].factor));
+    rule.kernel = diagonal_backward_kernel;
+  } else {
+    in.emplace_back(kNone);
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), std::move(sizes));
+  rule.size_args.push_back({1, 0});
+  rule.linear_in({0});
+  return rule;
+}
+
+Rule unfold_backward(const Call& call) {
+  Rule rule;
+  auto sizes = call.ints(1);
+  const auto n = static_cast<int64_t>(sizes.size());
+  const auto dim = call.dim(2, n);
+  Dims out;
+  for (int64_t d = 0; d < n; ++d) {
+    out.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
+  }
+  auto in = out;
+  if (n > 0) {
+    in.emplace_back(kNone);
+  }
+  in.resize(call.tensors[0].dim(), Dim(kNone));
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), std::move(sizes));
+  rule.size_args.push_back({1, 0});
+  rule.linear_in({0});
+  return rule;
+}
+
+// ---- a source written into a view of a copy: slice_scatter, select_scatter, diagonal_scatter ----
+
+void slice_scatter_kernel(Run& run) {
+  const auto& [dim, window, size] = noted<Part>(run.solution);
+  auto out = run.arg(0).toTensor().clone();
+  slice_of_piece(out, dim, window, mine(*run.operands[0].layout, dim, size)).copy_(run.arg(1).toTensor());
+  run.returns({out});
+}
+
+Rule slice_scatter(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto dim = call.dim(2, x.dim());
+  const auto w = window_of(call, 3, x.size(dim));
+  auto dims = fresh_dims(rule, x.dim());
+  rule.factors[dim].kernel = true;
+  rule.factors[dim].size = x.size(dim);
+  rule.notes = Part{dim, w, x.size(dim)};
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(dims, Sizes(x.sizes().begin(), x.sizes().end()));
+  dims[dim].window = w;
+  rule.operands.emplace_back(std::move(dims));
+  rule.kernel = slice_scatter_kernel;
+  rule.passes_partial(0b11);
+  return rule;
+}
+
+void select_scatter_kernel(Run& run) {
+  const auto sizes = run.operands[0].sizes;
+  auto out = run.arg(0).toTensor().clone();
+  const auto dim = wrap_dim(run.arg(2).toInt(), out.dim());
+  const auto index = checked_index(run.arg(3).toInt(), dim, sizes);
+  const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
+  if (index >= piece.start && index < piece.start + piece.length) {
+    out.select(dim, index - piece.start).copy_(run.arg(1).toTensor());
+  }
+  run.returns({out});
+}
+
+Rule select_scatter(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto dim = call.dim(2, x.dim());
+  auto dims = fresh_dims(rule, x.dim());
+  rule.factors[dim].kernel = true;
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(dims);
+  dims.erase(dims.begin() + dim);
+  rule.operands.emplace_back(std::move(dims));
+  rule.kernel = select_scatter_kernel;
+  rule.passes_partial(0b11);
+  return rule;
+}
+
+} // namespace
+
+void register_view_parts(Registry& r) {
+  r.add("views", {"diag_embed"}, diag_embed);
+  r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
+  r.add("views", {"diagonal_backward"}, diagonal_backward);
+  r.add("views", {"select.int", "select_copy.int"}, select);
+  r.add("views", {"select_backward"}, select_backward);
+  r.add("views", {"select_scatter"}, select_scatter);
+  r.add("views", {"slice.Tensor", "slice_copy.Tensor"}, slice);
+  r.add("views", {"slice_backward"}, slice_backward);
+  r.add("views", {"slice_scatter"}, slice_scatter);
+  r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split);
+  r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes);
+  r.add("views", {"unbind.int", "unbind_copy.int"}, unbind);
+  r.add("views", {"unfold", "unfold_copy"}, unfold);
+  r.add("views", {"unfold_backward"}, unfold_backward);
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,173 @@
+// Reshapes, and views as another dtype.
+#include "rules/views.h"
+
+#include "rules/registry.h"
+
+#include <ATen/ATen.h>
+#include <ATen/InferSize.h>
+
+#include <algorithm>
+
+namespace shardtensor::rules {
+
+namespace {
+
+// Runs of dims of equal product belong together. The first dims of both sides are one factor: so many elements are an index
+// of it that both have whole numbers of them. True: several dims become fewer.
+bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dims& out) {
+  bool merges = false;
+  size_t i = 0, j = 0;
+  while (i < from.size() || j < to.size()) {
+    if (i < from.size() && j < to.size() && from[i] == to[j]) {
+      in[i++] = out[j++] = Dim(rule.factor());
+      continue;
+    }
+    if (i < from.size() && from[i] == 1) {
+      ++i;
+      continue;
+    }
+    if (j < to.size() && to[j] == 1) {
+      ++j;
+      continue;
+    }
+    const auto a = i, b = j;
+    int64_t left = from[i++], right = to[j++];
+    while (left != right) {
+      if (left < right) {
+        merges = true;
+        left *= from[i++];
+      } else {
+        right *= to[j++];
+      }
+    }
+    const auto in_row = left / from[a], out_row = left / to[b];
+    const auto unit = std::lcm(in_row, out_row);
+    if (unit < left) {
+      const auto f = rule.factor();
+      in[a] = Dim(f, unit / in_row);
+      out[b] = Dim(f, unit / out_row);
+      rule.spread.push_back(f);
+    }
+  }
+  return merges;
+}
+
+// Local strides are not the global ones: where the piece cannot be viewed, it is copied.
+void view_kernel(Run& run) {
+  run.returns({own(run, run.arg(0).toTensor().reshape(run.arg(1).toIntVector()))});
+}
+
+} // namespace
+
+Rule reshaped(const Call& call, const Sizes& to, Told told) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  bool merges = false;
+  Dims in(x.dim(), Dim(kNone)), out(to.size(), Dim(kNone));
+  if (c10::multiply_integers(x.sizes()) > 0) {
+    merges = match(rule, x.sizes(), to, in, out);
+  } else {
+    for (size_t d = 0; d < std::min(in.size(), out.size()) && x.size(d) == to[d]; ++d) {
+      in[d] = out[d] = Dim(rule.factor());
+    }
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), to);
+  rule.results[0].geometry.emplace();
+  rule.results[0].geometry->reshaped = true;
+  rule.size_args.push_back({1, 0});
+  rule.kernel = view_kernel;
+  rule.always_kernel = told == Told::Strides;
+  // A dim can always be split, whatever its stride.
+  rule.kernel_if = merges || told != Told::Sizes ? is_strided : nullptr;
+  rule.passes_partial();
+  return rule;
+}
+
+namespace {
+
+template <Told told>
+Rule view(const Call& call) {
+  const auto& x = call.tensors[0];
+  const auto to = at::infer_size(call.ints(1), c10::multiply_integers(x.sizes()));
+  return reshaped(call, Sizes(to.begin(), to.end()), told);
+}
+
+// torch wants strides that are whole elements of the new dtype. Those of a piece without elements are any.
+void view_empty_as_dtype(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  auto strides = x.strides().vec();
+  for (size_t d = 0; d + 1 < strides.size(); ++d) {
+    strides[d] *= 16; // bytes of the largest dtype
+  }
+  run.arg(0) = x.as_strided(x.sizes(), strides);
+  run.call_op();
+}
+
+// The bits as another dtype: the last dim's indices become more or fewer. Summands do not pass.
+Rule view_dtype(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto had = static_cast<int64_t>(c10::elementSize(x.dtype));
+  const auto has = static_cast<int64_t>(c10::elementSize(call.arg(1).toScalarType()));
+  auto in = fresh_dims(rule, x.dim());
+  auto out = in;
+  Sizes to(x.sizes().begin(), x.sizes().end());
+  if (had != has && x.dim() > 0) {
+    const auto d = x.dim() - 1;
+    TORCH_CHECK(
+        had > has || to[d] % (has / had) == 0, "self.size(-1) must be divisible by ", has / std::max<int64_t>(had, 1),
+        " to view ", x.dtype, " as ", call.arg(1).toScalarType(), " (different element sizes), but got ", to[d]);
+    in[d].inner = had < has ? has / had : 1;
+    out[d].inner = had > has ? had / has : 1;
+    to[d] = to[d] * had / has;
+  }
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), std::move(to));
+  rule.kernel = view_empty_as_dtype;
+  rule.kernel_if = is_empty;
+  return rule;
+}
+
+// A piece may be lazily conjugated without its ShardTensor saying so: then what is viewed is a copy.
+void view_as_real_kernel(Run& run) {
+  run.arg(0) = run.arg(0).toTensor().resolve_conj();
+  run.call_op();
+}
+
+Rule view_as_real(const Call& call) {
+  Rule rule;
+  rule.kernel = view_as_real_kernel;
+  rule.always_kernel = true;
+  auto dims = fresh_dims(rule, call.tensors[0].dim());
+  rule.operands.emplace_back(dims);
+  dims.emplace_back(kNone);
+  rule.results.emplace_back(std::move(dims));
+  rule.linear_in({0});
+  return rule;
+}
+
+Rule view_as_complex(const Call& call) {
+  Rule rule;
+  const auto n = call.tensors[0].dim();
+  TORCH_CHECK(n > 0, "view_as_complex: input tensor must have one or more dimensions");
+  auto dims = fresh_dims(rule, n - 1);
+  rule.results.emplace_back(dims);
+  dims.emplace_back(kNone);
+  rule.operands.emplace_back(std::move(dims));
+  rule.linear_in({0});
+  return rule;
+}
+
+} // namespace
+
+void register_view_reshape(Registry& r) {
+  r.add("views", {"_reshape_alias"}, view<Told::Strides>);
+  r.add("views", {"_reshape_copy", "_unsafe_view", "view_copy"}, view<Told::SizesOfCopy>);
+  r.add("views", {"view"}, view<Told::Sizes>);
+  r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype);
+  r.add("views", {"view_as_complex", "view_as_complex_copy"}, view_as_complex);
+  r.add("views", {"view_as_real", "view_as_real_copy"}, view_as_real);
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,253 @@
+// as_strided, and what would change a tensor's memory.
+#include "rules/views.h"
+
+#include "rules/registry.h"
+
+#include <ATen/ATen.h>
+#include <ATen/TensorUtils.h>
+
+#include <algorithm>
+
+namespace shardtensor::rules {
+
+namespace {
+
+struct Strided {
+  Sizes sizes, strides;
+  int64_t offset; // from the base's first element
+};
+
+// Which base dim, from where and by what step, each dim of the result is; nothing where it is no such thing.
+struct Undone {
+  c10::SmallVector<int64_t, 5> dims; // of the base, or -1: size 1 or stride 0
+  c10::SmallVector<Dim::Window, 5> windows;
+  Sizes starts; // per base dim
+};
+
+std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
+  Sizes order;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.size(d) > 1) {
+      order.push_back(d);
+    }
+  }
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.strides()[a] > x.strides()[b]; });
+  Undone out;
+  out.starts.assign(x.dim(), 0);
+  int64_t rest = to.offset;
+  for (auto d : order) {
+    if (x.strides()[d] <= 0) {
+      return std::nullopt;
+    }
+    out.starts[d] = rest / x.strides()[d];
+    rest %= x.strides()[d];
+    if (out.starts[d] >= x.size(d)) {
+      return std::nullopt;
+    }
+  }
+  if (rest) {
+    return std::nullopt;
+  }
+  const auto n = to.sizes.size();
+  out.dims.assign(n, -1);
+  out.windows.assign(n, {0, 1, 1});
+  uint64_t used = 0;
+  for (const bool single : {false, true}) { // dims of size 1 take what the others leave
+    for (size_t j = 0; j < n; ++j) {
+      if ((to.sizes[j] == 1) != single || (to.strides[j] == 0 && !single)) {
+        continue;
+      }
+      const auto* d = std::find_if(order.begin(), order.end(), [&](int64_t k) {
+        return single ? x.strides()[k] == to.strides[j] && !(used >> k & 1) : x.strides()[k] <= to.strides[j];
+      });
+      if (d == order.end()) {
+        if (single) {
+          continue;
+        }
+        return std::nullopt;
+      }
+      const auto step = single ? 1 : to.strides[j] / x.strides()[*d];
+      if ((!single && to.strides[j] % x.strides()[*d]) || (used >> *d & 1) ||
+          out.starts[*d] + (to.sizes[j] - 1) * step >= x.size(*d)) {
+        return std::nullopt;
+      }
+      used |= uint64_t{1} << *d;
+      out.dims[j] = *d;
+      out.windows[j] = {out.starts[*d], step, to.sizes[j]};
+    }
+  }
+  // The base's own dims of size 1, which may be sharded too: where a result's has their stride.
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    for (size_t j = 0; j < n && x.is_one(d); ++j) {
+      if (to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == x.strides()[d]) {
+        out.dims[j] = d;
+        break;
+      }
+    }
+  }
+  return out;
+}
+
+void undone_kernel(Run& run) {
+  auto x = run.arg(0).toTensor();
+  const auto& undone = noted<Undone>(run.solution);
+  const auto n = undone.dims.size();
+  const auto ndim = x.dim();
+  const auto& base = run.operands[0];
+  Sizes order, chosen;
+  for (size_t j = 0; j < n; ++j) {
+    const auto d = undone.dims[j];
+    if (d >= 0) {
+      x = slice_of_piece(x, d, undone.windows[j], mine(*base.layout, d, base.sizes[d]));
+      order.push_back(d);
+    }
+  }
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (std::find(order.begin(), order.end(), d) == order.end()) {
+      x = x.narrow(d, undone.starts[d], 1);
+      chosen.push_back(d);
+    }
+  }
+  auto all = order;
+  all.append(chosen.begin(), chosen.end());
+  x = x.permute(all);
+  for (size_t i = 0; i < chosen.size(); ++i) {
+    x = x.select(static_cast<int64_t>(order.size()), 0);
+  }
+  for (size_t j = 0; j < n; ++j) {
+    if (undone.dims[j] < 0) {
+      x = x.unsqueeze(static_cast<int64_t>(j));
+      Sizes sizes(x.dim(), -1);
+      sizes[j] = undone.windows[j].length;
+      x = x.expand(sizes);
+    }
+  }
+  run.returns({own(run, x)});
+}
+
+Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
+  Rule rule;
+  Dims in(x.dim(), Dim(kNone)), out;
+  for (size_t j = 0; j < to.sizes.size(); ++j) {
+    const auto d = undone.dims[j];
+    auto& w = undone.windows[j];
+    if (d < 0) {
+      w.length = to.sizes[j];
+      out.emplace_back(kNone);
+      continue;
+    }
+    in[d] = Dim(rule.factor());
+    auto& dim = out.emplace_back(in[d]);
+    if (w.step != 1 || w.length != x.size(d)) {
+      dim.window = w;
+    }
+  }
+  rule.notes = std::move(undone);
+  rule.operands.emplace_back(std::move(in));
+  rule.results.emplace_back(std::move(out), to.sizes);
+  rule.kernel = undone_kernel;
+  rule.always_kernel = true;
+  rule.passes_partial();
+  return rule;
+}
+
+constexpr auto kFrozen = "its pieces cannot be given another memory or shape in place; make a new tensor instead";
+
+// In place: other strides of dims of size 1, for which nothing moves (a pooled image becomes channels_last).
+Rule restrided(const Call& call) {
+  const auto& x = call.tensors[0];
+  const auto sizes = call.ints(1), strides = call.ints(2);
+  bool alike =
+      call.integer(3, x.offset()) == x.offset() && x.sizes() == c10::IntArrayRef(sizes) && strides.size() == sizes.size();
+  for (int64_t d = 0; alike && d < x.dim(); ++d) {
+    alike = x.size(d) <= 1 || x.strides()[d] == strides[d];
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      alike, call.schema.name(), ": cannot be done on a ShardTensor: ", kFrozen, ". (self: ", x.sizes(), " ", x.layout->str(),
+      "; rank ", call.mesh.rank(), ")");
+  auto rule = same(call);
+  rule.results[0].geometry.reset();
+  rule.kernel = unary_kernel<at::alias>;
+  rule.always_kernel = true;
+  return rule;
+}
+
+bool lies_by(const at::Tensor& x, c10::IntArrayRef strides) {
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.size(d) > 1 && x.stride(d) != strides[d]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+struct Laid {
+  int64_t offset; // from the first element
+  Sizes strides;  // the base's, which the local tensor need not have
+};
+
+void whole_strided_kernel(Run& run) {
+  auto x = run.arg(0).toTensor();
+  const auto& [offset, strides] = noted<Laid>(run.solution);
+  if (!lies_by(x, strides)) {
+    x = at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
+  }
+  run.returns({own(run, x.as_strided(run.arg(1).toIntVector(), run.arg(2).toIntVector(), x.storage_offset() + offset))});
+}
+
+Rule as_strided(const Call& call) {
+  const auto& x = call.tensors[0];
+  Strided to{call.ints(1), call.ints(2), call.integer(3, x.offset()) - x.offset()};
+  TORCH_CHECK(to.sizes.size() == to.strides.size(), "mismatch in length of strides and shape");
+  int64_t first = 0, last = to.offset;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    first += (x.size(d) - 1) * x.strides()[d];
+  }
+  for (size_t j = 0; j < to.sizes.size(); ++j) {
+    last += (to.sizes[j] - 1) * to.strides[j];
+  }
+  const bool empty = c10::multiply_integers(to.sizes) == 0;
+  TORCH_CHECK(
+      empty || (to.offset >= 0 && last <= first), call.schema.name(), ": sizes ", c10::IntArrayRef(to.sizes), ", strides ",
+      c10::IntArrayRef(to.strides), " and offset ", to.offset, " reach outside of the ShardTensor (", x.sizes(), ", ",
+      x.layout->str(), ", rank ", call.mesh.rank(),
+      "), which has no memory beyond its elements. Slice and permute the base tensor instead.");
+  if (x.layout->is_sharded() && !empty) {
+    if (const auto undone = undo(x, to)) {
+      return undone_rule(x, to, *undone);
+    }
+    if (to.offset == 0 && c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes())) {
+      const auto strides = at::detail::computeStride(x.sizes(), x.strides(), to.sizes);
+      if (strides && c10::IntArrayRef(*strides) == to.strides) {
+        return reshaped(call, to.sizes, Told::Strides);
+      }
+    }
+  }
+  auto rule = replicate(call);
+  rule.passes_partial();
+  rule.results.emplace_back(Dims(to.sizes.size(), Dim(kNone)));
+  rule.notes = Laid{empty ? 0 : to.offset, Sizes(x.strides().begin(), x.strides().end())};
+  rule.kernel = whole_strided_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+} // namespace
+
+void register_view_strided(Registry& r) {
+  r.add("views", {"as_strided", "as_strided_copy"}, as_strided);
+  r.add("views", {"as_strided_"}, restrided);
+  r.add(
+      "views",
+      {
+          "resize_",
+          "resize_as_",
+          "set_",
+          "set_.source_Storage",
+          "set_.source_Storage_storage_offset",
+          "set_.source_Tensor",
+      },
+      nullptr, {.way = Way::Refused, .why = kFrozen});
+}
+
+} // namespace shardtensor::rules

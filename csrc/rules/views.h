@@ -1,0 +1,33 @@
+// Views: which dim of the result is which of the operand, and how the view lies in the operand's memory.
+// A slice of a sharded dim is a slice of every piece, a reshape around it keeps it cut: both stay views, on every rank.
+#pragma once
+
+#include "rules/pieces.h"
+
+namespace shardtensor::rules {
+
+// Dim d of the view has the stride of dim dims[d] of its base.
+Geometry strides_of(c10::ArrayRef<int64_t> dims);
+// 0 to n - 1
+Sizes identity(int64_t n);
+
+// The *_copy forms share the kernels of the views.
+at::Tensor own(const Run& run, at::Tensor view);
+
+Rule permuted(const Call& call, c10::ArrayRef<int64_t> order);
+Rule same(const Call& call);
+
+template <at::Tensor (*f)(const at::Tensor&)>
+void unary_kernel(Run& run) {
+  run.returns({f(run.arg(0).toTensor())});
+}
+
+// What an op that reshapes is told: sizes, for a view or for what may be a copy, or the whole's strides too, which are not a
+// piece's.
+enum class Told { Sizes, SizesOfCopy, Strides };
+Rule reshaped(const Call& call, const Sizes& to, Told told);
+
+// The indices of `window` that lie in `piece`, as a slice of the piece.
+at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::Window& window, const Interval& piece);
+
+} // namespace shardtensor::rules
