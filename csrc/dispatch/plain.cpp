@@ -157,7 +157,9 @@ void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Re
     return (c10::isFloatingType(dtype) || c10::isComplexType(dtype)) && r.tensor->dim() > 0 && !(op.mutated >> r.arg & 1) &&
            !has_tangent(*r.tensor);
   };
-  replace(stack, base, refs, lacks, [](const at::Tensor& t) { return at::_make_dual(t, at::zeros_like(t), /*level=*/0); });
+  replace(stack, base, refs, lacks, [](const at::Tensor& t) {
+    return at::_make_dual(t, at::_new_zeros_with_same_feature_meta(t, t), /*level=*/0);
+  });
 }
 
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
