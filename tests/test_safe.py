@@ -671,11 +671,19 @@ def pieces_of_a_class():
     def made(wrap):
         return torch.nn.Parameter(st.ShardTensor.from_local(wrap(torch.ones(3, 4)), mesh, [st.Shard(0)]))
 
+    def clipped(p):
+        p.grad = torch.full_like(p.detach(), 0.5)
+        assert torch.nn.utils.clip_grad_norm_([p], 0.25).item() == pytest.approx(0.5 * (12 * n) ** 0.5)
+        return p.grad
+
     for f in (
         lambda p: torch.nn.init.normal_(p),
         lambda p: torch.nn.init.uniform_(p),
         lambda p: torch.nn.init.kaiming_uniform_(p),
+        lambda p: torch.nn.init.trunc_normal_(p),  # these two ask whether any number lies outside
+        lambda p: torch.nn.init.trunc_normal_(p, 0.0, 1.0, 1.5, 3.0),
         lambda p: torch.nn.functional.dropout(p, 0.5),
+        clipped,
     ):
         torch.manual_seed(3)
         want = f(made(lambda t: t))
@@ -691,7 +699,7 @@ def pieces_of_a_class():
         want = torch.full((3, 4), 3.0)
         want[:, 0] = 2.0
         assert torch.equal(plain(p), want - (me + 1)), plain(p)
-    assert n
+    assert made(Wrapped).sum().item() == 12 * n
 
 
 @pytest.mark.parametrize("world", [1, 2])

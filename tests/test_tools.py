@@ -415,6 +415,15 @@ def _loss(x):
     return (x.sin() * x).sum()
 
 
+def _rows(y):
+    """Where each row is to be indexed."""
+    return (y > 0).long()
+
+
+def _images(x, y):
+    return torch.stack([x, y, x * y], 1)
+
+
 TRANSFORMS = {
     "grad": lambda f, x, y: f.grad(_loss)(x),
     "grad_and_value": lambda f, x, y: f.grad_and_value(_loss)(x),
@@ -426,6 +435,15 @@ TRANSFORMS = {
     "vmap over columns": lambda f, x, y: f.vmap(lambda z: z.cumsum(0), in_dims=1, out_dims=1)(x),
     "vmap of a product": lambda f, x, y: f.vmap(lambda z: y @ z)(x),
     "gradients by row": lambda f, x, y: f.vmap(f.grad(_loss))(x),
+    "indexed by row": lambda f, x, y: f.vmap(lambda z, i: z[i])(x, _rows(y)),
+    "gradients of indexing": lambda f, x, y: f.vmap(f.grad(lambda z, i: (z[i] * z).sum()))(x, _rows(y)),
+    "rows of one table": lambda f, x, y: f.vmap(lambda i: nn.functional.embedding(i, x))(_rows(y)),
+    "rows of a table each": lambda f, x, y: f.vmap(nn.functional.embedding)(_rows(y), _images(x, y)),
+    "batch norm": lambda f, x, y: f.vmap(lambda z: nn.functional.batch_norm(z, None, None, training=True))(_images(x, y)),
+    "batch norm in use": lambda f, x, y: f.vmap(lambda z: nn.functional.batch_norm(z, z[0], z[1].exp()))(_images(x, y)),
+    "gradients of batch norm": lambda f, x, y: f.vmap(
+        f.grad(lambda z: nn.functional.batch_norm(z, None, None, training=True)[0].square().sum())
+    )(_images(x, y)),
     "jacrev": lambda f, x, y: f.jacrev(torch.sin)(x),
     "jacfwd": lambda f, x, y: f.jacfwd(torch.sin)(x),
     "hessian": lambda f, x, y: f.hessian(_loss)(x),
@@ -473,6 +491,10 @@ def functional():
     torch.testing.assert_close({k: v.full_tensor() for k, v in got.items()}, want)
     rows = vmap(lambda row: functional_call(linear, parameters, (row,)))(x)
     torch.testing.assert_close(rows.full_tensor(), linear(whole(x)))
+    # What torch's rules make on the way is let in, what the user brings is not.
+    mine = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=DOUBLE)
+    with pytest.raises(RuntimeError, match=r"is a plain torch\.Tensor"):
+        vmap(lambda row: row * mine)(x)
 
 
 def test_functional_call(ranks):

@@ -4,6 +4,7 @@
 #include "dispatch/errors.h"
 
 #include <ATen/ATen.h>
+#include <ATen/DTensorState.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
@@ -23,14 +24,37 @@ void set_entrance(Entrance entrance) {
 
 namespace {
 
-// In forward mode torch's formulas make zeros for an operand without a tangent. give_tangents() is before them, but not where
-// torch.func has hidden the ShardTensors.
-bool is_missing_tangent(const at::Tensor& t) {
-  if (!torch::autograd::ForwardADLevel::try_get_by_idx(0) || t.requires_grad() || !(t.is_floating_point() || t.is_complex())) {
-    return false;
+// Whether Python has seen the tensor, as it has any that a user made.
+template <typename Slot>
+bool seen_by_python(const Slot& slot) {
+  if constexpr (requires { slot.load_pyobj(); }) {
+    return slot.load_pyobj();
+  } else { // before torch 2.12
+    return slot.check_pyobj().has_value();
+  }
+}
+
+// Zeros, ones, or what arange makes.
+bool is_counted(const at::Tensor& t) {
+  if (is_traced(t) || t.is_meta()) {
+    return true; // it has no values
   }
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
-  return !t.is_meta() && !t.ne(0).any().item<bool>();
+  const auto flat = t.reshape(-1);
+  const auto n = flat.numel();
+  if (n == 0 || flat.eq(1).all().item<bool>()) {
+    return true;
+  }
+  const auto step = flat[std::min<int64_t>(1, n - 1)];
+  return flat.eq(at::arange(n, flat.options().dtype(at::kLong)) * step).all().item<bool>();
+}
+
+// torch makes plain tensors on the way, the same on every rank. Where they may meet a DTensor it says so, or else they are known
+// by who made them and by their values: zeros for an operand without a tangent in forward mode (give_tangents() is before them,
+// but not where torch.func has hidden the ShardTensors), constants and countings in vmap's rules.
+bool is_made_by_torch(const at::Tensor& t) {
+  return at::get_dtensor_allow_implicit_replication() ||
+         (!t.requires_grad() && !seen_by_python(*t.unsafeGetTensorImpl()->pyobj_slot()) && is_counted(t));
 }
 
 } // namespace
@@ -45,7 +69,7 @@ void check_plain(const Op& op, const Refs& refs) {
     if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
       continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
     }
-    if (mode != Promotion::Replicate && is_missing_tangent(*r.tensor)) {
+    if (mode != Promotion::Replicate && is_made_by_torch(*r.tensor)) {
       continue;
     }
     if (mode == Promotion::Error && r.tensor->dim() == 1 && !is_symbolic(*r.tensor) && r.tensor->numel() == 1 && r.index < 0) {
@@ -108,7 +132,9 @@ void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Re
     return (c10::isFloatingType(dtype) || c10::isComplexType(dtype)) && r.tensor->dim() > 0 && !(op.mutated >> r.arg & 1) &&
            !has_tangent(*r.tensor);
   };
-  replace(stack, base, refs, lacks, [](const at::Tensor& t) { return at::_make_dual(t, at::zeros_like(t), /*level=*/0); });
+  replace(stack, base, refs, lacks, [](const at::Tensor& t) {
+    return at::_make_dual(t, at::_new_zeros_with_same_feature_meta(t, t), /*level=*/0);
+  });
 }
 
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {

@@ -648,6 +648,10 @@ at::Tensor redistribute(
   if (is_traced(local)) {
     return redistribute_in_graph(local, from, to, symbols(sizes));
   }
+  if (from.has_partial() && is_wrapper(local)) { // an op has made it: the class says nothing of the sum that the values do not
+    const auto dense = at::empty(local.sizes(), at::TensorOptions(local.device()).dtype(local.scalar_type())).copy_(local);
+    return redistribute(dense, from, to, sizes, completion);
+  }
   has_values(local); // or throws
   if (&from.mesh() != &to.mesh()) {
     if (const auto here = relabelled(from, to.mesh_ptr())) {

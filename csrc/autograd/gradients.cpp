@@ -1,0 +1,130 @@
+// The memory that autograd makes for gradients. Uses autograd/functions, dispatch/, tensor/. Registers itself; used by nobody.
+//
+// What a leaf keeps (torch's AccumulateGrad) lies as the leaf does where that is cut: a rank that holds a part of the leaf keeps
+// that part of the gradient.
+//
+// The backward of a write through a view (torch's CopySlices) copies the gradient of the base into a new tensor, takes the same
+// view of that and writes there. The gradient may lie in another way than the base did, so that this view would have to move
+// data, and could not be written to. Then the new tensor is whole where the gradient is cut.
+#include "autograd/functions.h"
+#include "dispatch/call.h"
+#include "dispatch/plain.h"
+#include "redistribute/watch.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ops/detach_ops.h>
+#include <ATen/ops/new_empty_strided_ops.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/library.h>
+
+namespace shardtensor {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::CopySlices;
+
+// The node of the graph that runs on this thread, if it is such a one.
+template <typename Node>
+class Running {
+ public:
+  Running() : node_(torch::autograd::get_current_node()), found_(dynamic_cast<const Node*>(node_.get())) {}
+  const Node* get() const {
+    return found_;
+  }
+
+ private:
+  decltype(torch::autograd::get_current_node()) node_;
+  const Node* found_;
+};
+
+// Where the leaf is cut, its placements and cuts. Elsewhere the gradient's own: what are summands may stay so, until somebody
+// asks for their sum.
+LayoutPtr layout_to_keep(const Layout& grad, const LayoutPtr& leaf) {
+  auto out = leaf;
+  for (int64_t m = 0; m < leaf->ndim(); ++m) {
+    const auto& p = grad.placement(m);
+    const bool crosses = p.is_shard() && leaf->shards(p.dim); // the leaf cuts that dim along another mesh dim
+    if (!leaf->placement(m).is_shard() && !crosses) {
+      out = out->with(m, p, grad.cut(m));
+    }
+  }
+  return out;
+}
+
+// The layout that the running node's leaf keeps `grad` in; null where that is the gradient's own, or no leaf is at work.
+LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
+  const Running<AccumulateGrad> accumulate;
+  const auto* leaf = accumulate.get() ? as_shard_tensor(accumulate.get()->variable) : nullptr;
+  const auto* impl = leaf ? as_shard_tensor(grad) : nullptr;
+  if (!impl || &impl->layout() == &leaf->layout() || !leaf->layout().is_sharded() || leaf->traced() || impl->traced() ||
+      impl->layout().mesh_ptr() != leaf->layout().mesh_ptr()) {
+    return nullptr;
+  }
+  auto out = layout_to_keep(impl->layout(), leaf->layout_ptr());
+  return out == impl->layout_ptr() ? nullptr : out;
+}
+
+at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
+  if (const auto layout = wanted_by_leaf(self)) {
+    static const std::string op = "AccumulateGrad", argument = "gradient";
+    tell_watcher(op, argument, "its leaf is cut so", shard_tensor(self, "the gradient").layout(), *layout, self);
+    return redistribute(self, layout);
+  }
+  return at::_ops::detach::redispatch(torchs_autograd(keys), self);
+}
+
+bool view_moves(const at::Tensor& base, const CopySlices& write) {
+  static const auto& op = installed_op("aten::as_strided");
+  torch::jit::Stack stack{
+      base, write.view.sizes(), write.view.strides(), write.view.storage_offset() - write.base.storage_offset()};
+  return find_solution(op, stack, 0, collect(op, stack, 0))->moves;
+}
+
+LayoutPtr uncut(LayoutPtr layout) {
+  for (int64_t m = 0; m < layout->mesh().ndim(); ++m) {
+    if (layout->placement(m).is_shard()) {
+      layout = layout->with(m, Placement::replicate());
+    }
+  }
+  return layout;
+}
+
+at::Tensor new_empty_strided(
+    c10::DispatchKeySet keys,
+    const at::Tensor& self,
+    c10::SymIntArrayRef size,
+    c10::SymIntArrayRef stride,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> layout,
+    std::optional<at::Device> device,
+    std::optional<bool> pin_memory) {
+  const auto empty = [&](const at::Tensor& like, const LayoutPtr& in) {
+    const auto sizes = C10_AS_INTARRAYREF_SLOW(size), strides = C10_AS_INTARRAYREF_SLOW(stride);
+    const auto& local = shard_tensor(like, "the gradient").local();
+    return wrap(laid(at::empty(in->local_sizes(sizes), local.options().dtype(dtype)), strides), in, sizes, strides);
+  };
+  if (const auto in = wanted_by_leaf(self)) {
+    return empty(self, in);
+  }
+  auto made = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return at::_ops::new_empty_strided::redispatch(
+        keys & c10::after_autograd_keyset, self, size, stride, dtype, layout, device, pin_memory);
+  }();
+  const Running<CopySlices> write;
+  if (!write.get() || write.get()->view_fn || !view_moves(made, *write.get())) {
+    return made;
+  }
+  return empty(made, uncut(shard_tensor(made, "the gradient").layout_ptr()));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("detach", detach);
+  m.impl("new_empty_strided", new_empty_strided);
+}
+
+} // namespace
+
+} // namespace shardtensor

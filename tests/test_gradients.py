@@ -1,0 +1,98 @@
+"""What a leaf keeps of its gradient: where the leaf is cut, the part that its rank holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
+
+FUNCTIONS = {
+    "sum": lambda x: x.sum(),  # the gradient comes replicated
+    "column": lambda x: x[:, 1].sum(),
+    "flat": lambda x: (x.reshape(-1) * 2).sum(),
+    "square": lambda x: (x * x).sum(),
+}
+
+
+def kept():
+    from shardtensor import _C
+
+    whole = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for name, f in FUNCTIONS.items():
+        for at in ("S(0)", "S(1)", "R"):
+            for cut in (EVEN, UNEVEN, EMPTY):
+                for create_graph in (False, True):
+                    what = f"{name} {at} {cut} {create_graph}"
+                    plain = whole.clone().requires_grad_()
+                    x = place(whole, mesh_here(), (at,), cut).requires_grad_()
+                    seen = []
+                    x.register_post_accumulate_grad_hook(lambda t, seen=seen: seen.append(t.grad._layout))
+                    for _ in range(2):
+                        f(plain).backward(create_graph=create_graph)
+                        f(x).backward(create_graph=create_graph)
+                        assert seen.pop() == x.grad._layout == x._layout, what
+                        compare(x.grad, plain.grad, 1e-9, what)
+    x = place(whole, mesh_here(), ("S(0)",), UNEVEN).requires_grad_()
+    y = x.sum()
+    ones = torch.ones_like(y)
+    _C.reset_comm_counts()
+    (grad,) = torch.autograd.grad(y, x, ones, retain_graph=True)
+    assert grad.placements != x.placements  # as it comes
+    torch.autograd.backward(y, ones)
+    assert not _C.comm_counts() and x.grad._layout == x._layout  # a slice
+    return x.grad._local_tensor.untyped_storage().nbytes() == x._local_tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_leaves_keep_their_part(pools, world):
+    assert all(pools(world).run(f"{__name__}:kept"))
+
+
+def summands():
+    """Of a cut leaf they are added up where it lies, in one reduce-scatter; of a replicated one they stay."""
+    import shardtensor as st
+    from shardtensor import _C
+
+    mesh = mesh_here()
+    whole = torch.ones(6, 4, dtype=torch.float64)
+    for at, want in (("S(0)", {"reduce_scatter": 1}), ("R", {})):
+        x = place(whole, mesh, (at,), EVEN).requires_grad_()
+        y = x * 1
+        seed = st.ShardTensor.from_local(torch.ones_like(whole), mesh, [st.Partial()])
+        x.register_hook(lambda grad, seed=seed: seed.clone())
+        _C.reset_comm_counts()
+        torch.autograd.backward(y, y.detach())
+        assert {kind: calls for kind, (calls, _) in _C.comm_counts().items()} == want, at
+        assert x.grad.placements == (st.Shard(0) if at == "S(0)" else st.Partial(),)
+        compare(x.grad, whole * mesh.size(), 1e-9, at)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_summands_of_a_leaf(pools, world):
+    pools(world).run(f"{__name__}:summands")
+
+
+def products_with_the_hessian():
+    """Forward over reverse: a tangent beside the gradient that a sum expands."""
+    import torch.autograd.forward_ad as forward_ad
+
+    g = torch.Generator().manual_seed(0)
+    plain = [torch.randn(7, 4, dtype=torch.float64, generator=g) for _ in range(2)]
+
+    def product(x, t):
+        with forward_ad.dual_level():
+            x = x.clone().requires_grad_()
+            dual = forward_ad.make_dual(x, t)
+            (grad,) = torch.autograd.grad((dual.sin() * dual).sum(), x, create_graph=True)
+            return forward_ad.unpack_dual(grad).tangent.detach()
+
+    for at in ("S(0)", "S(1)", "R"):
+        for tangent in ("S(0)", "S(1)", "R"):
+            for cut in (EVEN, UNEVEN, EMPTY):
+                ours = [place(t, mesh_here(), (p,), cut) for t, p in zip(plain, (at, tangent), strict=True)]
+                compare(product(*ours), product(*plain), 1e-9, f"{at} {tangent} {cut}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_products_with_the_hessian(pools, world):
+    pools(world).run(f"{__name__}:products_with_the_hessian")
