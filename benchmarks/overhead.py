@@ -392,7 +392,8 @@ def main() -> None:
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": cpu_model(), "placement": args.placement}
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-        sys.stdout = sys.stdout if dist.get_rank() == 0 else open(os.devnull, "w")
+        if dist.get_rank():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     machine["ranks"] = str(dist.get_world_size())

@@ -155,7 +155,7 @@ def _try(
     """One sample under one choice of layouts; raises what the op raises, or AssertionError."""
     import torch
     import torch.utils._pytree as pytree
-    from oracle import check_backward, compare, differentiable, place, python_entered
+    from oracle import check_backward, compare, differentiable, place, plain_gradients, python_entered
 
     flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [i for i, t in enumerate(flat) if _is_strided(t)]
@@ -200,7 +200,8 @@ def _try(
     tolerance = _tolerance(flat, want)
     compare(_wide(got), _wide(want), tolerance, what, joint)
     if any(t.requires_grad for t in plain if isinstance(t, torch.Tensor)):
-        check_backward([plain[i] for i in where], [ours[i] for i in where], want, got, mesh, tolerance, what, joint)
+        want_grads = plain_gradients([plain[i] for i in where], want)
+        check_backward(want_grads, [ours[i] for i in where], want, got, mesh, tolerance, what, joint)
 
 
 def _wide(tree: Any) -> Any:
@@ -256,6 +257,7 @@ def run_op(
     import torch.distributed as dist
     import torch.utils._pytree as pytree
     from oracle import Joint, mesh_of
+    from shardtensor import _C
 
     op = database()[name]
     mesh = mesh_of(shape or (dist.get_world_size(),))
@@ -279,7 +281,7 @@ def run_op(
     for number, sample in enumerate(_spread(drawn, samples)):
         tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
         choices = _layouts(tensors, mesh.ndim, layouts, f"{name} {number} {mesh.size()}")
-        warm = (False, choices[-1]) if number == 0 and choices else None
+        warm = (False, choices[-1]) if number == 0 and choices and not _C.checking() else None
         for inplace, choice in [(form, c) for form in forms for c in (choices[: max(layouts // 3, 1)] if form else choices)]:
             what = f"{name}{' in place' * inplace}: sample {number} " + ", ".join(
                 f"{tuple(t.shape)} {' '.join(placements)} {cut}" for t, (placements, cut) in zip(tensors, choice, strict=True)

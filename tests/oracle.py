@@ -358,15 +358,16 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
     generator = torch.Generator().manual_seed(7)
     arguments = [make(a, generator) for a in case.arguments]
     tried = combinations(case, arguments, len(mesh_shape))
+    plain = [a.clone().requires_grad_(case.backward and a.is_floating_point()) for a in arguments]
+    want = case.function(*plain)
+    want_grads = plain_gradients(plain, want) if case.backward else []
     joint = Joint()
     for combo in tried:
         what = f"{case.name} on {mesh_shape} with " + ", ".join(f"{' '.join(p)} {cut}" for p, cut in combo)
-        plain = [a.clone().requires_grad_(case.backward and a.is_floating_point()) for a in arguments]
         ours = [
             a.clone() if i in case.plain else place(a, mesh, *combo[i]).requires_grad_(case.backward and a.is_floating_point())
             for i, a in enumerate(arguments)
         ]
-        want = case.function(*plain)
         _C.reset_comm_counts()
         try:
             got = case.function(*ours)
@@ -378,7 +379,7 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
             assert not counts, f"{what}: communicates {counts}"
         compare(got, want, case.tolerance, what, joint)
         if case.backward:
-            check_backward(plain, ours, want, got, mesh, case.tolerance, what, joint)
+            check_backward(want_grads, ours, want, got, mesh, case.tolerance, what, joint)
     joint.compare()
     return len(tried)
 
@@ -412,25 +413,33 @@ def differentiable(value: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
+def _seeds(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in results]
+
+
+def plain_gradients(plain: Any, want: Any) -> list[Any]:
+    """What check_backward() awaits."""
+    results = differentiable(want)
+    leaves = [t for t in plain if t.requires_grad]
+    return list(torch.autograd.grad(results, leaves, _seeds(results), allow_unused=True)) if results else []
+
+
 def check_backward(
-    plain: Any, ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str, joint: Joint | None = None
+    want_grads: list[Any], ours: Any, want: Any, got: Any, mesh: Any, tolerance: float, what: str, joint: Joint | None = None
 ) -> None:
     w, g = differentiable(want), differentiable(got)
     assert len(w) == len(g), f"{what}: {len(g)} results require grad instead of {len(w)}"
     if not w:
         return
-    generator = torch.Generator().manual_seed(11)
-    seeds = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in w]
-    leaves = [t for t in plain if t.requires_grad]
     our_leaves = [t for t in ours if t.requires_grad]
-    want_grads = torch.autograd.grad(w, leaves, seeds, allow_unused=True)
     how = SEEDS[zlib.crc32(what.encode()) % len(SEEDS)]
-    our_seeds = [seed_like(t, s, mesh, how) for t, s in zip(g, seeds, strict=True)]
+    our_seeds = [seed_like(t, s, mesh, how) for t, s in zip(g, _seeds(w), strict=True)]
     try:
         got_grads = torch.autograd.grad(g, our_leaves, our_seeds, allow_unused=True)
     except Exception as error:
         raise AssertionError(f"{what}: backward, gradient {how}: {type(error).__name__}: {error}") from error
-    compare(list(got_grads), list(want_grads), tolerance, f"{what}: gradient, itself {how}", joint)
+    compare(list(got_grads), want_grads, tolerance, f"{what}: gradient, itself {how}", joint)
 
 
 _meshes: dict[tuple[int, ...], Any] = {}
@@ -446,6 +455,12 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 # Every family is tried on these: (ranks, mesh shape).
 MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
+
+
+def run_on(pools: Any, mesh: tuple[int, tuple[int, ...]], module: str, name: str) -> None:
+    """A case on one of MESHES; on two ranks in checking mode."""
+    world, shape = mesh
+    assert pools(world).run("oracle:run_case", module, name, shape, check=world == 2)[0] > 0
 
 
 def mesh_here() -> Any:

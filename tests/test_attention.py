@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
-from oracle import MESHES, bools, case, mesh_id
+from oracle import MESHES, bools, case, mesh_id, run_on
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sdpa = F.scaled_dot_product_attention
@@ -67,4 +67,4 @@ CASES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
-    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+    run_on(pools, mesh, __name__, name)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import MESHES, case, mesh_id
+from oracle import MESHES, case, mesh_id, run_on
 
 
 def column_parallel(x: str, weight: str, bias: str = "") -> bool:
@@ -97,7 +97,7 @@ CASES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
-    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+    run_on(pools, mesh, __name__, name)
 
 
 # ---- what the cases above cannot see: layouts, what is saved, modes ----

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import MESHES, case, mesh_id, positive
+from oracle import MESHES, case, mesh_id, positive, run_on
 from test_matmul import batch_sharded, second
 
 
@@ -60,4 +60,4 @@ CASES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
-    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+    run_on(pools, mesh, __name__, name)

@@ -1,6 +1,6 @@
 """torch's own op database: every op in it, on samples of its own, with arguments cut and summed in ways drawn by a fixed seed.
 
-Whatever an op does, all ranks do it: none may wait for another that has raised.
+Whatever an op does, all ranks do it: none may wait for another that has raised. On two ranks all run in checking mode.
 """
 
 from __future__ import annotations
@@ -38,12 +38,17 @@ PLAIN_INSIDE = {
     "svd_lowrank": _RANDOM,
     "unravel_index": "it divides by a plain tensor of the shape",
 }
+# What the checking mode takes for different pieces: memory that nobody has written yet.
+UNWRITTEN = {
+    "nn.functional.pad.circular": "torch copies the corners before it writes them",
+    "nn.functional.rrelu": "its noise is written only in training",
+}
 OPS = opinfo.database()
 WITHOUT_CPU = [name for name, op in OPS.items() if not op.supported_dtypes("cpu")]
 
 
 def test_lists_name_ops_that_exist():
-    names = {name.removesuffix(" in place") for name in UNSUPPORTED} | set(PLAIN_INSIDE) | set(opinfo.NOT_COMPARABLE)
+    names = {name.removesuffix(" in place") for name in UNSUPPORTED} | set(PLAIN_INSIDE) | set(UNWRITTEN) | set(opinfo.NOT_COMPARABLE)
     assert not names - set(OPS)
     assert len(WITHOUT_CPU) < 10
 
@@ -51,7 +56,7 @@ def test_lists_name_ops_that_exist():
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", [name for name in OPS if name not in WITHOUT_CPU])
 def test_equals_torch(pools, name, world):
-    answers = pools(world).run("opinfo:run_op", name)
+    answers = pools(world).run("opinfo:run_op", name, check=world == 2 and name not in UNWRITTEN)
     right, promoted, unsupported = answers[0]
     assert {(a.right, a.promoted, len(a.unsupported)) for a in answers} == {(right, promoted, len(unsupported))}
     assert not [text for text in unsupported if text.split(": sample")[0] not in UNSUPPORTED or "ShardTensor" not in text]

@@ -489,7 +489,7 @@ def modes_of_threads():
     thread.start()
     assert inside.wait(30)
     assert st.get_promotion_mode() == "error"
-    with pytest.raises(RuntimeError, match="plain torch.Tensor"):
+    with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
         x + torch.ones(3, 2)
     leave.set()
     thread.join(30)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import EMPTY, MESHES, UNEVEN, bools, case, mesh_id, mesh_of, place
+from oracle import EMPTY, MESHES, UNEVEN, bools, case, mesh_id, mesh_of, place, run_on
 from test_reductions import free_of
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ CASES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
-    assert pools(mesh[0]).run("oracle:run_case", __name__, name, mesh[1])[0] > 0
+    run_on(pools, mesh, __name__, name)
 
 
 def _bytes(name, cut):

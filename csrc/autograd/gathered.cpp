@@ -52,7 +52,7 @@ at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const S
     tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why_moved(op), *have, *want, given);
   }
   auto piece = to_local(redistribute(given, want), layout_of_gradient(want, solution));
-  return rules::is_empty(piece) ? WithGradient::apply(piece) : piece;
+  return rules::is_empty(piece) && !rules::is_empty(t) ? WithGradient::apply(piece) : piece;
 }
 
 at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth, const Refs& refs) {

@@ -25,13 +25,9 @@ at::Tensor numbers(const Mesh& mesh, std::initializer_list<int64_t> values) {
       .to(c10::Device(mesh.description().device_type));
 }
 
-void max_over(at::Tensor& values, const Mesh& mesh, int64_t mesh_dim) {
-  comm::all_reduce(values, mesh, mesh_dim, ReduceOp::Max);
-}
-
 void max_over_all(at::Tensor& values, const Mesh& mesh) {
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
-    max_over(values, mesh, m);
+    comm::all_reduce(values, mesh, m, ReduceOp::Max);
   }
 }
 
@@ -133,6 +129,72 @@ std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
   return "";
 }
 
+// What came of a call on this rank.
+struct End {
+  std::string error; // what it raised
+  std::string fault; // what is wrong with a result
+  std::vector<size_t> same; // by mesh dim: a hash of the pieces that all ranks along it have alike
+};
+
+void add_result(End& end, const at::Tensor& tensor, bool has_values) {
+  const auto* impl = tensor.defined() ? as_shard_tensor(tensor) : nullptr;
+  if (!impl || passes(impl->layout().mesh(), impl->local())) {
+    return;
+  }
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  const auto& layout = impl->layout();
+  if (const auto fault = fault_of(tensor, *impl); !fault.empty() && end.fault.empty()) {
+    end.fault = c10::str(tensor.sizes(), " ", layout.str(), ": ", fault);
+  }
+  end.same.resize(layout.mesh().ndim());
+  std::optional<size_t> sum;
+  for (int64_t m = 0; has_values && m < layout.mesh().ndim(); ++m) {
+    if (layout.placement(m).is_replicate()) {
+      sum = sum ? sum : sum_of(impl->local());
+      end.same[m] = c10::hash_combine(end.same[m], *sum);
+    }
+  }
+}
+
+// Raises on all ranks where one of them raised alone, or has a wrong result; in one collective along each mesh dim.
+void same_end(const std::string& call, const Mesh& mesh, End end) {
+  const comm::Aside aside;
+  end.same.resize(mesh.ndim());
+  int64_t failed = !end.error.empty(), went_on = end.error.empty(), wrong = !end.fault.empty();
+  for (int64_t m = 0; m < mesh.ndim(); ++m) {
+    const auto same = static_cast<int64_t>(end.same[m] >> 1);
+    auto most = numbers(mesh, {failed, went_on, wrong, same, -same});
+    comm::all_reduce(most, mesh, m, ReduceOp::Max);
+    most = most.cpu();
+    const auto* found = most.const_data_ptr<int64_t>();
+    failed = found[0], went_on = found[1], wrong = found[2];
+    if (found[3] != -found[4] && !failed) {
+      wrong = 1;
+      if (end.fault.empty()) {
+        end.fault = c10::str("its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");
+      }
+    }
+  }
+  if (mesh.ndim() > 1) { // what a later mesh dim has shown
+    auto most = numbers(mesh, {failed, went_on, wrong});
+    max_over_all(most, mesh);
+    most = most.cpu();
+    const auto* found = most.const_data_ptr<int64_t>();
+    failed = found[0], went_on = found[1], wrong = found[2];
+  }
+  if (failed && went_on) {
+    const auto texts = gathered(end.error.empty() ? "does not" : "raises: " + end.error, mesh);
+    TORCH_CHECK(
+        false, "shardtensor's checking mode: ", call, " raises on some ranks of ", mesh.str(), " alone", call_site(), ":",
+        by_rank(texts, mesh));
+  }
+  if (wrong) {
+    const auto texts = gathered(end.fault.empty() ? "nothing is wrong" : end.fault, mesh);
+    TORCH_CHECK(
+        false, "shardtensor's checking mode: a result of ", call, " is wrong", call_site(), ":", by_rank(texts, mesh));
+  }
+}
+
 } // namespace
 
 void set_checking(Checking value) {
@@ -153,35 +215,12 @@ void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& loca
   }
 }
 
-void result(const std::string& what, const at::Tensor& tensor, bool has_values) {
-  const auto* impl = tensor.defined() ? as_shard_tensor(tensor) : nullptr;
-  if (!impl || passes(impl->layout().mesh(), impl->local())) {
-    return;
-  }
-  const comm::Aside aside;
-  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
-  const auto& layout = impl->layout();
-  const auto& mesh = layout.mesh();
-  auto fault = fault_of(tensor, *impl);
-  for (int64_t m = 0; has_values && m < mesh.ndim(); ++m) {
-    if (layout.placement(m).is_replicate()) {
-      const auto sum = static_cast<int64_t>(sum_of(impl->local()) >> 1);
-      auto range = numbers(mesh, {sum, -sum});
-      max_over(range, mesh, m);
-      range = range.cpu();
-      const auto* found = range.const_data_ptr<int64_t>();
-      if (found[0] != -found[1] && fault.empty()) {
-        fault = c10::str("its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");
-      }
-    }
-  }
-  auto bad = numbers(mesh, {!fault.empty()});
-  max_over_all(bad, mesh);
-  if (bad.item<int64_t>()) {
-    const auto texts = gathered(fault.empty() ? "nothing is wrong" : fault, mesh);
-    TORCH_CHECK(
-        false, "shardtensor's checking mode: a result of ", what, ", ", tensor.sizes(), " ", layout.str(), ", is wrong",
-        call_site(), ":", by_rank(texts, mesh));
+void result(const std::string& what, const at::Tensor& tensor) {
+  const auto& impl = shard_tensor(tensor, "a result");
+  if (!passes(impl.layout().mesh(), impl.local())) {
+    End end;
+    add_result(end, tensor, /*has_values=*/true);
+    same_end(what, impl.layout().mesh(), std::move(end));
   }
 }
 
@@ -203,22 +242,6 @@ std::string text_of(const Op& op, const torch::jit::Stack& stack, size_t base, c
   }
   out << ")";
   return out.str();
-}
-
-// Whether all ranks raise, or none does.
-void same_end(const Op& op, const Mesh& mesh, const std::string& error) {
-  const comm::Aside aside;
-  const int64_t raised = !error.empty();
-  auto range = numbers(mesh, {raised, -raised});
-  max_over_all(range, mesh);
-  range = range.cpu();
-  const auto* found = range.const_data_ptr<int64_t>();
-  if (found[0] != -found[1]) {
-    const auto texts = gathered(raised ? "raises: " + error : "does not", mesh);
-    TORCH_CHECK(
-        false, "shardtensor's checking mode: ", op.name, " raises on some ranks of ", mesh.str(), " alone", call_site(), ":",
-        by_rank(texts, mesh));
-  }
 }
 
 at::Tensor replicated(const at::Tensor& t, const ShardTensorImpl& impl) {
@@ -297,36 +320,38 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
   if (!op.mutated && !op.is_view && std::any_of(stack->begin() + static_cast<int64_t>(base), stack->end(), holds_summands)) {
     given.assign(stack->begin() + static_cast<int64_t>(base), stack->end());
   }
+  End end;
   std::exception_ptr failed;
-  std::string error;
   try {
     run();
   } catch (const c10::Error& e) {
     failed = std::current_exception();
-    error = e.what_without_backtrace();
+    end.error = e.what_without_backtrace();
   } catch (const std::exception& e) {
     failed = std::current_exception();
-    error = e.what();
-  }
-  same_end(op, *mesh, error);
-  if (failed) {
-    std::rethrow_exception(failed);
-  }
-  // Fresh memory, and views that may be of it, hold anything.
-  const bool has_values = !op.is_view && op.name.find("empty") == std::string::npos;
-  for (const auto& t : written) {
-    result(op.name, t, has_values);
+    end.error = e.what();
   }
   const auto first = stack->size() - op.returns_argument.size();
-  for (size_t i = first; i < stack->size(); ++i) {
-    const auto& value = (*stack)[i];
-    if (value.isTensor() && op.returns_argument[i - first] < 0) {
-      result(op.name, value.toTensor(), has_values);
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& t : value.toTensorList()) {
-        result(op.name, t, has_values);
+  if (!failed) {
+    // Fresh memory, and views that may be of it, hold anything.
+    const bool has_values = !op.is_view && op.name.find("empty") == std::string::npos;
+    for (const auto& t : written) {
+      add_result(end, t, has_values);
+    }
+    for (size_t i = first; i < stack->size(); ++i) {
+      const auto& value = (*stack)[i];
+      if (value.isTensor() && op.returns_argument[i - first] < 0) {
+        add_result(end, value.toTensor(), has_values);
+      } else if (value.isTensorList()) {
+        for (const at::Tensor& t : value.toTensorList()) {
+          add_result(end, t, has_values);
+        }
       }
     }
+  }
+  same_end(op.name, *mesh, std::move(end));
+  if (failed) {
+    std::rethrow_exception(failed);
   }
   if (!given.empty()) {
     same_as_whole(op, std::move(given), c10::ArrayRef<c10::IValue>(stack->data() + first, stack->size() - first), *mesh);

@@ -33,7 +33,7 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
 void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& local);
 // Raises on every rank of the mesh where one rank's piece is not what the layout says, or where pieces that are to be the same
 // differ in a bit.
-void result(const std::string& what, const at::Tensor& tensor, bool has_values = true);
+void result(const std::string& what, const at::Tensor& tensor);
 
 } // namespace check
 

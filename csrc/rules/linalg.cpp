@@ -88,8 +88,8 @@ Rule solve(const Call& call) {
   return rule;
 }
 
-// Which of the results have elements is the driver's to say. By singular values, it also depends on the matrices' ranks whether
-// there are residuals, and b needs columns.
+// The driver decides which results have elements. Without columns of b a rank finds no matrix rank and no singular values. By
+// singular values, it also depends on the matrices' ranks whether there are residuals.
 Rule lstsq(const Call& call) {
   const auto& a = call.tensors[0];
   TORCH_CHECK(a.dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.");
@@ -103,7 +103,7 @@ Rule lstsq(const Call& call) {
         vectors ? (tall ? "*..,*.->*.,*.,0,0" : "*..,*.->*.,0,0,0") : (tall ? "*..,*.K->*.K,*K,0,0" : "*..,*.K->*.K,0,0,0"));
   }
   if (driver == "gelsy") {
-    return batched(call, vectors ? "*..,*.->*.,0,^,0" : "*..,*.K->*.K,0,^,0");
+    return batched(call, vectors ? "*..,*.->*.,0,^,0" : "*..,*..->*..,0,^,0");
   }
   return tall ? replicate(call) : batched(call, vectors ? "*..,*.->*.,0,^,^." : "*..,*..->*..,0,^,^.");
 }
