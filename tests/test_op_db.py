@@ -102,6 +102,8 @@ LIE_OTHERWISE = {
         "nn.functional.max_unpool2d.grad": _META,
         "nn.functional.pad.replicate_negative": _META,
         "nn.functional.pixel_shuffle": _META,
+        "linalg.lstsq": _META,
+        "linalg.lstsq.grad_oriented": _META,
         "put": _META,
         "native_dropout_backward": "it is decomposed",
         "nn.functional.adaptive_max_pool1d": _SQUEEZED,

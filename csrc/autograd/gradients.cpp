@@ -102,8 +102,9 @@ at::Tensor new_empty_strided(
     std::optional<bool> pin_memory) {
   const auto empty = [&](const at::Tensor& like, const LayoutPtr& in) {
     const auto sizes = C10_AS_INTARRAYREF_SLOW(size), strides = C10_AS_INTARRAYREF_SLOW(stride);
-    const auto& local = shard_tensor(like, "the gradient").local();
-    return wrap(laid(at::empty(in->local_sizes(sizes), local.options().dtype(dtype)), strides), in, sizes, strides);
+    const auto options = shard_tensor(like, "the gradient").local().options();
+    return wrap(
+        laid(at::empty(in->local_sizes(sizes), options.dtype(dtype.value_or(like.scalar_type()))), strides), in, sizes, strides);
   };
   if (const auto in = wanted_by_leaf(self)) {
     return empty(self, in);

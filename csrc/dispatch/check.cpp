@@ -131,8 +131,8 @@ std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
 
 // What came of a call on this rank.
 struct End {
-  std::string error; // what it raised
-  std::string fault; // what is wrong with a result
+  std::string error;        // what it raised
+  std::string fault;        // what is wrong with a result
   std::vector<size_t> same; // by mesh dim: a hash of the pieces that all ranks along it have alike
 };
 
@@ -190,8 +190,7 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
   }
   if (wrong) {
     const auto texts = gathered(end.fault.empty() ? "nothing is wrong" : end.fault, mesh);
-    TORCH_CHECK(
-        false, "shardtensor's checking mode: a result of ", call, " is wrong", call_site(), ":", by_rank(texts, mesh));
+    TORCH_CHECK(false, "shardtensor's checking mode: a result of ", call, " is wrong", call_site(), ":", by_rank(texts, mesh));
   }
 }
 
