@@ -12,7 +12,7 @@ import random
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ def _of_cases(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
     for case in module.CASES:
         generator = torch.Generator().manual_seed(7)
         arguments = [make(a, generator) for a in case.arguments]
-        yield case.name, [_placed(case, arguments, combo, mesh) for combo in combinations(case, arguments, mesh.ndim)]
+        yield case.name, [_placed(case, arguments, combo, mesh) for combo in combinations(case, arguments, mesh)]
 
 
 def _of_uneven_list(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
@@ -95,7 +95,7 @@ def _of_outputs(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
         want = function(*arguments, out=torch.empty(0, dtype={"argmax": torch.int64, "gt": torch.bool}.get(name, torch.float64)))
         with_out = case(name, lambda *a, f=function: f(*a[:-1], out=a[-1]), *sizes, want.shape, backward=False)
         arguments.append(torch.zeros_like(want))
-        yield name, [_placed(with_out, arguments, combo, mesh) for combo in combinations(with_out, arguments, mesh.ndim)]
+        yield name, [_placed(with_out, arguments, combo, mesh) for combo in combinations(with_out, arguments, mesh)]
 
 
 def _of_summands(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
@@ -176,21 +176,77 @@ def _outcome(trial: Trial, mesh: Any, backend: str) -> tuple[str, str]:
     return RIGHT, ""
 
 
+def _joined(trials: list[Trial]) -> Trial:
+    """All of them in one graph."""
+    counts = [len(t.arguments()) for t in trials]
+
+    def function(*arguments: Any) -> list[Any]:
+        out, start = [], 0
+        for trial, count in zip(trials, counts, strict=True):
+            out.append(trial.function(*arguments[start : start + count]))
+            start += count
+        return out
+
+    return Trial(trials[0].name, "", function, lambda: [a for t in trials for a in t.arguments()])
+
+
+def _outcomes(trials: list[Trial], mesh: Any, backend: str) -> Iterator[Outcome]:
+    """In one graph where all come right in it, else in a graph each."""
+    if len(trials) > 1:
+        kind, text = _outcome(_joined(trials), mesh, backend)
+        _agree(kind, text)
+        if kind == RIGHT:
+            yield from (Outcome(t.name, kind, f"with {t.where}: ") for t in trials)
+            return
+    for trial in trials:
+        kind, text = _outcome(trial, mesh, backend)
+        _agree(f"{trial.name}: {kind}", f"with {trial.where}: {kind} {text}")
+        yield Outcome(trial.name, kind, f"with {trial.where}: {text}")
+
+
 def run(
-    family: str, names: list[str], mesh_shape: tuple[int, ...], first: int = 0, count: int = 1, backend: str = "aot_eager"
+    family: str,
+    names: list[str],
+    mesh_shape: tuple[int, ...],
+    first: int = 0,
+    count: int = 1,
+    backend: str = "aot_eager",
+    together: int = 1,
+    alone: Sequence[str] = (),
 ) -> list[Outcome]:
-    """Called on every rank: what came of the choices numbered `first` to `first + count` of each case."""
+    """Called on every rank: what came of the choices numbered `first` to `first + count` of each case.
+
+    So many go `together` into one graph, but for those of the cases named in `alone`.
+    """
     from oracle import mesh_of
 
     mesh, out = mesh_of(mesh_shape), []
     choices = _choices(family, mesh)
+    trials: list[Trial] = []
     for name in names:
         options = choices[name]
-        for trial in random.Random(name).sample(options, len(options))[first : first + count]:
-            kind, text = _outcome(trial, mesh, backend)
-            _agree(f"{name}: {kind}", f"with {trial.where}: {kind} {text}")
-            out.append(Outcome(name, kind, f"with {trial.where}: {text}"))
+        drawn = random.Random(name).sample(options, len(options))[first : first + count]
+        if name in alone:
+            for trial in drawn:
+                out += _outcomes([trial], mesh, backend)
+        else:
+            trials += drawn
+    for start in range(0, len(trials), together):
+        out += _outcomes(trials[start : start + together], mesh, backend)
     return out
+
+
+def run_placed(family: str, name: str, where: str, mesh_shape: tuple[int, ...]) -> Outcome:
+    """Called on every rank: one case with its arguments placed and cut so."""
+    from oracle import make, mesh_of
+
+    mesh = mesh_of(mesh_shape)
+    case = next(c for c in importlib.import_module(f"test_{family}").CASES if c.name == name)
+    generator = torch.Generator().manual_seed(7)
+    arguments = [make(a, generator) for a in case.arguments]
+    combo = [(tuple(words[:-1]), words[-1]) for words in map(str.split, where.split(", "))]
+    (outcome,) = _outcomes([_placed(case, arguments, combo, mesh)], mesh, "aot_eager")
+    return outcome
 
 
 _apart: list[Any] = []

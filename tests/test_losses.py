@@ -28,7 +28,7 @@ def each_reduction(name: str, function: Any, *arguments: Any, **options: Any) ->
     def bind(reduction: str) -> Any:
         return lambda *a: function(*a, reduction=reduction)
 
-    return [case(f"{name}_{r}", bind(r), *arguments, limit=40, **options) for r in REDUCTIONS]
+    return [case(f"{name}_{r}", bind(r), *arguments, **options) for r in REDUCTIONS]
 
 
 def ctc_mean(x: Any, t: Any) -> Any:
@@ -60,7 +60,7 @@ CASES = [
         (5, 4), positive(5, 4), positive(4),
     ),
     *each_reduction("kl_div", lambda x, y, reduction: F.kl_div(x, torch.sigmoid(y), reduction=reduction), (5, 4), (5, 4)),
-    case("kl_div_batchmean", lambda x, y: F.kl_div(x, y, reduction="batchmean", log_target=True), (5, 4), (5, 4), limit=40),
+    case("kl_div_batchmean", lambda x, y: F.kl_div(x, y, reduction="batchmean", log_target=True), (5, 4), (5, 4)),
     *each_reduction("hinge_embedding_loss", F.hinge_embedding_loss, (5, 4), signs(5, 4), partial=False),
     *each_reduction("margin_ranking_loss", F.margin_ranking_loss, (6,), (6,), signs(6), partial=False),
     *each_reduction("cosine_embedding_loss", F.cosine_embedding_loss, (5, 4), (5, 4), signs(5), partial=False),
