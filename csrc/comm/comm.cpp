@@ -82,6 +82,7 @@ struct Backend {
   bool sends = false;   // between two ranks, and the others need not call
   bool batches = false; // several sends and receives can be made as one, and the others need not call
   bool by_host = false; // sends from main memory alone
+  int64_t latency = 0;  // so many bytes in all cost no more than one: they are gathered sooner than reduced
 };
 
 Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
@@ -94,7 +95,7 @@ Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
     return {.gathers = true, .adds_up = true, .batches = name == "nccl2"};
   }
   if (name == "gloo") {
-    return {.bitwise = true, .sends = device.is_cpu(), .by_host = !device.is_cpu()};
+    return {.bitwise = true, .sends = device.is_cpu(), .by_host = !device.is_cpu(), .latency = 16 << 10};
   }
   return {};
 }
@@ -352,23 +353,57 @@ bool is_bitwise(ReduceOp op) {
   return op == ReduceOp::Band || op == ReduceOp::Bor || op == ReduceOp::Bxor;
 }
 
-// Everyone combines everything, for backends that do not know `op`.
+void combine(at::Tensor& into, const at::Tensor& piece, const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::PRODUCT:
+      into.mul_(piece);
+      break;
+    case c10d::ReduceOp::MIN:
+      at::minimum_out(into, into, piece);
+      break;
+    case c10d::ReduceOp::MAX:
+      at::maximum_out(into, into, piece);
+      break;
+    case c10d::ReduceOp::BAND:
+      into.bitwise_and_(piece);
+      break;
+    case c10d::ReduceOp::BOR:
+      into.bitwise_or_(piece);
+      break;
+    case c10d::ReduceOp::BXOR:
+      into.bitwise_xor_(piece);
+      break;
+    default:
+      into.add_(piece);
+  }
+}
+
+// Everyone combines everything, in one order: for what `backend` cannot reduce, and for few bytes.
 Completion reduce_by_gathering(
-    const Where& where, c10d::ProcessGroup& group, at::Tensor tensor, const Mesh& mesh, ReduceOp op, const Backend& backend) {
+    const Where& where,
+    c10d::ProcessGroup& group,
+    at::Tensor& buffer,
+    const Mesh& mesh,
+    const c10d::ReduceOp& op,
+    const Backend& backend) {
   const auto n = mesh.size(where.mesh_dim);
-  auto pieces = at::empty({n, tensor.numel()}, tensor.options()).unbind();
-  pieces[mesh.coordinate()[where.mesh_dim]].copy_(tensor.view(-1));
+  auto pieces = at::empty({n, buffer.numel()}, buffer.options()).unbind();
+  pieces[mesh.coordinate()[where.mesh_dim]].copy_(buffer.view(-1));
   auto gathered = gather_from(where, group, pieces, mesh, /*as_one=*/true, backend);
-  return [gathered = std::move(gathered), pieces = std::move(pieces), tensor = std::move(tensor), op]() mutable {
+  buffer = pieces[0].view(buffer.sizes());
+  return [gathered = std::move(gathered), pieces = std::move(pieces), op]() mutable {
     gathered();
-    auto& sum = pieces[0];
     for (size_t c = 1; c < pieces.size(); ++c) {
-      op == ReduceOp::Band  ? sum.bitwise_and_(pieces[c])
-      : op == ReduceOp::Bor ? sum.bitwise_or_(pieces[c])
-                            : sum.bitwise_xor_(pieces[c]);
+      combine(pieces[0], pieces[c], op);
     }
-    tensor.copy_(sum.view(tensor.sizes()));
   };
+}
+
+Completion reduce_at_once(const Where& where, c10d::ProcessGroup& group, const at::Tensor& buffer, const c10d::ReduceOp& op) {
+  std::vector<at::Tensor> tensors{buffer};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  return waiting_for(where, {guarded(where, [&] { return group.allreduce(tensors, options); })}, tensors);
 }
 
 } // namespace
@@ -387,24 +422,20 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
   }
   auto group = group_of(mesh, mesh_dim, "all_reduce");
   const Where where(Kind::AllReduce, mesh, mesh_dim);
-  if (is_bitwise(op) && tensor.scalar_type() != at::kBool) {
-    if (const auto backend = backend_of(*group, tensor.device()); !backend.bitwise) {
-      count(Kind::AllReduce, static_cast<int64_t>(tensor.nbytes()), mesh, mesh_dim);
-      return reduce_by_gathering(where, *group, std::move(tensor), mesh, op, backend);
-    }
-  }
   auto buffer = reducible(tensor, op);
-  std::vector<at::Tensor> tensors{buffer};
-  c10d::AllreduceOptions options;
-  options.reduceOp = op_for(op, tensor.scalar_type());
   count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()), mesh, mesh_dim);
-  auto work = guarded(where, [&] { return group->allreduce(tensors, options); });
-  return [where, work = std::move(work), tensor = std::move(tensor), buffer = std::move(buffer), op,
+  const auto backend = backend_of(*group, tensor.device());
+  const auto how = op_for(op, tensor.scalar_type());
+  const bool gathers = (is_bitwise(op) && tensor.scalar_type() != at::kBool && !backend.bitwise) ||
+                       static_cast<int64_t>(buffer.nbytes()) * mesh.size(mesh_dim) <= backend.latency;
+  auto reduced =
+      gathers ? reduce_by_gathering(where, *group, buffer, mesh, how, backend) : reduce_at_once(where, *group, buffer, how);
+  return [reduced = std::move(reduced), tensor = std::move(tensor), buffer = std::move(buffer), op,
           n = mesh.size(mesh_dim)]() mutable {
-    wait(where, work);
-    const auto reduced = from_reducible(buffer, tensor, op, n);
-    if (!reduced.is_alias_of(tensor)) {
-      tensor.copy_(reduced);
+    reduced();
+    const auto made = from_reducible(buffer, tensor, op, n);
+    if (!made.is_alias_of(tensor)) {
+      tensor.copy_(made);
     }
   };
 }
