@@ -41,7 +41,6 @@ PLAIN_INSIDE = {
 # What the checking mode takes for different pieces: memory that nobody has written yet.
 UNWRITTEN = {
     "nn.functional.pad.circular": "torch copies the corners before it writes them",
-    "nn.functional.rrelu": "its noise is written only in training",
 }
 OPS = opinfo.database()
 WITHOUT_CPU = [name for name, op in OPS.items() if not op.supported_dtypes("cpu")]

@@ -1,4 +1,4 @@
-"""Some random programs, the same at every run, eager and compiled; programs.py runs any number of others."""
+"""Some random programs, the same at every run, eager (on three ranks in checking mode) and compiled; programs.py runs any number of others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNT, STEPS = 12, 20
 @pytest.mark.parametrize(("dtype", "grad"), [("float64", False), ("float64", True), ("float32", True), ("int64", False)])
 def test_programs(pools, mesh, dtype, grad):
     world, shape = mesh
-    outcomes = pools(world).run("programs:run_programs", 0, COUNT, STEPS, shape, grad, dtype)
+    outcomes = pools(world).run("programs:run_programs", 0, COUNT, STEPS, shape, grad, dtype, check=world == 3)
     assert all(o == outcomes[0] for o in outcomes)
     assert outcomes[0]["right"] > 0.6 * outcomes[0].total() > 60, outcomes[0]
 

@@ -332,8 +332,7 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
   }
   const auto first = stack->size() - op.returns_argument.size();
   if (!failed) {
-    // Fresh memory, and views that may be of it, hold anything.
-    const bool has_values = !op.is_view && op.name.find("empty") == std::string::npos;
+    const bool has_values = !op.is_view && !(op.entry && op.entry->options.unwritten); // views may be of fresh memory
     for (const auto& t : written) {
       add_result(end, t, has_values);
     }

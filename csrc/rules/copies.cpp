@@ -126,18 +126,19 @@ void register_copies(Registry& r) {
   r.add(
       "copies",
       {
-          "empty_like",
           "full_like",
           "ones_like",
           "zeros_like",
       },
       like, {.symbols = Symbols::Operands});
+  r.add("copies", {"empty_like"}, like, {.symbols = Symbols::Operands, .unwritten = true});
   constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
   r.add(
       "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
       nullptr, {.way = Way::Refused, .why = kDense});
-  r.add("copies", {"new_empty", "new_full", "new_ones", "new_zeros"}, new_like);
-  r.add("copies", {"new_empty_strided"}, new_empty_strided);
+  r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like);
+  r.add("copies", {"new_empty"}, new_like, {.unwritten = true});
+  r.add("copies", {"new_empty_strided"}, new_empty_strided, {.unwritten = true});
   r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill, {.repeats = true});
   r.add("copies", {"zero_", "zero"}, zero, {.repeats = true});
 }

@@ -412,7 +412,9 @@ void register_random(Registry& r) {
   r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>);
   r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>);
   r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>);
-  r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, real);
+  Options noisy = real;
+  noisy.unwritten = true; // the noise, where it is not training
+  r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, noisy);
   r.add("random", {"rrelu_with_noise_backward"}, linear_in_first);
   r.add("random", {"uniform"}, like<fill_fresh<uniform>>, real);
   r.add("random", {"uniform_"}, elementwise<fill_self<uniform>>, real);

@@ -65,6 +65,8 @@ struct Options {
   bool dense = false;
   // The op may write one place several times (an expanded argument): it writes the same each time.
   bool repeats = false;
+  // What it returns or is given to write may hold anything afterwards.
+  bool unwritten = false;
   // Its results' dims lie in another order than they are counted even where those of all operands do not.
   bool asks_order = false;
   // Plain tensors among the arguments count as replicated: torch itself makes them on the way (embedding_bag's offsets).
