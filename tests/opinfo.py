@@ -249,15 +249,18 @@ def run_op(
     dtype_name: str | None = None,
     shape: tuple[int, ...] = (),
     mixed: bool = False,
+    check: bool = False,
 ) -> Outcome:
-    """On every rank. What is neither right nor unsupported is raised, with the sample. mixed: one tensor of another dtype."""
+    """On every rank. What is neither right nor unsupported is raised, with the sample.
+
+    mixed: one tensor of another dtype. check: the first choice of layouts of each sample in checking mode.
+    """
     import numpy
     import shardtensor as st
     import torch
     import torch.distributed as dist
     import torch.utils._pytree as pytree
-    from oracle import Joint, mesh_of
-    from shardtensor import _C
+    from oracle import Joint, checking, mesh_of
 
     op = database()[name]
     mesh = mesh_of(shape or (dist.get_world_size(),))
@@ -281,17 +284,19 @@ def run_op(
     for number, sample in enumerate(_spread(drawn, samples)):
         tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if _is_strided(t)]
         choices = _layouts(tensors, mesh.ndim, layouts, f"{name} {number} {mesh.size()}")
-        warm = (False, choices[-1]) if number == 0 and choices and not _C.checking() else None
+        warm = (False, choices[-1]) if number == 0 and choices else None
         for inplace, choice in [(form, c) for form in forms for c in (choices[: max(layouts // 3, 1)] if form else choices)]:
             what = f"{name}{' in place' * inplace}: sample {number} " + ", ".join(
                 f"{tuple(t.shape)} {' '.join(placements)} {cut}" for t, (placements, cut) in zip(tensors, choice, strict=True)
             )
+            arguments = op, sample, choice, mesh, comparable, what, inplace, (inplace, choice) == warm, joint
             try:
-                kind = _attempt(op, sample, choice, mesh, comparable, what, inplace, (inplace, choice) == warm, joint)
-                if kind == "plain":
-                    with st.implicit_replication():
-                        kind = _attempt(op, sample, choice, mesh, comparable, what, inplace, (inplace, choice) == warm, joint)
-                    promoted += kind == "right"
+                with checking(check and (inplace, choice) != warm and choice == choices[0]):
+                    kind = _attempt(*arguments)
+                    if kind == "plain":
+                        with st.implicit_replication():
+                            kind = _attempt(*arguments)
+                        promoted += kind == "right"
             except Exception as error:
                 raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
             right += kind == "right"

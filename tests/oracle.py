@@ -7,6 +7,7 @@ backward too, every rank's piece has the sizes that its layout says, and the com
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -348,8 +349,8 @@ def _combination(number: int, per_argument: list[list[Any]]) -> tuple[Any, ...]:
     return tuple(reversed(out))
 
 
-def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
-    """Called on every rank: the case called `name` of a test module, on a mesh of all ranks."""
+def run_case(module: str, name: str, mesh_shape: tuple[int, ...], check: bool = False) -> int:
+    """Called on every rank: the case called `name` of a test module, on a mesh of all ranks; check: partly in checking mode."""
     import importlib
 
     from shardtensor import _C
@@ -363,24 +364,26 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...]) -> int:
     want = case.function(*plain)
     want_grads = plain_gradients(plain, want) if case.backward else []
     joint = Joint()
-    for combo in tried:
+    for number, combo in enumerate(tried):
         what = f"{case.name} on {mesh_shape} with " + ", ".join(f"{' '.join(p)} {cut}" for p, cut in combo)
         ours = [
             a.clone() if i in case.plain else place(a, mesh, *combo[i]).requires_grad_(case.backward and a.is_floating_point())
             for i, a in enumerate(arguments)
         ]
         _C.reset_comm_counts()
-        try:
-            got = case.function(*ours)
-        except Exception as error:
-            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        with checking(check and number % CHECKED == 0):
+            try:
+                got = case.function(*ours)
+            except Exception as error:
+                raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
         counts = _C.comm_counts()
         alike = not case.cut_alike or len({cut for p, cut in combo if any(x.startswith("S") for x in p)}) <= 1
         if alike and case.quiet is not None and case.quiet(*(" ".join(p) for p, _ in combo)):
             assert not counts, f"{what}: communicates {counts}"
         compare(got, want, case.tolerance, what, joint)
         if case.backward:
-            check_backward(want_grads, ours, want, got, mesh, case.tolerance, what, joint)
+            with checking(check and number % CHECKED == 0):
+                check_backward(want_grads, ours, want, got, mesh, case.tolerance, what, joint)
     joint.compare()
     return len(tried)
 
@@ -459,9 +462,18 @@ MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
 
 
 def run_on(pools: Any, mesh: tuple[int, tuple[int, ...]], module: str, name: str) -> None:
-    """A case on one of MESHES; on two ranks in checking mode."""
+    """A case on one of MESHES; on two ranks partly in checking mode."""
     world, shape = mesh
     assert pools(world).run("oracle:run_case", module, name, shape, check=world == 2)[0] > 0
+
+
+CHECKED = 3  # each third call; the checking mode talks before and after each op
+
+
+def checking(on: bool) -> Any:
+    from shardtensor import debug
+
+    return debug.check() if on else contextlib.nullcontext()
 
 
 def mesh_here() -> Any:

@@ -590,18 +590,18 @@ def _unreadable(t: Any) -> bool:
 
 
 def run_programs(
-    first: int, count: int, steps: int, mesh_shape: tuple[int, ...], grad: bool, dtype: str, backend: str | None = None
+    first: int, count: int, steps: int, mesh_shape: tuple[int, ...], grad: bool, dtype: str, backend: str | None = None, check: bool = False
 ) -> Counter[str]:
     """Called on every rank. What the steps came to; with a backend also what the whole programs did, compiled."""
     import compiled_programs
     import shardtensor as st
-    from oracle import mesh_of
+    from oracle import checking, mesh_of
 
     outcomes: Counter[str] = Counter()
     for seed in range(first, first + count):
         program = Program(seed, mesh_of(mesh_shape), grad, getattr(torch, dtype), compiled_programs.NOT_TRACED if backend else ())
         try:
-            with st.implicit_replication():
+            with st.implicit_replication(), checking(check):
                 program.run(steps)
                 if backend:
                     compiled_programs.compare(program, backend)

@@ -1,6 +1,6 @@
 """torch's own op database: every op in it, on samples of its own, with arguments cut and summed in ways drawn by a fixed seed.
 
-Whatever an op does, all ranks do it: none may wait for another that has raised. On two ranks all run in checking mode.
+Whatever an op does, all ranks do it: none may wait for another that has raised. On two ranks each sample is tried in checking mode, too.
 """
 
 from __future__ import annotations
