@@ -69,7 +69,7 @@ LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
 at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
   if (const auto layout = wanted_by_leaf(self)) {
     static const std::string op = "AccumulateGrad", argument = "gradient";
-    tell_watcher(op, argument, "its leaf is cut so", shard_tensor(self, "the gradient").layout(), *layout, self);
+    tell_watcher(op, argument, "its leaf has these cuts", shard_tensor(self, "the gradient").layout(), *layout, self);
     return redistribute(self, layout);
   }
   return at::_ops::detach::redispatch(torchs_autograd(keys), self);

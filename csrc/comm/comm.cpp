@@ -673,13 +673,12 @@ Completion start_send_receive(
   const auto& name = mesh.description().world;
   TORCH_CHECK(
       !name.empty(), "shardtensor: pieces move between ranks of ", mesh.str(), ", but rank ", mesh.rank(),
-      " knew no default process group when the mesh was made; call init_process_group first");
+      " had no default process group when the mesh was made; call init_process_group first");
   auto group = c10d::resolve_process_group(name);
   const bool all = callers == group->getSize();
   if (is_traced(out)) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        all, "shardtensor: pieces that move between some ranks of the default process group alone (", callers, " of ",
-        group->getSize(),
+        all, "shardtensor: a move between only some ranks of the default process group (", callers, " of ", group->getSize(),
         ") cannot be traced into a graph: the others would have to take part. Call redistribute() outside of "
         "the compiled function (rank ",
         mesh.rank(), ", ", mesh.str(), ")");

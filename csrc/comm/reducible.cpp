@@ -48,7 +48,7 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   if (t.is_complex()) {
     TORCH_CHECK(
         op == ReduceOp::Sum || op == ReduceOp::Avg,
-        "shardtensor: a complex tensor can be reduced over ranks by sum or avg alone, not by ", shardtensor::name_of(op));
+        "shardtensor: a complex tensor can be reduced over ranks only by sum or avg, not by ", shardtensor::name_of(op));
     return at::view_as_real(t);
   }
   if (t.scalar_type() == at::kBool) {

@@ -57,8 +57,8 @@ inline bool has_values(const at::Tensor& t) {
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       t.numel() == 0 || !is_wrapper(t), "shardtensor: the local tensor, of ", t.dtype(), " and sizes ", t.sizes(),
-      ", is a Python subclass without memory of its own, which cannot move between ranks; ops that need no other "
-      "layout run on it, and to_local() gives it back");
+      ", is a Python subclass without memory of its own, which cannot move between ranks; run only ops that need no "
+      "redistribution, or use to_local()");
   return true;
 }
 

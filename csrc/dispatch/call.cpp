@@ -57,8 +57,8 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
   }
   for (const auto& value : returns) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not of ",
-        mesh.str(), " and has no value to return; ask on that mesh's ranks");
+        value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not in ",
+        mesh.str(), ", so it has no value to return; call this only on that mesh's ranks");
   }
   auto made = on_meta(op, stack, base, refs);
   {

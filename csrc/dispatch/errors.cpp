@@ -106,7 +106,7 @@ void check_taken(const Op& op, const rules::Call& call) {
 }
 
 const char* why_gathered(const Op& op) {
-  return op.entry && op.entry->rule ? "needs its inputs whole" : "has no sharding rule";
+  return op.entry && op.entry->rule ? "needs whole inputs" : "has no sharding rule";
 }
 
 void gathers(const Op& op, const rules::Call& call) {

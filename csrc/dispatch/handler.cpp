@@ -55,7 +55,7 @@ void refuse_collective(const std::string& name) {
       name.rfind("c10d::", 0) == 0 || name.rfind("_c10d_functional::", 0) == 0 || name.rfind("c10d_functional::", 0) == 0;
   TORCH_CHECK_NOT_IMPLEMENTED(
       !collective, name,
-      ": a collective on a ShardTensor, which is one tensor for all ranks already. Pass this rank's piece, to_local(), or move "
+      ": a collective on a ShardTensor, which is already one tensor for all ranks. Pass this rank's piece, to_local(), or move "
       "the pieces with redistribute() or full_tensor().");
 }
 
@@ -101,7 +101,7 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
 void refuse_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, op.operator_name(),
-      ": cannot be done on a ShardTensor: it holds dense pieces, and an argument is sparse. Use to_dense() on that one, or "
+      ": cannot be done on a ShardTensor: it holds dense pieces, but an argument is sparse. Use to_dense() on that argument, or "
       "full_tensor() or to_local() on the ShardTensors.");
 }
 

@@ -31,7 +31,7 @@ const char* why_moved(const Op& op) {
   if (!op.entry || !op.entry->rule) {
     return "it has no sharding rule, so its inputs are gathered";
   }
-  return op.entry->gathers() ? "it needs its inputs whole" : "its rule needs it so";
+  return op.entry->gathers() ? "it needs whole inputs" : "its rule requires this layout";
 }
 
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {

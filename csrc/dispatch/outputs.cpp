@@ -107,7 +107,7 @@ void wrong_sizes(const Op& op, const Ref& r, c10::IntArrayRef has, c10::IntArray
   TORCH_CHECK(
       false, op.name, ": argument '", op.schema().arguments()[r.arg].name(), "' has sizes ", has, " (", r.impl->layout().str(),
       ", rank ", r.impl->layout().mesh().rank(), "), the result ", needs,
-      "; out= tensors that hold something are not resized: pass one of these sizes or an empty one");
+      "; out= tensors with elements are not resized: pass one of the result's sizes or an empty one");
 }
 
 void fit_outputs(const Op& op, const Refs& refs, const AllSizes& needed) {

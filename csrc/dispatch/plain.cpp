@@ -75,8 +75,8 @@ void check_plain(const Op& op, const Refs& refs) {
     if (mode == Promotion::Error && r.tensor->dim() == 1 && !is_symbolic(*r.tensor) && r.tensor->numel() == 1 && r.index < 0) {
       TORCH_WARN_ONCE(
           op.name, ": argument '", op.schema().arguments()[r.arg].name(),
-          "' is a plain torch.Tensor of one element and one dim among ShardTensors. It is taken as replicated, as a number is; "
-          "make it one of no dims.");
+          "' is a plain 1-d torch.Tensor of one element among ShardTensors. It is taken as replicated, like a number; "
+          "make it 0-d.");
       continue;
     }
     if (mode == Promotion::Error) {

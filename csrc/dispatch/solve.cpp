@@ -159,7 +159,7 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
     return solution;
   }
   if (op.is_random) {
-    errors::refused(op, "it draws random numbers and has no rule, so its ranks would draw different ones", call);
+    errors::refused(op, "it draws random numbers and has no rule, so each rank would draw different numbers", call);
   }
   tell_of_gather(op, call);
   return rules::resolve(call, rules::replicate(call));

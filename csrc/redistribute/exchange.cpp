@@ -203,7 +203,7 @@ std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std:
 void check(const std::vector<Placed>& list, const char* name, size_t ndim, const Mesh& mesh) {
   for (const auto& p : list) {
     TORCH_CHECK(
-        mesh.index_of_rank(p.rank) >= 0, "shardtensor: ", name, ": ", str(p), ", a rank that is not of ", mesh.str(), " (rank ",
+        mesh.index_of_rank(p.rank) >= 0, "shardtensor: ", name, ": ", str(p), ", a rank that is not in ", mesh.str(), " (rank ",
         mesh.rank(), ")");
     TORCH_CHECK(
         p.box.offsets.size() == ndim && p.box.sizes.size() == ndim, "shardtensor: ", name, ": ", str(p),

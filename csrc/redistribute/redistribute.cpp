@@ -628,7 +628,7 @@ void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype) {
     const auto& p = from.placement(m);
     TORCH_CHECK_TYPE(
         !p.is_partial() || p.reduce != ReduceOp::Avg || !c10::isIntegralType(dtype, true), "redistribute: from ", from.str(),
-        " to ", to.str(), ": the mean of a tensor of dtype ", dtype, " over ranks is no ", dtype,
+        " to ", to.str(), ": the mean of a tensor of dtype ", dtype, " over ranks is not a value of ", dtype,
         "; convert it to a floating-point dtype first, or use Partial(\"sum\") (rank ", from.mesh().rank(), ")");
   }
 }

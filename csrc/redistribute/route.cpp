@@ -102,7 +102,7 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
 Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
   TORCH_CHECK_VALUE(
       from.mesh().description().device_type == to.mesh().description().device_type, "redistribute: from ", from.str(), " to ",
-      to.str(), ": another kind of device (rank ", to.mesh().rank(), "); move the local tensors first");
+      to.str(), ": the target mesh has another device type (rank ", to.mesh().rank(), "); move the local tensors first");
   const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
   const auto there = transfer_target(*by, to);
   const auto sums = redistribute(local.resolve_conj().resolve_neg(), from, *by, sizes);

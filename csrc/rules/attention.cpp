@@ -15,7 +15,7 @@ void check_dropout(const Call& call) {
     TORCH_CHECK(
         p == 0.0 || t.layout->is_replicated(), call.schema.name(), ": dropout_p is ", p, " and ",
         call.schema.arguments()[t.arg].name(), " is ", t.layout->str(),
-        ", but the fused kernel draws its mask on each rank for itself; use dropout_p=0, "
+        ", but the fused kernel draws a separate mask on each rank; use dropout_p=0, "
         "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or replicate the inputs");
   }
 }

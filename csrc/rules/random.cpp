@@ -40,8 +40,7 @@ draws::Key next_key(const Run& run, const at::Tensor& local) {
   if (is_traced(local)) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !generator, run.op.schema().name(),
-        ": argument 'generator' cannot be traced into a graph (torch.compile, export); leave it out, so that the default one is "
-        "used, "
+        ": argument 'generator' cannot be traced into a graph (torch.compile, export); omit it to use the default generator, "
         "or draw outside of the compiled function");
     return {0, draws::next_key_in_graph(local, run.mesh())};
   }

@@ -63,7 +63,7 @@ using SolutionPtr = c10::intrusive_ptr<const Solution>;
 template <typename T>
 const T& noted(const Solution& solution) {
   const auto* found = std::any_cast<T>(&solution.notes);
-  TORCH_INTERNAL_ASSERT(found, "the rule has noted something else than its kernel reads");
+  TORCH_INTERNAL_ASSERT(found, "the rule's notes have another type than its kernel reads");
   return *found;
 }
 

@@ -243,7 +243,7 @@ struct Rule {
 template <typename T>
 T& noted(Rule& rule) {
   auto* found = std::any_cast<T>(&rule.notes);
-  TORCH_INTERNAL_ASSERT(found, "the rule has noted something else");
+  TORCH_INTERNAL_ASSERT(found, "the rule's notes have another type");
   return *found;
 }
 

@@ -151,7 +151,7 @@ Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
   return rule;
 }
 
-constexpr auto kFrozen = "its pieces cannot be given another memory or shape in place; make a new tensor instead";
+constexpr auto kFrozen = "the memory or shape of its pieces cannot be replaced in place; make a new tensor instead";
 
 // In place: other strides of dims of size 1, for which nothing moves (a pooled image becomes channels_last).
 Rule restrided(const Call& call) {

@@ -85,9 +85,9 @@ def explain(
     who = "explain"
     if isinstance(source, torch.Tensor):
         if not _C.is_shard_tensor(source):
-            raise TypeError(f"{who}: argument 'source' is a plain torch.Tensor; give a ShardTensor or (mesh, placements, shape, dtype)")
+            raise TypeError(f"{who}: argument 'source' is a plain torch.Tensor; pass a ShardTensor or (mesh, placements, shape, dtype)")
         if has_shards(source):
-            raise NotImplementedError(f"{who}: argument 'source' holds LocalShardsWrappers, of which a layout does not tell what moves")
+            raise NotImplementedError(f"{who}: argument 'source' holds LocalShardsWrappers, whose layout does not say what would move")
         ours, shape, dtype = _C.layout(source), tuple(source.shape), source.dtype
     else:
         mesh, given, sizes, dtype = source

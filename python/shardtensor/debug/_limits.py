@@ -35,7 +35,7 @@ class ExplicitRedistributionContext(_Stock):
             return None
         text = f"Implicit redistribution occurred for {move}, while ExplicitRedistributionContext was active"
         if context._raises:
-            return f"{text}; call redistribute() on it before, or bring its operands into layouts that fit"
+            return f"{text}; call redistribute() on it first, or use operands whose layouts fit"
         _log.warning(text)
         return None
 

@@ -24,7 +24,7 @@ def _shown(tensor: ShardTensor, dims: Sequence[int] | None) -> list[int]:
         first = sorted(range(tensor.ndim), key=lambda d: (d not in sharded, d))[:2]
         return sorted(first)
     if not 1 <= len(dims) <= 2 or not all(-tensor.ndim <= d < tensor.ndim for d in dims):
-        raise ValueError(f"argument 'dims' is {tuple(dims)}; it takes one or two dims of a tensor that has {tensor.ndim}")
+        raise ValueError(f"argument 'dims' is {tuple(dims)}; pass one or two of the tensor's dims, of which there are {tensor.ndim}")
     return [d % tensor.ndim for d in dims]
 
 

@@ -36,7 +36,7 @@ class Move:
         size = math.prod(self.shape) * self.item
         return (
             f"{self.op}, argument '{self.argument}': {self.source} -> {self.target}, shape {self.shape}, {size} bytes in all, "
-            f"on rank {self.source.mesh.rank}, for {self.why}"
+            f"on rank {self.source.mesh.rank}, because {self.why}"
         )
 
 

@@ -72,7 +72,7 @@ class _Plan:
 
 def _plan(mesh: DeviceMesh, length: int, load_balance: bool, documents: Sequence[int] | None) -> _Plan:
     if mesh.ndim != 1:
-        raise ValueError(f"context_parallel: argument 'mesh' has {mesh.ndim} dims; give the one that shares sequences, mesh['cp']")
+        raise ValueError(f"context_parallel: argument 'mesh' has {mesh.ndim} dims; pass the 1-d mesh that splits sequences, mesh['cp']")
     ends = list(itertools.accumulate(documents)) if documents is not None else [length]
     if (ends[-1] if ends else 0) != length or any(n < 0 for n in documents or ()):
         raise ValueError(f"context_parallel: argument 'document_lengths' adds up to {ends[-1] if ends else 0}, but sequences have {length}")
@@ -336,7 +336,7 @@ def context_parallel_unshard(
     """The whole tensors, in the order of the sequence, of which each rank holds its part (results of a forward pass inside
     context_parallel). Called by all ranks of the mesh, with the same `load_balance` as that."""
     if load_balancer is not None:
-        raise NotImplementedError("context_parallel_unshard: argument 'load_balancer': only the default one, load_balance=True, is known")
+        raise NotImplementedError("context_parallel_unshard: argument 'load_balancer': only the default, load_balance=True, is supported")
     out = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(mesh.size())]

@@ -37,7 +37,7 @@ def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[Rule], Rul
     def register(rule: Rule) -> Rule:
         for overload in op if isinstance(op, list) else [op]:
             if isinstance(overload, OpOverload) and overload._schema.is_mutable:
-                raise NotImplementedError(f"register_sharding: argument 'op': {overload} writes its arguments; only ops that do not can be registered")
+                raise NotImplementedError(f"register_sharding: argument 'op': {overload} writes its arguments; only ops without writes can be registered")
             register_dispatch_handler(overload, _Sharded(overload, rule))
         return rule
 
@@ -92,7 +92,7 @@ class _Sharded:
         if list(local.shape) != layout.local_sizes(sizes):
             raise RuntimeError(
                 f"{self._op}: register_sharding: the result on rank {layout.mesh.rank} has shape {tuple(local.shape)}, but under "
-                f"{layout} a tensor of shape {tuple(sizes)} has {tuple(layout.local_sizes(sizes))} there; the sharding is not right for it"
+                f"{layout} a tensor of shape {tuple(sizes)} has {tuple(layout.local_sizes(sizes))} there; the sharding does not match this result"
             )
         return _C.wrap(local, layout, sizes, strides)
 
@@ -120,7 +120,7 @@ class _Sharded:
         if best is None:
             raise RuntimeError(
                 f"{self._op}: register_sharding: no acceptable sharding for {', '.join(str(_C.layout(t)) for t in tensors)}; "
-                "one with every placement Replicate() can always be reached"
+                "add one with every placement Replicate(), which always works"
             )
         return best[1]
 

@@ -28,8 +28,8 @@ def loss_parallel() -> Iterator[None]:
 
 
 _NO_GRAPHS = (
-    "input_reshard keeps in pieces what a module saves for its backward. What a graph saves are pieces already, which input_reshard "
-    "would take for whole tensors, so such a module cannot be in a compiled function or hold one"
+    "input_reshard cuts what a module saves for its backward. A compiled graph saves pieces, which input_reshard would "
+    "mistake for whole tensors, so such a module cannot be inside a compiled function or contain one"
 )
 
 

@@ -33,7 +33,7 @@ def _key_with_what_is_not_in_the_graph(make_key: Callable[..., Any], bypass: typ
 
     def key(module: Any, *rest: Any, **options: Any) -> Any:
         if _handlers.any_registered():
-            raise bypass("shardtensor: handlers are registered, and a key cannot tell what they do")
+            raise bypass("shardtensor: handlers are registered, and a cache key cannot describe them")
         of_graph, lines = make_key(module, *rest, **options)
         if any(node.target in functions_in_graphs for node in getattr(module, "gm", module).graph.nodes):
             mesh = innermost_mesh()

@@ -37,10 +37,10 @@ def _part(key: str, whole: torch.Tensor, t: ShardTensor) -> torch.Tensor:
         return in_places_of(wrapper, whole)
     if whole.shape != t.shape:
         raise ValueError(
-            f"state dict: {key!r} has sizes {list(whole.shape)}, and is given to a tensor of sizes {list(t.shape)} "
+            f"state dict: {key!r} has sizes {list(whole.shape)}, but is loaded into a tensor of sizes {list(t.shape)} "
             f"(rank {layout.mesh.rank})"
         )
-    _refuse_summands(layout, f"state dict: what {key!r} is given to")
+    _refuse_summands(layout, f"state dict: the tensor that {key!r} is loaded into")
     if wrapper is not None:
         return in_places_of(wrapper, whole.detach())
     return _piece(whole.detach(), layout) if layout.mesh.has_me else _nothing_of(whole.detach())
@@ -214,7 +214,7 @@ def _mend(module: ModuleType) -> None:
             owner = getattr(owner, part, None)
         stock = getattr(owner, last, None)
         if stock is None:
-            logging.getLogger("shardtensor").warning("this torch has no %s.%s; ShardTensors need it mended", name, path)
+            logging.getLogger("shardtensor").warning("this torch has no %s.%s; shardtensor needs to patch it", name, path)
         elif not hasattr(stock, "_shardtensor_stock"):
             mended: Any = update_wrapper(wrap(stock), stock)
             mended._shardtensor_stock = stock

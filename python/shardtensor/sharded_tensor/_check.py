@@ -148,7 +148,7 @@ def check_against(shards: Sequence[Shard], metadata: ShardedTensorMetadata, grou
     for shard in shards:
         _check_shard_against(shard, metadata.tensor_properties, group)
         if shard.metadata not in expected:
-            raise ValueError(f"Local shard {shard.metadata} is none of sharded_tensor_metadata's on rank {me}: {expected}")
+            raise ValueError(f"Local shard {shard.metadata} is not in sharded_tensor_metadata for rank {me}: {expected}")
 
 
 def check_whole(metadata: ShardedTensorMetadata) -> None:

@@ -182,7 +182,7 @@ def embedding(
     mesh = as_device_mesh(group_mesh(group, carrier_of(group, _device_types(weight.metadata().shards_metadata)).type))
     layout = _layout_of([box for box in weight._boxes() if all(box[2])], sizes, mesh, who)
     if layout is None:
-        raise NotImplementedError(f"{who}: {weight.sharding_spec()} is not one dim cut in a row of the ranks; reshard it first")
+        raise NotImplementedError(f"{who}: {weight.sharding_spec()} does not cut one dim in order of rank; reshard it first")
     if max_norm is not None:
         raise NotImplementedError(f"{who}: argument 'max_norm' would write to rows that other ranks hold; scale the weight yourself")
     mine = [shard.tensor for shard in weight.local_shards() if shard.tensor.numel()]

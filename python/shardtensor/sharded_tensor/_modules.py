@@ -62,7 +62,7 @@ def _shard_agreed(
         if not tensor.is_contiguous():
             raise ValueError(f"input tensor is not a contiguous Tensor (rank {dist.get_rank()})")
         if not 0 <= src_rank < dist.get_world_size(group):
-            raise ValueError(f"src_rank={src_rank} is no rank of a group of {dist.get_world_size(group)} ranks")
+            raise ValueError(f"src_rank={src_rank} is not a rank of a group of {dist.get_world_size(group)} ranks")
         ours = own_spec(spec)
         shards = ours.build_metadata(tensor.size(), _check.properties_of(tensor)).shards_metadata
         boxes_of(shards, group)

@@ -53,7 +53,7 @@ def _get_current_process_group() -> ProcessGroup:
 
 def require_member(group: ProcessGroup, who: str) -> None:
     if _rank_not_in_group(group):
-        raise RuntimeError(f"{who}: rank {dist.get_rank()} is not in the process group; call it on the group's ranks alone")
+        raise RuntimeError(f"{who}: rank {dist.get_rank()} is not in the process group; call it only on the group's ranks")
 
 
 def place(group: ProcessGroup, placement: _remote_device | None) -> tuple[int, torch.device]:
@@ -64,7 +64,7 @@ def place(group: ProcessGroup, placement: _remote_device | None) -> tuple[int, t
     if worker is not None:
         rank = _rank_of_worker(worker)
     elif rank is None:
-        raise ValueError(f"placement {placement} names no rank, so that no one would hold the shard; say rank:R/{placement}")
+        raise ValueError(f"placement {placement} names no rank, so no rank would hold the shard; use rank:R/{placement}")
     if not _rank_not_in_group(group) and rank not in (ranks := dist.get_process_group_ranks(group)):
         raise ValueError(f"Global rank {rank} does not exist in input process group: {ranks}")
     return rank, placement.device()

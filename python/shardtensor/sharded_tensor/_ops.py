@@ -335,7 +335,7 @@ def _elementwise(func: Op, args: Any, kwargs: Any, found: list[ShardedTensor]) -
     first = found[0]
     leaves, tree = pytree.tree_flatten((args, kwargs))
     if any(isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.numel() != 1 for x in leaves):
-        raise _unsupported(func, args, kwargs, "a plain tensor of more than one element is cut in no way")
+        raise _unsupported(func, args, kwargs, "a plain tensor of more than one element has no shards")
     if any(t._metadata.shards_metadata != first._metadata.shards_metadata or t._process_group != first._process_group for t in found):
         raise _unsupported(func, args, kwargs, "the ShardedTensors are not cut alike; reshard one")
     # Not on the meta device, whose kernels import torch._dynamo.

@@ -301,7 +301,7 @@ class ShardedTensor(ShardedTensorBase):
     def _check_out(self, dst: int, out: torch.Tensor | None) -> None:
         me, world = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
         if not 0 <= dst < world:
-            raise ValueError(f"ShardedTensor.gather: argument 'dst' is {dst}, no rank of a group of {world} ranks")
+            raise ValueError(f"ShardedTensor.gather: argument 'dst' is {dst}, not a rank of a group of {world} ranks")
         if me != dst:
             if out is not None:
                 raise ValueError(f"Argument ``dst_tensor`` must NOT be specified on non-destination ranks. (rank {me})")
@@ -345,7 +345,7 @@ class ShardedTensor(ShardedTensorBase):
         if idle:
             raise RuntimeError(
                 f"ShardedTensor.reshard: ranks {sorted(idle)} would have no shard and so no part in the backward; reshard under "
-                "torch.no_grad(), or give them a shard, if only an empty one"
+                "torch.no_grad(), or give each of them a shard, which may be empty"
             )
         anchor = torch.empty(0, dtype=self.dtype, requires_grad=True)
         return Move.apply(held, wanted, group, devices, anchor, *self._pieces())  # type: ignore[no-any-return, no-untyped-call]

@@ -76,13 +76,13 @@ def refuse_unlike(func: Any, tensors: Sequence[Any]) -> None:
         if other.local_chunks != first.local_chunks:
             raise ValueError(
                 f"{func}: LocalShardsWrappers with shards at different places, {_places(first)} and {_places(other)}, cannot be "
-                "taken shard by shard"
+                "combined shard by shard"
             )
     for t in tensors:
         if isinstance(t, torch.Tensor) and not holds_shards(t) and t.ndim > 0:
             raise NotImplementedError(
-                f"{func} is not supported for LocalShardsWrapper and a plain tensor of sizes {list(t.shape)}, of which it cannot "
-                "be told what belongs to which shard; use local_shards(), one by one"
+                f"{func} is not supported for LocalShardsWrapper and a plain tensor of sizes {list(t.shape)}: nothing says which "
+                "part belongs to which shard; use local_shards(), one by one"
             )
 
 

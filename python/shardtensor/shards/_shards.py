@@ -88,7 +88,7 @@ def from_shards(
         wrapper = LocalShardsWrapper([], [], ndim=ndim, dtype=wrapper.dtype, device=device)
     layout = make_layout(mesh, placements, ndim, who=who)
     if layout.has_partial:
-        raise ValueError(f"{who}: argument 'placements': {layout} has summands, which shards at offsets are not (rank {view.rank})")
+        raise ValueError(f"{who}: argument 'placements': {layout} has summands, but shards at offsets hold values (rank {view.rank})")
     sizes = list(shape) if shape is not None else layout.sizes_of_equal_pieces(list(wrapper.shape))
     out = _C.from_local(wrapper, layout, sizes, list(stride) if stride is not None else None)
     mine = [(view.rank, list(c.offsets), list(c.sizes)) for c in wrapper.local_chunks]
@@ -170,7 +170,7 @@ def as_shards(t: ShardTensor) -> LocalShardsWrapper:
     if wrapper is not None:
         return wrapper.detach()  # type: ignore[return-value]
     if layout.has_partial:
-        raise RuntimeError(f"local_shards: {layout} has summands, which are no shards; redistribute it first (rank {layout.mesh.rank})")
+        raise RuntimeError(f"local_shards: {layout} has summands, which are not shards; redistribute it first (rank {layout.mesh.rank})")
     boxes = [(start, box) for start, box in box_views(_C.local(t).detach(), layout, list(t.shape)) if box.numel()]
     return LocalShardsWrapper([box for _, box in boxes], [o for o, _ in boxes], ndim=t.ndim, dtype=t.dtype, device=t.device)
 
@@ -269,7 +269,7 @@ def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
     mesh, mine, other = _C.layout(to).mesh, wrapper_of(to), wrapper_of(source)
     if set(_C.layout(source).mesh.ranks) != set(mesh.ranks) or _C.layout(to).has_partial or _C.layout(source).has_partial:
         raise NotImplementedError(
-            f"{func} of a tensor of LocalShardsWrappers works between tensors on the same ranks and not with summands, but these are "
+            f"{func} of a tensor of LocalShardsWrappers works only between tensors on the same ranks and without summands, but these are "
             f"{_C.layout(to)} and {_C.layout(source)}"
         )
     if mine is not None and other is not None and not _C.max_over(mesh, int(mine.local_chunks != other.local_chunks)):
@@ -307,9 +307,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> NotImplementedError:
     t = next(t for t in pytree.tree_leaves((args, kwargs)) if wrapper_of(t) is not None)
     return NotImplementedError(
-        f"{func}: a ShardTensor of sizes {list(t.shape)} whose piece is a LocalShardsWrapper (rank {_C.layout(t).mesh.rank}) has no "
-        "one dense piece per rank to compute on. Use to_local().local_shards(), or redistribute() it first, which brings each "
-        "value to where it belongs"
+        f"{func}: a ShardTensor of sizes {list(t.shape)} whose piece is a LocalShardsWrapper (rank {_C.layout(t).mesh.rank}) "
+        "does not have one dense piece per rank to compute on. Use to_local().local_shards(), or redistribute() it first, "
+        "which makes dense pieces"
     )
 
 
@@ -356,7 +356,7 @@ def first_offsets(t: ShardTensor) -> tuple[int, ...]:
     wrapper = wrapper_of(t)
     starts = wrapper.local_offsets() if wrapper is not None else []
     if not starts:
-        raise ValueError(f"offsets: no shard is on rank {_C.layout(t).mesh.rank}")
+        raise ValueError(f"offsets: there is no shard on rank {_C.layout(t).mesh.rank}")
     return tuple(min(start[dim] for start in starts) for dim in range(t.ndim))
 
 

@@ -239,7 +239,7 @@ def _check(shards: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]]) -> 
                 )
         if len(start) != shard.ndim or any(o < 0 for o in start):
             raise ValueError(
-                f"{who}: argument 'local_offsets': {[int(o) for o in start]} is no place for shard {i}, of sizes {list(shard.shape)}"
+                f"{who}: argument 'local_offsets': {[int(o) for o in start]} is not a valid offset for shard {i}, of sizes {list(shard.shape)}"
             )
 
 
@@ -271,7 +271,7 @@ def _view(w: LocalShardsWrapper, size: Sequence[int]) -> LocalShardsWrapper:
     if more or any(any(start) for start in starts):
         raise NotImplementedError(
             f"aten.view.default to {want} is not supported for LocalShardsWrapper of {len(starts)} shards at "
-            f"{[list(s) for s in starts]}: no offsets would say where they are; view local_shards(), one by one"
+            f"{[list(s) for s in starts]}: their offsets would be unknown; view local_shards(), one by one"
         )
     viewed = aten.view.default(shard, want)
     if not starts:
@@ -291,7 +291,7 @@ def _new_empty(w: LocalShardsWrapper, size: Sequence[int], **kwargs: Any) -> Loc
     if list(size) != list(w.shape):
         raise NotImplementedError(
             f"aten.new_empty.default of sizes {list(size)} is not supported for LocalShardsWrapper of sizes {list(w.shape)}: "
-            "no offsets would say where its shards are"
+            "the offsets of its shards would be unknown"
         )
     return w.like([torch.empty_like(part, **kwargs) for part in w.parts()])
 

@@ -132,7 +132,7 @@ def guard_graph() -> None:
     if not is_of_ours():
         context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), _add_guards), collect_debug_stack=False)
         if graphs_refused:
-            _refuse("shardtensor refuses graphs here", graphs_refused[-1], "Leave such modules out of what is compiled.")
+            _refuse("shardtensor refuses graphs here", graphs_refused[-1], "Do not compile such modules.")
         _refuse_lasting_modes()
 
 

@@ -40,7 +40,7 @@ def _full_layout(
     if any(kind == _PARTIAL and reduce not in partial for kind, _, _, reduce, _ in layout.placements):
         allowed = f" and Partial of {' or '.join(partial)}" if partial else ""
         raise RuntimeError(
-            f"{who}: argument 'placements' {tuple(placements or ())}: Shard, Replicate{allowed} can be asked for "
+            f"{who}: argument 'placements' {tuple(placements or ())}: use Shard, Replicate{allowed} "
             f"(rank {layout.mesh.rank})"
         )
     return layout
@@ -137,7 +137,7 @@ def scatter_tensor(
     sizes = sizes[:ndim]
     kind = getattr(torch, names[index].removeprefix("torch."))
     if not there:
-        raise ValueError(f"{who}: argument 'tensor' is None on the source, rank {global_src} (said by rank {view.rank})")
+        raise ValueError(f"{who}: argument 'tensor' is None on the source, rank {global_src} (reported by rank {view.rank})")
     if shape is not None and list(shape) != sizes:
         raise ValueError(f"{who}: argument 'shape' is {tuple(shape)} on rank {view.rank}, rank {global_src} has {tuple(sizes)}")
     if dtype is not None and dtype != kind:

@@ -39,12 +39,12 @@ def layout_for_local(
     view = as_mesh(mesh)
     rank = view.rank
     if run_check or sharding_shapes == "infer":
-        _C.need_values(local, f"{who} with run_check or sharding_shapes='infer', where the ranks ask each other,")
+        _C.need_values(local, f"{who} with run_check or sharding_shapes='infer', where the ranks exchange sizes,")
         check_can_ask(view, who)
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
         raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")
     if sharding_shapes == "chunk" and shape is None:
-        raise ValueError(f"{who}: sharding_shapes='chunk' cuts 'shape', which is not given (rank {rank})")
+        raise ValueError(f"{who}: sharding_shapes='chunk' cuts 'shape', which is missing (rank {rank})")
     told = None
     if run_check or sharding_shapes == "infer":
         # Before this rank looks at its own piece: one that raises by itself would leave the others waiting.
@@ -86,8 +86,8 @@ def _sizes_from(local: torch.Tensor, layout: _C.Layout, cuts: Sequence[Sequence[
             told.add(dim)
         elif cuts and any(cuts[m] is not None for m in nested):
             raise ValueError(
-                f"{who}: argument 'sharding_shapes' leaves out mesh dim {mesh_dim}, on which others nest; "
-                f"give its shapes, 'shape', or use 'infer' (rank {layout.mesh.rank})"
+                f"{who}: argument 'sharding_shapes' leaves out mesh dim {mesh_dim}, whose pieces later mesh dims cut; "
+                f"pass its shapes or 'shape', or use 'infer' (rank {layout.mesh.rank})"
             )
         else:
             sizes[dim] *= layout.mesh.shape[mesh_dim]
@@ -141,7 +141,7 @@ def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_T
 def check_can_ask(mesh: _C.Mesh, who: str) -> None:
     if not mesh.has_me:
         raise ValueError(
-            f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}, which cannot ask its ranks; pass 'shape' or "
+            f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}, so this rank cannot learn the sizes; pass 'shape' or "
             "'sharding_shapes'"
         )
 
@@ -183,8 +183,8 @@ def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:
         if other.records != first.records:
             asks, not_ = (ranks[0], ranks[index]) if first.records else (ranks[index], ranks[0])
             raise ValueError(
-                f"{who}: argument 'local_tensor' requires grad on rank {asks} and not on rank {not_}, which would leave the backward's "
-                "collectives to some ranks"
+                f"{who}: argument 'local_tensor' requires grad on rank {asks} and not on rank {not_}, so only some ranks would "
+                "run the backward's collectives"
             )
         if other.arguments != first.arguments:
             raise ValueError(

@@ -128,7 +128,7 @@ def layout_elsewhere(mesh: _C.Mesh, placements: Sequence[Placement], ndim: int, 
 
 def _no_summands(placements: Sequence[Placement], mesh: _C.Mesh, who: str) -> RuntimeError:
     return RuntimeError(
-        f"{who}: argument 'placements' {tuple(placements)}: summands come from ops, they cannot be asked for (rank {mesh.rank})"
+        f"{who}: argument 'placements' {tuple(placements)}: summands come only from ops, so Partial is not allowed here (rank {mesh.rank})"
     )
 
 

@@ -47,7 +47,7 @@ def box_views(piece: torch.Tensor, layout: _C.Layout, sizes: list[int]) -> list[
 def _refuse_summands(layout: _C.Layout, what: str) -> None:
     if layout.has_partial:
         raise RuntimeError(
-            f"{what} is in summands, {layout}, which are no parts of it that could be saved or loaded; redistribute it to Replicate "
+            f"{what} is in summands, {layout}, which cannot be saved or loaded; redistribute it to Replicate "
             f"or Shard first (rank {layout.mesh.rank})"
         )
 

@@ -209,7 +209,7 @@ class ShardTensor(DTensor):
         if not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"{who}: argument 'local_tensor' is {type(local_tensor).__name__}, not a torch.Tensor")
         if isinstance(local_tensor, DTensor):
-            raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
+            raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; pass the rank's own piece")
         refuse_transformed(local_tensor, who)
         mesh = given_mesh(device_mesh, who)
         if type(local_tensor) is not torch.Tensor and holds_shards(local_tensor):
@@ -265,7 +265,7 @@ class ShardTensor(DTensor):
         """
         who = "ShardTensor.redistribute"
         if placements is None:
-            raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
+            raise RuntimeError(f"{who}: argument 'placements' is None; pass the placements of the pieces")
         if _C.is_traced(self) and holds_shards(_C.local(self)):
             return self._redistribute_shards(placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
         if device_mesh is None and sharding_shapes is None:
