@@ -52,14 +52,14 @@ Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
 
 namespace {
 
-using AllSizes = c10::SmallVector<Sizes, 4>; // one per Ref; those of arguments that are no outputs stay empty
+using AllSizes = c10::SmallVector<Sizes, 4>; // one per Ref; empty for arguments that are not outputs
 
 Sizes sizes_of(const at::Tensor& t) {
   return Sizes(t.sizes().begin(), t.sizes().end());
 }
 
-// The sizes that outputs must have, as the op's meta kernel finds them; that is Python in torch for most out= forms. Nothing:
-// the op has no meta kernel, or hangs on values.
+// The sizes that outputs must have, from the op's meta kernel (for most out= forms that is Python). Nothing if the op has no
+// meta kernel or depends on values.
 std::optional<AllSizes> asked_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   auto call = on_meta(op, stack, base, refs);
@@ -70,7 +70,7 @@ std::optional<AllSizes> asked_sizes(const Op& op, const Stack& stack, size_t bas
   try {
     op.handle.callBoxed(&call);
   } catch (const c10::Error&) {
-    return std::nullopt; // what is wrong with the call itself, the call itself will say
+    return std::nullopt; // if the call is wrong, it will raise by itself
   }
   AllSizes out;
   for (const auto& t : outputs) {
@@ -93,7 +93,7 @@ std::optional<AllSizes> broadcast_sizes(const Op& op, const Refs& refs) {
   return AllSizes(refs.size(), Sizes(sizes.begin(), sizes.end()));
 }
 
-// Where a tensor of these sizes is among the arguments, else on every rank.
+// The layout of an argument with these sizes; without one, replicated.
 LayoutPtr layout_for(const Op& op, c10::IntArrayRef sizes, const Refs& refs, const LayoutPtr& own) {
   for (const auto& r : refs) {
     if (r.impl && !is_output(op, r) && r.tensor->sizes() == sizes && !r.impl->layout().has_partial()) {
@@ -142,10 +142,10 @@ rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t bas
   if (op.entry && op.entry->options.broadcasts) {
     needed = broadcast_sizes(op, refs);
     if (needed && resizes(op, refs, *needed)) {
-      needed = asked_sizes(op, stack, base, refs); // whether torch takes the call at all: a call that fails resizes nothing
+      needed = asked_sizes(op, stack, base, refs); // also finds out whether torch accepts the call: a call that fails resizes nothing
     }
   } else if (auto known = known_for_sizes(op, stack, base, refs)) {
-    return known; // for outputs of these sizes, which were found to fit
+    return known; // found for outputs of these sizes, which fit
   } else {
     needed = asked_sizes(op, stack, base, refs);
   }
