@@ -142,7 +142,7 @@ rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t bas
   if (op.entry && op.entry->options.broadcasts) {
     needed = broadcast_sizes(op, refs);
     if (needed && resizes(op, refs, *needed)) {
-      needed = asked_sizes(op, stack, base, refs); // raises if torch rejects the call: that call resizes nothing
+      needed = asked_sizes(op, stack, base, refs); // nothing if torch rejects the call: then resize nothing
     }
   } else if (auto known = known_for_sizes(op, stack, base, refs)) {
     return known; // found for outputs of these sizes, which fit
