@@ -1,4 +1,5 @@
-"""Who listens to collectives and to redistributions that nobody asked for. C++ tells only while somebody does."""
+"""Listeners for collectives, and for redistributions that the user did not ask for. C++ reports only while there are
+listeners."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Call:
     """A collective that is about to be made on this rank."""
 
     kind: str
-    bytes: int  # that this rank puts in
+    bytes: int  # that this rank contributes
     mesh: _C.Mesh
     mesh_dim: int  # -1: between meshes
 
@@ -40,7 +41,7 @@ class Move:
         )
 
 
-# A listener may return a text: the call is not made, it raises with that text.
+# If a listener returns a text, the call is not made and raises that text.
 CallListener = Callable[[Call], str | None]
 MoveListener = Callable[[Move], str | None]
 _calls: list[CallListener] = []

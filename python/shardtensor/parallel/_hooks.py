@@ -20,8 +20,8 @@ from shardtensor.tensor._tensor import ShardTensor
 def loss_parallel() -> Iterator[None]:
     """Inside, `cross_entropy` and `nll_loss` of ShardTensors take plain targets and weights as replicated.
 
-    That they never gather class-sharded logits holds without it too, for label smoothing, weights and meshes of any number of
-    dims.
+    Logits that are sharded by class are never gathered, even without loss_parallel: also not for label smoothing, weights and
+    meshes of any number of dims.
     """
     with plain_targets():
         yield
@@ -34,7 +34,8 @@ _NO_GRAPHS = (
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
-    """What the module saves for its backward and every rank holds alike is kept in pieces, cut along `input_reshard_dim`."""
+    """Keeps in pieces, cut along `input_reshard_dim`, the tensors that the module saves for its backward and that are the same
+    on every rank."""
     if input_reshard_dim is None:
         return module
     dim = input_reshard_dim

@@ -1,7 +1,7 @@
 """ShardTensors whose piece is a LocalShardsWrapper. Its offsets, not the layout, say where values are.
 
-A layout tells sizes per rank, and nothing of shards that lie apart: it stands here for the mesh and for what the user asked for.
-What other ranks hold is asked of them, by all ranks together, when values move.
+A layout gives sizes per rank and cannot describe separate shards: here it only holds the mesh and the user's placements. When
+values move, all ranks exchange the places of their shards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def wrapper_of(t: Any) -> LocalShardsWrapper | None:
-    """The wrapper that is the tensor's piece, if it is one."""
+    """The tensor's piece, if it is a wrapper."""
     if not isinstance(t, torch.Tensor) or not _C.is_shard_tensor(t) or not _C.is_traced(t):
         return None
     local = _C.local(t)
@@ -67,7 +67,8 @@ def from_shards(
     run_check: bool,
     who: str,
 ) -> ShardTensor:
-    """from_local of a wrapper. Without `shape` the tensor is as large as if every rank's shards were as large together."""
+    """from_local of a wrapper. Without `shape`, the tensor's sizes assume that every rank's shards have the same total
+    sizes."""
     from shardtensor.shards._wrapper import LocalShardsWrapper, as_ours  # noqa: PLC0415  slow: torch's checkpoints
 
     wrapper, view = as_ours(local), as_mesh(mesh)
@@ -105,7 +106,7 @@ def _check_inside(places: list[_Place], sizes: list[int], who: str) -> None:
             )
 
 
-# ---- what everyone holds ----
+# ---- what each rank holds ----
 
 
 class _Places(NamedTuple):
@@ -115,7 +116,8 @@ class _Places(NamedTuple):
 
 
 def _places_of(t: torch.Tensor) -> _Places:
-    """Of a tensor with wrappers all ranks of its mesh ask together; a layout knows by itself."""
+    """The places of all boxes. For a tensor with wrappers the ranks of its mesh exchange them; otherwise the layout gives
+    them."""
     layout, wrapper = _C.layout(t), wrapper_of(t)
     if wrapper is None:
         return _Places(list(t.shape), t.dtype, _places_in(layout, list(t.shape)))
@@ -163,7 +165,7 @@ def _pieces_of(t: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 
 def as_shards(t: ShardTensor) -> LocalShardsWrapper:
-    """This rank's piece as what it is made of: views of its boxes, several where placements are strided, and their offsets."""
+    """This rank's piece as a wrapper of views of its boxes (several if placements are strided), with their offsets."""
     from shardtensor.shards._wrapper import LocalShardsWrapper  # noqa: PLC0415  slow: torch's checkpoints
 
     layout, wrapper = _C.layout(t), wrapper_of(t)
@@ -185,7 +187,7 @@ def _exchanged(
 
 
 def _piece_in(layout: _C.Layout, sizes: list[int], parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The piece that `parts`, its boxes that have elements, make up."""
+    """The piece made of `parts`, its boxes that have elements."""
     shape = layout.local_sizes(sizes) if layout.mesh.has_me else [0]
     if len(parts) == 1 and list(parts[0].shape) == shape:
         return parts[0]
@@ -196,7 +198,7 @@ def _piece_in(layout: _C.Layout, sizes: list[int], parts: list[torch.Tensor], li
 
 
 def _refilled(wrapper: LocalShardsWrapper, parts: list[torch.Tensor]) -> LocalShardsWrapper:
-    """Other values in the wrapper's places, from those of its shards that have elements."""
+    """A wrapper with the same places and other values: `parts` are those of the shards that have elements."""
     if not wrapper.local_shards():
         return wrapper.like(wrapper.parts())
     rest = iter(parts)
@@ -204,7 +206,7 @@ def _refilled(wrapper: LocalShardsWrapper, parts: list[torch.Tensor]) -> LocalSh
 
 
 class _Moved(torch.autograd.Function):
-    """To a layout; the gradient goes back into the shards' places."""
+    """Moves to a layout; the gradient moves back to the shards' places."""
 
     @staticmethod
     def forward(
@@ -223,7 +225,7 @@ class _Moved(torch.autograd.Function):
 
 
 class _Taken(torch.autograd.Function):
-    """The wrapper itself; its gradient is one of the same places."""
+    """Returns the wrapper itself; its gradient is a wrapper with the same places."""
 
     @staticmethod
     def forward(ctx: Any, t: ShardTensor) -> torch.Tensor:
@@ -249,7 +251,7 @@ def redistribute(
     *,
     who: str,
 ) -> ShardTensor:
-    """One piece per rank, as `placements` say, of the values that the wrappers' offsets say."""
+    """Moves the values from the wrappers' offsets to one piece per rank, under `placements`."""
     mesh = _C.layout(t).mesh
     if device_mesh is not None and not set(as_mesh(device_mesh).ranks) <= set(mesh.ranks):
         raise NotImplementedError(
@@ -263,7 +265,7 @@ def redistribute(
 
 
 def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Shard by shard where all ranks have shards at the same places, else each value to where it belongs."""
+    """Copies shard by shard if all ranks have shards at the same places; otherwise moves each value to its place."""
     if not _C.is_shard_tensor(source) or not _C.is_shard_tensor(to):
         return _on_wrappers(func, (to, source, non_blocking), {})
     mesh, mine, other = _C.layout(to).mesh, wrapper_of(to), wrapper_of(source)
@@ -287,7 +289,7 @@ def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An op with a tensor of wrappers among its arguments; stock DTensors among them are taken as ShardTensors, without a copy."""
+    """Runs an op with a tensor of wrappers among its arguments. Stock DTensors become ShardTensors, without a copy."""
     out = _run(func, *pytree.tree_map_only(DTensor, ShardTensor.from_dtensor, (args, kwargs)))
     return written(func, args, kwargs) if is_in_place(func) else out
 
@@ -327,7 +329,7 @@ def _on_wrappers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _inner(value: Any) -> Any:
-    """What the ranks' wrappers compute with: a wrapper, or a value that is the same on all ranks."""
+    """The operand for the wrappers' ops: a wrapper, or a value that is the same on all ranks."""
     if not isinstance(value, torch.Tensor) or not _C.is_shard_tensor(value):
         return value
     wrapper = wrapper_of(value)
@@ -344,7 +346,7 @@ def _wrapped_like(t: torch.Tensor, wrapper: torch.Tensor) -> ShardTensor:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Everybody's shards; the ranks agree on the answer."""
+    """Compares all ranks' shards; the ranks agree on the answer."""
     mine, other = wrapper_of(a), wrapper_of(b)
     if mine is None or other is None or _C.layout(a).mesh != _C.layout(b).mesh:
         raise _refusal(aten.equal.default, (a, b), {})
@@ -361,7 +363,7 @@ def first_offsets(t: ShardTensor) -> tuple[int, ...]:
 
 
 def in_places_of(wrapper: LocalShardsWrapper, whole: torch.Tensor) -> LocalShardsWrapper:
-    """Views of the whole tensor where the wrapper's shards are."""
+    """Views of the whole tensor at the places of the wrapper's shards."""
     if not wrapper.local_shards():
         return wrapper.like([torch.empty_like(part, dtype=whole.dtype, device=whole.device) for part in wrapper.parts()])
     return wrapper.like(
