@@ -38,7 +38,7 @@ struct WithGradient : torch::autograd::Function<WithGradient> {
     return t.view_as(t);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list grads) {
-    return grads; // which are zeros where there were none
+    return grads; // zeros for missing gradients
   }
 };
 

@@ -22,9 +22,9 @@ class Mesh final : public c10::intrusive_ptr_target {
     std::vector<int64_t> shape;
     std::vector<int64_t> ranks;         // row-major over shape
     std::vector<std::string> dim_names; // empty: unnamed
-    std::vector<std::string> groups;    // a process group's name per mesh dim; empty where this rank has none
+    std::vector<std::string> groups;    // a process group's name per mesh dim; empty if this rank has none
     int64_t rank = 0;                   // this process's global rank; threads that act as several ranks have a mesh each
-    std::string world;                  // the name of the default group, which holds all ranks; empty where there is none
+    std::string world;                  // the name of the default group, which holds all ranks; empty if there is none
     // Per mesh dim, each coordinate's rank in the group; empty if it equals the coordinate. (torch's groups sort their ranks.)
     std::vector<std::vector<int64_t>> group_ranks;
 

@@ -19,7 +19,7 @@ using c10::IntArrayRef;
 
 // The same elements along one dim of two pieces.
 struct Overlap {
-  int64_t mine, theirs; // where it begins in each
+  int64_t mine, theirs; // its start in each
   int64_t length;
 };
 using Overlaps = c10::SmallVector<Overlap, 2>;

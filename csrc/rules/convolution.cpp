@@ -224,7 +224,7 @@ void register_convolution(Registry& r) {
   r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
   r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>);
 
-  r.add("pooling", {"max_pool1d"}, pool<1>, {.way = Way::Whole}); // torch's reads the data pointer where no gradient is wanted
+  r.add("pooling", {"max_pool1d"}, pool<1>, {.way = Way::Whole}); // torch reads the data pointer if no gradient is needed
 
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
   r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);

@@ -303,7 +303,7 @@ class TensorArg {
   int64_t size(int64_t d) const {
     return sizes()[d];
   }
-  c10::IntArrayRef strides() const; // empty where they are symbols
+  c10::IntArrayRef strides() const; // empty if they are symbols
   int64_t offset() const;
 
  private:

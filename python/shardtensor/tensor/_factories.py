@@ -97,7 +97,7 @@ def distribute_tensor(
             for mesh_dim in range(len(layout.mesh.shape)):
                 _C.broadcast(local, layout.mesh, mesh_dim, src_data_rank)
     piece = _piece(_summand(local, layout), layout)
-    if src_data_rank is None or piece is not local:  # the piece must be a copy
+    if src_data_rank is None or piece is not local:  # never alias the user's tensor, nor keep the whole alive
         piece = piece.clone()
     strides = _C.strides_like(list(tensor.shape), tensor)
     out = _C.wrap(_C.laid(piece, strides), layout, list(tensor.shape), strides)
