@@ -109,8 +109,7 @@ def _options(t: Any, mesh_ndim: int) -> list[Layout]:
 
 
 def _layouts(tensors: list[Any], mesh_ndim: int, count: int, seed: str) -> list[list[Layout]]:
-    """All combinations of the tensors' options if they are few; else one with all cut along their last dims, and random
-    ones."""
+    """All combinations of the tensors' options if they are few; else one with all last dims cut, and random ones."""
     options = [_options(t, mesh_ndim) for t in tensors]
     if math.prod(len(o) for o in options) <= count:
         return [list(c) for c in itertools.product(*options)]
@@ -251,8 +250,7 @@ def run_op(
     shape: tuple[int, ...] = (),
     mixed: bool = False,
 ) -> Outcome:
-    """Called on every rank. Raises, with the sample, if a call is neither right nor unsupported. mixed: one tensor of another
-    dtype."""
+    """Called on every rank. Raises if a call is neither right nor unsupported. mixed: one tensor of another dtype."""
     import numpy
     import shardtensor as st
     import torch
@@ -321,8 +319,7 @@ def _remembered(t: Any, memory: str) -> Any:
 
 
 def run_orders(name: str, memory: str, samples: int, layouts: int) -> tuple[int, list[str]]:
-    """Called on every rank: how many results were compared, and which have another order than torch's, or are views unlike
-    torch's."""
+    """Called on every rank: how many results were compared, and which have another order than torch's or are views."""
     import shardtensor as st
     import torch
     import torch.distributed as dist
@@ -433,8 +430,7 @@ def run_mixed(names: list[str], samples: int, layouts: int) -> list[Outcome]:
 
 
 def run_refusals(names: list[str], layouts: int, kind: str) -> int:
-    """Called on every rank: checks that calls that torch rejects raise on all ranks, whatever their pieces. Returns their
-    number."""
+    """Called on every rank: checks that calls that torch rejects raise on all ranks. Returns the number of calls."""
     import shardtensor as st
     import torch
     import torch.distributed as dist

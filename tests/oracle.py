@@ -243,8 +243,7 @@ _MADE_BY = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "product": dist.
 
 
 class Joint:
-    """Checks that need all ranks, done together at the end: the whole values of summands, and whether all ranks have one
-    layout."""
+    """Checks that need all ranks, done together at the end: the whole values of summands, and equal layouts."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[tuple[torch.Tensor, torch.Tensor, float, str]]] = {}
@@ -388,8 +387,7 @@ SEEDS = ("as the result", "replicated", "in summands")
 
 
 def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
-    """A gradient as it may arrive at a result: in the result's layout, replicated, or in summands along mesh dims that do not
-    cut."""
+    """A gradient as it may arrive at a result: in the result's layout, replicated, or in summands where it is not cut."""
     from shardtensor import _C, Partial, Replicate, ShardTensor
     from shardtensor.tensor._layout import _make, fitting_cuts
 

@@ -34,8 +34,7 @@ def from_sharded_tensor(
 
 
 def to_sharded_tensor(t: ShardTensor, sharding_spec: Any = None, *, process_group: Any = None) -> ShardedTensor:
-    """Converts this tensor to a leaf ShardedTensor. Shares its memory (of replicas, the first one's) unless the spec needs a
-    move."""
+    """A leaf ShardedTensor of this tensor. Shares its memory (of replicas, the first one's) unless the spec needs a move."""
     from shardtensor.sharded_tensor import _convert  # noqa: PLC0415  slow: torch's _shard
 
     return _convert.to_sharded(t, sharding_spec, process_group)

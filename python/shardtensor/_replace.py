@@ -18,8 +18,7 @@ _UNLISTED = {".parallel": ("input_reshard",), "._utils": ("ExplicitRedistributio
 
 
 def _pairs() -> dict[int, tuple[Any, Any]]:
-    """{id of torch's object: (torch's object, ours)}. DTensor and DeviceMesh are not replaced: ours is a subclass, or the
-    same."""
+    """{id of torch's object: (torch's object, ours)}. DTensor and DeviceMesh stay: ours is a subclass, or the same."""
     out: dict[int, tuple[Any, Any]] = {}
     for name, room in _MODULES.items():
         stock = importlib.import_module(f"torch.distributed.tensor{name}")

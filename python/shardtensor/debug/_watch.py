@@ -1,5 +1,4 @@
-"""Listeners for collectives, and for redistributions that the user did not ask for. C++ reports only while there are
-listeners."""
+"""Listeners for collectives, and for redistributions that the user did not ask for. C++ reports only to listeners."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""torch._functorch._aot_autograd.autograd_cache: which graphs with ShardTensors may be cached, and under which key. All
-versions."""
+"""torch._functorch._aot_autograd.autograd_cache: which graphs may be cached, and under which key. All versions."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ def install() -> None:
     make = DTensor.__new__
 
     def new(cls: type[DTensor], *args: Any, **kwargs: Any) -> DTensor:
-        """torch's own tools (FSDP2) build a DTensor from a parameter's spec. With a ShardTensor's spec, they get a
-        ShardTensor."""
+        """torch's own tools (FSDP2) build a DTensor from a parameter's spec. Our spec makes a ShardTensor."""
         spec = args[1] if len(args) > 1 else kwargs.get("spec")
         ours = _everything or isinstance(spec, ShardTensorSpec)
         return ShardTensor(*args, **kwargs) if ours else make(cls, *args, **kwargs)

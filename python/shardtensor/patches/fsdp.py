@@ -1,8 +1,7 @@
 """torch.distributed.fsdp's fully_shard over modules whose parameters are ShardTensors already (tensor parallelism). All versions.
 
 FSDP2 cuts each rank's piece of a parameter once more, as torch.chunk does, and describes the result by a stock spec, which
-cannot say that the original pieces were uneven. Here it gets a spec that can, and so makes ShardTensors. Padding: since torch
-2.15.
+cannot say that the original pieces were uneven. Here it gets a spec that can. Padding: since torch 2.15.
 """
 
 from __future__ import annotations

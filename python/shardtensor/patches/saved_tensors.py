@@ -14,8 +14,7 @@ from shardtensor.tensor._tensor import ShardTensor
 
 
 def _pieces_on_cpu() -> None:
-    """save_on_cpu(pin_memory=True) copies into a plain tensor: here the piece is copied, and becomes a ShardTensor again
-    later."""
+    """save_on_cpu(pin_memory=True) copies into a plain tensor: here the piece is copied, and later wrapped again."""
     init: Any = save_on_cpu.__init__
 
     @functools.wraps(init)

@@ -110,8 +110,7 @@ def shard_parameter(
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: ProcessGroup | None = None) -> None:
-    """Shards the parameters and submodules that the plan names, and hooks its outputs. If the plan is wrong, nothing
-    changes."""
+    """Shards the parameters and submodules that the plan names, and hooks its outputs. A wrong plan changes nothing."""
     sharders = [name for name, entry in plan.plan.items() if isinstance(entry, Sharder)]
     for name, entry in plan.plan.items():
         if not isinstance(entry, (ShardingSpec, Sharder)):

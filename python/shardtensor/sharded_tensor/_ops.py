@@ -59,8 +59,7 @@ def _sharded_op_impl(func: Op) -> Callable[[Op], Op]:
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Callable[[Op], Op]:
-    """Decorator: a function of (types, args, kwargs, process_group) implements `func` for ShardedTensors with specs of that
-    class."""
+    """Decorator: a function of (types, args, kwargs, process_group) implements `func` for specs of that class."""
     return functools.partial(register, op=func, table=_SPEC_OPS, key=(sharding_spec_class, func))
 
 

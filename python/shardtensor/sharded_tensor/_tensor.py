@@ -285,8 +285,7 @@ class ShardedTensor(ShardedTensorBase):
     def gather(  # type: ignore[override]
         self, dst: int = 0, out: torch.Tensor | None = None, enforce_dtype: bool = False, dtype: torch.dtype | None = None
     ) -> None:
-        """Writes the whole tensor to `out` on the group's rank `dst`; `out` is None on the others. `dtype`: of the sent
-        data."""
+        """Writes the whole tensor to `out` on the group's rank `dst`; `out` is None on the others. `dtype`: as sent."""
         if enforce_dtype:
             warnings.warn("`enforce_dtype` is deprecated. Please use `dtype` instead.", FutureWarning, stacklevel=2)
         group = self._process_group

@@ -70,8 +70,7 @@ def sizes_meant(size: Sequence[int], numel: int) -> list[int]:
 
 
 def refuse_unlike(func: Any, tensors: Sequence[Any]) -> None:
-    """Raises unless the wrappers in a call have shards at the same places, and every other tensor is one value for all
-    shards."""
+    """Raises unless all wrappers have shards at the same places, and every other tensor is one value for all shards."""
     first, *others = [t for t in tensors if holds_shards(t)]
     for other in others:
         if other.local_chunks != first.local_chunks:

@@ -67,8 +67,7 @@ def from_shards(
     run_check: bool,
     who: str,
 ) -> ShardTensor:
-    """from_local of a wrapper. Without `shape`, the tensor's sizes assume that every rank's shards have the same total
-    sizes."""
+    """from_local of a wrapper. Without `shape`, all ranks' shards must have the same total sizes."""
     from shardtensor.shards._wrapper import LocalShardsWrapper, as_ours  # noqa: PLC0415  slow: torch's checkpoints
 
     wrapper, view = as_ours(local), as_mesh(mesh)
@@ -116,8 +115,7 @@ class _Places(NamedTuple):
 
 
 def _places_of(t: torch.Tensor) -> _Places:
-    """The places of all boxes. For a tensor with wrappers the ranks of its mesh exchange them; otherwise the layout gives
-    them."""
+    """The places of all boxes: from the layout or, for a tensor with wrappers, exchanged by the ranks of its mesh."""
     layout, wrapper = _C.layout(t), wrapper_of(t)
     if wrapper is None:
         return _Places(list(t.shape), t.dtype, _places_in(layout, list(t.shape)))

@@ -1,2 +1,1 @@
-"""The tensor class, its spec, and Python's layouts and meshes. Imports no other folder; other folders add methods to the
-class."""
+"""The tensor class, its spec, and Python's layouts and meshes. Imports no other folder; others add methods to the class."""

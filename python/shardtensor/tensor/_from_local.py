@@ -147,8 +147,7 @@ def check_can_ask(mesh: _C.Mesh, who: str) -> None:
 
 
 def from_everyone(values: list[int], mesh: _C.Mesh, device: torch.device) -> list[list[int]]:
-    """Gathers `values`, of one length on all ranks: row-major over the mesh. Gathers along the last mesh dim first, then
-    rows."""
+    """Gathers `values`, of one length on all ranks: row-major over the mesh. Gathers along the last mesh dim first."""
     step = len(values)
     for mesh_dim in reversed(range(len(mesh.shape))):
         mine = torch.tensor(values, dtype=torch.int64, device=device)

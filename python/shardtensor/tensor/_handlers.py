@@ -97,8 +97,7 @@ def call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
 
 
 def when_switched(take_functions: Callable[[bool], None]) -> None:
-    """Calls `take_functions` with whether there are handlers of Python-level functions: now, and whenever that may have
-    changed."""
+    """Calls `take_functions` with whether Python-level functions have handlers: now, and whenever that may have changed."""
     global _take_functions
     _take_functions = take_functions
     take_functions(bool(_functions))

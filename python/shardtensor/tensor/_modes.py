@@ -40,8 +40,7 @@ def _read(name: str) -> Any:
 
 
 def _set(name: str, value: Any) -> None:
-    """In a graph, this is a node: it sets the mode whenever the ops around it are traced, by dynamo and again by the
-    backend."""
+    """In a graph, this is a node: it sets the mode whenever the ops around it are traced, by dynamo or the backend."""
     read, write = _STATE[name]
     before = read()
     _compile.guard_graph()

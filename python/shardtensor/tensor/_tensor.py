@@ -61,8 +61,7 @@ class ShardTensorSpec(DTensorSpec):
         self.shard_order = _compile.ShardOrder(self.shard_order or (), self._layout.cuts, self._offset)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
-        """torch.compile's guard: `self` is the spec of the tensor in this call, `other` of the one that the graph was traced
-        with."""
+        """torch.compile's guard: `self` is the spec of the tensor in this call, `other` of the traced one."""
         if self is other:
             return True
         if not skip_shapes:
