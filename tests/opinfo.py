@@ -319,7 +319,7 @@ def _remembered(t: Any, memory: str) -> Any:
 
 
 def run_orders(name: str, memory: str, samples: int, layouts: int) -> tuple[int, list[str]]:
-    """Called on every rank: how many results were compared, and which have another order than torch's or are views."""
+    """Called on every rank: how many results were compared, and which differ from torch's in order or in being a view."""
     import shardtensor as st
     import torch
     import torch.distributed as dist
