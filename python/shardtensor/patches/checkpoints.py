@@ -72,7 +72,7 @@ def _spread_broadcast(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def _spread_scalars(stock: Callable[..., None]) -> Callable[..., None]:
-    """Around _spread_broadcast: passes 0-d tensors as plain ones."""
+    """set_model_state_dict with broadcast_from_rank0: torch leaves 0-d tensors plain; here they become ShardTensors again."""
 
     def broadcast(
         full_state_dict: dict[str, Any],
