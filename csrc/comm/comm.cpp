@@ -75,7 +75,7 @@ GroupPtr group_of(const Mesh& mesh, int64_t mesh_dim, const char* what) {
   return c10d::resolve_process_group(name);
 }
 
-// All differences between backends. For a false one, a method is used that every backend supports.
+// All differences between backends. If a flag is false, a method is used that every backend supports.
 struct Backend {
   bool gathers = false; // all-gathers of one buffer, and of lists whose pieces have any sizes, each in one launch
   bool adds_up = false; // reduce-scatters of pieces of any size
