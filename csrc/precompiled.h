@@ -1,5 +1,5 @@
-// Torch's large headers, parsed once. Sources still include what they use. pybind11's are not here: every source that has them
-// compiles pybind11's inner functions, used or not, which takes longer than most sources do.
+// Torch's large headers, parsed once. Sources still include what they use. pybind11's headers are not here: with them, every
+// source would compile pybind11's inner functions, used or not, which takes longer than most sources do.
 #pragma once
 #include <torch/csrc/python_headers.h>
 

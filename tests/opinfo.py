@@ -1,7 +1,8 @@
 """torch's own op database on ShardTensors: every op, its own samples, each tensor argument replicated, sharded or summands.
 
-test_op_db.py runs it in small; `python tests/opinfo.py [--mesh 3 or 2x2] [--samples 20] [--layouts 20] [--dtype complex128] [names...]`
-runs more of it, prints one line per op that is not right, and a summary.
+test_op_db.py runs a small part;
+`python tests/opinfo.py [--mesh 3 or 2x2] [--samples 20] [--layouts 20] [--dtype complex128] [names...]`
+runs more of it, prints one line per op with errors, and a summary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from functools import partial
 from typing import Any, NamedTuple
 
-Layout = tuple[tuple[str, ...], str]  # placements, and how they cut
+Layout = tuple[tuple[str, ...], str]  # placements, and the kind of cut
 
 SAMPLES = 4  # of an op's sample inputs, spread over the list
 LAYOUTS = 6  # per sample
@@ -24,7 +25,7 @@ SMALL = 20_000  # elements of all its tensors
 _MEMORY = "what it returns is memory that nobody has written yet"
 _RANDOM = "it draws random numbers, and another tensor's worth of them on shards than on the whole"
 
-# Compared in sizes and dtypes alone: torch's values are no reference.
+# Only sizes and dtypes are compared, because torch's values are no reference.
 NOT_COMPARABLE = {
     **dict.fromkeys(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"), _MEMORY),
     **dict.fromkeys(("resize_", "resize_as_"), _MEMORY),
@@ -42,7 +43,7 @@ NOT_COMPARABLE = {
     ),
 }  # fmt: skip
 
-# Reading more digits than the arithmetic has says nothing. By the coarsest dtype that takes part.
+# Do not compare more digits than the arithmetic has. By the coarsest dtype that takes part.
 TOLERANCE = {"float64": 1e-6, "complex128": 1e-6, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
 TOLERANCE.update(dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 0.2))
 
@@ -51,7 +52,7 @@ def _key(op: Any) -> str:
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
-# The database calls torch.Tensor's own method, past what a subclass defines.
+# The database calls torch.Tensor's own method, which bypasses a subclass's.
 AS_WRITTEN = {"__getitem__": operator.getitem}
 
 
@@ -63,7 +64,7 @@ def _call(op: Any, tree: Any, leaves: list[Any]) -> Any:
 
 
 def _refused(op: Any, tree: Any, flat: list[Any]) -> bool:
-    """By torch, whose op may write to its arguments."""
+    """Whether torch itself rejects the call. torch's op may write to its arguments."""
     import torch
 
     return _raised(op, tree, [t.clone() if isinstance(t, torch.Tensor) else t for t in flat]) is not None
@@ -83,13 +84,13 @@ def database() -> dict[str, Any]:
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo import core
 
-    for module in (common_utils, core):  # it reads the sources of the whole stack to find a unittest that asks
+    for module in (common_utils, core):  # otherwise it reads the sources of the whole stack to find a calling unittest
         module.extract_test_fn = lambda: None
     return {_key(op): op for op in op_db}
 
 
 def _spread(samples: list[Any], n: int) -> list[Any]:
-    """n of the samples, evenly spread over the small ones if there are any: a large tensor takes long and shows no more."""
+    """n of the samples, evenly spread over the small ones if there are any: a large tensor is slow and finds no more errors."""
     import torch
     import torch.utils._pytree as pytree
 
@@ -108,7 +109,7 @@ def _options(t: Any, mesh_ndim: int) -> list[Layout]:
 
 
 def _layouts(tensors: list[Any], mesh_ndim: int, count: int, seed: str) -> list[list[Layout]]:
-    """All combinations of the tensors' options where they are few, else: all cut along their last dims, and random ones."""
+    """All combinations of the tensors' options if they are few; else one with all last dims cut, and random ones."""
     options = [_options(t, mesh_ndim) for t in tensors]
     if math.prod(len(o) for o in options) <= count:
         return [list(c) for c in itertools.product(*options)]
@@ -120,7 +121,7 @@ def _layouts(tensors: list[Any], mesh_ndim: int, count: int, seed: str) -> list[
 
 
 def _exact_summands(t: Any, n: int, mesh_dim: int) -> list[Any]:
-    """t times -1, 1 or 2: they add up to t to the last bit."""
+    """t times -1, 1 or 2: they add up exactly to t."""
     import torch
 
     times = torch.tensor([1, -1] * (n // 2) + [1] if n % 2 else [2, -1] + [1, -1] * (n // 2 - 1))
@@ -184,14 +185,14 @@ def _try(
     try:
         want = call(plain)
     except Exception:
-        return  # a sample that torch itself refuses
+        return  # a sample that torch itself rejects
     if inplace and want.shape != flat[0].shape:
         return  # torch's addbmm_ resizes self
     got = call(ours)
     for step, f in (("call", call), ("backward", differentiate)) if warm else ():
         entered = python_entered(partial(f, ours)) - python_entered(partial(f, plain))
         assert not entered, f"{what}: a warm {step} enters Python: {entered}"
-    # What of the result is determined at all: of eigenvectors, not their phases.
+    # The determined part of the result (of eigenvectors, not their phases).
     determined = sample.output_process_fn_grad(got) if comparable else ()
     _same_form(got, want, what, {id(t) for t in pytree.tree_leaves(determined)})
     if not comparable:
@@ -205,7 +206,7 @@ def _try(
 
 
 def _wide(tree: Any) -> Any:
-    """float8 as float32: torch compares it bit by bit alone."""
+    """float8 as float32: torch compares float8 only bit by bit."""
     import torch
     import torch.utils._pytree as pytree
 
@@ -223,12 +224,12 @@ def _is_strided(t: Any) -> bool:
 
 class Outcome(NamedTuple):
     right: int  # calls
-    promoted: int  # of them, with plain tensors taken as replicated: the op itself makes one on the way
+    promoted: int  # those that need plain tensors as replicated, because the op itself makes one
     unsupported: list[str]
 
 
 def _attempt(*args: Any) -> str:
-    """Of one call: "right", "plain" where it met a plain tensor, or why it is not supported. Raises where it is wrong."""
+    """The result of one call: "right", "plain" if it met a plain tensor, or why it is not supported. Raises if it is wrong."""
     try:
         _try(*args)
     except NotImplementedError as error:
@@ -251,9 +252,9 @@ def run_op(
     mixed: bool = False,
     check: bool = False,
 ) -> Outcome:
-    """On every rank. What is neither right nor unsupported is raised, with the sample.
+    """Called on every rank. Raises if a call is neither right nor unsupported.
 
-    mixed: one tensor of another dtype. check: the first choice of layouts of each sample in checking mode.
+    mixed: one tensor of another dtype. check: the first choice of layouts of each sample runs in checking mode.
     """
     import numpy
     import shardtensor as st
@@ -306,13 +307,13 @@ def run_op(
     return Outcome(right, promoted, unsupported)
 
 
-# ---- in which order results lie in memory ----
+# ---- the order of results' dims in memory ----
 
 MEMORY = ("given", "transposed", "channels_last", "expanded")
 
 
 def _remembered(t: Any, memory: str) -> Any:
-    """The same sizes otherwise in memory."""
+    """The same values with other strides."""
     import torch
 
     if memory == "transposed" and t.ndim > 1:
@@ -325,7 +326,7 @@ def _remembered(t: Any, memory: str) -> Any:
 
 
 def run_orders(name: str, memory: str, samples: int, layouts: int) -> tuple[int, list[str]]:
-    """On every rank: how many results were compared, and which lie otherwise than torch's, or are views where torch's are none."""
+    """Called on every rank: how many results were compared, and which differ from torch's in order or in being a view."""
     import shardtensor as st
     import torch
     import torch.distributed as dist
@@ -385,15 +386,15 @@ def run_all_orders(names: list[str], memory: str, samples: int, layouts: int) ->
     return [(name, *run_orders(name, memory, samples, layouts)) for name in names]
 
 
-# Refused for values that one rank holds and the others do not know.
+# Rejected because of values that only one rank holds.
 BY_VALUE = ("gather", "multinomial", "normal", "scatter_reduce.amax", "scatter_reduce.amin")
 
 
 def _refusable(op: Any, kind: str) -> list[Any]:
-    """Samples that torch may refuse.
+    """Samples that torch may reject.
 
-    "errors": those the database has for it; "mixed": some with one tensor of another dtype; the name of a dtype that the op does
-    not take: some of that.
+    "errors": the database's wrong inputs; "mixed": some with one tensor of another dtype; the name of a dtype that the op does
+    not take: some of that dtype.
     """
     import torch
     import torch.utils._pytree as pytree
@@ -420,7 +421,7 @@ def _refusable(op: Any, kind: str) -> list[Any]:
 
 
 def _mixed(op: Any) -> list[Any]:
-    """Samples of several dtypes that torch takes."""
+    """Samples with several dtypes that torch accepts."""
     import torch
     import torch.utils._pytree as pytree
 
@@ -436,7 +437,7 @@ def run_mixed(names: list[str], samples: int, layouts: int) -> list[Outcome]:
 
 
 def run_refusals(names: list[str], layouts: int, kind: str) -> int:
-    """On every rank: what torch refuses is refused on all ranks, whatever their pieces. How many calls were."""
+    """Called on every rank: checks that calls that torch rejects raise on all ranks. Returns the number of calls."""
     import shardtensor as st
     import torch
     import torch.distributed as dist

@@ -1,8 +1,8 @@
-"""The brute-force oracle: an op on ShardTensors against the same op on plain tensors, over placements and cuts.
+"""The brute-force oracle: compares an op on ShardTensors with the same op on plain tensors, over placements and cuts.
 
-A case is a name, a function of tensors, and the sizes of its arguments. On every rank, for every combination of placements
-and cuts of the arguments (all of them where they are few, a fixed sample where they are many): forward equals plain torch's,
-backward too, every rank's piece has the sizes that its layout says, and the communication is what the case allows.
+A case is a name, a function of tensors, and the sizes of its arguments. It runs on every rank for all combinations of
+placements and cuts of the arguments, or for a fixed sample if there are many. Checks that forward and backward equal plain
+torch's, that every rank's piece has the sizes of its layout, and that the case allows the communication.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch.utils._pytree as pytree
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
-# What a tensor argument is: sizes (double precision, random), or a function of a generator that makes it.
+# A tensor argument: sizes (double precision, random), or a function that makes it from a generator.
 Maker = Callable[[torch.Generator], torch.Tensor]
-Summands = Callable[[torch.Tensor, int, int], list[torch.Tensor]]  # of a tensor: n of them, along a mesh dim
+Summands = Callable[[torch.Tensor, int, int], list[torch.Tensor]]  # (tensor, n, mesh dim) -> n summands of the tensor
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Case:
     backward: bool = True
     # Given each argument's placements (as text: "R", "S(0)", "P"), whether the forward must not communicate at all.
     quiet: Callable[..., bool] | None = None
-    # `quiet` holds where the arguments that are sharded are cut alike.
+    # `quiet` applies only if the sharded arguments have the same cuts.
     cut_alike: bool = False
     # Which arguments may be Partial (all floating ones by default), which stay replicated, which stay plain tensors.
     partial: bool = True
@@ -87,7 +87,7 @@ def cut_sizes(size: int, pieces: int, kind: str | Sequence[int]) -> list[int] | 
     if kind == EMPTY:  # the first rank has nothing
         rest = pieces - 1
         return [0] + [size // rest + (1 if i < size % rest else 0) for i in range(rest)] if rest else None
-    # growing pieces: 1, 2, ... as far as they go
+    # growing pieces: 1, 2, ... until the size is used up
     weights = [i + 1 for i in range(pieces)]
     cut = [size * w // sum(weights) for w in weights]
     cut[-1] += size - sum(cut)
@@ -151,7 +151,7 @@ def place(
 
 
 def summands_of_kind(whole: torch.Tensor, n: int, mesh_dim: int, kind: str) -> list[torch.Tensor]:
-    """n tensors that make the whole, which is positive, by this reduction."""
+    """n tensors whose reduction of this kind is `whole`, which is positive."""
     g = torch.Generator().manual_seed(mesh_dim)
     parts = [torch.rand(whole.shape, generator=g, dtype=whole.dtype) + 0.5 for _ in range(n)]
     holder = torch.randint(n, whole.shape, generator=g)
@@ -185,7 +185,7 @@ def with_summands(whole: torch.Tensor, mesh: Any, mesh_dim: int, kind: str, rest
 
 
 def _check_piece(value: Any) -> None:
-    """This rank's piece has the sizes its layout says."""
+    """Checks that this rank's piece has the sizes of its layout."""
     want = value._layout.local_sizes(list(value.shape))
     got = list(value._local_tensor.shape)
     assert want == got, f"the piece on rank {dist.get_rank()} has sizes {got}, {value._layout} of {tuple(value.shape)} says {want}"
@@ -198,7 +198,7 @@ def _check_piece(value: Any) -> None:
 
 
 def lies_as_the_whole(value: Any) -> bool:
-    """The piece's dims lie in memory in the order of the whole's."""
+    """Whether the piece's dims have the same order in memory as the whole's."""
     local = value._local_tensor
     if local.numel() == 0 or local.ndim != value.ndim or 0 in value.stride():
         return True
@@ -219,7 +219,7 @@ def whole(value: Any) -> Any:
 
 
 def _here(value: Any, want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank holds of the result and of what it should be, so that nothing is sent; summands are added up first."""
+    """This rank's pieces of the result and of the expected result; sends nothing, except that summands are added up first."""
     import shardtensor as st
     from shardtensor.tensor._pieces import _piece
 
@@ -230,7 +230,7 @@ def _here(value: Any, want: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _close(g: torch.Tensor, w: torch.Tensor, tolerance: float) -> bool:
-    """What assert_close() finds, in a fifth of the time; False may mean that it has not been found out."""
+    """A faster assert_close(), in a fifth of the time. True means close; False means that assert_close() must decide."""
     if (g.device, g.layout) != (w.device, w.layout) or w.layout != torch.strided or w.dtype == torch.complex32:
         return False
     return torch.equal(g, w) or (w.dtype in _FLOATS and torch.allclose(g, w, rtol=tolerance, atol=tolerance, equal_nan=True))
@@ -239,19 +239,19 @@ def _close(g: torch.Tensor, w: torch.Tensor, tolerance: float) -> bool:
 _FLOATS = {torch.float64, torch.float32, torch.complex128}
 
 
-# Not the least and the most: gloo's lose NaN.
+# Without min and max: gloo's lose NaN.
 _MADE_BY = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT}
 
 
 class Joint:
-    """What only all ranks together can find out, all at once at the end: whole values of summands, and whether all mean one layout."""
+    """Checks that need all ranks, done together at the end: the whole values of summands, and equal layouts."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[tuple[torch.Tensor, torch.Tensor, float, str]]] = {}
         self._layouts = 0
 
     def keep(self, value: Any, want: torch.Tensor, tolerance: float, what: str) -> bool:
-        """False where it is not cut in floating-point summands or factors: then it is to be compared here and now."""
+        """Keeps a value of floating-point summands or factors for later. False for others: compare these now."""
         import shardtensor as st
         from shardtensor.tensor._pieces import _piece
 
@@ -290,7 +290,7 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what:
 
 
 def compare(got: Any, want: Any, tolerance: float, what: str, joint: Joint | None = None) -> None:
-    """Raises where they differ; what is a sum, only when `joint` compares."""
+    """Raises if they differ; for summands, only when `joint` compares."""
     got_flat, got_tree = pytree.tree_flatten(got)
     want_flat, want_tree = pytree.tree_flatten(want)
     assert len(got_flat) == len(want_flat), f"{what}: {got_tree} instead of {want_tree}"
@@ -336,7 +336,7 @@ def combinations(case: Case, arguments: list[torch.Tensor], mesh: Any) -> list[A
     total = math.prod(len(options) for options in per_argument)
     if total <= case.limit:
         return list(itertools.product(*per_argument))
-    # Four arguments on a 2-d mesh have millions of combinations: draw numbers, and write only the drawn ones out.
+    # Four arguments on a 2-d mesh have millions of combinations: draw numbers, and expand only those.
     drawn = random.Random(case.name).sample(range(total), min(total, 2 * case.limit))
     return [_combination(n, per_argument) for n in (drawn[: case.limit] if mesh.size() == 2 else drawn[-case.limit :])]
 
@@ -392,7 +392,7 @@ SEEDS = ("as the result", "replicated", "in summands")
 
 
 def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
-    """A gradient as it may come to a result: in the result's layout, replicated, or where that is not cut in summands."""
+    """A gradient as it may arrive at a result: in the result's layout, replicated, or in summands where it is not cut."""
     from shardtensor import _C, Partial, Replicate, ShardTensor
     from shardtensor.tensor._layout import _make, fitting_cuts
 
@@ -407,7 +407,7 @@ def seed_like(result: Any, seed: torch.Tensor, mesh: Any, how: str) -> Any:
         runs = [local.narrow(d, start, length) for start, length in layout.intervals(d, seed.shape[d])]
         local = torch.cat(runs or [local.narrow(d, 0, 0)], d)
     for m, p in enumerate(placements):
-        if p.is_partial():  # times 2, -1, 1, -1, ... add up to the seed to the last bit
+        if p.is_partial():  # the seed times 2, -1, 1, -1, ...: they add up exactly to the seed
             c, n = mesh.get_local_rank(m), mesh.size(m)
             local = local * (1 if n % 2 and c == 0 else 2 if c == 0 else -1 if c % 2 else 1)
     return _C.wrap(local.contiguous(), layout, list(seed.shape), list(seed.stride()))

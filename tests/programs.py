@@ -1,9 +1,9 @@
 """Random programs on ShardTensors beside the same on plain tensors: views of views, writes through them, gradients.
 
-A seed says what a program is, so that every rank runs the same one. After each step every tensor that lives is compared, and
-so are the gradients at the end; what plain torch refuses is to be refused on all ranks. test_programs.py runs few,
-`python tests/programs.py [--mesh 2x2] [--first 0] [--count 200] [--steps 25] [--grad] [--dtype float32]` as many as one likes.
-With `--compile aot_eager` the whole program is run once more, compiled (compiled_programs.py).
+A seed determines a program, so that every rank runs the same one. After each step all live tensors are compared, and at the end
+the gradients. If plain torch raises, all ranks must raise. test_programs.py runs a few programs;
+`python tests/programs.py [--mesh 2x2] [--first 0] [--count 200] [--steps 25] [--grad] [--dtype float32]` runs any number.
+With `--compile aot_eager` the whole program also runs compiled (compiled_programs.py).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-LARGEST = 500  # elements; what grows beyond, or beyond 1e4 in value, is forgotten
+LARGEST = 500  # elements; a larger tensor, or one with values beyond 1e4, is dropped
 ALIVE = 8  # tensors at a time
 BATCH = 10  # programs sent to the ranks at once
 
 
 class Op(NamedTuple):
-    """`run` draws its other arguments from the random numbers it is given, which are the same for both kinds of tensors."""
+    """`run` draws its other arguments from a Random, which gives the same numbers for both kinds of tensors."""
 
     name: str
-    run: Callable[..., torch.Tensor]  # of a Random and the operands
-    ndim: int = 0  # the least that its first operand has
+    run: Callable[..., torch.Tensor]  # (Random, operands...)
+    ndim: int = 0  # the smallest ndim of its first operand
     operands: int = 1
     fits: Callable[..., bool] | None = None
     writes: bool = False
@@ -65,7 +65,7 @@ def _factor(r: Random, n: int) -> int:
 
 
 def _sizes(r: Random, n: int) -> list[int]:
-    """Some sizes of n elements."""
+    """Random sizes with n elements."""
     out = []
     while len(out) < r.randint(0, 3):
         out.append(_factor(r, n))
@@ -80,15 +80,15 @@ def _any_of(r: Random, pieces: Any) -> torch.Tensor:
 
 
 class Step(NamedTuple):
-    """What ran, and on which: tensors are numbered in the order in which they were made."""
+    """An op and its operands: tensors are numbered in the order in which they were made."""
 
     run: Callable[..., torch.Tensor]
     numbers: Sequence[int]
-    makes: int | None  # nothing where it writes
+    makes: int | None  # None if it writes
 
 
 class Again:
-    """The numbers that a Random gave, once more: dynamo does not trace one that chooses from a list."""
+    """Replays the numbers that a Random gave: dynamo does not trace a Random that chooses from a list."""
 
     def __init__(self, given: list[Any]) -> None:
         self.given, self.at = given, 0
@@ -104,7 +104,7 @@ class Again:
 
 
 class Kept:
-    """A Random that notes what it gives."""
+    """A Random that records its numbers."""
 
     def __init__(self, r: Random) -> None:
         self.r, self.given = r, list[Any]()
@@ -356,16 +356,16 @@ OPS = [
 
 # ---- programs ----
 
-# What cannot be done for a view that had to move data, nor with a norm's summands: refused alike on all ranks.
+# Errors for a view that had to move data, and for a norm's summands: all ranks raise alike.
 REFUSED = ("comes from a view", "summands of a norm")
-# A write to memory that several elements share: here the memory is another.
+# A write to memory that several elements share: pieces may share memory differently.
 SHARED = "memory location"
-# A view of a result that lies in memory in another order: strides are not promised.
+# A view of a result with another order in memory: strides are not guaranteed.
 STRIDES = "view size is not compatible"
 
 
 def _windows(t: torch.Tensor) -> bool:
-    """Whether its elements overlap in memory, and torch does not see it: what a write leaves there hangs on its order."""
+    """Whether elements overlap in memory and torch does not notice: the result of a write then depends on its order."""
     held = t.untyped_storage().nbytes() // t.element_size()
     places = torch.arange(held).as_strided(t.shape, t.stride(), t.storage_offset())
     return places.unique().numel() < t.numel() and all(n == 1 or step for n, step in zip(t.shape, t.stride(), strict=True))
@@ -379,9 +379,9 @@ class Program:
         self.generator = torch.Generator().manual_seed(seed)
         self.plain: list[torch.Tensor] = []
         self.ours: list[Any] = []
-        self.numbers: list[int] = []  # of those that live
+        self.numbers: list[int] = []  # of the live tensors
         self.made = 0
-        self.makers: list[Callable[[], Any]] = []  # of the leaves as they were
+        self.makers: list[Callable[[], Any]] = []  # make the leaves with their first values
         self.steps: list[Step] = []
         self.lines: list[str] = []
         self.outcomes: Counter[str] = Counter()
@@ -430,7 +430,7 @@ class Program:
         dims = [r.randint(0, self.plain[i].ndim) for _ in range(self.mesh.ndim)]
         to = [Replicate() if d == self.plain[i].ndim else Shard(d) for d in dims]
         self.lines.append(f"{len(self.ours)} = {i}.redistribute({to})")
-        # A new value or the same tensor, in an order in memory of its own: so it is copied.
+        # The result may be new or the same tensor, with strides of its own, so it is copied.
         copied = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
         moved = lambda x: copied(x.redistribute(placements=to))  # noqa: E731
         self._both("redistribute", lambda x: moved(x) if x is self.ours[i] else copied(x), [i], False, moved)
@@ -447,7 +447,7 @@ class Program:
         if not operands:
             return
         at = list(r.choice(operands))
-        # Under autograd most writes are refused, or hide the rest. torch's own gradient of a write to an empty view is plain.
+        # Under autograd most writes raise, or hide other errors. torch's own gradient of a write to an empty view is plain.
         if op.writes and self.grad and (r.random() < 0.7 or not self.plain[at[0]].numel()):
             return
         if op.writes and _windows(self.plain[at[0]]):
@@ -493,7 +493,7 @@ class Program:
         self.made += 1
 
     def _compare(self, k: int) -> None:
-        """Forgets what can no longer be read."""
+        """Drops a tensor that can no longer be read."""
         import shardtensor as st
 
         ours, plain = self.ours[k], self.plain[k]
@@ -512,7 +512,7 @@ class Program:
         assert ours.is_leaf == plain.is_leaf, f"{k}: is_leaf is {ours.is_leaf}"
 
     def together(self, name: str, run: Callable[[], Any], *known: Any) -> Any:
-        """What it returns or raises, which is of one kind on all ranks; raises what is not known where torch would not."""
+        """Returns the result or the error of `run`, which must be of one kind on all ranks. Raises an unknown error."""
         try:
             out = run()
             outcome = "compiled" if name == "compiled" else "right"
@@ -577,11 +577,11 @@ class Program:
 
 
 class _EndsHere(Exception):
-    """What comes after it cannot be compared."""
+    """Later steps cannot be compared."""
 
 
 def _unreadable(t: Any) -> bool:
-    """Autograd says so where a view of several (split, unbind) was written."""
+    """Whether autograd raises when the tensor is read: one of several views (split, unbind) was written."""
     try:
         t.grad_fn  # noqa: B018
     except RuntimeError:
@@ -592,7 +592,7 @@ def _unreadable(t: Any) -> bool:
 def run_programs(
     first: int, count: int, steps: int, mesh_shape: tuple[int, ...], grad: bool, dtype: str, backend: str | None = None, check: bool = False
 ) -> Counter[str]:
-    """Called on every rank. What the steps came to; with a backend also what the whole programs did, compiled."""
+    """Called on every rank. Counts the results of the steps; with a backend, also those of the whole programs, compiled."""
     import compiled_programs
     import shardtensor as st
     from oracle import checking, mesh_of

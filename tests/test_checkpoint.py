@@ -283,7 +283,7 @@ def what_does_not_fit_is_refused(path):
     dcp.save({"x": x}, checkpoint_id=path)
     model.weight = nn.Parameter(x)
     for options in ({}, dict(broadcast_from_rank0=True)):
-        with pytest.raises(ValueError, match=r"'weight' has sizes \[6, 5\], and is given to a tensor of sizes \[7, 5\]"):
+        with pytest.raises(ValueError, match=r"'weight' has sizes \[6, 5\], but is loaded into a tensor of sizes \[7, 5\]"):
             set_model_state_dict(model, {"weight": values()[:6]}, options=StateDictOptions(full_state_dict=True, **options))
 
 

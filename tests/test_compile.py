@@ -1049,12 +1049,12 @@ def refused():
 
     mapped = local_map(lambda t: t[:1], out_placements=[S0], in_placements=([S0],), device_mesh=mesh)
     for function, why in (
-        (infer, "the ranks ask each other"),
-        (check, "the ranks ask each other"),
+        (infer, "the ranks exchange sizes"),
+        (check, "the ranks exchange sizes"),
         (by_values, "depends on a tensor's values"),
         (selected, "depends on a tensor's values"),
         (lasting, "cannot set a mode of shardtensor"),
-        (mapped, "the ranks ask each other"),
+        (mapped, "the ranks exchange sizes"),
     ):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=why):

@@ -376,7 +376,7 @@ def refused_by_local_map():
     """How a result is cut is asked of all ranks: how large this rank's piece is does not tell."""
     for function in (_local_map(lambda t: t * 2, [S0]), _local_map(lambda t: t[:1], [S0], in_placements=([S0],))):
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="the ranks ask each other"):
+        with pytest.raises(Exception, match="the ranks exchange sizes"):
             torch.compile(function, backend="aot_eager", fullgraph=True)(spread(torch.ones(7, 6)), spread(torch.ones(6, 6), R))
 
 
@@ -548,7 +548,7 @@ def resharded():
     """A graph would hand input_reshard pieces, which it takes for whole tensors: no graph runs inside it."""
     for whole in (torch.nn.Sequential(_resharded(False)(None)), _resharded(False)(None)):
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="input_reshard keeps in pieces"):
+        with pytest.raises(Exception, match="input_reshard cuts what a module saves"):
             torch.compile(whole, backend="aot_eager", fullgraph=True)(_features(0))
     torch.testing.assert_close(_steps(_resharded(True), "aot_eager", compiled_blocks=True), _steps(_resharded(False), None))
 

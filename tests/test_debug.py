@@ -109,7 +109,7 @@ def what_is_implicit_is_refused():
             x + columns
         with pytest.raises(RuntimeError, match="it has no sharding rule"):
             torch.pdist(x)
-        with pytest.raises(RuntimeError, match="it needs its inputs whole"):
+        with pytest.raises(RuntimeError, match="it needs whole inputs"):
             x.nonzero()
         replicated = x.redistribute(placements=[Replicate()])
         replicated + x  # a slice of what is there
@@ -208,7 +208,7 @@ def redistributions_are_logged():
             log_redistributions(False)
         x - columns
     assert len(texts) == 1, texts
-    assert "aten::add.Tensor, argument" in texts[0] and "its rule needs it so" in texts[0] and "224 bytes" in texts[0]
+    assert "aten::add.Tensor, argument" in texts[0] and "its rule requires this layout" in texts[0] and "224 bytes" in texts[0]
 
 
 LOGGED = """

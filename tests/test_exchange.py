@@ -92,7 +92,7 @@ def errors_come_on_all_ranks():
     mine = [torch.zeros(2)] if rank == 0 else []
     with pytest.raises(RuntimeError, match=r"no rank holds 1 elements of offsets \[1\], sizes \[2\] on rank 1"):
         exchange(mine, [(0, [0], [2])], [(1, [1], [2])])
-    with pytest.raises(RuntimeError, match=f"held: offsets .* on rank {n}, a rank that is not of"):
+    with pytest.raises(RuntimeError, match=f"held: offsets .* on rank {n}, a rank that is not in"):
         exchange([], [(n, [0], [2])], [])
     with pytest.raises(RuntimeError, match="as many offsets and sizes as it has dims"):
         exchange(mine, [(0, [0], [2]), (1, [0, 0], [1, 1])], [])

@@ -478,7 +478,7 @@ def test_metadata_taken_at_its_word_is_compared_with_this_ranks_shards():
         (make([mine], other(pin_memory=True)), ValueError, "pin_memory property is incompatible with tensor property"),
         (make([mine], other(layout=torch.sparse_coo)), ValueError, "Only torch.strided layout is currently supported"),
         (make([Shard(torch.zeros(size.shard_sizes[::-1]).t(), size)]), ValueError, "Only torch.contiguous_format"),
-        (make([Shard(mine.tensor[:1], foreign)]), ValueError, "is none of sharded_tensor_metadata's"),
+        (make([Shard(mine.tensor[:1], foreign)]), ValueError, "is not in sharded_tensor_metadata"),
         (make([mine], replace(good, shards_metadata=[])), RuntimeError, "does not match number of local"),
         (make([mine], replace(good, size=torch.Size([7, 6]))), ValueError, "do not cover"),
     ]:
@@ -520,7 +520,7 @@ def test_gather():
         ((0, None), r"Argument ``dst_tensor`` must be specified on destination rank 0"),
         ((0, torch.zeros(SIZES)), "must NOT be specified on non-destination ranks"),
         ((0, torch.zeros(7, 4) if me == 0 else None), r"Argument ``dst_tensor`` have size \(7, 4\),but should be \(7, 5\)"),
-        ((world, None), f"argument 'dst' is {world}, no rank of a group of {world} ranks"),
+        ((world, None), f"argument 'dst' is {world}, not a rank of a group of {world} ranks"),
         ((me, torch.zeros(SIZES)), rf"dst={me} on rank: {me} does not match with dst=\d on rank: \d"),
     ]:
         raises_everywhere(lambda arguments=arguments: t.gather(*arguments), ValueError, match)
@@ -869,7 +869,7 @@ def test_ranks_that_seed_differently_are_told_and_brought_together():
     group = dist.new_group([0, 1])
     torch.manual_seed(dist.get_rank())
     if dist.get_rank() == 1:
-        with pytest.warns(UserWarning, match="on rank 1 the default random generator is in another state than on rank 0"):
+        with pytest.warns(UserWarning, match="on rank 1 the default random generator has another state than on rank 0"):
             t = st.rand(spec_of("rows"), 7, 5, process_group=group)
     else:
         t = st.rand(spec_of("rows"), 7, 5, process_group=group)
@@ -939,7 +939,7 @@ def test_other_ops_are_refused_on_all_ranks():
         (lambda: t.t(), "not supported for ShardedTensor!"),
         (lambda: t[0], "not supported for ShardedTensor!"),
         (lambda: nn.functional.dropout(t, 0.5), "not supported for ShardedTensor!"),
-        (lambda: t + whole(), "a plain tensor of more than one element is cut in no way"),
+        (lambda: t + whole(), "a plain tensor of more than one element has no shards"),
         (lambda: t + lay(whole(), chunks()), "not cut alike; reshard one"),
         (lambda: nn.functional.embedding_bag(torch.zeros(1, 2, dtype=torch.int64), t), "'embedding_bag', with .* not supported for ShardedTensor!"),
         (lambda: nn.functional.linear(t, torch.zeros(1, 1)), "not supported for ShardedTensor!"),
@@ -1016,7 +1016,7 @@ def test_embedding_of_each_ranks_own_indices():
                 torch.testing.assert_close(shard.tensor.grad, part(plain.weight.grad, shard.metadata))
         with pytest.raises(NotImplementedError, match="argument 'max_norm' would write to rows that other ranks hold"):
             nn.functional.embedding(all_ids[me], module.weight, max_norm=1.0)
-    with pytest.raises(NotImplementedError, match="is not one dim cut in a row of the ranks; reshard it first"):
+    with pytest.raises(NotImplementedError, match="does not cut one dim in order of rank; reshard it first"):
         nn.functional.embedding(all_ids[me], lay(whole(), spec_of("windmill")))
 
 
@@ -1079,7 +1079,7 @@ def test_shard_parameter_refuses_on_all_ranks():
         (lambda: st.shard_parameter(small, "weight", chunks()), ValueError, "size=.* on rank: . does not match with size="),
         (lambda: st.shard_parameter(module, "weight", chunks(), src_rank=me), ValueError, "src_rank=. on rank: . does not match with src_rank=. on rank: ."),
         (lambda: st.shard_parameter(module, "weight", chunks(me)), ValueError, "sharding_spec=.* does not match with sharding_spec="),
-        (lambda: st.shard_parameter(module, "weight", chunks(), src_rank=2), ValueError, "src_rank=2 is no rank of a group of 2 ranks"),
+        (lambda: st.shard_parameter(module, "weight", chunks(), src_rank=2), ValueError, "src_rank=2 is not a rank of a group of 2 ranks"),
         (lambda: st.shard_parameter(module, "weight", chunks(0, [0, 5])), ValueError, "Global rank 5 does not exist"),
         (lambda: st.shard_parameter(module, "weight", chunks(3)), ValueError, "Invalid sharding dim: 3"),
     ]:

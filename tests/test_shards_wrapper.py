@@ -166,8 +166,8 @@ def test_of_an_empty_list():
 
 REFUSED = [
     ("entries", ValueError, "'local_offsets' has 1 entries for 2", [torch.ones(2, 2)] * 2, [(0, 0)]),
-    ("dims", ValueError, r"\[0\] is no place for shard 0", [torch.ones(2, 2)], [(0,)]),
-    ("negative", ValueError, r"\[0, -1\] is no place", [torch.ones(2, 2)], [(0, -1)]),
+    ("dims", ValueError, r"\[0\] is not a valid offset for shard 0", [torch.ones(2, 2)], [(0,)]),
+    ("negative", ValueError, r"\[0, -1\] is not a valid offset", [torch.ones(2, 2)], [(0, -1)]),
     ("dtype", ValueError, "dtype torch.float64 of shard 1 differs", [torch.ones(2), torch.ones(2).double()], [(0,), (2,)]),
     ("device", ValueError, "device meta of shard 1 differs", [torch.ones(2), torch.ones(2, device="meta")], [(0,), (2,)]),
     ("ndim", ValueError, "ndim 1 of shard 1 differs", [torch.ones(2, 2), torch.ones(2)], [(0, 0), (2,)]),

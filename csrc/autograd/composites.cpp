@@ -1,5 +1,5 @@
-// Autograd for ops that torch itself would decompose, and that a rule takes whole (Options.composite), or whose formula leaves
-// out what matters here (embedding): these kernels register themselves at AutogradPrivateUse2 when the module loads.
+// Autograd for two kinds of ops: ops that torch would decompose but that have a rule (Way::Whole), and ops whose torch formula
+// lacks an argument that we need (embedding). These kernels register themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
 #include "comm/values.h"
 #include "dispatch/handler.h"
@@ -48,7 +48,7 @@ at::Tensor sum_rows(const at::Tensor& grad) {
   return dims.empty() ? grad : grad.sum(dims);
 }
 
-// Saves what a gradient that someone wants will read, no more: x for the weight's, the weight for x's.
+// Saves only what the required gradients will read: x for the weight's, the weight for x's.
 struct LinearBackward final : Node {
   SavedVariable x, weight;
 
@@ -84,9 +84,9 @@ struct LinearBackward final : Node {
   }
 };
 
-// Knows the table, and with it which rows this rank needs the gradient of.
+// Holds the table, whose layout says of which rows this rank needs the gradient.
 struct EmbeddingBackward final : Node {
-  at::Tensor table; // its layout alone is read
+  at::Tensor table; // only its layout is read
   SavedVariable indices;
   int64_t padding_idx;
   bool scale_grad_by_freq;
@@ -146,7 +146,7 @@ struct MatmulBackward final : Node {
       std::tie(out[0], out[1]) = at::matmul_backward(grad, self.unpack(), other.unpack(), want);
       return out;
     }
-    // In terms of products, which are differentiable in turn (matmul_backward is not).
+    // By products, which are differentiable again (matmul_backward is not).
     auto g = self_sizes.size() == 1 ? grad.unsqueeze(other_sizes.size() == 1 ? grad.dim() : grad.dim() - 1) : grad;
     g = other_sizes.size() == 1 ? g.unsqueeze(-1) : g;
     if (want[0]) {
@@ -163,7 +163,7 @@ struct MatmulBackward final : Node {
   }
 };
 
-// torch 2.15 counts references in the node itself, earlier ones in a shared_ptr.
+// torch 2.15 counts references in the node itself, earlier versions in a shared_ptr.
 template <typename T>
 auto new_node() {
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, T>) {
@@ -185,7 +185,7 @@ at::Tensor linear(
       return at::linear(in[0].toTensor(), in[1].toTensor(), in[2].toOptional<at::Tensor>());
     }
   }
-  // Forward mode, and shapes that linear takes beyond what it documents: in terms of ops that have formulas for them.
+  // Forward mode and undocumented shapes run by other ops, which have formulas for them.
   const bool plain_shapes =
       weight.dim() == 2 && x.dim() > 0 && (!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)));
   const bool symbolic = is_symbolic(x) || is_symbolic(weight);
@@ -270,7 +270,7 @@ at::Tensor embedding(
   return out;
 }
 
-// Onto the meta device torch takes that device's kernel, whose key is above ours, and which knows no pieces.
+// For a copy to the meta device, torch would call that device's kernel: its key is above ours, and it does not know pieces.
 at::Tensor to_copy(
     c10::DispatchKeySet keys,
     const at::Tensor& self,
@@ -288,8 +288,8 @@ at::Tensor to_copy(
       torchs_autograd(keys), self, dtype, layout, device, pin_memory, non_blocking, memory_format);
 }
 
-// torch lets tensors without elements and of one dim be anywhere in the list. Their gradients would be plain tensors: as views of
-// the others' shape they get ShardTensors.
+// torch allows empty 1-d tensors anywhere in the list. Their gradients would be plain tensors; as views with the others'
+// number of dims they get ShardTensors.
 at::Tensor cat(c10::DispatchKeySet keys, const at::ITensorListRef& tensors, int64_t dim) {
   static const auto& op = installed_op("aten::cat");
   static const auto recorder = *typed_record(op);
@@ -327,19 +327,19 @@ at::Tensor max_pool1d(
   return std::get<0>(at::max_pool1d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode));
 }
 
-// The sections are read where they are used, so every rank needs them all.
+// The kernel reads the values of `sections`, so every rank needs all of them.
 std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& sections, int64_t dim) {
   return at::compositeimplicitautograd::tensor_split(self, whole(sections).to(at::kCPU), dim);
 }
 
-// grad on the diagonal of zeros; torch's own writes it into a plain tensor.
+// Puts grad on the diagonal of zeros. torch's formula writes it into a plain tensor.
 at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sym_sizes) {
   const auto sizes = C10_AS_INTARRAYREF_SLOW(sym_sizes);
   TORCH_CHECK(sizes.size() == 2, "expected matrix input");
   return at::diagonal_backward(grad.expand({std::min(sizes[0], sizes[1])}), sizes, 0, 0, 1);
 }
 
-// torch's own makes a plain mask of who comes before whom.
+// torch's version makes a plain causal mask.
 std::tuple<at::Tensor, at::Tensor> attention_math(
     const at::Tensor& query,
     const at::Tensor& key,
@@ -353,7 +353,7 @@ std::tuple<at::Tensor, at::Tensor> attention_math(
   auto mask = given_mask;
   const auto* impl = as_shard_tensor(query);
   if (is_causal && impl && !(mask && mask->defined())) {
-    // As it is added to the scores: the public op turns a mask of bools into one, this one does not.
+    // The mask is added to the scores: the public op converts a mask of bools, this one does not.
     const auto infinity = std::numeric_limits<double>::infinity();
     const auto later = at::full({query.size(-2), key.size(-2)}, -infinity, impl->local().options()).triu(1);
     mask = from_local(later, Layout::replicated(impl->layout().mesh_ptr()), later.sizes(), later.strides());
@@ -363,7 +363,7 @@ std::tuple<at::Tensor, at::Tensor> attention_math(
       query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
 }
 
-// torch's own makes plain zeros where nothing attends, or is attended to.
+// torch's version makes plain zeros if there are no queries or no keys.
 at::Tensor attention(
     const at::Tensor& query,
     const at::Tensor& key,
@@ -381,7 +381,7 @@ at::Tensor attention(
       query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
-// torch's own writes through a stride that no cut tensor has.
+// torch's version writes through a stride that a cut tensor cannot have.
 at::Tensor& fill_diagonal_(at::Tensor& self, const at::Scalar& value, bool wrap) {
   TORCH_CHECK(self.dim() >= 2, "dimensions must larger than 1");
   const auto rows = self.size(0), columns = self.size(1);
@@ -392,7 +392,7 @@ at::Tensor& fill_diagonal_(at::Tensor& self, const at::Scalar& value, bool wrap)
         "all dimensions of input must be of equal length");
   }
   if (wrap && self.dim() == 2 && columns > 0) {
-    for (int64_t first = 0; first < rows; first += columns + 1) { // a row between two diagonals is left out
+    for (int64_t first = 0; first < rows; first += columns + 1) { // skips a row between two diagonals
       self.narrow(0, first, std::min(columns, rows - first)).diagonal().fill_(value);
     }
     return self;
@@ -405,7 +405,7 @@ at::Tensor& fill_diagonal_(at::Tensor& self, const at::Scalar& value, bool wrap)
   return self;
 }
 
-// torch's own writes them into a plain tensor.
+// torch's version writes the sequences into a plain tensor.
 at::Tensor pad_sequence(at::TensorList sequences, bool batch_first, double value, c10::string_view side) {
   TORCH_CHECK(!sequences.empty(), "received an empty list of sequences");
   TORCH_CHECK(side == "left" || side == "right", "Expected padding_side to be one of left or right, but got ", side, ".");
@@ -426,8 +426,8 @@ at::Tensor pad_sequence(at::TensorList sequences, bool batch_first, double value
   return at::stack(padded, batch_first ? 0 : 1);
 }
 
-// The ranks, counted from 0, at which sorted rows have their quantiles. NaN comes last in a row: it is what a row's quantiles
-// are where one is there, or it is not counted.
+// The positions, from 0, of the quantiles in sorted rows. NaN is sorted last: a row with NaN has quantiles NaN, or `skip_nan`
+// ignores it.
 at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan) {
   const auto nan = sorted.isnan();
   if (skip_nan) {
@@ -437,7 +437,7 @@ at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan
   return (q * last).masked_fill(nan.any(-1, true), last);
 }
 
-// As torch's, which picks by data pointer where it need not sort all.
+// As torch's version, which selects by data pointer if it need not sort everything.
 at::Tensor quantiles(
     const at::Tensor& self, const at::Tensor& q, std::optional<int64_t> dim, bool keepdim, c10::string_view how, bool skip_nan) {
   const auto* name = skip_nan ? "nanquantile" : "quantile";
@@ -497,8 +497,8 @@ at::Reduction::Reduction reduction_of(const c10::IValue& name) {
   return text == "none" ? at::Reduction::None : text == "mean" ? at::Reduction::Mean : at::Reduction::Sum;
 }
 
-// torch's custom op saves the memory of the logits by computing them chunk by chunk, into plain buffers. Here they are sharded.
-// Behind the loss it returns the gradients for its own formula, which is not in use: none.
+// torch's custom op saves memory by computing the logits chunk by chunk, into plain buffers. Here the logits are sharded.
+// After the loss, torch's op returns gradients for its own formula; that formula is not used here, so there are none.
 void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto base = stack->size() - schema.arguments().size();
@@ -519,7 +519,7 @@ void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* sta
   }
 }
 
-// As torch has them, for the log-softmax and the picking of labels both have rules.
+// As in torch: log-softmax and the loss by labels both have rules.
 void loss_of_labels(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<AsReplicated> targets;
   if (kPlainTargets.get() == 1) {

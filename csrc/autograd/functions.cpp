@@ -29,7 +29,7 @@ const LayoutPtr& held(const c10::IValue& value) {
   return c10::static_intrusive_pointer_cast<Held>(value.toCapsule())->layout;
 }
 
-// Lists of numbers alone come back from a saved IValue as such.
+// A list that has only numbers comes back from a saved IValue as an int list.
 SymSizes symbols_of(const c10::IValue& list) {
   return list.isIntList() ? symbols(list.toIntVector()) : list.toSymIntVector();
 }
@@ -38,7 +38,7 @@ at::Tensor as_dtype(const at::Tensor& t, const std::optional<at::ScalarType>& dt
   return dtype && *dtype != t.scalar_type() ? t.to(*dtype) : t;
 }
 
-// No autograd: the data moves, the result is fresh.
+// Without autograd: moves the data into a new tensor.
 at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
@@ -60,7 +60,7 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   if (self.is_symbolic()) {
     out = wrap_symbolic(std::move(local), layout, t.sym_sizes(), sym_strides_like(t.sym_sizes(), t));
   } else {
-    // What is on its way cannot be laid out anew. It comes one dim after the other.
+    // A pending piece cannot be copied into another order, so it is contiguous.
     const auto strides = async ? dense_strides(t.sizes(), {}) : strides_like(t.sizes(), t);
     out = wrap(completion ? std::move(local) : laid(std::move(local), strides), layout, t.sizes(), strides);
   }
@@ -73,7 +73,7 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   return out;
 }
 
-// A gradient of what came from a tensor of layout `from` and of `dtype`.
+// Moves the gradient of a tensor that came from one of layout `from` and of `dtype`.
 at::Tensor moved_back(
     const at::Tensor& grad,
     const LayoutPtr& from,
@@ -123,7 +123,7 @@ at::Tensor made(const at::Tensor& local, const LayoutPtr& layout, c10::SymIntArr
   return out;
 }
 
-// A gradient that comes to from_local in another layout than its input had.
+// Reports a gradient that arrives at from_local in another layout than its input had.
 void tell_of_gradient(const at::Tensor& grad, const Layout& want) {
   static const std::string op = "from_local", argument = "gradient";
   const auto* impl = as_shard_tensor(grad);
@@ -132,7 +132,7 @@ void tell_of_gradient(const at::Tensor& grad, const Layout& want) {
   }
 }
 
-// How many ranks' summands an element is the average of.
+// The number of ranks over whose summands an element is averaged.
 int64_t averaged(const Layout& layout) {
   int64_t n = 1;
   for (int64_t m = 0; m < layout.ndim(); ++m) {
@@ -142,7 +142,8 @@ int64_t averaged(const Layout& layout) {
   return n;
 }
 
-// The first mesh dim whose summands are extremes, factors or norms, or -1: the gradient of one depends on the others.
+// The first mesh dim whose summands are maxima, minima, factors or norms, or -1. The gradient of such a summand depends on the
+// others.
 int64_t entangled(const Layout& layout) {
   for (int64_t m = 0; m < layout.ndim(); ++m) {
     const auto& p = layout.placement(m);
@@ -153,7 +154,7 @@ int64_t entangled(const Layout& layout) {
   return -1;
 }
 
-// Those of mesh dim `m` are what a reduction leaves of a tensor that has a dim for the ranks: torch knows its gradient.
+// Reduces the summands of mesh dim `m` as a tensor with one dim for the ranks: torch knows the gradient of that reduction.
 at::Tensor reduced_over_ranks(const at::Tensor& local, const LayoutPtr& layout, c10::SymIntArrayRef sizes, int64_t m) {
   auto placements = layout->placements();
   for (auto& p : placements) {
@@ -271,7 +272,7 @@ at::Tensor from_local(
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout) {
   const auto& self = shard_tensor(t, "to_local");
   if (!t.requires_grad()) {
-    const auto& local = self.local(); // not the piece itself: to_local().unsqueeze_(0) is no business of the ShardTensor's
+    const auto& local = self.local(); // return an alias: to_local().unsqueeze_(0) must not change the ShardTensor
     return local.key_set().has(c10::DispatchKey::Python) ? local : at::alias(local);
   }
   if (!grad_layout) {
@@ -293,7 +294,7 @@ at::Tensor redistribute(
     if (!records) {
       return t;
     }
-    // A view, so that it can be written. The gradient moves all the same: it may come in any layout.
+    // A view, so that it can be written. The gradient still moves: it may arrive in any layout.
     auto out = at::alias(t);
     out.register_hook([from = without_partial(layout), backward_dtype, dtype = t.scalar_type(), async](const at::Tensor& grad) {
       return grad.defined() ? moved_back(grad, from, backward_dtype, dtype, async) : grad;

@@ -1,4 +1,4 @@
-// The differentiable doors of the type: into it, out of it, and from one layout to another.
+// The differentiable conversions: from local tensors to ShardTensors, back, and from one layout to another.
 #pragma once
 
 #include "layout/layout.h"
@@ -9,8 +9,8 @@
 
 namespace shardtensor {
 
-// The gradient arrives in `grad_layout` and is handed back as a local tensor. Default: `layout`, with Replicate for Partial, and
-// what is handed back is the derivative by the summand (an average's is one nth).
+// The gradient is moved to `grad_layout` and returned as a local tensor. Default: `layout`, with Replicate for Partial; then
+// the derivative with respect to this rank's summand is returned (one nth for an average).
 at::Tensor from_local(
     const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout = {});
 at::Tensor from_local(
@@ -23,11 +23,11 @@ at::Tensor from_local(
 // The gradient, a plain local tensor, is taken to have `grad_layout` (default: the tensor's, with Replicate for Partial).
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout = {});
 
-// All of a ShardTensor, as a plain tensor; a plain one as it is.
+// The whole of a ShardTensor, as a plain tensor. Returns a plain tensor unchanged.
 at::Tensor whole(const at::Tensor& t);
 
 // Moves to another layout, casting to `forward_dtype` first; the gradient moves back in `backward_dtype`. `async`: both return
-// while the data is on its way, and wait at its first use.
+// before the data has arrived; its first use waits.
 at::Tensor redistribute(
     const at::Tensor& t,
     LayoutPtr layout,

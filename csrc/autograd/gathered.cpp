@@ -14,13 +14,13 @@ namespace {
 
 using rules::Solution;
 
-// True if the op draws random numbers: its ranks would draw different ones, so that it has to be decomposed.
+// True if the op draws random numbers. Each rank would draw different ones, so the op has to be decomposed.
 bool drops_out(const Op& op, const torch::jit::Stack& stack, size_t base) {
   const auto p = op.schema().argumentIndexWithName("dropout"), train = op.schema().argumentIndexWithName("train");
   return p && train && stack[base + *p].toDouble() > 0 && stack[base + *train].toBool();
 }
 
-// Where a mesh dim cuts the call and not this operand, every rank makes a summand of the operand's gradient.
+// If a mesh dim cuts the call but not this operand, every rank makes a summand of the operand's gradient.
 LayoutPtr layout_of_gradient(LayoutPtr layout, const Solution& solution) {
   for (const auto mesh_dims : solution.factor_mesh_dims) {
     for (int64_t m = 0; m < layout->ndim(); ++m) {
@@ -32,17 +32,17 @@ LayoutPtr layout_of_gradient(LayoutPtr layout, const Solution& solution) {
   return layout;
 }
 
-// Some of torch's formulas give no gradient where there are no elements. The other ranks have one.
+// Some of torch's formulas give no gradient for empty tensors, but the other ranks have one.
 struct WithGradient : torch::autograd::Function<WithGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& t) {
     return t.view_as(t);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list grads) {
-    return grads; // which are zeros where there were none
+    return grads; // zeros for missing gradients
   }
 };
 
-// This rank's piece of an operand in the layout that the solution asks for, connected to the operand in the graph.
+// This rank's piece of an operand in the layout that the solution requires, connected to the operand in the graph.
 at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const Solution& solution) {
   const auto& t = *ref.tensor;
   const auto given = ref.impl ? t : from_local(t, solution.replicated, t.sizes(), t.strides());
@@ -65,7 +65,7 @@ at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth
   return from_local(laid(piece, strides), result.layout, sizes, strides);
 }
 
-// A rank that the mesh does not hold has nothing of the results; the graph goes on through it, as everywhere.
+// A rank outside the mesh has empty pieces of the results, but records the same graph as all ranks.
 void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   auto results = on_meta(op, stack, base, refs);
   {

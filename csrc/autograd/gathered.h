@@ -1,12 +1,12 @@
-// Ops run as a whole on local tensors, autograd and all: torch's formula for them, or their own body, writes into plain tensors
-// or reads values, which ShardTensors do not allow. The local tensors are pieces where the op has a rule, else the gathered
-// inputs.
+// Ops that run on local tensors together with their autograd: torch's gradient formula, or the op itself, writes into plain
+// tensors or reads values, which ShardTensors do not allow. If the op has a rule, the local tensors are pieces; otherwise they
+// are the gathered inputs.
 #pragma once
 
 namespace shardtensor {
 
-// Takes the ops that the registry says so of (Options.gather) at the autograd key; after install_handler(). They write no
-// argument and return no view.
+// Registers these ops (their entry says so) at the autograd key. Call it after install_handler(). The ops write no argument and
+// return no view.
 void install_gathered();
 
 } // namespace shardtensor

@@ -1,11 +1,11 @@
-// The memory that autograd makes for gradients. Uses autograd/functions, dispatch/, tensor/. Registers itself; used by nobody.
+// The tensors that autograd makes for gradients. Uses autograd/functions, dispatch/, tensor/. Registers itself.
 //
-// What a leaf keeps (torch's AccumulateGrad) lies as the leaf does where that is cut: a rank that holds a part of the leaf keeps
-// that part of the gradient.
+// The gradient that a leaf keeps (torch's AccumulateGrad) has the leaf's layout along the mesh dims that cut the leaf: a rank
+// that holds a part of the leaf keeps the same part of the gradient.
 //
 // The backward of a write through a view (torch's CopySlices) copies the gradient of the base into a new tensor, takes the same
-// view of that and writes there. The gradient may lie in another way than the base did, so that this view would have to move
-// data, and could not be written to. Then the new tensor is whole where the gradient is cut.
+// view of that and writes there. The gradient may have another layout than the base had, so that this view would have to move
+// data and could not be written to. Then the new tensor is whole along the mesh dims that cut the gradient.
 #include "autograd/functions.h"
 #include "dispatch/call.h"
 #include "dispatch/plain.h"
@@ -25,7 +25,7 @@ namespace {
 using torch::autograd::AccumulateGrad;
 using torch::autograd::CopySlices;
 
-// The node of the graph that runs on this thread, if it is such a one.
+// The node of the graph that runs on this thread, if it is a `Node`.
 template <typename Node>
 class Running {
  public:
@@ -39,8 +39,8 @@ class Running {
   const Node* found_;
 };
 
-// Where the leaf is cut, its placements and cuts. Elsewhere the gradient's own: what are summands may stay so, until somebody
-// asks for their sum.
+// The leaf's placements and cuts along the mesh dims that cut the leaf. Along the others the gradient's own: summands may stay
+// summands until their sum is needed.
 LayoutPtr layout_to_keep(const Layout& grad, const LayoutPtr& leaf) {
   auto out = leaf;
   for (int64_t m = 0; m < leaf->ndim(); ++m) {
@@ -53,7 +53,7 @@ LayoutPtr layout_to_keep(const Layout& grad, const LayoutPtr& leaf) {
   return out;
 }
 
-// The layout that the running node's leaf keeps `grad` in; null where that is the gradient's own, or no leaf is at work.
+// The layout in which the running node's leaf keeps `grad`; null if `grad` has it already, or no AccumulateGrad is running.
 LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
   const Running<AccumulateGrad> accumulate;
   const auto* leaf = accumulate.get() ? as_shard_tensor(accumulate.get()->variable) : nullptr;
@@ -69,7 +69,7 @@ LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
 at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
   if (const auto layout = wanted_by_leaf(self)) {
     static const std::string op = "AccumulateGrad", argument = "gradient";
-    tell_watcher(op, argument, "its leaf is cut so", shard_tensor(self, "the gradient").layout(), *layout, self);
+    tell_watcher(op, argument, "its leaf has these cuts", shard_tensor(self, "the gradient").layout(), *layout, self);
     return redistribute(self, layout);
   }
   return at::_ops::detach::redispatch(torchs_autograd(keys), self);

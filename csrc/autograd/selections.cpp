@@ -1,6 +1,5 @@
-// Gradients of max, sort, topk, cummax, cumprod. Torch composes them by writing into plain zeros, which cannot become
-// ShardTensors; the rules take them whole instead, and what that hides from autograd is said here.
-// Uses tensor/. Registers itself; used by nobody.
+// Gradients of max, sort, topk, cummax, cumprod. torch's formulas write into plain zeros, which cannot become ShardTensors.
+// Here these backward ops have rules of their own, and this file adds their derivatives. Uses tensor/. Registers itself.
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -16,7 +15,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Puts grad where the indices point along dim. Its own gradient is read from there.
+// Writes grad at the indices along dim. Its own gradient is read from there.
 struct Select : torch::autograd::Function<Select> {
   static Tensor forward(
       AutogradContext* ctx,
@@ -46,7 +45,7 @@ Tensor value_selecting_reduction_backward(
   return Select::apply(grad, dim, indices, sizes.vec(), keepdim);
 }
 
-// The same where an index may be hit twice: it adds up.
+// The same if indices may repeat: values are added.
 struct ScatterAdd : torch::autograd::Function<ScatterAdd> {
   static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& input, const Tensor& indices, int64_t dim) {
     ctx->save_for_backward({indices});
@@ -65,7 +64,7 @@ Tensor cummaxmin_backward(const Tensor& grad, const Tensor& input, const Tensor&
   return ScatterAdd::apply(grad, input, indices, dim);
 }
 
-// Differentiated twice, torch's own composition is taken.
+// For second derivatives, uses torch's own composition.
 Tensor cumprod_backward(const Tensor& grad, const Tensor& input, int64_t dim, const Tensor& output) {
   if (at::GradMode::is_enabled() && (grad.requires_grad() || input.requires_grad())) {
     static const auto op = c10::Dispatcher::singleton()

@@ -25,7 +25,7 @@ inline BoxTuple tuple_of(const Box& box) {
   return {{box.offsets.begin(), box.offsets.end()}, {box.sizes.begin(), box.sizes.end()}};
 }
 
-// A Python function that C++ tells of things, from any thread; a text that it returns is an error.
+// A Python function that C++ notifies, from any thread. If it returns a text, that text is an error.
 class Ear {
  public:
   void set(py::object function) {
@@ -45,14 +45,14 @@ class Ear {
  private:
   py::object function_;
 };
-// One per thing to tell of, never destroyed: the interpreter may be gone by then.
+// One per kind of notification. Never destroyed: the interpreter may be gone by then.
 template <typename Thing>
 Ear& ear_for() {
   static auto* ear = new Ear();
   return *ear;
 }
 
-// A method in C, for what runs all the time.
+// A method in C, for frequent calls.
 inline void add_method(const py::type& type, PyMethodDef& method) {
   type.attr(method.ml_name) =
       py::reinterpret_steal<py::object>(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &method));

@@ -13,7 +13,7 @@ namespace shardtensor::bindings {
 
 namespace {
 
-// Python's question whether an object is of a class is slow for what is not.
+// Python's isinstance is slow for objects that are not instances.
 bool is_tensor(PyObject* index) {
   const bool other = PySlice_Check(index) || PyLong_Check(index) || index == Py_None || index == Py_Ellipsis;
   return !other && THPVariable_Check(index);
@@ -50,7 +50,7 @@ bool is_bool(PyObject* index) {
   return as_shard_tensor(t) && t.dim() == 0 && t.scalar_type() == at::kBool;
 }
 
-// Lists of numbers or bools among the indices, and no plain tensor, which only the promotion mode can let pass.
+// Whether the indices include lists of numbers or bools, but no plain tensor (which only the promotion mode allows).
 bool becomes_plain(PyObject* index) {
   if (!PyTuple_Check(index)) {
     return is_list(index) ? has_only_numbers(index) : is_bool(index);

@@ -8,7 +8,7 @@ namespace shardtensor::bindings {
 
 namespace {
 
-// Python's side of a placement: (kind, dim, split_factor, reduce, norm_order).
+// A placement as Python passes it: (kind, dim, split_factor, reduce, norm_order).
 using Tuple = std::tuple<int, int64_t, int64_t, std::string, double>;
 
 Placement placement_from(const Tuple& t) {

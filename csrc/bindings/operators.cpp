@@ -1,6 +1,6 @@
-// x + y and the like between ShardTensors and with numbers: straight to the dispatcher. torch's argument parser
-// costs more than the handler, for it asks both operands several times over what they are. Whatever else stands there, and
-// whoever wants to hear of the call in Python, is torch's.
+// x + y and similar operators between ShardTensors and with numbers go directly to the dispatcher. torch's argument parser
+// costs more than the handler, because it checks both operands' types several times. Other operands, and calls that Python
+// code intercepts, go through torch.
 #include "bindings/bindings.h"
 
 #include "tensor/shard_tensor.h"
@@ -22,12 +22,12 @@ bool is_ours(PyObject* object) {
   return Py_TYPE(object) == python_class();
 }
 
-// By a mode, or a function handler.
+// Whether a mode or a function handler intercepts calls.
 bool heard() {
   return !torch_function_disabled() || at::impl::torch_function_mode_enabled();
 }
 
-// What torch makes of a Python number next to a tensor.
+// A Python number as torch converts it next to a tensor.
 at::Tensor as_number(PyObject* object) {
   if (PyFloat_CheckExact(object)) {
     return at::native::wrapped_scalar_tensor(PyFloat_AS_DOUBLE(object));
@@ -58,7 +58,7 @@ PyObject* call(const at::Tensor& x, const at::Tensor& y) {
   END_HANDLE_TH_ERRORS
 }
 
-// `reflected`: for the operand on the right, which torch takes first as well: x + y and x * y are what y + x and y * x are.
+// `reflected`: for the operand on the right. torch also swaps the operands of + and *, which commute.
 template <typename F, bool reflected = false>
 struct Operator {
   static inline PyObject* torchs = nullptr;

@@ -1,4 +1,5 @@
-// What torch.compile reads of every ShardTensor at every call of a graph, in C: _local_tensor, _spec and device_mesh.
+// The properties that torch.compile reads from every ShardTensor at every call of a graph: _local_tensor, _spec and
+// device_mesh.
 #include "bindings/bindings.h"
 
 #include "tensor/shard_tensor.h"
@@ -19,7 +20,7 @@ std::vector<py::object>& device_meshes() {
   return *all;
 }
 
-// None where it is gone.
+// None if it no longer exists.
 py::object known_device_mesh(const Mesh& mesh) {
   const auto& all = device_meshes();
   const auto id = static_cast<size_t>(mesh.id());
@@ -52,8 +53,8 @@ int set_local(PyObject* self, PyObject* value, void*) {
   END_HANDLE_TH_ERRORS_RET(-1)
 }
 
-// The tensor's, made anew where its layout or form has changed since. Borrowed from the tensor, or new (traced tensors keep
-// none).
+// The tensor's spec, made again if its layout, sizes or strides have changed. Borrowed from the tensor, or new (traced tensors
+// keep none).
 py::object spec_of(PyObject* self) {
   const auto& t = THPVariable_Unpack(self);
   auto& impl = shard_tensor(t, "_spec");

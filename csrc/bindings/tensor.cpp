@@ -17,7 +17,7 @@ LayoutPtr as_const(const MutableLayout& l) {
   return LayoutPtr(l);
 }
 
-// pybind11's own conversion asks Python whether each is an instance of torch.Tensor, a third of an optimizer's overhead.
+// pybind11's own conversion calls isinstance for each tensor, which is a third of an optimizer's overhead.
 std::optional<Tensors> tensor_list(const py::list& list) {
   Tensors out;
   out.reserve(list.size());
@@ -126,7 +126,7 @@ void register_tensor(py::module& m) {
       [](const at::Tensor& local, const MutableLayout& layout, const std::optional<SymSizes>& sizes,
          const std::optional<SymSizes>& strides, const std::optional<MutableLayout>& grad_layout) {
         const auto gradient = grad_layout ? as_const(*grad_layout) : LayoutPtr();
-        // Without sizes every rank's piece is as large as this one.
+        // Without sizes, every rank's piece has the size of this one.
         if (!sizes && !strides && !is_symbolic(local)) {
           const auto global = layout->sizes_of_equal_pieces(local.sizes());
           return from_local(local, as_const(layout), global, strides_like(global, local), gradient);

@@ -1,4 +1,5 @@
-// Ops on ShardTensors whose local tensors are Python's (fake, quantised, several in one): they come by __torch_dispatch__.
+// Ops on ShardTensors whose local tensors are Python subclasses (fake, quantised, several shards): __torch_dispatch__ calls
+// these.
 #include "bindings/bindings.h"
 
 #include "dispatch/traced.h"
@@ -8,7 +9,7 @@
 namespace shardtensor::bindings {
 
 void register_traced(py::module& m) {
-  // What native ShardTensors get from the dispatcher: our kernel, or the user's where it is overridden.
+  // The kernel that the dispatcher calls for native ShardTensors: ours, or the user's override.
   m.def(
       "call",
       [](bool overridden, const std::string& name, const std::string& overload, const py::args& args, const py::kwargs& kwargs) {

@@ -46,7 +46,7 @@ struct Raised {
   int64_t& n_;
 };
 
-// What is about to be called, where it may be that this rank has nothing to call for.
+// Tells the listener what is about to be called, even if this rank has nothing to send.
 void tell(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
   auto* listener = g_listener.load(std::memory_order_relaxed);
   if (C10_LIKELY(!listener) || t_telling || t_aside) {
@@ -65,7 +65,8 @@ void count(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
   g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
 }
 
-// By name, each time: a group destroyed and made anew under the same name is found, and none is kept alive.
+// Looks the group up by name each time: this finds a group that was destroyed and made again under its name, and keeps no group
+// alive.
 GroupPtr group_of(const Mesh& mesh, int64_t mesh_dim, const char* what) {
   const auto& name = mesh.group(mesh_dim);
   TORCH_CHECK(
@@ -74,15 +75,15 @@ GroupPtr group_of(const Mesh& mesh, int64_t mesh_dim, const char* what) {
   return c10d::resolve_process_group(name);
 }
 
-// All that tells backends apart. What is false is done in a way that every backend has.
+// All differences between backends. If a flag is false, a method is used that every backend supports.
 struct Backend {
   bool gathers = false; // all-gathers of one buffer, and of lists whose pieces have any sizes, each in one launch
-  bool adds_up = false; // reduces on the way, pieces of any size
+  bool adds_up = false; // reduce-scatters of pieces of any size
   bool bitwise = false; // all-reduces by and, or, xor of bits
   bool sends = false;   // between two ranks, and the others need not call
   bool batches = false; // several sends and receives can be made as one, and the others need not call
-  bool by_host = false; // sends from main memory alone
-  int64_t latency = 0;  // so many bytes in all cost no more than one: they are gathered sooner than reduced
+  bool by_host = false; // sends only from main memory
+  int64_t latency = 0;  // up to this many bytes in all, gathering them is faster than reducing them
 };
 
 Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
@@ -108,7 +109,7 @@ std::vector<int64_t> times(at::IntArrayRef sizes, int64_t factor) {
   return out;
 }
 
-constexpr int kTag = 0x5d; // of messages between two ranks, apart from a user's own
+constexpr int kTag = 0x5d; // for messages between two ranks, different from users' tags
 
 std::atomic<bool> g_call_alone{false};
 
@@ -116,7 +117,7 @@ bool stays(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim) {
   return is_alone(mesh, mesh_dim) || !has_values(t);
 }
 
-// What works on one flat buffer; torch renamed the three on its way to 2.15.
+// The calls that take one flat buffer; torch 2.15 renamed them.
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
 constexpr auto kExchange = &c10d::ProcessGroup::alltoall_base;
 constexpr auto kGather = &c10d::ProcessGroup::_allgather_base;
@@ -146,9 +147,9 @@ struct Where {
   }
 };
 
-// What goes wrong says where. c10's errors keep their class; the backends' own become torch.distributed's.
-// The GIL is released: Gloo's threads drop the works before under a lock that a new call needs, and dropping a tensor that Python
-// knows needs the GIL.
+// Errors say where they happened. c10's errors keep their class; the backends' own become torch.distributed's.
+// Releases the GIL: Gloo's threads drop earlier works under a lock that a new call needs, and dropping a tensor with a Python
+// object needs the GIL.
 template <typename F>
 auto guarded(const Where& where, F&& run) {
   const Raised calling(t_calling);
@@ -194,7 +195,7 @@ class Messages {
     works_.push_back(guarded(where_, [&] { return group_.recv(buffer, static_cast<int>(rank), kTag); }));
     buffers_.push_back(bytes);
   }
-  // Between the two, sends and receives are only noted, to be made as one.
+  // Between begin_batch() and end_batch(), sends and receives are only recorded, to be made as one.
   void begin_batch(c10::DeviceType device) {
     guarded(where_, [&] { group_.startCoalescing(device); });
   }
@@ -234,8 +235,8 @@ c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
   return c10d::ReduceOp::SUM;
 }
 
-// Backends move bytes of some dtypes only; data that is not added up travels as bytes. `t` is contiguous (its strides along
-// dims of size 1 may be anything).
+// Backends support only some dtypes, so data that is not reduced travels as bytes. `t` is contiguous (its strides along dims of
+// size 1 may be anything).
 at::Tensor as_bytes(const at::Tensor& t) {
   return t.numel() ? at::detach(t).as_strided({t.numel()}, {1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));
 }
@@ -321,7 +322,7 @@ Completion gather_at_once(
   return waiting_for(where, {guarded(where, [&] { return group.allgather(places, own); })}, places[0]);
 }
 
-// One broadcast per piece, straight into its place: any sizes, no padding, no copy afterwards.
+// One broadcast per piece, directly into its place: any sizes, no padding, no copy afterwards.
 Completion gather_by_broadcasts(
     const Where& where, c10d::ProcessGroup& group, const std::vector<at::Tensor>& pieces, const Mesh& mesh) {
   std::vector<WorkPtr> works;
@@ -378,7 +379,8 @@ void combine(at::Tensor& into, const at::Tensor& piece, const c10d::ReduceOp& op
   }
 }
 
-// Everyone combines everything, in one order: for what `backend` cannot reduce, and for few bytes.
+// Every rank gathers and combines all summands, in the same order: for an `op` that the backend does not support, and for few
+// bytes.
 Completion reduce_by_gathering(
     const Where& where,
     c10d::ProcessGroup& group,
@@ -454,7 +456,7 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
 
 namespace {
 
-// Pieces of any size travel in buffers of the largest one's.
+// Pieces of any size travel in buffers of the largest piece's size.
 void gather_in_graph(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
   if (is_alone(mesh, mesh_dim)) {
     pieces[0].copy_(mine);
@@ -517,7 +519,7 @@ std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector
   return out;
 }
 
-// exchange_bytes() of buffers in the order of the coordinates, where the group's ranks have another.
+// exchange_bytes() of buffers in the order of the coordinates, if the group's ranks have another order.
 Completion exchange_reordered(
     const Where& where,
     c10d::ProcessGroup& group,
@@ -626,7 +628,7 @@ Completion start_reduce_scatter(
 
 namespace {
 
-// As many bytes to and from each peer as said, along all ranks of the group.
+// Sends and receives the given number of bytes to and from each peer; all ranks of the group call.
 Completion exchange_with_all(
     const Where& where,
     c10d::ProcessGroup& group,
@@ -643,9 +645,9 @@ Completion exchange_with_all(
   return waiting_for(where, {guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); })}, {out, in});
 }
 
-// Message by message, in an order that cannot lock up where a backend does them one after the other: pairs of ranks ascending,
-// the lower rank sends first. In one batch only where the backend says so: torch's older NCCL group would make a communicator of
-// the whole group for it, for which all ranks must come.
+// Message by message, in an order that cannot deadlock even if a backend does them one after the other: pairs of ranks in
+// ascending order, the lower rank sends first. In one batch only if the backend supports it: torch's older NCCL group would
+// make a communicator of the whole group for a batch, and then all ranks would have to call.
 Completion exchange_with_peers(
     const Where& where,
     c10d::ProcessGroup& group,
@@ -704,13 +706,12 @@ Completion start_send_receive(
   const auto& name = mesh.description().world;
   TORCH_CHECK(
       !name.empty(), "shardtensor: pieces move between ranks of ", mesh.str(), ", but rank ", mesh.rank(),
-      " knew no default process group when the mesh was made; call init_process_group first");
+      " had no default process group when the mesh was made; call init_process_group first");
   auto group = c10d::resolve_process_group(name);
   const bool all = callers == group->getSize();
   if (is_traced(out)) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        all, "shardtensor: pieces that move between some ranks of the default process group alone (", callers, " of ",
-        group->getSize(),
+        all, "shardtensor: a move between only some ranks of the default process group (", callers, " of ", group->getSize(),
         ") cannot be traced into a graph: the others would have to take part. Call redistribute() outside of "
         "the compiled function (rank ",
         mesh.rank(), ", ", mesh.str(), ")");
@@ -771,7 +772,7 @@ void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t f
 
 namespace {
 
-// Straight out of the pieces: nothing is packed, and ranks that get nothing make no call.
+// Sends directly from the pieces: nothing is packed, and ranks that get nothing make no call.
 void scatter_by_sends(
     const Where& where,
     c10d::ProcessGroup& group,
@@ -792,7 +793,8 @@ void scatter_by_sends(
   std::move(messages).arrival()();
 }
 
-// One packed buffer on the rank that sends. Every rank calls, whatever it receives: none may know that another's piece is empty.
+// One packed buffer on the rank that sends. Every rank calls, even if it receives nothing: ranks may not know that another's
+// piece is empty.
 void scatter_by_exchange(
     const Where& where,
     c10d::ProcessGroup& group,

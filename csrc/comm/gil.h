@@ -1,4 +1,4 @@
-// Waiting without Python's lock, whoever calls: others may need it for what is waited for. Uses nothing of ours.
+// Waiting without the GIL: the work that this thread waits for may need it on another thread. Uses no other folder.
 #pragma once
 
 #include <pybind11/pybind11.h>

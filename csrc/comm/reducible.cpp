@@ -12,14 +12,15 @@ bool by_order(const at::Tensor& t, ReduceOp op) {
   return (op == ReduceOp::Max || op == ReduceOp::Min) && t.is_floating_point();
 }
 
-// Integers in the order of the floats' bits, and back: the negative ones run the other way.
+// From the floats' bits to integers in the same order, and back: negative floats are reversed.
 at::Tensor mirror(const at::Tensor& bits) {
   const int64_t all_but_sign =
       bits.scalar_type() == at::kLong ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
   return at::where(bits.lt(0), bits.bitwise_xor(all_but_sign), bits);
 }
 
-// Backends lose NaN in max and min. As integers in the floats' order, NaN beyond every number, it wins as in torch.
+// Backends lose NaN in max and min. So floats become integers in the same order, with NaN beyond every number: it wins, as in
+// torch.
 at::Tensor ordered(const at::Tensor& t, ReduceOp op) {
   const auto x = t.scalar_type() == at::kDouble ? t : t.to(at::kFloat);
   auto out = mirror(x.view(x.scalar_type() == at::kDouble ? at::kLong : at::kInt));
@@ -43,12 +44,12 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
     return ordered(t, op);
   }
   if (op == ReduceOp::Avg && t.scalar_type() == at::kHalf) {
-    return t.to(at::kFloat); // the sum may be too large for it, where the mean is not
+    return t.to(at::kFloat); // the sum may overflow the dtype although the mean fits
   }
   if (t.is_complex()) {
     TORCH_CHECK(
         op == ReduceOp::Sum || op == ReduceOp::Avg,
-        "shardtensor: a complex tensor can be reduced over ranks by sum or avg alone, not by ", shardtensor::name_of(op));
+        "shardtensor: a complex tensor can be reduced over ranks only by sum or avg, not by ", shardtensor::name_of(op));
     return at::view_as_real(t);
   }
   if (t.scalar_type() == at::kBool) {

@@ -1,5 +1,5 @@
-// What backends can reduce, made of what they cannot: complex numbers as pairs, bools and small integers widened, NaN kept in max
-// and min. Uses layout/ (ReduceOp) and ATen's ops alone, so it can be traced.
+// Converts tensors into ones that backends can reduce: complex numbers as pairs, bools and small integers widened, NaN kept in
+// max and min. Uses layout/ (ReduceOp) and only ATen's ops, so it can be traced.
 #pragma once
 
 #include "layout/placement.h"
@@ -8,9 +8,10 @@
 
 namespace shardtensor::comm {
 
-// A tensor the backend can reduce that shares or stands for `t`.
+// A tensor for the backend to reduce: it shares `t`'s memory or represents `t`.
 at::Tensor reducible(const at::Tensor& t, ReduceOp op);
-// `reduced`, of n ranks' reducible(t), as a tensor like `t`; it may be written. Avg is divided here.
+// Converts `reduced`, the reduction of n ranks' reducible(t), back to a tensor like `t`. May write into `reduced`. Divides for
+// Avg.
 at::Tensor from_reducible(at::Tensor reduced, const at::Tensor& t, ReduceOp op, int64_t n);
 
 } // namespace shardtensor::comm

@@ -20,7 +20,7 @@ at::Tensor functional(const char* name, const at::Tensor& t, Args&&... args) {
   return stack[0].toTensor();
 }
 
-// What every backend can carry: complex numbers as pairs, the others in a dtype of the same size or wider.
+// Converts to a dtype that every backend can send: complex numbers as pairs, others to a dtype of the same size or wider.
 at::Tensor carried(const at::Tensor& t) {
   const auto dtype = t.scalar_type();
   if (t.is_complex()) {
@@ -71,7 +71,7 @@ const char* word_for(ReduceOp op, at::ScalarType dtype) {
   return "sum";
 }
 
-// The pieces along dim 0 from the order of the group's ranks to that of the coordinates, or back.
+// Reorders the pieces along dim 0 from the order of the group's ranks to the order of the coordinates, or back.
 at::Tensor reordered(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim, bool to_coordinates) {
   if (!mesh.is_reordered(mesh_dim)) {
     return t;
@@ -126,7 +126,7 @@ at::Tensor after(const at::Tensor& t, at::TensorList others) {
   if (!is_recording() || !t.defined()) {
     return t;
   }
-  c10::List<at::Tensor> of_graph; // numbers among the others are not
+  c10::List<at::Tensor> of_graph; // without tensors that are constants
   for (const auto& other : others) {
     if (is_traced(other)) {
       of_graph.push_back(other);

@@ -1,5 +1,5 @@
 // Collectives as nodes of a graph: _c10d_functional's ops, each followed by its wait. Values in, values out; sizes may be
-// symbols. Pieces stand in the order of the coordinates along the mesh dim, whatever the order of the group's ranks. Uses layout/
+// symbols. Pieces are in the order of the coordinates along the mesh dim, whatever the order of the group's ranks. Uses layout/
 // (Mesh), comm.h and the dispatcher.
 #pragma once
 
@@ -10,15 +10,15 @@ namespace shardtensor::comm::traced {
 
 at::Tensor all_reduce(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 
-// All coordinates' `mine`, of one shape: one after the other along dim 0.
+// The `mine` of all coordinates, which have one shape, concatenated along dim 0.
 at::Tensor all_gather(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 
-// The reverse: `in` has this rank's summand of every coordinate's piece, one after the other along dim 0, all of one shape.
-// Sum and Avg alone.
+// The reverse: `in` holds this rank's summands of all coordinates' pieces, of one shape, concatenated along dim 0. Only Sum and
+// Avg.
 at::Tensor reduce_scatter(const at::Tensor& in, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 bool adds_up(ReduceOp op, at::ScalarType dtype);
 
-// `in`, of one dim, has what goes to each coordinate; the result has what comes from each.
+// `in`, 1-d, holds the parts for each coordinate; the result holds the parts from each.
 at::Tensor all_to_all(
     const at::Tensor& in, const SymSizes& out_sizes, const SymSizes& in_sizes, const Mesh& mesh, int64_t mesh_dim);
 
@@ -27,8 +27,8 @@ at::Tensor all_to_all_of_world(const at::Tensor& in, const SymSizes& out_sizes, 
 
 at::Tensor broadcast(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate);
 
-// `t`, whose value depends on none of `others`. In a graph it takes them with it, so that what led to them, collectives above
-// all, is left out on no rank, where other ranks need it. Elsewhere it is `t` as it is.
+// Returns `t`, and in a graph makes it depend on `others`: so no rank removes the ops behind `others` as dead code, above all
+// collectives that other ranks take part in. Outside a graph it returns `t` unchanged.
 at::Tensor after(const at::Tensor& t, at::TensorList others);
 
 } // namespace shardtensor::comm::traced

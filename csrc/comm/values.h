@@ -8,7 +8,7 @@ namespace shardtensor {
 
 inline constexpr c10::DispatchKeySet kStandIns({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
 
-// Whether ops run now to be written down in a graph (torch.compile, export, make_fx, functionalize).
+// Whether ops are being recorded into a graph (torch.compile, export, make_fx, functionalize).
 inline bool is_recording() {
   using Tls = c10::impl::TorchDispatchModeTLS;
   using Mode = c10::impl::TorchDispatchModeKey;
@@ -19,8 +19,8 @@ inline bool is_fake(const at::Tensor& t) {
   return t.key_set().has(c10::DispatchKey::Python) && t.has_storage() && t.storage().device().is_meta();
 }
 
-// Whether `t` stands for a tensor of a graph, or is a fake one: it has no values now, and what is done to it must be ops that the
-// dispatcher sees. comm/traced.h has the collectives for it.
+// Whether `t` stands for a tensor of a graph, or is fake: it has no values now, and only ops that the dispatcher sees may
+// change it. comm/traced.h has the collectives for it.
 inline bool is_traced(const at::Tensor& t) {
   if (C10_LIKELY(!t.key_set().has_any(kStandIns))) {
     return false;
@@ -28,12 +28,12 @@ inline bool is_traced(const at::Tensor& t) {
   return t.key_set().has(c10::DispatchKey::Functionalize) || is_recording() || is_fake(t);
 }
 
-// Whether `t` is a Python subclass whose values lie in other tensors: nothing but its class's ops comes to them.
+// Whether `t` is a Python subclass whose values lie in other tensors: only its class's ops can reach them.
 inline bool is_wrapper(const at::Tensor& t) {
   return t.key_set().has(c10::DispatchKey::Python) && !is_traced(t) && !t.is_meta() && !(t.has_storage() && t.storage().data());
 }
 
-// Raises for a tensor of a graph where `what` decides by values.
+// Raises for a tensor of a graph: `what` depends on its values.
 inline void need_values(const at::Tensor& t, const char* what) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !is_traced(t), "shardtensor: ", what,
@@ -41,8 +41,8 @@ inline void need_values(const at::Tensor& t, const char* what) {
       "compiled function, or in one marked with torch.compiler.disable, which splits the graph there");
 }
 
-// False for tensors that have sizes alone: of the meta device, and fake ones. Throws for tensors of a graph, where what needs
-// values now would be lost, and for Python's wrappers, whose values lie in other tensors.
+// False for tensors that have only sizes: on the meta device, or fake. Throws for tensors of a graph, because the graph would
+// miss what is done with the values, and for Python wrappers, whose values lie in other tensors.
 inline bool has_values(const at::Tensor& t) {
   if (C10_LIKELY(!t.is_meta() && !t.key_set().has_any(kStandIns))) {
     return true;
@@ -57,8 +57,8 @@ inline bool has_values(const at::Tensor& t) {
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       t.numel() == 0 || !is_wrapper(t), "shardtensor: the local tensor, of ", t.dtype(), " and sizes ", t.sizes(),
-      ", is a Python subclass without memory of its own, which cannot move between ranks; ops that need no other "
-      "layout run on it, and to_local() gives it back");
+      ", is a Python subclass without memory of its own, which cannot move between ranks; run only ops that need no "
+      "redistribution, or use to_local()");
   return true;
 }
 

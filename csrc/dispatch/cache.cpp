@@ -17,7 +17,7 @@ struct ThreadCaches {
   int64_t generation = 0;
 };
 
-// A bare pointer: no guard and no call to find it. Leaked: Python may run ops while the process ends.
+// A bare pointer: access needs no guard and no call. Leaked on purpose: Python may run ops while the process ends.
 thread_local ThreadCaches* t_caches __attribute__((tls_model("initial-exec"))) = nullptr;
 
 ThreadCaches& caches() {

@@ -16,9 +16,9 @@ class Cache {
   // This thread's table for the op.
   static Cache& of(int32_t op);
 
-  // The solution for a call. `make_key()` makes its key, `add_sizes(key)` adds the tensors' sizes, `solve()` finds the solution.
-  // One that has weighed bytes is kept by sizes too: it must not depend on what this rank has seen before, or ranks could choose
-  // differently.
+  // The solution for a call. `make_key()` makes its key, `add_sizes(key)` adds the tensors' sizes, `solve()` finds the
+  // solution. If finding it compared bytes, the key holds the sizes too: a solution must not depend on this rank's earlier
+  // calls, or ranks could choose differently.
   template <typename MakeKey, typename AddSizes, typename Solve>
   static rules::SolutionPtr get(int32_t op, const MakeKey& make_key, const AddSizes& add_sizes, const Solve& solve) {
     auto& known = of(op);
@@ -64,7 +64,7 @@ class Cache {
     rules::SolutionPtr solution;
   };
   void grow();
-  // Open addressing; a null slot ends a probe. Emptied whole when it holds kLimit entries.
+  // Open addressing; a null slot ends a probe. Cleared completely when it holds kLimit entries.
   std::vector<std::unique_ptr<Entry>> slots_;
   size_t used_ = 0;
   int64_t hits_ = 0;

@@ -21,14 +21,14 @@ using torch::jit::Stack;
 
 namespace {
 
-// Puts the local tensors where the wrappers are, and moves the wrappers to `kept`.
+// Replaces the wrappers by the local tensors, and moves the wrappers to `kept`.
 void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10::SmallVectorImpl<IValue>& kept) {
   kept.reserve(refs.size());
   for (size_t i = 0; i < refs.size();) {
     auto& slot = stack[base + refs[i].arg];
     IValue local;
     if (refs[i].index < 0) {
-      local = locals[i]; // before the move: a plain tensor's local is the slot's own
+      local = locals[i]; // before the move: a plain tensor's local is the slot itself
     }
     kept.push_back(std::move(slot));
     if (refs[i].index < 0) {
@@ -46,7 +46,7 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   }
 }
 
-// A rank that the mesh does not hold takes no part: it has empty pieces, in results of the sizes that the others have.
+// A rank outside the mesh takes no part: its results have empty pieces and the same global sizes as on other ranks.
 void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   const auto& mesh = solution.replicated->mesh();
   const auto& returns = op.schema().returns();
@@ -57,8 +57,8 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
   }
   for (const auto& value : returns) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not of ",
-        mesh.str(), " and has no value to return; ask on that mesh's ranks");
+        value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not in ",
+        mesh.str(), ", so it has no value to return; call this only on that mesh's ranks");
   }
   auto made = on_meta(op, stack, base, refs);
   {
@@ -96,8 +96,8 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
   std::move(made.begin(), made.end(), std::back_inserter(stack));
 }
 
-// Where this rank's piece is empty, results may be made without it. The graph of another rank needs the operands, and what they
-// came by; so this one's results take them along.
+// If this rank's piece is empty, results may not depend on it. Another rank's graph needs the operands and the collectives
+// behind them; so this rank's results are made to depend on the operands too.
 void keep_operands(const Op& op, Stack& stack, at::TensorList operands) {
   const auto returned = op.returns_argument.size();
   for (size_t i = 0; i < returned; ++i) {
@@ -174,7 +174,7 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
     if (value.isTensor()) {
       if (same >= 0 && op.reshapes_self) {
         refs[0].impl->shallow_copy_from(finish(std::move(value).toTensor()).getIntrusivePtr());
-        refs[0].impl->note_write(); // to autograd it is one
+        refs[0].impl->note_write(); // autograd counts it as a write
         value = *refs[0].tensor;
       } else if (same >= 0) {
         const auto* ref = std::find_if(refs.begin(), refs.end(), [&](const Ref& r) { return r.arg == same; });

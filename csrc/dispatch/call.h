@@ -1,6 +1,6 @@
-// One call on ShardTensors, from its arguments to its wrapped results: its solution is found (solve.h), its tensors are made this
-// rank's (localize.h), the op or its rule's kernel runs, and its results are wrapped (wrap.h). Boxed calls are run here;
-// typed.cpp and lists.cpp go the same way with arguments of other forms.
+// One call on ShardTensors, from its arguments to its wrapped results: find the solution (solve.h), get this rank's local
+// tensors (localize.h), run the op or its rule's kernel, wrap the results (wrap.h). Here for boxed calls; typed.cpp and
+// lists.cpp take the same steps with arguments in other forms.
 #pragma once
 
 #include "dispatch/localize.h"
@@ -9,8 +9,8 @@
 
 namespace shardtensor {
 
-// Runs a whole call on boxed arguments, replacing them by the results. `sizes`: what the op's argument of sizes stands for, where
-// that has symbols.
+// Runs a whole call on boxed arguments and replaces them by the results. `sizes`: the value of the op's size argument, if it
+// has symbols.
 void handle(const Op& op, torch::jit::Stack* stack, const SymSizes* sizes = nullptr);
 
 } // namespace shardtensor

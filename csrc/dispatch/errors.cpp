@@ -13,7 +13,7 @@ const std::string& argument_name(const Op& op, int64_t arg) {
   return op.schema().arguments()[arg].name();
 }
 
-// An argument of another dtype than Options.one_dtype allows.
+// An argument whose dtype Options.one_dtype does not allow.
 const rules::TensorArg* odd_one(const rules::Options& options, const rules::Call& call) {
   auto wanted = call.tensors[0].dtype;
   bool may_be_float = options.or_float && (wanted == at::kHalf || wanted == at::kBFloat16);
@@ -106,7 +106,7 @@ void check_taken(const Op& op, const rules::Call& call) {
 }
 
 const char* why_gathered(const Op& op) {
-  return op.entry && op.entry->rule ? "needs its inputs whole" : "has no sharding rule";
+  return op.entry && op.entry->rule ? "needs whole inputs" : "has no sharding rule";
 }
 
 void gathers(const Op& op, const rules::Call& call) {
@@ -121,14 +121,14 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
   TORCH_CHECK(
       impl, op.name, ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ",
       t.sizes(), "; pass a ShardTensor there (shardtensor.distribute_tensor)");
-  // What autograd has made and handed out has no base that anybody could look at; where there are no elements, none is lost.
+  // No user can see the base of a view that autograd made; and a write to a tensor without elements loses nothing.
   TORCH_CHECK(
       !impl->broken_view() || impl->copied()->put_back || t.numel() == 0 ||
           (!impl->watches() && !torch::autograd::get_current_node()),
       op.name, ": argument '", argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
       ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the "
       "base tensor, redistribute it before the view, or clone() the view.");
-  // The kernel would find it out too, but not on a rank whose piece is empty.
+  // The kernel would raise too, but not on a rank with an empty piece.
   TORCH_CHECK(
       at::has_internal_overlap(t) != at::MemOverlap::Yes || (op.entry && op.entry->options.repeats), op.name, ": argument '",
       argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),

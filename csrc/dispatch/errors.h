@@ -9,7 +9,7 @@ std::string layouts_of(const rules::Call& call);
 std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t);
 [[noreturn]] void plain_tensor(const Op& op, int64_t arg, const at::Tensor& t);
 [[noreturn]] void different_meshes(const Op& op, const Layout& a, const Layout& b);
-// Two tensors among the arguments that are not as large as each other where they must be.
+// A dim of one of two arguments whose sizes must agree but do not.
 struct Place {
   int64_t arg;
   const at::Tensor& tensor;
@@ -17,17 +17,18 @@ struct Place {
 };
 [[noreturn]] void sizes_differ(const Op& op, const Place& a, const Place& b, const Mesh& mesh);
 [[noreturn]] void refused(const Op& op, const std::string& why, const rules::Call& call);
-// Raises where the op's first tensor holds what it does not take.
+// Raises if the op does not take the dtype of its first tensor.
 void check_taken(const Op& op, const rules::Call& call);
-// Strict mode forbids to bring an op's inputs to every rank.
+// Strict mode forbids gathering an op's inputs.
 [[noreturn]] void gathers(const Op& op, const rules::Call& call);
 const char* why_gathered(const Op& op);
-// Raises where the op may not write to the tensor: a plain one, or a view that had to move data.
+// Raises if the op may not write to the tensor: a plain tensor, or a view that had to move data.
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);
-// Raises where a written argument shares some of its memory with another argument, whatever this rank's pieces.
+// Raises if a written argument shares some of its memory with another argument. Does not look at this rank's pieces.
 void check_apart(const Op& op, const Refs& refs, size_t written);
 
-// Runs what communicates for an op: a dead peer, a time-out names it, and what `where` returns.
+// Runs `run`, which communicates for an op. If it fails (a dead peer, a time-out), the error names the op and what `where`
+// returns.
 template <typename F, typename Where>
 auto while_doing(const Op& op, F&& run, Where&& where) {
   try {

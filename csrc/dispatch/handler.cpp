@@ -49,13 +49,13 @@ std::deque<Op>& ops() {
   return *all;
 }
 
-// Their schemas do not say what they write, and on gathered copies they would do nothing.
+// The schemas of collectives do not say what they write, and on gathered copies a collective would do nothing.
 void refuse_collective(const std::string& name) {
   const bool collective =
       name.rfind("c10d::", 0) == 0 || name.rfind("_c10d_functional::", 0) == 0 || name.rfind("c10d_functional::", 0) == 0;
   TORCH_CHECK_NOT_IMPLEMENTED(
       !collective, name,
-      ": a collective on a ShardTensor, which is one tensor for all ranks already. Pass this rank's piece, to_local(), or move "
+      ": a collective on a ShardTensor, which is already one tensor for all ranks. Pass this rank's piece, to_local(), or move "
       "the pieces with redistribute() or full_tensor().");
 }
 
@@ -69,7 +69,7 @@ LateOps& late_ops() {
   return *late;
 }
 
-// One of the same name may be defined again, as when a notebook's cell is run twice.
+// An op of the same name may be defined again, for example if a notebook cell runs twice.
 struct ForgetLateOps final : c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
@@ -79,7 +79,7 @@ struct ForgetLateOps final : c10::OpRegistrationListener {
   }
 };
 
-// They reach the key's fallback; each is described once.
+// Late ops reach the key's fallback. Each is described once.
 void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* stack) {
   const Op* op = nullptr;
   {
@@ -101,7 +101,7 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
 void refuse_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, op.operator_name(),
-      ": cannot be done on a ShardTensor: it holds dense pieces, and an argument is sparse. Use to_dense() on that one, or "
+      ": cannot be done on a ShardTensor: it holds dense pieces, but an argument is sparse. Use to_dense() on that argument, or "
       "full_tensor() or to_local() on the ShardTensors.");
 }
 
@@ -110,7 +110,7 @@ bool is_known(const std::string& name) {
   return name.rfind("aten::", 0) == 0 || name.rfind("shardtensor::", 0) == 0;
 }
 
-// As rule files call it: "add.Tensor", "shardtensor::embedding_backward".
+// The name as rule files write it: "add.Tensor", "shardtensor::embedding_backward".
 std::string short_name(const std::string& name) {
   return name.rfind("aten::", 0) == 0 ? name.substr(6) : name;
 }
@@ -138,7 +138,7 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
                                                  : ArgKind::TensorList);
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
       mutated |= uint64_t{1} << i;
-      // aten writes such arguments without reading them; other libraries' ops may do both.
+      // aten ops write such arguments without reading them; other libraries' ops may do both.
       outputs |= static_cast<uint64_t>(arguments[i].kwarg_only() && is_known(name)) << i;
     }
   }
@@ -157,7 +157,7 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
   is_random = handle.hasTag(at::Tag::nondeterministic_seeded);
   reshapes_self = handle.hasTag(at::Tag::inplace_view);
   if (reshapes_self) {
-    mutated = 0; // no value of it
+    mutated = 0; // argument 0 keeps its values
   }
   if (is_known(name)) {
     entry = rules::registry().find(short_name(name));
@@ -166,7 +166,7 @@ Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())
   TORCH_INTERNAL_ASSERT(arguments.size() <= rules::Reads::kMostArgs, name);
   asks_sizes = outputs && !(entry && entry->options.broadcasts);
   if (asks_sizes) {
-    has_read(rules::Reads::kSizes); // whether they fit is found out once
+    has_read(rules::Reads::kSizes); // so that the outputs' sizes are found once for these sizes
   }
 }
 
@@ -191,7 +191,7 @@ int64_t install_handler() {
     libraries.emplace_back(torch::Library::IMPL, "_", key, __FILE__, __LINE__)
         .fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
   }
-  // As torch does for its own devices: an op without a derivative says so when one is asked of it.
+  // As torch does for its own devices: an op without a derivative raises when its derivative is needed.
   auto& autograd = libraries.emplace_back(torch::Library::IMPL, "_", kAutogradKey, __FILE__, __LINE__);
   autograd.fallback(torch::autograd::basicAutogradNotImplementedFallback());
   int64_t count = 0;

@@ -8,11 +8,11 @@
 
 namespace shardtensor {
 
-// Registers the handler for every aten op that takes a tensor and does not decompose by itself, and as the key's fallback.
+// Registers the handler for every aten op that takes a tensor and is not a composite, and as the key's fallback.
 // Called once at import; returns the number of ops.
 int64_t install_handler();
 
-// Called (under the GIL, if Python set it) with the op's name, why it gathers its inputs and their layouts; null: nobody listens.
+// Called (with the GIL, if Python set it) with the op's name, why it gathers its inputs and their layouts; null: no observer.
 using FallbackLog = void (*)(const std::string& op, const char* why, const std::string& layouts);
 void set_fallback_log(FallbackLog log);
 

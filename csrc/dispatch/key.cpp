@@ -14,7 +14,7 @@ c10::Scalar Key::guarded(const c10::Scalar& symbol) {
 
 namespace {
 
-// What the order of a result's dims depends on: the order of the operands' dims, and whether they have gaps or lie on each other.
+// The order of a result's dims depends on the order of the operands' dims, and on whether operands have gaps or overlaps.
 void push_form(Key& key, const at::Tensor& t) {
   const auto strides = t.strides();
   uint64_t word = t.is_non_overlapping_and_dense();

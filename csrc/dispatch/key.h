@@ -1,4 +1,4 @@
-// What a cached solution is found by: the facts of a call that its rule depends on.
+// The key of a cached solution: the facts of a call that its rule depends on.
 #pragma once
 
 #include "dispatch/refs.h"
@@ -12,7 +12,7 @@ namespace shardtensor {
 
 class Key {
  public:
-  // `reads`: which facts of a call it holds, Reads' bits.
+  // `reads`: which facts of a call the key holds, as the bits of Reads.
   explicit Key(uint64_t reads) : reads_(reads) {
     push(reads); // the same words mean the same facts
   }
@@ -23,7 +23,7 @@ class Key {
     return reads_ & what;
   }
 
-  // What a word of a non-tensor argument stands for.
+  // The meaning of a word of a non-tensor argument.
   enum Tag : uint64_t {
     kNone = 1,
     kInt,
@@ -79,22 +79,22 @@ class Key {
   }
 
  private:
-  static c10::Scalar guarded(const c10::Scalar& symbol); // as a number, which a graph then depends on
+  static c10::Scalar guarded(const c10::Scalar& symbol); // as a number, which guards the graph
 
   uint64_t reads_;
   c10::SmallVector<uint64_t, 16> words_;
   uint64_t hash_ = 0x243f6a8885a308d3ULL;
 };
 
-// The key of a call but for its arguments that are no tensors: layouts, numbers of dims, dims of size 1, dtypes, orders of dims
-// in memory, and the sizes and strides where the op's rule reads them.
+// The key of a call without its non-tensor arguments: layouts, numbers of dims, dims of size 1, dtypes, orders of dims in
+// memory, and the sizes and strides that the op's rule reads.
 Key key_of(const Op& op, const Refs& refs);
 void add_sizes(const Refs& refs, Key& key);
 
 // The same with boxed arguments.
 Key key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
-// ---- the words of one argument, boxed or not; those of tensors are there already ----
+// ---- the words of one non-tensor argument, boxed or not; a tensor adds none ----
 
 inline void push(Key& key, int64_t v) {
   key.push(Key::kInt, static_cast<uint64_t>(v));

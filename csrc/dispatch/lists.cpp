@@ -20,18 +20,17 @@ using c10::IValue;
 using rules::SolutionPtr;
 using torch::jit::Stack;
 
-// One index of the lists, with the tensors that are not in lists behind.
+// One index of the lists, followed by the tensors that are not in lists.
 struct Element {
   Refs refs;                             // all of index 0, so that the indices share their cache entries
   c10::SmallVector<size_t, 6> positions; // of refs among all refs
   SolutionPtr solution;                  // null: nothing moves
   bool plain = true;
-  at::Tensor result;        // where a kernel has made it
-  rules::OperandSet copied; // of refs: their local tensors are copies that lie as the others do
+  at::Tensor result;        // if a kernel has made it
+  rules::OperandSet copied; // the refs whose local tensors are copies with the same strides as the others
 };
 
-// The elements of the lists, and how many there are. Lists of another length than the first (amsgrad's empty one) are passed
-// as they are.
+// The elements of the lists. Lists of another length than the first (amsgrad's empty one) are passed unchanged.
 std::vector<Element> elements_of(const Refs& refs) {
   std::vector<Element> out;
   const auto add = [&refs](Element& e, size_t i) {
@@ -59,7 +58,7 @@ std::vector<Element> elements_of(const Refs& refs) {
   return out;
 }
 
-// One layout without summands and one shape: an elementwise op moves nothing.
+// Whether the element has one layout, without summands, and one shape: an elementwise op then moves nothing.
 bool stays(const Element& e) {
   const Ref* lead = nullptr;
   for (const auto& r : e.refs) {
@@ -74,7 +73,7 @@ bool stays(const Element& e) {
   return lead != nullptr;
 }
 
-// The tensors of an element where its solution wants them, into `locals`, which has one per ref of the whole call.
+// Moves the tensors of an element to the layouts of its solution, into `locals`, which has one entry per ref of the whole call.
 void move(const Op& op, const Element& e, std::vector<at::Tensor>& locals) {
   for (size_t k = 0; k < e.refs.size(); ++k) {
     const auto& ref = e.refs[k];
@@ -89,7 +88,7 @@ void move(const Op& op, const Element& e, std::vector<at::Tensor>& locals) {
   }
 }
 
-// Lists with the local tensors of `refs` in them in place of the stack's; the wrappers' own lists stay alive in `kept`.
+// Replaces the stack's lists by lists of the local tensors of `refs`; the wrappers' lists stay alive in `kept`.
 template <typename Local>
 void put_local(Stack& stack, size_t base, const Refs& refs, const Local& local, std::vector<IValue>& kept) {
   for (size_t i = 0; i < refs.size();) {
@@ -109,7 +108,7 @@ void put_local(Stack& stack, size_t base, const Refs& refs, const Local& local, 
   }
 }
 
-// A rule's kernel on lists of one: what the op itself would refuse, such as the norm of an empty piece.
+// Runs a rule's kernel on lists of one entry, for cases that the op itself would refuse, such as the norm of an empty piece.
 void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const std::vector<at::Tensor>& locals) {
   Stack one(stack.begin() + static_cast<int64_t>(base), stack.end());
   std::vector<IValue> kept;
@@ -123,11 +122,11 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
     for (const auto i : e.positions) {
       own.push_back(locals[i]);
     }
-    e.result = comm::traced::after(one.back().toTensorList().get(0), own); // which it may be made without
+    e.result = comm::traced::after(one.back().toTensorList().get(0), own); // the kernel's result may not depend on them
   }
 }
 
-// Copies where the local tensors of an element do not lie alike in memory.
+// Copies the local tensors of an element if their strides do not match.
 void make_dense(Element& e, std::vector<at::Tensor>& locals) {
   const auto is_one = [&](size_t i) { return locals[i].dim() > 0; };
   const auto lead = std::find_if(e.positions.begin(), e.positions.end(), is_one);
@@ -150,14 +149,14 @@ bool needs_kernel(const Element& e, const std::vector<at::Tensor>& locals) {
   return is && std::any_of(e.positions.begin(), e.positions.end(), [&](size_t i) { return is(locals[i]); });
 }
 
-// What an element becomes in a list that it is left out of: the op runs on it for nothing.
+// Placeholder for a list entry that another kernel has already computed. Its result is discarded.
 at::Tensor nothing(const at::Tensor& local) {
   return at::zeros({1}, local.options());
 }
 
 at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
   if (e.plain) {
-    return local; // a plain tensor among ShardTensors' lists stays one
+    return local; // a plain tensor among ShardTensors' lists stays plain
   }
   if (e.solution) {
     return wrap_result(op, std::move(local), *e.solution, 0, e.refs);

@@ -12,8 +12,8 @@ namespace shardtensor {
 
 void handle_lists(const Op& op, torch::jit::Stack* stack);
 
-// A kernel without boxing for the signatures that optimizers call. It serves lists of which nothing has to move, and hands
-// over to handle_lists() otherwise.
+// An unboxed kernel for the signatures that optimizers call. It handles lists in which nothing has to move, and passes all
+// others to handle_lists().
 std::optional<c10::KernelFunction> typed_list_kernel(const Op& op);
 
 } // namespace shardtensor

@@ -31,7 +31,7 @@ const char* why_moved(const Op& op) {
   if (!op.entry || !op.entry->rule) {
     return "it has no sharding rule, so its inputs are gathered";
   }
-  return op.entry->gathers() ? "it needs its inputs whole" : "its rule needs it so";
+  return op.entry->gathers() ? "it needs whole inputs" : "its rule requires this layout";
 }
 
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
@@ -71,7 +71,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       numbers.defined() ? locals.hold(std::move(numbers)) : locals.borrow(given);
       continue;
     }
-    if (op.outputs >> r.arg & 1) { // nobody reads what is in it
+    if (op.outputs >> r.arg & 1) { // its old values are not read
       locals.hold(at::empty(need->local_sizes(r.tensor->sizes()), local.options()));
       continue;
     }
@@ -80,9 +80,9 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     auto moved =
         C10_UNLIKELY(r.impl && r.impl->traced() && !written && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
     if (!written && (replicates(op) || op.is_view) && !is_symbolic(moved)) {
-      moved = laid(std::move(moved), r.tensor->strides()); // so that its results lie as they do in torch
+      moved = laid(std::move(moved), r.tensor->strides()); // so that the results' strides are as in torch
     }
-    // Written copies are contiguous: some of torch's out= kernels take that for granted.
+    // Written copies are contiguous: some of torch's out= kernels assume that.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
   }
 }

@@ -1,4 +1,4 @@
-// From a call's tensors to this rank's, in the layouts that the solution asks for, and back where the op has written.
+// Gets a call's local tensors, in the layouts that the solution requires, and carries back what the op has written.
 #pragma once
 
 #include "dispatch/refs.h"
@@ -10,7 +10,7 @@
 
 namespace shardtensor {
 
-// The local tensor of each Ref, in the layout the solution asks for: borrowed from its owner, or moved and held here.
+// The local tensor of each Ref, in the layout that the solution requires: borrowed from its owner, or moved and owned here.
 class Locals {
  public:
   void reserve(size_t n) {
@@ -42,34 +42,34 @@ class Locals {
   c10::SmallVector<at::Tensor, 4> moved_;
 };
 
-// The keys that a local tensor must not meet again below the handler.
+// The keys that are excluded for ops on local tensors below the handler.
 inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
 
-// Neither modes nor graphs see what is done under it: questions to meta kernels.
+// Excluded for calls of meta kernels: neither modes nor graphs see them.
 inline const c10::DispatchKeySet kAside = kBelow | kStandIns | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
 
-// A local tensor of an argument in another layout. Failures name the op.
+// Moves the local tensor of an argument to another layout. Errors name the op.
 at::Tensor move_for(const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to);
-const char* why_moved(const Op& op); // an operand
+const char* why_moved(const Op& op); // why an operand was moved
 inline constexpr const char* kWrittenBack = "it was written under another layout";
 
-// Raises, on all ranks, where operands that are to be as large as each other are not: whether a rank's own pieces fit says
-// nothing about the others'.
+// Raises, on all ranks, if operands whose sizes must agree do not. (On one rank the pieces may agree although the whole
+// tensors do not.)
 void check_alike(const Op& op, const Refs& refs, const rules::Solution& solution);
 
-// The local tensors in the layouts that the solution asks for, of operands that are checked.
+// Fills `locals` with the local tensors in the layouts that the solution requires. The operands have been checked.
 void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);
 
-// To be called when the op has run: copies of views look for writes to their base. A call that fails has written nothing.
+// Call it after the op has run: copies of views watch for writes to their base. A call that fails counts as no write.
 void note_writes(const Op& op, const Refs& refs);
 
-// What a kernel is told of its operands.
+// A kernel's description of its operands.
 c10::SmallVector<rules::Run::At, 4> after_moves(const Refs& refs, const rules::Solution& solution);
 
-// What was written under another layout than its owner's goes back to the owner.
+// Moves an operand that was written in another layout than its owner's back to its owner.
 void carry_back(const Op& op, const Refs& refs, const rules::Solution& solution, const Locals& locals);
 
-// This rank's sizes of the result that a size argument lists.
+// This rank's sizes of the result whose global sizes a size argument lists.
 Sizes local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs);
 
 } // namespace shardtensor

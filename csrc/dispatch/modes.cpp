@@ -19,7 +19,7 @@ thread_local int64_t t_as_replicated = 0;
 using at::impl::ThreadLocalPythonObjects;
 using Tokens = std::array<std::shared_ptr<c10::SafePyObject>, 3>;
 
-// They stand for the values 0 to 2. Nobody looks inside, and they are never destroyed: they hold no object of Python's.
+// They stand for the values 0 to 2. Their content is never read. They are never destroyed: they hold no Python object.
 const Tokens& tokens() {
   static const auto* all = [] {
     auto* made = new Tokens();
@@ -79,7 +79,7 @@ bool strict_mode() {
 }
 void set_strict_mode(bool strict) {
   g_strict = strict;
-  clear_cache(); // what has been solved may gather
+  clear_cache(); // cached solutions may gather
 }
 
 int64_t state_of_modes() {

@@ -1,4 +1,4 @@
-// What users choose: which plain tensors are let in, and whether ops may gather.
+// Users' choices: which plain tensors are allowed, and whether ops may gather.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace shardtensor {
 
-// What becomes of plain tensors of one dim or more among ShardTensors; those of none are replicated.
+// How to treat plain tensors of one dim or more among ShardTensors; 0-d plain tensors are always replicated.
 enum class Promotion : uint8_t { Error, Warn, Replicate };
 
-// A mode that a thread may have for itself. The autograd threads that serve the thread have it too: torch carries it there.
+// A mode that a thread may set for itself. torch passes it on to the autograd threads that run the thread's backward.
 class OwnMode {
  public:
   explicit constexpr OwnMode(const char* name) : name_(name) {}
@@ -23,12 +23,12 @@ class OwnMode {
 inline constexpr OwnMode kOwnPromotion{"shardtensor.promotion"};
 inline constexpr OwnMode kPlainTargets{"shardtensor.plain_targets"}; // losses of class labels take plain targets and weights
 
-// Of the threads that have none of their own.
+// For threads that have none of their own.
 Promotion common_promotion();
 void set_common_promotion(Promotion mode);
 Promotion promotion(); // of this thread
 
-// While it lives this thread takes plain tensors as replicated, whatever the mode.
+// While it lives, plain tensors count as replicated on this thread, whatever the mode.
 class AsReplicated {
  public:
   AsReplicated();

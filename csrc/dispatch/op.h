@@ -1,4 +1,4 @@
-// What the handler knows of one aten op before it is called: which arguments are tensors, what is written, its rule.
+// What the handler knows about an aten op before any call: which arguments are tensors, which are written, its rule.
 #pragma once
 
 #include "rules/registry.h"
@@ -20,13 +20,13 @@ struct Op {
   std::string name; // "aten::add.Tensor"
   c10::SmallVector<ArgKind, 8> kinds;
   uint64_t mutated = 0; // bit i: argument i is written
-  uint64_t outputs = 0; // those that are not read (out=)
+  uint64_t outputs = 0; // those of them that are not read (out=)
   // Per return: the argument it is (in-place, out=), or -1.
   c10::SmallVector<int8_t, 2> returns_argument;
   bool is_view = false;       // a return shares memory with argument 0
   bool reshapes_self = false; // unsqueeze_ and the like: argument 0 becomes a view of itself
   bool is_random = false;
-  bool asks_sizes = false; // those that out= arguments must have: torch is asked
+  bool asks_sizes = false; // torch's meta kernel is asked for the sizes of out= arguments
   const rules::Entry* entry = nullptr;
 
   bool is(rules::Way way) const {
@@ -36,7 +36,7 @@ struct Op {
     return handle.schema();
   }
 
-  // Which facts of a call the op's rule has ever read, on any thread: what the keys of its solutions hold. They only grow.
+  // The facts of a call that the op's rule has ever read, on any thread. The keys of its solutions hold them. They only grow.
   uint64_t reads() const {
     return reads_.load(std::memory_order_relaxed);
   }
@@ -50,7 +50,7 @@ struct Op {
   mutable std::atomic<uint64_t> reads_{0};
 };
 
-// All that the handler has been registered for, by id.
+// All ops that the handler is registered for, by id.
 const std::deque<Op>& installed_ops();
 const Op& installed_op(const char* name); // "aten::linear"
 

@@ -52,14 +52,14 @@ Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
 
 namespace {
 
-using AllSizes = c10::SmallVector<Sizes, 4>; // one per Ref; those of arguments that are no outputs stay empty
+using AllSizes = c10::SmallVector<Sizes, 4>; // one per Ref; empty for arguments that are not outputs
 
 Sizes sizes_of(const at::Tensor& t) {
   return Sizes(t.sizes().begin(), t.sizes().end());
 }
 
-// The sizes that outputs must have, as the op's meta kernel finds them; that is Python in torch for most out= forms. Nothing:
-// the op has no meta kernel, or hangs on values.
+// The sizes that outputs must have, from the op's meta kernel (for most out= forms that is Python). Nothing if the op has no
+// meta kernel or depends on values.
 std::optional<AllSizes> asked_sizes(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
   auto call = on_meta(op, stack, base, refs);
@@ -70,7 +70,7 @@ std::optional<AllSizes> asked_sizes(const Op& op, const Stack& stack, size_t bas
   try {
     op.handle.callBoxed(&call);
   } catch (const c10::Error&) {
-    return std::nullopt; // what is wrong with the call itself, the call itself will say
+    return std::nullopt; // if the call is wrong, it will raise by itself
   }
   AllSizes out;
   for (const auto& t : outputs) {
@@ -93,7 +93,7 @@ std::optional<AllSizes> broadcast_sizes(const Op& op, const Refs& refs) {
   return AllSizes(refs.size(), Sizes(sizes.begin(), sizes.end()));
 }
 
-// Where a tensor of these sizes is among the arguments, else on every rank.
+// The layout of an argument with these sizes; without one, replicated.
 LayoutPtr layout_for(const Op& op, c10::IntArrayRef sizes, const Refs& refs, const LayoutPtr& own) {
   for (const auto& r : refs) {
     if (r.impl && !is_output(op, r) && r.tensor->sizes() == sizes && !r.impl->layout().has_partial()) {
@@ -107,7 +107,7 @@ void wrong_sizes(const Op& op, const Ref& r, c10::IntArrayRef has, c10::IntArray
   TORCH_CHECK(
       false, op.name, ": argument '", op.schema().arguments()[r.arg].name(), "' has sizes ", has, " (", r.impl->layout().str(),
       ", rank ", r.impl->layout().mesh().rank(), "), the result ", needs,
-      "; out= tensors that hold something are not resized: pass one of these sizes or an empty one");
+      "; out= tensors with elements are not resized: pass one of the result's sizes or an empty one");
 }
 
 void fit_outputs(const Op& op, const Refs& refs, const AllSizes& needed) {
@@ -142,10 +142,10 @@ rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t bas
   if (op.entry && op.entry->options.broadcasts) {
     needed = broadcast_sizes(op, refs);
     if (needed && resizes(op, refs, *needed)) {
-      needed = asked_sizes(op, stack, base, refs); // whether torch takes the call at all: a call that fails resizes nothing
+      needed = asked_sizes(op, stack, base, refs); // nothing if torch rejects the call: then resize nothing
     }
   } else if (auto known = known_for_sizes(op, stack, base, refs)) {
-    return known; // for outputs of these sizes, which were found to fit
+    return known; // found for outputs of these sizes, which fit
   } else {
     needed = asked_sizes(op, stack, base, refs);
   }

@@ -1,4 +1,4 @@
-// out= arguments: they have the result's sizes before the op runs, on every rank, or the call is refused.
+// out= arguments: they must have the result's sizes on every rank before the op runs, or the call raises.
 #pragma once
 
 #include "dispatch/call.h"
@@ -8,11 +8,10 @@ namespace shardtensor {
 // The call on meta tensors of the global sizes; the out= arguments are empty, so that the op sizes them.
 torch::jit::Stack on_meta(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
-// find_solution() for a call whose out= arguments fit: empty ones are given the sizes of their results, as torch does, others
-// of wrong sizes are refused.
+// find_solution() for a call with out= arguments. Empty ones are resized to their result, as in torch; other wrong sizes raise.
 rules::SolutionPtr fitting_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
-// Refuses an out= argument whose local tensor the op has resized: where the sizes could not be known before.
+// Raises if the op has resized the local tensor of an out= argument: its sizes could not be checked before.
 void check_outputs(const Op& op, const rules::Solution& solution, const Refs& refs, const Locals& locals);
 
 } // namespace shardtensor

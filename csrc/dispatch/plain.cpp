@@ -24,7 +24,7 @@ void set_entrance(Entrance entrance) {
 
 namespace {
 
-// Whether Python has seen the tensor, as it has any that a user made.
+// Whether the tensor has a Python object, as every tensor of a user has.
 template <typename Slot>
 bool seen_by_python(const Slot& slot) {
   if constexpr (requires { slot.load_pyobj(); }) {
@@ -34,7 +34,7 @@ bool seen_by_python(const Slot& slot) {
   }
 }
 
-// Zeros, ones, or what arange makes.
+// Whether the values are zeros, ones, or those of arange.
 bool is_counted(const at::Tensor& t) {
   if (is_traced(t) || t.is_meta()) {
     return true; // it has no values
@@ -49,9 +49,9 @@ bool is_counted(const at::Tensor& t) {
   return flat.eq(at::arange(n, flat.options().dtype(at::kLong)) * step).all().item<bool>();
 }
 
-// torch makes plain tensors on the way, the same on every rank. Where they may meet a DTensor it says so, or else they are known
-// by who made them and by their values: zeros for an operand without a tangent in forward mode (give_tangents() is before them,
-// but not where torch.func has hidden the ShardTensors), constants and countings in vmap's rules.
+// torch itself makes plain tensors inside some ops, the same on every rank. If they may meet a DTensor, torch says so by a
+// flag. Otherwise they are recognized by having no Python object and by their values: zeros for an operand without a tangent
+// in forward mode (if torch.func has hidden the ShardTensors from give_tangents()), constants and aranges in vmap's rules.
 bool is_made_by_torch(const at::Tensor& t) {
   return at::get_dtensor_allow_implicit_replication() ||
          (!t.requires_grad() && !seen_by_python(*t.unsafeGetTensorImpl()->pyobj_slot()) && is_counted(t));
@@ -67,7 +67,7 @@ void check_plain(const Op& op, const Refs& refs) {
     }
     const auto mode = AsReplicated::alive() ? Promotion::Replicate : promotion();
     if (mode != Promotion::Replicate && torch::autograd::get_current_node()) {
-      continue; // made by torch's own formula (zeros of a gradient's sizes), so the same on every rank
+      continue; // torch's formula made it (zeros of a gradient's sizes), so it is the same on every rank
     }
     if (mode != Promotion::Replicate && is_made_by_torch(*r.tensor)) {
       continue;
@@ -75,8 +75,8 @@ void check_plain(const Op& op, const Refs& refs) {
     if (mode == Promotion::Error && r.tensor->dim() == 1 && !is_symbolic(*r.tensor) && r.tensor->numel() == 1 && r.index < 0) {
       TORCH_WARN_ONCE(
           op.name, ": argument '", op.schema().arguments()[r.arg].name(),
-          "' is a plain torch.Tensor of one element and one dim among ShardTensors. It is taken as replicated, as a number is; "
-          "make it one of no dims.");
+          "' is a plain 1-d torch.Tensor of one element among ShardTensors. It is taken as replicated, like a number; "
+          "make it 0-d.");
       continue;
     }
     if (mode == Promotion::Error) {
@@ -89,7 +89,7 @@ void check_plain(const Op& op, const Refs& refs) {
 }
 
 bool wants_entrance(const at::Tensor& t) {
-  // Others' tensors (functorch's levels, Python's subclasses) are not plain: they may hold a ShardTensor.
+  // Wrapper tensors (functorch's levels, Python subclasses) are not plain: they may hold a ShardTensor.
   static constexpr c10::DispatchKeySet kLevels({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
   return t.defined() && at::GradMode::is_enabled() && t.requires_grad() && !as_shard_tensor(t) && t.layout() == at::kStrided &&
          !t.key_set().has_any(kLevels) && (!t.key_set().has_any(kStandIns) || is_traced(t));
@@ -97,7 +97,7 @@ bool wants_entrance(const at::Tensor& t) {
 
 namespace {
 
-// Puts what `change` makes of each tensor for which `is` holds in its place.
+// Replaces each tensor for which `is` holds by the result of `change`.
 template <typename Is, typename Change>
 void replace(torch::jit::Stack& stack, size_t base, const Refs& refs, const Is& is, const Change& change) {
   for (size_t i = 0; i < refs.size();) {
@@ -168,7 +168,7 @@ bool has_entrance(const Op& op) {
   const auto lists = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::TensorList);
   const auto tensors = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::Tensor);
   const bool ours = (op.entry && op.entry->is_local()) || has(kAutogradKey);
-  // AutogradOther, which stands for torch's formula, would decompose those.
+  // AutogradOther, the key of torch's formulas, would decompose such ops.
   const bool decomposes = has(c10::DispatchKey::CompositeImplicitAutograd);
   return (lists || tensors > 1) && !op.is(rules::Way::Each) && !op.is(rules::Way::FoundInf) && !ours && !decomposes &&
          has(c10::DispatchKey::Autograd);

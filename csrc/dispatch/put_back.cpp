@@ -12,7 +12,7 @@ using rules::SolutionPtr;
 
 namespace {
 
-// A piece, and what it is a piece of.
+// A piece, and the layout and sizes of its tensor.
 struct Piece {
   at::Tensor local;
   LayoutPtr layout;
@@ -33,7 +33,7 @@ at::Tensor moved(const Op& op, const Piece& from, const LayoutPtr& to) {
   });
 }
 
-// Where the base is cut, one rank has what the view shows and the others have zeros: their sum on all of them.
+// Along mesh dims that cut the base, one rank has the view's values and the others have zeros; all of them get the sum.
 LayoutPtr whole_where_cut(LayoutPtr view, const Layout& base) {
   for (int64_t m = 0; m < base.ndim(); ++m) {
     if (base.placement(m).is_shard() && view->placement(m).is_partial()) {
@@ -71,7 +71,7 @@ void remember_base(
       if (behind->put_back) {
         behind->put_back();
       }
-      behind->seen = behind->base_writes->count + 1; // this write is about to be counted
+      behind->seen = behind->base_writes->count + 1; // this write will be counted next
     }
   };
 }

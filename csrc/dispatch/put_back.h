@@ -1,11 +1,11 @@
-// Writes to a view that had to move data: they are put back into its base.
+// Copies writes to a view that had to move data back into its base.
 #pragma once
 
 #include "dispatch/call.h"
 
 namespace shardtensor {
 
-// `operand`: the piece that the op has viewed, or copied from. Does nothing where `view` shares memory with its base.
+// `operand`: the piece that the op has viewed or copied. Does nothing if `view` shares memory with its base.
 void remember_base(
     const Op& op, const rules::SolutionPtr& solution, const Ref& base, const at::Tensor& operand, const at::Tensor& view);
 

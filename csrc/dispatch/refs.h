@@ -9,7 +9,7 @@
 
 namespace shardtensor {
 
-// One tensor among the arguments, as it came. Non-owning: to count a reference to a tensor that has a Python object needs the
+// One tensor among the arguments, unchanged. Non-owning: increasing the refcount of a tensor that has a Python object needs the
 // GIL.
 struct Ref {
   int16_t arg;
@@ -22,7 +22,7 @@ struct Ref {
 };
 using Refs = c10::SmallVector<Ref, 4>;
 
-// A fake tensor on the way of a graph is described by the numbers at hand.
+// For a fake tensor of a graph: the current numbers of its sizes.
 inline c10::IntArrayRef sizes_of(const Ref& r) {
   return r.impl ? r.impl->sizes_hint() : r.tensor->sizes();
 }
@@ -30,7 +30,7 @@ inline c10::IntArrayRef sizes_of(const Ref& r) {
 // Every tensor among boxed arguments. The references point into the stack.
 Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
 
-// That of the ShardTensors among the arguments: one.
+// The mesh of the ShardTensors among the arguments; raises if there are several.
 const MeshPtr& mesh_of(const Op& op, const Refs& refs);
 
 // The tensors among boxed results, those of a list one by one.
@@ -47,7 +47,7 @@ void each_tensor(const torch::jit::Stack& results, const Use& use) {
   }
 }
 
-// Puts a copy of `list`, a list of tensors or of optional ones, changed by `change`, into the slot.
+// Copies `list`, a list of tensors or of optional tensors, applies `change` to the copy and puts it into the slot.
 template <typename Change>
 void change_list(c10::IValue& slot, const c10::IValue& list, const Change& change) {
   const auto put = [&](auto copy) {

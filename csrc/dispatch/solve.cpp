@@ -33,14 +33,14 @@ void describe(const Op& op, const Refs& refs, const Layout& replicated, Call& ca
   }
 }
 
-// Of a dtype that few of torch's kernels take.
+// Whether few of torch's kernels take the tensor's dtype.
 bool is_rare(const Ref& r) {
   const auto dtype = r.tensor->scalar_type();
   return c10::isFloat8Type(dtype) || c10::isBarebonesUnsignedType(dtype) || dtype == at::kComplexHalf;
 }
 
-// Whether the op takes such a dtype its kernel alone knows, which says nothing on a rank whose piece is empty: so all ranks ask
-// it with few elements.
+// Only the op's kernel knows whether it takes such a dtype, and on an empty piece it would not raise. So all ranks run it on a
+// few elements.
 void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call, const Refs& refs) {
   const auto listed = [](const Ref& r) { return r.index >= 0; };
   if (op.is_random || std::none_of(refs.begin(), refs.end(), is_rare) || std::any_of(refs.begin(), refs.end(), listed)) {
@@ -51,7 +51,7 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call,
   for (const auto& r : refs) {
     auto sizes = r.tensor->sizes().vec();
     for (auto& n : sizes) {
-      n = std::min<int64_t>(n, 3); // of a single one some kernels need not look at the dtype; points have up to 3 coordinates
+      n = std::min<int64_t>(n, 3); // with one element some kernels do not check the dtype; points have up to 3 coordinates
     }
     args[r.arg] = at::zeros(sizes, r.tensor->options());
   }
@@ -59,7 +59,7 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call,
   try {
     op.handle.callBoxed(args);
   } catch (const c10::Error& error) {
-    // Others may be of the sizes.
+    // Other errors may come from the few sizes.
     for (const char* of_dtypes : {"not implemented for '", "can't be cast", "Promotion for"}) {
       const auto* why = error.what_without_backtrace();
       TORCH_CHECK_NOT_IMPLEMENTED(!std::strstr(why, of_dtypes), op.name, ": ", why, " (", errors::layouts_of(call), ")");
@@ -67,8 +67,8 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const Call& call,
   }
 }
 
-// The arguments that may order a result's dims: not its tensors, whose orders every key holds, nor numbers with a fraction, nor
-// generators.
+// The arguments that may change the order of a result's dims: not tensors (every key holds their orders), floating-point
+// numbers or generators.
 uint64_t ordering_arguments(const Op& op) {
   uint64_t out = 0;
   for (size_t i = 0; i < op.kinds.size(); ++i) {
@@ -84,8 +84,8 @@ uint64_t ordering_arguments(const Op& op) {
   return out;
 }
 
-// In which order the results' dims lie is torch's to say: its TensorIterator and its meta kernels are asked, with the whole
-// tensors' sizes and strides. An op without a meta kernel gives results one dim after the other. Returns what it has read.
+// torch decides the order of the results' dims: this asks its TensorIterator and its meta kernels, with the whole tensors'
+// sizes and strides. Results of an op without a meta kernel are contiguous. Returns the facts that it has read.
 uint64_t ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
   if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) || any_symbolic(refs)) {
     return 0;
@@ -113,7 +113,7 @@ uint64_t ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& r
   return reads;
 }
 
-// Whether pieces are gathered for a rule that uses every operand whole. (Summands that are added up are not.)
+// Whether pieces are gathered for a rule that uses every operand whole. (Adding up summands does not count.)
 bool gathers(const Call& call, const rules::Rule& rule, const Solution& solution) {
   bool cut = false;
   for (size_t i = 0; i < call.tensors.size(); ++i) {
@@ -125,7 +125,7 @@ bool gathers(const Call& call, const rules::Rule& rule, const Solution& solution
   return cut && std::all_of(rule.operands.begin(), rule.operands.end(), is_whole);
 }
 
-// Strict mode forbids it; the log is told.
+// Raises in strict mode; otherwise logs the gather.
 void tell_of_gather(const Op& op, const Call& call) {
   if (strict_mode()) {
     errors::gathers(op, call);
@@ -148,7 +148,7 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
     errors::check_taken(op, call);
     ask_kernel(op, stack, base, call, refs);
     const auto rule = op.entry->rule(call);
-    auto reads = call.reads(); // what resolve() reads besides is kept by sizes
+    auto reads = call.reads(); // before resolve(): if that reads sizes, the solution is marked `sized`
     auto solution = rules::resolve(call, rule);
     if (solution->moves && gathers(call, rule, *solution)) {
       tell_of_gather(op, call);
@@ -159,7 +159,7 @@ SolutionPtr solve(const Op& op, const Stack& stack, size_t base, const Refs& ref
     return solution;
   }
   if (op.is_random) {
-    errors::refused(op, "it draws random numbers and has no rule, so its ranks would draw different ones", call);
+    errors::refused(op, "it draws random numbers and has no rule, so each rank would draw different numbers", call);
   }
   tell_of_gather(op, call);
   return rules::resolve(call, rules::replicate(call));

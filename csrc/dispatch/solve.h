@@ -1,4 +1,4 @@
-// From a call to its solution: the op's rule is asked, once for each key.
+// From a call to its solution. The op's rule runs once for each key.
 #pragma once
 
 #include "dispatch/cache.h"
@@ -11,7 +11,7 @@ rules::SolutionPtr solve(const Op& op, const torch::jit::Stack& stack, size_t ba
 // The cached one for boxed arguments, or a new one. `refs` may be some of the tensors: one index of lists.
 rules::SolutionPtr find_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
-// One that is cached for these very sizes, or null.
+// The solution that is cached for exactly these sizes, or null.
 rules::SolutionPtr known_for_sizes(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 } // namespace shardtensor

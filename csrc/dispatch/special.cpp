@@ -14,7 +14,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// GradScaler's check: a bad value in any rank's piece is everybody's.
+// GradScaler's check: a bad value in any rank's piece counts on all ranks.
 void handle_found_inf(const Op& op, Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();

@@ -1,4 +1,4 @@
-// Ops that are not one rule: lists of tensors handled element by element, and ops run by their own decomposition.
+// Ops without a rule of their own: lists of tensors handled element by element, and ops run by torch's decomposition.
 #pragma once
 
 #include "dispatch/op.h"

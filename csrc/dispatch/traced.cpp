@@ -23,7 +23,7 @@ rules::Symbols symbols_of(const Op& op) {
   return op.entry && !op.asks_sizes ? op.entry->options.symbols : rules::Symbols::None;
 }
 
-// Rules and caches hold numbers. The op's argument of sizes is handed on besides, as it came, where the op keeps symbols.
+// Rules and caches need numbers. If the op keeps symbols, also returns its size argument unchanged.
 std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base) {
   std::optional<SymSizes> sizes;
   for (size_t i = 0; i < op.kinds.size(); ++i) {
@@ -64,7 +64,7 @@ void guard_operands(const Op& op, Stack& stack, size_t base) {
   }
 }
 
-// Plain tensors of symbolic sizes become what they are taken for, replicated ShardTensors: only those tell their sizes.
+// Replaces plain tensors of symbolic sizes by replicated ShardTensors, since only ShardTensors can give hints of their sizes.
 void enter_symbolic_plain(const Op& op, Stack& stack, size_t base) {
   auto refs = collect(op, stack, base);
   const auto is_such = [&](const Ref& r) { return !r.impl && !(op.mutated >> r.arg & 1) && is_symbolic(*r.tensor); };
@@ -127,7 +127,7 @@ at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::functi
   if (!out.defined()) {
     out = move();
   }
-  // A copy of its own: whoever gets `out` may write it. One that nobody asks for is no part of the graph.
+  // Keep a copy: the caller may write to `out`. If the copy is never used, the graph drops it.
   t.keep_moved(to, out.clone());
   return out;
 }
@@ -142,7 +142,7 @@ SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes) {
 
 void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   const auto* op = boxed_op(handle_);
-  if (!op) { // taken at the key by autograd/, or somebody's own
+  if (!op) { // another kernel is registered at the key, by autograd/ or a user
     handle_.callBoxedForDispatchKey(kKey, *stack);
     return;
   }

@@ -1,5 +1,5 @@
-// Calls that come by __torch_dispatch__: their tensors stand for those of a graph, or are fake, and sizes may be symbols. They
-// take the boxed handler's way; what reads symbols has its twin here.
+// Calls that arrive through __torch_dispatch__: their tensors stand for tensors of a graph, or are fake, and sizes may be
+// symbols. They run through the boxed handler; here are its functions for symbolic sizes.
 #pragma once
 
 #include "dispatch/call.h"
@@ -8,7 +8,7 @@
 
 namespace shardtensor {
 
-// What kKey has for the op, but never a typed kernel: those take no symbols.
+// Runs the op's kernel at kKey, but never a typed kernel: those take no symbols.
 void call_traced(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // Whether any of the tensors has symbolic sizes.
@@ -16,28 +16,29 @@ inline bool any_symbolic(const Refs& refs) {
   return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return is_symbolic(*r.tensor); });
 }
 
-// Whether the op leaves symbols as they are, and also what autograd will call for it if it records it. Any other op's operands
-// are made numbers when it is first traced: made numbers later, in a backward, they would be missing among the graph's outputs.
+// Whether the op keeps symbols, and also the backward ops that autograd will call for it. The sizes of any other op's operands
+// become numbers when it is first traced; if that happened later, in a backward, they would be missing among the graph's
+// outputs.
 bool keeps_symbols(const Op& op, const Refs& refs);
 
-// Makes the operands' sizes numbers where the solution was found by them.
+// Turns the operands' sizes into numbers if the solution was found by sizes.
 void settle_sizes(const Op& op, const Refs& refs, const rules::Solution& solution);
 
-// What `move` makes of a graph's tensor in another layout. Where the graph has moved it there before, and not written it since, a
-// copy of that: ranks talk once. Not in a backward, which would make the forward keep what it moved.
+// A graph's tensor in another layout, by `move`. If the graph has moved it there before and not written it since, returns a
+// copy of that result, so that ranks communicate once. Not in a backward: the forward would have to keep the moved tensor.
 at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move);
 
-// This rank's sizes where those of the whole may be symbols.
+// This rank's sizes, if the global sizes may be symbols.
 SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes);
 
-// Which of the tensors have symbols where: part of the key, since choices weigh symbols otherwise than numbers.
+// Adds to the key which sizes of which tensors are symbols, since the cost of a choice treats symbols and numbers differently.
 void key_of_symbols(const Refs& refs, Key& key);
 
-// check_alike() for two dims, one of them a symbol; the graph gets a guard.
+// check_alike() for two dims, at least one of them a symbol; adds a guard to the graph.
 void check_alike_symbols(
     const Op& op, const at::Tensor& x, rules::Solution::Indexed a, const at::Tensor& y, rules::Solution::Indexed b);
 
-// wrap_result() where sizes are symbols.
+// wrap_result() for symbolic sizes.
 at::Tensor wrap_symbolic_result(
     const Op& op,
     at::Tensor local,

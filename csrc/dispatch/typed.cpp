@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-// Walking an IListRef asks at every step which kind it is.
+// Iterating over an IListRef checks its kind at every step.
 template <typename Use>
 void for_each(const at::ITensorListRef& list, const Use& use) {
   if (list.isUnboxed()) {
@@ -94,7 +94,7 @@ class Borrowed {
   c10::SmallVector<Tensor, 4> tensors_;
 };
 
-// What has to be kept for an argument while the op runs, and how it is made; nothing for most kinds.
+// What must stay alive for an argument while the op runs, and how it is made; nothing for most kinds.
 template <typename T>
 struct Localized {
   const T& operator()(Localizer&, size_t, const T& given) {
@@ -104,7 +104,7 @@ struct Localized {
 template <>
 struct Localized<const Tensor&> {
   Tensor& operator()(Localizer& l, size_t, const Tensor& given) {
-    return const_cast<Tensor&>(l.local(given)); // in-place ops take their first argument so
+    return const_cast<Tensor&>(l.local(given)); // in-place ops take their first argument like this
   }
 };
 template <>
@@ -231,7 +231,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     }
   }
 
-  // Before anything is moved: what is done twice by one rank alone would put the ranks out of step.
+  // Check before anything moves: if only one rank moved twice, ranks would fall out of step.
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
     const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
     const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
@@ -243,7 +243,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
-// Whether any tensor of the argument is such.
+// Whether `is` holds for any tensor of the argument.
 template <typename Is>
 bool any(const Tensor& t, const Is& is) {
   return t.defined() && is(t);
@@ -294,7 +294,7 @@ class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
-// One line per signature. An op belongs here if it runs all the time in training; any other is right without.
+// One line per signature. Add ops that run very often in training; all others work without an entry.
 template <template <typename> class Kernel>
 KernelTable<Kernel> make_table() {
   KernelTable<Kernel> t;

@@ -18,9 +18,9 @@ using at::Tensor;
 using at::TensorList;
 using torch::jit::Stack;
 
-// ---- whether an argument is as the quick way needs it; local tensors of a list go to `locals` ----
+// ---- whether an argument fits the fast path; local tensors of a list go to `locals` ----
 
-// Every index has the layout and the shape that it has in the first list, without summands.
+// Whether every index has the same layout and shape as in the first list, without summands.
 bool stays(const Op& op, size_t arg, TensorList list, TensorList first, std::vector<Tensor>& locals) {
   if (list.empty()) {
     return true; // amsgrad's, or momentum's
@@ -121,7 +121,7 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
     }
   }
 
-  // For one list: what each index's rule says. False where something has to move, or a piece needs a kernel.
+  // For one list: solves each index. False if something has to move, or a piece needs a kernel.
   bool solve_each(
       TensorList first, const std::vector<Tensor>& locals, std::vector<rules::SolutionPtr>& solutions, Args... args) const {
     const Stack stack = c10::impl::boxArgs<TensorList, Args...>(TensorList(), args...);
@@ -147,7 +147,7 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
   c10::TypedOperatorHandle<Result(TensorList, Args...)> call_;
 };
 
-// One line per signature: what torch.optim and clip_grad_norm_ call. Any other list op is right without.
+// One line per signature: the calls of torch.optim and clip_grad_norm_. All other list ops work without an entry.
 KernelTable<TypedList> make_table() {
   using List = TensorList;
   using Lists = std::vector<Tensor>;

@@ -31,7 +31,7 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
 
 namespace {
 
-// The operand it lies like, if that is as large in every dim and contiguous: then sizes and strides are there already.
+// The operand `like`, if it has the result's sizes and is contiguous: its sizes and strides can then be reused.
 const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
   if (result.like < 0 || (result.order && !result.order->empty())) {
     return nullptr;
@@ -72,7 +72,7 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
       return form;
     }
     const auto found = at::detail::computeStride(base.sizes(), strides, sizes);
-    // Whether a piece can be viewed so says nothing: all ranks refuse alike, as torch does for the whole.
+    // Checks the whole tensor, as torch does, so that all ranks raise alike: a piece might allow the view.
     TORCH_CHECK(
         found,
         "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
@@ -90,7 +90,8 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
   return form;
 }
 
-// Nobody sees the bases of autograd's own views, nor need they be looked after; and what it keeps as a gradient it detaches.
+// Views that autograd itself creates are not tracked: users never see their bases. (It detaches tensors that it keeps as
+// gradients.)
 void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base, bool copied) {
   const bool autograds = torch::autograd::get_current_node() && !base.watches();
   if (autograds && op.name == "aten::detach") {
@@ -103,8 +104,8 @@ void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& bas
   }
 }
 
-// Whether a view is one of a copy. Of the piece's class, where that is Python's, only the op can tell: it may wrap what views its
-// memory anew.
+// Whether a view shares no memory with its base's piece. If the piece is a Python subclass, only the op can tell: the class
+// may put a view of its memory into a new wrapper.
 bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTensorImpl& base) {
   const auto& piece = base.local(true);
   const bool wrapped = piece.key_set().has(c10::DispatchKey::Python) && !is_traced(piece);
@@ -139,7 +140,7 @@ at::Tensor wrap_result(
     const SymSizes* given) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
-  // A copy, or a view of one: writing to it does not reach the base everywhere.
+  // A copy, or a view of one: a write to it does not reach the base on every rank.
   const bool copied = base && is_copy(local, solution, *base);
   const bool moved = copied || (base && base->broken_view());
   const auto& layout = result ? result->layout : solution.replicated;
@@ -156,13 +157,13 @@ at::Tensor wrap_result(
     }
   }
   Sizes own_sizes, own_strides;
-  c10::IntArrayRef sizes = local.sizes(), strides = local.strides(); // which outlives the move into the result
+  c10::IntArrayRef sizes = local.sizes(), strides = local.strides(); // they outlive the move into the result
   if (result && layout->is_sharded()) {
     sizes = own_sizes = global_sizes(*result, refs, local);
   }
   const auto lay = [&](c10::IntArrayRef as) {
     own_sizes = Sizes(sizes.begin(), sizes.end());
-    sizes = own_sizes; // a copy that lies otherwise takes the local tensor's place, and its sizes with it
+    sizes = own_sizes; // if a copy in another order replaces the local tensor, the local sizes are gone
     local = laid(std::move(local), as);
   };
   const auto wrapped = [&](c10::IntArrayRef as, int64_t offset) {

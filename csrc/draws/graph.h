@@ -7,10 +7,11 @@
 
 namespace shardtensor::draws {
 
-// next_key() for a traced piece. Keys of a graph are drawn in the order in which they were traced: each one takes the one before.
+// next_key() for a traced piece. A graph draws its keys in the order of tracing: each key op takes the key before as an
+// argument.
 at::Tensor next_key_in_graph(const at::Tensor& local, const Mesh& mesh);
 
-// A tensor like `local`, filled.
+// A new tensor like `local`, filled.
 at::Tensor drawn_in_graph(
     const at::Tensor& local,
     const at::Tensor& key,

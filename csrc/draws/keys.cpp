@@ -50,9 +50,9 @@ void agree(const Mesh& mesh) {
   first = first.cpu();
   if (!at::equal(first, mine)) {
     TORCH_WARN(
-        "shardtensor: on rank ", mesh.rank(), " the default random generator is in another state than on rank ",
+        "shardtensor: on rank ", mesh.rank(), " the default random generator has another state than on rank ",
         mesh.description().ranks[0], ", the first of ", mesh.str(),
-        "; its state is taken over. Seed all ranks alike: torch.manual_seed(seed) or shardtensor.random.manual_seed(seed)");
+        "; that rank's state is now used. Seed all ranks alike: torch.manual_seed(seed) or shardtensor.random.manual_seed(seed)");
     std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_state(first);
   }

@@ -1,5 +1,5 @@
-// Random ops: where their keys come from (torch's own generators, which all ranks of a mesh must hold in the same state), and
-// pieces filled by them.
+// Keys of random ops, and pieces filled from them. The keys come from torch's own generators, which must have the same state
+// on all ranks of a mesh.
 #pragma once
 
 #include "kernels/random.h"
@@ -10,19 +10,19 @@
 
 namespace shardtensor::draws {
 
-// The default generators of the mesh's ranks are in one state. The first call on a mesh, by all its ranks, takes over that of its
-// first rank, with a warning where it differs.
+// Makes sure that the default generators of the mesh's ranks have one state. The first call on a mesh, by all its ranks,
+// copies the first rank's state, with a warning on ranks where it differs.
 void agree(const Mesh& mesh);
 
 // 64 bits from `generator`, else from the default CPU generator, for CUDA tensors too: torch.manual_seed, fork_rng and
-// activation checkpointing work as ever. Every rank calls it once per random op, whatever it holds. Of the default generator the
-// ranks agree() first.
+// activation checkpointing work as usual. Every rank calls it once per random op, even with an empty piece. For the default
+// generator the ranks agree() first.
 uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generator);
 
-// The ranks of the mesh are known to have seeded alike: no need to compare.
+// Records that the ranks of the mesh have the same seed: agree() need not compare.
 void mark_agreed(const Mesh& mesh);
 
-// What fill() is given: 64 bits, or, in a graph, a tensor that will hold them.
+// The key for fill(): 64 bits, or, in a graph, a tensor that will hold them.
 struct Key {
   uint64_t bits = 0;
   at::Tensor traced;

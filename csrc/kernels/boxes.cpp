@@ -22,7 +22,7 @@ struct Side {
   const char* name; // of the argument
   const at::Tensor& tensor;
   c10::ArrayRef<Box> boxes;
-  bool flat; // the boxes lie one after the other, whatever their offsets
+  bool flat; // the boxes lie one after the other, ignoring their offsets
 };
 
 // ---- checks
@@ -94,8 +94,8 @@ void check_same_device(const char* function, const Side& from, const Side& to) {
 // Dims [first, last] of the boxes, merged into one.
 struct Merged {
   int64_t first, last;
-  int64_t factor;                 // elements to an index of `last`
-  int64_t common;                 // the size where all boxes have one, else -1
+  int64_t factor;                 // elements per index of `last`
+  int64_t common;                 // the size if all boxes have the same, else -1
   int64_t from_stride, to_stride; // in elements
 };
 using Dims = c10::SmallVector<Merged, 5>;
@@ -165,7 +165,7 @@ uint64_t address_bits(const at::Tensor& tensor, int64_t element_bytes) {
   return address % static_cast<uint64_t>(element_bytes) == 0 ? address / static_cast<uint64_t>(element_bytes) : 1;
 }
 
-// How a device likes its work cut.
+// How to cut the work for a device.
 struct Grain {
   int64_t tile_bytes;
   int64_t unit_bytes; // the widest
@@ -173,7 +173,7 @@ struct Grain {
 };
 constexpr Grain kCuda{1 << 14, 16, 0};
 
-// Tiles of all boxes take turns. Together they stay in a core's second cache; of what goes past the caches, in its first.
+// Tiles of all boxes take turns. Together they fit into a core's L2 cache; if stores bypass the caches, into its L1 cache.
 Grain cpu_grain(int64_t boxes, int64_t bytes) {
   const int64_t together = bytes >= kStreamBytes ? 1 << 16 : 1 << 18;
   return {std::max<int64_t>(together / boxes, 1 << 12), 1, 1 << 18};
@@ -200,7 +200,7 @@ void sort_rows(Plan& plan) {
   plan.table = std::move(sorted);
 }
 
-// What keeps all boxes from wide units: addresses and strides, as bits.
+// The bits of addresses and strides that limit the width of the units of all boxes.
 uint64_t shared_bits(
     const Moves& moves, const Side& from, const Side& to, const Dims& dims, int64_t from_bytes, int64_t to_bytes) {
   uint64_t bits = address_bits(from.tensor, from_bytes) | address_bits(to.tensor, to_bytes);
@@ -211,8 +211,8 @@ uint64_t shared_bits(
   return bits;
 }
 
-// Boxes of about the same size get the same number of tiles, of whole rows where these are short: tiles of one level are
-// neighbours then. `largest` box and `full` tile are in elements.
+// Boxes of about the same size get the same number of tiles, of whole rows if these are short: then tiles of one level are
+// neighbours. `largest` box and `full` tile are in elements.
 void cut_tiles(Plan& plan, int64_t largest, int64_t full) {
   auto& moves = plan.moves;
   const int row = moves.row();
@@ -313,7 +313,7 @@ void move(const char* function, const Side& from, const Side& to) {
   no_kernel(function, to.tensor);
   const auto from_type = from.tensor.scalar_type(), to_type = to.tensor.scalar_type();
   if (from_type != to_type && !(is_float(from_type) && is_float(to_type))) {
-    // A cast without a kernel: torch's, between two copies.
+    // A cast without a kernel of ours: torch casts, between two copies.
     auto packed = from.tensor;
     if (!from.flat) {
       packed = at::empty({numel}, from.tensor.options());
@@ -407,7 +407,7 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
   Plan plan;
   if (numel_of(boxes) == 0) {
     auto nothing = at::empty({0}, type);
-    return cpu::reduce(plan.moves, nothing, parts, op, nothing); // refuses a dtype as on the other ranks
+    return cpu::reduce(plan.moves, nothing, parts, op, nothing); // raises for a dtype as on the other ranks
   }
   if (!has_values(target)) {
     return;

@@ -7,21 +7,21 @@
 
 namespace shardtensor::kernels {
 
-// Boxes are in the indices of the tensor at hand. Strides are any; a source may be expanded, a target may not. Where dtypes
-// differ, values are cast. One launch on the current stream, without synchronization; in a CUDA graph, too.
+// Boxes are in the indices of the given tensor. Any strides work; a source may be expanded, a target may not. If dtypes differ,
+// values are cast. One launch on the current stream, without synchronization; also in a CUDA graph.
 
 // flat: 1-d, contiguous; the boxes one after the other, each in row-major order.
 void pack(const at::Tensor& source, c10::ArrayRef<Box> boxes, at::Tensor& flat);
 void unpack(const at::Tensor& flat, c10::ArrayRef<Box> boxes, at::Tensor& target);
 // Pairs of equal sizes; source and target share no memory.
 void copy(const at::Tensor& source, c10::ArrayRef<Box> from, at::Tensor& target, c10::ArrayRef<Box> to);
-// flat: `parts` times the boxes as pack() leaves them. They are combined in order, 0 first: the result is the same every time.
-// Half types accumulate in float; min and max pass NaN on; Sum of bool is `or`, Avg of integers truncates, Norm is Sum.
+// flat: `parts` times the boxes as pack() writes them. They are combined in order, 0 first, so the result is deterministic.
+// Half types accumulate in float; min and max propagate NaN; Sum of bool is `or`, Avg of integers truncates, Norm is Sum.
 void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> boxes, ReduceOp op, at::Tensor& target);
 
 struct Moves;
 
-// The twins, and which of them a tensor's boxes are for. Same device, nothing empty, no conj or neg bits.
+// The CPU and CUDA twins, and which of them a tensor needs. Same device, nothing empty, no conj or neg bits.
 bool for_cuda(const at::Tensor& t);
 namespace cpu {
 void move(const Moves& moves, const at::Tensor& from, at::Tensor& to);

@@ -1,5 +1,5 @@
-// What is drawn for a global index: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the
-// maps from its bits to distributions. One text for host and device, so that both draw the same.
+// The random value of a global index: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and
+// the maps from its bits to distributions. One source for host and device, so that both draw the same.
 #pragma once
 
 #include "kernels/random.h"
@@ -101,7 +101,7 @@ struct RealDraw {
     }
   }
 
-  // Rounding may reach the end of [a, b), which does not belong to it.
+  // Rounding may give b, which [a, b) does not contain.
   template <typename Scalar>
   C10_HOST_DEVICE Scalar finish(Real x) const {
     const auto y = static_cast<Scalar>(x);

@@ -1,11 +1,11 @@
-// How much CPU memory tensors hold, and the most they have held: for tests and benchmarks of the memory rule.
+// The CPU memory that tensors hold now, and its peak: for tests and benchmarks of the memory rule.
 #pragma once
 
 #include <cstdint>
 
 namespace shardtensor::kernels {
 
-// While on, tensors made on the CPU, by any thread, are counted from their birth to their end.
+// While on, CPU allocations of tensors made by any thread are counted until they are freed.
 void count_memory(bool on);
 
 struct Held {

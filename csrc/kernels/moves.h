@@ -1,5 +1,5 @@
-// Boxes to move from one side to the other, dims merged and cut into tiles; how an element is found and parts are combined. One
-// text for host and device.
+// Boxes to move from one side to the other, with dims merged and cut into tiles; how to locate an element and combine parts.
+// One source for host and device.
 #pragma once
 
 #include "kernels/boxes.h"
@@ -16,11 +16,11 @@ namespace shardtensor::kernels {
 constexpr int kMaxDims = 9;
 constexpr int64_t kStreamBytes = 4 << 20; // less may stay in a CPU's cache until it is used
 
-// An element is a byte where the dtype stays, and a value where it changes or parts are combined. The last dim is contiguous
-// on both sides. It is moved in units of 2^width elements, for which both sides are aligned.
+// An element is a byte if the dtype stays, and a value if it changes or parts are combined. The last dim is contiguous
+// on both sides. It is moved in units of 2^width elements, to which both sides are aligned.
 //
-// Tiles are numbered across the boxes: the first of each box, then the second of each that has two, and so on. Boxes are often
-// neighbours, so that what runs at the same time, or one after the other, shares cache lines and pages of memory.
+// Tiles are numbered across the boxes: the first of each box, then the second of each box that has two, and so on. Boxes are
+// often neighbours, so tiles that run at the same time, or one after the other, share cache lines and pages of memory.
 struct Moves {
   int ndim;
   bool from_flat, to_flat; // boxes one after the other: strides follow from each box's sizes
@@ -29,10 +29,10 @@ struct Moves {
   int64_t bytes;       // in all
   int64_t part_stride; // elements between two parts, to be combined
   int64_t from_strides[kMaxDims], to_strides[kMaxDims];
-  // A row for each box, those of most tiles first. None is empty.
+  // A row for each box, sorted by falling number of tiles. No box is empty.
   const int64_t* table;
 
-  // Words of a row: how many tiles have a lower level than the box has tiles; its tiles; units to a tile and width; where it
+  // Words of a row: how many tiles have a lower level than the box has tiles; its tiles; units per tile and width; where it
   // starts on either side, in elements; sizes.
   static constexpr int kBelow = 0, kTiles = 1, kUnits = 2, kFrom = 3, kTo = 4, kSizes = 5;
 
@@ -64,7 +64,7 @@ struct Tile {
   int width;
   int ndim;
   int64_t from, to;       // of its first unit, in elements
-  int64_t at[kMaxDims];   // where in the box that unit is; the last dim in units
+  int64_t at[kMaxDims];   // the unit's index in the box; the last dim in units
   int64_t size[kMaxDims]; // of the box, likewise
   int64_t from_stride[kMaxDims], to_stride[kMaxDims];
 };
@@ -116,7 +116,7 @@ C10_HOST_DEVICE inline void locate_unit(const Tile& tile, uint32_t k, int64_t& f
     int64_t index = tile.at[d] + carry;
     carry = 0;
     if (d > 0 && index >= tile.size[d]) {
-      // 32-bit division is several times faster; larger sizes are crossed once at most.
+      // 32-bit division is several times faster; a larger size can carry at most once.
       carry = tile.size[d] >> 31 ? 1 : static_cast<uint32_t>(index) / static_cast<uint32_t>(tile.size[d]);
       index -= carry * tile.size[d];
     }
@@ -125,7 +125,7 @@ C10_HOST_DEVICE inline void locate_unit(const Tile& tile, uint32_t k, int64_t& f
   }
 }
 
-// What parts of T are combined in.
+// The type in which parts of T are combined.
 template <typename T>
 using Accumulator = std::conditional_t<
     std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>,

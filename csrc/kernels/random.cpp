@@ -56,7 +56,7 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
     return;
   }
   if (held.numel == 0) {
-    return with_draw(local.scalar_type(), key, distribution, Nothing()); // refuses a dtype as on the other ranks
+    return with_draw(local.scalar_type(), key, distribution, Nothing()); // raises for a dtype as on the other ranks
   }
   if (!has_values(local)) {
     return;
@@ -82,7 +82,7 @@ void fill_runs(
     fill(local, key, merge(sizes, runs), distribution);
     return;
   }
-  // As torch does: real and imaginary parts are drawn alike, and share a normal's variance.
+  // As in torch: real and imaginary parts have the same distribution, and share a normal's variance.
   auto parts = at::view_as_real(local);
   Sizes part_sizes(sizes.begin(), sizes.end());
   part_sizes.push_back(2);

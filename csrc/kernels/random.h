@@ -1,5 +1,5 @@
-// Random numbers whose value depends on a stream's key and an element's global linear index alone, so that a global tensor is the
-// same however it is placed, on however many ranks, on CPU or GPU.
+// Random numbers that depend only on a stream's key and an element's global linear index. So a global tensor is the same for
+// any placement, any number of ranks, on CPU or GPU.
 #pragma once
 
 #include "layout/layout.h"
@@ -20,7 +20,7 @@ struct Distribution {
   uint64_t range = 0;
 };
 
-// Fills `local`, the piece that holds `runs` of each dim of a tensor of global `sizes`. Any strides; empty pieces too.
+// Fills `local`, the piece with the indices `runs` of each dim of a tensor of global `sizes`. Any strides; empty pieces too.
 void fill_runs(
     at::Tensor& local,
     uint64_t key,
@@ -28,8 +28,8 @@ void fill_runs(
     c10::SmallVector<Intervals, 6> runs,
     const Distribution& distribution);
 
-// What a rank holds of a global tensor, with the dims it holds whole merged into the dim before: one dim where nothing is
-// cut, and the last dim's runs are contiguous in global index.
+// A rank's part of a global tensor. Each dim that the rank holds whole is merged into the dim before it, so an uncut tensor
+// has one dim, and the last dim's runs are contiguous in global index.
 struct Held {
   struct Dim {
     int64_t size; // global
@@ -40,7 +40,7 @@ struct Held {
   int64_t numel = 1; // local
 };
 
-// The twins. `local` is contiguous, not empty, real.
+// The CPU and CUDA twins. `local` is contiguous, not empty, real.
 namespace cpu {
 void fill_random(at::Tensor& local, uint64_t key, const Held& held, const Distribution& distribution);
 }

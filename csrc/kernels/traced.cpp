@@ -15,7 +15,7 @@ at::Tensor part_of(const at::Tensor& t, const Box& box) {
   return part;
 }
 
-// The next box of a flat buffer, in the box's sizes.
+// The next box of a flat buffer, with the box's sizes.
 at::Tensor next_of(const at::Tensor& flat, int64_t& at, const Box& box) {
   const auto numel = c10::multiply_integers(box.sizes);
   auto part = flat.narrow(0, at, numel).view(box.sizes);

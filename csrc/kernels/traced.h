@@ -1,4 +1,4 @@
-// Copies of boxes as ops of a graph: what boxes.h does, of tensors that have no values yet (comm/values.h).
+// Copies of boxes as ops of a graph: boxes.h for tensors that have no values yet (comm/values.h).
 #pragma once
 
 #include "kernels/boxes.h"
@@ -13,8 +13,7 @@ void move(
     const at::Tensor& to,
     c10::ArrayRef<Box> to_boxes,
     bool to_flat);
-// The boxes one after the other, and a part of `source` without elements: what a rank sends depends on what it is sent of, even
-// where it sends nothing.
+// The boxes one after the other, plus an empty part of `source`: so the message depends on `source` even if no box is sent.
 at::Tensor packed(const at::Tensor& source, c10::ArrayRef<Box> boxes);
 void reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> boxes, ReduceOp op, const at::Tensor& target);
 

@@ -14,8 +14,8 @@ namespace shardtensor {
 
 namespace {
 
-// Holds no layout alive. release_resources() takes out a layout whose last reference was dropped. Until then the table's
-// weak pointer keeps its memory, and so no thread deletes a layout while it holds the lock.
+// Keeps no layout alive. release_resources() removes a layout after its last reference is gone. Until then the table's weak
+// pointer keeps the layout's memory, so no thread deletes a layout while it holds the lock.
 struct Table {
   std::mutex mutex;
   std::unordered_multimap<size_t, c10::weak_intrusive_ptr<const Layout>> layouts;
@@ -89,7 +89,7 @@ int64_t total(const Intervals& runs) {
   return n;
 }
 
-// How many sizes an explicit cut has per row: a strided placement's are those of its chunks.
+// How many sizes an explicit cut has per row. A strided placement has one per chunk.
 int64_t sizes_per_row(const Mesh& mesh, const Placement& p, int64_t mesh_dim) {
   return p.split_factor > 1 ? p.split_factor : mesh.size(mesh_dim);
 }
@@ -123,7 +123,7 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
       }
     }
     const auto want = rows * pieces;
-    if (rows > 1 && static_cast<int64_t>(cut->size()) == pieces) { // one row that holds for all
+    if (rows > 1 && static_cast<int64_t>(cut->size()) == pieces) { // one row for all coordinates
       std::vector<int64_t> all;
       for (int64_t r = 0; r < rows; ++r) {
         all.insert(all.end(), cut->begin(), cut->end());
@@ -259,7 +259,7 @@ Intervals Layout::intervals(int64_t dim, int64_t size, c10::ArrayRef<int64_t> co
     for (const auto& piece : split(m, total(runs), coordinate)) {
       take(runs, piece.start, piece.length, next);
     }
-    if (next.empty()) { // an empty shard still has a place
+    if (next.empty()) { // an empty shard still has a start
       const auto piece = split(m, total(runs), coordinate);
       const int64_t at = piece.empty() ? 0 : piece[0].start;
       next.push_back({runs.empty() ? 0 : std::min(runs[0].start + at, size), 0});
@@ -329,7 +329,7 @@ std::string Layout::misfit(c10::ArrayRef<int64_t> sizes) const {
     if (!cuts_[m]) {
       continue;
     }
-    // Each row must add up to what the outer mesh dims leave it.
+    // Each row must add up to the extent that the outer mesh dims leave.
     Coordinate c(ndim(), 0);
     const auto n = sizes_per_row(*mesh_, p, m);
     const auto rows = static_cast<int64_t>(cuts_[m]->size()) / n;

@@ -1,5 +1,5 @@
-// Where the pieces of a tensor are: mesh + placements + cuts, immutable and interned, and what follows from them (intervals,
-// local sizes, boxes of any rank) without communication. Plain C++ over c10 containers.
+// Where the pieces of a tensor are: mesh + placements + cuts, immutable and interned. Computes every rank's intervals, local
+// sizes and boxes without communication. Plain C++ over c10 containers.
 #pragma once
 
 #include "layout/mesh.h"
@@ -29,9 +29,9 @@ struct Box {
 
 using Sizes = c10::SmallVector<int64_t, 5>;
 
-// The sizes along one mesh dim. Null is even: torch.chunk's rule, whatever the size. Explicit: one size per coordinate of
-// the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim. Of a strided
-// placement, the sizes of its chunks.
+// The sizes along one mesh dim. Null is even: torch.chunk's rule for any size. Explicit: one size per coordinate of
+// the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim. For a strided
+// placement: the sizes of its chunks.
 using Cut = std::shared_ptr<const std::vector<int64_t>>;
 inline bool same_cut(const Cut& a, const Cut& b) {
   return a == b || (a && b && *a == *b);
@@ -51,7 +51,7 @@ using LayoutPtr = c10::intrusive_ptr<const Layout>;
 
 class Layout final : public c10::intrusive_ptr_target {
  public:
-  // Explicit cuts that equal torch.chunk's become even, so equal layouts are one object. `cuts` may be empty: all even.
+  // Explicit cuts that equal torch.chunk's become even, so that equal layouts are one object. `cuts` may be empty: all even.
   static LayoutPtr make(MeshPtr mesh, Placements placements, Cuts cuts = {});
   static LayoutPtr replicated(const MeshPtr& mesh);
 
@@ -96,7 +96,7 @@ class Layout final : public c10::intrusive_ptr_target {
   bool is_even() const {
     return even_;
   }
-  // Bit d is set where some mesh dim cuts tensor dim d.
+  // Bit d: some mesh dim cuts tensor dim d.
   uint64_t sharded_dims() const {
     return sharded_dims_;
   }
@@ -106,13 +106,13 @@ class Layout final : public c10::intrusive_ptr_target {
   // The last mesh dim that cuts tensor dim `dim`, or -1.
   int64_t innermost(int64_t dim) const;
 
-  // What the mesh dims before `mesh_dim` leave it of tensor dim `dim`, of `size`.
+  // How many indices of tensor dim `dim`, of `size`, the mesh dims before `mesh_dim` leave to the coordinate.
   int64_t extent_before(int64_t mesh_dim, int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
-  // What coordinate[mesh_dim] holds of the `extent` that the earlier mesh dims leave it.
+  // The part of coordinate[mesh_dim] in the `extent` that the earlier mesh dims leave.
   Intervals split(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
   int64_t split_size(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
 
-  // What a rank holds along tensor dim `dim`, in global indices, in the order in which its local tensor has them.
+  // The global indices of a rank along tensor dim `dim`, in the order of its local tensor.
   Intervals intervals(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
   int64_t local_size(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
   // This rank's; the hot path.
@@ -120,24 +120,24 @@ class Layout final : public c10::intrusive_ptr_target {
     return shards(dim) ? local_size(dim, size, mesh_->coordinate()) : size;
   }
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
-  // This rank's; a rank that the mesh does not hold has an empty tensor of one dim, whatever the tensor is.
+  // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims.
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
     return C10_LIKELY(mesh_->has_me()) ? local_sizes(sizes, mesh_->coordinate()) : Sizes{0};
   }
-  // The global sizes where every rank's piece is as large as `local`.
+  // The global sizes if every rank's piece has the sizes `local`.
   Sizes sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const;
   std::vector<Box> boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
 
   // Why a tensor of these sizes cannot have this layout; empty if it can.
   std::string misfit(c10::ArrayRef<int64_t> sizes) const;
 
-  // The same with one mesh dim's placement replaced; explicit cuts that nest in what changed turn even.
+  // The same layout with one mesh dim's placement replaced. Explicit cuts that nest in the changed one become even.
   LayoutPtr with(int64_t mesh_dim, Placement placement, Cut cut = nullptr) const;
 
   // "R S(0)[5,3] on cpu mesh (2, 2)"
   std::string str() const;
 
-  void release_resources() override; // intrusive_ptr's alone to call: the last reference is gone
+  void release_resources() override; // only for intrusive_ptr, after the last reference is gone
 
  private:
   int64_t row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const;

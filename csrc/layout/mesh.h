@@ -22,10 +22,10 @@ class Mesh final : public c10::intrusive_ptr_target {
     std::vector<int64_t> shape;
     std::vector<int64_t> ranks;         // row-major over shape
     std::vector<std::string> dim_names; // empty: unnamed
-    std::vector<std::string> groups;    // a process group's name per mesh dim; empty where this rank has none
+    std::vector<std::string> groups;    // a process group's name per mesh dim; empty if this rank has none
     int64_t rank = 0;                   // this process's global rank; threads that act as several ranks have a mesh each
-    std::string world;                  // the name of the default group, which holds all ranks; empty where there is none
-    // Per mesh dim, each coordinate's rank in the group; empty where that is the coordinate. torch's groups sort their ranks.
+    std::string world;                  // the name of the default group, which holds all ranks; empty if there is none
+    // Per mesh dim, each coordinate's rank in the group; empty if it equals the coordinate. (torch's groups sort their ranks.)
     std::vector<std::vector<int64_t>> group_ranks;
 
     bool operator==(const Description& o) const {
@@ -36,7 +36,7 @@ class Mesh final : public c10::intrusive_ptr_target {
 
   // Meshes are few and live as long as the process.
   static MeshPtr make(Description description);
-  // The one made last whose process groups, one per mesh dim, have these names; null if there is none.
+  // The most recent mesh whose process groups, one per mesh dim, have these names; null if there is none.
   static MeshPtr with_groups(const std::vector<std::string>& groups);
 
   explicit Mesh(Description description, int64_t id);
@@ -58,7 +58,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   }
   int64_t index_of(c10::ArrayRef<int64_t> coordinate) const;
   Coordinate coordinate_at(int64_t index) const;
-  // Where a global rank stands among the mesh's, or -1.
+  // The index of a global rank among the mesh's ranks, or -1.
   int64_t index_of_rank(int64_t rank) const {
     return rank >= 0 && rank < static_cast<int64_t>(places_.size()) ? places_[rank] : -1;
   }
@@ -66,7 +66,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   bool has_me() const {
     return mine_;
   }
-  // This rank's coordinate; all zeros where the mesh does not hold it.
+  // This rank's coordinate; all zeros if the mesh does not hold this rank.
   const Coordinate& coordinate() const {
     return coordinate_;
   }
@@ -76,7 +76,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   const std::string& group(int64_t dim) const {
     return d_.groups[dim];
   }
-  // The coordinates along mesh dim `dim` in the order of the group's ranks is another than theirs.
+  // Whether the group's ranks are in another order than the coordinates along mesh dim `dim`.
   bool is_reordered(int64_t dim) const {
     return !d_.group_ranks.empty() && !d_.group_ranks[dim].empty();
   }

@@ -53,7 +53,7 @@ struct Placement {
   bool is_partial() const {
     return kind == Kind::Partial;
   }
-  // Whether a tensor may hold summands of both, along two mesh dims: it must not matter which are reduced first.
+  // Whether a tensor may hold summands of both, along two mesh dims: the order of reduction must not matter.
   bool commutes_with(const Placement& o) const {
     const auto linear = [](const Placement& p) { return p.reduce == ReduceOp::Sum || p.reduce == ReduceOp::Avg; };
     return !is_partial() || !o.is_partial() || *this == o || (linear(*this) && linear(o));

@@ -1,4 +1,4 @@
-// Sizes that may be symbols of a graph (torch.compile with dynamic shapes). Uses c10 alone.
+// Sizes that may be symbols of a graph (torch.compile with dynamic shapes). Uses only c10.
 #pragma once
 
 #include "layout/layout.h"
@@ -16,7 +16,7 @@ inline SymSizes symbols(c10::IntArrayRef sizes) {
   return {sizes.begin(), sizes.end()};
 }
 
-// As numbers; the graph then holds for these alone.
+// As numbers, which guards the graph.
 inline Sizes guarded(c10::SymIntArrayRef sizes) {
   Sizes out;
   for (const auto& n : sizes) {
@@ -25,12 +25,12 @@ inline Sizes guarded(c10::SymIntArrayRef sizes) {
   return out;
 }
 
-// With a guard, where it is a symbol.
+// A symbol adds a guard.
 inline bool divides(int64_t pieces, const c10::SymInt& n) {
   return (n % pieces).sym_eq(0).guard_bool(__FILE__, __LINE__);
 }
 
-// Layout::extent_before() for this rank: a symbol where the cuts are even and divide it, else a number.
+// Layout::extent_before() for this rank: a symbol if the cuts are even and divide it, else a number.
 inline c10::SymInt sym_extent_before(const Layout& layout, int64_t mesh_dim, int64_t dim, const c10::SymInt& size) {
   auto extent = size;
   for (int64_t m = 0; m < mesh_dim; ++m) {
@@ -47,7 +47,7 @@ inline c10::SymInt sym_extent_before(const Layout& layout, int64_t mesh_dim, int
   return extent;
 }
 
-// Bytes to weigh costs by. A symbol counts as the same number on every rank: ranks may compile at different calls, and must
+// Bytes for comparing costs. A symbol counts as the same number on every rank: ranks may compile at different calls, but must
 // choose alike.
 inline double nominal_bytes(c10::SymIntArrayRef sizes, size_t item) {
   constexpr double kNominalSize = 1024;

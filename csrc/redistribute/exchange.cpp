@@ -19,7 +19,7 @@ int64_t numel_of(const Box& box) {
   return c10::multiply_integers(box.sizes);
 }
 
-// Whether they share an element.
+// Whether the boxes share an element.
 bool meet(const Box& a, const Box& b) {
   for (const auto d : c10::irange(a.sizes.size())) {
     if (std::max(a.offsets[d], b.offsets[d]) >= std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d])) {
@@ -29,7 +29,7 @@ bool meet(const Box& a, const Box& b) {
   return true;
 }
 
-// Of boxes that meet.
+// The boxes must meet.
 Box intersection(const Box& a, const Box& b) {
   Box out;
   for (const auto d : c10::irange(a.sizes.size())) {
@@ -41,7 +41,7 @@ Box intersection(const Box& a, const Box& b) {
   return out;
 }
 
-// Appends what of `box` is not in `hole`: a slab before and one after the hole along each dim.
+// Appends the part of `box` outside `hole`: a slab before and one after the hole along each dim.
 void subtract(Box box, const Box& hole, std::vector<Box>& out) {
   if (!meet(box, hole)) {
     out.push_back(std::move(box));
@@ -69,7 +69,7 @@ std::string str(const Placed& p) {
   return out.str();
 }
 
-// Boxes in the order of their starts along the dim that has most of them: what may meet a box is found without asking each.
+// Boxes sorted by their starts along the dim with the most different starts, so that boxes that may meet a box are found fast.
 class Sorted {
  public:
   explicit Sorted(const std::vector<Placed>& held) : held_(held), order_(held.size()), reach_(held.size()) {
@@ -94,7 +94,7 @@ class Sorted {
     }
   }
 
-  // Their numbers in `held`; a few of them may not meet it.
+  // The numbers in `held` of boxes that may meet `box`; a few of them may not.
   std::vector<size_t> near(const Box& box) const {
     if (box.offsets.empty()) {
       return order_;
@@ -116,7 +116,7 @@ class Sorted {
   const std::vector<Placed>& held_;
   size_t dim_ = 0;
   std::vector<size_t> order_;
-  std::vector<int64_t> reach_; // the furthest end of any up to here
+  std::vector<int64_t> reach_; // the furthest end of all boxes up to here
 };
 
 // Part `box`, in global indices, goes from held[from] to wanted[to].
@@ -125,8 +125,8 @@ struct Part {
   Box box;
 };
 
-// Parts of one wanted box. What the rank has itself comes first; then each holder in turn, the first another for every box, so
-// that of several holders of the same elements all serve.
+// Parts of one wanted box. Elements that the rank holds itself come first; then those of each holder in turn. The first holder
+// differs from box to box, so that several holders of the same elements share the work.
 std::vector<Part> match_one(const std::vector<Placed>& held, const Sorted& sorted, const Placed& wanted, size_t to) {
   std::vector<Part> parts;
   auto missing = numel_of(wanted.box);
@@ -162,8 +162,8 @@ std::vector<Part> match_one(const std::vector<Placed>& held, const Sorted& sorte
   return parts;
 }
 
-// Every element of every wanted box, once: from the rank itself where it holds it, else from one of those that do. Sorted by
-// `from`, then `to`. Throws where nobody holds an element.
+// Every element of every wanted box, once: from the rank itself if it holds the element, else from one of its holders. Sorted
+// by `from`, then `to`. Throws if no rank holds an element.
 std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted) {
   std::vector<Part> parts;
   const Sorted sorted(held);
@@ -182,7 +182,7 @@ Box within(Box box, const Box& outer) {
   return box;
 }
 
-// The tensors of this rank among `placed`, by their numbers there.
+// This rank's tensors by their numbers in `placed`.
 std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std::vector<Placed>& placed, int64_t rank) {
   std::vector<at::Tensor> out(placed.size());
   size_t next = 0;
@@ -203,7 +203,7 @@ std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std:
 void check(const std::vector<Placed>& list, const char* name, size_t ndim, const Mesh& mesh) {
   for (const auto& p : list) {
     TORCH_CHECK(
-        mesh.index_of_rank(p.rank) >= 0, "shardtensor: ", name, ": ", str(p), ", a rank that is not of ", mesh.str(), " (rank ",
+        mesh.index_of_rank(p.rank) >= 0, "shardtensor: ", name, ": ", str(p), ", a rank that is not in ", mesh.str(), " (rank ",
         mesh.rank(), ")");
     TORCH_CHECK(
         p.box.offsets.size() == ndim && p.box.sizes.size() == ndim, "shardtensor: ", name, ": ", str(p),
@@ -211,15 +211,15 @@ void check(const std::vector<Placed>& list, const char* name, size_t ndim, const
   }
 }
 
-// What travels between this rank and another.
+// The elements that travel between this rank and another.
 struct Traffic {
   int64_t sent = 0, received = 0;
 };
 
-// Parts that follow each other in a flat buffer and are of one piece: one launch.
+// Consecutive parts in a flat buffer that belong to one piece: one launch.
 struct Run {
   size_t piece;
-  std::vector<Box> boxes; // in its indices
+  std::vector<Box> boxes; // in the piece's indices
   at::Tensor flat;
 };
 
@@ -268,7 +268,7 @@ std::vector<at::Tensor> exchange(
     }
   }
   const auto sources = numbered(pieces, held, me);
-  // Rank by rank they travel, in the order that both ends know.
+  // Messages go rank by rank, in an order that both ends know.
   std::stable_sort(sent.begin(), sent.end(), [&](const Part& a, const Part& b) { return wanted[a.to].rank < wanted[b.to].rank; });
   std::stable_sort(
       received.begin(), received.end(), [&](const Part& a, const Part& b) { return held[a.from].rank < held[b.from].rank; });
@@ -286,7 +286,7 @@ std::vector<at::Tensor> exchange(
     }
     comm::start_send_receive(arrived, of_each, packed, to_each, ranks, mesh, mesh.size())();
   }
-  // What was sent is given back before the results are made.
+  // The send buffer is freed before the results are made.
   std::vector<at::Tensor> results;
   for (const auto& p : wanted) {
     if (p.rank == me) {

@@ -1,4 +1,5 @@
-// Boxes of one tensor at ranks, in places that no layout could tell: from one list of them to another, in one exchange.
+// Moves a tensor from one list of boxes at ranks to another, in one exchange. The boxes may be at places that no layout
+// describes.
 #pragma once
 
 #include "layout/layout.h"
@@ -12,9 +13,9 @@ struct Placed {
   Box box;
 };
 
-// Called by every rank of the mesh with equal lists. `pieces` are this rank's boxes of `held`, in order; returned are those of
-// `wanted`, in memory of their own. An element comes once, from the rank itself where it holds it; one that nobody holds is an
-// error, on all ranks. Time grows as the product of the lists' lengths.
+// Every rank of the mesh calls it with equal lists. `pieces` are this rank's boxes of `held`, in order. Returns this rank's
+// boxes of `wanted`, in new memory. Each element arrives once, from this rank itself if it holds the element. An element that
+// no rank holds raises on all ranks. Time grows as the product of the lists' lengths.
 std::vector<at::Tensor> exchange(
     const std::vector<at::Tensor>& pieces,
     const std::vector<Placed>& held,

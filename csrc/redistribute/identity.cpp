@@ -13,7 +13,7 @@ at::Scalar bound(bool highest) {
   return at::Scalar(highest ? std::numeric_limits<T>::max() : std::numeric_limits<T>::lowest());
 }
 
-// What no value is beyond.
+// The highest or lowest value of the dtype.
 at::Scalar extreme(at::ScalarType type, bool highest) {
   switch (type) {
     case at::kBool:

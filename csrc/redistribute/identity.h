@@ -1,4 +1,4 @@
-// What a summand holds where it adds nothing.
+// The neutral value of a reduction: a summand that holds it changes nothing.
 #pragma once
 
 #include "layout/placement.h"

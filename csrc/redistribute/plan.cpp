@@ -12,7 +12,8 @@ namespace shardtensor {
 
 namespace {
 
-// What a mesh dim has come to. A placement that stays is taken up again too where an earlier mesh dim of its tensor dim changes.
+// State of one mesh dim during the search. Even an unchanged placement is redone if an earlier mesh dim that cuts the same
+// tensor dim changes.
 enum Stage : uint8_t { kFrom, kWhole, kTo, kStages };
 using Stages = c10::SmallVector<uint8_t, 4>;
 
@@ -20,7 +21,7 @@ bool same_at(const Layout& a, const Layout& b, int64_t m) {
   return a.placement(m) == b.placement(m) && same_cut(a.cut(m), b.cut(m));
 }
 
-// The mesh dims whose piece changes: their own placement does, or that of an earlier mesh dim which cuts the same tensor dim.
+// The mesh dims whose pieces change: their own placement changes, or that of an earlier mesh dim that cuts the same tensor dim.
 uint64_t changing(const Layout& from, const Layout& to) {
   uint64_t out = 0;
   for (int64_t m = 0; m < from.ndim(); ++m) {
@@ -36,8 +37,8 @@ uint64_t changing(const Layout& from, const Layout& to) {
   return out;
 }
 
-// Zeros and the like around a piece leave the reduction's value as it is. An average would need the piece scaled up first, which
-// overflows or rounds; and whether a piece has negative values, which no norm has, its rank alone would know.
+// Whether a piece can be padded with neutral values into a summand. An average would need the piece scaled up first, which
+// overflows or rounds. A norm's summand must not be negative, and only the piece's rank would know if it is.
 bool can_pad(const Placement& summand) {
   return summand.is_partial() && summand.reduce != ReduceOp::Avg && summand.reduce != ReduceOp::Norm;
 }
@@ -46,7 +47,7 @@ double transfer_cost(double lacking) {
   return kTransferLatency + kTransferByte * lacking;
 }
 
-// The least cost from the first state to any other, over all states: 3 stages to the power of mesh dims, few edges each.
+// Finds the least cost from the first state to every other. There are 3^(mesh dims) states, with few edges each.
 class Search {
  public:
   Search(const Layout& from, const Layout& to, double bytes, bool transfers)
@@ -87,7 +88,7 @@ class Search {
     int32_t steps = 0;
     bool done = false;
   };
-  // By cost, then by the number of steps, then by the state's number: all ranks go the same way.
+  // Ordered by cost, then by the number of steps, then by the state's number, so that all ranks find the same way.
   using Reached = std::tuple<double, int32_t, size_t>;
 
   Stages stages_of(size_t state) const {
@@ -122,7 +123,7 @@ class Search {
   bool shards(const Stages& stages, int64_t m, int64_t dim) const {
     return stages[m] == kFrom ? from_.placement(m).is_shard(dim) : stages[m] == kTo && to_.placement(m).is_shard(dim);
   }
-  // No later mesh dim cuts what mesh dim m has cut of tensor dim `dim`.
+  // Whether no later mesh dim cuts the pieces of mesh dim m along tensor dim `dim`.
   bool innermost(const Stages& stages, int64_t m, int64_t dim) const {
     for (int64_t i = m + 1; i < n_; ++i) {
       if (shards(stages, i, dim)) {
@@ -131,7 +132,7 @@ class Search {
     }
     return true;
   }
-  // The earlier mesh dims cut tensor dim `dim` as they do in the end, so that m's cut of it means the same.
+  // Whether the earlier mesh dims cut tensor dim `dim` as they do in `to`, so that m's cut has its final meaning.
   bool settled(const Stages& stages, int64_t m, int64_t dim) const {
     for (int64_t i = 0; i < m; ++i) {
       if (!final(stages, i) && (shards(stages, i, dim) || to_.placement(i).is_shard(dim))) {
@@ -153,7 +154,7 @@ class Search {
     return out;
   }
 
-  // What mesh dim m shall hold in the end goes together with all the summands there are.
+  // Whether mesh dim m's final placement commutes with all present summands.
   bool may_join(const Stages& stages, int64_t m) const {
     for (int64_t i = 0; i < n_; ++i) {
       if (i != m && !to_.placement(m).commutes_with(placement_at(stages, i))) {
@@ -195,7 +196,7 @@ class Search {
     reach(at, stages, {kind, m}, cost);
   }
 
-  // One transfer to the end; to new summands but for the last, local step.
+  // One transfer to the end. If the end has new summands, a last local step makes them.
   void leave_at_once(size_t at, const Stages& stages) {
     if (!transfers_) {
       return;
@@ -215,8 +216,9 @@ class Search {
     }
   }
 
-  // How much of what it wants a rank holds already, on average, where cuts are even: all where both sides are cut alike; of what
-  // is cut another way, or within what is, as much as it holds of anything.
+  // The average share of its new piece that a rank already holds, assuming even cuts. Mesh dims with the same cut on both
+  // sides count as 1. For a tensor dim that is cut differently, or nested in such a cut, the share is the old piece's share of
+  // that dim.
   double overlap(const Stages& stages, const Stages& end) const {
     double out = 1;
     uint64_t apart = 0; // tensor dims

@@ -1,24 +1,24 @@
-// How to get from one layout to another on one mesh: the cheapest sequence of collectives and local steps, each along one mesh
-// dim but for Transfer. Layouts in, steps out, the same on every rank.
+// The cheapest sequence of collectives and local steps from one layout to another on one mesh. Each step except Transfer
+// changes one mesh dim. Layouts in, steps out, the same on every rank.
 #pragma once
 
 #include "layout/layout.h"
 
 namespace shardtensor {
 
-// Pad: a piece becomes a summand of the whole, with what changes nothing around it. Transfer: every element straight to where it
-// ends, along all mesh dims at once (transfer.h).
+// Pad: a piece becomes a summand of the whole, padded with the neutral value. Transfer: every element goes directly to its
+// final rank, along all mesh dims at once (transfer.h).
 enum class StepKind : uint8_t { AllReduce, ReduceScatter, AllGather, AllToAll, Slice, MakePartial, Pad, Transfer };
 const char* name_of(StepKind kind);
 
 constexpr double kLatency = 4096; // a call costs about as much as this many bytes
-// A transfer to many ranks: several messages, which share the wires worse than a collective's.
+// A transfer to many ranks sends several messages, which use the links less well than a collective.
 constexpr double kTransferLatency = 1.5 * kLatency;
 constexpr double kTransferByte = 1.1;
 
-// Bytes that a rank sends or receives, whichever is more, plus what a call costs in bytes' worth of time. `held`: what a rank
-// holds of the tensor before the step, or lacks of what it ends with (Transfer); n: ranks along the mesh dim. 0 exactly where
-// nothing is sent.
+// Bytes that a rank sends or receives, whichever is more, plus the cost of a call in bytes. `held`: the bytes that a rank
+// holds before the step or, for Transfer, the bytes of its new piece that it lacks; n: ranks along the mesh dim. 0 if and only
+// if nothing is sent.
 double cost_of(StepKind kind, double held, int64_t n);
 
 struct Step {
@@ -26,9 +26,9 @@ struct Step {
   int64_t mesh_dim; // -1: all
 };
 
-// The layout that a step on the way to `to` leaves.
+// The layout after a step on the way to `to`.
 LayoutPtr layout_after(const Step& step, const Layout& now, const Layout& to);
-// Where a transfer on the way to `to` ends: summands that `now` does not have yet are left to MakePartial.
+// The layout after a transfer on the way to `to`: summands that `now` does not have yet are left to MakePartial.
 LayoutPtr transfer_target(const Layout& now, const Layout& to);
 
 struct Plan {
@@ -40,10 +40,10 @@ struct Plan {
   }
 };
 
-// For a tensor of `bytes` in all; both layouts on one mesh. Without `transfers`: by collectives and local steps alone. Every step
-// turns its mesh dim's placement into that of `to`, or into Replicate on the way.
+// For a tensor of `bytes` in all; both layouts on one mesh. Without `transfers`: only collectives and local steps. Every step
+// turns its mesh dim's placement into that of `to`, or first into Replicate.
 Plan make_plan(const Layout& from, const Layout& to, double bytes, bool transfers = true);
-// Remembered by layouts and bytes to the nearest power of two below, so that all ranks look up the same.
+// Cached by layouts and by bytes rounded down to a power of two, so that all ranks look up the same plan.
 const Plan& plan_for(const Layout& from, const Layout& to, double bytes, bool transfers = true);
 
 } // namespace shardtensor

@@ -31,14 +31,14 @@ using c10::IntArrayRef;
 struct State : Moving {
   LayoutPtr layout;
   IntArrayRef sizes;
-  bool later = false; // the step at hand only starts, and leaves its rest
+  bool later = false; // the current step is only started; `rest` finishes it
 
   const Mesh& mesh() const {
     return layout->mesh();
   }
 };
 
-// The intervals that each coordinate of mesh dim `m` holds of what the earlier mesh dims leave on this rank.
+// The intervals of each coordinate of mesh dim `m`, within the part that the earlier mesh dims leave to this rank.
 std::vector<Intervals> pieces_along(const Layout& layout, int64_t m, int64_t extent) {
   auto coordinate = layout.mesh().coordinate();
   std::vector<Intervals> out;
@@ -61,7 +61,7 @@ bool of_one_length(const std::vector<Intervals>& pieces) {
   return std::all_of(pieces.begin(), pieces.end(), [&](const auto& p) { return length_of(p) == length_of(pieces[0]); });
 }
 
-// Where the runs of a piece are in it.
+// The runs of a piece, in the piece's own indices.
 Intervals side_by_side(const Intervals& runs) {
   Intervals out;
   int64_t at = 0;
@@ -72,7 +72,7 @@ Intervals side_by_side(const Intervals& runs) {
   return out;
 }
 
-// The second half of a step: now, or later.
+// Does the second half of a step, now or later.
 void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buffers) {
   if (s.later) {
     s.rest = std::move(completion);
@@ -82,7 +82,7 @@ void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buf
   }
 }
 
-// What `next` makes of the data in `out` is this rank's piece from now on; it is made as soon as the data is there.
+// Makes `out` this rank's piece. `next` finishes it, as soon as its data has arrived.
 template <typename F>
 void then(State& s, at::Tensor out, F next) {
   if (s.rest) {
@@ -97,7 +97,7 @@ void then(State& s, at::Tensor out, F next) {
   s.local = std::move(out);
 }
 
-// Where there is one run at most.
+// For at most one run.
 at::Tensor run_of(const at::Tensor& t, int64_t dim, const Intervals& runs) {
   return runs.empty() ? t.narrow(dim, 0, 0) : t.narrow(dim, runs[0].start, runs[0].length);
 }
@@ -115,7 +115,7 @@ Box box_in(IntArrayRef sizes) {
   return box;
 }
 
-// What `runs` pick of tensor dim `dim`: one box each.
+// One box for each of the `runs` along tensor dim `dim`.
 std::vector<Box> boxes_along(IntArrayRef sizes, int64_t dim, const Intervals& runs) {
   std::vector<Box> out;
   for (const auto& run : runs) {
@@ -126,7 +126,7 @@ std::vector<Box> boxes_along(IntArrayRef sizes, int64_t dim, const Intervals& ru
   return out;
 }
 
-// Whether the boxes, one after the other, are the tensor's memory from its first element to its last: nothing to pack or unpack.
+// Whether the boxes, one after the other, cover the tensor's memory in order: then nothing needs packing or unpacking.
 bool tiles(const at::Tensor& t, const std::vector<Box>& boxes) {
   if (!t.is_contiguous()) {
     return false;
@@ -168,8 +168,8 @@ struct Pairs {
   }
 };
 
-// What goes from a piece that holds the runs `held` of dim `src` to one that holds the runs `wanted` of dim `dst`. `sizes`: all
-// other dims, which are alike.
+// The elements that go from a piece with the runs `held` of dim `src` to one with the runs `wanted` of dim `dst`. `sizes`:
+// those of all other dims, which are equal.
 Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64_t dst, const Intervals& wanted) {
   Pairs out;
   int64_t held_at = 0;
@@ -200,7 +200,7 @@ Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64
   return out;
 }
 
-// Half precision is widened: the square of a norm that fits need not.
+// Half precision is widened: a norm may fit although its square does not.
 at::Tensor norm_power(const at::Tensor& t, double order) {
   const bool half = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
   const auto x = (half ? t.to(at::kFloat) : t).contiguous();
@@ -223,15 +223,15 @@ void reduce_everywhere(State& s, int64_t m) {
   }
 }
 
-// What a reduce-scatter is about on this rank.
+// This rank's side of a reduce-scatter.
 struct Scattering {
   at::Tensor source;      // this rank's summand of the whole
   std::vector<Box> boxes; // of all coordinates' pieces
   std::vector<Box> own, others;
   std::vector<int64_t> numels; // of the pieces
-  std::vector<Box> places;     // of the own boxes in the own piece
-  Sizes sizes;                 // the own piece's
-  bool in_place;               // `source` is what is sent, as it lies
+  std::vector<Box> places;     // of this rank's boxes in its piece
+  Sizes sizes;                 // of this rank's piece
+  bool in_place;               // `source` is sent without packing
 };
 
 Scattering scattering_of(const State& s, int64_t m, int64_t dim, at::Tensor source) {
@@ -248,7 +248,7 @@ Scattering scattering_of(const State& s, int64_t m, int64_t dim, at::Tensor sour
   }
   out.sizes = with_size(source, dim, length_of(pieces[me]));
   out.places = boxes_along(out.sizes, dim, side_by_side(pieces[me]));
-  out.in_place = !s.later && tiles(source, out.boxes); // later it may have been written
+  out.in_place = !s.later && tiles(source, out.boxes); // if sent later, it may have been written
   out.source = std::move(source);
   return out;
 }
@@ -262,7 +262,7 @@ at::Tensor packed(const at::Tensor& source, const std::vector<Box>& boxes, int64
   return out;
 }
 
-// The backend adds up.
+// The backend reduces.
 void reduce_on_the_way(State& s, int64_t m, const Scattering& x, at::Tensor& out, ReduceOp op) {
   const auto in = x.in_place ? x.source : packed(x.source, x.boxes, x.source.numel());
   const bool direct = x.places.size() <= 1;
@@ -277,8 +277,8 @@ void reduce_on_the_way(State& s, int64_t m, const Scattering& x, at::Tensor& out
   complete(s, std::move(finish), {flat, out});
 }
 
-// The summands of the own piece arrive one after the other and are added up here, coordinate 0's first whoever does it. The own
-// one waits in `out` while the others arrive, so that nothing is packed that is not sent.
+// All ranks' summands of this rank's piece arrive and are added here, in the order of the coordinates on every rank. This
+// rank's own summand waits in `out` meanwhile, so that only data that is sent is packed.
 void reduce_on_arrival(State& s, int64_t m, const Scattering& x, at::Tensor& out, ReduceOp op) {
   const auto n = s.mesh().size(m);
   const auto me = s.mesh().coordinate()[m];
@@ -345,8 +345,8 @@ void gather(State& s, int64_t m) {
     }
     complete(s, comm::start_all_gather(received, s.local, s.mesh(), m, /*as_one=*/true), {whole});
   } else {
-    // Pieces travel run after run. The own one is sent from where it is, unless it lies otherwise, may be written too soon, or
-    // all are better gathered side by side.
+    // Pieces travel run after run. This rank's piece is sent without staging, unless it is not contiguous, may be written too
+    // soon, or the backend gathers adjacent pieces faster.
     const bool as_one = of_one_length(pieces) && comm::gathers_as_one(s.local, s.mesh(), m);
     const bool stage_own = as_one || s.later || !s.local.is_contiguous() || pieces[me].size() > 1;
     const auto rest = extent ? whole.numel() / extent : 0;
@@ -394,7 +394,7 @@ void slice(State& s, int64_t m, const Layout& to) {
   });
 }
 
-// What an exchange moves, for all coordinates in their order.
+// The boxes that an exchange moves, for all coordinates in their order.
 struct Exchange {
   std::vector<Pairs> to, from; // from the piece before to the piece after
   std::vector<int64_t> sent, received;
@@ -430,7 +430,7 @@ Exchange exchange_of(const State& s, int64_t m, const Layout& next) {
   return x;
 }
 
-// One mesh dim changes from one cut to another, on the same tensor dim or not: every element goes straight to its new owner.
+// One mesh dim changes its cut, on the same tensor dim or on another: every element goes directly to its new owner.
 void exchange(State& s, int64_t m, const Layout& to) {
   const auto next = s.layout->with(m, to.placement(m), to.cut(m));
   auto x = exchange_of(s, m, *next);
@@ -445,7 +445,7 @@ void exchange(State& s, int64_t m, const Layout& to) {
       return;
     }
   }
-  // What is sent is given back before the result is made, unless there is no waiting here.
+  // The send buffer is freed before the result is made, unless the step is only started here.
   auto arrived = at::empty({numel - x.received[me]}, source.options());
   x.sent[me] = x.received[me] = 0;
   auto move = comm::start_all_to_all(
@@ -464,8 +464,8 @@ void exchange(State& s, int64_t m, const Layout& to) {
   complete(s, std::move(finish), {arrived, result});
 }
 
-// A replicated value as summands: all keep it where it may be repeated; else coordinate 0 does, and the others hold what changes
-// nothing.
+// Turns a replicated value into summands. If the reduction allows repeats, all ranks keep the value; else coordinate 0 keeps
+// it and the others get the neutral value.
 void make_partial(State& s, int64_t m, const Placement& p) {
   if (p.reduce == ReduceOp::Norm) { // all ranks see the same value, so all raise or none does
     at::_assert_async(
@@ -476,7 +476,7 @@ void make_partial(State& s, int64_t m, const Placement& p) {
       p.reduce == ReduceOp::Avg || p.reduce == ReduceOp::Min || p.reduce == ReduceOp::Max || p.reduce == ReduceOp::Band;
   if (!repeats && s.mesh().coordinate()[m] != 0) {
     const auto nothing = identity(p.reduce, s.local.scalar_type(), p.norm_order);
-    if (s.local.unsafeGetTensorImpl()->is_wrapped_number()) { // type promotion must not tell the ranks apart
+    if (s.local.unsafeGetTensorImpl()->is_wrapped_number()) { // type promotion must be the same on all ranks
       s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number under a fake mode too
       s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
     } else {
@@ -486,7 +486,7 @@ void make_partial(State& s, int64_t m, const Placement& p) {
   s.layout = s.layout->with(m, p);
 }
 
-// A piece as a summand of the whole: around it goes what adds nothing.
+// Turns a piece into a summand of the whole, padded with the neutral value.
 void pad(State& s, int64_t m, const Placement& p) {
   const auto dim = s.layout->placement(m).dim;
   const auto& me = s.mesh().coordinate();
@@ -511,7 +511,7 @@ void go_at_once(State& s, const Layout& to) {
 
 void take_step(State& s, const Step& step, const Layout& to) {
   const auto m = step.mesh_dim;
-  // Who is alone along the mesh dim has it all, whatever its placement; but a norm's summand may be negative.
+  // A rank alone along the mesh dim holds everything, for any placement. Exception: a norm's summand may be negative.
   if (m >= 0 && comm::is_alone(s.mesh(), m) && s.layout->placement(m).reduce != ReduceOp::Norm) {
     s.layout = layout_after(step, *s.layout, to);
     return;
@@ -536,7 +536,7 @@ void take_step(State& s, const Step& step, const Layout& to) {
   }
 }
 
-// What goes wrong says where, and keeps its class.
+// Adds the step to the text of an error; the error keeps its class.
 template <typename F>
 void in_step(const Layout& from, const Layout& to, const Step& step, F&& run) {
   try {
@@ -565,7 +565,7 @@ std::optional<c10::Stream> stream_of(const at::Tensor& t) {
   return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
 }
 
-// With the words of its step; on the stream that is current then, which may be another than where the buffers were made.
+// Finishes the move; errors name its step. Runs on the stream that is current then, which may differ from the buffers' stream.
 comm::Completion ready_for_use(Moving& m, const Layout& from, const Layout& to, const Step& step) {
   return [rest = std::move(m.rest), buffers = std::move(m.buffers), made = stream_of(m.local),
           from = LayoutPtr::reclaim_copy(&from), to = LayoutPtr::reclaim_copy(&to), step]() mutable {
@@ -581,7 +581,7 @@ comm::Completion ready_for_use(Moving& m, const Layout& from, const Layout& to, 
   };
 }
 
-// Into a graph: the same plan, each step the shortest way.
+// Traces the same plan into a graph, with each step as a short graph if possible.
 at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {
   if (&from.mesh() != &to.mesh()) {
     const auto here = relabelled(from, to.mesh_ptr());
@@ -607,7 +607,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
         s.layout = std::move(next);
         return;
       }
-      if (step.kind != StepKind::MakePartial) { // which reads no sizes
+      if (step.kind != StepKind::MakePartial) { // MakePartial reads no sizes
         s.sizes = numbers = guarded(sizes);
         s.local = s.local.view_symint(symbols(guarded(s.local.sym_sizes())));
       }
@@ -622,13 +622,13 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
 
 namespace {
 
-// Before anything is sent: a backend may find it out on some ranks alone, or cut off the fraction.
+// Checks before anything is sent: a backend might raise on only some ranks, or drop the fraction.
 void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype) {
   for (int64_t m = 0; from.has_partial() && m < from.ndim(); ++m) {
     const auto& p = from.placement(m);
     TORCH_CHECK_TYPE(
         !p.is_partial() || p.reduce != ReduceOp::Avg || !c10::isIntegralType(dtype, true), "redistribute: from ", from.str(),
-        " to ", to.str(), ": the mean of a tensor of dtype ", dtype, " over ranks is no ", dtype,
+        " to ", to.str(), ": the mean of a tensor of dtype ", dtype, " over ranks is not a value of ", dtype,
         "; convert it to a floating-point dtype first, or use Partial(\"sum\") (rank ", from.mesh().rank(), ")");
   }
 }
@@ -648,7 +648,7 @@ at::Tensor redistribute(
   if (is_traced(local)) {
     return redistribute_in_graph(local, from, to, symbols(sizes));
   }
-  if (from.has_partial() && is_wrapper(local)) { // an op has made it: the class says nothing of the sum that the values do not
+  if (from.has_partial() && is_wrapper(local)) { // the wrapper's class adds nothing to the values, so add up the values
     const auto dense = at::empty(local.sizes(), at::TensorOptions(local.device()).dtype(local.scalar_type())).copy_(local);
     return redistribute(dense, from, to, sizes, completion);
   }
@@ -668,7 +668,7 @@ at::Tensor redistribute(
   if (!from.mesh().has_me()) {
     return local;
   }
-  // Bytes travel: what a lazily conjugated or negated piece stands for is computed first.
+  // Bytes travel, so a lazy conjugate or negative is computed first.
   State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   const auto& steps = plan_for(from, to, bytes).steps;

@@ -16,7 +16,7 @@ double bytes_of(IntArrayRef sizes, int64_t item) {
   return static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(item);
 }
 
-// Pieces under an even layout, per rank's share.
+// Into how many pieces the layout cuts a tensor.
 double pieces(const Layout& layout) {
   double n = 1;
   for (int64_t m = 0; m < layout.ndim(); ++m) {
@@ -34,7 +34,7 @@ double cost_across(const Layout& from, const Layout& to, double bytes) {
   return held < 1 ? cost_of(StepKind::Transfer, bytes / pieces(to) * (1 - held), 2) : 0;
 }
 
-// The tensor dim that mesh dim m may cut without a later one having cut it, with the most to cut; -1 if there is nothing.
+// The longest tensor dim that mesh dim m may cut (no later mesh dim cuts it); -1 if there is none.
 int64_t dim_to_scatter(const Layout& layout, int64_t m, IntArrayRef sizes) {
   int64_t best = -1, most = 1;
   for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) {
@@ -52,7 +52,7 @@ int64_t dim_to_scatter(const Layout& layout, int64_t m, IntArrayRef sizes) {
   return best;
 }
 
-// The layout of the sums before they move: whole, or scattered where that sends less in all.
+// The layout of the sums before they move: whole, or scattered if that sends less in all.
 LayoutPtr added_up(const Layout& from, const Layout& to, IntArrayRef sizes, double bytes) {
   auto whole = LayoutPtr::reclaim_copy(&from), scattered = whole;
   for (int64_t m = 0; m < from.ndim(); ++m) {
@@ -102,12 +102,12 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
 Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
   TORCH_CHECK_VALUE(
       from.mesh().description().device_type == to.mesh().description().device_type, "redistribute: from ", from.str(), " to ",
-      to.str(), ": another kind of device (rank ", to.mesh().rank(), "); move the local tensors first");
+      to.str(), ": the target mesh has another device type (rank ", to.mesh().rank(), "); move the local tensors first");
   const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
   const auto there = transfer_target(*by, to);
   const auto sums = redistribute(local.resolve_conj().resolve_neg(), from, *by, sizes);
   auto out = transfer(sums, *by, *there, sizes, later);
-  out.local = redistribute(out.local, *there, to, sizes); // new summands are made of what is there: nothing is sent, or read
+  out.local = redistribute(out.local, *there, to, sizes); // makes new summands locally: nothing is sent
   return out;
 }
 

@@ -1,5 +1,5 @@
-// The whole way from layout to layout, from mesh to mesh too: summands are added up where they are, then pieces move, then new
-// summands are made. And what it costs each rank, said without going.
+// The whole way from layout to layout, also between meshes: add up summands on the source mesh, move pieces, make new summands
+// on the target mesh. Also what it costs each rank, without moving anything.
 #pragma once
 
 #include "redistribute/plan.h"
@@ -9,11 +9,11 @@
 
 namespace shardtensor {
 
-// The layout on a mesh of the same ranks in the same places, with groups of its own: one is as good as the other. Null for
-// others.
+// The same layout on `mesh`, if that has the same ranks in the same places and only other groups: the two are interchangeable.
+// Otherwise null.
 LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh);
 
-// redistribute() between two meshes of other ranks or places. Called by every rank of either.
+// redistribute() between two meshes with different ranks or places. Every rank of either mesh calls it.
 Moving redistribute_across(
     const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
 
@@ -21,13 +21,13 @@ struct Leg {
   Step step;
   LayoutPtr before, after;
 };
-// What redistribute() of a tensor with elements of `item` bytes does.
+// The steps that redistribute() takes for a tensor with elements of `item` bytes.
 std::vector<Leg> route(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
 
 struct Traffic {
   int64_t sent = 0, received = 0;
 };
-// In elements: what a rank puts in, as comm's counters count it, and what it gets that it did not have.
+// In elements: what a rank contributes, as comm's counters count it, and the new elements that it receives.
 Traffic traffic_of(const Leg& leg, c10::ArrayRef<int64_t> sizes, int64_t rank);
 
 } // namespace shardtensor

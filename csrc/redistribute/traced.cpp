@@ -16,7 +16,7 @@ using c10::SymInt;
 using Lengths = std::vector<SymInt>;
 namespace graph = comm::traced;
 
-// What each coordinate of mesh dim `m` holds of the dim that it cuts; nothing where a piece has several runs.
+// The length of each coordinate's piece of the dim that mesh dim `m` cuts; nothing if a piece has several runs.
 std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIntArrayRef sizes) {
   const auto& p = layout.placement(m);
   if (p.split_factor > 1) {
@@ -43,7 +43,7 @@ bool alike(const Lengths& lengths) {
   });
 }
 
-// Of lengths that differ: they are numbers.
+// The lengths differ, so they are numbers.
 int64_t longest(const Lengths& lengths) {
   int64_t out = 0;
   for (const auto& n : lengths) {
@@ -58,8 +58,8 @@ at::Tensor padded(const at::Tensor& t, int64_t dim, int64_t length) {
   return at::constant_pad_nd_symint(t, pad);
 }
 
-// Of lengths that differ: whether little is lost where all are padded to the longest, so that the backend's own gather or
-// reduce-scatter serves. Otherwise pieces go from rank to rank as they are.
+// For lengths that differ: whether padding all to the longest costs little; then the backend's own gather or reduce-scatter
+// can be used. Otherwise pieces travel unpadded, in an all-to-all.
 bool worth_padding(const Lengths& lengths) {
   int64_t total = 0;
   for (const auto& n : lengths) {
@@ -68,7 +68,7 @@ bool worth_padding(const Lengths& lengths) {
   return longest(lengths) * static_cast<int64_t>(lengths.size()) <= total + total / 4;
 }
 
-// The elements of `sizes`, `dim` aside.
+// The product of `sizes` without `dim`.
 SymInt rest_of(c10::SymIntArrayRef sizes, int64_t dim) {
   SymInt rest = 1;
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -85,7 +85,7 @@ Lengths times(const Lengths& lengths, const SymInt& n) {
   return out;
 }
 
-// Pieces that arrived one after the other, side by side along `dim`.
+// Joins pieces that arrived one after the other along `dim`.
 at::Tensor joined(const at::Tensor& flat, const Lengths& numels, SymSizes sizes, int64_t dim, const Lengths& lengths) {
   auto pieces = flat.split_with_sizes_symint(numels, 0);
   for (size_t c = 0; c < pieces.size(); ++c) {

@@ -19,12 +19,12 @@ using c10::IntArrayRef;
 
 // The same elements along one dim of two pieces.
 struct Overlap {
-  int64_t mine, theirs; // where it begins in each
+  int64_t mine, theirs; // its start in each
   int64_t length;
 };
 using Overlaps = c10::SmallVector<Overlap, 2>;
 
-// In ascending order of the global index, from whichever side it is asked.
+// In ascending order of the global index, whichever side is `mine`.
 Overlaps overlaps_of(const Intervals& mine, const Intervals& theirs) {
   Overlaps out;
   size_t i = 0, j = 0;
@@ -50,7 +50,7 @@ Overlaps overlaps_of(const Intervals& mine, const Intervals& theirs) {
 
 using MeshDims = c10::SmallVector<int64_t, 4>;
 
-// The next setting of the coordinate's `dims`, the last one fastest; false after the last.
+// Advances the coordinate along `dims`, the last one fastest; false after the last coordinate.
 bool advance(Coordinate& c, const MeshDims& dims, const Mesh& mesh) {
   for (auto it = dims.rbegin(); it != dims.rend(); ++it) {
     if (++c[*it] < mesh.size(*it)) {
@@ -98,8 +98,8 @@ struct Side {
   MeshDims cuts, copies, summands;
 };
 
-// Calls f(coordinate, overlaps per dim) for every piece of `other` that shares something with the piece whose intervals are
-// `mine`; of the coordinate, only the mesh dims that cut are set.
+// Calls f(coordinate, overlaps per dim) for every piece of `other` that overlaps the piece with the intervals `mine`. Only the
+// mesh dims that cut are set in the coordinate.
 template <typename F>
 void each_overlapping(const std::vector<Intervals>& mine, const Side& other, IntArrayRef sizes, F f) {
   struct Candidate {
@@ -145,7 +145,7 @@ void each_overlapping(const std::vector<Intervals>& mine, const Side& other, Int
   }
 }
 
-// The product of the overlaps as boxes of both pieces, the last dim fastest. Returns how many elements.
+// Appends the product of the overlaps as boxes of both pieces, the last dim fastest. Returns the number of elements.
 int64_t append_boxes(c10::ArrayRef<const Overlaps*> overlaps, std::vector<Box>* mine, std::vector<Box>* theirs) {
   const auto ndim = overlaps.size();
   c10::SmallVector<size_t, 5> pick(ndim, 0);
@@ -178,8 +178,8 @@ int64_t append_boxes(c10::ArrayRef<const Overlaps*> overlaps, std::vector<Box>* 
   }
 }
 
-// Which of `copies` equal holders serves receiver number n, so that each serves as many: the sum of n's digits to that base.
-// It moves on with every next receiver, with every copies-th, and so on, whichever of these want the same piece.
+// Which of `copies` equal holders serves receiver number n: the sum of n's digits in base `copies`. So the load is even,
+// whether neighbouring receivers want the same piece, or every `copies`-th receiver, and so on.
 int64_t server_of(int64_t n, int64_t copies) {
   int64_t sum = 0;
   for (; copies > 1 && n > 0; n /= copies) {
@@ -188,8 +188,8 @@ int64_t server_of(int64_t n, int64_t copies) {
   return sum % copies;
 }
 
-// Who holds what before, who wants what after, and who serves whom. A receiver that holds copies itself is served along its own
-// row of the mesh; to others the holders of a piece take turns.
+// Which rank holds what before, which rank wants what after, and which holder serves which receiver. A receiver that is itself
+// a holder is served along its own row of the mesh; for other receivers the holders of a piece take turns.
 class Match {
  public:
   Match(const Layout& from, const Layout& to, IntArrayRef sizes) : from_(from), to_(to), sizes_(sizes) {
@@ -236,7 +236,7 @@ class Match {
     return number_of(c, to_.copies, to_.mesh) * count_of(to_.cuts, to_.mesh) + number_of(c, to_.cuts, to_.mesh);
   }
 
-  // Of the holders of a piece, the one that serves the rank with this coordinate; sets all of `holder` but what cuts.
+  // Chooses the holder of a piece that serves the rank with this coordinate: sets `holder` along the mesh dims that do not cut.
   void set_server(Coordinate& holder, const Coordinate& receiver, const std::optional<Coordinate>& receiver_holds) const {
     auto number = receiver_holds ? 0 : server_of(receiver_number(receiver), count_of(from_.copies, from_.mesh));
     for (auto it = from_.copies.rbegin(); it != from_.copies.rend(); ++it) {
@@ -316,7 +316,7 @@ int64_t ranks_without(const Mesh& mesh, const Mesh& other) {
   return n;
 }
 
-// The messages by rank: a rank that is in only one of the lists sends or receives nothing the other way.
+// The messages by rank. For a rank that is in only one of the lists, the other direction is empty.
 struct Peers {
   std::vector<int64_t> ranks, sent, received;
 
@@ -357,7 +357,7 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
       move = comm::start_send_receive(arrived, peers.received, packed, peers.sent, peers.ranks, to.mesh(), callers);
     }
   }
-  // What is sent is given back before the result is made, unless there is no waiting here.
+  // The send buffer is freed before the result is made, unless the transfer is only started here.
   if (!later) {
     std::exchange(move, [] {})();
   }

@@ -1,5 +1,6 @@
-// From any layout to any other, on any two meshes: which boxes go from whom to whom, and the going. Every element that a rank
-// lacks comes once, from one holder; what it holds already is copied. Ranks agree on it all without asking each other.
+// From any layout to any other, on any two meshes: finds which boxes go from which rank to which, and sends them. Every
+// element that a rank lacks arrives once, from one holder; elements that it already holds are copied. Ranks work this out
+// alike, without communication.
 #pragma once
 
 #include "comm/comm.h"
@@ -16,25 +17,26 @@ struct Transfer {
   };
   // At most one message to and from each rank, by ascending rank.
   std::vector<Message> sent, received;
-  // The messages' boxes one after the other: of this rank's piece before, and of its piece after.
+  // The messages' boxes one after the other: in this rank's old piece, and in its new piece.
   std::vector<Box> packed, unpacked;
-  // What it keeps.
+  // The boxes that the rank keeps.
   std::vector<Box> kept_from, kept_to;
 };
 
-// What any rank does, without communication, in time proportional to the ranks it deals with plus those of both meshes.
-// Where there is Partial, it is on the same mesh dims of both sides, on one mesh: the summands move, each among its own kind.
+// The part of any rank, found without communication, in time proportional to its peers plus the ranks of both meshes.
+// If there is Partial, it is on the same mesh dims of both layouts, on one mesh: summands move only between ranks with the same
+// coordinates along those mesh dims.
 Transfer transfer_of(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
 
-// This rank's piece; with `rest`, its sizes and its place are known, and its data is there when `rest` has been called.
+// This rank's piece. If `rest` is set, the piece has its sizes and memory, and gets its data when `rest` is called.
 struct Moving {
   at::Tensor local;
   comm::Completion rest = nullptr;
-  std::vector<at::Tensor> buffers = {}; // that `rest` reads or writes
+  std::vector<at::Tensor> buffers = {}; // `rest` reads or writes them
 };
 
-// `local`: this rank's piece under `from`, anything where the mesh does not hold it. Called by every rank of either mesh.
-// `later`: the going is only started.
+// `local`: this rank's piece under `from`; ignored if the mesh does not hold this rank. Every rank of either mesh calls it.
+// `later`: only starts the messages.
 Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
 
 } // namespace shardtensor

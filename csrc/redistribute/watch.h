@@ -1,4 +1,4 @@
-// Who wants to know of moves that nobody asked for by name: operands that an op needs elsewhere, gradients on their way back.
+// Reports moves that the user did not ask for: operands that an op needs in another layout, gradients on their way back.
 #pragma once
 
 #include "layout/layout.h"
@@ -17,10 +17,10 @@ struct ImplicitMove {
   int64_t item; // bytes of an element
 };
 
-// Called before the move, on each rank of the mesh; it may throw. Null: nobody listens.
+// Called before the move, on each rank of the mesh; it may throw. Null: no observer.
 using Watcher = void (*)(const ImplicitMove&);
 void set_watcher(Watcher watcher);
-// `moved`: the tensor whose layout is to change.
+// `moved`: the tensor whose layout will change.
 void tell_watcher(
     const std::string& op,
     const std::string& argument,

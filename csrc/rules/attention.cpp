@@ -1,4 +1,5 @@
-// Scaled dot product attention: batch and heads are free, queries too where the mask does not count them; keys stay whole.
+// Scaled dot product attention: batch and heads may be cut, queries too unless the mask depends on their positions; keys stay
+// whole.
 #include "rules/empties.h"
 #include "rules/registry.h"
 
@@ -8,14 +9,14 @@ namespace shardtensor::rules {
 
 namespace {
 
-// Each rank would draw its own mask, and a replicated dim needs one mask on all.
+// Each rank would draw its own mask, but a replicated dim needs the same mask on all ranks.
 void check_dropout(const Call& call) {
   const auto p = call.arg(call.position("dropout_p")).toDouble();
   for (const auto& t : call.tensors) {
     TORCH_CHECK(
         p == 0.0 || t.layout->is_replicated(), call.schema.name(), ": dropout_p is ", p, " and ",
         call.schema.arguments()[t.arg].name(), " is ", t.layout->str(),
-        ", but the fused kernel draws its mask on each rank for itself; use dropout_p=0, "
+        ", but the fused kernel draws a separate mask on each rank; use dropout_p=0, "
         "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or replicate the inputs");
   }
 }
@@ -31,7 +32,7 @@ struct Attention {
 enum class Fused {
   Flash,
   Padded, // its statistics are padded along s, so that the queries stay whole
-  Cudnn,  // so they do here, and the statistics have a last dim of 1
+  Cudnn,  // as Padded, and the statistics have a last dim of 1
 };
 
 // query [b, h, s, d], key and value [b, h / repeats, t, d].
@@ -41,8 +42,8 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
   const auto& k = call.tensor(call.position("key"));
   Factor queries;
   queries.whole = fused != Fused::Flash || call.flag(call.position("is_causal"));
-  queries.reduce = ReduceOp::Sum;                                              // of the keys' gradients
-  const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // of a mask's gradient
+  queries.reduce = ReduceOp::Sum;                                              // for the keys' gradients
+  const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // for a mask's gradient
   const auto s = rule.factor(queries);
   const auto repeats = std::max<int64_t>(q.size(1) / std::max<int64_t>(k.size(1), 1), 1);
   Attention a;
@@ -78,7 +79,7 @@ Rule attention(const Call& call) {
   Rule rule;
   const auto a = attention_dims(call, rule, fused);
   rule.results = {Result(a.query), Result(a.statistics)};
-  return rule; // further results: seeds and the like, whole
+  return rule; // further results, such as seeds, are whole
 }
 
 template <Fused fused>
@@ -90,7 +91,7 @@ Rule attention_backward(const Call& call) {
   return rule;
 }
 
-// Which kernel fused attention picks must not hang on what one rank holds: the one that always works.
+// The choice of an attention kernel must not depend on one rank's piece, so this takes the one that always works.
 void choice_kernel(Run& run) {
   run.returns({int64_t{0}}); // SDPBackend::math
 }
@@ -110,7 +111,7 @@ Rule choice(const Call& call) {
 
 void register_attention(Registry& r) {
   Options rows;
-  rows.asks_order = true; // (batch, head, row, column), with the rows of all heads side by side
+  rows.asks_order = true; // in memory, the rows of all heads lie side by side
   r.add("attention", {"_fused_sdp_choice"}, choice);
   r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, rows);
   r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<Fused::Cudnn>, rows);

@@ -70,7 +70,7 @@ Rule batched(const Call& call, const char* text) {
     }
     const auto& item = item_of(t);
     if (has_batch(item) ? t.dim() < named(item) : t.dim() != named(item)) {
-      return replicate(call); // the op says what is wrong
+      return replicate(call); // the op itself will raise
     }
     batch = std::max(batch, t.dim() - named(item));
   }

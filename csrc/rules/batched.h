@@ -1,4 +1,4 @@
-// A rule in one line of text, for ops that work on the last dims of their operands and run a batch through the others.
+// A rule in one line of text, for ops that work on the last dims of their operands and treat the others as a batch.
 #pragma once
 
 #include "rules/rule.h"
@@ -8,9 +8,9 @@ namespace shardtensor::rules {
 // "*..,*.K->*.K": one item for each Tensor argument of the schema (also for one that is None), then one for each result.
 //   *       all dims before the named ones. They broadcast, and may be cut.
 //   .       one dim that stays whole
-//   K       one dim that may be cut, the same one wherever the letter stands
+//   K       one dim that may be cut, the same one at each occurrence of the letter
 //   0       a result without elements, which is the same on all ranks
-//   ^       as *, for a result that has the batch of the first operand alone
+//   ^       as *, for a result that has only the batch of the first operand
 // A result that lacks a cut dim does not depend on that dim. (It is not a sum over it.)
 Rule batched(const Call& call, const char* text);
 

@@ -136,7 +136,7 @@ class Chooser {
   }
 
  private:
-  // Bytes that the operands send if mesh dim m is used so, the others staying as they are.
+  // Bytes that the operands send if mesh dim m is used as in `c` and the other mesh dims stay.
   double cost(int64_t m, const Choice& c) const {
     double sum = 0;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
@@ -192,7 +192,7 @@ class Chooser {
     const auto& donor_dim = rule_.operands[c.donor].dims[c.donor_dim];
     const auto& my_dim = rule_.operands[i].dims[dim_of(rule_.operands[i].dims, c.factor)];
     if (donor_dim.window || my_dim.window) {
-      return true; // cut_around() does what it can
+      return true; // cut_around() keeps the pieces if it can
     }
     if (donor_dim.inner != 1 || my_dim.inner != 1) {
       return cutting_.aligned(static_cast<size_t>(c.donor), c.donor_dim, m);
@@ -216,14 +216,14 @@ class Chooser {
     return true;
   }
 
-  // What the op writes must be able to hold the result: a written operand that stays whole cannot take summands.
+  // Whether every written operand can hold the result: a written operand that stays whole cannot take summands.
   bool holds_result(int64_t m, const Choice& c) const {
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       if (!call_.tensors[i].mutated) {
         continue;
       }
       if (c.kind == Choice::Kind::Shard && call_.tensors[i].layout->placement(m).reduce == ReduceOp::Norm) {
-        return false; // what goes back to it must be on all ranks: see make_partial()
+        return false; // make_partial() needs the written value on all ranks
       }
       if (call_.tensors[i].output) {
         continue;
@@ -239,7 +239,8 @@ class Chooser {
     return true;
   }
 
-  // A sum of bools is true or false, not a number: what an op makes of the summands does not add up to what it makes of it.
+  // False for sums of bools: such a sum is true or false, so the op's results on the summands do not add up to its result on
+  // the sum.
   bool adds_up(const Linear& group, const Placement& p) const {
     if (group.any_reduction || (p.reduce != ReduceOp::Sum && p.reduce != ReduceOp::Avg)) {
       return true;
@@ -263,7 +264,7 @@ class Chooser {
     return true;
   }
 
-  // To shard a factor that no operand is sharded on has no donor: the cut is even.
+  // Adds choices that shard a factor of Rule::spread. No operand is sharded on it, so there is no donor and the cut is even.
   void add_spread(int64_t m, c10::SmallVectorImpl<Choice>& candidates) const {
     const auto moves = [&](size_t i) { return call_.tensors[i].layout->placement(m).is_shard() && !rule_.operands[i].free; };
     bool any = false;

@@ -1,4 +1,4 @@
-// How a call uses each mesh dim, and what operands and results are placed as then.
+// How a call uses each mesh dim, and the placements of operands and results that follow.
 #pragma once
 
 #include "rules/rule.h"
@@ -20,7 +20,7 @@ struct Choice {
 // The dim that carries the factor, or -1.
 int64_t dim_of(const Dims& dims, int64_t factor);
 
-// What has been decided so far, for the first mesh dims.
+// The choices so far, for the first mesh dims.
 struct Choices {
   Choices(const Call& call_, const Rule& rule_) : call(call_), rule(rule_) {}
 
@@ -29,15 +29,15 @@ struct Choices {
   c10::SmallVector<Choice, 3> made;
   c10::SmallVector<Cut, 3> cuts; // in units of the factor: null is even in those units
 
-  // What operand i would be placed as along mesh dim m.
+  // The placement of operand i along a mesh dim with choice `c`.
   Placement placement_of(size_t i, const Choice& c) const;
   Placement placement_of(const Result& r, int64_t m) const;
-  // What a result that lacks the sharded factor holds.
+  // The placement of a result that lacks the sharded factor.
   Placement summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const;
 };
 
-// How mesh dim m is best used, after those before it. `summands_pass`: through ops that are linear in them. Bytes are compared
-// where no choice is free; then `weighed` is set.
+// The best choice for mesh dim m, given those before it. `summands_pass`: Partial operands may stay, if the op is linear in
+// them. If no choice is free, compares bytes and sets `weighed`.
 Choice choose(const Choices& so_far, int64_t m, bool summands_pass, bool& weighed);
 
 } // namespace shardtensor::rules

@@ -1,4 +1,4 @@
-// Convolutions and what works on whole planes (pooling, resampling): batch and channels are free, space stays whole.
+// Convolutions, and ops on whole planes (pooling, resampling): batch and channels may be cut, space stays whole.
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -39,13 +39,13 @@ Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
   return transposed ? with_space(t, f.in, f.out) : with_space(t, f.out, f.in);
 }
 
-// Where the input's channels are sharded, one rank along them adds the bias.
+// If the input's channels are sharded, one rank along them adds the bias.
 void convolution_kernel(Run& run) {
   add_bias_once(run, 2);
   call_op_nonempty(run);
 }
 
-// The meta kernel takes a batch of one for no channels_last.
+// The meta kernel does not recognize a batch of one as channels_last.
 std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& weight) {
   for (const auto* t : {&input, &weight}) {
     if (t->strides().empty()) { // symbols
@@ -108,7 +108,7 @@ Rule convolution_backward(const Call& call) {
   return rule;
 }
 
-// ---- planes: the last `space` dims stay whole, those before run through from every operand to every result ----
+// ---- planes: the last `space` dims stay whole, the dims before them are shared by all operands and results ----
 
 Rule planes(const Call& call, int64_t space) {
   Rule rule;
@@ -140,7 +140,7 @@ Rule linear_pool(const Call& call) {
   return rule;
 }
 
-// Argument `input_size` lists the global sizes of the gradient: here those of this rank's piece.
+// Argument `input_size` lists the global sizes of the gradient. The kernel replaces them by those of this rank's piece.
 void resample_backward_kernel(Run& run) {
   const auto at = *run.op.schema().argumentIndexWithName("input_size");
   auto sizes = run.arg(at).toIntVector();
@@ -161,7 +161,7 @@ Rule resample_backward(const Call& call) {
   return rule;
 }
 
-// torch's pixel_unshuffle hands an empty tensor back in its old shape.
+// torch's pixel_unshuffle returns an empty tensor with its old shape.
 void pixel_unshuffle_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   if (x.numel()) {
@@ -224,7 +224,7 @@ void register_convolution(Registry& r) {
   r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
   r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>);
 
-  r.add("pooling", {"max_pool1d"}, pool<1>, {.way = Way::Whole}); // torch's reads the data pointer where no gradient is wanted
+  r.add("pooling", {"max_pool1d"}, pool<1>, {.way = Way::Whole}); // torch reads the data pointer if no gradient is needed
 
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
   r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);

@@ -1,4 +1,4 @@
-// Copies and factories: ops that keep a tensor's layout, whatever it is.
+// Copies and factories: ops that keep any layout of their tensor.
 #include "rules/registry.h"
 
 #include <algorithm>
@@ -8,15 +8,15 @@ namespace shardtensor::rules {
 
 namespace {
 
-// Values pass unchanged, so every Partial does.
+// Only moves values, so every kind of Partial passes.
 Rule copy_of_first(const Call& call) {
   auto rule = broadcast(call);
   rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 
-// A cast. Rounding summands is not rounding the sum, so an integral result needs the value itself; and floating-point numbers
-// have no bits to combine.
+// A cast. An integral result needs the value itself: rounded summands do not add up to the rounded sum. And bitwise reductions
+// cannot combine floating-point numbers.
 Rule cast(const Call& call) {
   auto rule = broadcast(call);
   const auto& x = call.tensors[0];
@@ -37,7 +37,7 @@ Rule cast(const Call& call) {
   return rule;
 }
 
-// self.copy_(src): src takes self's layout, casting and broadcasting on the way.
+// self.copy_(src): src is brought to self's layout, cast and broadcast.
 Rule copy_into(const Call& call) {
   auto rule = broadcast(call);
   if (call.tensors[0].dtype == call.tensors[1].dtype) {
@@ -48,7 +48,7 @@ Rule copy_into(const Call& call) {
   return rule;
 }
 
-// zeros_like, empty_like: the shape and the shards of the operand, none of its values.
+// zeros_like, empty_like: read the shape and the shards of the operand, but no values.
 Rule like(const Call& call) {
   Rule rule;
   auto dims = fresh_dims(rule, call.tensors[0].dim());
@@ -61,8 +61,8 @@ Rule like(const Call& call) {
   return rule;
 }
 
-// new_zeros and the like read no values of self. Dims that are as large as self's are cut as they are: the zeros that torch's
-// formulas write gradients into (of gather, of indexing) lie where the gradient is. Other dims are whole.
+// new_zeros and similar ops read no values of self. Dims with the size of self's dim are cut like it, so that the zeros into
+// which torch's formulas write gradients (of gather, of indexing) have the gradient's layout. Other dims are whole.
 Rule new_like(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -77,12 +77,12 @@ Rule new_like(const Call& call) {
   rule.operands.emplace_back(std::move(in));
   rule.operands[0].free = true;
   rule.results.emplace_back(std::move(out), std::move(sizes));
-  rule.results[0].same_over = ~uint64_t{0}; // made anew: every rank makes the same
+  rule.results[0].same_over = ~uint64_t{0}; // a new tensor: every rank makes the same
   rule.size_args.push_back({1, 0});
   return rule;
 }
 
-// The piece's dims lie in memory in the order of the strides asked for.
+// The piece's dims have the order of the requested strides.
 void new_empty_strided_kernel(Run& run) {
   const auto sizes = run.arg(1).toIntVector();
   const auto strides = run.arg(2).toIntVector();
@@ -106,7 +106,8 @@ Rule new_empty_strided(const Call& call) {
   return rule;
 }
 
-// fill_ writes the same value everywhere. Into summands: refused by no linear group, so self is gathered and carried back.
+// fill_ writes the same value everywhere. There is no linear group, so a Partial self is reduced first and carried back
+// afterwards.
 Rule fill(const Call& call) {
   return broadcast(call);
 }

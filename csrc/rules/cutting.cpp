@@ -185,7 +185,7 @@ int64_t Cutting::factor_size(int64_t f) const {
 LayoutPtr Cutting::factor_layout(int64_t f) const {
   Placements placements(mesh_.ndim(), Placement::replicate());
   Cuts cuts(mesh_.ndim());
-  for (size_t m = 0; m < cuts_.size(); ++m) { // those decided so far
+  for (size_t m = 0; m < cuts_.size(); ++m) { // the mesh dims decided so far
     if (choices_[m].kind == Choice::Kind::Shard && choices_[m].factor == f) {
       placements[m] = Placement::shard(0, choices_[m].split_factor);
       cuts[m] = cuts_[m];
@@ -203,7 +203,7 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
   if (!dim.window && layout->is_even() && size % mesh_.size() == 0) {
     return nullptr;
   }
-  // The size of each piece at mesh dim m: the sum over what the later mesh dims cut it into.
+  // The size of each piece at mesh dim m: the sum over the pieces that later mesh dims cut it into.
   std::vector<int64_t> out;
   each_row(*layout, 0, m, [&](Coordinate& c) {
     for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {

@@ -1,4 +1,4 @@
-// Where the pieces of a call begin and end: cuts of factors, and of the dims that carry them.
+// The cuts of a call's factors, and of the dims that carry them.
 #pragma once
 
 #include "rules/choice.h"
@@ -20,19 +20,21 @@ class Cutting {
  private:
   // The sizes of a cut as a table, even ones too: one row per coordinate of the earlier mesh dims that cut the dim.
   std::vector<int64_t> piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const;
-  // The earlier mesh dims that shard the factor must be the ones that cut the donor's dim, for its rows to mean the same.
+  // Whether the earlier mesh dims that shard the factor are those that cut the donor's dim. Only then do the rows of the two
+  // cuts have the same meaning.
   bool nested_alike(int64_t m) const;
-  // Whether some operand has a part of the factor only.
+  // Whether some operand has only a part of the factor.
   bool has_windows(int64_t f) const;
   Interval piece_of(const Layout& layout, int64_t d, int64_t size, const Coordinate& c, int64_t end) const;
-  // A cut of the factor at mesh dim m that leaves the pieces of all operands where they are, as even as that allows.
-  // Null, which is even, where there is none (cat of two tensors with rows on the same ranks).
+  // A cut of the factor at mesh dim m that keeps the pieces of all operands on their ranks, and is otherwise as even as
+  // possible. Null, which is even, if there is none (cat of two tensors with rows on the same ranks).
   Cut cut_around(int64_t m, int64_t f) const;
-  // Piece j of the factor's interval `whole` may begin in [least[j], most[j]] for operand i's pieces to stay. False: they cannot.
+  // Operand i's pieces stay if each piece j of the factor's interval `whole` begins in [least[j], most[j]]. False: they cannot
+  // stay.
   bool bound_boundaries(
       size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most)
       const;
-  // The layout of the factor alone, as if it were dim 0 of a tensor: what windows and inner sizes are computed from.
+  // The layout of the factor alone, as if it were dim 0 of a tensor. Windows and inner sizes are computed from it.
   LayoutPtr factor_layout(int64_t f) const;
   // How many indices of the result dim the piece at mesh dims [0, m] makes.
   int64_t measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const;

@@ -1,4 +1,4 @@
-// Embeddings: a table sharded over its rows is looked up where the rows are, and leaves summands.
+// Embeddings: if a table is sharded over its rows, each rank looks up its own rows, and the result holds summands.
 #include "rules/registry.h"
 
 #include "comm/comm.h"
@@ -26,7 +26,7 @@ Interval rows_held(const Run& run) {
   return table.layout->intervals(0, table.sizes[0], run.mesh().coordinate())[0];
 }
 
-// A rank sees its own rows alone, so the bounds are those of the whole table.
+// Checks against the whole table: a rank has only its own rows.
 void check_bounds(const at::Tensor& indices, int64_t rows) {
   if (indices.numel() == 0) {
     return;
@@ -41,7 +41,7 @@ void check_bounds(const at::Tensor& indices, int64_t rows) {
   }
 }
 
-// Rows that this rank does not hold are zeros: the sum over ranks is the lookup.
+// Rows that this rank does not hold count as zeros: the sum over the ranks is the lookup.
 void embedding_kernel(Run& run) {
   const auto weight = run.arg(0).toTensor();
   const auto indices = run.arg(1).toTensor();
@@ -78,7 +78,7 @@ Rule embedding(const Call& call) {
   return rule;
 }
 
-// The dims of the indices, which a gradient sums over; frequencies count all of them.
+// The dims of the indices. A gradient sums over them; with `frequencies`, each rank needs all indices.
 Dims summed_indices(Rule& rule, const Call& call, bool frequencies) {
   Factor f;
   f.reduce = ReduceOp::Sum;
@@ -102,7 +102,7 @@ Rule embedding_dense_backward(const Call& call) {
   return rule;
 }
 
-// The gradient of the rows that this rank has in the result, from all indices.
+// The gradient of this rank's rows of the result, from all indices.
 void table_backward_kernel(Run& run) {
   const auto grad = run.arg(0).toTensor(), indices = run.arg(1).toTensor();
   const auto padding = run.arg(4).toInt();
@@ -113,8 +113,8 @@ void table_backward_kernel(Run& run) {
   run.returns({rows.narrow(0, 0, held.length)});
 }
 
-// (grad_output, indices, weight, num_weights, padding_idx, scale_grad_by_freq): where the table's rows are sharded, each rank
-// makes the gradient of its own.
+// (grad_output, indices, weight, num_weights, padding_idx, scale_grad_by_freq): if the table's rows are sharded, each rank
+// computes the gradient of its own rows.
 Rule table_backward(const Call& call) {
   Rule rule;
   Factor row;
@@ -124,14 +124,14 @@ Rule table_backward(const Call& call) {
   grad.emplace_back(rule.factor());
   const Dims table{rule.factor(row), grad.back()};
   rule.operands = {Operand(grad), Operand(indices), Operand(table)};
-  rule.operands[2].free = true; // it says where the rows are
+  rule.operands[2].free = true; // only its layout is read
   rule.results = {Result(table)};
   rule.kernel = table_backward_kernel;
   rule.linear_in({0});
   return rule;
 }
 
-// Each rank renormalises those of the named rows that it holds; it must see all indices.
+// Each rank renormalises the indexed rows that it holds; it needs all indices.
 void renorm_kernel(Run& run) {
   auto weight = run.arg(0).toTensor();
   need_values(weight, "embedding_renorm_ (an embedding with max_norm)");
@@ -155,7 +155,7 @@ Rule embedding_renorm(const Call& call) {
   rule.operands = {Operand(table), Operand(Dims(call.tensors[1].dim(), Dim()))};
   rule.results = {Result(table)};
   rule.kernel = renorm_kernel;
-  rule.always_kernel = true; // torch's own does not check the indices
+  rule.always_kernel = true; // torch's kernel does not check the indices
   return rule;
 }
 
@@ -200,7 +200,7 @@ Rule embedding_bag_backward(const Call& call) {
   return rule;
 }
 
-// (grad [bags, d], weight [v, d], ...) -> one number an index
+// (grad [bags, d], weight [v, d], ...) -> one number per index
 Rule embedding_bag_per_sample_weights_backward(const Call& call) {
   Rule rule;
   const auto d = rule.reduced(ReduceOp::Sum);
@@ -216,7 +216,7 @@ Rule embedding_bag_per_sample_weights_backward(const Call& call) {
 
 // ---- one_hot ----
 
-// Where the number of classes is to be inferred, it is inferred from all pieces.
+// If the number of classes must be inferred, it is inferred from all pieces.
 void one_hot_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   auto classes = run.arg(1).toInt();
@@ -253,7 +253,7 @@ at::Tensor embedding_backward(
   return at::embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq);
 }
 
-// torch's formula forgets the table, whose layout says which rows a rank should make.
+// torch's backward op lacks the table, whose layout says of which rows a rank computes the gradient.
 TORCH_LIBRARY(shardtensor, m) {
   m.def(
       "embedding_backward(Tensor grad_output, Tensor indices, Tensor weight, int num_weights, int padding_idx, bool "

@@ -22,7 +22,7 @@ at::Tensor without_empty_dims(const at::Tensor& t, c10::IntArrayRef whole) {
   for (size_t d = 0; d < sizes.size(); ++d) {
     sizes[d] = std::max(sizes[d], std::min<int64_t>(whole[d], 1));
   }
-  return t.new_zeros(sizes); // of a dtype that no graph holds: torch < 2.13 traces attention's statistics of doubles as floats
+  return t.new_zeros(sizes); // keep t's dtype: torch < 2.13 traces attention's statistics of doubles as floats
 }
 
 at::Tensor cut_to_layout(at::Tensor t, const Solution::Result& result, const Run& run) {

@@ -1,4 +1,4 @@
-// Sampling of images and volumes, patches, distances, and a few ops more whose batch may be cut.
+// Sampling of images and volumes, patches, distances, and a few other ops whose batch may be cut.
 #include "rules/batched.h"
 #include "rules/registry.h"
 
@@ -18,7 +18,7 @@ Rule grid_sampler_3d_backward(const Call& call) {
   return linear(batched(call, "N....,N....,N....->N....,N...."), {0});
 }
 
-// theta [n, 2, 3] -> [n, h, w, 2], or one dim more; the op is told n, c, h, w.
+// theta [n, 2, 3] -> [n, h, w, 2], or one dim more. Arguments give n, c, h, w.
 void affine_grid_kernel(Run& run) {
   auto sizes = run.arg(1).toIntVector();
   sizes[0] = run.arg(0).toTensor().size(0);
@@ -45,7 +45,7 @@ Rule col2im(const Call& call) {
   return linear(batched(call, call.tensors[0].dim() == 3 ? "N..->N..." : "..->..."), {0});
 }
 
-// The product of three operands, spread over dims that each lacks and summed over some.
+// The product of three operands, each broadcast along the dims that it lacks, summed over some dims.
 Rule trilinear(const Call& call) {
   Rule rule;
   const auto has = [](const Sizes& dims, int64_t d) { return std::find(dims.begin(), dims.end(), d) != dims.end(); };
@@ -73,7 +73,7 @@ Rule trilinear(const Call& call) {
   return rule;
 }
 
-// Elements are looked up one by one, among all test elements.
+// Each element is searched among all test elements.
 Rule isin(const Call& call) {
   Rule rule;
   auto dims = fresh_dims(rule, call.tensors[0].dim());
@@ -85,7 +85,7 @@ Rule isin(const Call& call) {
   return rule;
 }
 
-// By copies, of any dtype: what torch's kernel refuses it would not refuse on a rank whose piece is empty.
+// By copies, for any dtype: torch's kernel rejects some dtypes, but not on a rank with an empty piece.
 void channel_shuffle_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto groups = run.arg(1).toInt();
@@ -111,7 +111,8 @@ Rule channel_shuffle(const Call& call) {
   return rule;
 }
 
-// v is cut along the dim that has a norm for each index: g and the norms have that dim, and 1 elsewhere. Backward likewise.
+// v may be cut along the dim that has a norm for each index: g and the norms have that dim, and size 1 elsewhere. Also the
+// backward.
 Rule weight_norm(const Call& call) {
   Rule rule;
   const auto ndim = call.tensors[0].dim();

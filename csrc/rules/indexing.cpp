@@ -1,5 +1,5 @@
-// Reading and writing by index. Where an indexed dim is sharded, every rank looks up, or writes, what it holds:
-// a read is a sum of one rank's value and others' zeros, a write touches this rank's piece alone. The indices are whole then.
+// Reading and writing by index. If an indexed dim is sharded, every rank reads or writes only its own piece: a read gives
+// summands (one rank has the value, the others zeros), a write changes this rank's piece. The indices are then whole.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
@@ -12,7 +12,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// A dim that is indexed: sharded, the result holds summands (a read) or the piece alone is written (a write).
+// A dim that is indexed. If it is sharded, the result of a read holds summands, and a write changes only the piece.
 int64_t indexed(Rule& rule, at::ScalarType dtype, bool reads) {
   Factor f;
   f.kernel = true;
@@ -24,14 +24,14 @@ int64_t indexed(Rule& rule, at::ScalarType dtype, bool reads) {
 
 // ---- local indices ----
 
-// What torch checks for a whole tensor: a masked lookup would not notice.
+// Checks the bounds as torch does for a whole tensor; a masked lookup would not.
 at::Tensor wrapped(const at::Tensor& index, int64_t size, bool negative) {
   const auto least = negative ? -size : 0;
   at::_assert_async(index.ge(least).logical_and_(index.lt(size)).all(), "index out of bounds");
   return negative ? at::where(index.lt(0), index + size, index) : index;
 }
 
-// Indices into the piece, and which of them fall outside of it; those are 0.
+// Indices into the piece, and which of them are outside the piece; the latter are set to 0.
 struct Inside {
   at::Tensor index, outside;
 };
@@ -42,7 +42,7 @@ Inside inside(const at::Tensor& index, const Interval& piece) {
   return {local.masked_fill(outside, 0), std::move(outside)};
 }
 
-// Indices into a piece with one spare row at its end, where what falls outside goes.
+// Indices into a piece with one spare row at its end. Indices outside the piece point to the spare row.
 at::Tensor or_spare(const at::Tensor& index, const Interval& piece) {
   const auto local = index - piece.start;
   return local.masked_fill(local.lt(0).logical_or_(local.ge(piece.length)), piece.length);
@@ -59,7 +59,7 @@ at::Tensor nonempty(const at::Tensor& x, int64_t dim) {
   return x.size(dim) ? x : with_spare_row(x, dim);
 }
 
-// Runs a writing op with `dim` of argument 0 sharded: on the piece with a spare row, with the index turned local.
+// Runs a writing op with `dim` of argument 0 sharded: on the piece with a spare row, with local indices.
 void write_along(Run& run, int64_t dim, size_t index_arg, bool negative) {
   const auto self = run.arg(0).toTensor();
   const auto size = run.operands[0].sizes[dim];
@@ -74,14 +74,14 @@ void write_along(Run& run, int64_t dim, size_t index_arg, bool negative) {
 
 // ---- gather, scatter ----
 
-// The dims of self, index and (scatter) src other than `dim` are alike up to size: shared where the sizes agree, else whole.
+// Dims of self, index and (scatter) src other than `dim` share a factor if their sizes agree; else they stay whole.
 struct Aligned {
   Dims self, index;
 };
 
 Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const TensorArg* src, int64_t dim, bool reads) {
   Aligned out;
-  const bool none = c10::multiply_integers(index.sizes()) == 0; // of any size, then
+  const bool none = c10::multiply_integers(index.sizes()) == 0; // then it may have any size
   for (int64_t d = 0; d < self.dim(); ++d) {
     const auto at = d < index.dim() ? index.size(d) : 1;
     TORCH_CHECK(
@@ -239,13 +239,13 @@ bool is_mask(at::ScalarType dtype) {
   return dtype == at::kBool || dtype == at::kByte;
 }
 
-// Which dims of self the list of indices covers, and where their broadcast shape lands among the dims of the result.
+// Which dims of self the list of indices covers, and the position of their broadcast shape among the dims of the result.
 struct Indexing {
-  c10::SmallVector<int64_t, 4> dims; // of self, per index tensor: the first it covers
+  c10::SmallVector<int64_t, 4> dims; // per index tensor: the first dim of self that it covers
   uint64_t covered = 0;
   bool masks = false;
   int64_t ndim = 0; // of the broadcast indices
-  int64_t at = 0;   // its place: that of the first covered dim if all are neighbours, else 0
+  int64_t at = 0;   // its position: that of the first covered dim if all are neighbours, else 0
 };
 
 Indexing read_indices(const Call& call, int64_t self_ndim) {
@@ -254,7 +254,7 @@ Indexing read_indices(const Call& call, int64_t self_ndim) {
   size_t i = 1;
   for (; i < call.tensors.size() && call.tensors[i].arg == 1; ++i) {
     const auto& t = call.tensors[i];
-    dim += t.index - next; // None: a dim that is left alone
+    dim += t.index - next; // None: a dim that is not indexed
     next = t.index + 1;
     out.dims.push_back(dim);
     const auto covers = is_mask(t.dtype) ? t.dim() : 1;
@@ -369,7 +369,7 @@ void index_put_kernel(Run& run) {
   const auto& base = run.operands[0];
   auto padded = self;
   Sizes lengths(self.sizes().begin(), self.sizes().end());
-  // An index outside of this piece along any dim must write nowhere: along that dim it goes to the spare row.
+  // An index outside this piece along any dim must write nothing: along that dim it points to the spare row.
   auto indices = turn_indices(run, [&](const at::Tensor& index, int64_t dim) {
     if (!base.layout->shards(dim)) {
       return index;
@@ -388,7 +388,7 @@ void index_put_kernel(Run& run) {
   run.stack.back() = in_place ? self.copy_(out) : out.contiguous();
 }
 
-// x[mask] = number: every element for itself.
+// x[mask] = number: elementwise.
 std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
   const auto& x = call.tensors[0];
   if (call.tensors.size() != 3 || !is_mask(call.tensors[1].dtype) || call.tensors[1].dim() != x.dim() ||
@@ -430,9 +430,9 @@ Rule index_put(const Call& call) {
   return rule;
 }
 
-// ---- flat indices, and results whose size the values decide ----
+// ---- flat indices, and results whose size depends on values ----
 
-// take(x, index): as index says; x, which is indexed as if flat, whole.
+// take(x, index): the result is cut like index; x, which is indexed as if flat, is whole.
 Rule take(const Call& call) {
   Rule rule;
   rule.operands.emplace_back(Dims(call.tensors[0].dim(), Dim(kNone)));
@@ -522,7 +522,7 @@ void register_indexing(Registry& r) {
       },
       write_rows<Writes::Others>);
   r.add("indexing", {"index_select"}, index_select);
-  // The ranks must agree on the size, so all see all values.
+  // The ranks must agree on the result's size, so all need all values.
   r.add(
       "indexing", {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "nonzero_static", "put", "put_"}, replicate);
   r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>);

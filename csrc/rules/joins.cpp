@@ -1,5 +1,5 @@
-// Cat, stack and their kin: several operands become one, or one is repeated.
-// Along a sharded dim each operand of cat is a window of the result: pieces stay where they are if their order allows it.
+// Cat, stack and similar ops: several operands become one, or one is repeated.
+// Along a sharded dim each operand of cat is a window of the result: pieces stay on their ranks if their order allows it.
 #include "rules/registry.h"
 #include "rules/resolve.h"
 

@@ -25,7 +25,7 @@ Rule eigh(const Call& call) {
   return batched(call, flag(call, "compute_v") ? "*..->*.,*.." : "*..->*.,0");
 }
 
-// Of matrices that LAPACK has made, one column lies after the other. torch's meta kernel does not say so.
+// Matrices from LAPACK are stored by columns. torch's meta kernel does not say so.
 Rule by_columns(const Call& call, Rule rule, size_t nth) {
   const auto ndim = nth < rule.results.size() ? static_cast<int64_t>(rule.results[nth].dims.size()) : 0;
   if (call.mesh.description().device_type == "cpu" && ndim >= 2) {
@@ -66,7 +66,8 @@ Rule solve_triangular(const Call& call) {
   return linear(batched(call, flag(call, "left") ? "*..,*.K->*.K" : "*..,*K.->*K."), {1});
 }
 
-// torch takes B for a batch of vectors where it is as large as A without its last dim. A piece of A may happen to fit a matrix B.
+// torch treats B as a batch of vectors if its sizes are A's without the last dim. A piece of A might match a matrix B by
+// accident; one more dim prevents that.
 void solve_matrix_kernel(Run& run) {
   run.arg(1) = run.arg(1).toTensor().unsqueeze(0);
   run.call_op();
@@ -77,7 +78,7 @@ bool takes_vectors(const Call& call) {
   return a.empty() || b.size() == 1 || (b.size() + 1 == a.size() && b == a.slice(0, a.size() - 1));
 }
 
-// Not linear in B: the results that do not depend on B are no summands.
+// Not linear in B: some results do not depend on B, so they cannot be summands.
 Rule solve(const Call& call) {
   if (takes_vectors(call)) {
     return batched(call, "*..,*.->*.,^..,^.,^");
@@ -88,8 +89,8 @@ Rule solve(const Call& call) {
   return rule;
 }
 
-// The driver decides which results have elements. Without columns of b a rank finds no matrix rank and no singular values. By
-// singular values, it also depends on the matrices' ranks whether there are residuals.
+// The driver decides which results have elements. A rank without columns of b finds no matrix rank and no singular values. With
+// the drivers that use singular values, residuals also depend on the matrices' ranks.
 Rule lstsq(const Call& call) {
   const auto& a = call.tensors[0];
   TORCH_CHECK(a.dim() >= 2, "torch.linalg.lstsq: input must have at least 2 dimensions.");
@@ -123,7 +124,7 @@ void register_linalg(Registry& r) {
   same.one_dtype = 0b11;
   Options with_pivots = o;
   with_pivots.one_dtype = 0b101;
-  Options local = o; // torch's formulas for their gradients write into plain tensors, or their bodies do
+  Options local = o; // their gradient formulas, or the ops themselves, write into plain tensors
   local.way = Way::Local;
   const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
   r.add(family, {"_linalg_check_errors"}, [](const Call& c) { return batched(c, "*->"); });

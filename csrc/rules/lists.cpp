@@ -1,4 +1,4 @@
-// foreach and fused optimizer ops: lists of tensors, each index an elementwise op of its own, resolved by the rule of that op.
+// foreach and fused optimizer ops: lists of tensors. Each index is one elementwise op, resolved by the rule of that op.
 // dispatch/lists.cpp runs them: one call on the lists of local tensors.
 #include "rules/registry.h"
 
@@ -22,7 +22,7 @@ constexpr std::array<const char*, 45> kFamilies = {
 
 constexpr std::array<const char*, 6> kOverloads = {"", "List", "Scalar", "ScalarAndTensor", "ScalarList", "Tensor"};
 
-// Each norm is left Partial. The op itself refuses some norms of an empty piece.
+// Each norm stays Partial. The op itself rejects some norms of an empty piece.
 void norm_of_nothing(Run& run) {
   const auto x = run.arg(0).toTensorList().get(0);
   const auto dtype = run.arg(2).isNone() ? x.scalar_type() : run.arg(2).toScalarType();
@@ -36,7 +36,7 @@ Rule norms(const Call& call) {
   return rule;
 }
 
-// The op that one index of the lists is, by what the other argument of it is.
+// The rule of the op for one index of the lists, by the type of its other argument.
 RuleFn rule_of(const Registry& r, const std::string& name, const std::string& overload) {
   std::vector<std::string> ops;
   if (overload == "Scalar" || overload == "ScalarList") {
@@ -62,7 +62,7 @@ void register_lists(Registry& r) {
     const auto name = "_foreach_" + family;
     for (const std::string overload : kOverloads) {
       const auto rule = rule_of(r, family, overload);
-      // One tensor that holds a number for each index.
+      // One tensor with a number for each index.
       const bool numbers = overload == "Tensor" && (family == "addcdiv" || family == "addcmul");
       const auto suffix = overload.empty() ? "" : "." + overload;
       for (const auto& full : {name + suffix, name + "_" + suffix, name + "." + (overload.empty() ? "out" : overload + "_out")}) {

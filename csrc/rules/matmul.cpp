@@ -1,4 +1,4 @@
-// Matrix products: factors as in einsum; the contracted one leaves summands.
+// Matrix products: factors as in einsum. If the contracted factor is sharded, results hold summands.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
@@ -9,7 +9,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// An out= operand has the result's dims and holds summands where the result does.
+// An out= operand has the result's dims, and holds summands if the result does.
 void add_summing_out(const Call& call, Rule& rule) {
   if (call.tensors.size() == rule.operands.size()) {
     return;
@@ -21,7 +21,7 @@ void add_summing_out(const Call& call, Rule& rule) {
   rule.operands.back().summand = true;
 }
 
-// Whether a factor has more than one index, from any of the operands [from, ...) that carry it.
+// Whether a factor has more than one index in any of the operands [from, ...).
 bool is_wide(const Call& call, const Rule& rule, size_t from, int64_t factor) {
   for (size_t i = from; i < rule.operands.size(); ++i) {
     for (size_t d = 0; d < rule.operands[i].dims.size(); ++d) {
@@ -33,7 +33,7 @@ bool is_wide(const Call& call, const Rule& rule, size_t from, int64_t factor) {
   return false;
 }
 
-// The dims of `t` broadcast to `out`, right-aligned; `stretched(d)` tells whether out's dim d is larger than 1.
+// The dims of `t` broadcast to `out`, right-aligned; `stretched(d)` says whether out's dim d is larger than 1.
 template <typename F>
 Dims broadcast_to(const TensorArg& t, const Dims& out, F stretched) {
   Dims dims;
@@ -51,8 +51,8 @@ Rule product(const Call& call) {
   return rule;
 }
 
-// beta * self + alpha * product: self counts once, so it holds summands where a contracted factor is sharded. Linear in self
-// and either factor of the product together.
+// beta * self + alpha * product. self counts only once, so it holds summands if a contracted factor is sharded. Linear in self
+// together with either operand of the product.
 template <const char* text>
 Rule plus_product(const Call& call) {
   auto rule = notation(text);
@@ -74,7 +74,7 @@ constexpr char kDot[] = "k,k->";
 constexpr char kOuter[] = "i,j->ij";
 constexpr char kAddbmm[] = "bik,bkj->ij";
 
-// torch's addmv returns self's shape where it is broadcast and the contracted dim is empty, as a piece may be.
+// torch's addmv returns the shape of a broadcast self if the contracted dim is empty; a piece may be empty.
 void addmv_kernel(Run& run) {
   run.arg(0) = run.arg(0).toTensor().expand({run.arg(1).toTensor().size(0)});
   run.call_op();
@@ -87,7 +87,7 @@ Rule addmv(const Call& call) {
   return rule;
 }
 
-// gelu or relu of the whole sum: no summands.
+// gelu or relu needs the whole sum, so there are no summands.
 Rule addmm_activation(const Call& call) {
   auto rule = plus_product<kMm>(call);
   for (auto& f : rule.factors) {
@@ -103,7 +103,7 @@ struct Matmul {
   Dims self, other, out;
 };
 
-// Every factor may be summed over: in the gradients each is missing from some result.
+// Every factor may be summed over, because in the gradients each factor is missing from some result.
 Matmul matmul_dims(const TensorArg& a, const TensorArg& b, Rule& rule) {
   const auto factor = [&] { return rule.reduced(ReduceOp::Sum); };
   Matmul m;
@@ -161,7 +161,7 @@ at::Tensor times(const at::Tensor& left, const at::Tensor& right, c10::IntArrayR
   return at::sum_to(at::matmul(left, right), sizes);
 }
 
-// The gradients of what this rank holds; no kernel of torch's own exists for strided tensors.
+// The gradients of this rank's pieces. torch has no kernel of its own for strided tensors.
 void matmul_backward_kernel(Run& run) {
   const auto grad = run.arg(0).toTensor(), self = run.arg(1).toTensor(), other = run.arg(2).toTensor();
   const auto mask = run.arg(3).toBoolList();
@@ -195,7 +195,7 @@ Rule matmul_backward(const Call& call) {
 
 // ---- linear: x [..., k], weight [o, k] or [k], bias [o] ----
 
-// Where the contracted factor is sharded, one rank along it adds the bias.
+// If the contracted factor is sharded, one rank along it adds the bias.
 void linear_kernel(Run& run) {
   add_bias_once(run, 2);
   run.call_op();

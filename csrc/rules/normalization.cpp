@@ -1,5 +1,5 @@
-// Normalisation: the dims that share statistics are factors with a kernel, which sums them over the ranks; the rest is free.
-// Nothing but sums travels: two small all-reduces forward, one backward.
+// Normalisation: the dims that share statistics are factors with a kernel, which sums over the ranks; other dims may be cut.
+// Only sums are sent: two small all-reduces forward, one backward.
 #include "comm/comm.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
@@ -15,14 +15,14 @@ using c10::IValue;
 
 // ---- what all norms share ----
 
-// The statistics of `count` values: those along `dims` on every rank along the mesh dims `over`.
+// A group of `count` values that share statistics: those along `dims`, on every rank along the mesh dims `over`.
 struct Group {
   std::vector<int64_t> dims;
   uint64_t over;
   double count;
   const Mesh& mesh;
 
-  // Kept dims, so that it broadcasts.
+  // Keeps the dims, so that the result broadcasts.
   at::Tensor mean(const at::Tensor& t) const {
     auto sum = t.sum(dims, /*keepdim=*/true).contiguous();
     comm::all_reduce_over(sum, mesh, over, ReduceOp::Sum);
@@ -30,7 +30,7 @@ struct Group {
   }
 };
 
-// Two passes: a sum of squares less a square of sums would cancel.
+// In two passes: the difference of two large sums would lose all digits.
 struct Normalized {
   at::Tensor mean, variance, rstd, value;
 };
@@ -44,7 +44,7 @@ Normalized normalize(const at::Tensor& x, const Group& group, double eps) {
   return n;
 }
 
-// The gradient of x from that of the normalised value; `centered`: the mean was taken off.
+// The gradient of x from that of the normalised value; `centered`: the mean was subtracted.
 at::Tensor normalize_backward(
     const at::Tensor& grad, const at::Tensor& value, const at::Tensor& rstd, const Group& group, bool centered) {
   if (!centered) {
@@ -58,7 +58,7 @@ at::Tensor wide(const at::Tensor& t) {
   return t.to(at::toOpMathType(t.scalar_type()));
 }
 
-// Half precision with full-precision weights keeps its statistics in full precision, as torch does.
+// With full-precision weights, half precision keeps its statistics in full precision, as in torch.
 at::ScalarType statistics_type(const at::Tensor& x, const at::Tensor& weight) {
   const bool mixed = weight.defined() && weight.scalar_type() != x.scalar_type();
   return x.is_cpu() && !mixed ? x.scalar_type() : at::toOpMathType(x.scalar_type());
@@ -71,7 +71,7 @@ struct Arguments {
   const IValue& operator[](const char* name) const {
     return run.arg(*run.op.schema().argumentIndexWithName(name));
   }
-  // Undefined where None, or where the op has no such argument.
+  // Undefined if it is None, or if the op has no such argument.
   at::Tensor tensor(const char* name) const {
     const auto i = run.op.schema().argumentIndexWithName(name);
     return i && run.arg(*i).isTensor() ? run.arg(*i).toTensor() : at::Tensor();
@@ -97,7 +97,7 @@ Factor kernel_factor(std::optional<ReduceOp> reduce = std::nullopt) {
   return f;
 }
 
-// The kernels read memory in order. Who calls them has made the whole contiguous, which a piece need not be.
+// The kernels assume contiguous inputs. Their caller has made the whole contiguous, but a piece need not be.
 void call_in_order(Run& run, at::MemoryFormat format) {
   const auto ndim = Arguments{run}.tensor("input").dim();
   const auto& arguments = run.op.schema().arguments();
@@ -251,7 +251,7 @@ Rule rms_norm(const Call& call) {
   return rule;
 }
 
-// Always: torch has a kernel of its own on some devices only.
+// Runs on every call: torch has a kernel only for some devices.
 void rms_norm_backward_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight");
@@ -317,16 +317,16 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
   return out;
 }
 
-// This rank's piece as [n, groups, channels of a group, space], and what it shares statistics with.
+// This rank's piece as [n, groups, channels of a group, space], and the group of values that share statistics.
 struct GroupPiece {
   std::vector<int64_t> sizes;
   Group group;
-  bool by_hand; // the op cannot do it: space is sharded, or the piece is empty
+  bool by_hand; // the op cannot be used: space is sharded, or the piece is empty
 
   at::Tensor split(const at::Tensor& t) const {
     return wide(t).reshape(sizes);
   }
-  // [channels] to broadcast against split()'s.
+  // Reshapes [channels] to broadcast with split()'s result.
   at::Tensor per_channel(const at::Tensor& t) const {
     return t.reshape({1, sizes[1], sizes[2], 1});
   }
@@ -344,7 +344,7 @@ GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::IntArrayRef who
       over != 0 || x.numel() == 0};
 }
 
-// The op takes its sizes as numbers besides: those of this rank's piece.
+// The op also takes sizes as arguments; these must be those of this rank's piece.
 void call_group_op(Run& run, const GroupPiece& piece) {
   const auto set = [&](const char* name, int64_t value) { run.arg(*run.op.schema().argumentIndexWithName(name)) = value; };
   set("N", piece.sizes[0]);
@@ -421,7 +421,7 @@ struct BatchDims {
   Dims full, channels;
 };
 
-// Training: n and space share statistics. Otherwise nothing is shared and they are free.
+// In training, n and space share statistics. Otherwise they may be cut freely.
 BatchDims batch_norm_dims(const Call& call, Rule& rule, bool training, std::optional<ReduceOp> summed) {
   BatchDims out;
   const auto& input = call.tensor(call.position("input"));
@@ -463,7 +463,7 @@ double number(const Arguments& args, const char* name, const char* otherwise) {
   return args[args.run.op.schema().argumentIndexWithName(name) ? name : otherwise].toDouble();
 }
 
-// Each rank's running statistics move alike: they see the same sums.
+// All ranks update their running statistics alike, from the same sums.
 void update_running(const at::Tensor& running, const at::Tensor& now, double momentum) {
   if (running.defined()) {
     running.mul_(1 - momentum).add_(now.reshape({-1}).to(running.scalar_type()), momentum);
@@ -479,7 +479,7 @@ bool is_training(const Arguments& args) {
   return true;
 }
 
-// torch's kernels refuse empty pieces.
+// torch's kernels reject empty pieces.
 void batch_norm_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");

@@ -1,4 +1,4 @@
-// Padding: with a number along any dim, every piece taking what falls to it; with the border's values where a dim is whole.
+// Padding: with a number, along any dim, each piece adding its share; with the border's values, only along whole dims.
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -16,7 +16,7 @@ struct Padded {
   Sizes sizes; // of the result
 };
 
-// Every piece takes the padding that falls to it.
+// Every piece adds its share of the padding.
 void pad_kernel(Run& run) {
   auto pad = run.arg(1).toIntVector();
   const auto n = static_cast<int64_t>(run.operands[0].sizes.size());
@@ -28,7 +28,7 @@ void pad_kernel(Run& run) {
     }
     const auto held = mine(*run.operands[0].layout, d, run.operands[0].sizes[d]);
     const auto made = mine(to, d, noted<Padded>(run.solution).sizes[d]);
-    // Of two pieces with elements the places tell; an empty one is anywhere.
+    // If both pieces have elements, their offsets decide; an empty piece has no place.
     const auto before = made.length == 0   ? -held.length
                         : held.length == 0 ? made.length
                                            : std::max(pad[2 * i] + held.start - made.start, -held.length);
@@ -77,7 +77,7 @@ Rule constant_pad(const Call& call) {
   return rule;
 }
 
-// The last `spatial` dims stay whole. torch refuses empty batches and channels; pieces may be empty.
+// The last `spatial` dims stay whole. torch rejects empty batches and channels, but pieces may be empty.
 template <int64_t spatial>
 Rule border_pad(const Call& call) {
   const auto n = call.tensors[0].dim();

@@ -1,5 +1,5 @@
 // Elementwise ops: every dim is a factor of its own, broadcast dims stay whole.
-// To add one: put its name in the table of its kind; add_forms brings the in-place and out= forms along.
+// To add one, put its name into the table of its kind; add_forms adds the in-place and out= forms.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
@@ -68,7 +68,7 @@ Rule lerp_tensor(const Call& call) {
   return rule;
 }
 
-// The buffer is as large as the input on the CPU, and has no elements elsewhere.
+// On the CPU the buffer has the input's sizes; on other devices it is empty.
 Rule log_sigmoid(const Call& call) {
   if (call.mesh.description().device_type == "cpu") {
     return broadcast(call);
@@ -90,7 +90,7 @@ Rule log_sigmoid_backward(const Call& call) {
   return rule;
 }
 
-// Halves of one dim, which stays whole, gate each other; the gradient, where there is one, comes first.
+// One half of a dim gates the other, so the dim stays whole. The gradient, if there is one, is the first operand.
 Rule glu(const Call& call) {
   Rule rule;
   const auto n = call.tensors[0].dim();

@@ -1,5 +1,5 @@
 // Ops that draw random numbers. Each draws one key from torch's generator (draws/keys.h) and fills its piece by global
-// index (kernels/random.h): the global values do not depend on the layout, which is kept.
+// index (kernels/random.h): the layout is kept, and the global values do not depend on it.
 #include "rules/registry.h"
 
 #include "comm/values.h"
@@ -34,14 +34,13 @@ double number(const Run& run, const char* name) {
   return v->toScalar().toDouble();
 }
 
-// Of tensors without values nothing is drawn, as in torch; of those of a graph, when it runs.
+// A tensor without values draws no key, as in torch; a tensor of a graph draws one when the graph runs.
 draws::Key next_key(const Run& run, const at::Tensor& local) {
   const auto* generator = argument(run, "generator");
   if (is_traced(local)) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !generator, run.op.schema().name(),
-        ": argument 'generator' cannot be traced into a graph (torch.compile, export); leave it out, so that the default one is "
-        "used, "
+        ": argument 'generator' cannot be traced into a graph (torch.compile, export); omit it to use the default generator, "
         "or draw outside of the compiled function");
     return {0, draws::next_key_in_graph(local, run.mesh())};
   }
@@ -51,7 +50,7 @@ draws::Key next_key(const Run& run, const at::Tensor& local) {
   return {draws::next_key(run.mesh(), generator ? std::optional(generator->toGenerator()) : std::nullopt), {}};
 }
 
-// Raises where `holds` is false; in a graph, when it runs.
+// Raises if `holds` is false; in a graph, when it runs.
 void check_values(const at::Tensor& holds, const char* message) {
   if (is_traced(holds)) {
     at::_assert_async(holds.all(), message);
@@ -66,7 +65,7 @@ void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t 
   draws::fill(local, next_key(run, local), *like.layout, like.sizes, d);
 }
 
-// A fresh local tensor like argument 0, as empty_like makes it.
+// A new local tensor like argument 0, as empty_like makes it.
 at::Tensor fresh(const Run& run) {
   const auto option = [&](const char* name) {
     const auto* v = argument(run, name);
@@ -135,7 +134,8 @@ Distribution bernoulli(const Run& run, at::ScalarType) {
   return bernoulli_of(number(run, "p"));
 }
 
-// The largest value random_() gives: the type's, or up to where a floating type holds every integer.
+// The largest value of random_(): the type's maximum; for a floating type, the end of the range in which it holds every
+// integer.
 uint64_t largest(at::ScalarType dtype) {
   if (c10::isIntegralType(dtype, true)) {
     const auto bits = 8 * c10::elementSize(dtype);
@@ -150,7 +150,7 @@ Distribution integers(int64_t low, uint64_t high) {
   Distribution d;
   d.kind = Kind::Integer;
   d.low = low;
-  d.range = high - static_cast<uint64_t>(low) + 1; // 2^64 wraps to the 0 that stands for it
+  d.range = high - static_cast<uint64_t>(low) + 1; // 2^64 wraps to 0, which stands for it
   return d;
 }
 
@@ -201,7 +201,7 @@ void fill_fresh(Run& run) {
   run.returns({std::move(out)});
 }
 
-// One in `p` where a uniform number of the same index is below p. `of`: whose shape is drawn.
+// Whether a uniform number of the same index is below `p`, with the shape of `of`.
 at::Tensor below(const Run& run, const at::Tensor& p, const at::Tensor& of) {
   auto u = at::empty(of.sizes(), of.options().dtype(at::kDouble));
   fill_like(run, u, {Kind::Uniform, 0, 1});
@@ -225,7 +225,7 @@ void bernoulli_of_self(Run& run) {
   run.returns({at::empty_like(p).copy_(below(run, p, p))});
 }
 
-// normal(mean, std) with a tensor in one place or both; of the mean's dtype.
+// normal(mean, std) where one or both are tensors; the result has the mean's dtype.
 void normal_of_tensors(Run& run) {
   const auto mean = run.arg(0), std = run.arg(1);
   auto sizes = run.operands[0].sizes.vec();
@@ -285,12 +285,12 @@ void rrelu_with_noise(Run& run) {
   run.returns({in_place ? x.mul_(slope) : at::mul(x, slope)});
 }
 
-// Rows are drawn apart, by the exponential race: the item with the largest p / exponential wins.
+// Draws each row independently by an exponential race: the item with the largest p / exponential wins.
 void multinomial_race(Run& run) {
   const auto p = run.arg(0).toTensor();
   const auto n = run.arg(1).toInt();
   auto q = at::empty_like(p);
-  fill_like(run, q, {Kind::Exponential, 1}); // the ranks agree on a key here, so before one of them refuses what it has
+  fill_like(run, q, {Kind::Exponential, 1}); // all ranks draw a key here, before checks that may raise on one
   if (p.numel()) {
     const auto total = p.sum(-1);
     check_values(
@@ -301,7 +301,7 @@ void multinomial_race(Run& run) {
   run.returns({n == 1 ? at::argmax(q, -1, true) : std::get<1>(at::topk(q, n, -1))});
 }
 
-// Every rank draws everything, from a generator seeded alike.
+// Every rank draws everything, from a generator with the same seed.
 void same_everywhere(Run& run) {
   const auto i = *run.op.schema().argumentIndexWithName("generator");
   const auto self = run.arg(0).toTensor();
@@ -322,7 +322,7 @@ Rule elementwise(const Call& call) {
   return rule;
 }
 
-// Argument 0 lends its shape and shards alone.
+// Only the shape and the shards of argument 0 are read.
 template <Kernel kernel>
 Rule like(const Call& call) {
   auto rule = elementwise<kernel>(call);

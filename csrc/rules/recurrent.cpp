@@ -1,5 +1,5 @@
-// Whole layers as torch calls them: recurrent ones, and the fused encoder layer and attention of modules in eval mode. The batch
-// may be cut, weights stay whole.
+// Whole layers: recurrent ones, and the fused encoder layer and attention that modules call in eval mode. The batch may be cut,
+// weights stay whole.
 #include "rules/batched.h"
 #include "rules/registry.h"
 
@@ -9,7 +9,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// (input, hx, params, ...): input [t, n, in] or [n, t, in], hidden states [layers, n, hidden]; the results are laid out alike.
+// (input, hx, params, ...): input [t, n, in] or [n, t, in], hidden states [layers, n, hidden]; the results have the same dims.
 Rule recurrent(const Call& call) {
   Rule rule;
   const bool batch_first = call.flag(call.position("batch_first"));
@@ -57,7 +57,7 @@ Rule fused_attention(const Call& call) {
   return rule;
 }
 
-// A nested tensor has no place for ShardTensors: TransformerEncoder asks this before it makes one.
+// Returns false: TransformerEncoder calls this before it makes a nested tensor, which cannot hold ShardTensors.
 void left_aligned_kernel(Run& run) {
   run.returns({false});
 }
@@ -75,7 +75,7 @@ Rule left_aligned(const Call& call) {
 } // namespace
 
 void register_recurrent(Registry& r) {
-  const Options local{.way = Way::Local, .plain = true}; // the modules make the first hidden state
+  const Options local{.way = Way::Local, .plain = true}; // the modules make the first hidden state as a plain tensor
   r.add("recurrent", {"gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input"}, recurrent, local);
   r.add("attention", {"_native_multi_head_attention"}, fused_attention);
   r.add("attention", {"_nested_tensor_from_mask_left_aligned"}, left_aligned);

@@ -1,5 +1,5 @@
-// Reductions: the reduced dims are factors that the result lacks. Where a reduction over ranks loses nothing (sum, max, norm)
-// the result is left Partial; else a kernel combines small tensors. A piece may be empty: kernels put the identity there.
+// Reductions: the reduced dims are factors that the result lacks. If the reduction can be finished later (sum, max, norm), the
+// result is Partial; else a kernel combines small tensors. A piece may be empty: kernels use the neutral value for it.
 #include "redistribute/identity.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -17,7 +17,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr uint64_t kAll = ~uint64_t{0};
 
-// Which of `ndim` dims argument `arg` names; all where it is None or empty.
+// The dims (bits) that the argument `dim` names; all if it is None or empty.
 uint64_t reduced_dims(const Call& call, int64_t ndim) {
   const auto arg = argument(call, "dim");
   if (arg < 0 || !call.has(arg)) {
@@ -33,17 +33,17 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
   return dims.empty() ? kAll : mask;
 }
 
-// What a rule made by reduce() notes.
+// The notes of a rule made by reduce().
 struct Reduced {
   uint64_t dims; // bits
   bool keepdim;
-  c10::SmallVector<ReduceOp, 2> extremes{}; // per result: of what it is the extreme
+  c10::SmallVector<ReduceOp, 2> extremes{}; // per result: Max or Min
   bool flat = false;                        // argmax, argmin: without a dim
   bool negative = false;                    // the norm's order
-  bool root = false, with_mean = false;     // of var's kind
+  bool root = false, with_mean = false;     // for var and std
 };
 
-// One operand; `f` is what the reduced dims' factors are. Factor d is the operand's dim d.
+// One operand; the reduced dims have factors like `f`. Factor d is the operand's dim d.
 Rule reduce(const Call& call, Factor f, uint64_t mask) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -86,7 +86,7 @@ void passes(const Call& call, Rule& rule, uint32_t reductions, double norm_order
   rule.linear.push_back(group);
 }
 
-// What a kernel of a rule made by reduce() works on.
+// The input of a kernel of a rule made by reduce().
 struct Reduction {
   at::Tensor x;
   c10::IntArrayRef sizes; // global
@@ -107,7 +107,7 @@ struct Reduction {
   int64_t global_count() const {
     return count_along(sizes, dims);
   }
-  // Torch's own error where the whole is empty; the identity where only this piece is.
+  // If the whole is empty, torch's own error is right; if only this piece is, the kernel uses the neutral value.
   bool only_this_piece_is_empty() const {
     return count() == 0 && global_count() > 0;
   }
@@ -130,7 +130,7 @@ std::optional<at::ScalarType> dtype_argument(const Call& call) {
   return arg >= 0 && call.has(arg) ? std::optional(call.arg(arg).toScalarType()) : std::nullopt;
 }
 
-// Summands may be added up in the result's dtype: it rounds nothing off and wraps nowhere else.
+// Whether summands may be added up in the result's dtype: only if it neither rounds nor wraps differently.
 bool adds_up(const Call& call) {
   const auto from = call.tensors[0].dtype;
   const auto to = dtype_argument(call).value_or(c10::isIntegralType(from, true) ? at::kLong : from);
@@ -145,12 +145,12 @@ Rule sum(const Call& call) {
   return rule;
 }
 
-// Sums of pieces add up, but what is skipped in a summand need not be skipped in the sum.
+// Sums of pieces add up. But summands do not pass: a value skipped in a summand (NaN, zero) may count in the sum.
 Rule counted(const Call& call) {
   return reduce(call, reduced_by(ReduceOp::Sum));
 }
 
-// Sums locally and divides by the global count: pieces may be of any size.
+// Sums locally and divides by the global count, so pieces may have any size.
 void mean_kernel(Run& run) {
   const Reduction r(run);
   const auto& given = run.arg(argument(run, "dtype"));
@@ -173,7 +173,7 @@ Rule mean(const Call& call) {
   return rule;
 }
 
-// Complex products cannot be multiplied up over ranks by the backends.
+// Backends cannot multiply complex numbers over ranks.
 Rule prod(const Call& call) {
   auto f = reduced_by(ReduceOp::Product);
   f.whole = c10::isComplexType(dtype_argument(call).value_or(call.tensors[0].dtype));
@@ -223,7 +223,7 @@ Rule aminmax(const Call& call) {
   return rule;
 }
 
-// any and all; the results are bool (uint8 of uint8), 0 or 1. An empty list of dims reduces nothing.
+// any and all. The results are bool (uint8 for uint8), 0 or 1. An empty list of dims reduces nothing.
 template <ReduceOp op>
 Rule truth(const Call& call) {
   const auto arg = argument(call, "dim");
@@ -236,10 +236,10 @@ Rule truth(const Call& call) {
   return rule;
 }
 
-// ---- the winner and where it stands ----
+// ---- the extreme value and its index ----
 
 struct Winner {
-  at::Tensor value, index; // index: the largest integer where there is none
+  at::Tensor value, index; // index: the largest integer if there is none
 };
 
 Winner best_along(const at::Tensor& x, int64_t dim, ReduceOp op) {
@@ -252,7 +252,7 @@ Winner best_along(const at::Tensor& x, int64_t dim, ReduceOp op) {
   return {value, index};
 }
 
-// The best over ranks, and of those the first: two small reductions. NaN beats every number, as in torch.
+// The best value over ranks, and its first index: two small reductions. NaN beats every number, as in torch.
 Winner best_of(const Winner& mine, const Run& run, uint64_t mesh_dims, ReduceOp op) {
   auto value = over_ranks(mine.value.clone(), run, mesh_dims, op);
   auto stands = mine.value.eq(value);
@@ -278,7 +278,7 @@ void select_kernel(Run& run) {
   give(run, {squeeze_dims(best.value, r.dims, r.how.keepdim), squeeze_dims(best.index, r.dims, r.how.keepdim)});
 }
 
-// A local flat index as a global one.
+// Converts local flat indices to global ones.
 at::Tensor to_global(const at::Tensor& flat, const Reduction& r, const Run& run) {
   auto rest = flat;
   auto out = at::zeros_like(flat);
@@ -342,7 +342,7 @@ double norm_order(const Call& call) {
   return arg >= 0 && call.has(arg) ? call.arg(arg).toScalar().toDouble() : 2.0;
 }
 
-// An empty piece has the norm that the others' is not changed by; torch refuses some of these.
+// The norm of an empty piece is the neutral value. torch raises for some orders.
 void norm_kernel(Run& run) {
   const Reduction r(run);
   if (!r.only_this_piece_is_empty()) {
@@ -371,7 +371,7 @@ Rule norm(const Call& call) {
   return rule;
 }
 
-// Scales each slice along a dim down to a norm. `dim` here names the dim that is not reduced.
+// Scales each slice along a dim down to a maximal norm. Argument `dim` is the dim that is not reduced.
 void renorm_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto p = run.arg(1).toScalar().toDouble();
@@ -408,7 +408,7 @@ Rule renorm(const Call& call) {
 
 // ---- moments ----
 
-// Count, mean and sum of squares around it, of each piece, put together by two small all-reduces (Chan et al.).
+// Combines each piece's count, mean and sum of squared deviations by two small all-reduces (Chan et al.).
 void var_kernel(Run& run) {
   const Reduction r(run);
   const auto& given = run.arg(argument(run, "correction"));
@@ -469,9 +469,9 @@ Rule logsumexp(const Call& call) {
   return rule;
 }
 
-// ---- answers that are no tensors ----
+// ---- results that are not tensors ----
 
-// Every rank must hear the same, also where its piece is empty.
+// Every rank must return the same, also with an empty piece.
 void equal_kernel(Run& run) {
   const auto a = run.arg(0).toTensor();
   const auto b = run.arg(1).toTensor();
@@ -495,7 +495,7 @@ Rule equal(const Call& call) {
   }
   rule.operands.assign(2, Operand(dims));
   for (auto& o : rule.operands) {
-    o.free = !alike; // the sizes tell already
+    o.free = !alike; // different sizes already decide the result
   }
   rule.kernel = equal_kernel;
   rule.always_kernel = true;

@@ -22,7 +22,7 @@ void Registry::add_forms(const char* family, std::initializer_list<const char*> 
     const auto overload = dot == std::string::npos ? "" : op.substr(dot + 1);
     const auto suffix = overload.empty() ? "" : "." + overload;
     add(family, op, rule, options);
-    // Forms of several overloads may share a name (clamp.out, clamp.Tensor's .out); the first stands.
+    // Forms of several overloads may share a name (clamp.out, clamp.Tensor's .out); the first one is kept.
     const Entry entry{rule, options, family};
     entries_.emplace(name + "_" + suffix, entry);
     if (overload.empty() || overload == "Tensor" || overload == "self") {
@@ -67,7 +67,7 @@ const Registry& registry() {
     register_view_parts(*r);
     register_view_reshape(*r);
     register_view_strided(*r);
-    register_lists(*r); // last: it looks up the rules of the others
+    register_lists(*r); // last, because it looks up rules of the other files
     return r;
   }();
   return *all;

@@ -21,55 +21,55 @@ enum Numbers : uint8_t {
   kAllNumbers = 63,
 };
 
-// How an op is done.
+// How an op runs.
 enum class Way : uint8_t {
   Rule,       // by its rule, on pieces
-  Whole,      // so too, though torch would decompose it; its formula for the gradient is in autograd/
-  Local,      // so too, and differentiated there: torch's formula cannot be followed on ShardTensors
+  Whole,      // as Rule, though torch would decompose it; its gradient formula is in autograd/
+  Local,      // as Rule, and differentiated on pieces: torch's formula cannot run on ShardTensors
   Gathered,   // on the whole tensors, on every rank, and differentiated there
   Decomposed, // by its own CompositeExplicit kernel on the global tensors, in terms of ops that have rules
   Each,       // lists of tensors (foreach, fused optimizers): by the rule, one index after the other
   FoundInf,   // GradScaler's check, in dispatch/special.cpp
-  Refused,    // not on pieces; `why` tells why, and what to do
+  Refused,    // raises; `why` says why, and what to do
 };
 
-// Where sizes may be symbols when the op is traced. Elsewhere they are made numbers first.
+// When sizes may stay symbols while the op is traced. Otherwise they are made numbers first.
 enum class Symbols : uint8_t {
   None,
-  Unrecorded, // where every rank deals with its piece alone, and autograd does not record it
-  Apart,      // where every rank deals with its piece alone
-  Operands,   // everywhere
-  Arguments,  // among the arguments, too: any sizes fit the rule
+  Unrecorded, // if no rank communicates, and autograd does not record the op
+  Apart,      // if no rank communicates
+  Operands,   // always
+  Arguments,  // always, and in the arguments too: any sizes fit the rule
 };
 
 struct Options {
   Way way = Way::Rule;
   const char* why = nullptr;
   Symbols symbols = Symbols::None;
-  // What the op's first tensor may hold. The op itself would refuse the rest, but not on a rank whose piece is empty, or where
-  // a kernel does its work.
+  // The dtypes that the op's first tensor may have. torch would reject other dtypes too, but not on a rank with an empty piece,
+  // and not if our kernel replaces the op.
   uint8_t takes = kAllNumbers;
-  // Arguments (bits) that must have the first tensor's dtype. Others, too, the op itself would refuse on some ranks alone.
+  // Bit mask of arguments whose dtype must equal the first tensor's. Without this check only some ranks would raise.
   uint64_t one_dtype = 0;
-  // Or all of them float32, where that one is float16 or bfloat16.
+  // These arguments may also all be float32 if the first tensor is float16 or bfloat16.
   bool or_float = false;
-  // Results have the operands' broadcast sizes, so those of out= arguments are known without asking torch.
+  // Results have the operands' broadcast sizes, so out= arguments can be sized without asking torch.
   bool broadcasts = false;
   // The op's rule uses every operand whole.
   bool whole = false;
-  // Arguments (bits) that the op writes though its schema does not say so: native_batch_norm's running statistics.
+  // Bit mask of arguments that the op writes though its schema does not say so: native_batch_norm's running statistics.
   uint64_t writes = 0;
-  // Of Way::Each: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
+  // For Way::Each: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
   bool elementwise = false;
-  // Of Way::Each: the op's kernels walk through the tensors of an index from end to end, so those must lie alike in memory.
+  // For Way::Each: the kernel treats all tensors of one list entry as flat memory, so their strides must match.
   bool dense = false;
-  // The op may write one place several times (an expanded argument): it writes the same each time.
+  // The op may write one memory location several times (an expanded argument), with the same value each time.
   bool repeats = false;
-  // What it returns or is given to write may hold anything afterwards.
+  // Some elements of a result, or of an argument that the op writes, may be uninitialized afterwards.
   bool unwritten = false;
-  // Its results' dims lie in another order than they are counted even where those of all operands do not.
+  // Even if all operands are contiguous, the results' strides may have another order; torch's meta kernel is asked.
   bool asks_order = false;
-  // Plain tensors among the arguments count as replicated: torch itself makes them on the way (embedding_bag's offsets).
+  // Plain tensors among the arguments count as replicated: torch's own code makes them (embedding_bag's offsets).
   bool plain = false;
 };
 
@@ -78,7 +78,7 @@ struct Entry {
   Options options;
   const char* family = "";
 
-  // Whether the op brings all of its inputs to every rank, whatever their layouts.
+  // Whether the op gathers all of its inputs on every rank, whatever their layouts.
   bool gathers() const {
     return options.whole || rule == replicate || options.way == Way::Gathered;
   }
@@ -90,10 +90,10 @@ struct Entry {
 
 class Registry {
  public:
-  // Names without "aten::", with the overload: "add.Tensor"; our own with "shardtensor::". A name this torch does not have is
-  // fine.
+  // Names without "aten::", with the overload: "add.Tensor"; our own ops with "shardtensor::". Names that this torch does not
+  // have are ignored.
   void add(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});
-  // The same for each op's other forms too: abs, abs_, abs.out; add.Tensor, add_.Tensor, add.out, add.Tensor_out.
+  // The same, also for each op's other forms: abs, abs_, abs.out; add.Tensor, add_.Tensor, add.out, add.Tensor_out.
   void add_forms(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});
   const Entry* find(const std::string& name) const;
   const std::unordered_map<std::string, Entry>& entries() const {

@@ -71,7 +71,7 @@ class Resolver {
     }
   }
 
-  // Without a kernel the op itself compares what is not sharded, whatever the pieces.
+  // Without a kernel, the op itself compares dims that are not sharded, on every rank alike.
   void find_alike(Solution& s) const {
     for (int64_t f = 0; f < static_cast<int64_t>(rule_.factors.size()); ++f) {
       if (!s.factor_mesh_dims[f] && (!s.kernel || rule_.factors[f].whole)) {
@@ -94,7 +94,8 @@ class Resolver {
     }
   }
 
-  // Whether no operand and no result would hold summands of two kinds, as where maxima pass through while a sum is cut.
+  // Whether no operand and no result would hold summands of two kinds (for example if maxima pass through an op that sums over
+  // a sharded dim).
   bool reducible() const {
     for (int64_t m = 1; m < mesh_.ndim(); ++m) {
       for (int64_t k = 0; k < m; ++k) {
@@ -129,7 +130,7 @@ class Resolver {
     return Layout::make(call_.tensors[i].layout->mesh_ptr(), std::move(placements), std::move(cuts));
   }
 
-  // The operand that an elementwise op takes the order of its result's dims from.
+  // The operand whose order of dims an elementwise op gives to its result.
   int64_t like(const Result& r) const {
     const auto same = [](const Dim& a, const Dim& b) {
       return a.factor == b.factor && a.inner == b.inner && !a.window && !b.window;

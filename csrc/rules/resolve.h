@@ -1,5 +1,5 @@
-// From a rule and the layouts at hand to what will be done: which layout every operand needs, which the results have. Pure
-// functions of layouts and sizes, so that every rank finds the same.
+// From a rule and the operands' layouts to a solution: the layout that every operand needs, and the layouts of the results.
+// Pure functions of layouts and sizes, so that every rank finds the same.
 #pragma once
 
 #include "rules/rule.h"
@@ -7,7 +7,7 @@
 namespace shardtensor::rules {
 
 struct Solution final : c10::intrusive_ptr_target {
-  // Per operand the layout it must have; null where the one it has will do.
+  // Per operand, the layout that it must have; null if it may stay as it is.
   c10::SmallVector<LayoutPtr, 4> operands;
   bool moves = false;  // some operand is redistributed
   bool shards = false; // some factor is sharded, so the ranks' local tensors differ
@@ -24,16 +24,16 @@ struct Solution final : c10::intrusive_ptr_target {
     LayoutPtr layout;
     c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
     Sizes strides;                         // empty: dense, in this order
-    std::optional<Order> order;            // none, where no tensor was asked: as that of operand `like`
-    int64_t like = -1;                     // -1: one after the other
+    std::optional<Order> order;            // none if torch was not asked: then the order of operand `like`
+    int64_t like = -1;                     // -1: contiguous
     std::optional<Geometry> geometry;
   };
   c10::SmallVector<Result, 2> results;
-  // For results past the listed ones, and where a rule lists none: whole tensors.
+  // The layout of results that the rule does not list: whole tensors.
   LayoutPtr replicated;
 
-  // Two dims that the op reads along one index: if they are not as large as each other (in units of `inner`), a rank with
-  // small pieces might not notice.
+  // Two dims that the op reads along one index. If their sizes (in units of `inner`) differ, a rank with small pieces might not
+  // notice.
   struct Indexed {
     int32_t operand;
     int16_t dim;
@@ -44,13 +44,13 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<uint64_t, 6> factor_mesh_dims;
   c10::SmallVector<SizeArg, 1> size_args;
   Kernel kernel = nullptr;
-  OfPiece kernel_if = nullptr; // it runs where one of the local tensors is such
-  PutBack put_back = nullptr;  // set where the kernel copies what it was to view
-  std::any notes;              // the rule's
+  OfPiece kernel_if = nullptr; // the kernel runs only if this holds for a local tensor
+  PutBack put_back = nullptr;  // set if the kernel of a view copies
+  std::any notes;              // Rule::notes
   bool geometry = false;       // every result has one
-  // Reads' bits: what the rule has read of the call.
+  // What the rule has read of the call, as the bits of Reads.
   uint64_t reads = 0;
-  // The choice weighed bytes or read sizes, so it holds for these sizes only.
+  // The choice compared bytes or read sizes, so it holds for these sizes only.
   bool sized = false;
 
   bool reads_sizes() const {
@@ -59,11 +59,11 @@ struct Solution final : c10::intrusive_ptr_target {
 };
 using SolutionPtr = c10::intrusive_ptr<const Solution>;
 
-// What the rule has noted for its kernel.
+// The rule's notes for its kernel.
 template <typename T>
 const T& noted(const Solution& solution) {
   const auto* found = std::any_cast<T>(&solution.notes);
-  TORCH_INTERNAL_ASSERT(found, "the rule has noted something else than its kernel reads");
+  TORCH_INTERNAL_ASSERT(found, "the rule's notes have another type than its kernel reads");
   return *found;
 }
 

@@ -188,7 +188,7 @@ Rule replicate(const Call& call) {
   for (const auto& t : call.tensors) {
     rule.operands.emplace_back(Dims(t.dim(), Dim(kNone)));
   }
-  return rule; // results without dims: whole, and as large as the op makes them
+  return rule; // results have no dims listed: they are whole, with the sizes of the local results
 }
 
 } // namespace shardtensor::rules

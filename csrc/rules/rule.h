@@ -1,8 +1,8 @@
-// A sharding rule as data, and what an op's call looks like to the function that writes one.
+// A sharding rule as data, and the view of an op's call that a rule function gets.
 //
 // A rule names factors. A factor is an index that runs through an op: `mm` is ik,kj->ij, three factors; each dim of each
-// operand and result carries one. From that alone follow the placements an op accepts, what its results have, and how
-// large every rank's piece is. resolve.h does that once for all ops; a rule file only says which factor sits where.
+// operand and result carries one. The placements that an op accepts, the placements of its results and the size of every rank's
+// piece follow from that alone. resolve.h derives them for all ops; a rule file only says which dim carries which factor.
 #pragma once
 
 #include "layout/layout.h"
@@ -46,18 +46,18 @@ class OperandSet {
   c10::SmallVector<uint64_t, 1> words_;
 };
 
-// How an index may be treated. The default: shard it freely.
+// How an index may be treated. By default it may be sharded.
 struct Factor {
   // Never sharded: operands that cut it are gathered first.
   bool whole = false;
-  // Where it is sharded, the rule's kernel runs in place of the op on the local tensors.
+  // If it is sharded, the rule's kernel replaces the op on the local tensors.
   bool kernel = false;
-  // A result that lacks it holds summands (Partial). Without this, a result that lacks a sharded factor is Replicate: its
-  // kernel has made it so.
+  // If it is sharded, a result that lacks it holds summands (Partial). Without `reduce`, such a result is Replicate: the kernel
+  // makes it whole.
   std::optional<ReduceOp> reduce;
-  // The order, where `reduce` is Norm.
+  // The order, if `reduce` is Norm.
   double norm_order = 2.0;
-  // How many indices it has, where no operand dim has all of them (cat: each operand has a window). -1: as the operands say.
+  // The number of indices, if no operand dim has all of them (cat: each operand has a window). -1: taken from the operands.
   int64_t size = -1;
 };
 
@@ -65,8 +65,8 @@ struct Factor {
 struct Dim {
   int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
   int64_t inner = 1;      // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
-  // A dim that has part of the factor: the indices start, start + step, ... `length` of them. A result's, as of a slice; or
-  // an operand's, as in cat and padding: then the factor is cut so that the operands' pieces stay where they are, if it can be.
+  // A dim with only part of the factor: `length` indices start, start + step, ... In a result: a slice. In an operand (cat,
+  // padding): the factor is then cut so that the operands' pieces stay on their ranks, if possible.
   struct Window {
     int64_t start, step, length;
   };
@@ -79,19 +79,19 @@ using Dims = c10::SmallVector<Dim, 5>;
 
 struct Operand {
   Dims dims;
-  // The op reads no values of it (zeros_like): it is left as it is, its shards are followed, its summands count as whole.
+  // The op reads no values of it (zeros_like): it never moves, the result follows its shards, its summands count as whole.
   bool free = false;
-  // The op adds it to what it sums up (addmm's self), or writes the sum there (out=): where a factor that is summed over is
-  // sharded, it holds summands as the result does.
+  // The op adds this operand to its sum (addmm's self), or writes the sum into it (out=). If a factor that is summed over is
+  // sharded, the operand holds summands, like the result.
   bool summand = false;
-  // A written operand: as Result::reduce. Where it lacks a sharded factor that reduces, it holds summands.
+  // For a written operand, as Result::reduce: if the operand lacks a sharded factor that reduces, it holds summands.
   std::optional<std::optional<ReduceOp>> reduce;
 
   Operand() = default;
   Operand(Dims d) : dims(std::move(d)) {} // NOLINT
 };
 
-// How a view lies in its base's memory, as multiples of the base's strides.
+// A view's strides and offset, as multiples of the base's strides.
 struct Geometry {
   struct Term {
     int64_t dim; // of operand 0; -1: a stride of 0
@@ -99,24 +99,24 @@ struct Geometry {
   };
   c10::SmallVector<Term, 5> strides; // one per dim
   c10::SmallVector<Term, 2> offset;  // a sum
-  // The strides are those that torch finds for a view of the result's sizes.
+  // The strides are those that torch computes for a view of the result's sizes.
   bool reshaped = false;
 };
 
 struct Result {
   Dims dims;
-  // The global sizes, where the op's factors do not tell them (views). Empty: a sharded dim is as large as the operand dim
-  // that carries its factor, any other as large as the local op made it.
+  // The global sizes, if they do not follow from the factors (views). Empty: a sharded dim has the size of the operand dim
+  // with the same factor, any other dim the size of the local result.
   Sizes sizes;
-  // Set where the result's placement over summands is not the factor's: overrides Factor::reduce for this result.
+  // Overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
-  // The global strides, where the call says so (new_empty_strided). Empty: dense.
+  // The global strides, if the call gives them (new_empty_strided). Empty: dense.
   Sizes strides;
-  // The order of its dims in memory, where torch's meta kernel says another than its kernels.
+  // The order of its dims in memory, if torch's meta kernel gives a wrong one.
   std::optional<Order> order;
-  // A view's; without it the op is run on a meta tensor to find its strides.
+  // For a view. Without it, the op runs on a meta tensor to find the strides.
   std::optional<Geometry> geometry;
-  // Bit f: it does not depend on factor f at all, so where that is sharded every rank computes the same.
+  // Bit f: the result does not depend on factor f, so every rank computes the same even if f is sharded.
   uint64_t same_over = 0;
 
   Result() = default;
@@ -127,15 +127,15 @@ constexpr uint32_t bit(ReduceOp op) {
   return 1u << static_cast<int>(op);
 }
 
-// The op is linear in these operands taken together, the others fixed: if they all hold summands, so
-// does every result. add: one group of both. mul: two groups of one.
+// The op is linear in these operands together, with the others fixed: if all of them hold summands, every result does. add: one
+// group of both. mul: two groups of one.
 struct Linear {
   OperandSet operands;
   // It commutes with every reduction (copies, views, casts), not only with sum and avg.
   bool any_reduction = false;
-  // It commutes with these besides (bit() of each).
+  // The reductions that it commutes with (bit() of each).
   uint32_t reductions = bit(ReduceOp::Sum) | bit(ReduceOp::Avg);
-  // Where one of them is Norm: of this order.
+  // The order, if one of them is Norm.
   double norm_order = 2.0;
 
   bool passes(const Placement& p) const {
@@ -143,7 +143,7 @@ struct Linear {
   }
 };
 
-// Argument `arg` lists the sizes of result `result` (view, expand, new_zeros): locally it lists the local sizes.
+// Argument `arg` lists the sizes of result `result` (view, expand, new_zeros). The local op gets the local sizes.
 struct SizeArg {
   int16_t arg;
   int16_t result;
@@ -151,7 +151,7 @@ struct SizeArg {
 
 struct Solution;
 
-// What a kernel is given. It replaces the arguments on the stack (local tensors) by the results (local tensors).
+// A kernel's view of its call. The kernel replaces the arguments on the stack (local tensors) by the results (local tensors).
 struct Run {
   struct At {
     const Layout* layout;   // after redistribution
@@ -178,7 +178,7 @@ struct Run {
 };
 using Kernel = void (*)(Run&);
 
-// `view`, the whole of it along the mesh dims that cut what it was taken from, goes into `piece`.
+// Writes `view` into `piece`. `view` is whole along the mesh dims that cut its base.
 using PutBack = void (*)(const Solution&, const Run::At& base, const at::Tensor& piece, const at::Tensor& view);
 
 using OfPiece = bool (*)(const at::Tensor& piece);
@@ -198,16 +198,16 @@ struct Rule {
   c10::SmallVector<Linear, 2> linear;
   c10::SmallVector<SizeArg, 1> size_args;
   Kernel kernel = nullptr;
-  // The kernel runs even where no kernel factor is sharded.
+  // The kernel runs even if no kernel factor is sharded.
   bool always_kernel = false;
-  // The kernel runs on ranks that have such a piece among the local tensors; elsewhere the op does. It must not talk to other
-  // ranks.
+  // The kernel runs only on ranks where this holds for a local tensor; on other ranks the op runs. The kernel must not
+  // communicate.
   OfPiece kernel_if = nullptr;
-  // Of a view whose kernel copies: what is done with the copy when it has been written.
+  // For a view whose kernel copies: brings writes to the copy back into the base.
   PutBack put_back = nullptr;
-  // Factors to shard, evenly, where an operand is sharded on what must be whole: exchanging pieces costs less than gathering.
+  // Factors to shard evenly, if an operand is sharded along a whole factor: an exchange of pieces costs less than a gather.
   c10::SmallVector<int64_t, 1> spread;
-  // What the rule wants to hand to its kernel: a struct of the kernel's own, see noted().
+  // Facts that the rule passes to its kernel, in a struct of the kernel's own; see noted().
   std::any notes;
 
   int64_t factor(Factor f = {}) {
@@ -224,7 +224,7 @@ struct Rule {
     f.reduce = op;
     return factor(f);
   }
-  // Linear in each of these alone / in all of these together.
+  // Linear in each of these operands alone; jointly_linear(): in all of them together.
   void linear_in(std::initializer_list<int> operands_) {
     for (int i : operands_) {
       linear.push_back({OperandSet(uint64_t{1} << i)});
@@ -233,22 +233,23 @@ struct Rule {
   void jointly_linear(OperandSet operands_) {
     linear.push_back({std::move(operands_)});
   }
-  // Values pass through unchanged: every Partial does too.
+  // The op only moves values, so every kind of Partial passes.
   void passes_partial(OperandSet operands_ = 0b1) {
     linear.push_back({std::move(operands_), true});
   }
 };
 
-// What the rule has noted, to add to it.
+// The rule's notes, to add to them.
 template <typename T>
 T& noted(Rule& rule) {
   auto* found = std::any_cast<T>(&rule.notes);
-  TORCH_INTERNAL_ASSERT(found, "the rule has noted something else");
+  TORCH_INTERNAL_ASSERT(found, "the rule's notes have another type");
   return *found;
 }
 
-// What has been read of a call beyond what the cache's every key holds: layouts, numbers of dims, which dims have size 1, dtypes,
-// orders of dims in memory. The accessors below note it, so the key of an op can hold just what its rule depends on.
+// Records which facts of a call have been read, apart from those in every cache key: layouts, numbers of dims, which dims have
+// size 1, dtypes, orders of dims in memory. The accessors below record them, so an op's key holds exactly what its rule
+// depends on.
 class Reads {
  public:
   static constexpr uint64_t kSizes = uint64_t{1} << 63;
@@ -287,7 +288,7 @@ class TensorArg {
   bool output = false;  // written and not read
   const Layout* layout; // a plain tensor counts as replicated
   at::ScalarType dtype;
-  double bytes = 0; // of the whole, to weigh costs by: for the resolver, which notes when they decide
+  double bytes = 0; // of the whole, to compare costs: only for the resolver, which records when they decide
 
   int64_t dim() const {
     return static_cast<int64_t>(sizes_.size());
@@ -302,7 +303,7 @@ class TensorArg {
   int64_t size(int64_t d) const {
     return sizes()[d];
   }
-  c10::IntArrayRef strides() const; // empty where they are symbols
+  c10::IntArrayRef strides() const; // empty if they are symbols
   int64_t offset() const;
 
  private:
@@ -311,19 +312,19 @@ class TensorArg {
   Reads* reads_;
 };
 
-// A call being resolved: what a rule function reads. Values of tensors are out of reach by design.
+// The call that a rule function reads. It cannot read values of tensors, by design.
 class Call {
  public:
   Call(const c10::FunctionSchema& schema_, c10::ArrayRef<c10::IValue> args, const Mesh& mesh_)
       : schema(schema_), mesh(mesh_), args_(args) {}
-  Call(const Call&) = delete; // its tensors point to what it notes
+  Call(const Call&) = delete; // its tensors point to its `reads_`
   Call& operator=(const Call&) = delete;
 
   const c10::FunctionSchema& schema;
   const Mesh& mesh;
   c10::SmallVector<TensorArg, 4> tensors;
 
-  // For whoever describes a call.
+  // For the code that describes a call.
   TensorArg& add(int16_t arg, int32_t index, const at::Tensor& tensor, c10::IntArrayRef sizes, const Layout& layout) {
     return tensors.emplace_back(arg, index, tensor, sizes, layout, reads_);
   }
@@ -353,7 +354,7 @@ class Call {
   Sizes ints(int64_t i) const;
   // Wrapped into [0, ndim); raises IndexError as torch does.
   int64_t dim(int64_t i, int64_t ndim) const;
-  // Which of `tensors` is argument `i` (item `index` of it), or -1 where it is None.
+  // The index in `tensors` of argument `i` (item `index` of it), or -1 if it is None.
   int64_t operand(int64_t i, int64_t index = -1) const;
   const TensorArg& tensor(int64_t i, int64_t index = -1) const;
 
@@ -366,13 +367,13 @@ using RuleFn = Rule (*)(const Call&);
 
 // ---- building blocks that several families share ----
 
-// "ik,kj->ij": one letter a factor; one that no result has is summed over. Linear in each operand alone.
+// "ik,kj->ij": each letter is a factor; a factor that no result has is summed over. Linear in each operand alone.
 Rule notation(const char* text);
 
 // n dims, each with a factor of its own.
 Dims fresh_dims(Rule& rule, int64_t n);
 
-// Broadcasts all operands to the right-aligned shape; one result per tensor the op returns. The one for elementwise ops.
+// Broadcasts all operands, right-aligned, to one shape; one result per tensor that the op returns. The rule of elementwise ops.
 Rule broadcast(const Call& call);
 Rule broadcast(const Call& call, size_t operands); // the first ones
 

@@ -1,5 +1,5 @@
-// Ops along a dim that keep it: cumsum and its like, sort, topk. A scan along the sharded dim runs on each piece and then takes
-// in what the pieces before it come to: one slice a rank is gathered, never the data.
+// Ops along a dim that keep the dim: cumsum and similar scans, sort, topk. A scan along a sharded dim runs on each piece and
+// then adds the totals of the pieces before it: one slice per rank is gathered, never the data.
 #include "redistribute/identity.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -42,7 +42,7 @@ Rule along(const Call& call, Factor f) {
 
 // ---- scans ----
 
-// `mine`, one slice a rank, of every piece along the mesh dim, joined along `dim` in the pieces' order.
+// Gathers every piece's `mine`, one slice per rank along the mesh dim, joined along `dim` in the pieces' order.
 at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, int64_t mesh_dim) {
   const auto slice = mine.contiguous();
   std::vector<at::Tensor> slices(mesh.size(mesh_dim));
@@ -53,8 +53,8 @@ at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, 
   return at::cat(slices, dim);
 }
 
-// What comes before this rank's piece: `combine` reduces slices joined along `dim` to one, `nothing` is its neutral slice.
-// Later mesh dims cut within what earlier ones leave, so they are joined first.
+// The combined total of all pieces before this rank's. `combine` reduces slices joined along `dim` to one; `nothing` is its
+// neutral slice. Later mesh dims cut the pieces of earlier ones, so they are combined first.
 template <typename Combine>
 at::Tensor before_me(at::Tensor total, const at::Tensor& nothing, int64_t dim, const Run& run, Combine combine) {
   const auto& mesh = run.mesh();
@@ -116,7 +116,7 @@ void logcumsumexp_kernel(Run& run) {
   give(run, {at::logaddexp(scan, before)});
 }
 
-// The running extreme and where it stands. The pieces before win only where they are strictly better, or NaN.
+// The running extreme and its index. Earlier pieces win only if they are strictly better, or NaN.
 template <ReduceOp op>
 void cumulative_extreme_kernel(Run& run) {
   const auto dim = noted<Along>(run.solution).dim;
@@ -129,7 +129,7 @@ void cumulative_extreme_kernel(Run& run) {
   auto value = last_slice(values, nothing, dim);
   auto index = last_slice(indices, nowhere, dim);
   at::Tensor before = nothing, where = nowhere;
-  // Slices joined along dim, reduced to the last of the scan over those that come from a piece that is not empty.
+  // Reduces slices joined along dim to the last entry of their scan, ignoring slices of empty pieces.
   const auto combine = [&](const at::Tensor& v, const at::Tensor& i) {
     const auto n = v.size(dim);
     auto best_value = nothing, best_index = nowhere;
@@ -171,7 +171,7 @@ Factor scanned() {
   return f;
 }
 
-// What a sum or product along a dim is computed in.
+// The dtype in which a sum or product along a dim is computed.
 at::ScalarType computed_in(const Call& call) {
   const auto self = call.tensors[0].dtype;
   const auto arg = argument(call, "dtype");
@@ -219,14 +219,14 @@ Rule logcumsumexp(const Call& call) {
 
 // ---- sorts ----
 
-// Whole along the dim, free on the others.
+// Whole along the dim; other dims may be cut.
 Rule sort(const Call& call) {
   Factor f;
   f.whole = true;
   return along(call, f);
 }
 
-// Each piece's best k are candidates; they alone are gathered.
+// Each piece's best k are candidates; only these are gathered.
 void topk_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto k = run.arg(1).toInt();
@@ -241,7 +241,8 @@ void topk_kernel(Run& run) {
     if (!(run.mesh_dims(dim) >> m & 1)) {
       continue;
     }
-    // How many candidates each coordinate along m has: what it and the later mesh dims hold of the dim, k at most.
+    // The number of candidates of each coordinate along m: the indices of the dim that it and the later mesh dims hold, at
+    // most k.
     auto coordinate = run.mesh().coordinate();
     std::vector<at::Tensor> all_values, all_indices;
     for (coordinate[m] = 0; coordinate[m] < run.mesh().size(m); ++coordinate[m]) {
@@ -281,7 +282,7 @@ Rule topk(const Call& call) {
 
 // ---- gradients ----
 
-// Puts grad where the indices point along a dim that is whole; the other dims are free. The sizes are an argument.
+// Writes grad at the indices along a whole dim; other dims may be cut. The sizes are an argument.
 Rule value_selecting_reduction_backward(const Call& call) {
   Rule rule;
   const auto sizes = call.ints(argument(call, "sizes"));
@@ -364,7 +365,7 @@ Rule bucketize(const Call& call) {
   return rule;
 }
 
-// Counts of pieces add up where the bounds do not depend on the values.
+// Counts of pieces add up if the bounds do not depend on the values.
 Rule histc(const Call& call) {
   const auto low = call.arg(argument(call, "min")).toScalar().toDouble();
   const auto high = call.arg(argument(call, "max")).toScalar().toDouble();

@@ -1,4 +1,4 @@
-// Softmax and log_softmax, along a sharded dim too: two small all-reduces (one backward), never a gather.
+// Softmax and log_softmax, also along a sharded dim: two small all-reduces (one in the backward), never a gather.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
@@ -8,7 +8,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// All operands and the result have the same dims. Factor d is dim d; the note is the dim that adds up to one.
+// All operands and the result have the same dims. Factor d is dim d. The rule notes the dim that adds up to one.
 Rule along(const Call& call, Kernel kernel) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -71,7 +71,7 @@ Rule backward(const Call& call) {
   return rule;
 }
 
-// The dim is whole; where the mask has another shape than the scores, everything is.
+// The dim stays whole. If the mask has another shape than the scores, everything does.
 Rule masked(const Call& call) {
   const auto& x = call.tensors[0];
   for (const auto& t : call.tensors) {

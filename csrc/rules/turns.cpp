@@ -1,4 +1,4 @@
-// flip, roll, rot90: indices change places along some dims, which stay whole.
+// flip, roll, rot90: indices move along some dims, which stay whole.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 

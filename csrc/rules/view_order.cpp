@@ -1,4 +1,4 @@
-// Views with the dims in another order, more of them or fewer: transposes, squeeze, expand.
+// Views with the dims in another order, or with more or fewer dims: transposes, squeeze, expand.
 #include "rules/views.h"
 
 #include "rules/registry.h"
@@ -51,7 +51,7 @@ namespace {
 
 using Term = Geometry::Term;
 
-// The rule in place: the local tensor, which others may hold too, stays as it is.
+// The in-place form of a rule. It does not change the local tensor, which others may hold too.
 template <RuleFn rule_of, Kernel kernel>
 Rule in_place(const Call& call) {
   auto rule = rule_of(call);
@@ -123,7 +123,7 @@ struct Dropped {
   Sizes dims;
 };
 
-// Pieces may have one row of a dim that has more: the dims to drop are named.
+// A piece may have one row of a dim that is larger, so the kernel names the dims to drop.
 void squeeze_kernel(Run& run) {
   run.returns({own(run, run.arg(0).toTensor().squeeze(noted<Dropped>(run.solution).dims))});
 }

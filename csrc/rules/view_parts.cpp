@@ -1,4 +1,4 @@
-// Parts of a dim: slices, rows, diagonals, windows; and the gradients and writes that go back into them.
+// Parts of a dim: slices, rows, diagonals, windows; and the ops that write gradients and values into them.
 #include "rules/views.h"
 
 #include "rules/registry.h"
@@ -25,7 +25,7 @@ at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::Window& w
 
 namespace {
 
-// Start, length and step as at::slice takes them: bounds wrapped and clamped.
+// Start, length and step as at::slice computes them: bounds wrapped and clamped.
 Dim::Window window_of(const Call& call, int64_t start_arg, int64_t size) {
   const auto bound = [&](int64_t arg, int64_t otherwise) {
     auto at = call.integer(arg, otherwise);
@@ -146,7 +146,7 @@ int64_t checked_index(int64_t index, int64_t dim, c10::IntArrayRef sizes) {
   return index < 0 ? index + sizes[dim] : index;
 }
 
-// The owner contributes the row, the others zeros.
+// The owner has the row, the others zeros.
 void select_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto sizes = run.operands[0].sizes;
@@ -187,7 +187,7 @@ void unbind_kernel(Run& run) {
   run.returns({c10::List<at::Tensor>(rows.unbind())});
 }
 
-// Shards of `dim` leave each row with its owner, as a summand.
+// If `dim` is sharded, each row stays on its owner, as a summand.
 Rule rows(const Call& call, int64_t dim) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -236,9 +236,9 @@ Rule unbind(const Call& call) {
   return rule;
 }
 
-// ---- two dims become one, or one two ----
+// ---- two dims become one, or one becomes two ----
 
-// Where a diagonal starts on the two dims, and how long it is.
+// The start of a diagonal on the two dims, and its length.
 struct Diagonal {
   int64_t a, b; // the dims
   int64_t offset, row, column, length;
@@ -256,11 +256,11 @@ Diagonal diagonal_of(const Call& call, int64_t offset_arg, c10::IntArrayRef size
 
 struct CutDiagonal {
   Diagonal diagonal;
-  int64_t cut; // which of the two dims is
+  int64_t cut; // which of the two dims is cut
   Sizes sizes; // of the matrices' tensor
 };
 
-// A piece of some rows has the diagonal from where its rows start, one of some columns likewise.
+// The part of the diagonal in a piece starts at the piece's first row, or at its first column.
 at::Tensor diagonal_of_piece(const Run& run, const at::Tensor& piece, const Layout& layout) {
   const auto& [d, cut, sizes] = noted<CutDiagonal>(run.solution);
   const auto start = mine(layout, cut, sizes[cut]).start;
@@ -315,7 +315,7 @@ Rule diagonal(const Call& call) {
   return rule;
 }
 
-// Not a view: the last dim is laid out along the diagonal of two new ones.
+// Not a view: the last dim becomes the diagonal of two new dims.
 Rule diag_embed(const Call& call) {
   Rule rule;
   const auto n = call.tensors[0].dim();

@@ -12,8 +12,9 @@ namespace shardtensor::rules {
 
 namespace {
 
-// Runs of dims of equal product belong together. The first dims of both sides are one factor: so many elements are an index
-// of it that both have whole numbers of them. True: several dims become fewer.
+// Matches runs of dims whose products are equal. In each run the first dims of both sides share a factor; one index of the
+// factor stands for the smallest number of elements that gives whole indices on both sides. Returns true if some dims are
+// merged.
 bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dims& out) {
   bool merges = false;
   size_t i = 0, j = 0;
@@ -52,7 +53,7 @@ bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dim
   return merges;
 }
 
-// Local strides are not the global ones: where the piece cannot be viewed, it is copied.
+// Local strides differ from global ones: if the piece cannot be viewed, it is copied.
 void view_kernel(Run& run) {
   run.returns({own(run, run.arg(0).toTensor().reshape(run.arg(1).toIntVector()))});
 }
@@ -78,7 +79,7 @@ Rule reshaped(const Call& call, const Sizes& to, Told told) {
   rule.size_args.push_back({1, 0});
   rule.kernel = view_kernel;
   rule.always_kernel = told == Told::Strides;
-  // A dim can always be split, whatever its stride.
+  // A dim with any stride can be split, so only merging needs the kernel.
   rule.kernel_if = merges || told != Told::Sizes ? is_strided : nullptr;
   rule.passes_partial();
   return rule;
@@ -93,7 +94,7 @@ Rule view(const Call& call) {
   return reshaped(call, Sizes(to.begin(), to.end()), told);
 }
 
-// torch wants strides that are whole elements of the new dtype. Those of a piece without elements are any.
+// torch requires strides that are multiples of the new dtype's size. The strides of an empty piece are arbitrary.
 void view_empty_as_dtype(Run& run) {
   const auto x = run.arg(0).toTensor();
   auto strides = x.strides().vec();
@@ -104,7 +105,7 @@ void view_empty_as_dtype(Run& run) {
   run.call_op();
 }
 
-// The bits as another dtype: the last dim's indices become more or fewer. Summands do not pass.
+// The bits as another dtype: the size of the last dim changes. Summands do not pass.
 Rule view_dtype(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -129,7 +130,7 @@ Rule view_dtype(const Call& call) {
   return rule;
 }
 
-// A piece may be lazily conjugated without its ShardTensor saying so: then what is viewed is a copy.
+// A piece may be lazily conjugated although its ShardTensor is not: then the kernel views a copy.
 void view_as_real_kernel(Run& run) {
   run.arg(0) = run.arg(0).toTensor().resolve_conj();
   run.call_op();

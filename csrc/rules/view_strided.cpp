@@ -1,4 +1,4 @@
-// as_strided, and what would change a tensor's memory.
+// as_strided, and ops that would change a tensor's memory.
 #include "rules/views.h"
 
 #include "rules/registry.h"
@@ -17,7 +17,7 @@ struct Strided {
   int64_t offset; // from the base's first element
 };
 
-// Which base dim, from where and by what step, each dim of the result is; nothing where it is no such thing.
+// For each dim of the result: its base dim, start and step. Nothing if the result is not made of slices and transposes.
 struct Undone {
   c10::SmallVector<int64_t, 5> dims; // of the base, or -1: size 1 or stride 0
   c10::SmallVector<Dim::Window, 5> windows;
@@ -52,7 +52,7 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
   out.dims.assign(n, -1);
   out.windows.assign(n, {0, 1, 1});
   uint64_t used = 0;
-  for (const bool single : {false, true}) { // dims of size 1 take what the others leave
+  for (const bool single : {false, true}) { // dims of size 1 take the base dims that the others leave
     for (size_t j = 0; j < n; ++j) {
       if ((to.sizes[j] == 1) != single || (to.strides[j] == 0 && !single)) {
         continue;
@@ -76,7 +76,7 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
       out.windows[j] = {out.starts[*d], step, to.sizes[j]};
     }
   }
-  // The base's own dims of size 1, which may be sharded too: where a result's has their stride.
+  // The base's own dims of size 1, which may be sharded too: match a result dim with the same stride.
   for (int64_t d = 0; d < x.dim(); ++d) {
     for (size_t j = 0; j < n && x.is_one(d); ++j) {
       if (to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == x.strides()[d]) {
@@ -151,9 +151,9 @@ Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
   return rule;
 }
 
-constexpr auto kFrozen = "its pieces cannot be given another memory or shape in place; make a new tensor instead";
+constexpr auto kFrozen = "the memory or shape of its pieces cannot be replaced in place; make a new tensor instead";
 
-// In place: other strides of dims of size 1, for which nothing moves (a pooled image becomes channels_last).
+// In place: changes only strides of dims of size 1, so nothing moves (a pooled image becomes channels_last).
 Rule restrided(const Call& call) {
   const auto& x = call.tensors[0];
   const auto sizes = call.ints(1), strides = call.ints(2);
@@ -183,7 +183,7 @@ bool lies_by(const at::Tensor& x, c10::IntArrayRef strides) {
 
 struct Laid {
   int64_t offset; // from the first element
-  Sizes strides;  // the base's, which the local tensor need not have
+  Sizes strides;  // of the base; the local tensor may have others
 };
 
 void whole_strided_kernel(Run& run) {

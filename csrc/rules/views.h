@@ -1,5 +1,5 @@
-// Views: which dim of the result is which of the operand, and how the view lies in the operand's memory.
-// A slice of a sharded dim is a slice of every piece, a reshape around it keeps it cut: both stay views, on every rank.
+// Views: which dim of the result is which dim of the operand, and the view's strides and offset in the operand's memory.
+// A slice of a sharded dim is a slice of every piece, and a reshape of other dims keeps it cut: both stay views, on every rank.
 #pragma once
 
 #include "rules/pieces.h"
@@ -22,8 +22,8 @@ void unary_kernel(Run& run) {
   run.returns({f(run.arg(0).toTensor())});
 }
 
-// What an op that reshapes is told: sizes, for a view or for what may be a copy, or the whole's strides too, which are not a
-// piece's.
+// What the arguments of a reshaping op give: sizes of a view, sizes of a possible copy, or also the whole's strides (which are
+// not a piece's).
 enum class Told { Sizes, SizesOfCopy, Strides };
 Rule reshaped(const Call& call, const Sizes& to, Told told);
 

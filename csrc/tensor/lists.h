@@ -1,4 +1,4 @@
-// Lists of tensors for a computation that is elementwise as a whole, such as an optimizer's step: it can run on the pieces.
+// Lists of tensors for a computation that is completely elementwise, such as an optimizer's step: it can run on the pieces.
 #pragma once
 
 #include "tensor/shard_tensor.h"
@@ -10,22 +10,22 @@ namespace shardtensor {
 
 using Tensors = std::vector<at::Tensor>;
 
-// `gradients` where `parameters` are, index by index. Nothing where the sizes, the meshes or the classes tell them apart: all
-// ranks find the same, before anything moves.
+// `gradients` in the layouts of `parameters`, index by index. Nothing if their sizes, meshes or classes differ: all ranks find
+// that alike, before anything moves.
 std::optional<Tensors> laid_out_like(const Tensors& parameters, const Tensors& gradients);
 
-// The local tensors of `lists`, where index n of every list has one layout, without summands, and lies in memory in one way.
-// Empty lists and plain numbers pass as they are. Nothing where that is not so, which one rank may find alone. All but list
-// `read_only` count as written.
+// The local tensors of `lists`, if at each index all lists have one layout, without summands, and the same strides. Empty
+// lists and plain numbers stay unchanged. Otherwise nothing; ranks may disagree about that. All lists except `read_only` count
+// as written.
 std::optional<std::vector<Tensors>> local_lists(const std::vector<Tensors>& lists, int64_t read_only);
 
-// The same layout, without summands, and the same sizes: what is elementwise moves nothing.
+// Whether both have the same sizes and the same layout, without summands: an elementwise op then moves nothing.
 bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead);
 
-// The result of an elementwise op lies where its argument does.
+// Wraps the result of an elementwise op: it has the layout of its argument `lead`.
 at::Tensor wrap_with(const at::Tensor& lead, at::Tensor local);
 
-// The same order in memory, without gaps: what kernels need that walk through several tensors from end to end.
+// Whether both have the same order of dims in memory, without gaps: some kernels treat several tensors as flat memory.
 bool lie_alike(const at::Tensor& a, const at::Tensor& b);
 
 } // namespace shardtensor

@@ -36,7 +36,7 @@ Sizes dense_strides(c10::IntArrayRef sizes, const Order& order) {
 }
 
 at::Tensor laid(at::Tensor local, c10::IntArrayRef strides) {
-  if (static_cast<int64_t>(strides.size()) != local.dim()) { // of a rank that the mesh does not hold
+  if (static_cast<int64_t>(strides.size()) != local.dim()) { // the piece of a rank outside the mesh
     return local;
   }
   if (local.is_contiguous() && is_sorted(strides)) {

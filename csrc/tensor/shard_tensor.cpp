@@ -25,7 +25,7 @@ using c10::DispatchKeySet;
 using c10::IntArrayRef;
 
 PyTypeObject* g_class = nullptr;
-PyObject* g_torch_function = nullptr; // the disabled one, while it is
+PyObject* g_torch_function = nullptr; // torch's disabled implementation, while ours is off
 
 bool needs_tracing(const at::Tensor& local) {
   return local.key_set().has_any(kStandIns);
@@ -39,19 +39,19 @@ DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
   }
   const auto dense =
       local.device().is_cpu() ? DispatchKey::CPU : c10::computeDispatchKey(local.scalar_type(), at::kStrided, local.device());
-  // Autocast follows the real device; the handler keeps it away from the local tensors.
+  // Autocast depends on the real device; the handler excludes it for the local tensors.
   const auto native = DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
                       c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(dense));
-  // Modes and __torch_dispatch__ come first; it calls what kKey has.
+  // Modes and __torch_dispatch__ run first; __torch_dispatch__ calls the kernel at kKey.
   return traced ? native | DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot}) : native;
 }
 
-// Storage that says how large the global tensor is and refuses to be read.
+// Storage with the size of the global tensor that raises when it is read.
 c10::Storage null_storage(const at::Tensor& local, IntArrayRef sizes) {
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * local.dtype().itemsize();
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, local.device()), c10::GetAllocator(local.device().type()),
-      /*resizable=*/bytes == 0); // torch sets the size of an empty one to 0 where it makes a fake copy
+      /*resizable=*/bytes == 0); // torch resizes an empty one to 0 when it makes a fake copy
   storage->set_throw_on_mutable_data_ptr();
   return c10::Storage(std::move(storage));
 }
@@ -64,7 +64,7 @@ c10::Storage null_storage(const at::Tensor& local, const c10::SymInt& numel) {
   return c10::Storage(std::move(storage));
 }
 
-// The storage's counter, made at the first asking.
+// The storage's counter, made at the first call.
 c10::intrusive_ptr<Writes> writes_to(c10::StorageImpl& storage) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -86,7 +86,7 @@ PyObject* new_python_object(const at::Tensor& t, bool traced) {
   return object;
 }
 #else
-// What THPVariable_Wrap does, less its search of the class for __torch_dispatch__, a fifth of an op's cost.
+// THPVariable_Wrap without its search of the class for __torch_dispatch__, which is a fifth of an op's cost.
 PyObject* new_python_object(const at::Tensor& t, bool traced) {
   auto& impl = *t.unsafeGetTensorImpl();
   impl.set_python_dispatch(traced);
@@ -99,8 +99,8 @@ PyObject* new_python_object(const at::Tensor& t, bool traced) {
 }
 #endif
 
-// Gives a fresh tensor its Python object at once. Otherwise autograd's detached copies, gradients and saved tensors would
-// come back to Python as plain torch.Tensor.
+// Gives a new tensor its Python object at once. Otherwise autograd's detached copies, gradients and saved tensors would
+// reach Python as plain torch.Tensor.
 void attach_python_object(const at::Tensor& t, bool traced) {
   if (!g_class) {
     return;
@@ -210,7 +210,7 @@ const c10::Storage& ShardTensorImpl::storage() const {
   return storage_;
 }
 
-// By ops on it, its views and their bases; and on its piece, which to_local() shares.
+// Counts writes by ops on it, its views and their bases; and on its piece, which to_local() shares.
 uint64_t ShardTensorImpl::writes_before() const {
   const auto& version = local_.unsafeGetTensorImpl()->version_counter();
   const uint64_t of_piece = version.enabled() ? version.current_version() : 0;
@@ -253,7 +253,7 @@ void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
 }
 
 void Pending::wait() {
-  // The peers may be threads of this process, which need the GIL to do their part.
+  // The peers may be threads of this process, which need the GIL for their part.
   const comm::WithoutGil released;
   std::lock_guard<std::mutex> lock(mutex_);
   if (finish_) {
@@ -360,7 +360,7 @@ void ShardTensorImpl::count_write() {
   if (copied_ && copied_->put_back) {
     copied_->put_back();
   }
-  if (watches()) { // to autograd the base is written: it would look there for the other copies, which are not in it
+  if (watches()) { // autograd counts this as a write to the base, and other copies of the base do not have it
     copied_->seen = ++copied_->base_writes->count;
   }
   if (auto* writes = storage().unsafeGetStorageImpl()->data_ptr().get_context()) {
@@ -408,7 +408,7 @@ at::Tensor wrap(
 
 namespace {
 
-// A symbol that has been guarded to be a number is one: what a graph hands out must not ask for it by its symbol.
+// Replaces symbols that are guarded to be numbers by the numbers: a graph's outputs must not refer to such a symbol.
 SymSizes settled(c10::SymIntArrayRef sizes) {
   SymSizes out;
   for (const auto& n : sizes) {
@@ -447,8 +447,8 @@ at::Tensor wrap_symbolic(
 namespace {
 
 #if PY_VERSION_HEX < 0x030D0000
-// torch asks every argument for its __torch_function__ by C string; below Python 3.13 that makes a string object and searches
-// the class each time. This slot, which Python itself does not use where tp_getattro is set, answers at once.
+// torch looks up __torch_function__ of every argument by C string; below Python 3.13 that makes a string object and searches
+// the class each time. This slot answers at once; Python itself does not use it if tp_getattro is set.
 PyObject* attribute(PyObject* self, char* name) {
   if (g_torch_function && std::strcmp(name, "__torch_function__") == 0) {
     return Py_NewRef(g_torch_function);

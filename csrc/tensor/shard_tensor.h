@@ -21,8 +21,8 @@ namespace shardtensor {
 constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse2;
 constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
 
-// Counts the writes to a tensor and its views. Made when a view op has to copy what it views, so that the copy can tell that it
-// has become old; it sits in the storage that they share.
+// Counts the writes to a tensor and its views, in the storage that they share. Made when a view op has to copy, so that the
+// copy can find out that it is out of date.
 struct Writes final : c10::intrusive_ptr_target {
   Writes() {
     ++alive;
@@ -31,21 +31,21 @@ struct Writes final : c10::intrusive_ptr_target {
     --alive;
   }
   std::atomic<uint32_t> count{0};
-  static inline std::atomic<int64_t> alive{0}; // nobody looks for writes while it is 0
+  static inline std::atomic<int64_t> alive{0}; // while it is 0, writes are not counted
 };
 
-// The memory of a view that had to move data: a copy, which the views of that view share.
+// The memory of a view that had to move data: a copy, shared by the views of that view.
 struct Copied final : c10::intrusive_ptr_target {
-  c10::intrusive_ptr<Writes> base_writes; // null: the base is one that nobody can look at
-  std::atomic<uint32_t> seen{0};          // how many of them the copy has in it
-  std::function<void()> put_back;         // brings what was written here to the base, on all ranks; empty: no write is allowed
+  c10::intrusive_ptr<Writes> base_writes; // null: no user can see the base
+  std::atomic<uint32_t> seen{0};          // the count of base_writes that the copy is up to date with
+  std::function<void()> put_back;         // copies writes back into the base, on all ranks; empty: no write is allowed
 };
 
-// A piece that is on its way: what is left to do before its data is used. Its tensor's views and detached copies share it.
+// The remaining work before an asynchronous piece has its data. The tensor's views and detached copies share it.
 class Pending final : public c10::intrusive_ptr_target {
  public:
   explicit Pending(std::function<void()> finish) : finish_(std::move(finish)) {}
-  // Any thread, any number of times; an error is raised each time. Lets go of the GIL.
+  // Any thread may call it, any number of times; an error is raised each time. Releases the GIL.
   void wait();
 
  private:
@@ -81,7 +81,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return has_symbolic_sizes_strides_;
   }
 
-  // Waits for a pending piece, unless only a view of it is taken.
+  // Waits for a pending piece, unless the caller only takes a view of it.
   const at::Tensor& local(bool to_view = false) const {
     if (C10_UNLIKELY(look_first_.load(std::memory_order_acquire))) {
       look(to_view);
@@ -96,13 +96,13 @@ class ShardTensorImpl final : public c10::TensorImpl {
   }
   void set_local(at::Tensor local);
   void set_pending(c10::intrusive_ptr<Pending> pending);
-  // Traced: the local tensor is fake, functional or a proxy, and the key set is Python's (DESIGN 2).
+  // Traced: the local tensor is fake, functional or a proxy, and the tensor has Python's dispatch key instead of ours.
   bool traced() const {
     return traced_;
   }
-  // A view op that had to move data made this tensor, or one that it is a view of: it does not share memory with its base. What
-  // is written to it is put back, or the write is refused. A second reference to its storage keeps autograd from adding gradients
-  // up inside it.
+  // Whether this tensor, or one that it is a view of, comes from a view op that had to move data: it shares no memory with its
+  // base. A write to it is copied back, or raises. A second reference to its storage keeps autograd from accumulating
+  // gradients in place.
   bool broken_view() const {
     return copied_;
   }
@@ -111,46 +111,47 @@ class ShardTensorImpl final : public c10::TensorImpl {
     copy_origin(base);
     shared_ = storage();
   }
-  // A view of `base` that does not. `watch`: reading it raises once the base has been written, for it would show the old values.
+  // A view of `base` that does not. `watch`: reading it raises once the base has been written, since it has the old values.
   void set_copied(const ShardTensorImpl& base, bool watch);
-  // Null where it shares memory with all that it is a view of.
+  // Null if it shares memory with every tensor that it is a view of.
   const c10::intrusive_ptr<Copied>& copied() const {
     return copied_;
   }
-  // Whether a base that may still be seen has other memory.
+  // Whether it has other memory than a base that users can see.
   bool watches() const {
     return copied_ && copied_->base_writes;
   }
-  // The data may still be on its way, as `other`'s.
+  // Shares `other`'s pending work, if its data has not arrived yet.
   void share_pending(const ShardTensorImpl& other) {
     if (C10_UNLIKELY(other.look_first_.load(std::memory_order_relaxed) || pending_)) {
       set_pending(other.pending_);
     }
   }
-  // An op has written it. A copy is put back into its base: all ranks come here.
+  // Called after an op has written it. A copy is copied back into its base, so all ranks must call this.
   void note_write() {
     if (Writes::alive.load(std::memory_order_relaxed) || copied_) {
       count_write();
     }
   }
 
-  // Whoever reads symbolic sizes as numbers makes the graph hold for these numbers alone: each read is guarded.
+  // Reading symbolic sizes as numbers adds a guard to the graph: it then holds only for these numbers.
   c10::IntArrayRef sizes_custom() const override;
   c10::IntArrayRef strides_custom() const override;
   int64_t numel_custom() const override;
   int64_t storage_offset_custom() const override;
-  // The numbers at hand, for choices that are right whatever the sizes: no guard.
+  // The current numbers, without a guard: only for choices that are correct for any sizes.
   c10::IntArrayRef sizes_hint() const;
 
-  // What Python has made of the layout and the form (a spec), kept with the tensor; null where they have changed since.
+  // Python's spec of the layout, sizes and strides, kept with the tensor; null if they have changed since.
   void* kept() const;
   void keep(std::shared_ptr<void> object);
 
-  // A graph's tensor as it has been moved to another layout; undefined if it has not, or has been written since.
+  // The local tensor to which a graph has moved this one for `layout`; undefined if there is none, or this was written since.
   at::Tensor moved_to(const Layout& layout) const;
   void keep_moved(const LayoutPtr& layout, at::Tensor local) const;
 
-  // A null storage, made at the first asking: most tensors live without. TensorImpl asks has_storage() before it reads its own.
+  // A null storage, made at the first call: most tensors never need one. TensorImpl calls has_storage() before it reads its
+  // own.
   const c10::Storage& storage() const override;
   bool has_storage() const override {
     return storage();
@@ -189,7 +190,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   };
   uint64_t writes_before() const;
   struct InGraph {
-    Sizes sizes, strides, hint; // read off symbols
+    Sizes sizes, strides, hint; // numbers of the symbols
     std::vector<Moved> moved;
   };
   InGraph& in_graph() const;
@@ -197,16 +198,16 @@ class ShardTensorImpl final : public c10::TensorImpl {
   at::Tensor local_;
   LayoutPtr layout_;
   bool traced_;
-  mutable std::unique_ptr<InGraph> in_graph_; // no eager tensor has one
+  mutable std::unique_ptr<InGraph> in_graph_; // null for eager tensors
   std::unique_ptr<Kept> kept_;
   mutable std::atomic<bool> has_storage_{false};
   c10::intrusive_ptr<Copied> copied_;
   mutable std::atomic<bool> look_first_{false}; // copied_, or local_ is pending
-  c10::intrusive_ptr<Pending> pending_;         // stays when it is done: another thread may be in it
+  c10::intrusive_ptr<Pending> pending_;         // kept after it is done: another thread may be in it
   c10::Storage shared_;
 };
 
-// Null where the tensor is not ours.
+// Null if the tensor is not a ShardTensor.
 inline ShardTensorImpl* as_shard_tensor(const at::TensorBase& t) {
   constexpr c10::DispatchKeySet functional(c10::DispatchKey::Functionalize); // a wrapper with its tensor's keys
   auto* impl = t.unsafeGetTensorImpl();
@@ -215,11 +216,11 @@ inline ShardTensorImpl* as_shard_tensor(const at::TensorBase& t) {
   }
   return impl->key_set().has(c10::DispatchKey::Python) ? dynamic_cast<ShardTensorImpl*>(impl) : nullptr;
 }
-// Raises a TypeError that names `what` where the tensor is not ours.
+// Raises a TypeError that names `what` if the tensor is not a ShardTensor.
 ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what);
 
 // The only way to make a ShardTensor. `base`: the tensor whose (null) storage a view shares; a `moved` view has one of its own.
-// No check that the local sizes fit: callers either computed them or have checked.
+// Does not check the local sizes: callers have computed or checked them.
 at::Tensor wrap(
     at::Tensor local,
     LayoutPtr layout,
@@ -229,7 +230,7 @@ at::Tensor wrap(
     int64_t offset = 0,
     bool moved = false);
 
-// The same where sizes, strides or offset may be symbols; without symbols it is wrap().
+// The same if sizes, strides or offset may be symbols. Without symbols it is wrap().
 at::Tensor wrap_symbolic(
     at::Tensor local,
     LayoutPtr layout,

@@ -23,7 +23,7 @@ int64_t hint_of(const c10::SymInt& n) {
   const auto hint = pybind11::cast(n).attr("node").attr("hint");
   TORCH_CHECK_NOT_IMPLEMENTED(
       !hint.is_none(),
-      "shardtensor: a size that depends on a tensor's values, as of what a mask selects, cannot be traced into a "
+      "shardtensor: a size that depends on a tensor's values (such as a selection by a mask) cannot be traced into a "
       "graph (torch.compile, export). Do it outside of the compiled function, or use torch.where() or masked_fill()");
   return pybind11::object(hint).cast<int64_t>();
 }

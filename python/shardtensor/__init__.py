@@ -1,4 +1,4 @@
-"""One global tensor whose pieces live on many ranks, in sizes of any kind: a drop-in for torch.distributed.tensor."""
+"""One global tensor whose pieces live on many ranks, in any sizes: a drop-in for torch.distributed.tensor."""
 
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ DTensor = ShardTensor
 
 
 def __getattr__(name: str) -> object:
-    """LocalShardsWrapper needs torch's checkpoints, which take longer to import than all the rest."""
+    """Imports LocalShardsWrapper late: it needs torch's checkpoints, which take longer to import than all the rest."""
     if name == "LocalShardsWrapper":
         from shardtensor.shards._wrapper import LocalShardsWrapper  # noqa: PLC0415  slow
 

@@ -1,4 +1,4 @@
-"""ShardTensor to ShardedTensor and back, as methods of ShardTensor that import shardtensor.sharded_tensor when they are called."""
+"""ShardTensor to ShardedTensor and back: methods of ShardTensor that import shardtensor.sharded_tensor when they are called."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def from_sharded_tensor(
     *,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
-    """A ShardedTensor, torch's too, as a leaf: its memory where the layout has the same box on every rank, else moved, once.
+    """Converts a ShardedTensor, ours or torch's, to a leaf ShardTensor. Shares its memory if the layout has the same box on
+    every rank; otherwise moves the values once.
 
-    Without `placements`, the dim that it is cut along; where a row of ranks cannot say how it is cut, dim 0, evenly. The
-    mesh's ranks must be in its process group, whose ranks all call this.
+    Without `placements`, cuts the dim that the ShardedTensor is cut along; if no 1-d layout describes its shards, cuts dim 0
+    evenly. The mesh's ranks must be in its process group, and all ranks of the group must call this.
     """
     from shardtensor.sharded_tensor import _convert  # noqa: PLC0415  slow: torch's _shard
 
@@ -33,7 +34,7 @@ def from_sharded_tensor(
 
 
 def to_sharded_tensor(t: ShardTensor, sharding_spec: Any = None, *, process_group: Any = None) -> ShardedTensor:
-    """This tensor as a ShardedTensor, a leaf: its memory, of replicas the first one's; moved where a spec asks for it."""
+    """A leaf ShardedTensor of this tensor. Shares its memory (of replicas, the first one's) unless the spec needs a move."""
     from shardtensor.sharded_tensor import _convert  # noqa: PLC0415  slow: torch's _shard
 
     return _convert.to_sharded(t, sharding_spec, process_group)

@@ -1,4 +1,4 @@
-"""What to do once a module of torch that takes long to import has been imported; importing shardtensor does not wait for it."""
+"""Callbacks that run after a slow module of torch has been imported, so that importing shardtensor need not import it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target) if waiting else None
         if spec is None or spec.loader is None:
             return None
-        loader: Any = spec.loader  # made for this module alone
+        loader: Any = spec.loader  # made only for this module
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
 
 
 def when_imported(name: str, then: Callable[[Any], None]) -> None:
-    """Calls `then` with the module: now if it is there, else right after its import."""
+    """Calls `then` with the module: now if it is already imported, else right after its import."""
     if name in sys.modules:
         then(sys.modules[name])
         return

@@ -1,4 +1,4 @@
-"""Loads the extension, or says in one line why it cannot be."""
+"""Loads the extension, or says in one line why that failed."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Scripts written for torch.distributed.tensor, as they are: its names make ShardTensors."""
+"""Runs scripts written for torch.distributed.tensor unchanged: torch's names then make ShardTensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from shardtensor.patches import dtensor
 from shardtensor.tensor._tensor import ShardTensor
 
-# torch's modules and where their names are here; and what is public in them without being listed.
+# torch's modules and the modules with the same names here; and names that are public in torch without being listed.
 _MODULES = {"": "tensor._factories", ".parallel": "parallel", ".experimental": "experimental", ".debug": "debug", "._utils": "debug"}
 _UNLISTED = {".parallel": ("input_reshard",), "._utils": ("ExplicitRedistributionContext",)}
 
 
 def _pairs() -> dict[int, tuple[Any, Any]]:
-    """By the identity of torch's object: it, and ours. The classes DTensor and DeviceMesh stay: ours is one, or the same."""
+    """{id of torch's object: (torch's object, ours)}. DTensor and DeviceMesh stay: ours is a subclass, or the same."""
     out: dict[int, tuple[Any, Any]] = {}
     for name, room in _MODULES.items():
         stock = importlib.import_module(f"torch.distributed.tensor{name}")
@@ -31,7 +31,7 @@ def _pairs() -> dict[int, tuple[Any, Any]]:
 
 
 class Replacement:
-    """What replace_dtensor() did; restore() undoes it, and so does leaving it as a context."""
+    """The effect of replace_dtensor(). restore() undoes it, and so does leaving it as a context."""
 
     _count = 0
 
@@ -69,9 +69,9 @@ class Replacement:
 
 
 def replace_dtensor() -> Replacement:
-    """From here on torch.distributed.tensor's functions, in whatever module they have been imported, and torch's own tools
-    (FSDP2, checkpoints, pipelines) make ShardTensors where they made DTensors. `isinstance(x, DTensor)` holds for them.
+    """From now on torch.distributed.tensor's functions, in every module that has imported them, and torch's own tools (FSDP2,
+    checkpoints, pipelines) make ShardTensors instead of DTensors. `isinstance(x, DTensor)` holds for these.
 
-    Call it before the script builds its model, or run the script by `torchrun ... -m shardtensor script.py`. The result undoes
-    it: call its restore(), or use it as a context. Two of them are undone in reverse order."""
+    Call it before the script builds its model, or run the script by `torchrun ... -m shardtensor script.py`. To undo it, call
+    restore() on the result, or use the result as a context. Undo several calls in reverse order."""
     return Replacement()

@@ -1,17 +1,17 @@
 """Random numbers on ShardTensors.
 
-The value of an element depends on the seed and the element's global index alone. The same program gives the same global
-tensors on one rank, two or five, with any placements and any cuts, on CPU or GPU (there, up to the last digits of
-logarithms and cosines). They are not the numbers that plain torch draws from the same seed.
+The value of an element depends only on the seed and the element's global index. The same program gives the same global
+tensors on one rank, two or five, with any placements and any cuts, on CPU or GPU (on GPU, except for the last digits of
+logarithms and cosines). Plain torch draws other numbers from the same seed.
 
 Each random op (`uniform_`, `normal_`, dropout, `rand_like`, ...) takes 64 bits from its `generator` argument, or else from
 torch's default CPU generator, also for CUDA tensors, and numbers the elements with a counter-based generator (Philox).
-`torch.manual_seed`, `torch.random.fork_rng` and activation checkpointing work as ever.
+`torch.manual_seed`, `torch.random.fork_rng` and activation checkpointing work as usual.
 
-The contract: all ranks of a mesh run the same random ops in the same order, with generators in the same state. Seed them
-alike, by `torch.manual_seed(seed)` on every rank or by `manual_seed` below, and draw rank-dependent numbers (data loading,
-say) from generators of their own. The first random op on a mesh compares the ranks' default generators once, takes over
-the first rank's state where they differ, and warns. A state that `fork_rng` restores afterwards is not compared again.
+The contract: all ranks of a mesh run the same random ops in the same order, with generators in the same state. Give all ranks
+the same seed, by `torch.manual_seed(seed)` on every rank or by `manual_seed` below, and use separate generators for numbers
+that should differ between ranks (such as data loading). The first random op on a mesh compares the ranks' default generators.
+If they differ, it copies the first rank's state and warns. A state that `fork_rng` restores later is not compared again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
     """Seeds torch's generators on every rank of the mesh, which must all call this with the same seed.
 
-    Raises on every rank where they do not, and on a rank that the mesh does not hold.
+    If the seeds differ, raises on every rank. Also raises on a rank outside the mesh.
     """
     device_mesh = given_mesh(device_mesh, "manual_seed")
     if device_mesh.get_coordinate() is None:

@@ -1,4 +1,4 @@
-// The oracle for cuda/boxes.cu.
+// The CPU twin of cuda/boxes.cu, whose tests compare with it.
 #include "kernels/cpu/rows.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-// Copies of rows as bytes: through the caches, or past them where there is too much to be found in one later on.
+// Copies of rows as bytes: through the caches, or past them if the data is too large to be found in a cache later.
 #include "kernels/cpu/rows.h"
 
 #include <cstring>
@@ -72,14 +72,14 @@ int64_t to_next_line(const char* p) {
   return -reinterpret_cast<intptr_t>(p) & (kLine - 1);
 }
 
-// What is `ahead` bytes of this, into the second cache: a few rows at a large power of two from each other are all that one set
-// of the first can hold. That may be past the end, which does no harm.
+// Prefetches the data `ahead` bytes further on into the L2 cache. (Rows whose distance is a large power of two share a set of
+// the L1 cache, which holds only a few.) The address may be past the end; that does no harm.
 void fetch(const char* from, int64_t ahead) {
   const auto address = reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(ahead);
   __builtin_prefetch(reinterpret_cast<const char*>(address), /*rw=*/0, /*locality=*/2);
 }
 
-// Rows of whole lines, to where lines begin: a store that fills a line past the caches need not read it first.
+// Rows of whole cache lines, to the start of lines: a streaming store that fills a line need not read it first.
 [[gnu::target("avx")]] void stream_lines(const Rows& rows, const char* from, char* to, int64_t ahead) {
   for (int64_t r = 0; r < rows.count; ++r) {
     for (int64_t i = 0; i < rows.length; i += kLine) {
@@ -95,7 +95,7 @@ void fetch(const char* from, int64_t ahead) {
   }
 }
 
-// A row from anywhere to anywhere.
+// A row with any alignment on both sides.
 void stream_row(const char* from, char* to, int64_t length, int64_t ahead) {
   const auto head = std::min(to_next_line(to), length);
   if (head > 0) {
@@ -115,7 +115,7 @@ class Lane {
   Lane() = default;
   explicit Lane(const TileRows& tile) : tile_(tile) {}
 
-  // A turn; false if nothing was left.
+  // One turn; false if nothing was left.
   bool go_on(const char* from, char* to) {
     if (rows_.count == 0 && !begin_rows()) {
       return false;
@@ -130,7 +130,7 @@ class Lane {
       leave_behind(rows.count);
     } else if (whole_lines || rows_.length >= (dense ? 2 * kTurn : kTurn)) {
       if (!whole_lines && at_ == 0) {
-        // A line that rows share is read before it is written: early, for stores wait for those before them.
+        // A line that two rows share is read before it is written. Prefetch it early: stores wait for earlier stores.
         __builtin_prefetch(to + rows_.length, /*rw=*/1);
         __builtin_prefetch(to + rows_.to_stride, /*rw=*/1);
       }
@@ -161,7 +161,7 @@ class Lane {
     return true;
   }
 
-  // The next rows, as many as have so many bytes; one at least.
+  // The next rows, up to `bytes` in all, but at least one.
   Rows some(int64_t bytes) const {
     auto rows = rows_;
     rows.count = std::min(rows.count, std::max<int64_t>(1, bytes / rows.length));
@@ -174,7 +174,7 @@ class Lane {
     rows_.count -= count;
   }
 
-  // Rows that follow each other in the target are put together first.
+  // Rows that are adjacent in the target are first joined in a buffer.
   void stream_staged(const Rows& rows, const char* from, char* to) const {
     alignas(kLine) char stage[kStage];
     const auto bytes = rows.count * rows.length;
@@ -189,22 +189,22 @@ class Lane {
   }
 
   TileRows tile_;
-  Rows rows_{};       // what is left of those at hand
+  Rows rows_{};       // the current rows that are left
   int64_t at_ = 0;    // bytes of the first of them that are done
   int64_t ahead_ = 0; // bytes
 };
 
-// How many tiles take turns, and how far from each other they are numbered.
+// How many tiles take turns, and the distance between their numbers.
 struct Turns {
   int64_t lanes, stride;
 };
 constexpr int64_t kMostLanes = 32;
 
-// Memory is at its best with a few pages at a time that are read, and written, on and on. Tiles whose numbers follow each other
-// are pieces of the same rows of the tensor, and of different boxes; those a level apart are of the same box.
+// Memory is fastest if a few pages at a time are read, and written, sequentially. Tiles with consecutive numbers are pieces of
+// the same rows of the tensor, in different boxes; tiles of consecutive levels belong to the same box.
 Turns turns_of(const Moves& moves) {
   const int64_t boxes = moves.boxes;
-  const int64_t row = moves.table[Moves::kSizes + moves.ndim - 1]; // of the first box: others are like it, or do not matter
+  const int64_t row = moves.table[Moves::kSizes + moves.ndim - 1]; // of the first box, which stands for the others
   const bool short_rows = row < 512;
   if (moves.from_flat) {
     return {8, 1};
@@ -235,7 +235,7 @@ void copy_streaming(const Moves& moves, const char* from, char* to) {
         }
       }
     }
-    _mm_sfence(); // before other threads may look
+    _mm_sfence(); // before other threads may read
   });
 }
 

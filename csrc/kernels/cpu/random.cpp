@@ -1,4 +1,4 @@
-// The oracle for cuda/random.cu.
+// The CPU twin of cuda/random.cu, whose tests compare with it.
 #include "kernels/draws.h"
 
 #include <ATen/Parallel.h>

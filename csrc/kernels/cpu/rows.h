@@ -9,7 +9,7 @@
 
 namespace shardtensor::kernels::cpu {
 
-// Rows of a box that lie at even distances; all in elements.
+// Rows of a box at a constant distance; all in elements.
 struct Rows {
   int64_t from, to;
   int64_t count;
@@ -17,7 +17,7 @@ struct Rows {
   int64_t from_stride, to_stride;
 };
 
-// All rows of a tile: a part of one at either end, and between them as many at once as there are.
+// All rows of a tile: a partial row at either end, and between them as many rows at once as possible.
 class TileRows {
  public:
   TileRows() = default;
@@ -66,14 +66,14 @@ inline TileRows rows_of(const Moves& moves, int64_t tile) {
   return TileRows(found);
 }
 
-// In parallel where there is work enough: use(begin, end) of `parts` that the moves are cut into.
+// Calls use(begin, end) on ranges of the `parts` that the moves are cut into; in parallel if there is enough work.
 template <typename Use>
 void for_parts(const Moves& moves, int64_t parts, const Use& use) {
   constexpr int64_t kParallelBytes = 1 << 18; // less is not worth waking a thread
   at::parallel_for(0, parts, std::max<int64_t>(1, kParallelBytes * parts / moves.bytes), use);
 }
 
-// Calls use(Rows) for all of them.
+// Calls use(Rows) for all rows.
 template <typename Use>
 void for_rows(const Moves& moves, const Use& use) {
   for_parts(moves, moves.tiles, [&](int64_t begin, int64_t end) {

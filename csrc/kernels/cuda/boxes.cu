@@ -17,9 +17,9 @@ constexpr int kInFlight = 4; // units that a thread loads before it stores the f
 constexpr int64_t kArgumentBytes = 4096;
 constexpr int64_t kWords = (kArgumentBytes - 64 - static_cast<int64_t>(sizeof(Moves))) / static_cast<int64_t>(sizeof(int64_t));
 
-// The table rides along in the kernel's arguments where it fits: no copy to the device, and a CUDA graph can hold it.
+// If the table fits, it is part of the kernel's arguments: no copy to the device, and a CUDA graph can hold it.
 struct Argument {
-  Moves moves; // its table is null where `words` has it
+  Moves moves; // its table is null if `words` holds the table
   int64_t words[kWords];
 };
 
@@ -43,7 +43,7 @@ struct alignas(sizeof(T) * kLength) Unit {
   T v[kLength];
 };
 
-// Where a thread's units of a tile are, one for each turn of the block, in elements.
+// The places of a thread's units of a tile, one for each turn of the block, in elements.
 struct AnyUnits {
   const Tile& tile;
   uint32_t k;
@@ -59,12 +59,12 @@ struct AnyUnits {
   }
 };
 
-// Of at most two dims, and rows of less than 2^31 units: even distances, after the first division.
+// For at most two dims, and rows of less than 2^31 units: after the first division, distances are constant.
 struct EvenUnits {
   uint32_t k;
   int64_t from = 0, to = 0;
   int64_t left;      // units from here to the row's end
-  int64_t row, turn; // units of a row; of a turn, besides whole rows
+  int64_t row, turn; // units of a row; units of a turn beyond whole rows
   int64_t from_turn, to_turn;
   int64_t from_row, to_row; // from a row's end to the next one's start
 
@@ -95,7 +95,7 @@ struct EvenUnits {
   }
 };
 
-// Loads kInFlight units of each thread, then stores them: load(from) gives what store(to, unit) takes.
+// Loads kInFlight units of each thread, then stores them: load(from) returns the unit for store(to, unit).
 template <typename Held, typename Units, typename Load, typename Store>
 __device__ __forceinline__ void for_units_of(const Tile& tile, const Load& load, const Store& store) {
   const auto count = static_cast<uint32_t>(tile.count);
@@ -237,7 +237,7 @@ struct Reduce {
   }
 };
 
-// Small boxes get small blocks: more of them run at once.
+// Small boxes get small blocks, so that more of them run at once.
 unsigned threads_for(const Moves& moves) {
   int64_t units = 1;
   for (int64_t b = 0; b < moves.boxes && units < kThreads; ++b) {
@@ -266,7 +266,7 @@ void run(const Moves& moves, const at::Tensor& to, const Work& work) {
     launch_tiles(argument, threads, work);
     return;
   }
-  // One launch, except for many boxes in a graph, which must not refer to pinned memory that is soon given to others.
+  // One launch, except for many boxes in a CUDA graph: a graph must not refer to pinned memory that is reused later.
   argument.moves.table = nullptr;
   for (int64_t b = 0; b < moves.boxes; b += fits) {
     argument.moves.boxes = std::min(fits, moves.boxes - b);

@@ -1,5 +1,5 @@
-// What the kernels of this folder ask of CUDA. tests/cuda_on_host has a twin of this file, which runs them on the host.
-// Uses c10/cuda. Used by boxes.cu and random.cu.
+// The kernels' interface to CUDA. tests/cuda_on_host has a twin of this file, which runs the kernels on the host.
+// Uses c10/cuda.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,8 @@ void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, co
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// By way of pinned memory, which the caching host allocator does not hand out again before the copy is done. A graph would
-// refer to memory that is soon given to others.
+// Copies through pinned memory, which the caching host allocator does not reuse before the copy is done. Raises inside a CUDA
+// graph, which would refer to memory that is reused later.
 inline at::Tensor on_device(c10::ArrayRef<int64_t> words, c10::Device device) {
   TORCH_CHECK(
       !capturing(), "shardtensor: a table of ", words.size(), " words cannot be copied to ", device, " within a CUDA graph");

@@ -14,7 +14,7 @@ struct Grid {
   int ndim = 0;
   int64_t size[kMaxDims];
   int64_t local[kMaxDims];
-  int64_t start[kMaxDims];        // of the only run; or, where there are `runs`, the first one's place in the table
+  int64_t start[kMaxDims];        // of the only run; or, with `runs`, the first run's place in the table
   int runs[kMaxDims];             // 0: one
   const int64_t* table = nullptr; // start, length of each run
 
@@ -53,7 +53,7 @@ __global__ void fill_kernel(Scalar* out, Grid grid, int64_t n, Draw draw) {
         draw(have, block);
       }
       auto value = block[0];
-      for (int j = 1; j < kWidth; ++j) { // no dynamic index, so that the block stays in registers
+      for (int j = 1; j < kWidth; ++j) { // constant indices, so that the block stays in registers
         value = at % kWidth == static_cast<uint64_t>(j) ? block[j] : value;
       }
       out[first + k] = draw.template finish<Scalar>(value);

@@ -1,4 +1,4 @@
-// Stands in for cuda/boxes.cu where CUDA is absent.
+// Replaces cuda/boxes.cu in builds without CUDA.
 #include "kernels/boxes.h"
 
 #include <c10/util/Exception.h>

@@ -1,4 +1,4 @@
-// Stands in for cuda/random.cu where CUDA is absent.
+// Replaces cuda/random.cu in builds without CUDA.
 #include "kernels/random.h"
 
 #include <c10/util/Exception.h>

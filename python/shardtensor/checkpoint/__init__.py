@@ -1,1 +1,1 @@
-"""ShardTensors in torch.distributed.checkpoint. What torch works out from placements alone is mended in patches/checkpoints.py."""
+"""ShardTensors in torch.distributed.checkpoint. patches/checkpoints.py corrects what torch derives from placements alone."""

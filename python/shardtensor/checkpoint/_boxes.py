@@ -1,4 +1,4 @@
-"""torch's checkpoint protocol: which boxes of a ShardTensor this rank writes and reads, in whatever sizes they are cut."""
+"""torch's checkpoint protocol: which boxes of a ShardTensor this rank writes and reads, for cuts of any sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def chunks(t: ShardTensor) -> list[ChunkStorageMetadata]:
-    """This rank's boxes; none where it has nothing, one without elements where nobody has."""
+    """This rank's boxes: none if it has no elements; one empty box if no rank has elements."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415  slow
 
     layout, wrapper = t._layout, wrapper_of(t)
@@ -31,7 +31,7 @@ def chunks(t: ShardTensor) -> list[ChunkStorageMetadata]:
 
 
 def write_items(t: ShardTensor, fqn: str, object: Any) -> list[WriteItem]:
-    """One per box, whatever `object` is. Replicas offer the same boxes, of which torch's planner keeps one each."""
+    """One per box; ignores `object`. Replicas offer the same boxes, and torch's planner keeps one of each."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415  slow
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType  # noqa: PLC0415  slow
 
@@ -44,7 +44,7 @@ def write_items(t: ShardTensor, fqn: str, object: Any) -> list[WriteItem]:
 
 
 def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
-    """The box that begins at index.offset, as a view of this rank's piece: what is written to it is loaded."""
+    """The box that begins at index.offset, as a view of this rank's piece. A load writes into this view."""
     layout, piece, wrapper = t._layout, t._local_tensor.detach(), wrapper_of(t)
     _refuse_summands(layout, f"checkpoint: {index.fqn!r}")
     if wrapper is not None:

@@ -1,4 +1,4 @@
-"""What is communicated, where and why: the public names of torch.distributed.tensor.debug, and more."""
+"""What is communicated, where and why: the public names of torch.distributed.tensor.debug, and others."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """CommDebugMode needs torch's, whose import takes seconds: it brings torch.compile along."""
+    """Imports CommDebugMode late: it needs torch's, which imports torch.compile and takes seconds."""
     if name == "CommDebugMode":
         from shardtensor.debug._comm_mode import CommDebugMode  # noqa: PLC0415  slow
 

@@ -14,7 +14,7 @@ _HERE = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, o
 
 
 def _call_site() -> str:
-    """The innermost line that is neither ours nor torch's; nothing in autograd's own threads."""
+    """The innermost source line outside shardtensor and torch; empty in autograd's own threads."""
     frame = sys._getframe()
     while frame is not None and (frame.f_code.co_filename.startswith(_HERE[0]) or _HERE[1] in frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
@@ -25,11 +25,11 @@ def _call_site() -> str:
 def check(full: bool = False) -> Iterator[None]:
     """Inside, each op, redistribution and from_local is checked on all ranks of its mesh, forward and backward.
 
-    Before it, that all ranks run the same call; after it, that each piece has the sizes, the dtype, the device and the order in
-    memory that the whole says, and that pieces which are to be the same on several ranks are, bit by bit: 1,024 elements of each,
-    or all with `full`; and that summands have not become NaN where the whole has none. What is wrong raises on every rank of the
-    mesh and says which ranks say what, and where they were called from. Two or three small collectives per call: for finding a
-    fault, not for training. All ranks enter and leave it together.
+    Before a call, checks that all ranks run the same call. After it, checks that each piece has the sizes, dtype, device and
+    order in memory of its layout; that pieces which should be equal on several ranks are equal, bit by bit (1,024 elements of
+    each, or all with `full`); and that summands have not become NaN where the whole has none. An error raises on every rank of
+    the mesh, with each rank's call and its source line. Costs two or three small collectives per call: use it to find a fault,
+    not in training. All ranks must enter and leave it together.
     """
     before = _C.checking()
     _C.set_checking(_FULL if full else _SAMPLED)

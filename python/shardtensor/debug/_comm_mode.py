@@ -27,7 +27,7 @@ _PACKETS: dict[str, Any] = {
 
 
 class _Calls(int):
-    """How often, and the bytes that this rank put in."""
+    """The number of calls, with the bytes that this rank contributed."""
 
     bytes = 0
 
@@ -49,9 +49,9 @@ def _one(size: int) -> _Calls:
 
 
 class CommDebugMode(_Stock):
-    """Counts collectives, and the bytes that this rank puts in, within its context: in all, by module, by op, forward and
-    backward. ShardTensors' are counted where they are made, so an all-gather of uneven pieces is one, whatever the backend makes
-    of it; stock DTensors' and calls of one's own as torch's mode does."""
+    """Counts collectives, and the bytes that this rank contributes, within its context: in all, by module, by op, forward and
+    backward. For ShardTensors it counts shardtensor's own calls, so an all-gather of uneven pieces is one, however many calls
+    the backend needs. Stock DTensors' collectives and the user's own are counted as in torch's mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class CommDebugMode(_Stock):
         self._operation: dict[str, Any] | None = None
 
     def get_comm_bytes(self) -> dict[Any, int]:
-        """Bytes that this rank put in, by collective; those of ShardTensors alone."""
+        """Bytes that this rank contributed, by collective; only those of ShardTensors."""
         return self.comm_bytes
 
     def __enter__(self) -> CommDebugMode:
@@ -85,7 +85,7 @@ class CommDebugMode(_Stock):
             self._operation["collectives"].append((call.kind, call.bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _C.is_calling():  # a process group's op, counted already
+        if _C.is_calling():  # a process group's op, which is already counted
             return func(*args, **(kwargs or {}))
         ours = [a for a in tree_leaves(args) if isinstance(a, ShardTensor)]
         if not ours or isinstance(func, torch._ops.HigherOrderOperator):
@@ -109,7 +109,7 @@ class CommDebugMode(_Stock):
             self._operation = before
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """torch's file, with the bytes beside the counts."""
+        """Writes torch's file, with bytes beside the counts."""
         super().generate_json_dump(file_name, noise_level)  # type: ignore[no-untyped-call]
         with open(file_name) as file:
             root = json.load(file)

@@ -1,4 +1,4 @@
-"""What a redistribution would do and cost, said without doing it."""
+"""What a redistribution would do and cost. Nothing is moved."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Step:
     along: int | str  # a mesh dim, or "mesh": all at once
     before: _C.Layout
     after: _C.Layout
-    sent: Mapping[int, int]  # bytes by global rank, as the rank puts them in
-    received: Mapping[int, int]  # bytes that the rank did not have
+    sent: Mapping[int, int]  # bytes that each global rank contributes
+    received: Mapping[int, int]  # new bytes that each global rank receives
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def explain(
 ) -> Explanation:
     """The steps that redistribute() would take from `source`, a ShardTensor or (mesh, placements, shape, dtype).
 
-    Nothing is sent, any rank may ask alone, and what every rank would send and receive is told.
+    Nothing is sent, and one rank may call it alone. The result has the bytes that every rank would send and receive.
     """
     who = "explain"
     if isinstance(source, torch.Tensor):
         if not _C.is_shard_tensor(source):
-            raise TypeError(f"{who}: argument 'source' is a plain torch.Tensor; give a ShardTensor or (mesh, placements, shape, dtype)")
+            raise TypeError(f"{who}: argument 'source' is a plain torch.Tensor; pass a ShardTensor or (mesh, placements, shape, dtype)")
         if has_shards(source):
-            raise NotImplementedError(f"{who}: argument 'source' holds LocalShardsWrappers, of which a layout does not tell what moves")
+            raise NotImplementedError(f"{who}: argument 'source' holds LocalShardsWrappers, whose layout does not say what would move")
         ours, shape, dtype = _C.layout(source), tuple(source.shape), source.dtype
     else:
         mesh, given, sizes, dtype = source

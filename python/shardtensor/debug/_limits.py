@@ -1,4 +1,4 @@
-"""Communication that is not wanted: refused, warned of, or held within a budget."""
+"""Unwanted communication: raise, warn, or set a budget."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _log = logging.getLogger("shardtensor")
 
 
 class ExplicitRedistributionContext(_Stock):
-    """Inside, a redistribution that an op or a gradient needs raises (or is warned of), so that every one is written out with
-    `redistribute()`. Of those that communicate; with `strict`, of all. Nested, the inner one decides; `enable=False` lifts it.
+    """Inside, a redistribution that an op or a gradient needs raises (or warns), so that every move must be an explicit
+    `redistribute()`. Without `strict`, only moves that communicate. If nested, the inner one decides; `enable=False` allows
+    all.
 
-    Heard by autograd's threads too, and for stock DTensors as well."""
+    Also works in autograd's threads, and for stock DTensors."""
 
     _active: ClassVar[list[ExplicitRedistributionContext]] = []
 
@@ -35,7 +36,7 @@ class ExplicitRedistributionContext(_Stock):
             return None
         text = f"Implicit redistribution occurred for {move}, while ExplicitRedistributionContext was active"
         if context._raises:
-            return f"{text}; call redistribute() on it before, or bring its operands into layouts that fit"
+            return f"{text}; call redistribute() on it first, or use operands whose layouts fit"
         _log.warning(text)
         return None
 
@@ -54,18 +55,18 @@ class ExplicitRedistributionContext(_Stock):
 
 
 class comm_budget:
-    """Inside, at most so many bytes sent by a rank and so many collective calls: the op that would exceed it raises instead of
-    communicating, on all ranks of its mesh alike. Stacks with others; `bytes` and `calls` have what was spent.
+    """Inside, limits the bytes that a rank sends and the number of collectives: the op that would exceed a limit raises
+    instead of communicating, on all ranks of its mesh alike. May be nested; `bytes` and `calls` are the totals so far.
 
-    To decide alike, ranks agree on the most that any has sent before each collective, which costs a small one: for tests and
-    debugging. Pieces that go from one mesh to another are counted, and judged at the next collective."""
+    To decide alike, ranks first agree on the most that any has sent, with a small collective before each collective: use it for
+    tests and debugging. Moves from one mesh to another are counted too, and checked at the next collective."""
 
     def __init__(self, *, bytes: int | None = None, calls: int | None = None) -> None:
         for name, limit in (("bytes", bytes), ("calls", calls)):
             if limit is not None and limit < 0:
                 raise ValueError(f"comm_budget: argument '{name}' is {limit}; it must not be negative")
         self._limits = bytes, calls
-        self.bytes = 0  # by the rank that sent most, where ranks agreed on it (a budget of bytes); else by this one
+        self.bytes = 0  # of the rank that sent most, if ranks agreed on it (a budget of bytes); else of this rank
         self.calls = 0
         self._own = 0
 

@@ -15,8 +15,8 @@ def _write(move: _watch.Move) -> None:
 
 
 def log_redistributions(on: bool = True) -> None:
-    """Writes each redistribution that an op or a gradient needs to the logger "shardtensor", at level INFO. The same is on from
-    the start where that logger is enabled at import: by TORCH_LOGS=shardtensor or by logging's own settings."""
+    """Logs each redistribution that an op or a gradient needs to the logger "shardtensor", at level INFO. It is on from the
+    start if that logger is enabled at import: by TORCH_LOGS=shardtensor or by logging's own settings."""
     listens = _write in _watch._moves
     if on and not listens:
         _watch.listen_to_moves(_write)

@@ -17,14 +17,14 @@ _Block = tuple[_Span, _Span]
 
 
 def _shown(tensor: ShardTensor, dims: Sequence[int] | None) -> list[int]:
-    """The dims down and across: those asked for, or the first two, sharded ones before others."""
+    """The dims down and across: those requested, or the first two, sharded ones before others."""
     layout = _C.layout(tensor)
     if dims is None:
         sharded = {dim for kind, dim, *_ in layout.placements if kind == 1}
         first = sorted(range(tensor.ndim), key=lambda d: (d not in sharded, d))[:2]
         return sorted(first)
     if not 1 <= len(dims) <= 2 or not all(-tensor.ndim <= d < tensor.ndim for d in dims):
-        raise ValueError(f"argument 'dims' is {tuple(dims)}; it takes one or two dims of a tensor that has {tensor.ndim}")
+        raise ValueError(f"argument 'dims' is {tuple(dims)}; pass one or two of the tensor's dims, of which there are {tensor.ndim}")
     return [d % tensor.ndim for d in dims]
 
 
@@ -47,7 +47,7 @@ def _blocks(tensor: ShardTensor, dims: list[int]) -> tuple[dict[_Block, list[int
 
 
 def _cells(blocks: dict[_Block, list[int]]) -> tuple[list[_Span], list[_Span], dict[_Block, list[int]]]:
-    """A grid in which no block's edge crosses a cell."""
+    """A grid of cells such that no block's edge crosses a cell."""
     edges = [sorted({edge for block in blocks for edge in block[axis]}) for axis in (0, 1)]
     rows, columns = (list(itertools.pairwise(along)) for along in edges)
     grid: dict[_Block, list[int]] = {}
@@ -81,8 +81,8 @@ def _prints_here(tensor: ShardTensor) -> bool:
 
 
 def visualize_sharding(dtensor: ShardTensor, header: str = "", use_rich: bool = False) -> None:
-    """Prints, on the mesh's first rank, which ranks hold which rows and columns. Of a tensor of more than two dims, the first two
-    that are sharded are shown; see draw_sharding() for a picture."""
+    """Prints, on the mesh's first rank, which ranks hold which rows and columns. For a tensor of more than two dims, it shows
+    the first two that are sharded; see draw_sharding() for a picture."""
     if not _prints_here(dtensor):
         return
     head, body, idle = _table(dtensor)

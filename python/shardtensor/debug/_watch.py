@@ -1,4 +1,4 @@
-"""Who listens to collectives and to redistributions that nobody asked for. C++ tells only while somebody does."""
+"""Listeners for collectives, and for redistributions that the user did not ask for. C++ reports only to listeners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Call:
     """A collective that is about to be made on this rank."""
 
     kind: str
-    bytes: int  # that this rank puts in
+    bytes: int  # that this rank contributes
     mesh: _C.Mesh
     mesh_dim: int  # -1: between meshes
 
@@ -36,11 +36,11 @@ class Move:
         size = math.prod(self.shape) * self.item
         return (
             f"{self.op}, argument '{self.argument}': {self.source} -> {self.target}, shape {self.shape}, {size} bytes in all, "
-            f"on rank {self.source.mesh.rank}, for {self.why}"
+            f"on rank {self.source.mesh.rank}, because {self.why}"
         )
 
 
-# A listener may return a text: the call is not made, it raises with that text.
+# If a listener returns a text, the call is not made and raises that text.
 CallListener = Callable[[Call], str | None]
 MoveListener = Callable[[Move], str | None]
 _calls: list[CallListener] = []

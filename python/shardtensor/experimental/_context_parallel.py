@@ -1,7 +1,7 @@
-"""Attention over a sequence that is spread over ranks, in pieces of any length.
+"""Attention over a sequence that is cut over ranks, in pieces of any length.
 
-The sequence is cut once, into runs: two a rank, one from the front and one from the back, so that causal masks give every rank
-the same work; and again where documents end. Two runs then see each other wholly, not at all, or, where they are the same one,
+The sequence is cut into runs: two per rank, one from the front and one from the back, so that causal attention gives every rank
+the same work; and again where documents end. A run then attends to another run completely or not at all, and to itself
 causally: no mask is ever made.
 """
 
@@ -27,15 +27,15 @@ _method: Method = "allgather"
 
 
 def set_rotate_method(rotate_method: Method) -> None:
-    """How ranks see each other's keys and values: "allgather" brings all of them to every rank at once, "alltoall" passes them
-    round a ring, piece by piece, while the piece before is worked on, and holds two pieces at a time."""
+    """How ranks get each other's keys and values: "allgather" brings all of them to every rank at once. "alltoall" passes them
+    round a ring, piece by piece, while the previous piece is used, and holds two pieces at a time."""
     global _method
     if rotate_method not in ("allgather", "alltoall"):
         raise NotImplementedError(f"set_rotate_method: argument 'rotate_method' is {rotate_method!r}; use 'allgather' or 'alltoall'")
     _method = rotate_method
 
 
-# ---- who has what ----
+# ---- which rank has what ----
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Plan:
 
 def _plan(mesh: DeviceMesh, length: int, load_balance: bool, documents: Sequence[int] | None) -> _Plan:
     if mesh.ndim != 1:
-        raise ValueError(f"context_parallel: argument 'mesh' has {mesh.ndim} dims; give the one that shares sequences, mesh['cp']")
+        raise ValueError(f"context_parallel: argument 'mesh' has {mesh.ndim} dims; pass the 1-d mesh that splits sequences, mesh['cp']")
     ends = list(itertools.accumulate(documents)) if documents is not None else [length]
     if (ends[-1] if ends else 0) != length or any(n < 0 for n in documents or ()):
         raise ValueError(f"context_parallel: argument 'document_lengths' adds up to {ends[-1] if ends else 0}, but sequences have {length}")
@@ -98,7 +98,7 @@ def _fused(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention of one run to another, and the logarithm of what its weights were divided by."""
+    """The attention of one run to another, and the log of the sum that its weights were divided by."""
     if _fused(q, v):
         out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, total
@@ -110,7 +110,7 @@ def _see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale:
 def _see_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, total: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With the whole result and the whole sum of weights, one run's part of the gradients."""
+    """One run's part of the gradients, from the whole result and the whole sum of weights."""
     if _fused(q, v):
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, total, 0.0, causal, scale=scale
@@ -133,7 +133,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> tor
 
 
 def _pairs(plan: _Plan, other: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """Where this rank's runs see runs of another rank, in both local pieces, and whether causally."""
+    """The runs of this rank that attend to runs of another rank: their places in both local pieces, and whether causally."""
     at_q = 0
     for q in plan.runs[plan.me]:
         at_k = 0
@@ -144,7 +144,7 @@ def _pairs(plan: _Plan, other: int, causal: bool) -> Iterator[tuple[slice, slice
         at_q += len(q)
 
 
-# ---- everybody's keys and values ----
+# ---- all ranks' keys and values ----
 
 
 def _resized(t: torch.Tensor, length: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _resized(t: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _pass_on(plan: _Plan, tensors: list[torch.Tensor], to: list[torch.Tensor]) -> list[dist.Work]:
-    """To the next rank of the ring, from the one before; pieces without elements do not travel."""
+    """Sends to the next rank of the ring and receives from the one before; empty pieces are not sent."""
     group = plan.mesh.get_group()
     n, me = len(plan.runs), plan.me
     ahead, behind = (dist.get_global_rank(group, r % n) for r in (me + 1, me - 1))
@@ -208,11 +208,11 @@ class _Attention(torch.autograd.Function):
         wide = total.dtype
         grad_q = torch.zeros_like(q, dtype=wide)
         lengths = plan.lengths()
-        parts: list[torch.Tensor] = []  # of the gradients of the keys and values at hand
+        parts: list[torch.Tensor] = []  # of the gradients of the current keys and values
         gathered: dict[int, list[torch.Tensor]] = {}
         for other, (keys, values) in _round(plan, [k, v], method):
             fresh = [torch.zeros_like(t, dtype=wide) for t in (keys, values)]
-            if method == "alltoall" and parts:  # they travel behind what they belong to
+            if method == "alltoall" and parts:  # they travel one step behind their keys and values
                 coming = [torch.empty_like(t) for t in fresh]
                 for work in _pass_on(plan, parts, coming):
                     work.wait()
@@ -287,12 +287,12 @@ def context_parallel(
     document_lengths: Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Inside, `buffers` (plain tensors with the whole sequence) hold this rank's part of it, along `buffer_seq_dims`, and
-    `scaled_dot_product_attention` attends over all ranks' parts. Afterwards they are whole again, but for
+    `scaled_dot_product_attention` attends over all ranks' parts. Afterwards the buffers are whole again, except
     `no_restore_buffers`.
 
-    Sequences need not divide by the ranks. `load_balance` gives each rank a part from the front and one from the back, which
-    makes causal attention cost the same on all; `document_lengths` says that the sequence is several documents, which do not
-    see each other. Backward may run inside or after.
+    The number of ranks need not divide the length. `load_balance` gives each rank a part from the front and one from the back,
+    so that causal attention costs the same on all. `document_lengths` says that the sequence is several documents, which do
+    not attend to each other. Backward may run inside or after.
     """
     buffers, dims, kept = buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
     if len(buffers) != len(dims):
@@ -333,10 +333,10 @@ def context_parallel_unshard(
     *,
     load_balance: bool = True,
 ) -> list[torch.Tensor]:
-    """The whole tensors, in the order of the sequence, of which each rank holds its part (results of a forward pass inside
-    context_parallel). Called by all ranks of the mesh, with the same `load_balance` as that."""
+    """Makes whole tensors, in the order of the sequence, of tensors that hold each rank's part (results of a forward pass
+    inside context_parallel). All ranks of the mesh must call it, with the `load_balance` of that context."""
     if load_balancer is not None:
-        raise NotImplementedError("context_parallel_unshard: argument 'load_balancer': only the default one, load_balance=True, is known")
+        raise NotImplementedError("context_parallel_unshard: argument 'load_balancer': only the default, load_balance=True, is supported")
     out = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(mesh.size())]

@@ -32,15 +32,16 @@ def local_map(
     spmd_types: bool = False,
     sharding_shapes: Shapes = None,
 ) -> Callable[..., Any]:
-    """`func`, which takes plain tensors, as a function of ShardTensors: it is given their pieces, and its results become the
-    pieces of ShardTensors under `out_placements`. Without `func`, a decorator.
+    """Turns `func`, a function of plain tensors, into a function of ShardTensors: `func` gets their pieces, and its results
+    become the pieces of ShardTensors under `out_placements`. Without `func`, it is a decorator.
 
-    Where some input is cut unevenly the ranks ask each other how large the results' pieces are; `sharding_shapes` says how
-    instead, as in ShardTensor.from_local. Where all are even, every rank's result is taken to be as large as this one's. In a
-    compiled function, where ranks cannot ask, that is so of results that are not cut, and others need `sharding_shapes`.
+    If some input is cut unevenly, the ranks exchange the sizes of the results' pieces, unless `sharding_shapes` gives them, as
+    in ShardTensor.from_local. If all inputs are even, every rank's result must have the size of this one's. In a compiled
+    function ranks cannot exchange sizes: results that are cut then need `sharding_shapes`; others have the same size on every
+    rank.
     """
     if spmd_types:
-        raise NotImplementedError("local_map: argument 'spmd_types': local tensors get no types of the package spmd_types here; leave it out")
+        raise NotImplementedError("local_map: argument 'spmd_types': types of the package spmd_types are not supported; omit it")
     if func is None:
         return functools.partial(
             local_map,
@@ -91,14 +92,14 @@ def _entering(leaf: DTensor, i: int, placements: tuple[Placements, ...] | None, 
     if not redistribute:
         raise ValueError(
             f"{_WHO}: input {i} has placements {x.placements}, 'in_placements' asks for {tuple(want)}; pass "
-            "redistribute_inputs=True to have it moved"
+            "redistribute_inputs=True to move it"
         )
     return moved
 
 
 def _as_pieces(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shapes: Shapes, inputs: list[ShardTensor]) -> ShardTensor:
-    """Where an input's pieces differ and nobody says how large the results are, the ranks ask each other. Ranks that trace a graph
-    cannot ask; they need not for a result that is not cut, which is as large on every rank."""
+    """If an input's pieces differ and `shapes` is missing, the ranks exchange the results' sizes. Ranks that trace a graph
+    cannot communicate, and need not for a result that is not cut: it has the same size on every rank."""
     uneven = [x for x in inputs if not _has_equal_pieces(x)]
     uncut = all(p.is_replicate() or p.is_partial() for p in placements)
     if shapes is None and uneven and not (uncut and _C.is_traced(uneven[0])):

@@ -1,4 +1,4 @@
-"""A user's own sharding rule for an op, in terms of placements, as torch.distributed.tensor.experimental has it."""
+"""A user's own sharding rule for an op, written with placements, as in torch.distributed.tensor.experimental."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from shardtensor.tensor._mesh import as_device_mesh
 from shardtensor.tensor._modes import get_promotion_mode
 from shardtensor.tensor._tensor import ShardTensor
 
-# For one mesh dim: the placements of the results, and of the arguments (None for what is no tensor).
+# For one mesh dim: the placements of the results, and of the arguments (None for arguments that are not tensors).
 Acceptable = tuple[Sequence[Placement], Sequence[Placement | None]]
 Rule = Callable[..., Sequence[Acceptable]]
 
 
 def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[Rule], Rule]:
-    """Decorates a function that takes the op's arguments, with a spec (`.shape`, `.ndim`, `.placements`, `.mesh`) for each tensor,
-    and returns the acceptable shardings for one mesh dim: pairs of the results' placements and the arguments' (None for
-    arguments that are no tensors). On every mesh dim the one is taken that moves the fewest bytes. It stands in for the rule
-    that the op has, if any; `ShardTensor.unregister_handler(op)` takes it back.
+    """Decorates a function that takes the op's arguments, with a spec (`.shape`, `.ndim`, `.placements`, `.mesh`) for each
+    tensor, and returns the acceptable shardings for one mesh dim: pairs of the results' placements and the arguments' (None
+    for arguments that are not tensors). Each mesh dim takes the one that moves the fewest bytes. The function replaces the
+    op's rule, if it has one; `ShardTensor.unregister_handler(op)` removes it.
 
-    Pieces of any size: what is sharded together is cut together, and results as long as their argument get its cut.
+    Pieces may have any sizes: arguments that are sharded together get the same cut, and so do results of the same length.
     """
 
     def register(rule: Rule) -> Rule:
         for overload in op if isinstance(op, list) else [op]:
             if isinstance(overload, OpOverload) and overload._schema.is_mutable:
-                raise NotImplementedError(f"register_sharding: argument 'op': {overload} writes its arguments; only ops that do not can be registered")
+                raise NotImplementedError(f"register_sharding: argument 'op': {overload} writes its arguments; only ops without writes can be registered")
             register_dispatch_handler(overload, _Sharded(overload, rule))
         return rule
 
@@ -51,7 +51,7 @@ class _Solution:
 
 
 class _Sharded:
-    """Called below autograd, with the op's arguments."""
+    """The handler: called below autograd, with the op's arguments."""
 
     def __init__(self, op: OpOverload, rule: Rule) -> None:
         self._op, self._rule = op, rule
@@ -92,7 +92,7 @@ class _Sharded:
         if list(local.shape) != layout.local_sizes(sizes):
             raise RuntimeError(
                 f"{self._op}: register_sharding: the result on rank {layout.mesh.rank} has shape {tuple(local.shape)}, but under "
-                f"{layout} a tensor of shape {tuple(sizes)} has {tuple(layout.local_sizes(sizes))} there; the sharding is not right for it"
+                f"{layout} a tensor of shape {tuple(sizes)} has {tuple(layout.local_sizes(sizes))} there; the sharding does not match this result"
             )
         return _C.wrap(local, layout, sizes, strides)
 
@@ -120,7 +120,7 @@ class _Sharded:
         if best is None:
             raise RuntimeError(
                 f"{self._op}: register_sharding: no acceptable sharding for {', '.join(str(_C.layout(t)) for t in tensors)}; "
-                "one with every placement Replicate() can always be reached"
+                "add one with every placement Replicate(), which always works"
             )
         return best[1]
 
@@ -151,7 +151,7 @@ def _cost(tensor: ShardTensor, target: _C.Layout) -> float:
     source = _C.layout(tensor)
     for before, after in zip(source.placements, target.placements, strict=True):
         if after[0] == 2 and after != before:
-            return math.inf  # nobody makes summands of a value
+            return math.inf  # a value is never turned into summands
     return _C.plan(source, target, float(tensor.numel() * tensor.element_size()))[1]
 
 
@@ -179,8 +179,8 @@ def _alone(placement: Shard, placements: Sequence[Placement]) -> bool:
 
 
 def _common_cut(m: int, choice: Sequence[Any], tensors: list[ShardTensor]) -> tuple[list[int] | None, int]:
-    """How mesh dim `m` cuts what is sharded along it, and the size that it cuts: as the first argument that is cut so already;
-    evenly, if none is, or they are not equally long."""
+    """The cut of everything that mesh dim `m` shards, and the size that it cuts: the cut of the first argument that already
+    has the chosen placement; even, if there is none or the sizes differ."""
     sharded = [(t, p) for t, p in zip(tensors, choice[m][1], strict=True) if isinstance(p, Shard)]
     sizes = {t.shape[p.dim] for t, p in sharded}
     if len(sizes) != 1:

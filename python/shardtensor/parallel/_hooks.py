@@ -20,21 +20,22 @@ from shardtensor.tensor._tensor import ShardTensor
 def loss_parallel() -> Iterator[None]:
     """Inside, `cross_entropy` and `nll_loss` of ShardTensors take plain targets and weights as replicated.
 
-    That they never gather class-sharded logits holds without it too, for label smoothing, weights and meshes of any number of
-    dims.
+    Logits that are sharded by class are never gathered, even without loss_parallel: also not for label smoothing, weights and
+    meshes of any number of dims.
     """
     with plain_targets():
         yield
 
 
 _NO_GRAPHS = (
-    "input_reshard keeps in pieces what a module saves for its backward. What a graph saves are pieces already, which input_reshard "
-    "would take for whole tensors, so such a module cannot be in a compiled function or hold one"
+    "input_reshard cuts what a module saves for its backward. A compiled graph saves pieces, which input_reshard would "
+    "mistake for whole tensors, so such a module cannot be inside a compiled function or contain one"
 )
 
 
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
-    """What the module saves for its backward and every rank holds alike is kept in pieces, cut along `input_reshard_dim`."""
+    """Keeps in pieces, cut along `input_reshard_dim`, the tensors that the module saves for its backward and that are the same
+    on every rank."""
     if input_reshard_dim is None:
         return module
     dim = input_reshard_dim

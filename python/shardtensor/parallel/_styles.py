@@ -1,7 +1,7 @@
-"""The parallel styles: what becomes of a module's parameters, inputs and outputs on a 1-d mesh.
+"""The parallel styles: how to place a module's parameters, inputs and outputs on a 1-d mesh.
 
-Beyond torch's arguments: `multiple_of` cuts features in whole units (attention heads), and `sharding_shapes` says how plain
-inputs that are pieces of different sizes fit together, as in ShardTensor.from_local.
+Two arguments are not in torch: `multiple_of` cuts features in whole units (attention heads), and `sharding_shapes` gives the
+sizes of plain inputs that are pieces, as in ShardTensor.from_local.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _tuple(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
 
 
 def _enter(value: Any, mesh: DeviceMesh, layout: Placement, shapes: Shapes, who: str) -> ShardTensor:
-    """A plain tensor is taken as this rank's piece under `layout`; a distributed one is what it says it is."""
+    """A plain tensor becomes this rank's piece under `layout`; a distributed tensor keeps its layout."""
     if isinstance(value, ShardTensor):
         return value
     if isinstance(value, DTensor):
@@ -160,7 +160,7 @@ class RowwiseParallel(_Features):
             x = _enter_as_weight(value, weight, mesh, layout)
         else:
             x = _enter(value, mesh, layout, shapes, "RowwiseParallel")
-        # A whole input is cut where the weight is, which need not be torch.chunk's cut; linear sees to it.
+        # linear cuts a whole input like the weight, whose cut may differ from torch.chunk's.
         return x if x.placements == (Replicate(),) else _moved(x, Shard(-1))
 
 
@@ -170,7 +170,7 @@ def _columns(layout: _C.Layout, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _enter_as_weight(value: torch.Tensor, weight: ShardTensor, mesh: DeviceMesh, layout: Placement) -> ShardTensor:
-    """The input's features are cut as the weight's columns, where these are not alike."""
+    """Cuts the input's features like the weight's columns, if these are uneven."""
     shapes: Shapes = None
     if layout.is_shard(value.ndim - 1) or layout.is_shard(-1):
         columns = _columns(weight._layout, weight.shape)

@@ -1,5 +1,5 @@
-"""What is changed inside torch for ShardTensors, one file per part of torch. Each says for which versions of torch; a part that takes
-long to import is changed once it has been imported."""
+"""Changes inside torch for ShardTensors, one file per part of torch. Each file names the versions of torch that need it. A part
+that is slow to import is changed after its import."""
 
 from __future__ import annotations
 

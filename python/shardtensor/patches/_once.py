@@ -1,4 +1,4 @@
-"""How a function of torch is wrapped no more than once."""
+"""Wraps a function of torch at most once."""
 
 from __future__ import annotations
 

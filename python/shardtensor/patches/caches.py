@@ -1,4 +1,4 @@
-"""torch._functorch._aot_autograd.autograd_cache: what may be kept of graphs with ShardTensors, and under which key. All versions."""
+"""torch._functorch._aot_autograd.autograd_cache: which graphs may be cached, and under which key. All versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def patch(cache: Any) -> None:
 
 
 def _take_our_functions(check: Callable[[torch.fx.Node], None]) -> Callable[[torch.fx.Node], None]:
-    """torch keeps no graph that calls functions it does not know. In torch 2.15."""
+    """Makes our functions known to torch, which does not cache graphs that call unknown functions. In torch 2.15."""
 
     def check_others(node: torch.fx.Node) -> None:
         if node.target not in functions_in_graphs:
@@ -29,11 +29,12 @@ def _take_our_functions(check: Callable[[torch.fx.Node], None]) -> Callable[[tor
 
 
 def _key_with_what_is_not_in_the_graph(make_key: Callable[..., Any], bypass: type[Exception]) -> Callable[..., Any]:
-    """What our functions read beside their arguments becomes part of the key. Users' handlers cannot: no graph is kept then."""
+    """Adds to the key what our functions read besides their arguments. A key cannot describe users' handlers, so with handlers
+    no graph is cached."""
 
     def key(module: Any, *rest: Any, **options: Any) -> Any:
         if _handlers.any_registered():
-            raise bypass("shardtensor: handlers are registered, and a key cannot tell what they do")
+            raise bypass("shardtensor: handlers are registered, and a cache key cannot describe them")
         of_graph, lines = make_key(module, *rest, **options)
         if any(node.target in functions_in_graphs for node in getattr(module, "gm", module).graph.nodes):
             mesh = innermost_mesh()

@@ -11,7 +11,7 @@ import torch
 from shardtensor.tensor._compile import is_of_ours
 
 _WAIT = "_c10d_functional::wait_tensor"
-# What merely arranges what has arrived.
+# Ops that only rearrange data that has arrived.
 _ARRANGE = {
     f"aten::{name}"
     for name in ("_to_copy", "alias", "cat", "clone", "permute", "slice", "split_with_sizes", "transpose", "view", "view_as_complex")
@@ -33,8 +33,8 @@ def patch(capture: Any) -> None:
 
 
 def _wait_late(graph: torch.fx.Graph) -> None:
-    """Each wait for a collective goes to where its result is first used, so that what does not need it runs meanwhile. Not past ops
-    that write memory: it may be what is being sent."""
+    """Moves each wait for a collective to the first use of its result, so that other ops run meanwhile. Not past ops that write
+    memory: they might write the data that is being sent."""
     late: set[torch.fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes

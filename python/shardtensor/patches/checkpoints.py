@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint, and the state dicts of torch.distributed._state_dict_utils beneath it. All versions.
 
-Where torch's code works from placements alone, as if all were cut evenly, it is wrapped: one entry of MENDS per place, applied
-when that module is imported (torch's checkpoints take longer to import than all the rest here).
+Some of torch's code looks only at placements, as if all cuts were even. It is wrapped here: one entry of MENDS per function,
+applied when its module is imported (torch's checkpoints take longer to import than everything else here).
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ def _with_local(t: ShardTensor, local: torch.Tensor) -> ShardTensor:
 
 
 def _part(key: str, whole: torch.Tensor, t: ShardTensor) -> torch.Tensor:
-    """The part of the whole that this rank holds of `t`."""
+    """The part of `whole` that belongs to this rank's piece of `t`."""
     layout, wrapper = t._layout, wrapper_of(t)
-    if wrapper is not None and not wrapper.local_shards():  # which may not know the sizes
+    if wrapper is not None and not wrapper.local_shards():  # it may not know the sizes
         return in_places_of(wrapper, whole)
     if whole.shape != t.shape:
         raise ValueError(
-            f"state dict: {key!r} has sizes {list(whole.shape)}, and is given to a tensor of sizes {list(t.shape)} "
+            f"state dict: {key!r} has sizes {list(whole.shape)}, but is loaded into a tensor of sizes {list(t.shape)} "
             f"(rank {layout.mesh.rank})"
         )
-    _refuse_summands(layout, f"state dict: what {key!r} is given to")
+    _refuse_summands(layout, f"state dict: the tensor that {key!r} is loaded into")
     if wrapper is not None:
         return in_places_of(wrapper, whole.detach())
     return _piece(whole.detach(), layout) if layout.mesh.has_me else _nothing_of(whole.detach())
 
 
 def _cut_alike(key: str, whole: torch.Tensor, t: ShardTensor, device: torch.device) -> ShardTensor:
-    """The whole tensor's values in memory of their own, where `t` has its pieces."""
+    """The whole tensor's values in new memory, in the layout of `t`."""
     local = torch.empty_like(t._local_tensor, dtype=whole.dtype, device=device)
     return _with_local(t, local.copy_(_part(key, whole, t)))
 
 
 def _spread_broadcast(stock: Callable[..., None]) -> Callable[..., None]:
-    """set_model_state_dict with broadcast_from_rank0: of each whole tensor, this rank's piece goes where it was."""
+    """set_model_state_dict with broadcast_from_rank0: copies this rank's part of each whole tensor into its piece."""
 
     def distribute(local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
         for key in keys:
@@ -72,7 +72,7 @@ def _spread_broadcast(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def _spread_scalars(stock: Callable[..., None]) -> Callable[..., None]:
-    """Around all of that: tensors of no dims are handed over as plain ones."""
+    """set_model_state_dict with broadcast_from_rank0: torch leaves 0-d tensors plain; here they become ShardTensors again."""
 
     def broadcast(
         full_state_dict: dict[str, Any],
@@ -100,7 +100,7 @@ def _spread_own(stock: Callable[..., None]) -> Callable[..., None]:
         stock({k: v for k, v in full_state_dict.items() if k not in mine}, local_state_dict, device, pg)
         for key, t in mine.items():
             whole = full_state_dict[key]
-            if isinstance(whole, DTensor):  # not whole after all
+            if isinstance(whole, DTensor):  # it is not whole
                 whole = whole.full_tensor()
             local_state_dict[key] = _cut_alike(key, whole, t, device)
 
@@ -108,7 +108,7 @@ def _spread_own(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def _give_memory(stock: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """Before a load: tensors on the meta device get pieces on their mesh's device."""
+    """Before a load, gives tensors on the meta device pieces on their mesh's device."""
 
     def real(t: Any) -> Any:
         if not isinstance(t, ShardTensor) or not t.is_meta:
@@ -125,7 +125,7 @@ def _give_memory(stock: Callable[[dict[str, Any]], None]) -> Callable[[dict[str,
 
 
 def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """async_save's copy on the CPU: of the piece, since the whole has no memory."""
+    """async_save's copy on the CPU: copies the piece, since the whole has no memory."""
 
     def offload(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
         if hasattr(x, "_staged"):  # a ShardedTensor
@@ -140,7 +140,7 @@ def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         if not isinstance(x, ShardTensor):
             return stock(self, x, memo, non_blocking=non_blocking)
         local = x._local_tensor.detach()
-        self._keep_alive(local, memo)  # what has been staged is known by its id
+        self._keep_alive(local, memo)  # staged tensors are found by their id
         out = memo[id(x)] = _with_local(x, offload(self, local, memo, non_blocking=non_blocking))
         out.__dict__.update(self.deepcopy_with_tensor_offload(x._attributes(), memo, non_blocking=non_blocking))
         return out
@@ -149,7 +149,7 @@ def _stage_piece(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _plan_of_boxes(stock: Callable[[dict[str, Any]], SavePlan]) -> Callable[[dict[str, Any]], SavePlan]:
-    """A save plan that is only looked at."""
+    """A save plan that is only read."""
 
     def plan(state_dict: dict[str, Any]) -> SavePlan:
         out = stock({fqn: value for fqn, value in state_dict.items() if not isinstance(value, ShardTensor)})
@@ -161,7 +161,7 @@ def _plan_of_boxes(stock: Callable[[dict[str, Any]], SavePlan]) -> Callable[[dic
 
 
 def _one_box_per_file(stock: Callable[..., dict[int, list[WriteItem]]]) -> Callable[..., dict[int, list[WriteItem]]]:
-    """A safetensors file holds one box of a tensor under its name; a second box on the same rank goes to a further file."""
+    """A safetensors file holds one box of a tensor under its name; a second box on the same rank goes to another file."""
 
     def split(self: Any, storage_plan: dict[str, int] | None, items: list[WriteItem]) -> dict[int, list[WriteItem]]:
         files: dict[int, list[WriteItem]] = {}
@@ -182,7 +182,7 @@ def _one_box_per_file(stock: Callable[..., dict[int, list[WriteItem]]]) -> Calla
 
 
 _DCP = "torch.distributed.checkpoint"
-# Module, name in it, what wraps that. A name that another module has imported is there a second time.
+# (module, name in it, wrapper). A name that another module has imported is listed for that module too.
 MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("torch.distributed._state_dict_utils", "_broadcast_state_dict", _spread_scalars),
     ("torch.distributed._state_dict_utils", "_distribute_state_dict", _spread_own),
@@ -199,7 +199,7 @@ MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
 
 
 def install() -> None:
-    """Wraps what MENDS lists, once."""
+    """Wraps the functions in MENDS, once."""
     for name in {module for module, _, _ in MENDS}:
         when_imported(name, _mend)
 
@@ -214,7 +214,7 @@ def _mend(module: ModuleType) -> None:
             owner = getattr(owner, part, None)
         stock = getattr(owner, last, None)
         if stock is None:
-            logging.getLogger("shardtensor").warning("this torch has no %s.%s; ShardTensors need it mended", name, path)
+            logging.getLogger("shardtensor").warning("this torch has no %s.%s; shardtensor needs to patch it", name, path)
         elif not hasattr(stock, "_shardtensor_stock"):
             mended: Any = update_wrapper(wrap(stock), stock)
             mended._shardtensor_stock = stock

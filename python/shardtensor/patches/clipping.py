@@ -1,6 +1,6 @@
 """torch.nn.utils.clip_grad, and the foreach functions beneath it. All versions.
 
-A norm over tensors of several meshes, or with plain ones among them, is put together from one norm per mesh.
+A norm over tensors of several meshes, or also over plain tensors, is combined from one norm per mesh.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardtensor.tensor._tensor import ShardTensor
 
 
 def _home(t: torch.Tensor) -> Any:
-    """What a tensor's norm can be put together within: its mesh; None for plain tensors."""
+    """The group in which a tensor's norm can be combined directly: its mesh; None for plain tensors."""
     return t._layout.mesh if isinstance(t, ShardTensor) else t.device_mesh if isinstance(t, DTensor) else None
 
 
@@ -48,10 +48,10 @@ def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[...,
             return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         device = tensors[0].device
         parts = [_whole(total_norm(part, norm_type, False, foreach)).to(device) for part in by_home.values()]
-        # Of order 0, torch counts the tensors that are not all zeros.
+        # For order 0, torch counts the tensors that are not all zeros.
         total = torch.stack(parts).sum() if norm_type == 0 else torch.linalg.vector_norm(torch.stack(parts), float(norm_type))
         if error_if_nonfinite and not total.isfinite():
-            total_norm(total, norm_type, True)  # which says so
+            total_norm(total, norm_type, True)  # it raises the error
         return total
 
     return run
@@ -69,7 +69,7 @@ def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """Wraps the clipping of gradients, and has foreach chosen where torch would choose it for plain tensors; once."""
+    """Wraps the clipping of gradients, and makes torch choose foreach as for plain tensors; once."""
     for wrap, name in ((_total_norm_of_all, "get_total_norm"), (_clip_all, "clip_grads_with_norm_")):
         wrap_once(clip_grad, f"_{name}", wrap)
         setattr(torch.nn.utils, name, getattr(clip_grad, f"_{name}"))

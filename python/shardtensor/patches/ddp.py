@@ -1,4 +1,4 @@
-"""torch.distributed.tensor.parallel.ddp: how DDP takes DTensor parameters apart and puts them together. All versions."""
+"""torch.distributed.tensor.parallel.ddp: how DDP splits DTensor parameters and puts them together again. All versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 
 def patch(ddp: Any) -> None:
-    """DDP gets the pieces as plain parameters, and makes them whole again around each forward from what was noted of them."""
+    """DDP gets the pieces as plain parameters, and around each forward makes ShardTensors of them from the recorded layouts."""
     flat, torchs = ddp._flatten_tensor, ddp._unflatten_tensor
 
     def flatten(t: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""torch._decomp.decompositions: how torch takes ops apart when it makes graphs. All versions."""
+"""torch._decomp.decompositions: how torch decomposes ops when it makes graphs. All versions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch._C import DispatchKey
 
 
 def patch(_: Any) -> None:
-    """torch takes some ops apart before autograd when it makes a graph, which it does not in eager mode, or does otherwise. The
-    parts may have no rule where the op has one. ShardTensors go eager mode's way."""
+    """When torch makes a graph, it decomposes some ops before autograd that it does not decompose, or decomposes differently,
+    in eager mode. The parts may have no rule although the op has one. So ShardTensors take eager mode's path."""
     composite = DispatchKey.CompositeImplicitAutograd
     packets = [p for p in vars(torch.ops.aten).values() if isinstance(p, torch._ops.OpOverloadPacket)]
     for op in [op for packet in packets for op in vars(packet).values() if isinstance(op, torch._ops.OpOverload)]:
         if composite in op.py_kernels or DispatchKey.Autograd in op.py_kernels:
             is_composite = _has_kernel(op, "CompositeImplicitAutograd")
             if is_composite and _has_kernel(op, "PrivateUse2"):
-                continue  # a rule takes it whole
+                continue  # the op itself has a rule
             eager = functools.partial(op._op_dk, composite if is_composite else DispatchKey.Autograd)
             for key in (DispatchKey.AutogradPrivateUse2, DispatchKey.AutogradOther):  # ours, torchs_autograd()'s
                 if not op.has_kernel_for_dispatch_key(key):

@@ -1,7 +1,7 @@
-"""torch.distributed.tensor's DTensor and its engine: stock DTensors that meet ShardTensors in one call. All versions.
+"""torch.distributed.tensor's DTensor and its engine: calls with both stock DTensors and ShardTensors. All versions.
 
-A stock DTensor carries the Python key, so torch's own engine gets such a call first and takes a ShardTensor for a DTensor,
-sizes and all. A ShardTensorSpec never equals a stock spec, so the engine's caches miss and its slow path runs; wrapped here,
+A stock DTensor carries the Python key, so torch's own engine gets such a call first and mistakes a ShardTensor for a DTensor.
+A ShardTensorSpec never equals a stock spec, so the engine's caches miss and its slow path runs. The slow path is wrapped here:
 it turns the stock DTensors into ShardTensors, without a copy, and calls the op again.
 """
 
@@ -32,7 +32,7 @@ def _is_mixed(leaves: list[Any]) -> bool:
 
 def _again(op: Any, leaves: list[Any], tree: Any) -> Any:
     args, kwargs = pytree.tree_unflatten([_promote(t) for t in leaves], tree)
-    if any(isinstance(t, ShardTensor) and _C.is_traced(t) for t in leaves):  # which torch 2.11 gives to its engine as well
+    if any(isinstance(t, ShardTensor) and _C.is_traced(t) for t in leaves):  # torch 2.11 also sends these to its engine
         return ShardTensor.__torch_dispatch__(op, (), args, kwargs)
     return op(*args, **kwargs)
 
@@ -41,7 +41,7 @@ _everything = False
 
 
 def make_everything_ours(on: bool) -> None:
-    """Whether whatever is built as a DTensor becomes a ShardTensor."""
+    """Sets whether every new DTensor becomes a ShardTensor."""
     global _everything
     _everything = on
 
@@ -67,7 +67,7 @@ def install() -> None:
     make = DTensor.__new__
 
     def new(cls: type[DTensor], *args: Any, **kwargs: Any) -> DTensor:
-        """torch's own tools (FSDP2) build a DTensor from a parameter's spec; a ShardTensor's spec makes a ShardTensor."""
+        """torch's own tools (FSDP2) build a DTensor from a parameter's spec. Our spec makes a ShardTensor."""
         spec = args[1] if len(args) > 1 else kwargs.get("spec")
         ours = _everything or isinstance(spec, ShardTensorSpec)
         return ShardTensor(*args, **kwargs) if ours else make(cls, *args, **kwargs)

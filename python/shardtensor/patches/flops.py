@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# torch itself calls neither op on CPU or CUDA tensors, so it has no formulas. Two products of the size of the forward's.
+# torch calls neither op on CPU or CUDA tensors, so it has no formulas for them. Each is two products of the forward's size.
 
 
 def _linear_backward_flops(

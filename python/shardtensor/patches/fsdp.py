@@ -1,7 +1,7 @@
 """torch.distributed.fsdp's fully_shard over modules whose parameters are ShardTensors already (tensor parallelism). All versions.
 
 FSDP2 cuts each rank's piece of a parameter once more, as torch.chunk does, and describes the result by a stock spec, which
-cannot say that the pieces it began with were cut unevenly. Here it gets a spec that can, and with it ShardTensors. Padding: since torch 2.15.
+cannot say that the original pieces were uneven. Here it gets a spec that can. Padding: since torch 2.15.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def _chunk(size: int, pieces: int, index: int) -> int:
 
 
 def _strided_cuts(inner: _C.Layout, dim: int, size: int, pieces: int) -> tuple[list[int], dict[int, list[int]]]:
-    """Each piece that `inner` makes of the dim is chunked into `pieces`: the sizes of the inner pieces, and per inner mesh dim
-    that cuts it, one row of sizes per index of the chunk and coordinate of the earlier inner mesh dims."""
+    """Chunks each piece that `inner` cuts from the dim into `pieces`. Returns the sizes of the inner pieces, and for each
+    inner mesh dim that cuts the dim, one row of sizes per index of the chunk and coordinate of the earlier inner mesh dims."""
     cutting = [m for m, (kind, d, *_) in enumerate(inner.placements) if kind == _SHARD and d == dim]
 
     def length(at: tuple[int, ...]) -> int:
@@ -49,11 +49,11 @@ def _strided_cuts(inner: _C.Layout, dim: int, size: int, pieces: int) -> tuple[l
 
 
 def _with_cuts(spec: DTensorSpec, inner: ShardTensorSpec) -> ShardTensorSpec:
-    """FSDP's spec of its pieces of a tensor that lay as `inner` says."""
+    """Adds the cuts of `inner`, the original tensor's spec, to FSDP's spec of its pieces."""
     assert spec.tensor_meta is not None
     layout, shape = inner._layout, spec.tensor_meta.shape
     names = spec.mesh.mesh_dim_names or ()
-    # The inner mesh dims come last, or are found by name where FSDP's own are among them.
+    # The inner mesh dims come last, or are found by name if FSDP's own are among them.
     last = spec.mesh.ndim - len(layout.placements)
     own = layout.mesh.dim_names or [""] * len(layout.placements)
     at = [names.index(name) if name in names else last + m for m, name in enumerate(own)]
@@ -74,16 +74,16 @@ def _with_cuts(spec: DTensorSpec, inner: ShardTensorSpec) -> ShardTensorSpec:
 
 
 def _inner_spec(param: Any) -> ShardTensorSpec | None:
-    spec = getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)  # by torch's version
+    spec = getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)  # depends on torch's version
     return spec if isinstance(spec, ShardTensorSpec) else None
 
 
-# ---- dims other than the first that do not divide ----
+# ---- uneven dims other than the first ----
 
 
 class _Padded:
-    """A parameter that FSDP cuts along a dim other than the first, unevenly, which it refuses. It is told of a padded one, cut
-    evenly; who holds its shard, sees its gradient or uses the whole gets what is not padding, as views."""
+    """A parameter that FSDP should cut unevenly along a dim other than the first, which FSDP refuses. FSDP sees a padded
+    parameter, cut evenly. Users of its shard, its gradient or the whole get views without the padding."""
 
     def __init__(self, param: Any, data: torch.Tensor, dim: int) -> None:
         ranks = param.mesh_info.shard_mesh_size
@@ -94,7 +94,7 @@ class _Padded:
     @staticmethod
     def needed(param: Any, data: torch.Tensor, dim: int) -> bool:
         ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
-        elsewhere = param.post_forward_mesh_info not in (None, param.mesh_info)  # there torch cuts along the first dim
+        elsewhere = param.post_forward_mesh_info not in (None, param.mesh_info)  # then torch cuts along the first dim
         return 0 < dim < data.ndim and data.size(dim) % ranks != 0 and not elsewhere
 
     def shard(self, padded: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class _Padded:
         return torch.nn.functional.pad(t, [0, 0] * (t.ndim - self.dim - 1) + [0, self.padded - t.size(self.dim)])
 
     def take_over(self, param: Any, shard: torch.nn.Parameter) -> None:
-        """Another local tensor has come (a state dict's, one on another device): into padded memory with it."""
+        """Copies a new local tensor (from a state dict, or on another device) into padded memory."""
         local = shard._local_tensor  # type: ignore[attr-defined]
         memory = local.untyped_storage().data_ptr()
         if local.is_meta or (memory and memory == param._sharded_param_data.untyped_storage().data_ptr()):
@@ -136,7 +136,7 @@ def _wrap(module: Any) -> None:
 
     def get_grad_inner_tensor(self: Any, grad: torch.Tensor) -> torch.Tensor:
         inner = _inner_spec(self)
-        own_mesh = getattr(self.mesh_info, "is_spmd_mesh", False)  # then FSDP itself reduces what are summands
+        own_mesh = getattr(self.mesh_info, "is_spmd_mesh", False)  # then FSDP itself reduces summands
         if inner is not None and isinstance(grad, ShardTensor) and grad._layout != inner._layout and not own_mesh:
             grad = _C.redistribute(grad, inner._layout, None, None, False)
         grad = grad_inner(self, grad)
@@ -160,7 +160,7 @@ def _wrap_padding(param: Any) -> None:
 
     def init_sharded_param(self: Any, *args: Any, **kwargs: Any) -> None:
         init_sharded(self, *args, **kwargs)
-        if hasattr(self, "_shardtensor_padded"):  # of the gathered memory, strided as the padded one, it shows what is real
+        if hasattr(self, "_shardtensor_padded"):  # a view of the gathered memory without the padding
             self._orig_size = self._shardtensor_padded.sizes
 
     def reset_sharded_param(self: Any) -> None:

@@ -1,11 +1,11 @@
 """torch.optim on the pieces. All versions.
 
-An optimizer's step is elementwise from end to end, so it can run on every rank's piece as it stands, and costs what it costs on
-plain tensors. torch's optimizers gather lists of parameters, gradients and states and hand them to one function per algorithm;
-that function is given the pieces where they all lie alike. Gradients that lie elsewhere, summands too, are brought there first,
-once per step. Whatever does not fit runs on the ShardTensors, op by op.
+An optimizer's step is elementwise, so it can run on every rank's piece and costs what it costs on plain tensors. torch's
+optimizers pass lists of parameters, gradients and states to one function per algorithm. That function gets the pieces if all
+tensors of an index have the same layout. Gradients in other layouts, also summands, are first moved to it, once per step. Other
+lists run on the ShardTensors, op by op.
 
-In a graph (torch.compile) torch's own functions run on the ShardTensors, whose pieces are all that the graph holds.
+In a graph (torch.compile) torch's own functions run on the ShardTensors, because the graph holds only pieces anyway.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _on_pieces(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """Wraps torch.optim's functions, and has foreach chosen where torch would choose it for plain tensors; once."""
+    """Wraps torch.optim's functions, and makes torch choose foreach as for plain tensors; once."""
     for name in _ELEMENTWISE:
         wrap_once(importlib.import_module(f"torch.optim.{name}"), name, _on_pieces)
     if ShardTensor not in _optimizers_types:

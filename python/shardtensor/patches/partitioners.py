@@ -1,6 +1,6 @@
-"""torch._functorch.partitioners: what of a graph goes forward and backward. Graphs of different ranks hold different sizes, and torch takes
-them apart one by one. What ranks call together stays as eager mode has it, in the order in which it was traced. Graphs without
-ShardTensors are left alone. All versions; seen in torch 2.12 to 2.15."""
+"""torch._functorch.partitioners: which parts of a graph run forward and backward. Ranks' graphs have different sizes, and each
+rank's torch splits its own. These patches keep the collectives as in eager mode, in the order of tracing. Graphs without
+ShardTensors do not change. All versions; seen in torch 2.12 to 2.15."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def patch(partitioners: Any) -> None:
 
 
 def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A collective runs once, in the forward or in the backward. torch would put it where that costs this rank least; or into both,
-    where something that may not be dropped needs it. A checkpointed region keeps what collectives bring instead of calling again.
+    """Runs each collective once, in the forward or in the backward. torch would put it where it costs this rank least, or into
+    both if something that must not be dropped needs it. A checkpointed region saves the results of collectives instead of
+    calling them again.
 
-    It keeps the keys of random numbers too, and draws from them again. torch's own way, the generator's state, is put among a
-    graph's results where a mesh is expected."""
+    It also saves the keys of random numbers, and draws from them again. torch would instead save the generator's state, as a
+    graph output at a place where a mesh is expected."""
 
     def keep(joint_module: torch.fx.GraphModule) -> None:
         keep_collectives(joint_module)
@@ -46,12 +47,13 @@ def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], N
 
 
 def _keep_unused(is_not_collective: Callable[[torch.fx.Node], bool]) -> Callable[[torch.fx.Node], bool]:
-    """One of torch's partitioners drops what only this function is false for, where nothing uses it."""
+    """Makes torch's partitioner keep unused collectives: one of torch's partitioners drops unused nodes for which
+    `is_not_collective` is false."""
     return lambda node: may_be_of_ours() or is_not_collective(node)
 
 
 def _keep_order(reorder: Callable[..., Any]) -> Callable[..., Any]:
-    """torch calls what the backward computes when something needs it, and drops what nothing does."""
+    """Keeps the backward's collectives in order. torch moves each node to its first use, and drops unused nodes."""
 
     def reordered(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         after = reorder(module)
@@ -64,7 +66,7 @@ def _keep_order(reorder: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sorted(calls: list[torch.fx.Node], nodes: list[torch.fx.Node], order: list[str]) -> torch.fx.Graph:
-    """As the order of names says, with all calls, one after the other."""
+    """The graph with its nodes in the order of the names, and with all `calls`, one after the other."""
     places = {name: place for place, name in enumerate(order)}
     inputs = {node: list(node.all_input_nodes) for node in nodes}
     for first, second in itertools.pairwise([*calls, nodes[-1]]):
@@ -76,7 +78,7 @@ def _sorted(calls: list[torch.fx.Node], nodes: list[torch.fx.Node], order: list[
         while waiting:
             node = waiting[-1]
             missing = [other for other in inputs[node] if other not in copies]
-            if missing:  # the one that comes first is on top
+            if missing:  # the first one is on top
                 waiting += sorted(missing, key=lambda other: places.get(other.name, -1), reverse=True)
                 continue
             waiting.pop()
@@ -86,10 +88,10 @@ def _sorted(calls: list[torch.fx.Node], nodes: list[torch.fx.Node], order: list[
 
 
 def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[..., Any]:
-    """torch makes one of two equal calls. Whether two collectives are equal calls may differ between ranks: one that has an empty
-    piece of both tensors sends the same nothing twice, and would make one call where its peers make two."""
+    """Keeps torch from merging equal collectives. Whether two collectives are equal may differ between ranks: a rank with empty
+    pieces of both tensors makes two equal calls, and would make one call while its peers make two."""
 
-    never_merged: list[Any] = merge_equal_calls.__globals__["rand_ops"]  # draws of random numbers, in every version
+    never_merged: list[Any] = merge_equal_calls.__globals__["rand_ops"]  # torch's list of random ops
 
     def merge(graph: torch.fx.Graph, **options: Any) -> Any:
         collectives = {n.target.overloadpacket for n in graph.nodes if _is_collective(n)} if may_be_of_ours() else set()

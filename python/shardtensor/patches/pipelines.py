@@ -1,7 +1,7 @@
 """torch.distributed.pipelining with ShardTensors as inputs of stages, between them (since torch 2.12), and as outputs. All versions.
 
-A stage tells the next what it will send, and builds DTensors from what it receives; with ShardTensors that has to say how they
-are cut. Batches of ShardTensors are split and joined as any tensor is, not piece by piece.
+A stage describes to the next stage what it will send, and builds DTensors from what it receives; for ShardTensors the
+description must include the cuts. Batches of ShardTensors are split and joined as whole tensors, not piece by piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardtensor.tensor._tensor import ShardTensor
 
 
 class _Placements(tuple):  # type: ignore[type-arg]
-    """Placements that know the cuts, also after a journey to another rank."""
+    """Placements that hold the cuts, also after they are sent to another rank."""
 
     cuts: list[list[int] | None]
 
@@ -50,7 +50,7 @@ class _Stock(metaclass=_NotOurs):
 
 def _tell_cuts(module: Any) -> None:
     meta = getattr(module, "_DTensorMeta", None)
-    if meta is None:  # before torch 2.12: no DTensors between stages, ShardTensors are refused when they are sent
+    if meta is None:  # before torch 2.12: no DTensors between stages; sending a ShardTensor raises
         return
     describe = meta.from_dtensor
 

@@ -1,4 +1,4 @@
-"""torch._functorch._aot_autograd.runtime_wrappers: what happens around a graph when it runs. All versions; seen in torch 2.15."""
+"""torch._functorch._aot_autograd.runtime_wrappers: the code around a graph when it runs. All versions; seen in torch 2.15."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def patch(wrappers: Any) -> None:
 
 
 def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A result that is a view of an input is taken of the input again. torch adds the input's offset in storage to the result's, which
-    for ShardTensors has it already, and knows no views of another dtype."""
+    """If a result is a view of an input, torch takes the view again. torch adds the input's storage offset to the result's,
+    which for ShardTensors already includes it; and torch does not handle views with another dtype."""
 
     def alias(base: torch.Tensor, like: torch.Tensor, requires_grad: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not (_C.is_shard_tensor(base) and _C.is_shard_tensor(like)):
@@ -33,8 +33,8 @@ def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def _look_through(wrappers: Any) -> None:
-    """The mode that looks for wrong aliases at a graph's first run leaves subclasses to themselves. To the dispatcher ShardTensors
-    with values are none: nobody would run the op."""
+    """torch's mode that checks aliases at a graph's first run lets subclasses handle their own calls. But for the dispatcher,
+    ShardTensors with values are not subclasses, so nothing would run the op."""
     mode = getattr(wrappers, "_AnalyzeCustomOpInputOutputMode", None)
     if mode is None:
         return

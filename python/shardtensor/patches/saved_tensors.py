@@ -1,4 +1,4 @@
-"""torch.autograd.graph: save_on_cpu and allow_mutation_on_saved_tensors, told what a ShardTensor is. All versions."""
+"""torch.autograd.graph: save_on_cpu and allow_mutation_on_saved_tensors for ShardTensors. All versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtensor.tensor._tensor import ShardTensor
 
 
 def _pieces_on_cpu() -> None:
-    """save_on_cpu(pin_memory=True) copies into a plain tensor: the piece goes there, and comes back as what it was."""
+    """save_on_cpu(pin_memory=True) copies into a plain tensor: here the piece is copied, and later wrapped again."""
     init: Any = save_on_cpu.__init__
 
     @functools.wraps(init)
@@ -38,7 +38,7 @@ def _pieces_on_cpu() -> None:
 
 
 def _identify() -> None:
-    """allow_mutation_on_saved_tensors knows tensors by their memory: here the piece's."""
+    """allow_mutation_on_saved_tensors identifies tensors by their memory: for ShardTensors, the piece's."""
     of_tensor, of_storage = graph._get_tid, graph._get_sid
 
     def get_tid(t: torch.Tensor) -> tuple[int, int, int]:

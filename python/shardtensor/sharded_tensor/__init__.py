@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Options(TypedDict, total=False):
-    """What ShardedTensor and the factories take by name."""
+    """The keyword arguments of ShardedTensor and the factories."""
 
     dtype: torch.dtype | None
     layout: torch.layout
@@ -90,9 +90,9 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -
 
 
 def init_from_local_shards(local_shards: list[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False) -> ShardedTensor:
-    """From each rank's shards. What they say is compared on all ranks, and whatever does not fit is raised on all.
+    """Makes a ShardedTensor of each rank's shards. The ranks compare their metadata, and a mismatch raises on all.
 
-    With a None among the sizes, the shards are stacked along dim 0, by rank, and sized by what they are.
+    With a None among the sizes, the shards are stacked along dim 0 in the order of the ranks; their own sizes give the total.
     """
     return ShardedTensor._init_from_local_shards(local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs)
 

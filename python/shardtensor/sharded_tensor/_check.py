@@ -1,4 +1,4 @@
-"""What local shards and metadata must be like, with torch's error texts and the rank."""
+"""Checks of local shards and metadata, with torch's error texts and the rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardtensor.sharded_tensor._spec import check_cover, check_disjoint
 
 
 def flat_sizes(size: Sequence[Any]) -> torch.Size:
-    """Sizes given one by one or as one sequence."""
+    """Sizes, passed one by one or as one sequence."""
     dims = list(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else list(size)
     if not all(isinstance(n, int) for n in dims):
         raise TypeError(f"size has to be a sequence of ints, found: {dims}")
@@ -40,11 +40,11 @@ def require_strided(layout: torch.layout) -> None:
         raise ValueError("Only torch.strided layout is currently supported")
 
 
-# ---- the shards of one rank, before the ranks tell each other ----
+# ---- the shards of one rank, before the ranks communicate ----
 
 
 def local_metadata(shards: Sequence[Shard], sizes: torch.Size, group: ProcessGroup) -> ShardedTensorMetadata | None:
-    """What this rank has to tell: its shards, all alike; None where it holds nothing."""
+    """This rank's metadata for the others; checks that its shards are alike. None if it has no shards."""
     if not shards:
         return None
     first = properties_of(shards[0].tensor)
@@ -94,8 +94,8 @@ def _raise_local(expected: Any, found: Any, name: str) -> None:
 
 
 def global_metadata(told: Sequence[ShardedTensorMetadata | None], group: ProcessGroup, asked: Sequence[int | None]) -> ShardedTensorMetadata:
-    """Of what every rank has told, the whole tensor's metadata. A None in `asked`: the shards lie one after the other along dim 0,
-    by global rank, wherever they say they are."""
+    """The whole tensor's metadata from all ranks' metadata. With a None in `asked`, the shards are stacked along dim 0, by
+    global rank, and their offsets are ignored."""
     holders = [(dist.get_global_rank(group, i), metadata) for i, metadata in enumerate(told) if metadata is not None]
     holders.sort(key=lambda holder: holder[0])
     if not holders:
@@ -132,11 +132,11 @@ def _stacked(shards: Sequence[ShardMetadata], asked: Sequence[int | None]) -> tu
     return out, sizes
 
 
-# ---- shards against metadata that is taken at its word ----
+# ---- shards against metadata that is trusted ----
 
 
 def check_against(shards: Sequence[Shard], metadata: ShardedTensorMetadata, group: ProcessGroup) -> None:
-    """Without communication: this rank's shards are those of the metadata, whose shards make up the tensor."""
+    """Checks, without communication, that this rank's shards match the metadata and that its shards make up the tensor."""
     me = dist.get_rank()
     expected = [shard for shard in metadata.shards_metadata if place(group, shard.placement)[0] == me]
     if len(shards) != len(expected):
@@ -148,7 +148,7 @@ def check_against(shards: Sequence[Shard], metadata: ShardedTensorMetadata, grou
     for shard in shards:
         _check_shard_against(shard, metadata.tensor_properties, group)
         if shard.metadata not in expected:
-            raise ValueError(f"Local shard {shard.metadata} is none of sharded_tensor_metadata's on rank {me}: {expected}")
+            raise ValueError(f"Local shard {shard.metadata} is not in sharded_tensor_metadata for rank {me}: {expected}")
 
 
 def check_whole(metadata: ShardedTensorMetadata) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _written(t: ShardedTensor) -> list[Shard]:
-    """Those with elements; one per place where nobody has any."""
+    """The shards with elements; if no rank has elements, one shard per place."""
     return list({tuple(s.metadata.shard_offsets): s for s in t._local_shards if all(s.metadata.shard_sizes) or not t.numel()}.values())
 
 
@@ -39,7 +39,7 @@ def write_items(t: ShardedTensor, fqn: str) -> list[WriteItem]:
 
 
 def shard_at(t: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
-    """The shard itself, without its history: what is written to it is loaded."""
+    """The shard itself, detached. A load writes into it."""
     if index.offset is None:
         raise ValueError(f"Cannot lookup {index.fqn} since its a ShardedTensor and no offset was provided (rank {dist.get_rank()})")
     for shard in _written(t):

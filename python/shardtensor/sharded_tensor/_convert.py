@@ -1,4 +1,4 @@
-"""ShardTensor to ShardedTensor and back: the same memory where both can say where the boxes are, else one exchange."""
+"""ShardTensor to ShardedTensor and back: shares the memory if both can describe the same boxes, else one exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardtensor.tensor._tensor import ShardTensor
 
 
 def _layout_boxes(layout: _C.Layout, sizes: list[int], replicas: bool) -> list[Box]:
-    """All ranks' boxes; of replicas, the first rank's or everyone's."""
+    """All ranks' boxes; of replicas, all of them (`replicas`) or only the first rank's."""
     out = []
     for index, rank in enumerate(layout.mesh.ranks):
         coordinate = coordinate_at(layout.mesh, index)
@@ -63,7 +63,7 @@ def to_sharded(t: ShardTensor, spec: ShardingSpec | None, process_group: Process
     shards = []
     for s in metadata.shards_metadata:
         if s.placement is not None and s.placement.rank() == me:
-            tensor = held.get((*s.shard_offsets, *s.shard_sizes), piece)  # an empty chunk lies elsewhere
+            tensor = held.get((*s.shard_offsets, *s.shard_sizes), piece)  # an empty chunk has another offset
             shards.append(Shard(tensor.contiguous().detach().requires_grad_(t.requires_grad), s))
     out = ShardedTensor._make(found, metadata, shards, group)
     if spec is None:
@@ -84,7 +84,7 @@ def _group_of_mesh(mesh: _C.Mesh) -> ProcessGroup:
 
 
 def _chunks(layout: _C.Layout, metadata: ShardedTensorMetadata) -> tuple[ShardingSpec, ShardedTensorMetadata] | None:
-    """Even pieces in a row are a ChunkShardingSpec, which has its own idea of where empty chunks lie."""
+    """If the pieces are even and in order, returns a ChunkShardingSpec, which gives empty chunks other offsets."""
     if len(layout.placements) != 1 or not layout.is_sharded or not layout.is_even:
         return None
     spec = ChunkShardingSpec(layout.placements[0][1], [s.placement for s in metadata.shards_metadata])  # type: ignore[misc]
@@ -124,7 +124,7 @@ def from_sharded(
 
 
 def _pieces_as_local(t: ShardedTensor, held: list[Box], layout: _C.Layout, sizes: list[int], devices: set[str]) -> torch.Tensor:
-    """This rank's piece under the layout: its shard where that is on all ranks the same box, else moved there."""
+    """This rank's piece under the layout: its shard, if on all ranks the shard is the same box; else the values are moved."""
     me = dist.get_rank()
     wanted = [box for box in _layout_boxes(layout, sizes, replicas=True) if all(box[2])]
     ranks = [rank for rank, *_ in wanted]
@@ -148,7 +148,7 @@ def _pieces_as_local(t: ShardedTensor, held: list[Box], layout: _C.Layout, sizes
 
 
 def _layout_of(held: list[Box], sizes: list[int], mesh: DeviceMesh, who: str) -> _C.Layout | None:
-    """The layout that says where the boxes are, if there is one: a dim cut in a row of ranks."""
+    """The layout that describes the boxes, if there is one: one dim cut in the order of the ranks."""
     ranks = mesh.mesh.flatten().tolist()
     for dim in range(len(sizes)) if mesh.ndim == 1 else ():
         lengths = {rank: lengths[dim] for rank, _, lengths in held}
@@ -164,7 +164,7 @@ def _even_layout(mesh: DeviceMesh, ndim: int, who: str) -> _C.Layout:
     return make_layout(mesh, [*([ShardPlacement(0)] if ndim else []), *rest], ndim, who=who)
 
 
-# ---- a sharded embedding, by way of a ShardTensor ----
+# ---- a sharded embedding, computed by a ShardTensor ----
 
 
 def embedding(
@@ -176,17 +176,17 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """The rows that this rank asks for. Every rank of the group calls it with indices of its own; gradients reach the shards."""
+    """The rows at this rank's indices. Every rank of the group calls it with its own indices; gradients reach the shards."""
     who, group, sizes = "embedding of a ShardedTensor", weight._process_group, list(weight.size())
     require_member(group, who)
     mesh = as_device_mesh(group_mesh(group, carrier_of(group, _device_types(weight.metadata().shards_metadata)).type))
     layout = _layout_of([box for box in weight._boxes() if all(box[2])], sizes, mesh, who)
     if layout is None:
-        raise NotImplementedError(f"{who}: {weight.sharding_spec()} is not one dim cut in a row of the ranks; reshard it first")
+        raise NotImplementedError(f"{who}: {weight.sharding_spec()} does not cut one dim in order of rank; reshard it first")
     if max_norm is not None:
         raise NotImplementedError(f"{who}: argument 'max_norm' would write to rows that other ranks hold; scale the weight yourself")
     mine = [shard.tensor for shard in weight.local_shards() if shard.tensor.numel()]
-    if not mine:  # nothing, but a part in the backward
+    if not mine:  # no rows, but it takes part in the backward
         mine = [torch.empty(layout.local_sizes(sizes), dtype=weight.dtype, device=mesh.device_type, requires_grad=weight.requires_grad)]
     rows = _C.from_local(mine[0], layout, sizes, None, None)
     ids = ShardTensor.from_local(input, mesh, [ShardPlacement(0)], sharding_shapes="infer")

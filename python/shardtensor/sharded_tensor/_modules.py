@@ -1,4 +1,4 @@
-"""Whole tensors, parameters and modules to shards: the functions of torch.distributed._shard, and the state dict hooks."""
+"""Shards whole tensors, parameters and modules: the functions of torch.distributed._shard, and the state dict hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPECS = (ChunkShardingSpec, EnumerableShardingSpec)
 
 
 def shard_whole(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process_group: ProcessGroup | None = None) -> ShardedTensor:
-    """Cuts the tensor that the group's rank `src_rank` has; the others' are only looked at for size and dtype."""
+    """Cuts the tensor of the group's rank `src_rank`. Of the other ranks' tensors only size and dtype are read."""
     group = group_of(process_group)
     properties = _check.properties_of(tensor)
     metadata = spec.build_metadata(tensor.size(), properties)
@@ -44,14 +44,14 @@ add_shard(shard_whole)
 def _shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: ProcessGroup | None = None
 ) -> ShardedTensor:
-    """A ShardedTensor of the values that the group's rank `src_rank` has, after a look at whether all ranks ask for the same."""
+    """A ShardedTensor of the values of the group's rank `src_rank`. First checks that all ranks pass the same arguments."""
     return _shard_agreed(tensor, None, sharding_spec, src_rank, process_group)
 
 
 def _shard_agreed(
     tensor: torch.Tensor | None, error: Exception | None, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None
 ) -> ShardedTensor:
-    """`error`: this rank has no such tensor."""
+    """`error`: the reason why this rank has no such tensor."""
     group = group_of(process_group)
     require_member(group, "shard_parameter")
 
@@ -62,11 +62,11 @@ def _shard_agreed(
         if not tensor.is_contiguous():
             raise ValueError(f"input tensor is not a contiguous Tensor (rank {dist.get_rank()})")
         if not 0 <= src_rank < dist.get_world_size(group):
-            raise ValueError(f"src_rank={src_rank} is no rank of a group of {dist.get_world_size(group)} ranks")
+            raise ValueError(f"src_rank={src_rank} is not a rank of a group of {dist.get_world_size(group)} ranks")
         ours = own_spec(spec)
         shards = ours.build_metadata(tensor.size(), _check.properties_of(tensor)).shards_metadata
         boxes_of(shards, group)
-        asked = ours if isinstance(ours, _SPECS) else shards  # users' specs need not know what equals them
+        asked = ours if isinstance(ours, _SPECS) else shards  # users' specs need not define equality
         facts = dict(size=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad, device=tensor.device.type)
         return dict(src_rank=src_rank, sharding_spec=asked) | facts
 
@@ -92,7 +92,7 @@ def _shard_agreed(
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: ProcessGroup | None = None
 ) -> None:
-    """Puts a ShardedTensor of the group's rank `src_rank`'s values in the parameter's place."""
+    """Replaces the parameter by a ShardedTensor of the values of the group's rank `src_rank`."""
 
     def find() -> torch.Tensor:
         if not hasattr(module, param_name):
@@ -110,7 +110,7 @@ def shard_parameter(
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: ProcessGroup | None = None) -> None:
-    """Shards the parameters and submodules that the plan names, and hooks its outputs. Nothing is done where the plan is wrong."""
+    """Shards the parameters and submodules that the plan names, and hooks its outputs. A wrong plan changes nothing."""
     sharders = [name for name, entry in plan.plan.items() if isinstance(entry, Sharder)]
     for name, entry in plan.plan.items():
         if not isinstance(entry, (ShardingSpec, Sharder)):
@@ -139,7 +139,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """The module's output, where it is a ShardedTensor, is cut as the spec says."""
+    """Reshards the module's output by the spec, if it is a ShardedTensor."""
 
     def reshard(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
@@ -149,7 +149,7 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """The module's output, where it is a ShardedTensor, is this rank's piece, without a cut dim of size 1."""
+    """Replaces the module's output by this rank's piece, if it is a ShardedTensor, and drops a cut dim of size 1."""
 
     def collect(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         if not isinstance(output, ShardedTensor):
@@ -175,7 +175,7 @@ def _keys(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str]
 
 
 def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """For Module._register_state_dict_hook: ShardedTensors that are attributes, no parameters, are part of the state dict."""
+    """For Module._register_state_dict_hook: adds ShardedTensors that are attributes, not parameters, to the state dict."""
     for key, submodule, name in _keys(module, prefix):
         if isinstance(submodule.__dict__[name], ShardedTensor):
             destination[key] = submodule.__dict__[name]
@@ -191,7 +191,7 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """For Module._register_load_state_dict_pre_hook(..., with_module=True): the way back."""
+    """For Module._register_load_state_dict_pre_hook(..., with_module=True): the reverse of state_dict_hook."""
     for key, submodule, name in _keys(module, prefix):
         if isinstance(state_dict.get(key), ShardedTensor):
             setattr(submodule, name, state_dict[key])

@@ -1,6 +1,7 @@
-"""Where a ShardedTensor's boxes are, what its ranks must agree on before they communicate, and the one function that moves data.
+"""The places of a ShardedTensor's boxes, what ranks must agree on before they communicate, and the one function that moves
+data.
 
-A list of (global rank, offsets, sizes), the same on every rank and made from the metadata, is all that is known of the others.
+A rank knows the others only by a list of (global rank, offsets, sizes), made from the metadata and the same on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _loading_group: ProcessGroup | None = None
 
 @contextmanager
 def load_with_process_group(process_group: ProcessGroup) -> Iterator[ProcessGroup]:
-    """ShardedTensors that are unpickled within are in this group, not the default one."""
+    """Inside, unpickled ShardedTensors belong to this group, not to the default one."""
     global _loading_group
     if _loading_group is not None:
         raise RuntimeError('ProcessGroup already set by previous "load_with_process_group" context manager')
@@ -53,7 +54,7 @@ def _get_current_process_group() -> ProcessGroup:
 
 def require_member(group: ProcessGroup, who: str) -> None:
     if _rank_not_in_group(group):
-        raise RuntimeError(f"{who}: rank {dist.get_rank()} is not in the process group; call it on the group's ranks alone")
+        raise RuntimeError(f"{who}: rank {dist.get_rank()} is not in the process group; call it only on the group's ranks")
 
 
 def place(group: ProcessGroup, placement: _remote_device | None) -> tuple[int, torch.device]:
@@ -64,7 +65,7 @@ def place(group: ProcessGroup, placement: _remote_device | None) -> tuple[int, t
     if worker is not None:
         rank = _rank_of_worker(worker)
     elif rank is None:
-        raise ValueError(f"placement {placement} names no rank, so that no one would hold the shard; say rank:R/{placement}")
+        raise ValueError(f"placement {placement} names no rank, so no rank would hold the shard; use rank:R/{placement}")
     if not _rank_not_in_group(group) and rank not in (ranks := dist.get_process_group_ranks(group)):
         raise ValueError(f"Global rank {rank} does not exist in input process group: {ranks}")
     return rank, placement.device()
@@ -90,7 +91,7 @@ def boxes_of(shards: Sequence[ShardMetadata], group: ProcessGroup) -> list[Box]:
 
 
 def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
-    """What the function gives, or what it raises: for errors that the other ranks shall raise too."""
+    """The function's result, or its exception: for errors that the other ranks should raise too."""
     try:
         return function(*args), None
     except Exception as error:
@@ -98,7 +99,7 @@ def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception
 
 
 def gather_values(value: Any, error: Exception | None, group: ProcessGroup) -> list[Any]:
-    """Every rank's value, by group rank. Where a rank has an error, all raise: that rank its own, the others the first one."""
+    """Every rank's value, by group rank. If a rank has an error, all raise: that rank its own, the others the first error."""
     entry = (value, None if error is None else (type(error), str(error)))
     entries: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(entries, entry, group=group)
@@ -112,7 +113,7 @@ def gather_values(value: Any, error: Exception | None, group: ProcessGroup) -> l
 
 
 def agree(who: str, group: ProcessGroup, error: Exception | None = None, **same: Any) -> None:
-    """Raises on all ranks where one has an error, or arguments that must be the same are not. One small all-gather."""
+    """Raises on all ranks if one has an error, or if arguments that must be the same differ. One small all-gather."""
     device = carrier_of(group, set())
     mesh = group_mesh(group, device.type)
     mine = torch.tensor([error is not None, zlib.crc32(repr(same).encode())], dtype=torch.int64, device=device)
@@ -129,7 +130,7 @@ def agree(who: str, group: ProcessGroup, error: Exception | None = None, **same:
 
 
 def anywhere(flag: bool, group: ProcessGroup) -> bool:
-    """Whether it is so on any rank of the group."""
+    """Whether the flag is set on any rank of the group."""
     return bool(_C.max_over(group_mesh(group, carrier_of(group, set()).type), int(flag)))
 
 
@@ -137,7 +138,7 @@ def anywhere(flag: bool, group: ProcessGroup) -> bool:
 
 
 def carrier_of(group: ProcessGroup, wanted: set[str]) -> torch.device:
-    """The device that data travels on: the tensors' own where all have one and the group serves it."""
+    """The device from which data is sent: the tensors' own, if all have the same and the group supports it."""
     served = [device.type for device in group._device_types]
     kind = next(iter(wanted)) if len(wanted) == 1 and wanted <= set(served) else ("cpu" if "cpu" in served else served[0])
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -151,7 +152,7 @@ def move(
     dtype: torch.dtype,
     devices: set[str],
 ) -> list[torch.Tensor]:
-    """This rank's boxes of `wanted`, from those that hold their elements. `pieces`: this rank's boxes of `held`.
+    """This rank's boxes of `wanted`, from the ranks that hold their elements. `pieces`: this rank's boxes of `held`.
 
     `devices`: the types of all devices on which any rank has or wants a box, the same set on every rank.
     """
@@ -161,13 +162,13 @@ def move(
 
 
 class Move(torch.autograd.Function):
-    """move() between two lists of boxes that hold each element once: the gradient goes the way back."""
+    """move() between two lists of boxes that hold each element once. The gradient moves back."""
 
     @staticmethod
     def forward(
         ctx: Any, held: list[Box], wanted: list[Box], group: ProcessGroup, devices: set[str], anchor: torch.Tensor, *pieces: torch.Tensor
     ) -> Any:
-        """`anchor` requires grad, of the tensor's dtype: for a rank that has no piece which would."""
+        """`anchor`, of the tensor's dtype, requires grad: for a rank without a piece that does."""
         ctx.way = held, wanted, group, devices
         ctx.like = [(p.dtype, p.device) for p in pieces]
         return tuple(move(pieces, held, wanted, group, anchor.dtype, devices))

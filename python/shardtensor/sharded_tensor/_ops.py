@@ -1,4 +1,4 @@
-"""Which torch functions take ShardedTensors: one table, users' own before it, and whatever is made of element-wise ops alone."""
+"""Which torch functions take ShardedTensors: users' own, one table, and functions that consist of element-wise ops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SPEC_OPS: dict[tuple[type, Op], Op] = {}  # that a kind of spec does its own wa
 
 
 def register(wrapped_func: Op, op: Op, table: dict[Any, Op], key: Any = None) -> Op:
-    """Puts a function of (types, args, kwargs, process_group) into the table, behind the checks that all ops share."""
+    """Adds a function of (types, args, kwargs, process_group) to the table, after the checks that all ops share."""
     if len(inspect.signature(wrapped_func).parameters) != 4:
         raise TypeError(
             "Custom sharded op function expects signature: (types, args, kwargs, process_group), but received "
@@ -49,17 +49,17 @@ def register(wrapped_func: Op, op: Op, table: dict[Any, Op], key: Any = None) ->
 
 
 def custom_sharded_op_impl(func: Op) -> Callable[[Op], Op]:
-    """Decorator: a function of (types, args, kwargs, process_group) is `func` for ShardedTensors, before what is here."""
+    """Decorator: a function of (types, args, kwargs, process_group) implements `func` for ShardedTensors, before our own."""
     return functools.partial(register, op=func, table=_CUSTOM_SHARDED_OPS)
 
 
 def _sharded_op_impl(func: Op) -> Callable[[Op], Op]:
-    """As custom_sharded_op_impl, but after users' own and those of sharding specs."""
+    """As custom_sharded_op_impl, but after users' functions and those of sharding specs."""
     return functools.partial(register, op=func, table=_SHARDED_OPS)
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Callable[[Op], Op]:
-    """Decorator: a function of (types, args, kwargs, process_group) is `func` for ShardedTensors with specs of that class."""
+    """Decorator: a function of (types, args, kwargs, process_group) implements `func` for specs of that class."""
     return functools.partial(register, op=func, table=_SPEC_OPS, key=(sharding_spec_class, func))
 
 
@@ -91,7 +91,7 @@ def _unsupported(func: Op, args: Any, kwargs: Any, why: str) -> RuntimeError:
     return RuntimeError(f"torch function '{name}', with args: {args} and kwargs: {kwargs} not supported for ShardedTensor! ({why})")
 
 
-# ---- what torch.Tensor knows without data ----
+# ---- properties of torch.Tensor that need no data ----
 
 
 def _by_wrapper(op: Op) -> None:
@@ -114,7 +114,7 @@ for _function in (torch.is_complex, torch.is_floating_point, torch.numel):
 
 
 def _method_of_shards(op: Op) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a function of the ShardedTensor and the op's further arguments."""
+    """Registers a function of the ShardedTensor and the op's other arguments."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @_sharded_op_impl(op)
@@ -128,7 +128,7 @@ def _method_of_shards(op: Op) -> Callable[[Callable[..., Any]], Any]:
 
 @_method_of_shards(_T.device.__get__)
 def _device(t: ShardedTensor) -> torch.device:
-    """Of this rank's shards; where it holds none, the device of its process group."""
+    """The device of this rank's shards; without shards, that of its process group."""
     if t._local_shards:
         return t._local_shards[0].tensor.device
     types = {s.placement.device().type for s in t._metadata.shards_metadata if s.placement is not None}
@@ -143,7 +143,7 @@ def _is_meta(t: ShardedTensor) -> bool:
 
 @_method_of_shards(torch._has_compatible_shallow_copy_type)
 def _shallow(t: ShardedTensor, other: Any) -> bool:
-    """Module.to and the like put new parameters in the place of the old ones."""
+    """Makes Module.to and similar functions replace old parameters by new ones."""
     return False
 
 
@@ -226,7 +226,7 @@ _compare(torch.allclose)
 
 @_method_of_shards(_T.any)
 def _any(t: ShardedTensor) -> torch.Tensor:
-    """On every rank; nn.init.trunc_normal_ asks it."""
+    """The same result on every rank; nn.init.trunc_normal_ needs it."""
     mine = any(bool(shard.tensor.any()) for shard in t._local_shards)
     return torch.tensor(anywhere(mine, t._process_group), device=_device(t))
 
@@ -254,7 +254,7 @@ def _likes(**factories: Op) -> None:
 
 @_method_of_shards(_T.new_tensor)
 def _new_tensor(t: ShardedTensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
-    """A plain one."""
+    """A plain tensor."""
     return torch.tensor(data, dtype=dtype or t.dtype, device=device or t.device, requires_grad=requires_grad)
 
 
@@ -294,7 +294,7 @@ def _init_kaiming_uniform(
     nonlinearity: Any = "leaky_relu",
     generator: torch.Generator | None = None,
 ) -> ShardedTensor:
-    """By the fan of the whole tensor, whatever a shard's would be."""
+    """With the fan of the whole tensor, not of a shard."""
     _given(a=a, mode=mode, nonlinearity=nonlinearity)
     fan = nn.init._calculate_correct_fan(tensor, mode)  # type: ignore[no-untyped-call]
     bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
@@ -331,11 +331,11 @@ class _ElementwiseOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _elementwise(func: Op, args: Any, kwargs: Any, found: list[ShardedTensor]) -> Any:
-    """Shard by shard, after a run on tensors of one element, which tells every rank alike whether that is right."""
+    """Runs shard by shard. A run on tensors of one element first tells every rank alike whether that is correct."""
     first = found[0]
     leaves, tree = pytree.tree_flatten((args, kwargs))
     if any(isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor) and x.numel() != 1 for x in leaves):
-        raise _unsupported(func, args, kwargs, "a plain tensor of more than one element is cut in no way")
+        raise _unsupported(func, args, kwargs, "a plain tensor of more than one element has no shards")
     if any(t._metadata.shards_metadata != first._metadata.shards_metadata or t._process_group != first._process_group for t in found):
         raise _unsupported(func, args, kwargs, "the ShardedTensors are not cut alike; reshard one")
     # Not on the meta device, whose kernels import torch._dynamo.

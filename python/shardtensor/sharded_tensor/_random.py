@@ -1,4 +1,4 @@
-"""Random values of shards: an element's value depends on the seed and its global index alone, as in shardtensor.random."""
+"""Random values of shards: an element's value depends only on the seed and its global index, as in shardtensor.random."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from shardtensor.sharded_tensor import ShardedTensor
 
 def _box_layout(offsets: list[int], sizes: list[int], whole: list[int], device_type: str) -> _C.Layout:
-    """A layout whose piece here is that box. Its mesh says where things are and never communicates: per dim that is cut, a
-    coordinate each for what is before the box, the box, and what is behind it."""
+    """A layout whose piece here is that box. Its mesh only gives positions and never communicates: each dim that is cut has
+    three coordinates, for the indices before the box, the box, and the indices after it."""
     cut = [d for d, (n, size) in enumerate(zip(sizes, whole, strict=True)) if n != size]
     shape = [3] * len(cut) or [1]
     here = (3 ** len(cut)) // 2  # 1, 1, ..., 1
@@ -28,7 +28,7 @@ def _box_layout(offsets: list[int], sizes: list[int], whole: list[int], device_t
 
 
 def fill(draw: Callable[..., Any], t: ShardedTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> ShardedTensor:
-    """Tensor.uniform_ or another that fills with random values. All ranks of the group take one step of the generator."""
+    """Runs Tensor.uniform_ or another random fill. All ranks of the group take one step of the generator."""
     if dist.distributed_c10d._rank_not_in_group(t._process_group):
         return t
     if generator is None:

@@ -1,4 +1,4 @@
-"""RRefs to the other ranks' shards: every rank hands its own to all others, by RPC."""
+"""RRefs to the other ranks' shards: every rank sends its own to all others, by RPC."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _tensors: weakref.WeakValueDictionary[int, ShardedTensor] = weakref.WeakValueDic
 
 
 def share(tensor: ShardedTensor) -> None:
-    """Called by all RPC workers, in the same order as for their other ShardedTensors."""
+    """Must be called by all RPC workers, in the same order as for their other ShardedTensors."""
     if not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
         raise RuntimeError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if init_rrefs is set to True"

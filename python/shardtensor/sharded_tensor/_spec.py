@@ -1,7 +1,7 @@
 """How a ShardedTensor is cut. Users import it as shardtensor.sharding_spec.
 
-The specs are torch's own to isinstance(), and equal torch's of the same content. Empty shards may lie anywhere, a tensor can be
-sharded by any of them, and what is checked is checked for every shard.
+The specs are subclasses of torch's, and equal torch's specs of the same content. Empty shards may be anywhere, any spec can
+shard a tensor, and every check covers every shard.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PUBLIC = "shardtensor.sharding_spec"  # where users and files find the classes
 _shard: Callable[..., ShardedTensor]  # add_shard() sets it
 
 
-# ---- what a list of shards must be ----
+# ---- checks of a list of shards ----
 
 
 def _overlapping(shards: Sequence[ShardMetadata]) -> tuple[ShardMetadata, ShardMetadata] | None:
-    """Two shards with an element in common, if there are any: a sweep along the dim that tells most of them apart."""
+    """Two shards with an element in common, if there are any, by a sweep along the dim that separates most shards."""
     full = [(i, s) for i, s in enumerate(shards) if all(s.shard_sizes)]
     if len(full) < 2:
         return None
@@ -62,7 +62,7 @@ def _overlapping(shards: Sequence[ShardMetadata]) -> tuple[ShardMetadata, ShardM
 
 
 def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
-    """Raises where the shards have several numbers of dims, or two have an element in common."""
+    """Raises if the shards have different numbers of dims, or two have an element in common."""
     if len(shards) == 0:
         raise ValueError(f"Empty shard list provided: {shards}")
     ndim = len(shards[0].shard_offsets)
@@ -75,7 +75,7 @@ def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
 
 
 def check_cover(shards: Sequence[ShardMetadata], sizes: Sequence[int]) -> None:
-    """Raises where the shards, which have no element in common, are not exactly the tensor's elements."""
+    """Raises if the shards, which have no element in common, do not cover exactly the tensor's elements."""
     if len(sizes) != len(shards[0].shard_offsets):
         raise ValueError(f"Rank of tensor is {len(sizes)}, but shards rank is {len(shards[0].shard_offsets)}")
     volume = 0
@@ -139,13 +139,14 @@ class EnumerableShardingSpec(StockEnumerable):
 
 
 def add_shard(shard_whole: Callable[..., ShardedTensor]) -> None:
-    """For _modules, which knows ShardedTensor: what the specs' shard() calls, with tensor, spec, source and process group."""
+    """Sets the function that the specs' shard() calls with tensor, spec, source and process group. _modules, which knows
+    ShardedTensor, calls this."""
     global _shard
     _shard = shard_whole
 
 
 def own_spec(spec: Any) -> ShardingSpec:
-    """torch's own two specs as the ones here; users' stay what they are."""
+    """Converts torch's two specs to ours; users' specs stay unchanged."""
     if type(spec) is StockChunk:
         return ChunkShardingSpec(spec.dim, list(spec.placements))
     if type(spec) is StockEnumerable:
@@ -156,7 +157,7 @@ def own_spec(spec: Any) -> ShardingSpec:
 
 
 def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
-    """The ChunkShardingSpec that gives exactly these shards, where there is one; else they are enumerated."""
+    """The ChunkShardingSpec that gives exactly these shards, if there is one; else an EnumerableShardingSpec."""
     shards = list(shards_metadata)
     for dim in range(len(shards[0].shard_offsets)):
         if not any(s.shard_offsets[dim] for s in shards) or any(s.placement is None for s in shards):

@@ -100,7 +100,7 @@ class ShardedTensorBase(torch.Tensor):
         return self._metadata
 
     def local_shards(self) -> list[Shard]:
-        """This rank's shards; empty where it holds none."""
+        """This rank's shards; empty if it has none."""
         return self._local_shards
 
     @classmethod
@@ -112,10 +112,10 @@ class ShardedTensorBase(torch.Tensor):
 
 
 class ShardedTensor(ShardedTensorBase):
-    """A tensor cut into boxes that lie on the ranks of a process group, in any number to a rank.
+    """A tensor cut into boxes on the ranks of a process group, with any number of boxes per rank.
 
-    ShardedTensor(spec, *size) is not initialised memory; see also the factories and init_from_local_shards. The same calls are
-    made on every rank of the group. Where they communicate, an error of one rank is raised on all.
+    ShardedTensor(spec, *size) is uninitialised memory; see also the factories and init_from_local_shards. All ranks of the
+    group must make the same calls. If a call communicates, an error of one rank is raised on all.
     """
 
     _OWN: ClassVar[set[str]] = {
@@ -127,7 +127,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @dataclass
     class ProcessGroupState:
-        """Of a file: which rank wrote it, among how many."""
+        """Which rank wrote a file, and the sizes of its groups."""
 
         local_rank: int
         global_rank: int
@@ -184,7 +184,7 @@ class ShardedTensor(ShardedTensorBase):
         return out
 
     def _alike(self, tensors: Sequence[torch.Tensor], **properties: Any) -> ShardedTensor:
-        """Other values, in the order of the local shards, cut as this one is."""
+        """A ShardedTensor with the same cuts and other values, in the order of the local shards."""
         metadata = _check.with_properties(self._metadata, **properties)
         shards = [Shard(tensor, shard.metadata) for tensor, shard in zip(tensors, self._local_shards, strict=True)]
         return self._make(self._sharding_spec, metadata, shards, self._process_group, self._init_rrefs)
@@ -195,7 +195,7 @@ class ShardedTensor(ShardedTensorBase):
     def _init_from_local_shards(
         cls, local_shards: list[Shard], *global_size: Any, process_group: ProcessGroup | None = None, init_rrefs: bool = False
     ) -> ShardedTensor:
-        """The ranks tell each other what they hold. A None among the sizes: the shards are stacked along dim 0, by rank."""
+        """The ranks exchange their metadata. With a None among the sizes, the shards are stacked along dim 0, by rank."""
         group = group_of(process_group)
         require_member(group, "init_from_local_shards")
         asked = list(global_size[0]) if len(global_size) == 1 and isinstance(global_size[0], Sequence) else list(global_size)
@@ -206,7 +206,7 @@ class ShardedTensor(ShardedTensorBase):
 
         mine, error = attempt(describe)
         metadata = _check.global_metadata(gather_values(mine, error, group), group, asked)
-        if None in asked:  # where the shards say they are is not where they are
+        if None in asked:  # the shards' own offsets are wrong
             own = iter([s for s in metadata.shards_metadata if place(group, s.placement)[0] == dist.get_rank()])
             local_shards = [Shard(shard.tensor, next(own)) for shard in local_shards]
         spec, metadata = _with_spec(metadata, None)
@@ -221,7 +221,7 @@ class ShardedTensor(ShardedTensorBase):
         process_group: ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """From one tensor per rank, which is taken for the rank's only shard. Without communication."""
+        """From one tensor per rank, the rank's only shard. Without communication."""
         if not local_tensor.is_contiguous():
             raise ValueError(f"local_tensor is not a contiguous Tensor. (rank {dist.get_rank()})")
         spec, group = own_spec(sharding_spec), group_of(process_group)
@@ -240,7 +240,7 @@ class ShardedTensor(ShardedTensorBase):
         init_rrefs: bool = False,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
-        """From metadata that is the same on every rank, taken at its word: only this rank's shards are compared with it."""
+        """From metadata that is the same on every rank. It is trusted: only this rank's shards are compared with it."""
         group = group_of(process_group)
         _check.check_against(local_shards, sharded_tensor_metadata, group)
         spec, metadata = _with_spec(sharded_tensor_metadata, sharding_spec)
@@ -263,7 +263,7 @@ class ShardedTensor(ShardedTensorBase):
         return self._metadata.tensor_properties.pin_memory
 
     def remote_shards(self) -> dict[int, list[rpc.RRef[Shard]]]:
-        """RRefs to the other ranks' shards, by rank; they are there with init_rrefs=True."""
+        """RRefs to the other ranks' shards, by rank; requires init_rrefs=True."""
         if not self._init_rrefs:
             raise RuntimeError("ShardedTensor created with init_rrefs=False, no RRefs to remote shards available")
         return self._remote_shards
@@ -272,7 +272,7 @@ class ShardedTensor(ShardedTensorBase):
         return boxes_of(self._metadata.shards_metadata, self._process_group)
 
     def _pieces(self) -> list[torch.Tensor]:
-        """This rank's tensors in the order of the metadata, which need not be that of local_shards."""
+        """This rank's tensors in the order of the metadata, which may differ from the order of local_shards."""
         boxes = zip(self._boxes(), self._metadata.shards_metadata, strict=True)
         return self._tensors_of([shard for (rank, _, _), shard in boxes if rank == dist.get_rank()])
 
@@ -285,7 +285,7 @@ class ShardedTensor(ShardedTensorBase):
     def gather(  # type: ignore[override]
         self, dst: int = 0, out: torch.Tensor | None = None, enforce_dtype: bool = False, dtype: torch.dtype | None = None
     ) -> None:
-        """The whole tensor in `out` on the group's rank `dst`; `out` is None on the others. `dtype`: what is sent."""
+        """Writes the whole tensor to `out` on the group's rank `dst`; `out` is None on the others. `dtype`: as sent."""
         if enforce_dtype:
             warnings.warn("`enforce_dtype` is deprecated. Please use `dtype` instead.", FutureWarning, stacklevel=2)
         group = self._process_group
@@ -301,7 +301,7 @@ class ShardedTensor(ShardedTensorBase):
     def _check_out(self, dst: int, out: torch.Tensor | None) -> None:
         me, world = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
         if not 0 <= dst < world:
-            raise ValueError(f"ShardedTensor.gather: argument 'dst' is {dst}, no rank of a group of {world} ranks")
+            raise ValueError(f"ShardedTensor.gather: argument 'dst' is {dst}, not a rank of a group of {world} ranks")
         if me != dst:
             if out is not None:
                 raise ValueError(f"Argument ``dst_tensor`` must NOT be specified on non-destination ranks. (rank {me})")
@@ -311,7 +311,7 @@ class ShardedTensor(ShardedTensorBase):
             raise ValueError(f"Argument ``dst_tensor`` have size {tuple(out.size())},but should be {tuple(self.size())}")
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Cuts this tensor as the spec says, in place: any spec, in one exchange. The gradient goes the way back.
+        """Cuts this tensor by the spec, in place: any spec, in one exchange. The gradient moves back.
 
         Under autograd every rank needs a shard of the result: one that has none would not take part in the backward.
         """
@@ -345,7 +345,7 @@ class ShardedTensor(ShardedTensorBase):
         if idle:
             raise RuntimeError(
                 f"ShardedTensor.reshard: ranks {sorted(idle)} would have no shard and so no part in the backward; reshard under "
-                "torch.no_grad(), or give them a shard, if only an empty one"
+                "torch.no_grad(), or give each of them a shard, which may be empty"
             )
         anchor = torch.empty(0, dtype=self.dtype, requires_grad=True)
         return Move.apply(held, wanted, group, devices, anchor, *self._pieces())  # type: ignore[no-any-return, no-untyped-call]
@@ -413,7 +413,7 @@ class ShardedTensor(ShardedTensorBase):
         move_one: Callable[[torch.Tensor], torch.Tensor],
         process_group: ProcessGroup | None = None,
     ) -> ShardedTensor:
-        """`move_one` takes a shard there. Of the other ranks' devices only the type is known: their current ones."""
+        """`move_one` moves a shard. The other ranks use their current devices, of which only the type is known here."""
 
         def moved(shard: ShardMetadata) -> ShardMetadata:
             rank, _ = place(self._process_group, shard.placement)
@@ -452,7 +452,7 @@ class ShardedTensor(ShardedTensorBase):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def _attributes(self) -> dict[str, Any]:
-        """What others have set on the tensor; nn.Parameter is one of them."""
+        """The attributes that other code, such as nn.Parameter, has set on the tensor."""
         return {name: value for name, value in self.__dict__.items() if name not in self._OWN}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -466,7 +466,7 @@ class ShardedTensor(ShardedTensorBase):
     # ---- torch.distributed.checkpoint ----
 
     def _staged(self, copy_one: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
-        """async_save's copy on the CPU: of each shard, since the whole has no memory."""
+        """async_save's copy on the CPU: copies each shard, since the whole has no memory."""
         return self.detach()._relocated(torch.device("cpu"), self.dtype, copy_one)  # type: ignore[attr-defined, no-any-return]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -486,7 +486,8 @@ class ShardedTensor(ShardedTensorBase):
 
 
 def set_call(call: Callable[..., Any]) -> None:
-    """For _ops, which knows the functions: what runs one of torch's functions of ShardedTensors, called with func, types, args, kwargs."""
+    """Sets the function (func, types, args, kwargs) that runs torch's functions on ShardedTensors. _ops, which has the table,
+    calls this."""
     global _call
     _call = call
 
@@ -501,7 +502,7 @@ def _require_kept(memory_format: torch.memory_format) -> None:
 
 
 def _with_spec(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> tuple[ShardingSpec, ShardedTensorMetadata]:
-    """The metadata with the shards in the order that their spec has them, if it is not given but found."""
+    """The spec and the metadata. If the spec is not given, it is inferred, and the metadata's shards get its order."""
     if spec is not None:
         return own_spec(spec), _check.with_properties(metadata)
     spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
@@ -517,7 +518,7 @@ def _relocated_spec(spec: ShardingSpec, shards: list[ShardMetadata]) -> Sharding
 
 
 def finished_shard(tensor: torch.Tensor, shard: ShardMetadata, properties: TensorProperties) -> Shard:
-    """What has been moved, on the shard's device, and as the tensor's properties say."""
+    """A shard of moved data, on the shard's device and with the tensor's properties."""
     assert shard.placement is not None
     tensor = tensor.to(shard.placement.device())
     if properties.pin_memory:
@@ -534,7 +535,7 @@ def _rebuild(
     init_rrefs: bool,
     attributes: dict[str, Any],
 ) -> ShardedTensor:
-    """On the rank that it was pickled on, of groups of the same sizes."""
+    """Unpickles on the rank that pickled it, in groups of the same sizes."""
     if not dist.is_initialized():
         raise RuntimeError('Need to initialize default process group using "init_process_group" before loading ShardedTensor')
     group = _get_current_process_group()

@@ -1,1 +1,1 @@
-"""Several pieces to a rank: LocalShardsWrapper, and ShardTensors whose piece is one."""
+"""Several pieces per rank: LocalShardsWrapper, and ShardTensors whose piece is one."""

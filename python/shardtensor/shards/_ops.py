@@ -1,4 +1,4 @@
-"""Which ops do to a tensor what they do to each shard of it alone, and how they run so on LocalShardsWrappers."""
+"""Which ops can run on each shard alone with the same result as on the tensor, and how they run on LocalShardsWrappers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardtensor.shards._wrapper import LocalShardsWrapper
 
 _FOREACH = "_foreach_"
-# Beside what torch tags as pointwise.
+# Besides the ops that torch tags as pointwise.
 _SHARD_BY_SHARD = {
     *("_pin_memory", "_to_copy", "alias", "clone", "copy_", "detach", "empty_like", "fill", "fill_", "full_like", "lift_fresh"),
     *("masked_fill", "masked_fill_", "ones_like", "zero", "zero_", "zeros_like"),
@@ -42,7 +42,7 @@ def _is_pointwise(func: Any) -> bool:
 
 @functools.cache
 def is_on_lists(func: Any) -> bool:
-    """Whether it takes lists with one entry per tensor."""
+    """Whether the op takes lists with one entry per tensor."""
     return bool(func.overloadpacket.__name__.startswith((_FOREACH, "_fused_")))
 
 
@@ -52,7 +52,7 @@ def is_in_place(func: Any) -> bool:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an op that writes its arguments returns: those that it writes."""
+    """The arguments that the op writes, which it returns."""
     arguments = func._schema.arguments
     values = [
         args[i] if i < len(args) else kwargs[a.name]
@@ -64,25 +64,25 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def sizes_meant(size: Sequence[int], numel: int) -> list[int]:
-    """The same with its -1 worked out."""
+    """The sizes with -1 replaced by its value."""
     rest = math.prod(n for n in size if n != -1)
     return [numel // max(rest, 1) if n == -1 else int(n) for n in size]
 
 
 def refuse_unlike(func: Any, tensors: Sequence[Any]) -> None:
-    """Wrappers in one call have shards at the same places; what is no wrapper is one value for all shards."""
+    """Raises unless all wrappers have shards at the same places, and every other tensor is one value for all shards."""
     first, *others = [t for t in tensors if holds_shards(t)]
     for other in others:
         if other.local_chunks != first.local_chunks:
             raise ValueError(
                 f"{func}: LocalShardsWrappers with shards at different places, {_places(first)} and {_places(other)}, cannot be "
-                "taken shard by shard"
+                "combined shard by shard"
             )
     for t in tensors:
         if isinstance(t, torch.Tensor) and not holds_shards(t) and t.ndim > 0:
             raise NotImplementedError(
-                f"{func} is not supported for LocalShardsWrapper and a plain tensor of sizes {list(t.shape)}, of which it cannot "
-                "be told what belongs to which shard; use local_shards(), one by one"
+                f"{func} is not supported for LocalShardsWrapper and a plain tensor of sizes {list(t.shape)}: nothing says which "
+                "part belongs to which shard; use local_shards(), one by one"
             )
 
 
@@ -91,7 +91,7 @@ def _places(w: LocalShardsWrapper) -> list[tuple[list[int], list[int]]]:
 
 
 def on_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The results put together; None of an op that writes its arguments."""
+    """Runs the op on each shard and joins the results; None for an op that writes its arguments."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     refuse_unlike(func, leaves)
     first = next(t for t in leaves if holds_shards(t))
@@ -107,7 +107,7 @@ def on_each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def on_each_of_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """In one call: a wrapper's entry becomes one per shard, in every list."""
+    """Runs the op in one call: each wrapper in a list is replaced by its shards."""
     tensors = len(args[0])
     values = [*args, *kwargs.values()]
     lists = [v for v in values if isinstance(v, (list, tuple)) and len(v) == tensors]

@@ -1,7 +1,7 @@
 """ShardTensors whose piece is a LocalShardsWrapper. Its offsets, not the layout, say where values are.
 
-A layout tells sizes per rank, and nothing of shards that lie apart: it stands here for the mesh and for what the user asked for.
-What other ranks hold is asked of them, by all ranks together, when values move.
+A layout gives sizes per rank and cannot describe separate shards: here it only holds the mesh and the user's placements. When
+values move, all ranks exchange the places of their shards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def wrapper_of(t: Any) -> LocalShardsWrapper | None:
-    """The wrapper that is the tensor's piece, if it is one."""
+    """The tensor's piece, if it is a wrapper."""
     if not isinstance(t, torch.Tensor) or not _C.is_shard_tensor(t) or not _C.is_traced(t):
         return None
     local = _C.local(t)
@@ -67,7 +67,7 @@ def from_shards(
     run_check: bool,
     who: str,
 ) -> ShardTensor:
-    """from_local of a wrapper. Without `shape` the tensor is as large as if every rank's shards were as large together."""
+    """from_local of a wrapper. Without `shape`, all ranks' shards must have the same total sizes."""
     from shardtensor.shards._wrapper import LocalShardsWrapper, as_ours  # noqa: PLC0415  slow: torch's checkpoints
 
     wrapper, view = as_ours(local), as_mesh(mesh)
@@ -88,7 +88,7 @@ def from_shards(
         wrapper = LocalShardsWrapper([], [], ndim=ndim, dtype=wrapper.dtype, device=device)
     layout = make_layout(mesh, placements, ndim, who=who)
     if layout.has_partial:
-        raise ValueError(f"{who}: argument 'placements': {layout} has summands, which shards at offsets are not (rank {view.rank})")
+        raise ValueError(f"{who}: argument 'placements': {layout} has summands, but shards at offsets hold values (rank {view.rank})")
     sizes = list(shape) if shape is not None else layout.sizes_of_equal_pieces(list(wrapper.shape))
     out = _C.from_local(wrapper, layout, sizes, list(stride) if stride is not None else None)
     mine = [(view.rank, list(c.offsets), list(c.sizes)) for c in wrapper.local_chunks]
@@ -105,7 +105,7 @@ def _check_inside(places: list[_Place], sizes: list[int], who: str) -> None:
             )
 
 
-# ---- what everyone holds ----
+# ---- what each rank holds ----
 
 
 class _Places(NamedTuple):
@@ -115,7 +115,7 @@ class _Places(NamedTuple):
 
 
 def _places_of(t: torch.Tensor) -> _Places:
-    """Of a tensor with wrappers all ranks of its mesh ask together; a layout knows by itself."""
+    """The places of all boxes: from the layout or, for a tensor with wrappers, exchanged by the ranks of its mesh."""
     layout, wrapper = _C.layout(t), wrapper_of(t)
     if wrapper is None:
         return _Places(list(t.shape), t.dtype, _places_in(layout, list(t.shape)))
@@ -163,14 +163,14 @@ def _pieces_of(t: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 
 def as_shards(t: ShardTensor) -> LocalShardsWrapper:
-    """This rank's piece as what it is made of: views of its boxes, several where placements are strided, and their offsets."""
+    """This rank's piece as a wrapper of views of its boxes (several if placements are strided), with their offsets."""
     from shardtensor.shards._wrapper import LocalShardsWrapper  # noqa: PLC0415  slow: torch's checkpoints
 
     layout, wrapper = _C.layout(t), wrapper_of(t)
     if wrapper is not None:
         return wrapper.detach()  # type: ignore[return-value]
     if layout.has_partial:
-        raise RuntimeError(f"local_shards: {layout} has summands, which are no shards; redistribute it first (rank {layout.mesh.rank})")
+        raise RuntimeError(f"local_shards: {layout} has summands, which are not shards; redistribute it first (rank {layout.mesh.rank})")
     boxes = [(start, box) for start, box in box_views(_C.local(t).detach(), layout, list(t.shape)) if box.numel()]
     return LocalShardsWrapper([box for _, box in boxes], [o for o, _ in boxes], ndim=t.ndim, dtype=t.dtype, device=t.device)
 
@@ -185,7 +185,7 @@ def _exchanged(
 
 
 def _piece_in(layout: _C.Layout, sizes: list[int], parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The piece that `parts`, its boxes that have elements, make up."""
+    """The piece made of `parts`, its boxes that have elements."""
     shape = layout.local_sizes(sizes) if layout.mesh.has_me else [0]
     if len(parts) == 1 and list(parts[0].shape) == shape:
         return parts[0]
@@ -196,7 +196,7 @@ def _piece_in(layout: _C.Layout, sizes: list[int], parts: list[torch.Tensor], li
 
 
 def _refilled(wrapper: LocalShardsWrapper, parts: list[torch.Tensor]) -> LocalShardsWrapper:
-    """Other values in the wrapper's places, from those of its shards that have elements."""
+    """A wrapper with the same places and other values: `parts` are those of the shards that have elements."""
     if not wrapper.local_shards():
         return wrapper.like(wrapper.parts())
     rest = iter(parts)
@@ -204,7 +204,7 @@ def _refilled(wrapper: LocalShardsWrapper, parts: list[torch.Tensor]) -> LocalSh
 
 
 class _Moved(torch.autograd.Function):
-    """To a layout; the gradient goes back into the shards' places."""
+    """Moves to a layout; the gradient moves back to the shards' places."""
 
     @staticmethod
     def forward(
@@ -223,7 +223,7 @@ class _Moved(torch.autograd.Function):
 
 
 class _Taken(torch.autograd.Function):
-    """The wrapper itself; its gradient is one of the same places."""
+    """Returns the wrapper itself; its gradient is a wrapper with the same places."""
 
     @staticmethod
     def forward(ctx: Any, t: ShardTensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def redistribute(
     *,
     who: str,
 ) -> ShardTensor:
-    """One piece per rank, as `placements` say, of the values that the wrappers' offsets say."""
+    """Moves the values from the wrappers' offsets to one piece per rank, under `placements`."""
     mesh = _C.layout(t).mesh
     if device_mesh is not None and not set(as_mesh(device_mesh).ranks) <= set(mesh.ranks):
         raise NotImplementedError(
@@ -263,13 +263,13 @@ def redistribute(
 
 
 def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Shard by shard where all ranks have shards at the same places, else each value to where it belongs."""
+    """Copies shard by shard if all ranks have shards at the same places; otherwise moves each value to its place."""
     if not _C.is_shard_tensor(source) or not _C.is_shard_tensor(to):
         return _on_wrappers(func, (to, source, non_blocking), {})
     mesh, mine, other = _C.layout(to).mesh, wrapper_of(to), wrapper_of(source)
     if set(_C.layout(source).mesh.ranks) != set(mesh.ranks) or _C.layout(to).has_partial or _C.layout(source).has_partial:
         raise NotImplementedError(
-            f"{func} of a tensor of LocalShardsWrappers works between tensors on the same ranks and not with summands, but these are "
+            f"{func} of a tensor of LocalShardsWrappers works only between tensors on the same ranks and without summands, but these are "
             f"{_C.layout(to)} and {_C.layout(source)}"
         )
     if mine is not None and other is not None and not _C.max_over(mesh, int(mine.local_chunks != other.local_chunks)):
@@ -287,7 +287,7 @@ def _copy(func: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An op with a tensor of wrappers among its arguments; stock DTensors among them are taken as ShardTensors, without a copy."""
+    """Runs an op with a tensor of wrappers among its arguments. Stock DTensors become ShardTensors, without a copy."""
     out = _run(func, *pytree.tree_map_only(DTensor, ShardTensor.from_dtensor, (args, kwargs)))
     return written(func, args, kwargs) if is_in_place(func) else out
 
@@ -307,9 +307,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _refusal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> NotImplementedError:
     t = next(t for t in pytree.tree_leaves((args, kwargs)) if wrapper_of(t) is not None)
     return NotImplementedError(
-        f"{func}: a ShardTensor of sizes {list(t.shape)} whose piece is a LocalShardsWrapper (rank {_C.layout(t).mesh.rank}) has no "
-        "one dense piece per rank to compute on. Use to_local().local_shards(), or redistribute() it first, which brings each "
-        "value to where it belongs"
+        f"{func}: a ShardTensor of sizes {list(t.shape)} whose piece is a LocalShardsWrapper (rank {_C.layout(t).mesh.rank}) "
+        "does not have one dense piece per rank to compute on. Use to_local().local_shards(), or redistribute() it first, "
+        "which makes dense pieces"
     )
 
 
@@ -327,7 +327,7 @@ def _on_wrappers(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _inner(value: Any) -> Any:
-    """What the ranks' wrappers compute with: a wrapper, or a value that is the same on all ranks."""
+    """The operand for the wrappers' ops: a wrapper, or a value that is the same on all ranks."""
     if not isinstance(value, torch.Tensor) or not _C.is_shard_tensor(value):
         return value
     wrapper = wrapper_of(value)
@@ -344,7 +344,7 @@ def _wrapped_like(t: torch.Tensor, wrapper: torch.Tensor) -> ShardTensor:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Everybody's shards; the ranks agree on the answer."""
+    """Compares all ranks' shards; the ranks agree on the answer."""
     mine, other = wrapper_of(a), wrapper_of(b)
     if mine is None or other is None or _C.layout(a).mesh != _C.layout(b).mesh:
         raise _refusal(aten.equal.default, (a, b), {})
@@ -356,12 +356,12 @@ def first_offsets(t: ShardTensor) -> tuple[int, ...]:
     wrapper = wrapper_of(t)
     starts = wrapper.local_offsets() if wrapper is not None else []
     if not starts:
-        raise ValueError(f"offsets: no shard is on rank {_C.layout(t).mesh.rank}")
+        raise ValueError(f"offsets: there is no shard on rank {_C.layout(t).mesh.rank}")
     return tuple(min(start[dim] for start in starts) for dim in range(t.ndim))
 
 
 def in_places_of(wrapper: LocalShardsWrapper, whole: torch.Tensor) -> LocalShardsWrapper:
-    """Views of the whole tensor where the wrapper's shards are."""
+    """Views of the whole tensor at the places of the wrapper's shards."""
     if not wrapper.local_shards():
         return wrapper.like([torch.empty_like(part, dtype=whole.dtype, device=whole.device) for part in wrapper.parts()])
     return wrapper.like(

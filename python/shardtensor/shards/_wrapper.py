@@ -1,7 +1,7 @@
 """LocalShardsWrapper: this rank's shards of a larger tensor as one tensor, for checkpoints and embedding tables.
 
-A subclass of torch's class, so that code which asks for that one takes this one; nothing of it is used but its name. Ops run
-shard by shard where that is what they would do on the larger tensor, and raise where it is not.
+It is a subclass of torch's class, so that isinstance checks succeed, but uses none of its code. Ops run shard by shard if that
+gives the same result as on the larger tensor, and raise otherwise.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ functional = torch.ops._c10d_functional
 
 
 class LocalShardsWrapper(_Stock):
-    """Shards of one larger tensor and where each begins in it.
+    """Shards of one larger tensor, and the offset of each in it.
 
-    Of an empty list nothing can be learned: `ndim`, `dtype` and `device` say then what the others' shards are like.
+    For an empty list, `ndim`, `dtype` and `device` describe the other ranks' shards.
     """
 
-    # Without shards: a tensor without elements like the others' shards, and whether its device was asked for.
+    # Without shards: an empty tensor like the other ranks' shards, and whether its device was passed in.
     _nothing: torch.Tensor | None
     _is_told: bool
 
@@ -64,7 +64,7 @@ class LocalShardsWrapper(_Stock):
     # ---- the shards ----
 
     def local_shards(self) -> list[torch.Tensor]:
-        """This rank's shards: the list that was given, not a copy."""
+        """This rank's shards: the list that was passed in, not a copy."""
         return self._local_shards
 
     def local_sizes(self) -> list[torch.Size]:
@@ -87,7 +87,7 @@ class LocalShardsWrapper(_Stock):
         return not any(shard.numel() for shard in self._local_shards)
 
     def like(self, shards: list[torch.Tensor]) -> LocalShardsWrapper:
-        """Other values in the same places; without shards, the one tensor says their dtype and device."""
+        """A wrapper with other values at the same places. Without shards, the one tensor gives dtype and device."""
         if self._nothing is None:
             return LocalShardsWrapper(shards, self.local_offsets())
         (nothing,) = shards
@@ -95,14 +95,14 @@ class LocalShardsWrapper(_Stock):
         return LocalShardsWrapper([], [], ndim=self.ndim, dtype=nothing.dtype, device=device)
 
     def parts(self) -> list[torch.Tensor]:
-        """The shards; where there are none, a tensor without elements, on which ops do what they would do on shards."""
+        """The shards; without shards, one empty tensor, on which ops behave as on shards."""
         return self._local_shards if self._nothing is None else [self._nothing]
 
-    # ---- what a tensor says of itself ----
+    # ---- properties of a tensor ----
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The shards'; without shards the one given, else meta."""
+        """The shards' device; without shards the one that was passed in, else meta."""
         known = self._nothing is None or self._is_told
         return self.parts()[0].device if known else torch.device("meta")
 
@@ -115,7 +115,7 @@ class LocalShardsWrapper(_Stock):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether autograd follows the shards, or this tensor as the piece of a ShardTensor."""
+        """Whether autograd tracks the shards, or this tensor as the piece of a ShardTensor."""
         return self._storage_meta.properties.requires_grad or torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @requires_grad.setter
@@ -128,7 +128,7 @@ class LocalShardsWrapper(_Stock):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Module.to writes a parameter so."""
+        """Module.to assigns `data` to change a parameter."""
         new = as_ours(value)
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._local_shards, self._storage_meta = new._local_shards, new._storage_meta
@@ -174,14 +174,14 @@ class LocalShardsWrapper(_Stock):
     # ---- torch.distributed.checkpoint ----
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """One per shard; `object` is the tensor whose sizes the file tells: the DTensor around this one, or this one."""
+        """One per shard; the file records the sizes of `object`: the DTensor around this wrapper, or this wrapper."""
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, self._storage_meta.properties, object.size()),
             )
-            # One without elements may begin where another rank's shard does, of which torch's planner would then keep one.
+            # An empty shard may have the offset of another rank's shard; torch's planner would keep only one of the two.
             for chunk in self.local_chunks
             if all(chunk.sizes) or not object.numel()
         ]
@@ -219,7 +219,7 @@ class LocalShardsWrapper(_Stock):
 
 
 def as_ours(local: Any) -> LocalShardsWrapper:
-    """torch's class to this one: the same shards, no copy."""
+    """Converts torch's class to this one: the same shards, no copy."""
     if isinstance(local, LocalShardsWrapper):
         return local
     shards = local.local_shards()
@@ -239,15 +239,15 @@ def _check(shards: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]]) -> 
                 )
         if len(start) != shard.ndim or any(o < 0 for o in start):
             raise ValueError(
-                f"{who}: argument 'local_offsets': {[int(o) for o in start]} is no place for shard {i}, of sizes {list(shard.shape)}"
+                f"{who}: argument 'local_offsets': {[int(o) for o in start]} is not a valid offset for shard {i}, of sizes {list(shard.shape)}"
             )
 
 
 def _joint_sizes(chunks: list[ChunkStorageMetadata]) -> list[int]:
-    """The sizes of the shards laid together.
+    """The sizes of all shards together.
 
-    Shards that are all the crossings of some ranges per dim (rows apart, columns apart, a grid) make one tensor, as large as
-    the ranges together. Others make none: then, as in torch, the first's sizes with all widths added up.
+    If the shards form rows, columns or a grid (all combinations of some ranges per dim), their ranges add up per dim.
+    Otherwise, as in torch: the first shard's sizes, with all widths added up.
     """
     ndim = len(chunks[0].sizes)
     ranges = [{(c.offsets[d], c.sizes[d]) for c in chunks} for d in range(ndim)]
@@ -260,7 +260,7 @@ def _joint_sizes(chunks: list[ChunkStorageMetadata]) -> list[int]:
     return sizes
 
 
-# ---- ops that are more than the same on each shard ----
+# ---- ops that do not run shard by shard ----
 
 
 def _view(w: LocalShardsWrapper, size: Sequence[int]) -> LocalShardsWrapper:
@@ -271,7 +271,7 @@ def _view(w: LocalShardsWrapper, size: Sequence[int]) -> LocalShardsWrapper:
     if more or any(any(start) for start in starts):
         raise NotImplementedError(
             f"aten.view.default to {want} is not supported for LocalShardsWrapper of {len(starts)} shards at "
-            f"{[list(s) for s in starts]}: no offsets would say where they are; view local_shards(), one by one"
+            f"{[list(s) for s in starts]}: their offsets would be unknown; view local_shards(), one by one"
         )
     viewed = aten.view.default(shard, want)
     if not starts:
@@ -280,7 +280,7 @@ def _view(w: LocalShardsWrapper, size: Sequence[int]) -> LocalShardsWrapper:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """The same shards at the same places in the same order."""
+    """Whether both have the same shards at the same places in the same order."""
     if not isinstance(a, LocalShardsWrapper) or not isinstance(b, LocalShardsWrapper):
         raise NotImplementedError("aten.equal.default is not supported for LocalShardsWrapper and a tensor of another kind")
     alike = a.local_chunks == b.local_chunks and a.dtype == b.dtype
@@ -291,13 +291,13 @@ def _new_empty(w: LocalShardsWrapper, size: Sequence[int], **kwargs: Any) -> Loc
     if list(size) != list(w.shape):
         raise NotImplementedError(
             f"aten.new_empty.default of sizes {list(size)} is not supported for LocalShardsWrapper of sizes {list(w.shape)}: "
-            "no offsets would say where its shards are"
+            "the offsets of its shards would be unknown"
         )
     return w.like([torch.empty_like(part, **kwargs) for part in w.parts()])
 
 
 def _all_gather(w: LocalShardsWrapper, *args: Any) -> torch.Tensor:
-    """Of the shards, one under the other."""
+    """Gathers the shards, one below the other."""
     widths = {tuple(part.shape[1:]) for part in w.parts()}
     if len(widths) > 1:
         raise NotImplementedError(

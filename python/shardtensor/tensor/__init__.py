@@ -1,1 +1,1 @@
-"""The tensor class, its spec, and layouts and meshes as Python sees them. Imports no other room; they add methods to the class."""
+"""The tensor class, its spec, and Python's layouts and meshes. Imports no other folder; others add methods to the class."""

@@ -1,7 +1,7 @@
-"""What torch.compile asks of a ShardTensor: how to take it apart and put it together, what to guard, what a tangent may be.
+"""torch.compile's protocol for ShardTensors: how to flatten and unflatten them, what to guard, which tangents are allowed.
 
-A graph holds the pieces. A ShardTensor that stands for one of a graph's carries Python's dispatch key; its ops come to
-__torch_dispatch__ and through the same C++ handler, where collectives become nodes of the graph (csrc/comm/traced.h).
+A graph holds the pieces. A ShardTensor that stands for a tensor of a graph carries Python's dispatch key. Its ops go to
+__torch_dispatch__ and then to the same C++ handler, where collectives become nodes of the graph (csrc/comm/traced.h).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 class ShardOrder(tuple):  # type: ignore[type-arg]
-    """A spec's shard_order, entry by entry as torch's, with what torch does not know: every rank's cuts, and the offset in storage.
+    """A spec's shard_order with torch's entries, plus two facts that torch does not know: every rank's cuts, and the storage
+    offset.
 
-    torch.compile keeps it, compares it and writes it to its caches, and hands it back when a tensor is put together.
+    torch.compile stores it, compares it, writes it to its caches, and passes it back when it unflattens a tensor.
     """
 
     cuts: tuple[tuple[int, ...] | None, ...]
@@ -74,7 +75,7 @@ def flatten(t: ShardTensor) -> tuple[list[str], Any]:
             "compiled function, or mark their function with torch.compiler.disable"
         )
     guard_graph()
-    layout, offset = t._layout, int(t.storage_offset())  # a symbol is guarded: no context holds one
+    layout, offset = t._layout, int(t.storage_offset())  # a symbol is guarded: a context cannot hold one
     order = _orders.get((layout.id, offset))
     if order is None:
         order = _orders[layout.id, offset] = t._spec.shard_order  # type: ignore[assignment]
@@ -90,7 +91,7 @@ def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> 
 
 
 def _layout_of(mesh: Any, placements: tuple[Placement, ...], ndim: int, order: ShardOrder) -> _C.Layout:
-    known = order.__dict__.get("_layout")  # of the mesh and placements it was last asked for with
+    known = order.__dict__.get("_layout")  # for the mesh and placements of the last call
     if known is not None and known[0] is mesh and known[1] == placements:
         return known[2]  # type: ignore[no-any-return]
     cuts = order.cuts if any(order.cuts) else ()
@@ -100,14 +101,14 @@ def _layout_of(mesh: Any, placements: tuple[Placement, ...], ndim: int, order: S
 
 
 def tangent(t: ShardTensor) -> ShardTensor:
-    """A tangent as the graph is to take it: whole instead of in summands."""
+    """The tangent in the form that the graph expects: whole instead of in summands."""
     if not t._layout.has_partial:
         return t
     return t.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in t.placements])
 
 
 def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTensor | None:
-    """A tangent that came in another layout than the graph was traced for."""
+    """Converts a tangent whose layout differs from the one that the graph was traced for."""
     if expected_type is not None:
         return None
     placements, _meta, order, _requires_grad = context
@@ -117,13 +118,12 @@ def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTenso
 
 # ---- guards ----
 
-# Why no graph may be traced or run now, if there is a reason.
+# Reasons why no graph may be traced or run now.
 graphs_refused: list[str] = []
 
 
 def guard_graph() -> None:
-    """While dynamo traces: the graph shall hold only for what it was made with. torch itself guards neither a DTensor's sizes nor,
-    of course, our modes."""
+    """While dynamo traces, adds our guards: torch itself guards neither a DTensor's sizes nor our modes."""
     context = TracingContext.try_get()
     if context is None:
         return
@@ -132,12 +132,12 @@ def guard_graph() -> None:
     if not is_of_ours():
         context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), _add_guards), collect_debug_stack=False)
         if graphs_refused:
-            _refuse("shardtensor refuses graphs here", graphs_refused[-1], "Leave such modules out of what is compiled.")
+            _refuse("shardtensor refuses graphs here", graphs_refused[-1], "Do not compile such modules.")
         _refuse_lasting_modes()
 
 
 def is_of_ours() -> bool:
-    """Whether ShardTensors have been seen in the graph that is being made."""
+    """Whether the graph that is being traced has seen ShardTensors."""
     context = TracingContext.try_get()
     if context is None:
         return False
@@ -148,13 +148,13 @@ def is_of_ours() -> bool:
 
 
 def may_be_of_ours() -> bool:
-    """The same, and outside of dynamo, where nobody can tell."""
+    """The same; also True outside dynamo, where it cannot be known."""
     return TracingContext.try_get() is None or is_of_ours()
 
 
 def _state_of_modes() -> tuple[int, int, int | None, bool]:
-    """What changes what an op does: promotion, strict mode, plain targets, users' handlers. What mesh a function takes that is given
-    none, and whether graphs may run."""
+    """All state that changes what ops do: promotion, strict mode, plain targets, users' handlers; the current mesh, which
+    functions without a mesh argument use; and whether graphs may run."""
     mesh = innermost_mesh()
     return _C.state_of_modes(), _handlers.version(), None if mesh is None else mesh.id, bool(graphs_refused)
 
@@ -162,7 +162,7 @@ def _state_of_modes() -> tuple[int, int, int | None, bool]:
 def _add_guards(builder: Any, guard: Guard) -> None:
     from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts  # noqa: PLC0415  slow: dynamo
 
-    made_with = _state_of_modes()  # of the function's entry: what tracing set has been undone
+    made_with = _state_of_modes()  # at the function's entry: modes that tracing set have been undone
     _lambda_guard(
         builder.guard_manager.root,
         lambda _: _state_of_modes() == made_with,
@@ -172,14 +172,14 @@ def _add_guards(builder: Any, guard: Guard) -> None:
     for source in builder.check_fn_manager.output_graph.input_source_to_sizes_strides:
         value = builder.get(source)
         if _C.is_shard_tensor(value):
-            # Outer sizes and strides, those that the graph holds as numbers.
+            # Global sizes and strides that are numbers in the graph.
             GuardBuilder.TENSOR_MATCH(builder, source.make_guard(GuardBuilder.TENSOR_MATCH), value)
 
 
 def _lambda_guard(manager: Any, check: Callable[[Any], bool], text: list[str], guard: Guard) -> None:
     try:
         manager.add_lambda_guard(check, text, guard.user_stack)
-    except TypeError:  # older torch takes no stack
+    except TypeError:  # older torch has no such argument
         manager.add_lambda_guard(check, text)
 
 
@@ -187,7 +187,7 @@ def _lambda_guard(manager: Any, check: Callable[[Any], bool], text: list[str], g
 
 
 def _output_graph() -> Any:
-    """The graph that dynamo, or the backend that it has called, is tracing on this thread."""
+    """The graph that dynamo, or the backend that dynamo has called, is tracing on this thread."""
     if TracingContext.try_get() is None:
         return None
     from torch._dynamo.symbolic_convert import tls  # noqa: PLC0415  slow: dynamo
@@ -197,14 +197,14 @@ def _output_graph() -> Any:
 
 
 def after_tracing(undo: Callable[[], None]) -> None:
-    """While a graph is traced: calls `undo` when tracing ends, also by an exception, the last one first."""
+    """While a graph is traced: calls `undo` when tracing ends, also after an exception, the last one first."""
     graph = _output_graph()
     if graph is not None:
         graph.add_cleanup_hook(undo)
 
 
 def _refuse_lasting_modes() -> None:
-    """A mode that a graph leaves set would be set when the graph is traced, not when it runs."""
+    """Raises if a graph leaves a mode set: it would be set when the graph is traced, not when it runs."""
     graph, entered_with = _output_graph(), _state_of_modes()
 
     def check(_: torch.fx.GraphModule) -> None:
@@ -220,7 +220,7 @@ def _refuse_lasting_modes() -> None:
 
 
 def _refuse(what: str, why: str, way_out: str) -> None:
-    """Dynamo raises this where the graph must be whole, and runs the function in eager mode elsewhere."""
+    """With fullgraph=True, dynamo raises this; otherwise it runs the function in eager mode."""
     from torch._dynamo.exc import unimplemented  # noqa: PLC0415  slow: dynamo
 
     unimplemented(gb_type=what, context="", explanation=why, hints=[way_out])
@@ -230,7 +230,7 @@ def _refuse(what: str, why: str, way_out: str) -> None:
 
 
 def stable_hash(t: ShardTensor) -> str:
-    """In the key of a graph: it holds this rank's sizes, its place in the mesh, and the names of process groups."""
+    """Part of a graph's cache key: this rank's sizes, its place in the mesh, and the names of process groups."""
     local = t._local_tensor
     parts = code(), text_of(t._layout.mesh), flatten(t)[1], local.shape, local.stride(), local.device
     return hash_of(repr(parts).encode())
@@ -242,7 +242,7 @@ def text_of(mesh: _C.Mesh) -> str:
 
 @functools.cache
 def code() -> str:
-    """Of what traces graphs, this package and the extension, byte for byte: what one version traced is not for another."""
+    """A hash of this package and the extension, byte for byte: a graph of one version must not serve another."""
     files = [Path(_C.__file__), *sorted(Path(__file__).parents[1].rglob("*.py"))]
     return hash_of(b"".join(file.read_bytes() for file in files))
 
@@ -257,14 +257,15 @@ functions_in_graphs: set[Callable[..., Any]] = set()
 
 
 def in_graph(*functions: Callable[..., Any]) -> None:
-    """Dynamo puts calls of these into its graph as they are, without looking inside: they read what it cannot follow (meshes,
-    layouts), and what they do to pieces is traced when the graph is."""
+    """Dynamo puts calls of these functions into its graph without tracing into them: they read objects that dynamo cannot trace
+    (meshes, layouts). What they do to pieces is traced later, by the backend."""
     functions_in_graphs.update(functions)
 
     def allow(decorators: Any) -> None:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # noqa: PLC0415  comes with dynamo
 
-        # Where a graph is split at a call, Python runs it: torch 2.12 raises on the meshes inside instead of splitting again.
+        # If a graph is split at a call, Python runs the call: torch 2.12 raises on the meshes inside instead of splitting
+        # again.
         as_it_is = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         for function in functions:
             decorators.allow_in_graph(function)
@@ -274,17 +275,17 @@ def in_graph(*functions: Callable[..., Any]) -> None:
 
 
 def constant_in_graph(function: Callable[..., Any]) -> None:
-    """Dynamo calls it while it traces, and takes the result as a constant."""
+    """Dynamo calls the function while it traces, and treats the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
-    """Dynamo does not trace these: it splits the graph there, or, where the graph must be whole, raises and gives the reason."""
+    """Dynamo does not trace these functions: it splits the graph there or, with fullgraph=True, raises with the reason."""
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
-    def skip(eval_frame: Any) -> None:  # where one is called by a frame that dynamo does not trace either
+    def skip(eval_frame: Any) -> None:  # for calls from a frame that dynamo does not trace either
         for function in functions:
             eval_frame.skip_code(function.__code__)
 

@@ -31,7 +31,7 @@ def _full_layout(
     who: str,
     partial: tuple[str, ...] = (),
 ) -> _C.Layout:
-    """The layout asked for, checked; `partial`: the reductions that may be asked for."""
+    """The requested layout, after checks. `partial`: the reductions that are allowed."""
     layout = make_layout(mesh, placements, len(sizes), who=who)
     if sharding_shapes is not None:
         cuts = cuts_from_shapes(layout, sharding_shapes, len(sizes), who=who)
@@ -40,14 +40,14 @@ def _full_layout(
     if any(kind == _PARTIAL and reduce not in partial for kind, _, _, reduce, _ in layout.placements):
         allowed = f" and Partial of {' or '.join(partial)}" if partial else ""
         raise RuntimeError(
-            f"{who}: argument 'placements' {tuple(placements or ())}: Shard, Replicate{allowed} can be asked for "
+            f"{who}: argument 'placements' {tuple(placements or ())}: use Shard, Replicate{allowed} "
             f"(rank {layout.mesh.rank})"
         )
     return layout
 
 
 def _summand(whole: torch.Tensor, layout: _C.Layout) -> torch.Tensor:
-    """Of a tensor that is asked for as a sum, the first rank along the mesh dim keeps it and the others hold zero."""
+    """For Partial("sum"), the first rank along the mesh dim keeps the tensor and the others hold zeros."""
     for mesh_dim, (kind, _, _, reduce, _) in enumerate(layout.placements):
         if kind == _PARTIAL and reduce == "sum" and layout.mesh.coordinate[mesh_dim] != 0:
             return torch.zeros_like(whole)
@@ -62,9 +62,9 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
-    """Cuts a tensor that every rank holds into a ShardTensor; the values are those of `src_data_rank` along each mesh dim.
+    """Cuts a tensor that every rank holds into a ShardTensor, with the values of `src_data_rank` along each mesh dim.
 
-    src_data_rank=None takes each rank's own values, without communication. sharding_shapes asks for uneven cuts:
+    src_data_rank=None uses each rank's own values, without communication. For uneven cuts, pass sharding_shapes:
     {mesh_dim: one shape per rank along it}.
     """
     who = "distribute_tensor"
@@ -97,7 +97,7 @@ def distribute_tensor(
             for mesh_dim in range(len(layout.mesh.shape)):
                 _C.broadcast(local, layout.mesh, mesh_dim, src_data_rank)
     piece = _piece(_summand(local, layout), layout)
-    if src_data_rank is None or piece is not local:  # the user's memory, or a part of the whole that must not keep it alive
+    if src_data_rank is None or piece is not local:  # never alias the user's tensor, nor keep the whole alive
         piece = piece.clone()
     strides = _C.strides_like(list(tensor.shape), tensor)
     out = _C.wrap(_C.laid(piece, strides), layout, list(tensor.shape), strides)
@@ -115,8 +115,8 @@ def scatter_tensor(
     sharding_shapes: ShardingShapes | None = None,
     requires_grad: bool = False,
 ) -> ShardTensor:
-    """Cuts a tensor that only the rank `global_src` holds. The others pass None: its shape and dtype are told to them,
-    and compared with the arguments where those are given."""
+    """Cuts a tensor that only the rank `global_src` holds. The others pass None: they receive its shape and dtype, and compare
+    them with the arguments, if given."""
     who = "scatter_tensor"
     mesh = given_mesh(device_mesh, who)
     view = as_mesh(mesh)
@@ -137,7 +137,7 @@ def scatter_tensor(
     sizes = sizes[:ndim]
     kind = getattr(torch, names[index].removeprefix("torch."))
     if not there:
-        raise ValueError(f"{who}: argument 'tensor' is None on the source, rank {global_src} (said by rank {view.rank})")
+        raise ValueError(f"{who}: argument 'tensor' is None on the source, rank {global_src} (reported by rank {view.rank})")
     if shape is not None and list(shape) != sizes:
         raise ValueError(f"{who}: argument 'shape' is {tuple(shape)} on rank {view.rank}, rank {global_src} has {tuple(sizes)}")
     if dtype is not None and dtype != kind:
@@ -151,7 +151,7 @@ def scatter_tensor(
             continue
         block = _scatter_along(block, sizes, kind, device, layout, mesh_dim, coordinate)
     assert block is not None
-    block = _summand(block, layout).contiguous()  # how the source's tensor lies, the others do not know
+    block = _summand(block, layout).contiguous()  # the others do not know its strides
     out = _C.wrap(block, layout, sizes, make_contiguous_strides_for(sizes))
     return out.requires_grad_(requires_grad)  # type: ignore[return-value]
 
@@ -165,7 +165,7 @@ def _scatter_along(
     mesh_dim: int,
     source: list[int],
 ) -> torch.Tensor:
-    """The source's slice of the mesh dim hands each coordinate what it and the ranks behind it will need."""
+    """The ranks in the source's slice send to each coordinate of the mesh dim the block for it and for the mesh dims after."""
     view = layout.mesh
     kind, dim, *_ = layout.placements[mesh_dim]
     before, after = upto(layout, mesh_dim), upto(layout, mesh_dim + 1)
@@ -195,9 +195,9 @@ def distribute_module(
     input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
 ) -> nn.Module:
-    """Makes a module's parameters ShardTensors: by `partition_fn`, and replicated where it leaves them plain.
+    """Makes a module's parameters ShardTensors: by `partition_fn`; parameters that it leaves plain become replicated.
 
-    input_fn and output_fn turn the inputs and outputs of the whole module, once per call.
+    input_fn and output_fn convert the inputs and outputs of the whole module, once per call.
     """
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module: argument 'module' has been distributed already; it can be done once")
@@ -223,7 +223,7 @@ def distribute_module(
 
 
 def _with_module(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """torch's older form, without the module, is taken too."""
+    """Also accepts torch's older form, without the module."""
     count = len(inspect.signature(function).parameters)
     if count == 3:
         return function
@@ -372,7 +372,7 @@ def rand(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
-    """Uniform in [0, 1). The values depend on the seed and the global index alone, not on the placements or the ranks."""
+    """Uniform in [0, 1). The values depend only on the seed and the global index, not on the placements or the ranks."""
     out = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements, sharding_shapes=sharding_shapes)
     return out.uniform_().requires_grad_(requires_grad)  # type: ignore[return-value]
 
@@ -386,7 +386,7 @@ def randn(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
-    """Standard normal. The values depend on the seed and the global index alone, not on the placements or the ranks."""
+    """Standard normal. The values depend only on the seed and the global index, not on the placements or the ranks."""
     out = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements, sharding_shapes=sharding_shapes)
     return out.normal_().requires_grad_(requires_grad)  # type: ignore[return-value]
 

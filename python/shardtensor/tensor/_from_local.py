@@ -1,4 +1,4 @@
-"""What from_local and its checks need: how large everybody's piece is, and whether the ranks agree."""
+"""from_local's layouts and checks: the sizes of all ranks' pieces, and whether the ranks agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shapes = ShardingShapes | Literal["chunk", "infer"] | None
 def layout_of_equal_pieces(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, *, who: str
 ) -> _C.Layout:
-    """Where every rank's piece is as large as this one: any sizes fit."""
+    """The layout if every rank's piece has the size of this one: any sizes fit."""
     return make_layout(mesh, placements, local.ndim, who=who)
 
 
@@ -39,15 +39,15 @@ def layout_for_local(
     view = as_mesh(mesh)
     rank = view.rank
     if run_check or sharding_shapes == "infer":
-        _C.need_values(local, f"{who} with run_check or sharding_shapes='infer', where the ranks ask each other,")
+        _C.need_values(local, f"{who} with run_check or sharding_shapes='infer', where the ranks exchange sizes,")
         check_can_ask(view, who)
     if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
         raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")
     if sharding_shapes == "chunk" and shape is None:
-        raise ValueError(f"{who}: sharding_shapes='chunk' cuts 'shape', which is not given (rank {rank})")
+        raise ValueError(f"{who}: sharding_shapes='chunk' cuts 'shape', which is missing (rank {rank})")
     told = None
     if run_check or sharding_shapes == "infer":
-        # Before this rank looks at its own piece: one that raises by itself would leave the others waiting.
+        # Before this rank checks its own piece: if it raised alone, the others would wait.
         told = _ask_everyone(local, view, _said(placements, shape, sharding_shapes))
         _check_agreement(told, view, who)
     layout = make_layout(mesh, placements, local.ndim, who=who)
@@ -73,7 +73,7 @@ def layout_for_local(
 
 
 def _sizes_from(local: torch.Tensor, layout: _C.Layout, cuts: Sequence[Sequence[int] | None], who: str) -> list[int]:
-    """Global sizes: the sum of a dim's outermost cut where it is given, else as if all pieces were as large as this one."""
+    """Global sizes: the sum of a dim's outermost cut if it is given, else as if all pieces had the size of this one."""
     sizes = list(local.shape)
     told: set[int] = set()
     for mesh_dim, (kind, dim, *_) in enumerate(layout.placements):
@@ -86,8 +86,8 @@ def _sizes_from(local: torch.Tensor, layout: _C.Layout, cuts: Sequence[Sequence[
             told.add(dim)
         elif cuts and any(cuts[m] is not None for m in nested):
             raise ValueError(
-                f"{who}: argument 'sharding_shapes' leaves out mesh dim {mesh_dim}, on which others nest; "
-                f"give its shapes, 'shape', or use 'infer' (rank {layout.mesh.rank})"
+                f"{who}: argument 'sharding_shapes' leaves out mesh dim {mesh_dim}, whose pieces later mesh dims cut; "
+                f"pass its shapes or 'shape', or use 'infer' (rank {layout.mesh.rank})"
             )
         else:
             sizes[dim] *= layout.mesh.shape[mesh_dim]
@@ -105,23 +105,23 @@ def _check_fit(
         )
 
 
-# ---- what the ranks tell each other ----
+# ---- what the ranks exchange ----
 
 _DTYPES = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
 _MOST_DIMS = 64
 
 
 class _Told(NamedTuple):
-    """What one rank says about its piece and its arguments."""
+    """One rank's description of its piece and its arguments."""
 
     dtype: str
     arguments: int
-    records: int  # whether its gradient will be asked for
+    records: int  # whether autograd records it
     shape: list[int]
 
 
 def _said(placements: Sequence[Placement] | None, shape: Sequence[int] | None, sharding_shapes: Shapes) -> str:
-    """The arguments as text that is the same wherever they mean the same."""
+    """The arguments as text. Arguments with the same meaning give the same text."""
     if isinstance(sharding_shapes, Mapping):
         cuts: object = sorted((m, [tuple(s) for s in shapes]) for m, shapes in sharding_shapes.items())
     else:
@@ -130,7 +130,7 @@ def _said(placements: Sequence[Placement] | None, shape: Sequence[int] | None, s
 
 
 def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_Told]:
-    """Row-major over the mesh."""
+    """All ranks' descriptions, row-major over the mesh."""
     digest = zlib.crc32(arguments.encode())
     records = local.requires_grad and torch.is_grad_enabled()
     values = [_DTYPES.index(str(local.dtype)), digest, records, local.ndim, *local.shape] + [0] * (_MOST_DIMS - local.ndim)
@@ -141,13 +141,13 @@ def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_T
 def check_can_ask(mesh: _C.Mesh, who: str) -> None:
     if not mesh.has_me:
         raise ValueError(
-            f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}, which cannot ask its ranks; pass 'shape' or "
+            f"{who}: argument 'device_mesh' ({mesh}) does not hold rank {mesh.rank}, so this rank cannot learn the sizes; pass 'shape' or "
             "'sharding_shapes'"
         )
 
 
 def from_everyone(values: list[int], mesh: _C.Mesh, device: torch.device) -> list[list[int]]:
-    """What each rank gives, as much on all: row-major over the mesh; along the last mesh dim first, then the rows so found."""
+    """Gathers `values`, of one length on all ranks: row-major over the mesh. Gathers along the last mesh dim first."""
     step = len(values)
     for mesh_dim in reversed(range(len(mesh.shape))):
         mine = torch.tensor(values, dtype=torch.int64, device=device)
@@ -159,7 +159,7 @@ def from_everyone(values: list[int], mesh: _C.Mesh, device: torch.device) -> lis
 def check_same_arguments(
     shard: torch.Tensor, mesh: _C.Mesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None, who: str
 ) -> int:
-    """For LocalShardsWrappers: the dims that the shards of all ranks have. One without elements may be of any kind."""
+    """For LocalShardsWrappers: the number of dims of all ranks' shards. A wrapper without elements may have any."""
     check_can_ask(mesh, who)
     told = _ask_everyone(shard, mesh, f"LocalShardsWrapper {_said(placements, shape, None)}")
     like = next((t for t in told if all(t.shape)), told[0])
@@ -168,7 +168,7 @@ def check_same_arguments(
 
 
 def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:
-    """All ranks have been told the same, so all raise the same error."""
+    """All ranks have the same `told`, so all raise the same error."""
     first, ranks = told[0], mesh.ranks
     for index, other in enumerate(told):
         if other.dtype != first.dtype:
@@ -183,8 +183,8 @@ def _check_agreement(told: list[_Told], mesh: _C.Mesh, who: str) -> None:
         if other.records != first.records:
             asks, not_ = (ranks[0], ranks[index]) if first.records else (ranks[index], ranks[0])
             raise ValueError(
-                f"{who}: argument 'local_tensor' requires grad on rank {asks} and not on rank {not_}, which would leave the backward's "
-                "collectives to some ranks"
+                f"{who}: argument 'local_tensor' requires grad on rank {asks} and not on rank {not_}, so only some ranks would "
+                "run the backward's collectives"
             )
         if other.arguments != first.arguments:
             raise ValueError(
@@ -204,7 +204,7 @@ def coordinate_at(mesh: _C.Mesh, index: int) -> list[int]:
 def _layout_from_shapes(
     shapes: list[list[int]], layout: _C.Layout, mesh: DeviceMesh, placements: Sequence[Placement] | None, who: str
 ) -> tuple[_C.Layout, list[int]]:
-    """From the shapes of all ranks (row-major over the mesh) to cuts and global sizes; raises if they do not tile."""
+    """The layout and the global sizes from the shapes of all ranks (row-major over the mesh); raises if they do not tile."""
     mesh_shape = layout.mesh.shape
     n = len(mesh_shape)
     strides = [math.prod(mesh_shape[i + 1 :]) for i in range(n)]

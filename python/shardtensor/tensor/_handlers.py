@@ -1,4 +1,4 @@
-"""The user's own code in place of an op's rule, of a Python function, or of a custom op."""
+"""Users' handlers: they replace an op's rule, a Python function, or a custom op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _take_functions: Callable[[bool], None]  # when_switched() sets it
 
 
 def version() -> int:
-    """Another one after every change: graphs hold for the handlers that they were traced with."""
+    """Changes with every change of the handlers: graphs are guarded by the handlers that they were traced with."""
     return _version
 
 
@@ -26,7 +26,7 @@ def any_registered() -> bool:
 
 
 def overrides(name: str) -> bool:
-    """Whether the user's code stands for the op."""
+    """Whether a user's handler replaces the op."""
     return name in _libraries
 
 
@@ -36,7 +36,7 @@ def _changed() -> None:
 
 
 def _override(qualified: str, handler: Callable[..., Any]) -> None:
-    # A library per op: dropping it brings the kernel below back.
+    # One library per op: dropping it restores the previous kernel.
     namespace, _, name = qualified.partition("::")
     if not name:
         raise ValueError(f"register_named_function_handler: argument 'name' is {qualified!r}; use 'namespace::op' or 'namespace::op.overload'")
@@ -60,24 +60,24 @@ def _name_of(op: Any) -> str:
 
 
 def register_dispatch_handler(op: OpOverload, handler: Callable[..., Any]) -> None:
-    """From now on the op on ShardTensors is handler(*args, **kwargs), below autograd, in place of its rule."""
+    """From now on handler(*args, **kwargs) runs the op on ShardTensors, below autograd, instead of its rule."""
     _override(_name_of(op), handler)
 
 
 def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
-    """The same for an op of torch.library, by name ("mylib::op"), also before it is defined."""
+    """The same for an op of torch.library by name ("mylib::op"), even before it is defined."""
     _override(name, handler)
 
 
 def register_function_handler(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
-    """From now on a Python-level function (torch.nn.functional.x, torch.Tensor.x) on ShardTensors is
-    handler(func, types, args, kwargs), above autograd. The first such handler switches __torch_function__ on."""
+    """From now on handler(func, types, args, kwargs) runs a Python-level function (torch.nn.functional.x, torch.Tensor.x) on
+    ShardTensors, above autograd. The first such handler switches __torch_function__ on."""
     _functions[func] = handler
     _switch()
 
 
 def unregister_handler(target: Any) -> None:
-    """Takes a handler back: an op overload, an op's name, or a function."""
+    """Removes the handler of an op overload, an op's name, or a function."""
     _changed()
     if isinstance(target, str):
         _libraries.pop(target, None)
@@ -97,7 +97,7 @@ def call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
 
 
 def when_switched(take_functions: Callable[[bool], None]) -> None:
-    """Calls it with whether there are handlers of Python-level functions: now, and whenever that may have changed."""
+    """Calls `take_functions` with whether Python-level functions have handlers: now, and whenever that may have changed."""
     global _take_functions
     _take_functions = take_functions
     take_functions(bool(_functions))

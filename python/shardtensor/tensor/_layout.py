@@ -23,7 +23,7 @@ from shardtensor.tensor._mesh import as_mesh
 ShardingShapes = Mapping[int, Sequence[Sequence[int]]] | Literal["chunk"]
 
 _REPLICATE, _SHARD, _PARTIAL = 0, 1, 2
-# Partials of a kind of their own, such as torch's masked one, are added up in a way that only they know.
+# Only these kinds. Subclasses of Partial, such as torch's masked one, define their own reduction.
 _PARTIALS = (Partial, _NormPartial)
 
 
@@ -64,7 +64,7 @@ def placements_of(layout: _C.Layout) -> tuple[Placement, ...]:
     return tuple(_decode(*p) for p in layout.placements)
 
 
-# Layouts by what they were asked for with: looking one up costs less than encoding its placements again.
+# Layouts by the arguments of the call: a lookup costs less than encoding the placements again.
 _known: dict[Hashable, _C.Layout] = {}
 _MOST_KNOWN = 4096
 _Where = TypeVar("_Where", _C.Mesh, _C.Layout)
@@ -78,7 +78,7 @@ def _remembered(
     key = (where, tuple(placements) if isinstance(placements, list) else placements, ndim)
     try:
         layout = _known.get(key)
-    except TypeError:  # something among the placements that is none: make() says so
+    except TypeError:  # one of the placements is not a placement: make() raises
         return make(where, placements, ndim, who)
     if layout is None:
         layout = make(where, placements, ndim, who)
@@ -118,7 +118,7 @@ def _make(
 
 
 def layout_elsewhere(mesh: _C.Mesh, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
-    """The layout after a move to another mesh, where all is cut evenly."""
+    """The layout after a move to another mesh, with even cuts."""
 
     layout = _make(mesh, placements, ndim, who)
     if layout.has_partial:
@@ -128,12 +128,12 @@ def layout_elsewhere(mesh: _C.Mesh, placements: Sequence[Placement], ndim: int, 
 
 def _no_summands(placements: Sequence[Placement], mesh: _C.Mesh, who: str) -> RuntimeError:
     return RuntimeError(
-        f"{who}: argument 'placements' {tuple(placements)}: summands come from ops, they cannot be asked for (rank {mesh.rank})"
+        f"{who}: argument 'placements' {tuple(placements)}: summands come only from ops, so Partial is not allowed here (rank {mesh.rank})"
     )
 
 
 def moved_layout(layout: _C.Layout, placements: Sequence[Placement], ndim: int, *, who: str) -> _C.Layout:
-    """The layout after a redistribution: mesh dims that go on cutting the same dim keep their cuts, the others cut evenly."""
+    """The layout after a redistribution: mesh dims that still cut the same dim keep their cuts, the others cut evenly."""
     return _remembered(_make_moved, layout, placements, ndim, who)
 
 
@@ -154,7 +154,7 @@ def target_layout(
     *,
     who: str,
 ) -> _C.Layout:
-    """What redistribute()'s arguments ask for."""
+    """The layout that redistribute()'s arguments ask for."""
     ndim = len(shape)
     if device_mesh is None or as_mesh(device_mesh) == ours.mesh:
         layout = moved_layout(ours, placements, ndim, who=who)
@@ -172,7 +172,7 @@ def cuts_from_shapes(
 ) -> list[list[int] | None]:
     """One cut per mesh dim from {mesh_dim: one shape per coordinate}; "chunk": all as torch.chunk cuts.
 
-    Where several mesh dims cut one tensor dim, a shape says what its coordinate has before the later mesh dims cut it.
+    If several mesh dims cut one tensor dim, a shape is what its coordinate has before the later mesh dims cut it.
     """
     cuts: list[list[int] | None] = [None] * len(layout.placements)
     sizes = layout.mesh.shape
@@ -209,9 +209,9 @@ def upto(layout: _C.Layout, mesh_dim: int) -> _C.Layout:
 
 
 def check_cuts(layout: _C.Layout, cuts: Sequence[Sequence[int] | None], sizes: Sequence[int], *, who: str) -> None:
-    """Raises unless the cuts, one row per mesh dim, add up to what there is to cut.
+    """Raises unless the cuts, one row per mesh dim, add up to the sizes that they cut.
 
-    From the cuts and not from the layout: there, sizes that are torch.chunk's of another size have become an even cut.
+    Checks the cuts, not the layout: in a layout, sizes that torch.chunk gives for another total have become an even cut.
     """
     for mesh_dim, cut in enumerate(cuts):
         if cut is None:
@@ -229,9 +229,9 @@ def check_cuts(layout: _C.Layout, cuts: Sequence[Sequence[int] | None], sizes: S
 
 
 def fitting_cuts(layout: _C.Layout, placements: Sequence[tuple[int, int, int, str, float]]) -> list[list[int] | None]:
-    """The layout's cuts for the mesh dims that go on cutting the same dim at the same depth; elsewhere None, which is even."""
+    """The layout's cuts for the mesh dims that still cut the same dim at the same depth; for others None, which is even."""
     kept: list[list[int] | None] = []
-    moved: set[int] = set()  # tensor dims on which the nesting has changed
+    moved: set[int] = set()  # tensor dims whose nesting has changed
     for cut, before, after in zip(layout.cuts, layout.placements, placements, strict=True):
         same = before == after and after[1] not in moved
         kept.append(cut if same else None)

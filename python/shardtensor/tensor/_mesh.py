@@ -1,7 +1,7 @@
 """DeviceMesh to the extension's Mesh and back.
 
-A Mesh holds names of process groups, never the groups: one destroyed and made anew under its name is found again. DeviceMesh
-objects hold groups, so none is kept here either, beyond a submesh that lives as long as the mesh it was cut from.
+A Mesh holds names of process groups, never the groups: a group that was destroyed and made again under its name is found.
+DeviceMesh objects hold groups, so they are not kept alive here either, except submeshes, which live as long as their root mesh.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from shardtensor import _C
 
-# Not an attribute of the DeviceMesh: users pickle those. By identity: equal ones may have other groups.
+# Not an attribute of the DeviceMesh, because users pickle meshes. By identity, because equal meshes may have other groups.
 _meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str]] = {}
-# Made here, without groups of their own.
+# DeviceMeshes made here, without groups of their own.
 _stand_ins: dict[int, DeviceMesh] = {}
 _SUBMESHES = "_shardtensor_submeshes"
 
@@ -29,21 +29,21 @@ def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:
     names = getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim
     known = _meshes.get(id(device_mesh))
     if known is not None and known[0]() is device_mesh and known[2] == names and (known[3] or not dist.is_initialized()):
-        _C.set_device_mesh(known[1], known[0])  # of equal ones, the one given last
+        _C.set_device_mesh(known[1], known[0])  # of equal meshes, the last one passed in
         return known[1]
-    with unset_fake_temporarily():  # it reads the mesh's tensor of ranks
+    with unset_fake_temporarily():  # reads the mesh's tensor of ranks
         mesh = _view(device_mesh, names)
     _remember(device_mesh, mesh)
     return mesh
 
 
 def real_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that torch.compile hides in an object of its own while it traces."""
+    """The mesh itself, which torch.compile wraps in an object of its own while it traces."""
     return getattr(device_mesh, "real_obj", device_mesh)
 
 
 def given_mesh(device_mesh: DeviceMesh | None, who: str) -> DeviceMesh:
-    """An argument `device_mesh`; None is the current one."""
+    """The argument `device_mesh`; for None, the current mesh."""
     return current_mesh(who) if device_mesh is None else real_mesh(device_mesh)
 
 
@@ -69,13 +69,13 @@ def device_of(mesh: DeviceMesh | _C.Mesh) -> torch.device:
 
 
 def at_home(device_mesh: DeviceMesh) -> DeviceMesh:
-    """For a mesh that came in a file, the equal one that is in use here, if there is one."""
+    """For a mesh from a file, the equal mesh that is in use here, if there is one."""
     mesh = _view(device_mesh, list(getattr(device_mesh, "_dim_group_names", None) or [""] * device_mesh.ndim))
     return _C.device_mesh(mesh) or device_mesh
 
 
 def _group_ranks(device_mesh: DeviceMesh, names: list[str]) -> list[list[int]]:
-    """Per mesh dim, which rank of its process group each coordinate is: groups sort their ranks, meshes need not."""
+    """Per mesh dim, each coordinate's rank in its process group: groups sort their ranks, meshes need not."""
     coordinate = device_mesh.get_coordinate()
     if coordinate is None or not all(names):
         return []
@@ -92,13 +92,13 @@ def _group_ranks(device_mesh: DeviceMesh, names: list[str]) -> list[list[int]]:
 def _ranks_of_group(name: str, default: list[int]) -> list[int]:
     try:
         ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type, attr-defined]
-    except (KeyError, RuntimeError, ValueError):  # one that torch keeps no list of
+    except (KeyError, RuntimeError, ValueError):  # torch has no list of this group's ranks
         return default
     return ranks if sorted(ranks) == sorted(default) else default
 
 
 def _world() -> str:
-    """The default group's name: pieces that move from mesh to mesh go through it."""
+    """The name of the default group, which moves pieces from mesh to mesh."""
     group: Any = dist.group.WORLD
     return group.group_name if group is not None else ""
 
@@ -108,14 +108,14 @@ def _remember(device_mesh: DeviceMesh, mesh: _C.Mesh) -> None:
     _meshes[key] = (weakref.ref(device_mesh, lambda _: _meshes.pop(key, None)), mesh, mesh.groups, mesh.world)
     _C.set_device_mesh(mesh, weakref.ref(device_mesh))
     _stand_ins.pop(mesh.id, None)
-    # mesh["tp"] is a fresh object each time, but FSDP asks a parameter's mesh what it was cut from.
+    # mesh["tp"] is a new object each time, but FSDP needs the root mesh of a parameter's mesh.
     root: Any = device_mesh._get_root_mesh()
     if root is not device_mesh:
         root.__dict__.setdefault(_SUBMESHES, {})[mesh.id] = device_mesh
 
 
 def as_device_mesh(mesh: _C.Mesh) -> DeviceMesh:
-    """The user's DeviceMesh; an equal one without process groups of its own where the user's is gone."""
+    """The user's DeviceMesh; if that no longer exists, an equal one without process groups of its own."""
     device_mesh = _C.device_mesh(mesh)
     if device_mesh is None:
         with unset_fake_temporarily():
@@ -131,7 +131,7 @@ def as_device_mesh(mesh: _C.Mesh) -> DeviceMesh:
 
 
 def current_mesh(who: str) -> DeviceMesh:
-    """The mesh of the innermost `with mesh:`; without one, all ranks of the default process group in a row."""
+    """The mesh of the innermost `with mesh:`; without one, a 1-d mesh of all ranks of the default process group."""
     if _mesh_resources.mesh_stack:
         return _mesh_resources.get_current_mesh()
     if not dist.is_initialized():
@@ -144,13 +144,13 @@ def current_mesh(who: str) -> DeviceMesh:
 
 
 def innermost_mesh() -> _C.Mesh | None:
-    """Of the innermost `with mesh:`, if there is one."""
+    """The mesh of the innermost `with mesh:`, if there is one."""
     stack = _mesh_resources.mesh_stack
     return as_mesh(stack[-1]) if stack else None
 
 
 def group_mesh(group: Any, device_type: str) -> _C.Mesh:
-    """A process group's ranks in a row; None: the default group's."""
+    """A 1-d mesh of a process group's ranks; None: the default group."""
     group = group or dist.group.WORLD
     ranks = dist.get_process_group_ranks(group)
     return _C.Mesh(device_type, [len(ranks)], ranks, [], [group.group_name], dist.get_rank(), _world())

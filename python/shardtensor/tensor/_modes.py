@@ -1,4 +1,4 @@
-"""What happens to plain tensors among ShardTensors, and to ops without a rule."""
+"""Modes: how to treat plain tensors among ShardTensors, and ops without a rule."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _MODES: tuple[Mode, ...] = ("error", "warn", "replicate")
 _log = logging.getLogger("shardtensor")
 
 _State = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
-# By name: how to read a mode, and how to set it. These are a thread's, and the autograd threads' that serve it; None if it has none.
+# {name: (how to read the mode, how to set it)}. A thread's own modes, which also hold in the autograd threads that run its
+# backward; None if it has none.
 _OWN: _State = {
     "own_promotion": (_C.own_promotion, _C.set_own_promotion),
     "plain_targets": (_C.plain_targets, _C.set_plain_targets),
 }
-# And all of them, with the process's.
+# All modes, also those of the process.
 _STATE: _State = {
     "promotion": (_C.common_promotion, _C.set_common_promotion),
     "strict": (_C.strict_mode, _C.set_strict_mode),
@@ -33,13 +34,13 @@ _STATE: _State = {
 
 
 def _read(name: str) -> Any:
-    """In a graph, a constant: graphs are guarded on the modes that they are entered under."""
+    """In a graph, this is a constant: graphs are guarded by the modes at their entry."""
     _compile.guard_graph()
     return _STATE[name][0]()
 
 
 def _set(name: str, value: Any) -> None:
-    """In a graph, a node: it sets the mode whenever the ops around it are traced, by dynamo and again by the backend."""
+    """In a graph, this is a node: it sets the mode whenever the ops around it are traced, by dynamo or the backend."""
     read, write = _STATE[name]
     before = read()
     _compile.guard_graph()
@@ -49,12 +50,12 @@ def _set(name: str, value: Any) -> None:
 
 _compile.constant_in_graph(_read)
 _compile.in_graph(_set)
-has_side_effect(_set)  # nobody reads what it returns
+has_side_effect(_set)  # its result is not used
 
 
 class _Entered:
     def __init__(self, before: Any) -> None:
-        self.before = before  # what the mode was, and will be once this context and those entered later are left
+        self.before = before  # the mode before; it is restored once this context and all later ones are left
 
 
 _entered: dict[str, list[_Entered]] = {name: [] for name in _STATE}  # the oldest first
@@ -66,7 +67,7 @@ def _contexts(name: str) -> list[_Entered]:
 
 
 def _leave(name: str, context: _Entered) -> None:
-    """One that was entered later may still be in force (a generator's): it restores what this one found."""
+    """Leaves a context. If a later one is still active (a generator's), that one will restore the mode that this one found."""
     contexts = _contexts(name)
     later = contexts[contexts.index(context) + 1 :]
     contexts.remove(context)
@@ -80,7 +81,7 @@ def _leave(name: str, context: _Entered) -> None:
 def _within(name: str, value: int) -> Iterator[None]:
     context = _Entered(_read(name))
     _set(name, value)
-    if torch.compiler.is_compiling():  # a graph's contexts are left in order, and a checkpoint in it may change no list
+    if torch.compiler.is_compiling():  # a graph leaves its contexts in order, and a checkpoint in it must not change a list
         try:
             yield
         finally:
@@ -106,20 +107,20 @@ def get_promotion_mode() -> Mode:
 
 def set_promotion_mode(mode: Mode) -> None:
     """What to do with a plain tensor of one dim or more among ShardTensors: "error", "warn" (take it as replicated and
-    say so once) or "replicate". For all threads, but those inside of a `promotion_mode`."""
+    warn once) or "replicate". For all threads except those inside a `promotion_mode`."""
     _set("promotion", _index(mode, "set_promotion_mode"))
 
 
 @contextmanager
 def promotion_mode(mode: Mode) -> Iterator[None]:
-    """Inside, `set_promotion_mode` for this thread alone, and for the autograd threads that serve it."""
+    """Inside, `set_promotion_mode` only for this thread and the autograd threads that run its backward."""
     with _within("own_promotion", _index(mode, "promotion_mode")):
         yield
 
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, plain tensors among ShardTensors are taken as replicated."""
+    """Inside, plain tensors among ShardTensors count as replicated."""
     with promotion_mode("replicate"):
         yield
 
@@ -141,7 +142,7 @@ def strict_mode(strict: bool = True) -> Iterator[None]:
 
 @contextmanager
 def plain_targets() -> Iterator[None]:
-    """Inside, losses of class labels take plain targets and weights as replicated (loss_parallel)."""
+    """Inside, plain targets and weights of losses by class labels count as replicated (loss_parallel)."""
     with _within("plain_targets", 1):
         yield
 

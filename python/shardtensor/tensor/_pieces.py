@@ -1,4 +1,4 @@
-"""This rank's piece of a tensor: which part of the whole it is, which boxes it is made of, and whether it is several shards."""
+"""This rank's piece of a tensor: its place in the whole, its boxes, and whether it is several shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _piece(whole: torch.Tensor, layout: _C.Layout, coordinate: Sequence[int] | None = None) -> torch.Tensor:
-    """The part of the whole tensor that the coordinate (default: this rank's) holds; a view where it is one run per dim."""
+    """The part of the whole tensor at a coordinate (default: this rank's); a view if it is one run per dim."""
     for dim in range(whole.ndim):
         runs = layout.intervals(dim, whole.shape[dim], list(coordinate) if coordinate is not None else None)
         if runs != [(0, whole.shape[dim])]:
@@ -24,12 +24,12 @@ def _piece(whole: torch.Tensor, layout: _C.Layout, coordinate: Sequence[int] | N
 
 
 def _nothing_of(t: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of a tensor on a mesh that it is not in; a gradient goes back as zeros."""
+    """The piece of a rank outside the tensor's mesh: empty; its gradient comes back as zeros."""
     return t.flatten()[:0]
 
 
 def box_views(piece: torch.Tensor, layout: _C.Layout, sizes: list[int]) -> list[tuple[list[int], torch.Tensor]]:
-    """Where each box of this rank's piece begins in the whole, and the box as a view of the piece."""
+    """For each box of this rank's piece: its offset in the whole, and the box as a view of the piece."""
     out = []
     for offsets, lengths in layout.boxes(sizes) if layout.mesh.has_me else []:
         box = piece
@@ -47,7 +47,7 @@ def box_views(piece: torch.Tensor, layout: _C.Layout, sizes: list[int]) -> list[
 def _refuse_summands(layout: _C.Layout, what: str) -> None:
     if layout.has_partial:
         raise RuntimeError(
-            f"{what} is in summands, {layout}, which are no parts of it that could be saved or loaded; redistribute it to Replicate "
+            f"{what} is in summands, {layout}, which cannot be saved or loaded; redistribute it to Replicate "
             f"or Shard first (rank {layout.mesh.rank})"
         )
 
@@ -56,10 +56,10 @@ def _refuse_summands(layout: _C.Layout, what: str) -> None:
 
 
 def holds_shards(t: Any) -> TypeGuard[LocalShardsWrapper]:
-    """Whether it is a LocalShardsWrapper, this project's or torch's. Known by what it has, which costs no import."""
+    """Whether `t` is a LocalShardsWrapper, this project's or torch's. Checks its attributes, which needs no import."""
     return isinstance(t, torch.Tensor) and hasattr(type(t), "local_chunks")
 
 
 def has_shards(t: torch.Tensor) -> bool:
-    """Whether a ShardTensor's piece is one. Such a ShardTensor carries Python's dispatch key."""
+    """Whether a ShardTensor's piece is a LocalShardsWrapper. Such a ShardTensor carries Python's dispatch key."""
     return _C.is_traced(t) and holds_shards(_C.local(t))

@@ -1,4 +1,4 @@
-"""ShardTensor: the Python face of the extension's tensor. No logic of ops here; see csrc/. Other rooms add methods: add_methods()."""
+"""ShardTensor: the Python side of the extension's tensor. Ops are in csrc/. Other folders add methods by add_methods()."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ from shardtensor.tensor._layout import (
 from shardtensor.tensor._mesh import as_device_mesh, at_home, given_mesh
 from shardtensor.tensor._pieces import _nothing_of, has_shards, holds_shards
 
-if TYPE_CHECKING:  # the rooms that add methods
+if TYPE_CHECKING:  # folders that add methods
     from shardtensor import _conversions
     from shardtensor.checkpoint import _boxes
     from shardtensor.debug import _explain
     from shardtensor.shards import _shards
 
 
-_WHOLE = (Replicate(),) * 16  # more mesh dims than anyone has
+_WHOLE = (Replicate(),) * 16  # more mesh dims than any mesh has
 
 
 @dataclass(eq=False)
 class ShardTensorSpec(DTensorSpec):
-    """A DTensorSpec that knows uneven cuts. It never equals a stock spec, so stock's caches cannot serve a ShardTensor."""
+    """A DTensorSpec with uneven cuts. It never equals a stock spec, so stock DTensor's caches never match a ShardTensor."""
 
     _layout: _C.Layout = None  # type: ignore[assignment]
     _offset: int = 0  # of the tensor in its storage
 
     def __post_init__(self) -> None:
-        if isinstance(self.shard_order, _compile.ShardOrder):  # from dataclasses.replace; it says nothing of the new placements
+        if isinstance(self.shard_order, _compile.ShardOrder):  # kept by dataclasses.replace, but wrong now
             self.shard_order = None  # type: ignore[assignment]
         super().__post_init__()
-        # dataclasses.replace hands the old layout on; with other placements it says nothing.
+        # dataclasses.replace passes the old layout on, which is wrong for other placements.
         if self._layout is None or placements_of(self._layout) != self.placements:
             assert self.tensor_meta is not None
             self._layout = make_layout(self.mesh, self.placements, len(self.tensor_meta.shape), who="ShardTensorSpec")
         self.shard_order = _compile.ShardOrder(self.shard_order or (), self._layout.cuts, self._offset)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
-        """torch.compile's guard: `self` is of the tensor that a graph is called with, `other` of the one it was traced with."""
+        """torch.compile's guard: `self` is the spec of the tensor in this call, `other` of the traced one."""
         if self is other:
             return True
         if not skip_shapes:
@@ -99,7 +99,7 @@ class ShardTensorSpec(DTensorSpec):
         for mesh_dim, (kind, dim, *_) in enumerate(layout.placements):
             if kind != _SHARD:
                 continue
-            # Before the later mesh dims cut the same tensor dim: what from_local and redistribute take as sharding_shapes.
+            # Shapes before the later mesh dims cut the same tensor dim, as in the argument sharding_shapes.
             later = [m > mesh_dim and k == _SHARD and d == dim for m, (k, d, *_) in enumerate(layout.placements)]
             kept = [(0, -1, 1, "sum", 2.0) if drop else p for drop, p in zip(later, layout.placements, strict=True)]
             cuts = [None if drop else cut for drop, cut in zip(later, layout.cuts, strict=True)]
@@ -123,7 +123,7 @@ def _refuse_storage(name: str) -> Callable[..., Any]:
 
 
 class ShardTensor(DTensor):
-    """One global tensor whose pieces live on many ranks, in sizes of any kind.
+    """One global tensor whose pieces live on many ranks, in any sizes.
 
     Made by :meth:`from_local`, :func:`distribute_tensor` or a factory such as :func:`zeros`. Works wherever a
     ``torch.distributed.tensor.DTensor`` does.
@@ -134,7 +134,7 @@ class ShardTensor(DTensor):
     __slotnames__: ClassVar[list[str]] = []
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardTensor:
-        """ShardTensor(local_tensor, spec, *, requires_grad): what torch's own tools call. Use from_local instead."""
+        """ShardTensor(local_tensor, spec, *, requires_grad), for torch's own tools. Use from_local instead."""
         if not args or not isinstance(args[0], torch.Tensor):
             raise TypeError("ShardTensor(): use ShardTensor.from_local, shardtensor.distribute_tensor or a factory")
         local, spec = args[0], args[1] if len(args) > 1 else kwargs["spec"]
@@ -199,17 +199,17 @@ class ShardTensor(DTensor):
     ) -> ShardTensor:
         """A ShardTensor from this rank's piece.
 
-        sharding_shapes says how large the other ranks' pieces are. None: `shape` if given (cut as torch.chunk does), else
-        all as large as this one. "chunk": torch.chunk's sizes of `shape`. "infer": the ranks tell each other, once.
-        {mesh_dim: one shape per rank along it}: taken at its word. run_check makes the ranks compare notes.
+        sharding_shapes gives the sizes of the other ranks' pieces. None: `shape` (if given) is cut as torch.chunk does, else
+        all pieces have the size of this one. "chunk": torch.chunk's sizes of `shape`. "infer": the ranks exchange their sizes,
+        once. {mesh_dim: one shape per rank along it}: trusted. With run_check the ranks compare their arguments and pieces.
 
-        A LocalShardsWrapper on every rank says by its offsets where its shards are, whatever the placements.
+        If the pieces are LocalShardsWrappers, their offsets, not the placements, say where the shards are.
         """
         who = "ShardTensor.from_local"
         if not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"{who}: argument 'local_tensor' is {type(local_tensor).__name__}, not a torch.Tensor")
         if isinstance(local_tensor, DTensor):
-            raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; give the rank's own piece")
+            raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; pass the rank's own piece")
         refuse_transformed(local_tensor, who)
         mesh = given_mesh(device_mesh, who)
         if type(local_tensor) is not torch.Tensor and holds_shards(local_tensor):
@@ -225,14 +225,14 @@ class ShardTensor(DTensor):
         grad_layout = None
         if grad_placements is not None:
             grad_layout = _grad_layout(layout, grad_placements, local_tensor.ndim, who)
-        if not layout.mesh.has_me:  # as in torch: nothing, of whatever the others have
+        if not layout.mesh.has_me:  # as in torch: an empty piece, with the others' layout
             sizes = sizes or layout.sizes_of_equal_pieces(list(local_tensor.shape))
             stride = stride or tuple(_C.strides_like(sizes, local_tensor))
             local_tensor = _nothing_of(local_tensor)
         return _C.from_local(local_tensor, layout, sizes, stride, grad_layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's piece. Its gradient is taken to have `grad_placements`; default: the tensor's own."""
+        """This rank's piece. Its gradient must have `grad_placements` (default: the tensor's own)."""
         if _C.is_traced(self) and holds_shards(_C.local(self)):
             return self._shards_as_local()
         if grad_placements is None:
@@ -254,18 +254,18 @@ class ShardTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> ShardTensor:
-        """The same tensor with its pieces elsewhere; differentiable.
+        """The same tensor with its pieces in another layout; differentiable.
 
-        sharding_shapes asks for uneven cuts, as in from_local. Without it a mesh dim that goes on cutting the same tensor dim
-        keeps its cut, and the others cut as torch.chunk does. With another `device_mesh` all ranks of both meshes call it; a
-        rank that the tensor's mesh does not hold has an empty piece of it.
+        sharding_shapes asks for uneven cuts, as in from_local. Without it, a mesh dim that still cuts the same tensor dim keeps
+        its cut, and the others cut as torch.chunk does. With another `device_mesh`, all ranks of both meshes must call it; a
+        rank outside the tensor's mesh has an empty piece.
 
-        async_op returns while the last collective is on its way; the first use of the result's data waits for it. Its sizes, its
-        layout and views that cannot need a copy are there without a wait. The gradient moves the same way.
+        async_op returns before the last collective is done; the first use of the result's data waits for it. Sizes, layout and
+        views that never copy need no wait. The gradient moves in the same way.
         """
         who = "ShardTensor.redistribute"
         if placements is None:
-            raise RuntimeError(f"{who}: argument 'placements' is None; say where the pieces shall be")
+            raise RuntimeError(f"{who}: argument 'placements' is None; pass the placements of the pieces")
         if _C.is_traced(self) and holds_shards(_C.local(self)):
             return self._redistribute_shards(placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
         if device_mesh is None and sharding_shapes is None:
@@ -276,11 +276,11 @@ class ShardTensor(DTensor):
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
-        """A stock DTensor as a ShardTensor: no copy, the autograd graph goes on."""
+        """Converts a stock DTensor to a ShardTensor without a copy; differentiable."""
         if isinstance(dtensor, ShardTensor):
             return dtensor
         known = [Replicate() if isinstance(p, Partial) and type(p) not in _PARTIALS else p for p in dtensor.placements]
-        if known != list(dtensor.placements):  # torch's masked summands: only torch knows how to add them up
+        if known != list(dtensor.placements):  # torch's masked summands: only torch can add them up
             dtensor = dtensor.redistribute(placements=known)
         if holds_shards(dtensor._local_tensor):
             return ShardTensor.from_local(
@@ -293,7 +293,7 @@ class ShardTensor(DTensor):
         )
 
     def to_dtensor(self) -> DTensor:
-        """A stock DTensor of the same pieces; raises where stock cannot say how they are cut."""
+        """A stock DTensor with the same pieces; raises if a DTensor cannot express the cuts."""
         if not self._layout.is_even:
             raise RuntimeError(
                 f"ShardTensor.to_dtensor: {self._layout} has uneven cuts, which torch's DTensor cannot describe; "
@@ -310,7 +310,7 @@ class ShardTensor(DTensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """As torch.Tensor.backward; a sum that is still in pieces is put together first."""
+        """As torch.Tensor.backward; a Partial tensor is reduced first."""
         root = self
         if self._layout.has_partial:
             whole = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
@@ -328,7 +328,7 @@ class ShardTensor(DTensor):
         if any(has_shards(t) for t in ours):
             return cls._dispatch_on_shards(func, args, kwargs)
         _compile.guard_graph()
-        with detect_fake_mode([_C.local(t) for t in ours]) or nullcontext():  # what is made on the way is as fake as they are
+        with detect_fake_mode([_C.local(t) for t in ours]) or nullcontext():  # tensors made inside are fake too
             return _C.call(_handlers.overrides(_handlers.name_of(func)), func._schema.name, func._schema.overload_name, *args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -383,13 +383,13 @@ class ShardTensor(DTensor):
     pin_memory = _refuse_storage("pin_memory")
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """An int that picks from a sharded dim is written as a slice of one, which stays where it is."""
+        """Replaces an int index on a sharded dim by a slice of length 1, which does not move."""
         _C.set_item(self, *_ints_as_slices(self, index, value))
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
     ) -> torch.Tensor:
-        """A plain tensor, as with any tensor: `data` belongs to no mesh."""
+        """Returns a plain tensor: `data` belongs to no mesh."""
         dtype, device = dtype or self.dtype, device or self.device
         return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs)
 
@@ -432,7 +432,7 @@ class ShardTensor(DTensor):
         return out
 
     def _attributes(self) -> dict[str, Any]:
-        """What users have set on the tensor."""
+        """The attributes that users have set on the tensor."""
         return {k: v for k, v in self.__dict__.items() if k != "_is_param"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -450,7 +450,7 @@ class ShardTensor(DTensor):
         )
         return _rebuild, state
 
-    # ---- from other rooms ----
+    # ---- from other folders ----
 
     if TYPE_CHECKING:
         explain = _explain.explain
@@ -460,7 +460,7 @@ class ShardTensor(DTensor):
         __create_chunk_list__ = _boxes.chunks
         __create_write_items__ = _boxes.write_items
         __get_tensor_shard__ = _boxes.box_at
-        # What a ShardTensor does in place of its own methods where its piece is several shards.
+        # Replacements for the class's own methods if the piece is several shards.
         _from_shards = staticmethod(_shards.from_shards)
         _shards_as_local = _shards.to_local
         _redistribute_shards = _shards.redistribute
@@ -470,13 +470,13 @@ class ShardTensor(DTensor):
 
 
 def add_methods(**methods: Any) -> None:
-    """For the rooms above, which know more than the class: their functions become its methods of these names."""
+    """For folders that build on the class: makes their functions its methods, under these names."""
     for name, method in methods.items():
         setattr(ShardTensor, name, method)
 
 
 def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
-    """The same assignment without ints on sharded dims: x[3] = v is x[3:4] = v. Other indices than ints and slices stay."""
+    """The same assignment without ints on sharded dims: x[3] = v becomes x[3:4] = v. Only ints and slices change."""
     parts = list(index) if isinstance(index, tuple) else [index]
     basic = all(p is None or p is Ellipsis or isinstance(p, slice) or type(p) is int for p in parts)
     if not basic or not any(type(p) is int for p in parts) or parts.count(Ellipsis) > 1:
@@ -501,7 +501,7 @@ def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
 
 
 def refuse_transformed(t: Any, who: str) -> None:
-    """torch.func hides a tensor, distributed or not, in one of its own, which has no pieces."""
+    """Raises inside torch.func's transforms: they wrap every tensor in one of their own, which has no pieces."""
     if isinstance(t, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
         raise NotImplementedError(
             f"{who}: a tensor inside torch.func.grad, jvp or vmap cannot be distributed, moved or taken apart. Do that outside of "
@@ -547,12 +547,12 @@ def _rebuild_spec(
 
 
 def _rebuild_shards(*state: Any) -> torch.Tensor:
-    """A LocalShardsWrapper from a file. Here, so that torch.load knows it before anyone has asked for the class."""
+    """Loads a LocalShardsWrapper from a file. It is here so that torch.load finds it before the class is imported."""
     return ShardTensor._rebuilt_shards(*state)
 
 
 def _take_functions(to_handlers: bool) -> None:
-    """Whether Python-level functions of ShardTensors go to users' handlers."""
+    """Sets whether Python-level functions of ShardTensors go to users' handlers."""
     function: Any = classmethod(_handlers.call) if to_handlers else torch._C._disabled_torch_function_impl
     ShardTensor.__torch_function__ = function  # type: ignore[method-assign]
     _C.set_python_class(ShardTensor, not to_handlers)
@@ -565,7 +565,7 @@ def _make_spec(t: ShardTensor) -> ShardTensorSpec:
         placements_of(layout),
         tensor_meta=TensorMeta(t.shape, t.stride(), t.dtype),
         _layout=layout,
-        _offset=int(t.storage_offset()),  # a symbol is guarded: no context holds one
+        _offset=int(t.storage_offset()),  # a symbol is guarded: a context cannot hold one
     )
 
 
