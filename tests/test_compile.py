@@ -282,6 +282,10 @@ def test_equals_eager_by_inductor(pools, name, world):
 
 # ---- every family's table of cases ----
 
+CTC = [
+    "ctc_loss_one",
+    *(f"ctc_loss{form}_{r}" for form in ("", "_tensors", "_joined", "_joined_tensors") for r in ("none", "mean", "sum")),
+]
 # By why they raise.
 REFUSED = {
     "torch.autograd.grad inside the function, which dynamo does not trace": [
@@ -290,9 +294,9 @@ REFUSED = {
     ],
     "nn.Parameter made inside the function, which dynamo does not trace": ["batch_norm_no_stats"],
     "sizes or branches that depend on values": [
-        "bool_of_sum", "ctc_loss", "ctc_loss_sum", "embedding_max_norm", "embedding_renorm_",
+        "bool_of_sum", *CTC, "embedding_max_norm", "embedding_renorm_",
         "gaussian_nll_loss_mean", "gaussian_nll_loss_none", "gaussian_nll_loss_sum", "index_mask", "index_mask_rows", "itself",
-        "list_of_bools", "masked_select", "one_hot_inferred", "setitem_bool", "where_single",
+        "list_of_bools", "masked_select", "one_hot_inferred", "repeat_interleave_each", "setitem_bool", "where_single",
     ],
     "values decide: equal, allclose": [
         "allclose", "allclose_itself", "equal_but_one", "equal_itself", "equal_other_sizes", "reductions.equal", "uneven_list.equal",

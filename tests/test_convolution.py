@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
-from oracle import MESHES, case, mesh_id, run_on
+from oracle import MESHES, case, mesh_id, positive, run_on
 from test_matmul import batch_sharded, second
+
+
+def alike_planes(x: str, samples: str) -> bool:
+    """Both cut along batch or channels, on the same mesh dims."""
+    return set(zip(x.split(), samples.split(), strict=True)) <= {("R", "R"), ("S(0)", "S(0)"), ("S(1)", "S(1)")}
+
 
 CASES = [
     case("conv1d", F.conv1d, (3, 4, 6), (5, 4, 3), (5,), quiet=batch_sharded(0)),
@@ -28,6 +34,12 @@ CASES = [
     case("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, 2), (3, 4, 5, 4), quiet=batch_sharded(0, 1)),
     case("adaptive_avg_pool2d_one", lambda x: F.adaptive_avg_pool2d(x, 1), (3, 4, 5, 4)),
     case("adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x, 2), (3, 4, 5, 4), quiet=batch_sharded(0, 1)),
+    case("fractional_max_pool2d", lambda x, r: F.fractional_max_pool2d(x, 2, 3, _random_samples=r.detach()), (3, 4, 5, 6), positive(3, 4, 2),
+         quiet=alike_planes, cut_alike=True, partial=False),
+    case("fractional_max_pool2d_one", lambda x, r: F.fractional_max_pool2d(x, 2, 3, _random_samples=r.detach()), (4, 5, 6), positive(1, 4, 2),
+         partial=False),
+    case("fractional_max_pool3d", lambda x, r: F.fractional_max_pool3d(x, 2, 2, _random_samples=r.detach()), (3, 4, 4, 4, 5), positive(3, 4, 3),
+         quiet=alike_planes, cut_alike=True, partial=False),
     case("nearest", lambda x: F.interpolate(x, scale_factor=2), (3, 4, 2, 3), quiet=batch_sharded(0, 1)),
     case("bilinear", lambda x: F.interpolate(x, size=(4, 5), mode="bilinear"), (3, 4, 2, 3), quiet=batch_sharded(0, 1)),
     case("bicubic", lambda x: F.interpolate(x, size=(4, 5), mode="bicubic"), (3, 4, 2, 3), limit=30),

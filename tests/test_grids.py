@@ -27,6 +27,8 @@ CASES = [
     together("cdist", torch.cdist, (4, 3, 2), (4, 5, 2)),
     case("cdist_rows", torch.cdist, (5, 2), (3, 2), quiet=batch_sharded(0), limit=LIMIT),
     case("cdist_1", lambda x, y: torch.cdist(x, y, p=1), (4, 3, 2), (4, 5, 2), quiet=alike, cut_alike=True, limit=LIMIT),
+    *(case(f"pdist_{p}", lambda x, p=p: torch.pdist(x, p), (5, 4), quiet=lambda x: set(x.split()) <= {"R", "S(1)"}, limit=LIMIT)
+      for p in (0, 0.5, 1, 2, 3, float("inf"))),
     case("bilinear", F.bilinear, (5, 2), (5, 3), (4, 2, 3), (4,), quiet=lambda x, y, *w: alike(x, y) and {*w} <= {"R", "R R"},
          cut_alike=True, limit=LIMIT),
     case("channel_shuffle", lambda x: F.channel_shuffle(x, 2), (3, 4, 2, 2), quiet=batch_sharded(0, 2, 3), limit=LIMIT),

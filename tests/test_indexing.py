@@ -3,6 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import MESHES, bools, case, ints, mesh_id, run_on
+from test_joins import strictly
+
+aten = torch.ops.aten
 
 
 def permutation(n: int):
@@ -74,6 +77,12 @@ CASES = [
     case("tril_batch", lambda x: x.tril(-1), (2, 3, 4), quiet=lambda p: True),
     case("triu_", lambda x: x.clone().triu_(-1), (5, 4), quiet=lambda p: True),
     case("trace", torch.trace, (5, 4), backward=False, quiet=lambda p: True),
+    case("unsafe_masked_index", lambda x, m, i: aten._unsafe_masked_index(x, m, [i, None], 1.5), (5, 4), bools(3, 1), ints(5, 3),
+         quiet=lambda x, m, i: "P" not in x and set((m + " " + i).split()) == {"R"} and "S(0)" not in x),
+    case("unsafe_masked_put", lambda x, m, i, v: aten._unsafe_masked_index_put_accumulate(x, m, [i, None], v), (5, 4), bools(3, 1), ints(5, 3),
+         (3, 4)),
+    case("repeat_interleave_each", strictly(lambda x, r: x.repeat_interleave(r, 0)), (3, 4), lambda g: torch.tensor([2, 0, 3]),
+         replicated=(1,), quiet=lambda x, r: True),
     case("list", lambda x: x[[0, 3, 0]], (5, 4), quiet=whole_rows),
     case("list_and_slice", lambda x: x[1:, [2, 0]], (5, 4)),
     case("lists", lambda x: x[[0, 3], range(2)], (5, 4), limit=30),

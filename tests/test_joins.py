@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,18 @@ from oracle import MESHES, case, ints, mesh_id, run_on
 def uncut(*dims: int):
     """Quiet where the argument is not sharded along these dims."""
     return lambda p: not any(f"S({d})" in p for d in dims)
+
+
+def strictly(f: Any) -> Any:
+    """Without gathers for want of a rule."""
+
+    def g(*tensors: torch.Tensor) -> Any:
+        import shardtensor as st
+
+        with st.strict_mode():
+            return f(*tensors)
+
+    return g
 
 
 CASES = [
@@ -37,6 +51,12 @@ CASES = [
     case("roll_flat", lambda x: x.roll(3), (5, 4)),
     case("rot90", lambda x: x.rot90(1, (0, -1)), (3, 2, 4), quiet=lambda p: "S(0)" not in p and "S(2)" not in p),
     case("block_diag", lambda x, y: torch.block_diag(x, y), (2, 3), (3,)),
+    case("chunk_cat", lambda x, y: torch._chunk_cat([x, y], 1, 2), (4, 3), (4, 2, 2), backward=False, cut_alike=True,
+         quiet=lambda x, y: x == y and set(x.split()) <= {"R", "S(0)", "P"}),
+    case("chunk_cat_rows", lambda x, y: torch._chunk_cat([x, y], 0, 3), (4, 3), (5, 2), backward=False),
+    case("chunk_cat_out", lambda x, y, o: torch._chunk_cat([x, y], 1, 2, out=o.clone()), (4, 3), (4, 2, 2), (4, 2, 4), backward=False),
+    case("linspace", strictly(lambda x, y: (torch.linspace(x, y, 5), torch.linspace(2, y, 3), torch.logspace(x, 1, 3))), (), (),
+         backward=False, quiet=lambda x, y: "P" not in x + y),
     case("pad", lambda x: F.pad(x, (1, 2, 0, 3)), (5, 4), quiet=lambda p: True),
     case("pad_value", lambda x: F.pad(x, (0, 0, 2, 1), value=1.5), (5, 4), quiet=lambda p: "P" not in p),
     case("pad_negative", lambda x: F.pad(x, (-1, -1, -2, 0)), (5, 4), quiet=lambda p: True),

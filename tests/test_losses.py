@@ -31,11 +31,33 @@ def each_reduction(name: str, function: Any, *arguments: Any, **options: Any) ->
     return [case(f"{name}_{r}", bind(r), *arguments, **options) for r in REDUCTIONS]
 
 
-def ctc_mean(x: Any, t: Any) -> Any:
-    import shardtensor as st
+INPUTS, TARGETS = (6, 5, 3, 6, 2), (3, 2, 0, 1, 3)  # the lengths of five samples
 
-    with st.implicit_replication():  # torch makes a plain tensor of the lengths
-        return F.ctc_loss(x.log_softmax(-1), t + 1, (6, 5), (3, 2))
+
+def ctc(joined: bool, as_tensors: bool) -> list[Any]:
+    """The batch may be cut; joined targets stay whole, and so do their lengths. One sample's input is too short for its target."""
+
+    def bind(reduction: str) -> Any:
+        def loss(x: Any, t: Any, inputs: Any = INPUTS, targets: Any = TARGETS) -> Any:
+            return F.ctc_loss(x.log_softmax(-1), t, inputs, targets, reduction=reduction, zero_infinity=True)
+
+        return loss
+
+    def quiet(x: str, targets: str, *lengths: str) -> bool:
+        alike = {("R", "R"), ("S(1)", "S(0)"), ("S(1)", "R")}
+        whole = [targets, *lengths[1:]] if joined else []
+        cut = lengths[:1] if joined else [targets, *lengths]
+        return all(set(p.split()) == {"R"} for p in whole) and set(x.split()) <= {"R", "S(1)"} and all(
+            set(zip(x.split(), p.split(), strict=True)) <= alike for p in cut
+        )
+
+    sizes = (sum(TARGETS),) if joined else (5, 3)
+    lengths = [lambda g: torch.tensor(INPUTS), lambda g: torch.tensor(TARGETS)] if as_tensors else []
+    name = "ctc_loss" + "_joined" * joined + "_tensors" * as_tensors
+    return [
+        case(f"{name}_{r}", bind(r), (6, 5, 4), lambda g: torch.randint(1, 4, sizes, generator=g), *lengths, quiet=quiet, cut_alike=True)
+        for r in REDUCTIONS
+    ]
 
 
 CASES = [
@@ -103,9 +125,8 @@ CASES = [
         (5, 4), (5, 4),
     ),
     case("cross_entropy_all_ignored", lambda x, t: F.cross_entropy(x, t.fill_(-100)), (5, 4), ints(4, 5), limit=20),
-    case("ctc_loss", ctc_mean, (6, 2, 4), ints(3, 2, 3), backward=False, limit=20),
-    case("ctc_loss_sum", lambda x, t: F.ctc_loss(x.log_softmax(-1), t + 1, (6, 5), (3, 2), reduction="sum"),
-         (6, 2, 4), ints(3, 2, 3), limit=20),
+    *ctc(False, False), *ctc(False, True), *ctc(True, False), *ctc(True, True),
+    case("ctc_loss_one", lambda x, t: F.ctc_loss(x.log_softmax(-1), t, (6,), (3,)), (6, 4), lambda g: torch.tensor([1, 3, 2]), limit=20),
 ]
 
 

@@ -209,6 +209,31 @@ MOMENTS = [
     case("logsumexp_out", lambda x, o: torch.logsumexp(x, 0, out=o.clone()), (5, 4), (4,), backward=False),
 ]
 
+
+
+def segments(reduce: str, **options):
+    lengths = torch.tensor([[1, 2, 2], [3, 1, 1], [0, 4, 1]])
+    offsets = torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
+
+    def quiet(x: str, counts: str) -> bool:
+        along = set(zip(x.split(), counts.split(), strict=True))
+        return along <= {("R", "R"), ("S(2)", "R"), ("S(0)", "S(0)")}
+
+    return [
+        case(f"segment_{reduce}_{name}", lambda x, c, name=name: torch.segment_reduce(x, reduce, **{name: c}, axis=1, **options),
+             (3, 5, 2), lambda g, counts=counts: counts, quiet=quiet, cut_alike=True)
+        for name, counts in (("lengths", lengths), ("offsets", offsets))
+    ]
+
+
+SEGMENTS = [*segments("sum"), *segments("mean", unsafe=True), *segments("max", initial=0.5), *segments("min"), *segments("prod")]
+
+HASHES = [
+    case("hash", torch.hash_tensor, (5, 4), backward=False, quiet=no_partial),
+    case("hash_dim", lambda x: torch.hash_tensor(x, 0), (5, 4), backward=False, quiet=no_partial),
+    case("hash_dims", lambda x: torch.hash_tensor(x, (0, -1), keepdim=True), ints(99, 3, 4, 2), backward=False, quiet=always),
+]
+
 # Written operands and summands: what is written must hold what the result holds.
 WRITTEN = [
     case("neg_out", lambda x, o: torch.neg(x, out=o.clone()), (5, 4), (5, 4), backward=False),
@@ -216,7 +241,7 @@ WRITTEN = [
     case("mul_out", lambda x, y, o: torch.mul(x, y, out=o.clone()), (5, 4), (5, 4), (5, 4), backward=False),
 ]
 
-CASES = SUMS + EXTREMES + TRUTHS + NORMS + MOMENTS + WRITTEN
+CASES = SUMS + EXTREMES + TRUTHS + NORMS + MOMENTS + SEGMENTS + HASHES + WRITTEN
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)

@@ -1,6 +1,8 @@
 #include "autograd/gathered.h"
 
 #include "autograd/functions.h"
+#include "dispatch/errors.h"
+#include "dispatch/localize.h"
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
 #include "dispatch/wrap.h"
@@ -114,7 +116,13 @@ void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
       change_list(slot, slot, [&](auto& list) { list.set(refs[i].index, pieces[i]); });
     }
   }
-  op.handle.callBoxed(&call);
+  if (solution->kernel) {
+    const auto at = after_moves(refs, *solution);
+    rules::Run run{op.handle, call, at, *solution};
+    errors::run_kernel(op, solution->kernel, run);
+  } else {
+    op.handle.callBoxed(&call);
+  }
   size_t nth = 0;
   for (auto& value : call) {
     if (value.isTensor() && value.toTensor().defined()) {

@@ -62,6 +62,9 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   if (t.device().is_cpu() && (c10::isFloat8Type(dtype))) {
     return t.to(at::kFloat);
   }
+  if ((dtype == at::kUInt32 || dtype == at::kUInt64) && op != ReduceOp::Max && op != ReduceOp::Min) {
+    return t.view(dtype == at::kUInt32 ? at::kInt : at::kLong); // the same bits, as signed ones
+  }
   return t;
 }
 

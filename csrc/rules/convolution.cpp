@@ -140,6 +140,19 @@ Rule linear_pool(const Call& call) {
   return rule;
 }
 
+// (self, ..., random samples [n, c, space]): n is 1 where self has no batch.
+template <int64_t space>
+Rule fractional_pool(const Call& call) {
+  auto rule = planes(call, space);
+  if (call.tensors[1].dim() != 3) {
+    return replicate(call); // the op says what is wrong
+  }
+  const auto& dims = rule.operands[0].dims;
+  const bool batched = static_cast<int64_t>(dims.size()) == space + 2;
+  rule.operands[1].dims = batched ? Dims{dims[0], dims[1], Dim(kNone)} : Dims{Dim(kNone), dims[0], Dim(kNone)};
+  return rule;
+}
+
 // Argument `input_size` lists the global sizes of the gradient. The kernel replaces them by those of this rank's piece.
 void resample_backward_kernel(Run& run) {
   const auto at = *run.op.schema().argumentIndexWithName("input_size");
@@ -224,6 +237,10 @@ void register_convolution(Registry& r) {
   r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
   r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>);
 
+  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>);
+  r.add("pooling", {"fractional_max_pool2d_backward"}, linear_pool<2>);
+  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>);
+  r.add("pooling", {"fractional_max_pool3d_backward"}, linear_pool<3>);
   r.add("pooling", {"max_pool1d"}, pool<1>, {.way = Way::Whole}); // torch reads the data pointer if no gradient is needed
 
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);

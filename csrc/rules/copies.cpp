@@ -140,6 +140,18 @@ void register_copies(Registry& r) {
   r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like);
   r.add("copies", {"new_empty"}, new_like, {.unwritten = true});
   r.add("copies", {"new_empty_strided"}, new_empty_strided, {.unwritten = true});
+  // Their ends are single numbers.
+  r.add(
+      "copies",
+      {
+          "linspace.Scalar_Tensor",
+          "linspace.Tensor_Scalar",
+          "linspace.Tensor_Tensor",
+          "logspace.Scalar_Tensor",
+          "logspace.Tensor_Scalar",
+          "logspace.Tensor_Tensor",
+      },
+      replicate);
   r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill, {.repeats = true});
   r.add("copies", {"zero_", "zero"}, zero, {.repeats = true});
 }

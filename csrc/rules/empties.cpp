@@ -46,15 +46,24 @@ at::Tensor cut_to_layout(at::Tensor t, const Solution::Result& result, const Run
 void call_op_nonempty(Run& run) {
   bool empty = false;
   size_t operand = 0;
+  const auto filled = [&](const at::Tensor& t) {
+    const auto whole = run.operands[operand++].sizes;
+    if (!only_this_piece_is_empty(t, whole)) {
+      return t;
+    }
+    empty = true;
+    return without_empty_dims(t, whole);
+  };
   for (size_t i = 0; i < run.op.schema().arguments().size(); ++i) {
     auto& value = run.arg(i);
-    if (!value.isTensor() || !value.toTensor().defined()) {
-      continue;
-    }
-    const auto whole = run.operands[operand++].sizes;
-    if (only_this_piece_is_empty(value.toTensor(), whole)) {
-      value = without_empty_dims(value.toTensor(), whole);
-      empty = true;
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = filled(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& t : value.toTensorList()) {
+        list.push_back(filled(t));
+      }
+      value = std::move(list);
     }
   }
   run.call_op();

@@ -1,5 +1,6 @@
 // Sampling of images and volumes, patches, distances, and a few other ops whose batch may be cut.
 #include "rules/batched.h"
+#include "rules/pieces.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -43,6 +44,18 @@ Rule im2col(const Call& call) {
 }
 Rule col2im(const Call& call) {
   return linear(batched(call, call.tensors[0].dim() == 3 ? "N..->N..." : "..->..."), {0});
+}
+
+// A distance for each pair of rows, so rows stay whole; features may be cut, over which it is a norm.
+Rule pdist(const Call& call) {
+  if (call.tensors[0].dim() != 2) {
+    return replicate(call); // the op says what is wrong
+  }
+  Rule rule;
+  const auto features = rule.factor(normed(call.arg(1).toDouble()));
+  rule.operands.emplace_back(Dims{Dim(kNone), Dim(features)});
+  rule.results.emplace_back(Dims{Dim(kNone)});
+  return rule;
 }
 
 // The product of three operands, each broadcast along the dims that it lacks, summed over some dims.
@@ -164,6 +177,9 @@ void register_grids(Registry& r) {
       "distances", {"_cdist_backward"}, [](const Call& c) { return linear(batched(c, "*R.,*R.,*..,*R.->*R."), {0}); }, distances);
   r.add(
       "distances", {"_cdist_forward"}, [](const Call& c) { return batched(c, "*R.,*C.->*RC"); }, distances);
+  r.add(
+      "distances", {"_pdist_backward"}, [](const Call& c) { return linear(batched(c, ".,.K,.->.K"), {0}); }, distances);
+  r.add("distances", {"_pdist_forward"}, pdist, real);
 
   r.add("various", {"_trilinear"}, trilinear, products);
   r.add("various", {"_weight_norm_interface", "_weight_norm_interface_backward"}, weight_norm, real);

@@ -506,6 +506,7 @@ void register_indexing(Registry& r) {
   put.one_dtype = 0b101; // self, values
   put.repeats = true;
   r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
+  r.add("indexing", {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"}, nullptr, {.way = Way::Decomposed});
   r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index);
   r.add("indexing", {"gather"}, gather);
   r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>);
@@ -524,7 +525,18 @@ void register_indexing(Registry& r) {
   r.add("indexing", {"index_select"}, index_select);
   // The ranks must agree on the result's size, so all need all values.
   r.add(
-      "indexing", {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "nonzero_static", "put", "put_"}, replicate);
+      "indexing",
+      {
+          "masked_scatter",
+          "masked_scatter_",
+          "masked_select",
+          "nonzero",
+          "nonzero_static",
+          "put",
+          "put_",
+          "repeat_interleave.Tensor",
+      },
+      replicate);
   r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>);
   r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>);
   r.add(

@@ -1,5 +1,7 @@
 // Cat, stack and similar ops: several operands become one, or one is repeated.
 // Along a sharded dim each operand of cat is a window of the result: pieces stay on their ranks if their order allows it.
+#include "rules/empties.h"
+#include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
 
@@ -104,9 +106,38 @@ Rule block_diag(const Call& call) {
   return rule;
 }
 
+// Each tensor is padded along `dim`, cut into chunks there, and what lies behind is flattened; then all are joined.
+Rule chunk_cat(const Call& call) {
+  Rule rule;
+  const auto& first = call.tensors[0];
+  const auto dim = call.dim(1, first.dim());
+  const auto lead = fresh_dims(rule, dim);
+  auto out = lead;
+  out.append(2, Dim(kNone));
+  for (const auto& t : call.tensors) {
+    if (t.output) {
+      continue;
+    }
+    TORCH_CHECK(c10::multiply_integers(t.sizes()) > 0, "_chunk_cat expects non-empty tensor");
+    TORCH_CHECK(
+        t.dim() > dim && t.sizes().slice(0, dim) == first.sizes().slice(0, dim),
+        "_chunk_cat expects same sizes of 0,...,dim-1 dimensions for all tensors");
+    auto dims = lead;
+    dims.resize(t.dim(), Dim(kNone));
+    rule.operands.emplace_back(std::move(dims));
+  }
+  rule.results.emplace_back(std::move(out));
+  add_outputs(call, rule);
+  rule.jointly_linear(OperandSet::first(call.tensors.size()));
+  rule.kernel = call_op_nonempty;
+  rule.kernel_if = is_empty;
+  return rule;
+}
+
 } // namespace
 
 void register_joins(Registry& r) {
+  r.add("joins", {"_chunk_cat", "_chunk_cat.out"}, chunk_cat);
   r.add("joins", {"block_diag"}, block_diag, {.whole = true});
   r.add("joins", {"cat"}, cat, {.symbols = Symbols::Unrecorded});
   r.add("joins", {"repeat"}, repeat, {.symbols = Symbols::Unrecorded});

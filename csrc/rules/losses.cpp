@@ -4,11 +4,14 @@
 
 #include "comm/comm.h"
 #include "comm/values.h"
+#include "rules/pieces.h"
 #include "rules/resolve.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Reduction.h>
+
+#include <numeric>
 
 namespace shardtensor::rules {
 
@@ -296,6 +299,102 @@ Rule nll_backward_rule(const Call& call) {
   return rule;
 }
 
+// ---- ctc_loss(log_probs [t, n, c], targets [n, s] or joined to one dim, lengths of both, blank, reduction, ...) ----
+
+// The lengths of the samples that this rank holds: of a list all ranks have all of it, and refuse alike.
+c10::IValue cut_lengths(const c10::IValue& lengths, const char* name, const Interval& held, int64_t n, int64_t most) {
+  if (lengths.isTensor()) {
+    const auto given = lengths.toTensor();
+    return given.size(0) == held.length ? given : given.narrow(0, held.start, held.length);
+  }
+  const auto all = lengths.toIntVector();
+  TORCH_CHECK(static_cast<int64_t>(all.size()) == n, name, " must be of size batch_size");
+  for (const auto length : all) {
+    TORCH_CHECK(length >= 0, "Expected ", name, " to have value at least 0, but got value ", length);
+    TORCH_CHECK(length <= most, "Expected ", name, " to have value at most ", most, ", but got value ", length);
+  }
+  return c10::List<int64_t>(c10::IntArrayRef(all).slice(held.start, held.length));
+}
+
+// The targets of those samples, where all are joined.
+at::Tensor cut_joined(const at::Tensor& targets, const c10::IValue& lengths, const Interval& held) {
+  std::vector<int64_t> all;
+  if (lengths.isTensor()) {
+    need_values(lengths.toTensor(), "ctc_loss of joined targets");
+    const auto given = lengths.toTensor().to(at::kLong).cpu().contiguous();
+    all.assign(given.const_data_ptr<int64_t>(), given.const_data_ptr<int64_t>() + given.numel());
+  } else {
+    all = lengths.toIntVector();
+  }
+  const auto first = [&](int64_t n) { return std::accumulate(all.begin(), all.begin() + n, int64_t{0}); };
+  const auto total = first(static_cast<int64_t>(all.size()));
+  TORCH_CHECK(
+      total == targets.size(0), "Expected tensor to have size ", total, " at dimension 0, but got size ", targets.size(0),
+      " for argument #2 'targets'");
+  return targets.narrow(0, first(held.start), first(held.start + held.length) - first(held.start));
+}
+
+at::Tensor ctc_reduced(const at::Tensor& losses, const c10::IValue& lengths, int64_t reduction, int64_t n) {
+  if (reduction != at::Reduction::Mean) {
+    return reduction == at::Reduction::Sum ? losses.sum() : losses;
+  }
+  const auto counts =
+      lengths.isTensor() ? lengths.toTensor().to(losses.options()) : at::tensor(lengths.toIntVector(), losses.options());
+  return losses.div(counts.clamp_min(1)).sum().div(n);
+}
+
+void ctc_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor(), targets = run.arg(1).toTensor();
+  const auto sizes = run.operands[0].sizes;
+  const auto blank = run.arg(4).toInt(), reduction = run.arg(5).toInt();
+  TORCH_CHECK(c10::multiply_integers(sizes) > 0, "log_probs tensor must not be empty");
+  TORCH_CHECK(blank >= 0 && blank < sizes[2], "blank must be in label range");
+  const auto held = mine(*run.operands[0].layout, 1, sizes[1]);
+  const auto inputs = cut_lengths(run.arg(2), "input_lengths", held, sizes[1], sizes[0]);
+  const auto lengths = cut_lengths(run.arg(3), "target_lengths", held, sizes[1], targets.size(-1));
+  if (targets.dim() == 1) {
+    run.arg(1) = cut_joined(targets, run.arg(3), held);
+  }
+  if (held.length == 0) {
+    need_values(x, "ctc_loss"); // as the op does on the other ranks
+    return run.returns({reduction == at::Reduction::None ? x.sum({0, 2}) : x.sum()});
+  }
+  run.arg(2) = inputs;
+  run.arg(3) = lengths;
+  run.arg(5) = static_cast<int64_t>(at::Reduction::None);
+  run.call_op();
+  run.stack.back() = ctc_reduced(run.stack.back().toTensor(), lengths, reduction, sizes[1]);
+}
+
+// The batch may be cut. Joined targets stay whole, and so do their lengths, which tell where a sample's begin.
+Rule ctc(const Call& call) {
+  const auto& x = call.tensors[0];
+  const bool joined = call.tensors[1].dim() == 1, lengths = call.tensors.size() > 2;
+  if (x.dim() != 3 || call.tensors[1].dim() > 2 || (lengths && (call.tensors[2].dim() != 1 || call.tensors[3].dim() != 1))) {
+    return replicate(call); // a single sample
+  }
+  const bool none = reduction_of(call) == at::Reduction::None;
+  Rule rule;
+  Factor f;
+  f.kernel = true;
+  if (!none) {
+    f.reduce = ReduceOp::Sum;
+  }
+  const Dim batch(rule.factor(f)), whole(kNone);
+  rule.operands.emplace_back(Dims{whole, batch, whole});
+  rule.operands.emplace_back(joined ? Dims{whole} : Dims{batch, whole});
+  for (size_t i = 2; i < call.tensors.size(); ++i) {
+    const auto& t = call.tensors[i];
+    const auto* name = i == 2 ? "input_lengths" : "target_lengths";
+    TORCH_CHECK(c10::isIntegralType(t.dtype, false), name, " must be integral");
+    TORCH_CHECK(t.size(0) == x.size(1), name, " must be of size batch_size");
+    rule.operands.emplace_back(Dims{joined && i == 3 ? whole : batch});
+  }
+  rule.results.emplace_back(none ? Dims{batch} : Dims{});
+  rule.kernel = ctc_kernel;
+  return rule;
+}
+
 } // namespace
 
 void register_losses(Registry& r) {
@@ -326,6 +425,8 @@ void register_losses(Registry& r) {
           "soft_margin_loss_backward",
       },
       elementwise_backward);
+  // The body reads the lengths' memory, or makes plain tensors of them.
+  r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.way = Way::Local, .takes = kWideReals});
   r.add("losses", {"multi_margin_loss"}, margin, margins);
   r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, real);
   r.add("losses", {"multilabel_margin_loss_forward"}, margin, real);

@@ -8,6 +8,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <limits>
+
 namespace shardtensor::rules {
 
 namespace {
@@ -126,6 +128,14 @@ at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op) 
     sizes[d] = 1;
   }
   return at::full(sizes, identity(op, piece.scalar_type()), piece.options());
+}
+
+Factor normed(double order) {
+  constexpr auto infinity = std::numeric_limits<double>::infinity();
+  Factor f;
+  f.reduce = order == infinity ? ReduceOp::Max : order == -infinity ? ReduceOp::Min : order == 0 ? ReduceOp::Sum : ReduceOp::Norm;
+  f.norm_order = order;
+  return f;
 }
 
 Interval mine(const Layout& layout, int64_t dim, int64_t size) {

@@ -44,6 +44,9 @@ at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, R
 // amax or amin of a piece, keeping the dims; the identity where the piece is empty along `dims`.
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
 
+// The factor of what a norm of this order is taken over.
+Factor normed(double order);
+
 // What this rank holds of `size` indices along `dim`: one run.
 Interval mine(const Layout& layout, int64_t dim, int64_t size);
 

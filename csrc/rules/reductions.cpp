@@ -355,12 +355,7 @@ void norm_kernel(Run& run) {
 
 Rule norm(const Call& call) {
   const auto order = norm_order(call);
-  Factor f;
-  f.reduce = order == kInfinity    ? ReduceOp::Max
-             : order == -kInfinity ? ReduceOp::Min
-             : order == 0          ? ReduceOp::Sum
-                                   : ReduceOp::Norm;
-  f.norm_order = order;
+  const auto f = normed(order);
   auto rule = reduce(call, f);
   rule.kernel = norm_kernel;
   rule.kernel_if = is_empty;
@@ -469,6 +464,68 @@ Rule logsumexp(const Call& call) {
   return rule;
 }
 
+// The bits of all elements, joined by exclusive or.
+void hash_kernel(Run& run) {
+  const Reduction r(run);
+  if (!r.only_this_piece_is_empty()) {
+    return run.call_op();
+  }
+  give(run, {at::zeros(r.result_sizes(), r.x.options().dtype(at::kUInt64))});
+}
+
+Rule hash(const Call& call) {
+  auto rule = reduce(call, reduced_by(ReduceOp::Bxor));
+  rule.kernel = hash_kernel;
+  rule.kernel_if = is_empty;
+  return rule;
+}
+
+// ---- segments of dim `axis`, which stays whole; lengths and offsets have it and the dims before it ----
+
+// torch looks for the least of the lengths, which none have.
+void segments_kernel(Run& run) {
+  const auto data = run.arg(argument(run, "data")).toTensor();
+  const auto lengths = run.arg(argument(run, "lengths")), offsets = run.arg(argument(run, "offsets"));
+  const auto counted = (lengths.isNone() ? offsets : lengths).toTensor();
+  const bool forward = argument(run, "grad") < 0;
+  auto sizes = data.sizes().vec();
+  if (forward) {
+    sizes[counted.dim() - 1] = counted.size(-1) - lengths.isNone();
+  }
+  if (c10::multiply_integers(sizes) && counted.numel()) {
+    return run.call_op();
+  }
+  run.returns({at::empty(sizes, data.options())});
+}
+
+Rule segments(const Call& call) {
+  const auto lengths = call.operand(argument(call, "lengths")), offsets = call.operand(argument(call, "offsets"));
+  const auto counted = lengths < 0 ? offsets : lengths;
+  const auto& data = call.tensor(argument(call, "data"));
+  TORCH_CHECK(counted >= 0, "segment_reduce(): Either lengths or offsets must be defined.");
+  const auto axis = call.dim(argument(call, "axis"), data.dim());
+  TORCH_CHECK(
+      axis + 1 == call.tensors[counted].dim(), "segment_reduce(): Expected axis to be the last dimension of ",
+      lengths < 0 ? "offsets" : "lengths", " but got ", axis, ".");
+  Rule rule;
+  auto dims = fresh_dims(rule, data.dim());
+  dims[axis] = Dim(kNone);
+  for (const auto& t : call.tensors) {
+    TORCH_CHECK(t.dim() <= data.dim(), "segment_reduce(): ", t.dim(), " dims where the data have ", data.dim());
+    rule.operands.emplace_back(Dims(dims.begin(), dims.begin() + t.dim()));
+  }
+  rule.results.emplace_back(std::move(dims));
+  rule.kernel = segments_kernel;
+  rule.kernel_if = is_empty;
+  return rule;
+}
+
+Rule segments_backward(const Call& call) {
+  auto rule = segments(call);
+  rule.linear_in({0});
+  return rule;
+}
+
 // ---- results that are not tensors ----
 
 // Every rank must return the same, also with an empty piece.
@@ -537,6 +594,7 @@ void register_reductions(Registry& r) {
       },
       counted);
   r.add(family, {"equal"}, equal);
+  r.add(family, {"hash_tensor", "hash_tensor.out"}, hash);
   r.add(
       family,
       {
@@ -584,6 +642,8 @@ void register_reductions(Registry& r) {
           "std_mean.correction_out",
       },
       var<true>, numbers);
+  r.add(family, {"_segment_reduce_backward"}, segments_backward);
+  r.add(family, {"segment_reduce"}, segments);
   r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum, {.symbols = Symbols::Operands});
   r.add(
       family,

@@ -46,7 +46,6 @@ const Registry& registry() {
     register_convolution(*r);
     register_copies(*r);
     register_embedding(*r);
-    register_gathered(*r);
     register_grids(*r);
     register_indexing(*r);
     register_joins(*r);

@@ -383,6 +383,68 @@ Rule histc(const Call& call) {
   return rule;
 }
 
+struct Columns {
+  int64_t number; // 0: of one dim, whatever the shape
+};
+
+// (self, bins, range?, weight?, density). Where no range is told, it goes from the least to the greatest of all values, in each
+// column of histogramdd's. So every piece takes in those two, weighing nothing.
+void histogram_kernel(Run& run) {
+  const auto range = argument(run, "range"), weight = argument(run, "weight");
+  const auto x = run.arg(0).toTensor();
+  if (range >= 0 && run.arg(range).isNone() && c10::multiply_integers(run.operands[0].sizes)) {
+    const auto columns = noted<Columns>(run.solution).number;
+    const auto values = x.reshape({columns ? x.numel() / columns : x.numel(), std::max<int64_t>(columns, 1)});
+    const auto outermost = [&](ReduceOp op) {
+      return over_ranks(extreme(values, {0}, op), run, mesh_dims_of(run, ~uint64_t{0}), op);
+    };
+    const auto least = outermost(ReduceOp::Min), greatest = outermost(ReduceOp::Max);
+    const auto weights = run.arg(weight).isNone() ? at::ones(values.size(0), x.options()) : run.arg(weight).toTensor().flatten();
+    const auto all = at::cat({values, least, greatest});
+    run.arg(0) = columns ? all : all.flatten();
+    run.arg(weight) = at::cat({weights, at::zeros(2, weights.options())});
+  }
+  run.call_op();
+}
+
+// Counts of pieces add up; a density is divided by all of them. histogramdd's last dim has the columns.
+template <bool dd>
+Rule histogram(const Call& call) {
+  const auto& x = call.tensors[0];
+  if (dd && x.dim() < 2) {
+    return replicate(call); // the op says what is wrong
+  }
+  Rule rule;
+  Factor f;
+  f.kernel = true;
+  f.reduce = ReduceOp::Sum;
+  f.whole = call.flag(argument(call, "density"));
+  Dims samples;
+  for (int64_t d = 0; d < x.dim() - dd; ++d) {
+    samples.emplace_back(rule.factor(f));
+  }
+  auto in = samples;
+  if (dd) {
+    in.emplace_back(kNone);
+  }
+  const auto columns = dd ? x.size(x.dim() - 1) : 1;
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(t.arg == 0 ? in : t.arg == argument(call, "weight") ? samples : Dims(t.dim(), Dim(kNone)));
+  }
+  for (const auto& r : call.schema.returns()) {
+    const bool edges = r.name() == "bin_edges" || r.type()->kind() == c10::TypeKind::ListType;
+    for (int64_t i = 0; i < (dd && edges ? columns : 1); ++i) {
+      auto& result = rule.results.emplace_back(Dims(edges ? 1 : columns, Dim(kNone)));
+      if (edges) {
+        result.reduce.emplace(std::nullopt); // the same on all ranks
+      }
+    }
+  }
+  rule.kernel = histogram_kernel;
+  rule.notes = Columns{dd ? columns : 0};
+  return rule;
+}
+
 } // namespace
 
 void register_scans(Registry& r) {
@@ -398,8 +460,6 @@ void register_scans(Registry& r) {
           "_unique",
           "_unique2",
           "bincount",
-          "histogram.bin_ct",
-          "histogram.bins_tensor",
           "unique_consecutive",
           "unique_dim",
           "unique_dim_consecutive",
@@ -411,7 +471,10 @@ void register_scans(Registry& r) {
   r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod);
   r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum, {.symbols = Symbols::Unrecorded});
+  r.add(
+      family, {"_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors"}, histogram<true>, ordered);
   r.add(family, {"histc", "histc.out"}, histc);
+  r.add(family, {"histogram.bin_ct", "histogram.bins_tensor"}, histogram<false>, ordered);
   r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, logcumsumexp);
   r.add(
       family,

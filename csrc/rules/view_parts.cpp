@@ -96,6 +96,22 @@ Rule slice(const Call& call) {
   return rule;
 }
 
+Rule narrow_copy(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK(x.dim() > 0, "narrow() cannot be applied to a 0-dim tensor.");
+  const auto dim = call.dim(1, x.dim());
+  const auto size = x.size(dim), given = call.integer(2), length = call.integer(3);
+  TORCH_CHECK_INDEX(
+      given >= -size && given <= size, "start out of range (expected to be in range of [", -size, ", ", size, "], but got ",
+      given, ")");
+  const auto start = given < 0 ? given + size : given;
+  TORCH_CHECK(
+      length >= 0 && start + length <= size, "start (", start, ") + length (", length, ") exceeds dimension size (", size, ").");
+  auto rule = windows(call, dim, {{start, 1, length}});
+  rule.kernel = slice_kernel;
+  return rule;
+}
+
 Rule split_into(const Call& call, int64_t dim, const Sizes& lengths) {
   std::vector<Dim::Window> parts;
   int64_t start = 0;
@@ -286,31 +302,56 @@ Dim on_diagonal(const Diagonal& d, int64_t cut, int64_t factor) {
   return dim;
 }
 
+// The dims of the matrices' tensor and of the diagonals'. `cut`: which of the two dims may stay cut, or -1.
+struct DiagonalDims {
+  Dims matrices, diagonals;
+};
+
+DiagonalDims diagonal_dims(Rule& rule, const Diagonal& d, int64_t cut, c10::IntArrayRef sizes) {
+  DiagonalDims dims{Dims(sizes.size(), Dim(kNone)), {}};
+  for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); ++i) {
+    if (i != d.a && i != d.b) {
+      dims.matrices[i] = Dim(rule.factor());
+      dims.diagonals.push_back(dims.matrices[i]);
+    }
+  }
+  if (cut >= 0) {
+    dims.matrices[cut] = Dim(rule.factor(along_diagonal(d, cut, sizes, rule)));
+    dims.diagonals.push_back(on_diagonal(d, cut, dims.matrices[cut].factor));
+  } else {
+    dims.diagonals.emplace_back(kNone);
+  }
+  return dims;
+}
+
+Sizes sizes_of_diagonals(const Diagonal& d, c10::IntArrayRef sizes) {
+  Sizes out;
+  for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); ++i) {
+    if (i != d.a && i != d.b) {
+      out.push_back(sizes[i]);
+    }
+  }
+  out.push_back(d.length);
+  return out;
+}
+
+int64_t cut_dim(const Layout& layout, const Diagonal& d) {
+  return layout.shards(d.a) ? d.a : layout.shards(d.b) ? d.b : -1;
+}
+
 Rule diagonal(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto diag = diagonal_of(call, 1, x.sizes());
-  const auto cut = x.layout->shards(diag.a) ? diag.a : x.layout->shards(diag.b) ? diag.b : -1;
-  Dims in(x.dim(), Dim(kNone)), out;
+  const auto cut = cut_dim(*x.layout, diag);
+  auto dims = diagonal_dims(rule, diag, cut, x.sizes());
   Sizes sizes;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    if (d != diag.a && d != diag.b) {
-      in[d] = Dim(rule.factor());
-      out.push_back(in[d]);
-      sizes.push_back(x.size(d));
-    }
-  }
   if (cut >= 0) {
-    in[cut] = Dim(rule.factor(along_diagonal(diag, cut, x.sizes(), rule)));
-    out.push_back(on_diagonal(diag, cut, in[cut].factor));
-    sizes.push_back(diag.length);
+    sizes = sizes_of_diagonals(diag, x.sizes());
     rule.kernel = diagonal_kernel;
-  } else {
-    out.emplace_back(kNone);
-    sizes.clear();
   }
-  rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out), std::move(sizes));
+  rule.operands.emplace_back(std::move(dims.matrices));
+  rule.results.emplace_back(std::move(dims.diagonals), std::move(sizes));
   rule.passes_partial();
   return rule;
 }
@@ -412,24 +453,14 @@ void diagonal_backward_kernel(Run& run) {
 Rule diagonal_backward(const Call& call) {
   Rule rule;
   auto sizes = call.ints(1);
-  const auto n = static_cast<int64_t>(sizes.size());
   const auto diag = diagonal_of(call, 2, sizes);
-  Dims in, out(n, Dim(kNone));
-  for (int64_t d = 0; d < n; ++d) {
-    if (d != diag.a && d != diag.b) {
-      out[d] = Dim(rule.factor());
-      in.push_back(out[d]);
-    }
-  }
-  if (call.tensors[0].layout->shards(n - 2)) {
-    out[diag.a] = Dim(rule.factor(along_diagonal(diag, diag.a, sizes, rule)));
-    in.push_back(on_diagonal(diag, diag.a, out[diag.a].factor));
+  const bool cut = call.tensors[0].layout->shards(static_cast<int64_t>(sizes.size()) - 2);
+  auto dims = diagonal_dims(rule, diag, cut ? diag.a : -1, sizes);
+  if (cut) {
     rule.kernel = diagonal_backward_kernel;
-  } else {
-    in.emplace_back(kNone);
   }
-  rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out), std::move(sizes));
+  rule.operands.emplace_back(std::move(dims.diagonals));
+  rule.results.emplace_back(std::move(dims.matrices), std::move(sizes));
   rule.size_args.push_back({1, 0});
   rule.linear_in({0});
   return rule;
@@ -510,12 +541,43 @@ Rule select_scatter(const Call& call) {
   return rule;
 }
 
+void diagonal_scatter_kernel(Run& run) {
+  auto out = run.arg(0).toTensor().clone();
+  diagonal_of_piece(run, out, *run.operands[0].layout).copy_(run.arg(1).toTensor());
+  run.returns({out});
+}
+
+Rule diagonal_scatter(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto& source = call.tensors[1];
+  const auto diag = diagonal_of(call, 2, x.sizes());
+  const auto slice = sizes_of_diagonals(diag, x.sizes());
+  TORCH_CHECK(
+      source.sizes() == c10::IntArrayRef(slice),
+      "expected src to have a size equal to the slice of self. src size = ", source.sizes(),
+      ", slice size = ", c10::IntArrayRef(slice));
+  const auto own = cut_dim(*x.layout, diag);
+  const auto cut = own < 0 && source.layout->shards(source.dim() - 1) ? diag.a : own;
+  auto dims = diagonal_dims(rule, diag, cut, x.sizes());
+  if (cut >= 0) {
+    rule.kernel = diagonal_scatter_kernel;
+  }
+  rule.operands.emplace_back(dims.matrices);
+  rule.operands.emplace_back(std::move(dims.diagonals));
+  rule.results.emplace_back(std::move(dims.matrices), Sizes(x.sizes().begin(), x.sizes().end()));
+  rule.passes_partial(0b11);
+  return rule;
+}
+
 } // namespace
 
 void register_view_parts(Registry& r) {
   r.add("views", {"diag_embed"}, diag_embed);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
   r.add("views", {"diagonal_backward"}, diagonal_backward);
+  r.add("views", {"diagonal_scatter"}, diagonal_scatter);
+  r.add("views", {"narrow_copy"}, narrow_copy);
   r.add("views", {"select.int", "select_copy.int"}, select);
   r.add("views", {"select_backward"}, select_backward);
   r.add("views", {"select_scatter"}, select_scatter);

@@ -195,9 +195,10 @@ void whole_strided_kernel(Run& run) {
   run.returns({own(run, x.as_strided(run.arg(1).toIntVector(), run.arg(2).toIntVector(), x.storage_offset() + offset))});
 }
 
-Rule as_strided(const Call& call) {
+// What the arguments from `arg` on ask for: sizes, strides, offset; within the elements.
+Strided asked_for(const Call& call, int64_t arg) {
   const auto& x = call.tensors[0];
-  Strided to{call.ints(1), call.ints(2), call.integer(3, x.offset()) - x.offset()};
+  Strided to{call.ints(arg), call.ints(arg + 1), call.integer(arg + 2, x.offset()) - x.offset()};
   TORCH_CHECK(to.sizes.size() == to.strides.size(), "mismatch in length of strides and shape");
   int64_t first = 0, last = to.offset;
   for (int64_t d = 0; d < x.dim(); ++d) {
@@ -206,12 +207,18 @@ Rule as_strided(const Call& call) {
   for (size_t j = 0; j < to.sizes.size(); ++j) {
     last += (to.sizes[j] - 1) * to.strides[j];
   }
-  const bool empty = c10::multiply_integers(to.sizes) == 0;
   TORCH_CHECK(
-      empty || (to.offset >= 0 && last <= first), call.schema.name(), ": sizes ", c10::IntArrayRef(to.sizes), ", strides ",
-      c10::IntArrayRef(to.strides), " and offset ", to.offset, " reach outside of the ShardTensor (", x.sizes(), ", ",
-      x.layout->str(), ", rank ", call.mesh.rank(),
+      c10::multiply_integers(to.sizes) == 0 || (to.offset >= 0 && last <= first), call.schema.name(), ": sizes ",
+      c10::IntArrayRef(to.sizes), ", strides ", c10::IntArrayRef(to.strides), " and offset ", to.offset,
+      " reach outside of the ShardTensor (", x.sizes(), ", ", x.layout->str(), ", rank ", call.mesh.rank(),
       "), which has no memory beyond its elements. Slice and permute the base tensor instead.");
+  return to;
+}
+
+Rule as_strided(const Call& call) {
+  const auto& x = call.tensors[0];
+  const auto to = asked_for(call, 1);
+  const bool empty = c10::multiply_integers(to.sizes) == 0;
   if (x.layout->is_sharded() && !empty) {
     if (const auto undone = undo(x, to)) {
       return undone_rule(x, to, *undone);
@@ -232,11 +239,57 @@ Rule as_strided(const Call& call) {
   return rule;
 }
 
+void strided_scatter_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor(), source = run.arg(1).toTensor();
+  const auto& [offset, strides] = noted<Laid>(run.solution);
+  auto out = at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
+  out.as_strided(source.sizes(), run.arg(3).toIntVector(), offset).copy_(source);
+  run.returns({out});
+}
+
+// Whether index i of the first dim asked for lies in index i of x's, for all i.
+bool first_dim_stays(const TensorArg& x, const Strided& to) {
+  if (x.dim() == 0 || to.sizes.empty() || to.sizes[0] != x.size(0) || to.strides[0] != x.strides()[0]) {
+    return false;
+  }
+  int64_t own = 0, asked = to.offset;
+  for (int64_t d = 1; d < x.dim(); ++d) {
+    own += (x.size(d) - 1) * x.strides()[d];
+  }
+  for (size_t j = 1; j < to.sizes.size(); ++j) {
+    asked += (to.sizes[j] - 1) * to.strides[j];
+  }
+  return std::max(own, asked) < x.strides()[0];
+}
+
+Rule as_strided_scatter(const Call& call) {
+  const auto& x = call.tensors[0];
+  const auto to = asked_for(call, 2);
+  TORCH_CHECK(
+      call.tensors[1].sizes() == c10::IntArrayRef(to.sizes),
+      "expected src to have a size equal to the slice of self. src size = ", call.tensors[1].sizes(),
+      ", slice size = ", c10::IntArrayRef(to.sizes));
+  Rule rule;
+  Dims in(x.dim(), Dim(kNone)), part(to.sizes.size(), Dim(kNone));
+  if (first_dim_stays(x, to)) {
+    in[0] = part[0] = Dim(rule.factor());
+  }
+  rule.operands.emplace_back(in);
+  rule.operands.emplace_back(std::move(part));
+  rule.results.emplace_back(std::move(in));
+  rule.notes = Laid{to.offset, Sizes(x.strides().begin(), x.strides().end())};
+  rule.kernel = strided_scatter_kernel;
+  rule.always_kernel = true;
+  rule.passes_partial(0b11);
+  return rule;
+}
+
 } // namespace
 
 void register_view_strided(Registry& r) {
   r.add("views", {"as_strided", "as_strided_copy"}, as_strided);
   r.add("views", {"as_strided_"}, restrided);
+  r.add("views", {"as_strided_scatter"}, as_strided_scatter);
   r.add(
       "views",
       {

@@ -102,7 +102,8 @@ def _index(mode: Mode, who: str) -> int:
 
 def get_promotion_mode() -> Mode:
     own = _read("own_promotion")
-    return _MODES[_read("promotion") if own is None else own]
+    index: int = _read("promotion") if own is None else own
+    return _MODES[index]
 
 
 def set_promotion_mode(mode: Mode) -> None:
