@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 Layout = tuple[tuple[str, ...], str]  # placements, and the kind of cut
 
 SAMPLES = 4  # of an op's sample inputs, spread over the list
-LAYOUTS = 6  # per sample
+LAYOUTS = 4  # per sample, on two ranks others than on three
 SMALL = 20_000  # elements of all its tensors
 
 _MEMORY = "what it returns is memory that nobody has written yet"

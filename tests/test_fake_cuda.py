@@ -154,7 +154,7 @@ def sweep(batch):
         for number, sample in enumerate(opinfo._spread(drawn, 1)):
             tensors = [t for t in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)) if opinfo._is_strided(t)]
             for inplace in (False, True) if op.inplace_variant else (False,):
-                for layouts in opinfo._layouts(tensors, mesh.ndim, 3, f"{name} {number}"):
+                for layouts in opinfo._layouts(tensors, mesh.ndim, 2, f"{name} {number}"):
                     with FakeTensorMode():
                         answer = attempt(op, sample, layouts, mesh, inplace)
                     counts[answer if answer in (None, "plain") else "wrong"] += 1

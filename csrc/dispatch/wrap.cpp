@@ -6,7 +6,7 @@
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
 #include <c10/util/strides.h>
-#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 namespace shardtensor {
 
@@ -90,11 +90,11 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
   return form;
 }
 
-// Views that autograd itself creates are not tracked: users never see their bases. (It detaches tensors that it keeps as
-// gradients.)
-void mark_broken(const Op& op, ShardTensorImpl& view, const ShardTensorImpl& base, bool copied) {
-  const bool autograds = torch::autograd::get_current_node() && !base.watches();
-  if (autograds && op.name == "aten::detach") {
+// Views that autograd itself creates are not tracked: users never see their bases. What it keeps as a leaf's gradient is no view.
+void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied) {
+  const auto node = torch::autograd::get_current_node();
+  const bool autograds = node && !base.watches();
+  if (autograds && dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get())) {
     return;
   }
   if (copied) {
@@ -147,7 +147,7 @@ at::Tensor wrap_result(
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
     auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved, given);
     if (moved) {
-      mark_broken(op, *as_shard_tensor(out), *base, copied);
+      mark_broken(*as_shard_tensor(out), *base, copied);
     }
     return out;
   }
@@ -169,7 +169,7 @@ at::Tensor wrap_result(
   const auto wrapped = [&](c10::IntArrayRef as, int64_t offset) {
     auto out = wrap(std::move(local), layout, sizes, as, base, offset, moved);
     if (moved) {
-      mark_broken(op, *as_shard_tensor(out), *base, copied);
+      mark_broken(*as_shard_tensor(out), *base, copied);
     }
     return out;
   };
