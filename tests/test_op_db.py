@@ -126,6 +126,7 @@ LIE_OTHERWISE = {
         **dict.fromkeys(("fft.fft", "fft.ifft", "fft.ihfft", "fft.ihfftn", "fft.rfft", "fft.rfftn"), _TURNED),
         "as_strided": "its elements lie beyond those of the tensor that was expanded",
         "as_strided_copy": "its elements lie beyond those of the tensor that was expanded",
+        "as_strided_scatter": "its elements lie beyond those of the tensor that was expanded",
         "nn.functional.embedding": "max_norm writes into the expanded table",
     },
 }
