@@ -147,7 +147,7 @@ struct Handler final : c10::OperatorKernel {
 void install_gathered() {
   static torch::Library library(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
   for (const auto& op : installed_ops()) {
-    if (op.entry && op.entry->is_local()) {
+    if (op.is(rules::Way::Local)) {
       library.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
     }
   }

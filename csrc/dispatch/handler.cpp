@@ -204,7 +204,7 @@ int64_t install_handler() {
       continue;
     }
     const auto* entry = rules::registry().find(short_name(c10::toString(name)));
-    const bool taken_whole = entry && (entry->options.way == rules::Way::Whole || entry->is_local());
+    const bool taken_whole = entry && (entry->options.way == rules::Way::Whole || entry->options.way == rules::Way::Local);
     if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !taken_whole) {
       continue;
     }

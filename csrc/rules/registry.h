@@ -25,8 +25,7 @@ enum Numbers : uint8_t {
 enum class Way : uint8_t {
   Rule,       // by its rule, on pieces
   Whole,      // as Rule, though torch would decompose it; its gradient formula is in autograd/
-  Local,      // as Rule, and differentiated on pieces: torch's formula cannot run on ShardTensors
-  Gathered,   // on the whole tensors, on every rank, and differentiated there
+  Local,      // as Rule, and differentiated on pieces, with its kernel: torch's formula cannot run on ShardTensors
   Decomposed, // by its own CompositeExplicit kernel on the global tensors, in terms of ops that have rules
   Each,       // lists of tensors (foreach, fused optimizers): by the rule, one index after the other
   FoundInf,   // GradScaler's check, in dispatch/special.cpp
@@ -80,11 +79,7 @@ struct Entry {
 
   // Whether the op gathers all of its inputs on every rank, whatever their layouts.
   bool gathers() const {
-    return options.whole || rule == replicate || options.way == Way::Gathered;
-  }
-  // Whether the op is differentiated on the local tensors.
-  bool is_local() const {
-    return options.way == Way::Local || options.way == Way::Gathered;
+    return options.whole || rule == replicate;
   }
 };
 
@@ -113,7 +108,6 @@ void register_attention(Registry&);
 void register_convolution(Registry&);
 void register_copies(Registry&);
 void register_embedding(Registry&);
-void register_gathered(Registry&);
 void register_grids(Registry&);
 void register_indexing(Registry&);
 void register_joins(Registry&);
