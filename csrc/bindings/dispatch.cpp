@@ -1,7 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "autograd/functions.h"
-#include "autograd/gathered.h"
+#include "autograd/local_ops.h"
 #include "dispatch/check.h"
 #include "dispatch/handler.h"
 #include "dispatch/plain.h"
@@ -24,7 +24,7 @@ std::string ask_call_site() {
 void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
-    install_gathered();
+    install_local_ops();
     set_entrance(
         [](const at::Tensor& t, const LayoutPtr& layout) { return from_local(t, layout, t.sym_sizes(), t.sym_strides()); });
     return count;

@@ -1,12 +1,11 @@
 // Ops that run on local tensors together with their autograd: torch's gradient formula, or the op itself, writes into plain
-// tensors or reads values, which ShardTensors do not allow. If the op has a rule, the local tensors are pieces; otherwise they
-// are the gathered inputs.
+// tensors or reads values, which ShardTensors do not allow.
 #pragma once
 
 namespace shardtensor {
 
 // Registers these ops (their entry says so) at the autograd key. Call it after install_handler(). The ops write no argument and
 // return no view.
-void install_gathered();
+void install_local_ops();
 
 } // namespace shardtensor

@@ -1,4 +1,4 @@
-#include "autograd/gathered.h"
+#include "autograd/local_ops.h"
 
 #include "autograd/functions.h"
 #include "dispatch/errors.h"
@@ -89,7 +89,7 @@ void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
   }
 }
 
-void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
+void handle_local(const Op& op, torch::jit::Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
   if (drops_out(op, stack, base)) {
@@ -137,14 +137,14 @@ void handle_gathered(const Op& op, torch::jit::Stack* stack_ptr) {
 struct Handler final : c10::OperatorKernel {
   explicit Handler(const Op* op) : op_(op) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    handle_gathered(*op_, stack);
+    handle_local(*op_, stack);
   }
   const Op* op_;
 };
 
 } // namespace
 
-void install_gathered() {
+void install_local_ops() {
   static torch::Library library(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
   for (const auto& op : installed_ops()) {
     if (op.is(rules::Way::Local)) {
