@@ -107,8 +107,12 @@ def what_is_implicit_is_refused():
             x + columns
         with ExplicitRedistributionContext(enable=False):
             x + columns
+        library = torch.library.Library("shardtensor_debug", "DEF")  # torch's own ops have rules
+        library.define("unknown(Tensor x) -> Tensor")
+        library.impl("unknown", lambda x: x * 1, "CPU")
         with pytest.raises(RuntimeError, match="it has no sharding rule"):
-            torch.pdist(x)
+            torch.ops.shardtensor_debug.unknown(x)
+        library._destroy()
         with pytest.raises(RuntimeError, match="it needs whole inputs"):
             x.nonzero()
         replicated = x.redistribute(placements=[Replicate()])
