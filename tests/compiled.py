@@ -45,21 +45,19 @@ class Outcome(NamedTuple):
 
 
 def _of_cases(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
-    from oracle import combinations, make
+    from oracle import arguments_of, combinations
 
     for case in module.CASES:
-        generator = torch.Generator().manual_seed(7)
-        arguments = [make(a, generator) for a in case.arguments]
+        arguments = arguments_of(case)
         yield case.name, [_placed(case, arguments, combo, mesh) for combo in combinations(case, arguments, mesh)]
 
 
 def _of_uneven_list(module: Any, mesh: Any) -> Iterator[tuple[str, list[Trial]]]:
-    from oracle import make
+    from oracle import arguments_of
 
     rows = [5, 3] + [0] * (mesh.size(0) - 2)
     for case in module.CASES:
-        generator = torch.Generator().manual_seed(7)
-        arguments = [make(a, generator) for a in case.arguments]
+        arguments = arguments_of(case)
         rest = ("R",) * (mesh.ndim - 1)
         combo = [(("S(0)" if a.ndim and len(a) == 8 else "R", *rest), rows) for a in arguments]
         yield case.name, [_placed(case, arguments, combo, mesh)]
@@ -238,12 +236,11 @@ def run(
 
 def run_placed(family: str, name: str, where: str, mesh_shape: tuple[int, ...]) -> Outcome:
     """Called on every rank: one case with its arguments placed and cut so."""
-    from oracle import make, mesh_of
+    from oracle import arguments_of, mesh_of
 
     mesh = mesh_of(mesh_shape)
     case = next(c for c in importlib.import_module(f"test_{family}").CASES if c.name == name)
-    generator = torch.Generator().manual_seed(7)
-    arguments = [make(a, generator) for a in case.arguments]
+    arguments = arguments_of(case)
     combo = [(tuple(words[:-1]), words[-1]) for words in map(str.split, where.split(", "))]
     (outcome,) = _outcomes([_placed(case, arguments, combo, mesh)], mesh, "aot_eager")
     return outcome

@@ -45,7 +45,7 @@ class Case:
     replicated: tuple[int, ...] = ()
     plain: tuple[int, ...] = ()
     tolerance: float = 1e-9
-    # The most combinations tried per mesh; on two ranks others than on more.
+    # The most combinations tried per mesh; on two ranks others than on more, on a mesh of two dims half as many.
     limit: int = 32
     # Placements tried for every argument, instead of all.
     only: Sequence[str] | None = None
@@ -72,6 +72,11 @@ def make(argument: Any, generator: torch.Generator) -> torch.Tensor:
     if callable(argument):
         return argument(generator)
     return torch.randn(argument, generator=generator, dtype=torch.float64)
+
+
+def arguments_of(case: Case) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [make(a, generator) for a in case.arguments]
 
 
 # ---- layouts ----
@@ -334,11 +339,12 @@ def combinations(case: Case, arguments: list[torch.Tensor], mesh: Any) -> list[A
                 options = [o for o in options if all(p in case.only for p in o[0])]
             per_argument.append(options)
     total = math.prod(len(options) for options in per_argument)
-    if total <= case.limit:
+    limit = case.limit // mesh.ndim
+    if total <= limit:
         return list(itertools.product(*per_argument))
     # Four arguments on a 2-d mesh have millions of combinations: draw numbers, and expand only those.
-    drawn = random.Random(case.name).sample(range(total), min(total, 2 * case.limit))
-    return [_combination(n, per_argument) for n in (drawn[: case.limit] if mesh.size() == 2 else drawn[-case.limit :])]
+    drawn = random.Random(case.name).sample(range(total), min(total, 2 * limit))
+    return [_combination(n, per_argument) for n in (drawn[:limit] if mesh.size() == 2 else drawn[-limit:])]
 
 
 def _combination(number: int, per_argument: list[list[Any]]) -> tuple[Any, ...]:
@@ -357,8 +363,7 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...], check: bool = 
 
     case = next(c for c in importlib.import_module(module).CASES if c.name == name)
     mesh = mesh_of(mesh_shape)
-    generator = torch.Generator().manual_seed(7)
-    arguments = [make(a, generator) for a in case.arguments]
+    arguments = arguments_of(case)
     tried = combinations(case, arguments, mesh)
     plain = [a.clone().requires_grad_(case.backward and a.is_floating_point()) for a in arguments]
     want = case.function(*plain)
@@ -467,7 +472,7 @@ def run_on(pools: Any, mesh: tuple[int, tuple[int, ...]], module: str, name: str
     assert pools(world).run("oracle:run_case", module, name, shape, check=world == 2)[0] > 0
 
 
-CHECKED = 3  # each third call; the checking mode talks before and after each op
+CHECKED = 8  # each eighth call; the checking mode talks before and after each op
 
 
 def checking(on: bool) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from oracle import Case, Maker, bools, case, check_backward, compare, ints, make, mesh_of, place, plain_gradients, positive
+from oracle import Case, Maker, arguments_of, bools, case, check_backward, compare, ints, mesh_of, place, plain_gradients, positive
 from torch.utils._pytree import tree_leaves
 
 ROWS = {2: (5, 3), 3: (5, 3, 0)}
@@ -328,8 +328,7 @@ def run(name: str, world: int) -> tuple[dict[str, int], list[Any]]:
 
     at, c = next((i, c) for i, c in enumerate(CASES) if c.name == name)
     mesh = mesh_of((world,))
-    generator = torch.Generator().manual_seed(7)
-    arguments = [make(a, generator) for a in c.arguments]
+    arguments = arguments_of(c)
     grad = [c.backward and a.is_floating_point() for a in arguments]
     plain = [a.clone().requires_grad_(g) for a, g in zip(arguments, grad, strict=True)]
     ours = [place(a, mesh, ("S(0)",) if a.ndim and len(a) == 8 else ("R",), ROWS[world]).requires_grad_(g) for a, g in zip(arguments, grad, strict=True)]

@@ -27,17 +27,9 @@ using torch::autograd::CopySlices;
 
 // The node of the graph that runs on this thread, if it is a `Node`.
 template <typename Node>
-class Running {
- public:
-  Running() : node_(torch::autograd::get_current_node()), found_(dynamic_cast<const Node*>(node_.get())) {}
-  const Node* get() const {
-    return found_;
-  }
-
- private:
-  decltype(torch::autograd::get_current_node()) node_;
-  const Node* found_;
-};
+const Node* running() {
+  return dynamic_cast<const Node*>(torch::autograd::get_current_node().get()); // autograd's engine keeps it alive
+}
 
 // The leaf's placements and cuts along the mesh dims that cut the leaf. Along the others the gradient's own: summands may stay
 // summands until their sum is needed.
@@ -55,8 +47,8 @@ LayoutPtr layout_to_keep(const Layout& grad, const LayoutPtr& leaf) {
 
 // The layout in which the running node's leaf keeps `grad`; null if `grad` has it already, or no AccumulateGrad is running.
 LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
-  const Running<AccumulateGrad> accumulate;
-  const auto* leaf = accumulate.get() ? as_shard_tensor(accumulate.get()->variable) : nullptr;
+  const auto* accumulate = running<AccumulateGrad>();
+  const auto* leaf = accumulate ? as_shard_tensor(accumulate->variable) : nullptr;
   const auto* impl = leaf ? as_shard_tensor(grad) : nullptr;
   if (!impl || &impl->layout() == &leaf->layout() || !leaf->layout().is_sharded() || leaf->traced() || impl->traced() ||
       impl->layout().mesh_ptr() != leaf->layout().mesh_ptr()) {
@@ -114,8 +106,8 @@ at::Tensor new_empty_strided(
     return at::_ops::new_empty_strided::redispatch(
         keys & c10::after_autograd_keyset, self, size, stride, dtype, layout, device, pin_memory);
   }();
-  const Running<CopySlices> write;
-  if (!write.get() || write.get()->view_fn || !view_moves(made, *write.get())) {
+  const auto* write = running<CopySlices>();
+  if (!write || write->view_fn || !view_moves(made, *write)) {
     return made;
   }
   return empty(made, uncut(shard_tensor(made, "the gradient").layout_ptr()));

@@ -1,8 +1,7 @@
 #include "autograd/local_ops.h"
 
 #include "autograd/functions.h"
-#include "dispatch/errors.h"
-#include "dispatch/localize.h"
+#include "dispatch/call.h"
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
 #include "dispatch/wrap.h"
@@ -103,9 +102,10 @@ void handle_local(const Op& op, torch::jit::Stack* stack_ptr) {
     return stand_aside(op, stack, base, refs, *solution);
   }
   check_alike(op, refs, *solution);
-  std::vector<at::Tensor> pieces;
+  Locals pieces;
+  pieces.reserve(refs.size());
   for (size_t i = 0; i < refs.size(); ++i) {
-    pieces.push_back(piece_of(op, refs[i], solution->operands[i], *solution));
+    pieces.hold(piece_of(op, refs[i], solution->operands[i], *solution));
   }
   torch::jit::Stack call(arguments);
   for (size_t i = 0; i < refs.size(); ++i) {
@@ -116,13 +116,7 @@ void handle_local(const Op& op, torch::jit::Stack* stack_ptr) {
       change_list(slot, slot, [&](auto& list) { list.set(refs[i].index, pieces[i]); });
     }
   }
-  if (solution->kernel) {
-    const auto at = after_moves(refs, *solution);
-    rules::Run run{op.handle, call, at, *solution};
-    errors::run_kernel(op, solution->kernel, run);
-  } else {
-    op.handle.callBoxed(&call);
-  }
+  run_on_locals(op, call, refs, *solution, pieces);
   size_t nth = 0;
   for (auto& value : call) {
     if (value.isTensor() && value.toTensor().defined()) {

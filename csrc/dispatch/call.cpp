@@ -138,13 +138,7 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
       stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
     }
   }
-  if (solution->kernel && (!solution->kernel_if || locals.any(solution->kernel_if))) {
-    const auto at = after_moves(refs, *solution);
-    Run run{op.handle, stack, at, *solution};
-    errors::run_kernel(op, solution->kernel, run);
-  } else {
-    op.handle.callBoxed(stack_ptr);
-  }
+  run_on_locals(op, stack, refs, *solution, locals);
   if (op.outputs) {
     check_outputs(op, *solution, refs, locals);
   }
@@ -198,6 +192,16 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
 }
 
 } // namespace
+
+void run_on_locals(const Op& op, Stack& stack, const Refs& refs, const Solution& solution, const Locals& locals) {
+  if (solution.kernel && (!solution.kernel_if || locals.any(solution.kernel_if))) {
+    const auto at = after_moves(refs, solution);
+    Run run{op.handle, stack, at, solution};
+    errors::run_kernel(op, solution.kernel, run);
+  } else {
+    op.handle.callBoxed(&stack);
+  }
+}
 
 void handle(const Op& op, Stack* stack, const SymSizes* sizes) {
   const auto run = [&] { run_call(op, stack, sizes); };

@@ -13,4 +13,8 @@ namespace shardtensor {
 // has symbols.
 void handle(const Op& op, torch::jit::Stack* stack, const SymSizes* sizes = nullptr);
 
+// Runs the op, or its rule's kernel instead, on a stack whose last arguments are local tensors: `locals`.
+void run_on_locals(
+    const Op& op, torch::jit::Stack& stack, const Refs& refs, const rules::Solution& solution, const Locals& locals);
+
 } // namespace shardtensor

@@ -19,17 +19,18 @@ constexpr int64_t kSampled = 1024; // elements of a piece that are compared
 
 std::atomic<CallSite> g_call_site{nullptr};
 
-// Collectives on whole numbers where the mesh's tensors are.
-at::Tensor numbers(const Mesh& mesh, std::initializer_list<int64_t> values) {
-  return at::tensor(at::ArrayRef<int64_t>(values.begin(), values.size()), at::kLong)
-      .to(c10::Device(mesh.description().device_type));
+// The largest of each number along the mesh dims in `over` (bits).
+template <size_t n>
+std::array<int64_t, n> largest(const Mesh& mesh, const std::array<int64_t, n>& mine, uint64_t over) {
+  auto values = at::tensor(at::ArrayRef<int64_t>(mine), at::kLong).to(c10::Device(mesh.description().device_type));
+  comm::all_reduce_over(values, mesh, over, ReduceOp::Max);
+  values = values.cpu();
+  std::array<int64_t, n> out;
+  std::copy_n(values.template const_data_ptr<int64_t>(), n, out.begin());
+  return out;
 }
 
-void max_over_all(at::Tensor& values, const Mesh& mesh) {
-  for (int64_t m = 0; m < mesh.ndim(); ++m) {
-    comm::all_reduce(values, mesh, m, ReduceOp::Max);
-  }
-}
+constexpr uint64_t kAllDims = ~uint64_t{0};
 
 // Nobody's values: of a graph, fake, or of a rank that takes no part.
 bool passes(const Mesh& mesh, const at::Tensor& local) {
@@ -82,11 +83,8 @@ std::string call_site() {
 void same(const std::string& call, const Mesh& mesh) {
   const comm::Aside aside;
   const auto hash = static_cast<int64_t>(std::hash<std::string>()(call) >> 1);
-  auto range = numbers(mesh, {hash, -hash});
-  max_over_all(range, mesh);
-  range = range.cpu();
-  const auto* found = range.const_data_ptr<int64_t>();
-  if (found[0] == -found[1]) {
+  const auto [most, least] = largest<2>(mesh, {hash, -hash}, kAllDims);
+  if (most == -least) {
     return;
   }
   const auto texts = gathered(call + call_site(), mesh);
@@ -133,6 +131,7 @@ std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
 struct End {
   std::string error;        // what it raised
   std::string fault;        // what is wrong with a result
+  std::string replicated;   // sizes and layouts of the results that are the same on several ranks
   std::vector<size_t> same; // by mesh dim: a hash of the pieces that all ranks along it have alike
 };
 
@@ -143,14 +142,18 @@ void add_result(End& end, const at::Tensor& tensor, bool has_values) {
   }
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   const auto& layout = impl->layout();
+  const auto what = c10::str(tensor.sizes(), " ", layout.str());
   if (const auto fault = fault_of(tensor, *impl); !fault.empty() && end.fault.empty()) {
-    end.fault = c10::str(tensor.sizes(), " ", layout.str(), ": ", fault);
+    end.fault = what + ": " + fault;
   }
   end.same.resize(layout.mesh().ndim());
   std::optional<size_t> sum;
   for (int64_t m = 0; has_values && m < layout.mesh().ndim(); ++m) {
     if (layout.placement(m).is_replicate()) {
-      sum = sum ? sum : sum_of(impl->local());
+      if (!sum) {
+        sum = sum_of(impl->local());
+        end.replicated += (end.replicated.empty() ? "" : " or ") + what;
+      }
       end.same[m] = c10::hash_combine(end.same[m], *sum);
     }
   }
@@ -163,24 +166,17 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
   int64_t failed = !end.error.empty(), went_on = end.error.empty(), wrong = !end.fault.empty();
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     const auto same = static_cast<int64_t>(end.same[m] >> 1);
-    auto most = numbers(mesh, {failed, went_on, wrong, same, -same});
-    comm::all_reduce(most, mesh, m, ReduceOp::Max);
-    most = most.cpu();
-    const auto* found = most.const_data_ptr<int64_t>();
-    failed = found[0], went_on = found[1], wrong = found[2];
-    if (found[3] != -found[4] && !failed) {
-      wrong = 1;
-      if (end.fault.empty()) {
-        end.fault = c10::str("its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");
-      }
+    const auto seen = largest<5>(mesh, {failed, went_on, wrong, same, -same}, uint64_t{1} << m);
+    const bool differ = seen[3] != -seen[4] && !seen[0];
+    failed = seen[0], went_on = seen[1], wrong = seen[2] || differ;
+    if (differ && end.fault.empty()) {
+      end.fault = c10::str(
+          end.replicated, ": its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");
     }
   }
   if (mesh.ndim() > 1) { // what a later mesh dim has shown
-    auto most = numbers(mesh, {failed, went_on, wrong});
-    max_over_all(most, mesh);
-    most = most.cpu();
-    const auto* found = most.const_data_ptr<int64_t>();
-    failed = found[0], went_on = found[1], wrong = found[2];
+    const auto seen = largest<3>(mesh, {failed, went_on, wrong}, kAllDims);
+    failed = seen[0], went_on = seen[1], wrong = seen[2];
   }
   if (failed && went_on) {
     const auto texts = gathered(end.error.empty() ? "does not" : "raises: " + end.error, mesh);
@@ -263,9 +259,7 @@ void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IVal
   for (const auto& value : results) {
     odd |= holds_summands(value) && !as_shard_tensor(value.toTensor())->local().isfinite().all().item<bool>();
   }
-  auto any = numbers(mesh, {odd});
-  max_over_all(any, mesh);
-  if (!any.item<int64_t>()) {
+  if (!largest<1>(mesh, {odd}, kAllDims)[0]) {
     return;
   }
   for (auto& value : args) {

@@ -25,13 +25,8 @@ void set_entrance(Entrance entrance) {
 namespace {
 
 // Whether the tensor has a Python object, as every tensor of a user has.
-template <typename Slot>
-bool seen_by_python(const Slot& slot) {
-  if constexpr (requires { slot.load_pyobj(); }) {
-    return slot.load_pyobj();
-  } else { // before torch 2.12
-    return slot.check_pyobj().has_value();
-  }
+bool seen_by_python(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
 }
 
 // Whether the values are zeros, ones, or those of arange.
@@ -53,8 +48,7 @@ bool is_counted(const at::Tensor& t) {
 // flag. Otherwise they are recognized by having no Python object and by their values: zeros for an operand without a tangent
 // in forward mode (if torch.func has hidden the ShardTensors from give_tangents()), constants and aranges in vmap's rules.
 bool is_made_by_torch(const at::Tensor& t) {
-  return at::get_dtensor_allow_implicit_replication() ||
-         (!t.requires_grad() && !seen_by_python(*t.unsafeGetTensorImpl()->pyobj_slot()) && is_counted(t));
+  return at::get_dtensor_allow_implicit_replication() || (!t.requires_grad() && !seen_by_python(t) && is_counted(t));
 }
 
 } // namespace
