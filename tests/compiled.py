@@ -137,7 +137,7 @@ def names_of(family: str, mesh_shape: tuple[int, ...]) -> list[str]:
 # ---- both ways ----
 
 
-def _results(trial: Trial, mesh: Any, backend: str | None) -> tuple[Any, ...]:
+def _results(trial: Trial, mesh: Any, backend: str | None, dynamic: bool | None) -> tuple[Any, ...]:
     """Layouts; values, gradients (of tangents laid out in one of three ways), the generator's state."""
     from oracle import SEEDS, differentiable, seed_like, whole
     from shardtensor import ShardTensor
@@ -146,7 +146,7 @@ def _results(trial: Trial, mesh: Any, backend: str | None) -> tuple[Any, ...]:
     torch.manual_seed(1)
     ours = trial.arguments()
     function = trial.function
-    got = (torch.compile(function, backend=backend, fullgraph=True) if backend else function)(*ours)
+    got = (torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic) if backend else function)(*ours)
     leaves, wanted = pytree.tree_leaves(got), differentiable(got)
     how = SEEDS[zlib.crc32(trial.name.encode()) % len(SEEDS)]
     generator = torch.Generator().manual_seed(11)
@@ -157,10 +157,10 @@ def _results(trial: Trial, mesh: Any, backend: str | None) -> tuple[Any, ...]:
     return layouts, ([whole(t) for t in leaves], [None if g is None else whole(g) for g in grads], torch.get_rng_state())
 
 
-def _outcome(trial: Trial, mesh: Any, backend: str) -> tuple[str, str]:
-    want_layouts, want = _results(trial, mesh, None)
+def _outcome(trial: Trial, mesh: Any, backend: str, dynamic: bool | None) -> tuple[str, str]:
+    want_layouts, want = _results(trial, mesh, None, None)
     try:
-        layouts, got = _results(trial, mesh, backend)
+        layouts, got = _results(trial, mesh, backend, dynamic)
     except dist.DistBackendError:  # waited for a peer
         raise
     except Exception as error:
@@ -188,16 +188,16 @@ def _joined(trials: list[Trial]) -> Trial:
     return Trial(trials[0].name, "", function, lambda: [a for t in trials for a in t.arguments()])
 
 
-def _outcomes(trials: list[Trial], mesh: Any, backend: str) -> Iterator[Outcome]:
+def _outcomes(trials: list[Trial], mesh: Any, backend: str, dynamic: bool | None = None) -> Iterator[Outcome]:
     """In one graph where all come right in it, else in a graph each."""
     if len(trials) > 1:
-        kind, text = _outcome(_joined(trials), mesh, backend)
+        kind, text = _outcome(_joined(trials), mesh, backend, dynamic)
         _agree(kind, text)
         if kind == RIGHT:
             yield from (Outcome(t.name, kind, f"with {t.where}: ") for t in trials)
             return
     for trial in trials:
-        kind, text = _outcome(trial, mesh, backend)
+        kind, text = _outcome(trial, mesh, backend, dynamic)
         _agree(f"{trial.name}: {kind}", f"with {trial.where}: {kind} {text}")
         yield Outcome(trial.name, kind, f"with {trial.where}: {text}")
 
@@ -211,6 +211,7 @@ def run(
     backend: str = "aot_eager",
     together: int = 1,
     alone: Sequence[str] = (),
+    dynamic: bool | None = None,
 ) -> list[Outcome]:
     """Called on every rank: what came of the choices numbered `first` to `first + count` of each case.
 
@@ -226,11 +227,11 @@ def run(
         drawn = random.Random(name).sample(options, len(options))[first : first + count]
         if name in alone:
             for trial in drawn:
-                out += _outcomes([trial], mesh, backend)
+                out += _outcomes([trial], mesh, backend, dynamic)
         else:
             trials += drawn
     for start in range(0, len(trials), together):
-        out += _outcomes(trials[start : start + together], mesh, backend)
+        out += _outcomes(trials[start : start + together], mesh, backend, dynamic)
     return out
 
 
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="of a case's choices of placements and cuts")
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--backend", default="aot_eager")
+    parser.add_argument("--dynamic", action="store_true", default=None, help="with symbols for sizes")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     shape = options.mesh
@@ -277,7 +279,7 @@ def main() -> None:
         family, _, one = name.partition(".")
         for case in [one] if one else pool.run("compiled:names_of", family, shape)[0]:
             try:
-                arguments = family, [case], shape, options.first, options.count, options.backend
+                arguments = family, [case], shape, options.first, options.count, options.backend, 1, (), options.dynamic
                 outcomes = pool.run("compiled:run", *arguments, seconds=60 * options.count)[0]
             except RankError as error:
                 outcomes = [Outcome(case, "out of step", str(error)[-1100:])]

@@ -373,8 +373,8 @@ at::Tensor attention(
     bool is_causal,
     std::optional<double> scale,
     bool enable_gqa) {
-  const bool no_scores = query.numel() == 0 || key.numel() == 0;
-  if (no_scores && query.dim() > 1 && query.size(-1) != 0) {
+  const bool no_scores = query.sym_numel() == 0 || key.sym_numel() == 0;
+  if (no_scores && query.dim() > 1 && query.sym_size(-1) != 0) {
     return std::get<0>(attention_math(query, key, value, {}, 0, false, {}, scale, enable_gqa));
   }
   return at::compositeimplicitautograd::scaled_dot_product_attention(

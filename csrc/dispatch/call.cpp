@@ -108,7 +108,7 @@ void keep_operands(const Op& op, Stack& stack, at::TensorList operands) {
   }
 }
 
-void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
+void run_call(const Op& op, Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
   auto refs = collect(op, stack, base);
@@ -132,8 +132,8 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   c10::SmallVector<IValue, 4> kept;
   put_local(stack, base, refs, locals, kept);
   for (const auto& a : solution->size_args) {
-    if (C10_UNLIKELY(sizes)) {
-      stack[base + a.arg] = c10::SymIntArrayRef(sym_local_sizes(*solution->results[a.result].layout, *sizes));
+    if (C10_UNLIKELY(any_traced(refs))) {
+      stack[base + a.arg] = c10::SymIntArrayRef(sym_local_size_argument(*solution, a, refs));
     } else {
       stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
     }
@@ -156,7 +156,7 @@ void run_call(const Op& op, Stack* stack_ptr, const SymSizes* sizes) {
   size_t nth = 0;
   const auto finish = [&](at::Tensor local) {
     const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
-    auto out = wrap_result(op, std::move(local), *solution, nth++, refs, form, solution->size_args.empty() ? nullptr : sizes);
+    auto out = wrap_result(op, std::move(local), *solution, nth++, refs, form);
     if (op.is_view) {
       remember_base(op, solution, refs[0], locals[0], out);
     }
@@ -203,8 +203,8 @@ void run_on_locals(const Op& op, Stack& stack, const Refs& refs, const Solution&
   }
 }
 
-void handle(const Op& op, Stack* stack, const SymSizes* sizes) {
-  const auto run = [&] { run_call(op, stack, sizes); };
+void handle(const Op& op, Stack* stack) {
+  const auto run = [&] { run_call(op, stack); };
   check::on() ? check::around(op, stack, run) : run();
 }
 

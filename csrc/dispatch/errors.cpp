@@ -51,7 +51,7 @@ void run_kernel(const Op& op, const rules::Kernel& kernel, rules::Run& run) {
       [&] {
         std::ostringstream out;
         for (size_t i = 0; i < run.operands.size() && i < 8; ++i) {
-          out << (i ? ", " : " on ") << run.operands[i].sizes << " " << run.operands[i].layout->str();
+          out << (i ? ", " : " on ") << c10::IntArrayRef(run.operands[i].sizes()) << " " << run.operands[i].layout->str();
         }
         return out.str();
       });

@@ -72,9 +72,6 @@ Key key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs
       push(key, stack[base + i]);
     }
   }
-  if (C10_UNLIKELY(any_symbolic(refs))) {
-    key_of_symbols(refs, key);
-  }
   return key;
 }
 

@@ -37,8 +37,7 @@ class Key {
     kDevice,
     kList,
     kOrder,
-    kSizes,
-    kSymbols
+    kSizes
   };
 
   void push(uint64_t word) {

@@ -41,7 +41,7 @@ void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
       check_alike_symbols(op, x, a, y, b);
       continue;
     }
-    if (C10_UNLIKELY(x.sizes()[a.dim] * b.inner != y.sizes()[b.dim] * a.inner)) {
+    if (C10_UNLIKELY(x.sizes()[a.dim] * b.inner.as_int_unchecked() != y.sizes()[b.dim] * a.inner.as_int_unchecked())) {
       errors::sizes_differ(op, {refs[a.operand].arg, x, a.dim}, {refs[b.operand].arg, y, b.dim}, solution.replicated->mesh());
     }
   }
@@ -63,7 +63,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto& need = solution.operands[i];
     const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
     at::Tensor numbers;
-    if (C10_UNLIKELY(is_symbolic(given)) && !has_symbols(*r.tensor)) {
+    if (C10_UNLIKELY(is_symbolic(given)) && !has_symbols(*r.tensor) && !written) { // torch follows no write through a view
       numbers = in_numbers(given);
     }
     const auto& local = numbers.defined() ? numbers : given;
@@ -100,7 +100,7 @@ c10::SmallVector<Run::At, 4> after_moves(const Refs& refs, const Solution& solut
   for (size_t i = 0; i < refs.size(); ++i) {
     const auto* impl = refs[i].impl;
     const auto* need = solution.operands[i].get();
-    out.push_back({need ? need : impl ? &impl->layout() : solution.replicated.get(), refs[i].tensor->sizes()});
+    out.push_back({need ? need : impl ? &impl->layout() : solution.replicated.get(), refs[i].tensor->sym_sizes()});
   }
   return out;
 }
@@ -122,7 +122,7 @@ Sizes local_size_argument(const Solution& solution, const rules::SizeArg& a, con
   const auto& result = solution.results[a.result];
   Sizes sizes;
   for (const auto& s : result.sizes) {
-    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sizes()[s.dim] : s.value);
+    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sizes()[s.dim] : s.number());
   }
   return result.layout->local_sizes(sizes);
 }

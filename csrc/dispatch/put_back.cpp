@@ -62,7 +62,8 @@ void remember_base(
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     if (solution->put_back) {
       const auto values = moved(op, copy, whole_where_cut(copy.layout, *source.layout));
-      solution->put_back(*solution, {source.layout.get(), source.sizes}, source.local, values);
+      solution->put_back(
+          *solution, {source.layout.get(), c10::fromIntArrayRefKnownNonNegative(source.sizes)}, source.local, values);
     }
     if (source.layout != home.layout) {
       at::Tensor(home.local).copy_(moved(op, source, home.layout));

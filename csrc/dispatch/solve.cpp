@@ -171,13 +171,14 @@ SolutionPtr known_for_sizes(const Op& op, const Stack& stack, size_t base, const
 }
 
 SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
-  auto solution = Cache::get(
+  if (C10_UNLIKELY(any_traced(refs)) && has_symbols(op, stack, base, refs)) {
+    auto solution = solve(op, stack, base, refs); // each graph needs the guards of the symbols that the rule reads as numbers
+    settle_sizes(op, refs, *solution);
+    return solution;
+  }
+  return Cache::get(
       op.id, [&] { return key_of(op, stack, base, refs); }, [&](Key& key) { add_sizes(refs, key); },
       [&] { return solve(op, stack, base, refs); });
-  if (C10_UNLIKELY(any_symbolic(refs))) {
-    settle_sizes(op, refs, *solution);
-  }
-  return solution;
 }
 
 void set_fallback_log(FallbackLog log) {

@@ -19,13 +19,11 @@ using torch::jit::Stack;
 
 namespace {
 
-rules::Symbols symbols_of(const Op& op) {
-  return op.entry && !op.asks_sizes ? op.entry->options.symbols : rules::Symbols::None;
-}
-
-// Rules and caches need numbers. If the op keeps symbols, also returns its size argument unchanged.
-std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base) {
-  std::optional<SymSizes> sizes;
+// Numbers in place of the arguments' symbols, unless the rule reads them as symbols.
+void guard_arguments(const Op& op, Stack& stack, size_t base) {
+  if (op.entry && op.entry->options.symbols) {
+    return;
+  }
   for (size_t i = 0; i < op.kinds.size(); ++i) {
     auto& value = stack[base + i];
     if (op.kinds[i] != ArgKind::Other) {
@@ -33,13 +31,6 @@ std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base)
     }
     if (value.isSymInt()) {
       value = value.toSymInt().guard_int(__FILE__, __LINE__);
-    } else if (value.isSymIntList() && symbols_of(op) == rules::Symbols::Arguments) {
-      sizes = value.toSymIntVector();
-      c10::List<int64_t> hints;
-      for (const auto& n : *sizes) {
-        hints.push_back(hint_of(n));
-      }
-      value = std::move(hints);
     } else if (value.isSymIntList()) {
       value = c10::List<int64_t>(c10::IntArrayRef(guarded(value.toSymIntVector())));
     } else if (value.isSymFloat()) {
@@ -48,16 +39,20 @@ std::optional<SymSizes> guard_arguments(const Op& op, Stack& stack, size_t base)
       value = value.toSymBool().guard_bool(__FILE__, __LINE__);
     }
   }
-  return sizes;
 }
 
+// Makes numbers of sizes that cannot be symbols. Ops without a rule, and calls of rooms that know no symbols, need only numbers.
 void guard_operands(const Op& op, Stack& stack, size_t base) {
-  const auto refs = collect(op, stack, base);
-  if (keeps_symbols(op, refs)) {
-    return;
-  }
-  for (const auto& r : refs) {
-    if (is_symbolic(*r.tensor)) {
+  const bool may_keep = op.entry && op.entry->rule && !op.asks_sizes && !op.is(rules::Way::Each);
+  for (const auto& r : collect(op, stack, base)) {
+    if (!is_symbolic(*r.tensor)) {
+      continue;
+    }
+    if (may_keep) { // but for what is not cut evenly; at once, since the backward may be too late
+      if (r.impl) {
+        sym_local_sizes(r.impl->layout(), r.tensor->sym_sizes().vec());
+      }
+    } else {
       guarded(r.tensor->sym_sizes());
       guarded(r.tensor->sym_strides());
     }
@@ -104,15 +99,16 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
 
 } // namespace
 
-bool keeps_symbols(const Op& op, const Refs& refs) {
-  const auto tracked = [](const Ref& r) { return is_tracked(*r.tensor); };
-  const auto symbols = symbols_of(op);
-  return symbols >= rules::Symbols::Apart ||
-         (symbols == rules::Symbols::Unrecorded && std::none_of(refs.begin(), refs.end(), tracked));
+bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
+  return any_symbolic(refs) || std::any_of(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()), [](const IValue& v) {
+           return v.isSymInt() || v.isSymIntList() || v.isSymFloat() || v.isSymBool();
+         });
 }
 
 void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
-  if (symbols_of(op) < rules::Symbols::Operands && (op.asks_sizes || solution.reads_sizes() || solution.kernel)) {
+  // Even if the kernel runs only on other ranks: guards are functions of global facts.
+  if (solution.kernel && !op.entry->options.symbols) {
     for (const auto& r : refs) {
       guarded(r.tensor->sym_sizes());
     }
@@ -140,6 +136,15 @@ SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes) {
   return out;
 }
 
+SymSizes sym_local_size_argument(const Solution& solution, const rules::SizeArg& a, const Refs& refs) {
+  const auto& result = solution.results[a.result];
+  SymSizes sizes;
+  for (const auto& s : result.sizes) {
+    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sym_size(s.dim) : s.value);
+  }
+  return sym_local_sizes(*result.layout, sizes);
+}
+
 void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   const auto* op = boxed_op(handle_);
   if (!op) { // another kernel is registered at the key, by autograd/ or a user
@@ -148,26 +153,12 @@ void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   }
   const auto base = stack->size() - op->kinds.size();
   guard_operands(*op, *stack, base);
-  const auto sizes = guard_arguments(*op, *stack, base);
+  guard_arguments(*op, *stack, base);
   enter_symbolic_plain(*op, *stack, base);
   if (is_special(*op)) {
     handle_specially(*op, stack);
   } else {
-    handle(*op, stack, sizes ? &*sizes : nullptr);
-  }
-}
-
-void key_of_symbols(const Refs& refs, Key& key) {
-  key.push(Key::kSymbols);
-  for (const auto& r : refs) {
-    uint64_t symbols = 0;
-    if (is_symbolic(*r.tensor)) {
-      const auto sizes = r.tensor->sym_sizes();
-      for (size_t d = 0; d < sizes.size(); ++d) {
-        symbols |= static_cast<uint64_t>(sizes[d].is_symbolic()) << (d & 63);
-      }
-    }
-    key.push(symbols);
+    handle(*op, stack);
   }
 }
 
@@ -220,14 +211,11 @@ at::Tensor wrap_symbolic_result(
     const Refs& refs,
     const Form* form,
     const ShardTensorImpl* base,
-    bool moved,
-    const SymSizes* given) {
+    bool moved) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const auto& layout = result ? result->layout : solution.replicated;
   auto sizes = local.sym_sizes().vec(), strides = local.sym_strides().vec();
-  if (given) {
-    sizes = *given;
-  } else if (result && layout->is_sharded()) {
+  if (result && layout->is_sharded()) {
     sizes = sym_global_sizes(*result, refs, local);
   }
   if (base && !moved) {
@@ -240,8 +228,12 @@ at::Tensor wrap_symbolic_result(
   if (result && !result->strides.empty()) {
     strides = symbols(result->strides);
   } else if (result && solution.shards) {
+    const bool asks = op.entry && op.entry->options.asks_order; // a piece with symbols has more than one index along them
     strides = result->order ? sym_dense_strides(sizes, *result->order)
-                            : sym_strides_like(sizes, result->like >= 0 ? *refs[result->like].tensor : at::Tensor());
+                            : sym_strides_like(
+                                  sizes, asks                ? local
+                                         : result->like >= 0 ? *refs[result->like].tensor
+                                                             : at::Tensor());
   }
   return wrap_symbolic(std::move(local), layout, sizes, strides, base, 0, moved);
 }

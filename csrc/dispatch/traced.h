@@ -16,12 +16,14 @@ inline bool any_symbolic(const Refs& refs) {
   return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return is_symbolic(*r.tensor); });
 }
 
-// Whether the op keeps symbols, and also the backward ops that autograd will call for it. The sizes of any other op's operands
-// become numbers when it is first traced; if that happened later, in a backward, they would be missing among the graph's
-// outputs.
-bool keeps_symbols(const Op& op, const Refs& refs);
+inline bool any_traced(const Refs& refs) {
+  return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl && r.impl->traced(); });
+}
 
-// Turns the operands' sizes into numbers if the solution was found by sizes.
+// Whether a size of an operand or an integer among the arguments is a symbol.
+bool has_symbols(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+
+// Turns the operands' sizes into numbers if the solution's kernel needs numbers.
 void settle_sizes(const Op& op, const Refs& refs, const rules::Solution& solution);
 
 // A graph's tensor in another layout, by `move`. If the graph has moved it there before and not written it since, returns a
@@ -30,9 +32,8 @@ at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::functi
 
 // This rank's sizes, if the global sizes may be symbols.
 SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes);
-
-// Adds to the key which sizes of which tensors are symbols, since the cost of a choice treats symbols and numbers differently.
-void key_of_symbols(const Refs& refs, Key& key);
+// local_size_argument() over symbols.
+SymSizes sym_local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs);
 
 // check_alike() for two dims, at least one of them a symbol; adds a guard to the graph.
 void check_alike_symbols(
@@ -47,7 +48,6 @@ at::Tensor wrap_symbolic_result(
     const Refs& refs,
     const Form* form,
     const ShardTensorImpl* base,
-    bool moved,
-    const SymSizes* given);
+    bool moved);
 
 } // namespace shardtensor

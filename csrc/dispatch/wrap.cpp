@@ -23,7 +23,7 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
     if (from.operand >= 0) {
       sizes[d] = refs[from.operand].tensor->sizes()[from.dim];
     } else {
-      sizes[d] = from.operand == -1 ? local.size(static_cast<int64_t>(d)) : from.value;
+      sizes[d] = from.operand == -1 ? local.size(static_cast<int64_t>(d)) : from.number();
     }
   }
   return sizes;
@@ -82,10 +82,10 @@ Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntAr
     return form;
   }
   for (const auto& term : geometry.strides) {
-    form.strides.push_back(term.dim < 0 ? 0 : strides[term.dim] * term.times);
+    form.strides.push_back(term.dim < 0 ? 0 : strides[term.dim] * term.times.as_int_unchecked());
   }
   for (const auto& term : geometry.offset) {
-    form.offset += strides[term.dim] * term.times;
+    form.offset += strides[term.dim] * term.times.as_int_unchecked();
   }
   return form;
 }
@@ -130,14 +130,7 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
   return forms;
 }
 
-at::Tensor wrap_result(
-    const Op& op,
-    at::Tensor local,
-    const Solution& solution,
-    size_t nth,
-    const Refs& refs,
-    const Form* form,
-    const SymSizes* given) {
+at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs, const Form* form) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of one: a write to it does not reach the base on every rank.
@@ -145,7 +138,7 @@ at::Tensor wrap_result(
   const bool moved = copied || (base && base->broken_view());
   const auto& layout = result ? result->layout : solution.replicated;
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
-    auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved, given);
+    auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved);
     if (moved) {
       mark_broken(*as_shard_tensor(out), *base, copied);
     }

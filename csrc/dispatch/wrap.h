@@ -27,12 +27,6 @@ Sizes strides_of(const rules::Solution::Result& result, const Refs& refs, c10::I
 
 // The op's nth result as a ShardTensor.
 at::Tensor wrap_result(
-    const Op& op,
-    at::Tensor local,
-    const rules::Solution& solution,
-    size_t nth,
-    const Refs& refs,
-    const Form* form = nullptr,
-    const SymSizes* given = nullptr);
+    const Op& op, at::Tensor local, const rules::Solution& solution, size_t nth, const Refs& refs, const Form* form = nullptr);
 
 } // namespace shardtensor

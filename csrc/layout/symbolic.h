@@ -47,6 +47,34 @@ inline c10::SymInt sym_extent_before(const Layout& layout, int64_t mesh_dim, int
   return extent;
 }
 
+// What this rank holds of `size` indices along `dim`: one run, Layout::intervals() over symbols.
+struct SymInterval {
+  c10::SymInt start, length;
+};
+inline SymInterval sym_interval(const Layout& layout, int64_t dim, const c10::SymInt& size) {
+  SymInterval held{0, size};
+  for (int64_t m = 0; m < layout.ndim() && held.length.is_symbolic(); ++m) {
+    if (layout.placement(m).is_shard(dim)) {
+      held.length = sym_extent_before(layout, m + 1, dim, size);
+      held.start = held.start + held.length * layout.mesh().coordinate()[m];
+    }
+  }
+  if (held.length.is_symbolic()) {
+    return held;
+  }
+  const auto runs = layout.intervals(dim, size.guard_int(__FILE__, __LINE__), layout.mesh().coordinate());
+  TORCH_CHECK_NOT_IMPLEMENTED(runs.size() == 1, "a kernel cannot run on a strided shard");
+  return {runs[0].start, runs[0].length};
+}
+
+inline c10::SymInt numel_of(c10::SymIntArrayRef sizes) {
+  c10::SymInt n = 1;
+  for (const auto& size : sizes) {
+    n = n * size;
+  }
+  return n;
+}
+
 // Bytes for comparing costs. A symbol counts as the same number on every rank: ranks may compile at different calls, but must
 // choose alike.
 inline double nominal_bytes(c10::SymIntArrayRef sizes, size_t item) {

@@ -3,6 +3,7 @@
 #include "comm/comm.h"
 #include "comm/traced.h"
 #include "layout/symbolic.h"
+#include "redistribute/identity.h"
 
 #include <ATen/ATen.h>
 
@@ -169,6 +170,19 @@ at::Tensor slice(const at::Tensor& whole, int64_t dim, const Lengths& lengths, i
   return whole.narrow_symint(dim, start, lengths[me]);
 }
 
+// The piece at its place in the whole, with `nothing` elsewhere.
+at::Tensor spread(const at::Tensor& piece, int64_t dim, const Lengths& lengths, int64_t me, const at::Scalar& nothing) {
+  SymInt before = 0, after = 0;
+  for (int64_t c = 0; c < static_cast<int64_t>(lengths.size()); ++c) {
+    auto& side = c < me ? before : after;
+    side = c == me ? side : side + lengths[c];
+  }
+  std::vector<SymInt> pad(2 * (piece.dim() - dim), 0);
+  pad[pad.size() - 2] = before;
+  pad.back() = after;
+  return at::constant_pad_nd_symint(piece, pad, nothing);
+}
+
 } // namespace
 
 std::optional<at::Tensor> traced_step(
@@ -205,6 +219,12 @@ std::optional<at::Tensor> traced_step(
     case StepKind::Slice:
       if (const auto lengths = lengths_along(next, m, sizes)) {
         return slice(local, q.dim, *lengths, mesh.coordinate()[m]);
+      }
+      return std::nullopt;
+    case StepKind::Pad:
+      if (const auto lengths = lengths_along(now, m, sizes)) {
+        const auto nothing = identity(q.reduce, local.scalar_type(), q.norm_order);
+        return spread(local, p.dim, *lengths, mesh.coordinate()[m], nothing);
       }
       return std::nullopt;
     default:

@@ -111,6 +111,7 @@ Rule choice(const Call& call) {
 
 void register_attention(Registry& r) {
   Options rows;
+  rows.symbols = true;
   rows.asks_order = true; // in memory, the rows of all heads lie side by side
   r.add("attention", {"_fused_sdp_choice"}, choice);
   r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, rows);

@@ -159,7 +159,7 @@ void resample_backward_kernel(Run& run) {
   auto sizes = run.arg(at).toIntVector();
   const auto grad = run.arg(0).toTensor();
   for (int64_t d = 0; d < 2; ++d) {
-    sizes[d] = std::max(grad.size(d), std::min<int64_t>(run.operands[0].sizes[d], 1));
+    sizes[d] = std::max(grad.size(d), std::min<int64_t>(run.operands[0].size(d), 1));
   }
   run.arg(at) = c10::List<int64_t>(c10::IntArrayRef(sizes));
   call_op_nonempty(run);
@@ -208,7 +208,7 @@ Rule pixel_shuffle(const Call& call) {
   rule.operands.emplace_back(shuffle ? packed : spread);
   rule.results.emplace_back(shuffle ? spread : packed);
   for (int64_t d = 0; d < n; ++d) {
-    const auto inner = rule.operands[0].dims[d].inner;
+    const auto inner = rule.operands[0].dims[d].inner.guard_int(__FILE__, __LINE__);
     TORCH_CHECK(
         x.size(d) % inner == 0, name, " expects dim ", d - n, " of its input, of size ", x.size(d), ", to be divisible by ",
         inner);

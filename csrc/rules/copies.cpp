@@ -66,11 +66,11 @@ Rule like(const Call& call) {
 Rule new_like(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  auto sizes = call.ints(1);
+  auto sizes = call.sym_ints(1);
   Dims in, out(sizes.size(), Dim(kNone));
   for (int64_t d = 0; d < x.dim(); ++d) {
     in.emplace_back(rule.factor());
-    if (static_cast<int64_t>(sizes.size()) == x.dim() && sizes[d] == x.size(d)) {
+    if (static_cast<int64_t>(sizes.size()) == x.dim() && sizes[d] == x.sym_size(d)) {
       out[d] = in[d];
     }
   }
@@ -121,8 +121,8 @@ Rule zero(const Call& call) {
 } // namespace
 
 void register_copies(Registry& r) {
-  r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first, {.symbols = Symbols::Operands});
-  r.add("copies", {"_to_copy"}, cast, {.symbols = Symbols::Operands});
+  r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first);
+  r.add("copies", {"_to_copy"}, cast);
   r.add("copies", {"copy_", "copy"}, copy_into);
   r.add(
       "copies",
@@ -131,14 +131,14 @@ void register_copies(Registry& r) {
           "ones_like",
           "zeros_like",
       },
-      like, {.symbols = Symbols::Operands});
-  r.add("copies", {"empty_like"}, like, {.symbols = Symbols::Operands, .unwritten = true});
+      like);
+  r.add("copies", {"empty_like"}, like, {.unwritten = true});
   constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
   r.add(
       "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
       nullptr, {.way = Way::Refused, .why = kDense});
-  r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like);
-  r.add("copies", {"new_empty"}, new_like, {.unwritten = true});
+  r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like, {.symbols = true});
+  r.add("copies", {"new_empty"}, new_like, {.symbols = true, .unwritten = true});
   r.add("copies", {"new_empty_strided"}, new_empty_strided, {.unwritten = true});
   // Their ends are single numbers.
   r.add(

@@ -26,16 +26,16 @@ void Cutting::each_row(const Layout& layout, int64_t d, int64_t m, F f) const {
 }
 
 bool Cutting::aligned(size_t i, int64_t d, int64_t m) const {
-  const auto inner = rule_.operands[i].dims[d].inner;
+  const auto& inner = rule_.operands[i].dims[d].inner;
   const auto& t = call_.tensors[i];
   if (inner <= 1) {
     return true;
   }
-  if (t.layout->is_even() && t.size(d) % (inner * mesh_.size()) == 0) {
+  if (t.layout->is_even() && t.sym_size(d) % (inner * mesh_.size()) == 0) {
     return true;
   }
   for (const auto s : piece_sizes(*t.layout, d, t.size(d), m)) {
-    if (s % inner) {
+    if (s % inner.guard_int(__FILE__, __LINE__)) {
       return false;
     }
   }
@@ -79,16 +79,19 @@ Cut Cutting::factor_cut(int64_t m) const {
     return nullptr;
   }
   const auto& t = call_.tensors[c.donor];
-  const auto inner = rule_.operands[c.donor].dims[c.donor_dim].inner;
+  const auto& inner = rule_.operands[c.donor].dims[c.donor_dim].inner;
   if (inner <= 1) {
     return t.layout->cut(m);
   }
   if (!aligned(static_cast<size_t>(c.donor), c.donor_dim, m)) {
     return nullptr; // rebalanced to even
   }
+  if (t.layout->is_even() && t.sym_size(c.donor_dim) % (inner * mesh_.size()) == 0) {
+    return nullptr;
+  }
   auto sizes = piece_sizes(*t.layout, c.donor_dim, t.size(c.donor_dim), m);
   for (auto& s : sizes) {
-    s /= inner;
+    s /= inner.guard_int(__FILE__, __LINE__);
   }
   return std::make_shared<const std::vector<int64_t>>(std::move(sizes));
 }
@@ -113,10 +116,11 @@ Interval Cutting::piece_of(const Layout& layout, int64_t d, int64_t size, const 
 
 Cut Cutting::cut_around(int64_t m, int64_t f) const {
   const auto outer = factor_layout(f);
+  const auto size = factor_size(f).guard_int(__FILE__, __LINE__);
   std::vector<int64_t> out;
   bool fits = true;
   each_row(*outer, 0, m, [&](Coordinate& c) {
-    const auto whole = piece_of(*outer, 0, factor_size(f), c, m);
+    const auto whole = piece_of(*outer, 0, size, c, m);
     const auto n = mesh_.size(m);
     std::vector<int64_t> least(n, whole.start), most(n, whole.start + whole.length);
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
@@ -148,7 +152,7 @@ bool Cutting::bound_boundaries(
       return false;
     }
   }
-  const auto w = dim.window ? *dim.window : Dim::Window{0, 1, t.size(d)};
+  const auto w = dim.window ? dim.window->numbers() : Dim::Window{0, 1, t.size(d)};
   const auto held = piece_of(*t.layout, d, t.size(d), c, m);
   const auto end = held.start + held.length;
   if (held.length != window_count(w, whole) || (held.length && (w.start + held.start * w.step < whole.start ||
@@ -169,14 +173,15 @@ bool Cutting::bound_boundaries(
   return true;
 }
 
-int64_t Cutting::factor_size(int64_t f) const {
+c10::SymInt Cutting::factor_size(int64_t f) const {
   if (rule_.factors[f].size >= 0) {
     return rule_.factors[f].size;
   }
   for (size_t i = 0; i < rule_.operands.size(); ++i) {
     const auto d = dim_of(rule_.operands[i].dims, f);
     if (d >= 0) {
-      return call_.tensors[i].size(d) / std::max<int64_t>(rule_.operands[i].dims[d].inner, 1);
+      const auto& inner = rule_.operands[i].dims[d].inner;
+      return call_.tensors[i].sym_size(d) / (inner == 0 ? c10::SymInt(1) : inner);
     }
   }
   return 0;
@@ -207,7 +212,7 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
   std::vector<int64_t> out;
   each_row(*layout, 0, m, [&](Coordinate& c) {
     for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
-      out.push_back(measure(*layout, size, c, m, dim));
+      out.push_back(measure(*layout, size.guard_int(__FILE__, __LINE__), c, m, dim));
     }
   });
   return std::make_shared<const std::vector<int64_t>>(std::move(out));
@@ -215,7 +220,7 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
 
 int64_t Cutting::measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const {
   const auto piece = piece_of(layout, 0, size, c, m + 1);
-  return (dim.window ? window_count(*dim.window, piece) : piece.length) * dim.inner;
+  return (dim.window ? window_count(dim.window->numbers(), piece) : piece.length) * dim.inner.guard_int(__FILE__, __LINE__);
 }
 
 int64_t Cutting::window_count(const Dim::Window& w, const Interval& piece) {

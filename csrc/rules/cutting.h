@@ -15,7 +15,7 @@ class Cutting {
   Cut dim_cut(const Dim& dim, int64_t m) const;
   // Whether every piece of operand i along dim d holds whole indices of its factor.
   bool aligned(size_t i, int64_t d, int64_t m) const;
-  int64_t factor_size(int64_t f) const;
+  c10::SymInt factor_size(int64_t f) const;
 
  private:
   // The sizes of a cut as a table, even ones too: one row per coordinate of the earlier mesh dims that cut the dim.

@@ -23,7 +23,7 @@ uint64_t sharded_by(const Run& run) {
 
 Interval rows_held(const Run& run) {
   const auto& table = run.operands[0];
-  return table.layout->intervals(0, table.sizes[0], run.mesh().coordinate())[0];
+  return table.layout->intervals(0, table.size(0), run.mesh().coordinate())[0];
 }
 
 // Checks against the whole table: a rank has only its own rows.
@@ -45,7 +45,7 @@ void check_bounds(const at::Tensor& indices, int64_t rows) {
 void embedding_kernel(Run& run) {
   const auto weight = run.arg(0).toTensor();
   const auto indices = run.arg(1).toTensor();
-  check_bounds(indices, run.operands[0].sizes[0]);
+  check_bounds(indices, run.operands[0].size(0));
   const auto held = rows_held(run);
   if (held.length == 0) {
     auto sizes = indices.sizes().vec();
@@ -136,7 +136,7 @@ void renorm_kernel(Run& run) {
   auto weight = run.arg(0).toTensor();
   need_values(weight, "embedding_renorm_ (an embedding with max_norm)");
   const auto indices = run.arg(1).toTensor().reshape(-1);
-  check_bounds(indices, run.operands[0].sizes[0]);
+  check_bounds(indices, run.operands[0].size(0));
   const auto held = rows_held(run);
   const auto here =
       at::masked_select(indices - held.start, (indices >= held.start).logical_and_(indices < held.start + held.length));

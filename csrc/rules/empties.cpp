@@ -8,21 +8,21 @@ namespace shardtensor::rules {
 
 namespace {
 
-bool only_this_piece_is_empty(const at::Tensor& t, c10::IntArrayRef sizes) {
+bool only_this_piece_is_empty(const at::Tensor& t, c10::SymIntArrayRef sizes) {
   for (int64_t d = 0; d < t.dim(); ++d) {
-    if (t.size(d) == 0 && sizes[d] != 0) {
+    if (t.sym_size(d) == 0 && sizes[d] != 0) {
       return true;
     }
   }
   return false;
 }
 
-at::Tensor without_empty_dims(const at::Tensor& t, c10::IntArrayRef whole) {
-  auto sizes = t.sizes().vec();
+at::Tensor without_empty_dims(const at::Tensor& t, c10::SymIntArrayRef whole) {
+  auto sizes = t.sym_sizes().vec();
   for (size_t d = 0; d < sizes.size(); ++d) {
-    sizes[d] = std::max(sizes[d], std::min<int64_t>(whole[d], 1));
+    sizes[d] = sizes[d] == 0 && whole[d] != 0 ? c10::SymInt(1) : sizes[d];
   }
-  return t.new_zeros(sizes); // keep t's dtype: torch < 2.13 traces attention's statistics of doubles as floats
+  return t.new_zeros_symint(sizes); // keep t's dtype: torch < 2.13 traces attention's statistics of doubles as floats
 }
 
 at::Tensor cut_to_layout(at::Tensor t, const Solution::Result& result, const Run& run) {
@@ -31,11 +31,11 @@ at::Tensor cut_to_layout(at::Tensor t, const Solution::Result& result, const Run
     if (from.operand == -1) {
       continue;
     }
-    const auto size = from.operand >= 0 ? run.operands[from.operand].sizes[from.dim] : from.value;
+    const auto& size = from.operand >= 0 ? run.operands[from.operand].symbols[from.dim] : from.value;
     const auto dim = static_cast<int64_t>(d);
-    const auto piece = result.layout->local_size(dim, size);
-    if (piece < t.size(dim)) {
-      t = t.narrow(dim, 0, piece);
+    const auto piece = sym_extent_before(*result.layout, result.layout->ndim(), dim, size);
+    if (piece < t.sym_size(dim)) {
+      t = t.narrow_symint(dim, 0, piece);
     }
   }
   return t;
@@ -47,7 +47,7 @@ void call_op_nonempty(Run& run) {
   bool empty = false;
   size_t operand = 0;
   const auto filled = [&](const at::Tensor& t) {
-    const auto whole = run.operands[operand++].sizes;
+    const auto whole = run.operands[operand++].symbols;
     if (!only_this_piece_is_empty(t, whole)) {
       return t;
     }

@@ -62,7 +62,7 @@ at::Tensor nonempty(const at::Tensor& x, int64_t dim) {
 // Runs a writing op with `dim` of argument 0 sharded: on the piece with a spare row, with local indices.
 void write_along(Run& run, int64_t dim, size_t index_arg, bool negative) {
   const auto self = run.arg(0).toTensor();
-  const auto size = run.operands[0].sizes[dim];
+  const auto size = run.operands[0].size(dim);
   const auto piece = mine(*run.operands[0].layout, dim, size);
   const bool in_place = !run.op.schema().returns().empty() && run.op.schema().returns()[0].alias_info();
   run.stack[run.base()] = with_spare_row(self, dim);
@@ -81,19 +81,20 @@ struct Aligned {
 
 Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const TensorArg* src, int64_t dim, bool reads) {
   Aligned out;
-  const bool none = c10::multiply_integers(index.sizes()) == 0; // then it may have any size
+  const bool none = numel_of(index.sym_sizes()) == 0; // then it may have any size
   for (int64_t d = 0; d < self.dim(); ++d) {
-    const auto at = d < index.dim() ? index.size(d) : 1;
+    const auto at = d < index.dim() ? index.sym_size(d) : c10::SymInt(1);
+    const auto size = self.sym_size(d);
     TORCH_CHECK(
-        none || d == dim || at <= self.size(d), "Size does not match at dimension ", d, " expected index ", index.sizes(),
+        none || d == dim || at <= size, "Size does not match at dimension ", d, " expected index ", index.sizes(),
         " to be no larger than self ", self.sizes(), " apart from dimension ", dim);
     TORCH_CHECK(
-        none || !src || d >= src->dim() || at <= src->size(d), "Expected index ", index.sizes(), " to be no larger than src ",
+        none || !src || d >= src->dim() || at <= src->sym_size(d), "Expected index ", index.sizes(), " to be no larger than src ",
         src ? src->sizes() : c10::IntArrayRef());
     if (d == dim) {
       out.self.emplace_back(indexed(rule, self.dtype, reads));
       out.index.push_back(reads ? Dim(rule.factor()) : Dim(kNone));
-    } else if (at == self.size(d) && (!src || (d < src->dim() && src->size(d) == at))) {
+    } else if (at == size && (!src || (d < src->dim() && src->sym_size(d) == at))) {
       out.self.emplace_back(rule.factor());
       out.index.push_back(out.self.back());
     } else {
@@ -108,7 +109,7 @@ Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const T
 void gather_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto size = run.operands[0].sizes[dim];
+  const auto size = run.operands[0].size(dim);
   const auto at = inside(wrapped(run.arg(2).toTensor(), size, false), mine(*run.operands[0].layout, dim, size));
   run.returns({nonempty(x, dim).gather(dim, at.index).masked_fill_(at.outside, 0)});
 }
@@ -166,7 +167,7 @@ Rule scatter(const Call& call) {
 void index_select_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto size = run.operands[0].sizes[dim];
+  const auto size = run.operands[0].size(dim);
   auto at = inside(wrapped(run.arg(2).toTensor(), size, false), mine(*run.operands[0].layout, dim, size));
   Sizes shape(x.dim(), 1);
   shape[dim] = at.outside.numel();
@@ -342,7 +343,7 @@ void index_kernel(Run& run) {
     if (!base.layout->shards(dim)) {
       return index;
     }
-    auto in = inside(wrapped(index.to(at::kLong), base.sizes[dim], true), mine(*base.layout, dim, base.sizes[dim]));
+    auto in = inside(wrapped(index.to(at::kLong), base.size(dim), true), mine(*base.layout, dim, base.size(dim)));
     outside = outside.defined() ? outside.logical_or(in.outside) : in.outside;
     x = nonempty(x, dim);
     return in.index;
@@ -375,7 +376,7 @@ void index_put_kernel(Run& run) {
       return index;
     }
     padded = with_spare_row(padded, dim);
-    return or_spare(wrapped(index.to(at::kLong), base.sizes[dim], true), mine(*base.layout, dim, base.sizes[dim]));
+    return or_spare(wrapped(index.to(at::kLong), base.size(dim), true), mine(*base.layout, dim, base.size(dim)));
   });
   const bool in_place = run.op.schema().returns()[0].alias_info();
   run.stack[run.base()] = padded;
@@ -451,8 +452,8 @@ struct Corner {
 };
 Corner corner(const Run& run) {
   const auto& x = run.operands[0];
-  const auto n = static_cast<int64_t>(x.sizes.size());
-  return {mine(*x.layout, n - 2, x.sizes[n - 2]).start, mine(*x.layout, n - 1, x.sizes[n - 1]).start};
+  const auto n = x.dim();
+  return {mine(*x.layout, n - 2, x.size(n - 2)).start, mine(*x.layout, n - 1, x.size(n - 1)).start};
 }
 
 void triangle_kernel(Run& run) {

@@ -60,7 +60,7 @@ Rule cat(const Call& call) {
   auto& result = rule.results.emplace_back(std::move(out));
   if (sharded) {
     sizes[dim] = total;
-    result.sizes = std::move(sizes);
+    result.sizes = symbols(sizes);
   }
   rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
@@ -72,8 +72,8 @@ Rule stack(const Call& call) {
   const auto dim = call.dim(1, call.tensors[0].dim() + 1);
   for (const auto& t : call.tensors) {
     TORCH_CHECK(
-        t.sizes() == call.tensors[0].sizes(), "stack expects each tensor to be equal size, but got ", call.tensors[0].sizes(),
-        " and ", t.sizes());
+        t.sym_sizes() == call.tensors[0].sym_sizes(), "stack expects each tensor to be equal size, but got ",
+        call.tensors[0].sizes(), " and ", t.sizes());
     rule.operands.emplace_back(dims);
   }
   dims.insert(dims.begin() + dim, Dim(kNone));
@@ -139,8 +139,8 @@ Rule chunk_cat(const Call& call) {
 void register_joins(Registry& r) {
   r.add("joins", {"_chunk_cat", "_chunk_cat.out"}, chunk_cat);
   r.add("joins", {"block_diag"}, block_diag, {.whole = true});
-  r.add("joins", {"cat"}, cat, {.symbols = Symbols::Unrecorded});
-  r.add("joins", {"repeat"}, repeat, {.symbols = Symbols::Unrecorded});
+  r.add("joins", {"cat"}, cat);
+  r.add("joins", {"repeat"}, repeat);
   r.add("joins", {"stack"}, stack);
 }
 

@@ -24,18 +24,18 @@ int64_t reduction_of(const Call& call) {
 // ---- losses that are a sum over elements or samples ----
 
 // How many terms a mean is over: elements, or samples where each sample gives one term.
-double terms(const Run& run, bool per_sample) {
+c10::SymInt terms(const Run& run, bool per_sample) {
   const auto first = *run.op.schema().argumentIndexWithName("self"); // self and target follow grad_output in a backward
-  const auto self = run.operands[first].sizes;
+  const auto self = run.operands[first].symbols;
   if (per_sample) {
-    return self.size() < 2 ? 1 : static_cast<double>(self[0]);
+    return self.size() < 2 ? c10::SymInt(1) : self[0];
   }
-  return static_cast<double>(c10::multiply_integers(at::infer_size(self, run.operands[first + 1].sizes)));
+  return numel_of(at::infer_size_symdimvector(self, run.operands[first + 1].symbols));
 }
 
 // Some of torch's losses leave the sum over no samples unwritten.
 void sum_kernel(Run& run) {
-  const bool empty = run.arg(*run.op.schema().argumentIndexWithName("self")).toTensor().numel() == 0;
+  const bool empty = run.arg(*run.op.schema().argumentIndexWithName("self")).toTensor().sym_numel() == 0;
   const auto returned = run.op.schema().returns().size();
   run.call_op();
   const auto result = run.stack[run.stack.size() - returned].toTensor();
@@ -52,7 +52,7 @@ void mean_kernel(Run& run) {
   const auto returned = run.op.schema().returns().size();
   sum_kernel(run);
   auto& result = run.stack[run.stack.size() - returned];
-  result = result.toTensor().div_(count);
+  result = result.toTensor().div_(at::Scalar(count));
 }
 
 Rule with_mean(Rule rule, const Call& call, bool per_sample) {
@@ -178,14 +178,14 @@ constexpr int64_t kElsewhere = -1;
 Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ignore_index) {
   const auto target = given.to(at::kLong);
   const auto& at = run.operands[self];
-  const auto class_dim = at.sizes.size() > 1 ? 1 : 0;
-  const auto classes = at.sizes[class_dim];
+  const auto class_dim = at.dim() > 1 ? 1 : 0;
+  const auto classes = at.size(class_dim);
   const auto held = at.layout->intervals(class_dim, classes, run.mesh().coordinate())[0];
   const auto counted = target != ignore_index;
-  if (target.is_cpu() && target.numel() && !is_traced(target)) {
+  if (!is_traced(target) && target.is_cpu() && target.numel()) {
     const auto bad = at::masked_select(target, counted.logical_and((target < 0).logical_or(target >= classes)));
     TORCH_CHECK_INDEX(bad.numel() == 0, "Target ", bad[0].item<int64_t>(), " is out of bounds.");
-  } else if (target.numel()) {
+  } else if (target.sym_numel() != 0) {
     at::_assert_async(
         counted.logical_not().logical_or((target >= 0).logical_and(target < classes)).all(), "Target is out of bounds.");
   }
@@ -217,7 +217,8 @@ void nll_forward(Run& run) {
     run.arg(4) = kElsewhere;
     none_here = lookup.held.length == 0;
     if (none_here) {
-      output = at::zeros(reduction == at::Reduction::None ? lookup.target.sizes() : c10::IntArrayRef(), self.options());
+      output =
+          at::zeros_symint(reduction == at::Reduction::None ? lookup.target.sym_sizes() : c10::SymIntArrayRef(), self.options());
       total = at::zeros({}, self.options());
     }
   }
@@ -345,7 +346,7 @@ at::Tensor ctc_reduced(const at::Tensor& losses, const c10::IValue& lengths, int
 
 void ctc_kernel(Run& run) {
   const auto x = run.arg(0).toTensor(), targets = run.arg(1).toTensor();
-  const auto sizes = run.operands[0].sizes;
+  const auto sizes = run.operands[0].sizes();
   const auto blank = run.arg(4).toInt(), reduction = run.arg(5).toInt();
   TORCH_CHECK(c10::multiply_integers(sizes) > 0, "log_probs tensor must not be empty");
   TORCH_CHECK(blank >= 0 && blank < sizes[2], "blank must be in label range");
@@ -401,6 +402,7 @@ void register_losses(Registry& r) {
   Options real;
   real.takes = kReals;
   Options weighted = real;
+  weighted.symbols = true;
   weighted.one_dtype = 0b101; // self, weight
   Options margins = real;
   margins.one_dtype = 0b10001; // self, weight
@@ -414,7 +416,7 @@ void register_losses(Registry& r) {
           "smooth_l1_loss",
           "soft_margin_loss",
       },
-      elementwise);
+      elementwise, {.symbols = true});
   r.add(
       "losses",
       {
@@ -424,14 +426,14 @@ void register_losses(Registry& r) {
           "smooth_l1_loss_backward",
           "soft_margin_loss_backward",
       },
-      elementwise_backward);
+      elementwise_backward, {.symbols = true});
   // The body reads the lengths' memory, or makes plain tensors of them.
   r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.way = Way::Local, .takes = kWideReals});
   r.add("losses", {"multi_margin_loss"}, margin, margins);
   r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, real);
   r.add("losses", {"multilabel_margin_loss_forward"}, margin, real);
   r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll, weighted);
-  r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule, real);
+  r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule, {.symbols = true, .takes = kReals});
 }
 
 } // namespace shardtensor::rules

@@ -145,13 +145,14 @@ LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch
   return out;
 }
 
-Group layer_group(const Run& run, const at::Tensor& x, c10::IntArrayRef sizes) {
+Group layer_group(const Run& run, const at::Tensor& x, const Run::At& at) {
   const auto axis = noted<Axis>(run.solution).first;
-  const auto shape = Arguments{run}["normalized_shape"].toIntVector();
+  const auto shape = guarded(Arguments{run}["normalized_shape"].toSymIntVector());
+  const auto sizes = guarded(at.symbols.slice(axis));
   TORCH_CHECK(
-      sizes.slice(axis) == c10::IntArrayRef(shape), "Given normalized_shape=", c10::IntArrayRef(shape),
-      ", expected input whose last dims have these sizes, but got input of size", sizes);
-  Group group{{}, 0, product(sizes, axis), run.mesh()};
+      sizes == shape, "Given normalized_shape=", c10::IntArrayRef(shape),
+      ", expected input whose last dims have these sizes, but got input of size", at.symbols);
+  Group group{{}, 0, product(sizes, 0), run.mesh()};
   for (int64_t d = axis; d < x.dim(); ++d) {
     group.dims.push_back(d);
     group.over |= run.mesh_dims(d); // factor d is dim d's
@@ -174,7 +175,7 @@ at::Tensor sum_over(const at::Tensor& t, const std::vector<int64_t>& dims) {
 void layer_norm_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
-  const auto n = normalize(wide(input), layer_group(run, input, run.operands[0].sizes), args["eps"].toDouble());
+  const auto n = normalize(wide(input), layer_group(run, input, run.operands[0]), args["eps"].toDouble());
   auto out = weight.defined() ? n.value * weight : n.value;
   out = bias.defined() ? out + bias : out;
   const auto type = statistics_type(input, weight);
@@ -197,9 +198,9 @@ void layer_norm_backward_kernel(Run& run) {
   const auto value = (wide(input) - wide(args.tensor("mean"))) * rstd;
   at::Tensor grad_input, grad_weight, grad_bias;
   if (args.wants(0)) {
-    grad_input = normalize_backward(
-                     weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1].sizes), true)
-                     .to(input.scalar_type());
+    grad_input =
+        normalize_backward(weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1]), true)
+            .to(input.scalar_type());
   }
   if (args.wants(1) && weight.defined()) {
     grad_weight = sum_over(grad * value, batch_dims(run)).to(weight.scalar_type());
@@ -237,7 +238,7 @@ void rms_norm_kernel(Run& run) {
   const auto input = args.tensor("input"), weight = args.tensor("weight");
   const auto x = wide(input);
   const auto eps = args["eps"].isNone() ? default_eps(input.scalar_type()) : args["eps"].toDouble();
-  const auto rstd = layer_group(run, input, run.operands[0].sizes).mean(x.square()).add_(eps).rsqrt_();
+  const auto rstd = layer_group(run, input, run.operands[0]).mean(x.square()).add_(eps).rsqrt_();
   auto out = x * rstd;
   out = weight.defined() ? out * weight : out;
   run.returns({out.to(input.scalar_type()), rstd});
@@ -260,9 +261,9 @@ void rms_norm_backward_kernel(Run& run) {
   const auto value = wide(input) * rstd;
   at::Tensor grad_input, grad_weight;
   if (args.wants(0)) {
-    grad_input = normalize_backward(
-                     weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1].sizes), false)
-                     .to(input.scalar_type());
+    grad_input =
+        normalize_backward(weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1]), false)
+            .to(input.scalar_type());
   }
   if (args.wants(1) && weight.defined()) {
     grad_weight = sum_over(grad * value, batch_dims(run)).to(weight.scalar_type());
@@ -358,7 +359,7 @@ void call_group_op(Run& run, const GroupPiece& piece) {
 void group_norm_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
-  const auto piece = group_piece(run, input, run.operands[0].sizes);
+  const auto piece = group_piece(run, input, run.operands[0].sizes());
   if (!piece.by_hand) {
     return call_group_op(run, piece);
   }
@@ -383,7 +384,7 @@ Rule group_norm(const Call& call) {
 void group_norm_backward_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight");
-  const auto piece = group_piece(run, input, run.operands[1].sizes);
+  const auto piece = group_piece(run, input, run.operands[1].sizes());
   if (!piece.by_hand) {
     return call_group_op(run, piece);
   }
@@ -483,7 +484,7 @@ bool is_training(const Arguments& args) {
 void batch_norm_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
-  const auto group = batch_group(run, input, run.operands[0].sizes);
+  const auto group = batch_group(run, input, run.operands[0].sizes());
   if (input.numel() && !(is_training(args) && group.over)) {
     return call_in_order(run, input.suggest_memory_format());
   }
@@ -530,7 +531,7 @@ void batch_norm_backward_kernel(Run& run) {
   const auto input = args.tensor("input"), weight = args.tensor("weight");
   const auto grad = wide(args.tensor(run.op.schema().argumentIndexWithName("grad_out") ? "grad_out" : "grad_output"));
   const auto save = args.tensor(run.op.schema().argumentIndexWithName("save_invstd") ? "save_invstd" : "save_var");
-  const auto group = batch_group(run, input, run.operands[0].sizes);
+  const auto group = batch_group(run, input, run.operands[0].sizes());
   if (input.numel() && !(is_training(args) && group.over)) {
     return call_in_order(run, input.suggest_memory_format());
   }
@@ -581,8 +582,8 @@ void register_normalization(Registry& r) {
   weighted.or_float = true;
   Options running = weighted;
   running.writes = 0b11000; // running_mean, running_var
-  r.add("normalization", {"_fused_rms_norm"}, rms_norm, {.way = Way::Whole, .symbols = Symbols::Unrecorded});
-  r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward);
+  r.add("normalization", {"_fused_rms_norm"}, rms_norm, {.way = Way::Whole, .symbols = true});
+  r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward, {.symbols = true});
   r.add(
       "normalization",
       {
@@ -602,7 +603,7 @@ void register_normalization(Registry& r) {
       batch_norm_backward, real);
   r.add("normalization", {"native_group_norm"}, group_norm, weighted);
   r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, real);
-  weighted.symbols = real.symbols = Symbols::Operands;
+  weighted.symbols = real.symbols = true;
   r.add("normalization", {"native_layer_norm"}, layer_norm, weighted);
   r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward, real);
 }

@@ -19,14 +19,14 @@ struct Padded {
 // Every piece adds its share of the padding.
 void pad_kernel(Run& run) {
   auto pad = run.arg(1).toIntVector();
-  const auto n = static_cast<int64_t>(run.operands[0].sizes.size());
+  const auto n = static_cast<int64_t>(run.operands[0].dim());
   const auto& to = *run.solution.results[0].layout;
   for (size_t i = 0; i * 2 < pad.size(); ++i) {
     const auto d = n - 1 - static_cast<int64_t>(i);
     if (!to.shards(d)) {
       continue;
     }
-    const auto held = mine(*run.operands[0].layout, d, run.operands[0].sizes[d]);
+    const auto held = mine(*run.operands[0].layout, d, run.operands[0].size(d));
     const auto made = mine(to, d, noted<Padded>(run.solution).sizes[d]);
     // If both pieces have elements, their offsets decide; an empty piece has no place.
     const auto before = made.length == 0   ? -held.length

@@ -120,14 +120,14 @@ at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, R
 }
 
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op) {
-  if (count_along(piece.sizes(), dims) > 0) {
+  if (count_along(piece.sym_sizes(), dims) > 0) {
     return op == ReduceOp::Max ? at::amax(piece, dims, true) : at::amin(piece, dims, true);
   }
-  Sizes sizes(piece.sizes().begin(), piece.sizes().end());
+  auto sizes = piece.sym_sizes().vec();
   for (auto d : dims) {
     sizes[d] = 1;
   }
-  return at::full(sizes, identity(op, piece.scalar_type()), piece.options());
+  return at::full_symint(sizes, identity(op, piece.scalar_type()), piece.options());
 }
 
 Factor normed(double order) {
@@ -142,11 +142,8 @@ Interval mine(const Layout& layout, int64_t dim, int64_t size) {
   return layout.intervals(dim, size, layout.mesh().coordinate())[0];
 }
 
-int64_t start_of(const Run& run, size_t i, int64_t dim) {
-  const auto& layout = *run.operands[i].layout;
-  const auto held = layout.intervals(dim, run.operands[i].sizes[dim], layout.mesh().coordinate());
-  TORCH_INTERNAL_ASSERT(held.size() == 1, run.op.schema().name(), ": a kernel cannot run on a strided shard");
-  return held[0].start;
+c10::SymInt start_of(const Run& run, size_t i, int64_t dim) {
+  return sym_interval(*run.operands[i].layout, dim, run.operands[i].symbols[dim]).start;
 }
 
 at::ScalarType accumulate_type(at::ScalarType dtype) {
@@ -167,10 +164,10 @@ at::Tensor squeeze_dims(const at::Tensor& t, c10::IntArrayRef dims, bool keepdim
   return keepdim ? t : at::squeeze(t, dims);
 }
 
-int64_t count_along(c10::IntArrayRef sizes, c10::IntArrayRef dims) {
-  int64_t n = 1;
+c10::SymInt count_along(c10::SymIntArrayRef sizes, c10::IntArrayRef dims) {
+  c10::SymInt n = 1;
   for (auto d : dims) {
-    n *= sizes[d];
+    n = n * sizes[d];
   }
   return n;
 }

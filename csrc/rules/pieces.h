@@ -51,7 +51,7 @@ Factor normed(double order);
 Interval mine(const Layout& layout, int64_t dim, int64_t size);
 
 // The global index along `dim` at which this rank's piece of operand `i` starts. The piece must be one run of indices.
-int64_t start_of(const Run& run, size_t i, int64_t dim);
+c10::SymInt start_of(const Run& run, size_t i, int64_t dim);
 
 // float for half precision, else the same: what sums are held in.
 at::ScalarType accumulate_type(at::ScalarType dtype);
@@ -61,6 +61,6 @@ Sizes dims_of(uint64_t mask, int64_t ndim);
 
 at::Tensor squeeze_dims(const at::Tensor& t, c10::IntArrayRef dims, bool keepdim);
 
-int64_t count_along(c10::IntArrayRef sizes, c10::IntArrayRef dims);
+c10::SymInt count_along(c10::SymIntArrayRef sizes, c10::IntArrayRef dims);
 
 } // namespace shardtensor::rules

@@ -115,8 +115,7 @@ Rule glu_backward(const Call& call) {
 } // namespace
 
 void register_pointwise(Registry& r) {
-  const Options o{.symbols = Symbols::Operands, .broadcasts = true};
-  const Options any{.symbols = Symbols::Operands};
+  const Options o{.symbols = true, .broadcasts = true};
   r.add_forms(
       "pointwise",
       {
@@ -400,10 +399,10 @@ void register_pointwise(Registry& r) {
   same_each_time.repeats = true;
   r.add_forms("pointwise", {"masked_fill.Scalar", "masked_fill.Tensor"}, pointwise, same_each_time);
   r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
-  r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid, any);
-  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward, any);
-  r.add("pointwise", {"glu"}, glu, any);
-  r.add("pointwise", {"glu_backward"}, glu_backward, any);
+  r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid);
+  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward);
+  r.add("pointwise", {"glu"}, glu);
+  r.add("pointwise", {"glu_backward"}, glu_backward);
   r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
   r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
   r.add_forms("pointwise", {"lerp.Tensor"}, lerp_tensor, o);

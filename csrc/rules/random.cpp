@@ -62,7 +62,7 @@ void check_values(const at::Tensor& holds, const char* message) {
 // Fills `local`, a piece like operand i's.
 void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t i = 0) {
   const auto& like = run.operands[i];
-  draws::fill(local, next_key(run, local), *like.layout, like.sizes, d);
+  draws::fill(local, next_key(run, local), *like.layout, like.sizes(), d);
 }
 
 // A new local tensor like argument 0, as empty_like makes it.
@@ -228,9 +228,9 @@ void bernoulli_of_self(Run& run) {
 // normal(mean, std) where one or both are tensors; the result has the mean's dtype.
 void normal_of_tensors(Run& run) {
   const auto mean = run.arg(0), std = run.arg(1);
-  auto sizes = run.operands[0].sizes.vec();
+  auto sizes = c10::IntArrayRef(run.operands[0].sizes()).vec();
   if (run.operands.size() > 1) {
-    sizes = at::infer_size(sizes, run.operands[1].sizes);
+    sizes = at::infer_size(sizes, run.operands[1].sizes());
   }
   const auto& layout = *run.solution.results[0].layout;
   const auto& like = (mean.isTensor() ? mean : std).toTensor();

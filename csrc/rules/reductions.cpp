@@ -89,34 +89,34 @@ void passes(const Call& call, Rule& rule, uint32_t reductions, double norm_order
 // The input of a kernel of a rule made by reduce().
 struct Reduction {
   at::Tensor x;
-  c10::IntArrayRef sizes; // global
+  c10::SymIntArrayRef sizes; // global
   const Reduced& how;
   Sizes dims;
   uint64_t mesh_dims;
 
   explicit Reduction(Run& run)
       : x(run.arg(0).toTensor()),
-        sizes(run.operands[0].sizes),
+        sizes(run.operands[0].symbols),
         how(noted<Reduced>(run.solution)),
         dims(dims_of(how.dims, x.dim())),
         mesh_dims(mesh_dims_of(run, how.dims)) {}
 
-  int64_t count() const {
-    return count_along(x.sizes(), dims);
+  c10::SymInt count() const {
+    return count_along(x.sym_sizes(), dims);
   }
-  int64_t global_count() const {
+  c10::SymInt global_count() const {
     return count_along(sizes, dims);
   }
   // If the whole is empty, torch's own error is right; if only this piece is, the kernel uses the neutral value.
   bool only_this_piece_is_empty() const {
     return count() == 0 && global_count() > 0;
   }
-  Sizes result_sizes() const {
-    Sizes out;
+  SymSizes result_sizes() const {
+    SymSizes out;
     for (int64_t d = 0; d < x.dim(); ++d) {
       const bool reduced = std::find(dims.begin(), dims.end(), d) != dims.end();
       if (!reduced || how.keepdim) {
-        out.push_back(reduced ? 1 : x.size(d));
+        out.push_back(reduced ? c10::SymInt(1) : x.sym_size(d));
       }
     }
     return out;
@@ -159,7 +159,7 @@ void mean_kernel(Run& run) {
       c10::isFloatingType(dtype) || c10::isComplexType(dtype),
       "mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: ", dtype);
   auto total = at::sum(r.x, r.dims, r.how.keepdim, accumulate_type(dtype));
-  give(run, {total.div_(static_cast<double>(r.global_count())).to(dtype)});
+  give(run, {total.div_(at::Scalar(r.global_count())).to(dtype)});
 }
 
 Rule mean(const Call& call) {
@@ -193,7 +193,7 @@ void extreme_kernel(Run& run) {
   }
   std::vector<at::Tensor> out;
   for (const auto op : r.how.extremes) {
-    out.push_back(at::full(r.result_sizes(), identity(op, r.x.scalar_type()), r.x.options()));
+    out.push_back(at::full_symint(r.result_sizes(), identity(op, r.x.scalar_type()), r.x.options()));
   }
   give(run, out);
 }
@@ -243,7 +243,7 @@ struct Winner {
 };
 
 Winner best_along(const at::Tensor& x, int64_t dim, ReduceOp op) {
-  if (x.size(dim) == 0) {
+  if (x.sym_size(dim) == 0) {
     auto value = extreme(x, {dim}, op);
     auto index = at::full_like(value, std::numeric_limits<int64_t>::max(), x.options().dtype(at::kLong));
     return {std::move(value), std::move(index)};
@@ -271,8 +271,8 @@ void select_kernel(Run& run) {
   const auto op = r.how.extremes[0];
   const auto dim = r.dims[0];
   auto mine = best_along(r.x, dim, op);
-  if (r.x.size(dim)) {
-    mine.index.add_(start_of(run, 0, dim));
+  if (r.count() != 0) {
+    mine.index.add_(at::Scalar(start_of(run, 0, dim)));
   }
   const auto best = best_of(mine, run, r.mesh_dims, op);
   give(run, {squeeze_dims(best.value, r.dims, r.how.keepdim), squeeze_dims(best.index, r.dims, r.how.keepdim)});
@@ -282,11 +282,12 @@ void select_kernel(Run& run) {
 at::Tensor to_global(const at::Tensor& flat, const Reduction& r, const Run& run) {
   auto rest = flat;
   auto out = at::zeros_like(flat);
-  int64_t stride = 1;
+  c10::SymInt stride = 1;
   for (int64_t d = r.x.dim() - 1; d >= 0; --d) {
-    out.add_(rest.remainder(r.x.size(d)).add_(start_of(run, 0, d)), stride);
-    rest = rest.div(r.x.size(d), "floor");
-    stride *= r.sizes[d];
+    const at::Scalar length(r.x.sym_size(d));
+    out.add_(rest.remainder(length).add_(at::Scalar(start_of(run, 0, d))), at::Scalar(stride));
+    rest = rest.div(length, "floor");
+    stride = stride * r.sizes[d];
   }
   return out;
 }
@@ -299,13 +300,13 @@ void arg_kernel(Run& run) {
   const auto op = r.how.extremes[0];
   const bool flat = r.how.flat;
   auto mine = flat ? best_along(r.x.reshape({-1}), 0, op) : best_along(r.x, r.dims[0], op);
-  if (flat && r.count()) {
+  if (flat && r.count() != 0) {
     mine.index = to_global(mine.index, r, run);
-  } else if (r.count()) {
-    mine.index.add_(start_of(run, 0, r.dims[0]));
+  } else if (r.count() != 0) {
+    mine.index.add_(at::Scalar(start_of(run, 0, r.dims[0])));
   }
   const auto index = best_of(mine, run, r.mesh_dims, op).index;
-  give(run, {flat ? index.reshape(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
+  give(run, {flat ? index.reshape_symint(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
 }
 
 Rule selected(const Call& call, ReduceOp op, Kernel kernel) {
@@ -350,7 +351,9 @@ void norm_kernel(Run& run) {
   }
   const auto arg = argument(run, "dtype");
   const auto dtype = arg >= 0 && !run.arg(arg).isNone() ? run.arg(arg).toScalarType() : r.x.scalar_type();
-  give(run, {at::full(r.result_sizes(), r.how.negative ? kInfinity : 0.0, r.x.options().dtype(c10::toRealValueType(dtype)))});
+  give(
+      run,
+      {at::full_symint(r.result_sizes(), r.how.negative ? kInfinity : 0.0, r.x.options().dtype(c10::toRealValueType(dtype)))});
 }
 
 Rule norm(const Call& call) {
@@ -408,20 +411,19 @@ void var_kernel(Run& run) {
   const Reduction r(run);
   const auto& given = run.arg(argument(run, "correction"));
   const double correction = given.isNone() ? 1.0 : given.toScalar().toDouble();
-  const auto n = static_cast<double>(r.count());
-  const auto total = static_cast<double>(r.global_count());
+  const c10::SymFloat n = r.count(), total = r.global_count();
   const auto x = r.x.to(accumulate_type(r.x.scalar_type()));
   at::Tensor mean, squares;
-  if (r.count()) {
+  if (r.count() != 0) {
     std::tie(squares, mean) = at::var_mean(x, r.dims, at::Scalar(0), true);
-    squares = squares * n;
+    squares = squares * at::Scalar(n);
   } else {
     mean = at::sum(x, r.dims, true);
     squares = at::zeros_like(mean, x.options().dtype(c10::toRealValueType(x.scalar_type())));
   }
-  const auto whole_mean = over_ranks(mean * (n / total), run, r.mesh_dims, ReduceOp::Sum);
-  squares = over_ranks(squares + (mean - whole_mean).abs().square_().mul_(n), run, r.mesh_dims, ReduceOp::Sum);
-  auto var = squares.div_(std::max(total - correction, 0.0));
+  const auto whole_mean = over_ranks(mean * at::Scalar(n / total), run, r.mesh_dims, ReduceOp::Sum);
+  squares = over_ranks(squares + (mean - whole_mean).abs().square_().mul_(at::Scalar(n)), run, r.mesh_dims, ReduceOp::Sum);
+  auto var = squares.div_(at::Scalar((total - correction).max(0.0)));
   if (r.how.root) {
     var.sqrt_();
   }
@@ -470,7 +472,7 @@ void hash_kernel(Run& run) {
   if (!r.only_this_piece_is_empty()) {
     return run.call_op();
   }
-  give(run, {at::zeros(r.result_sizes(), r.x.options().dtype(at::kUInt64))});
+  give(run, {at::zeros_symint(r.result_sizes(), r.x.options().dtype(at::kUInt64))});
 }
 
 Rule hash(const Call& call) {
@@ -533,7 +535,7 @@ void equal_kernel(Run& run) {
   const auto a = run.arg(0).toTensor();
   const auto b = run.arg(1).toTensor();
   need_values(a, "equal");
-  bool same = run.operands[0].sizes == run.operands[1].sizes;
+  bool same = run.operands[0].sizes() == run.operands[1].sizes();
   if (same) {
     const auto mine = at::full({1}, at::equal(a, b), a.options().dtype(at::kBool));
     same = over_ranks(mine, run, mesh_dims_of(run, kAll), ReduceOp::Min).item<bool>();
@@ -567,10 +569,7 @@ void register_reductions(Registry& r) {
   numbers.takes = kReals | kComplex;
   Options ordered;
   ordered.takes = kAllNumbers & ~kComplex;
-  Options selects = ordered;
-  selects.symbols = Symbols::Unrecorded;
-  Options spread = numbers;
-  spread.symbols = Symbols::Apart;
+  ordered.symbols = numbers.symbols = true;
   r.add(family, {"_assert_async", "_assert_async.msg", "_local_scalar_dense"}, replicate);
   r.add(
       family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out", "is_same_size"}, nullptr,
@@ -580,8 +579,8 @@ void register_reductions(Registry& r) {
   r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>, ordered);
   r.add(family, {"_aminmax", "_aminmax.dim", "_aminmax.dim_out", "_aminmax.out", "aminmax", "aminmax.out"}, aminmax, ordered);
   r.add(family, {"any", "any.all_out", "any.dim", "any.dims", "any.dims_out", "any.out"}, truth<ReduceOp::Max>);
-  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>, selects);
-  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>, selects);
+  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>, ordered);
+  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>, ordered);
   r.add(
       family,
       {
@@ -628,9 +627,9 @@ void register_reductions(Registry& r) {
       },
       norm, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp);
-  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>, selects);
-  r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean, {.symbols = Symbols::Apart});
-  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>, selects);
+  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>, ordered);
+  r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean, {.symbols = true});
+  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>, ordered);
   r.add(family, {"prod", "prod.dim_int", "prod.int_out", "prod.out"}, prod);
   r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm, numbers);
   r.add(
@@ -644,7 +643,7 @@ void register_reductions(Registry& r) {
       var<true>, numbers);
   r.add(family, {"_segment_reduce_backward"}, segments_backward);
   r.add(family, {"segment_reduce"}, segments);
-  r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum, {.symbols = Symbols::Operands});
+  r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum, {.symbols = true});
   r.add(
       family,
       {
@@ -653,7 +652,7 @@ void register_reductions(Registry& r) {
           "var_mean.correction",
           "var_mean.correction_out",
       },
-      var<false>, spread);
+      var<false>, numbers);
 }
 
 } // namespace shardtensor::rules

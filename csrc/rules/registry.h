@@ -32,19 +32,12 @@ enum class Way : uint8_t {
   Refused,    // raises; `why` says why, and what to do
 };
 
-// When sizes may stay symbols while the op is traced. Otherwise they are made numbers first.
-enum class Symbols : uint8_t {
-  None,
-  Unrecorded, // if no rank communicates, and autograd does not record the op
-  Apart,      // if no rank communicates
-  Operands,   // always
-  Arguments,  // always, and in the arguments too: any sizes fit the rule
-};
-
 struct Options {
   Way way = Way::Rule;
   const char* why = nullptr;
-  Symbols symbols = Symbols::None;
+  // The rule takes a graph's symbols for integers among the arguments, and its kernel also for sizes. Without this the graph is
+  // guarded to have these numbers.
+  bool symbols = false;
   // The dtypes that the op's first tensor may have. torch would reject other dtypes too, but not on a rank with an empty piece,
   // and not if our kernel replaces the op.
   uint8_t takes = kAllNumbers;

@@ -162,7 +162,7 @@ class Resolver {
     out.geometry = r.geometry;
     out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
     if (!r.sizes.empty() || (sharded && r.dims.empty())) {
-      for (auto size : r.sizes) {
+      for (const auto& size : r.sizes) {
         out.sizes.push_back({-2, 0, size});
       }
     } else if (sharded) {

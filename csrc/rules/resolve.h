@@ -18,7 +18,11 @@ struct Solution final : c10::intrusive_ptr_target {
   struct SizeSource {
     int32_t operand = -1;
     int16_t dim = 0;
-    int64_t value = 0;
+    c10::SymInt value = 0;
+
+    int64_t number() const {
+      return value.guard_int(__FILE__, __LINE__);
+    }
   };
   struct Result {
     LayoutPtr layout;
@@ -37,7 +41,7 @@ struct Solution final : c10::intrusive_ptr_target {
   struct Indexed {
     int32_t operand;
     int16_t dim;
-    int64_t inner;
+    c10::SymInt inner;
   };
   c10::SmallVector<std::pair<Indexed, Indexed>, 2> alike;
 
@@ -52,10 +56,6 @@ struct Solution final : c10::intrusive_ptr_target {
   uint64_t reads = 0;
   // The choice compared bytes or read sizes, so it holds for these sizes only.
   bool sized = false;
-
-  bool reads_sizes() const {
-    return reads & Reads::kSizes;
-  }
 };
 using SolutionPtr = c10::intrusive_ptr<const Solution>;
 

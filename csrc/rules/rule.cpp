@@ -46,15 +46,15 @@ int64_t Call::position(const char* name) const {
 }
 
 Sizes Call::ints(int64_t i) const {
+  return guarded(sym_ints(i));
+}
+
+SymSizes Call::sym_ints(int64_t i) const {
   if (!has(i)) {
     return {};
   }
   const auto& v = arg(i);
-  if (v.isInt()) {
-    return {v.toInt()};
-  }
-  const auto list = v.toIntVector();
-  return Sizes(list.begin(), list.end());
+  return v.isInt() || v.isSymInt() ? SymSizes{v.toSymInt()} : v.toSymIntVector();
 }
 
 int64_t wrap_dim(int64_t dim, int64_t ndim) {

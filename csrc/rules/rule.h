@@ -5,7 +5,7 @@
 // piece follow from that alone. resolve.h derives them for all ops; a rule file only says which dim carries which factor.
 #pragma once
 
-#include "layout/layout.h"
+#include "layout/symbolic.h"
 #include "tensor/order.h"
 
 #include <ATen/core/Tensor.h>
@@ -58,22 +58,33 @@ struct Factor {
   // The order, if `reduce` is Norm.
   double norm_order = 2.0;
   // The number of indices, if no operand dim has all of them (cat: each operand has a window). -1: taken from the operands.
-  int64_t size = -1;
+  c10::SymInt size = -1;
 };
 
 // One dim of an operand or a result.
 struct Dim {
   int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
-  int64_t inner = 1;      // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
+  c10::SymInt inner = 1;  // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
   // A dim with only part of the factor: `length` indices start, start + step, ... In a result: a slice. In an operand (cat,
   // padding): the factor is then cut so that the operands' pieces stay on their ranks, if possible.
   struct Window {
     int64_t start, step, length;
   };
-  std::optional<Window> window;
+  struct SymWindow {
+    c10::SymInt start;
+    int64_t step;
+    c10::SymInt length;
+
+    SymWindow(c10::SymInt from, int64_t by, c10::SymInt n) : start(std::move(from)), step(by), length(std::move(n)) {}
+    SymWindow(const Window& w) : SymWindow(w.start, w.step, w.length) {} // NOLINT: a window of numbers is one
+    Window numbers() const {
+      return {start.guard_int(__FILE__, __LINE__), step, length.guard_int(__FILE__, __LINE__)};
+    }
+  };
+  std::optional<SymWindow> window;
 
   Dim() = default;
-  Dim(int64_t f, int64_t inner_size = 1) : factor(static_cast<int16_t>(f)), inner(inner_size) {} // NOLINT: a factor is a dim
+  Dim(int64_t f, c10::SymInt inner_size = 1) : factor(static_cast<int16_t>(f)), inner(std::move(inner_size)) {} // NOLINT
 };
 using Dims = c10::SmallVector<Dim, 5>;
 
@@ -95,7 +106,7 @@ struct Operand {
 struct Geometry {
   struct Term {
     int64_t dim; // of operand 0; -1: a stride of 0
-    int64_t times;
+    c10::SymInt times;
   };
   c10::SmallVector<Term, 5> strides; // one per dim
   c10::SmallVector<Term, 2> offset;  // a sum
@@ -107,7 +118,7 @@ struct Result {
   Dims dims;
   // The global sizes, if they do not follow from the factors (views). Empty: a sharded dim has the size of the operand dim
   // with the same factor, any other dim the size of the local result.
-  Sizes sizes;
+  SymSizes sizes;
   // Overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
   // The global strides, if the call gives them (new_empty_strided). Empty: dense.
@@ -120,7 +131,8 @@ struct Result {
   uint64_t same_over = 0;
 
   Result() = default;
-  Result(Dims d, Sizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT
+  Result(Dims d, SymSizes s = {}) : dims(std::move(d)), sizes(std::move(s)) {} // NOLINT
+  Result(Dims d, c10::IntArrayRef s) : Result(std::move(d), symbols(s)) {}
 };
 
 constexpr uint32_t bit(ReduceOp op) {
@@ -154,8 +166,19 @@ struct Solution;
 // A kernel's view of its call. The kernel replaces the arguments on the stack (local tensors) by the results (local tensors).
 struct Run {
   struct At {
-    const Layout* layout;   // after redistribution
-    c10::IntArrayRef sizes; // global
+    const Layout* layout;        // after redistribution
+    c10::SymIntArrayRef symbols; // global sizes
+
+    // As numbers: a graph's symbols are guarded to be these.
+    Sizes sizes() const {
+      return guarded(symbols);
+    }
+    int64_t size(int64_t d) const {
+      return symbols[d].guard_int(__FILE__, __LINE__);
+    }
+    int64_t dim() const {
+      return static_cast<int64_t>(symbols.size());
+    }
   };
   const c10::OperatorHandle& op;
   std::vector<c10::IValue>& stack;
@@ -280,6 +303,7 @@ class TensorArg {
         dtype(tensor.scalar_type()),
         tensor_(&tensor),
         sizes_(sizes),
+        symbolic_(tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()),
         reads_(&reads) {}
 
   int16_t arg;   // position among the schema's arguments
@@ -294,14 +318,30 @@ class TensorArg {
     return static_cast<int64_t>(sizes_.size());
   }
   bool is_one(int64_t d) const {
-    return sizes_[d] == 1;
+    return symbolic_ ? tensor_->sym_size(d) == 1 : sizes_[d] == 1;
   }
+  // As numbers: a graph's symbols are guarded to be these.
   c10::IntArrayRef sizes() const {
+    for (int64_t d = 0; symbolic_ && d < dim(); ++d) {
+      size(d);
+    }
     reads_->add(Reads::kSizes);
     return sizes_;
   }
   int64_t size(int64_t d) const {
-    return sizes()[d];
+    reads_->add(Reads::kSizes);
+    return symbolic_ ? tensor_->sym_size(d).guard_int(__FILE__, __LINE__) : sizes_[d];
+  }
+  c10::SymInt sym_size(int64_t d) const {
+    reads_->add(Reads::kSizes);
+    return symbolic_ ? tensor_->sym_size(d) : c10::SymInt(sizes_[d]);
+  }
+  SymSizes sym_sizes() const {
+    SymSizes out;
+    for (int64_t d = 0; d < dim(); ++d) {
+      out.push_back(sym_size(d));
+    }
+    return out;
   }
   c10::IntArrayRef strides() const; // empty if they are symbols
   int64_t offset() const;
@@ -309,6 +349,7 @@ class TensorArg {
  private:
   const at::Tensor* tensor_;
   c10::IntArrayRef sizes_;
+  bool symbolic_;
   Reads* reads_;
 };
 
@@ -342,16 +383,18 @@ class Call {
   // The position of an argument by its name in the schema; raises if there is none.
   int64_t position(const char* name) const;
   int64_t integer(int64_t i) const {
-    return arg(i).toInt();
+    return arg(i).toSymInt().guard_int(__FILE__, __LINE__);
   }
   int64_t integer(int64_t i, int64_t otherwise) const {
-    return has(i) ? arg(i).toInt() : otherwise;
+    return has(i) ? integer(i) : otherwise;
   }
   bool flag(int64_t i) const {
     return has(i) && arg(i).toBool();
   }
   // int[] or int; empty where None.
   Sizes ints(int64_t i) const;
+  // The same, where they may be symbols: for entries that say so (Options::symbols).
+  SymSizes sym_ints(int64_t i) const;
   // Wrapped into [0, ndim); raises IndexError as torch does.
   int64_t dim(int64_t i, int64_t ndim) const;
   // The index in `tensors` of argument `i` (item `index` of it), or -1 if it is None.

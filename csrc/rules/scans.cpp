@@ -123,7 +123,7 @@ void cumulative_extreme_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto scan_of = [&](const at::Tensor& t) { return op == ReduceOp::Max ? at::cummax(t, dim) : at::cummin(t, dim); };
   auto [values, indices] = scan_of(x);
-  indices = indices + start_of(run, 0, dim);
+  indices = indices + at::Scalar(start_of(run, 0, dim));
   const auto nothing = slice_of(values, dim, identity(op, x.scalar_type()));
   const auto nowhere = slice_of(indices, dim, -1);
   auto value = last_slice(values, nothing, dim);
@@ -234,9 +234,9 @@ void topk_kernel(Run& run) {
   const bool largest = run.arg(3).toBool();
   const bool sorted = run.arg(4).toBool();
   const auto& at = run.operands[0];
-  TORCH_CHECK_INDEX(k >= 0 && k <= at.sizes[dim], "selected index k out of range");
+  TORCH_CHECK_INDEX(k >= 0 && k <= at.size(dim), "selected index k out of range");
   auto [values, indices] = at::topk(x, std::min(k, x.size(dim)), dim, largest, sorted);
-  indices = indices + start_of(run, 0, dim);
+  indices = indices + at::Scalar(start_of(run, 0, dim));
   for (int64_t m = run.mesh().ndim() - 1; m >= 0; --m) {
     if (!(run.mesh_dims(dim) >> m & 1)) {
       continue;
@@ -246,7 +246,7 @@ void topk_kernel(Run& run) {
     auto coordinate = run.mesh().coordinate();
     std::vector<at::Tensor> all_values, all_indices;
     for (coordinate[m] = 0; coordinate[m] < run.mesh().size(m); ++coordinate[m]) {
-      const auto extent = at.layout->extent_before(m + 1, dim, at.sizes[dim], coordinate);
+      const auto extent = at.layout->extent_before(m + 1, dim, at.size(dim), coordinate);
       Sizes sizes(values.sizes().begin(), values.sizes().end());
       sizes[dim] = std::min(k, extent);
       all_values.push_back(at::empty(sizes, values.options()));
@@ -285,7 +285,7 @@ Rule topk(const Call& call) {
 // Writes grad at the indices along a whole dim; other dims may be cut. The sizes are an argument.
 Rule value_selecting_reduction_backward(const Call& call) {
   Rule rule;
-  const auto sizes = call.ints(argument(call, "sizes"));
+  const auto sizes = call.sym_ints(argument(call, "sizes"));
   const auto ndim = static_cast<int64_t>(sizes.size());
   const auto dim = call.dim(argument(call, "dim"), ndim);
   const bool keepdim = call.flag(argument(call, "keepdim"));
@@ -392,7 +392,7 @@ struct Columns {
 void histogram_kernel(Run& run) {
   const auto range = argument(run, "range"), weight = argument(run, "weight");
   const auto x = run.arg(0).toTensor();
-  if (range >= 0 && run.arg(range).isNone() && c10::multiply_integers(run.operands[0].sizes)) {
+  if (range >= 0 && run.arg(range).isNone() && c10::multiply_integers(run.operands[0].sizes())) {
     const auto columns = noted<Columns>(run.solution).number;
     const auto values = x.reshape({columns ? x.numel() / columns : x.numel(), std::max<int64_t>(columns, 1)});
     const auto outermost = [&](ReduceOp op) {
@@ -448,7 +448,7 @@ Rule histogram(const Call& call) {
 } // namespace
 
 void register_scans(Registry& r) {
-  const Options composite{.way = Way::Whole};
+  const Options composite{.way = Way::Whole, .symbols = true};
   Options ordered;
   ordered.takes = kAllNumbers & ~kComplex;
   Options searched;
@@ -470,7 +470,7 @@ void register_scans(Registry& r) {
   r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, ordered);
   r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod);
-  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum, {.symbols = Symbols::Unrecorded});
+  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
   r.add(
       family, {"_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors"}, histogram<true>, ordered);
   r.add(family, {"histc", "histc.out"}, histc);
@@ -485,8 +485,8 @@ void register_scans(Registry& r) {
           "searchsorted.Tensor_out",
       },
       searchsorted, searched);
-  r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort, {.symbols = Symbols::Unrecorded});
-  r.add(family, {"topk", "topk.values"}, topk, {.symbols = Symbols::Unrecorded});
+  r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
+  r.add(family, {"topk", "topk.values"}, topk);
   r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);
 }
 

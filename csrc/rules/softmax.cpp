@@ -92,7 +92,7 @@ void register_softmax(Registry& r) {
   const char* family = "softmax";
   Options real;
   real.takes = kReals;
-  real.symbols = Symbols::Operands;
+  real.symbols = true;
   Options gradient = real;
   gradient.one_dtype = 0b11; // grad_output, output
   r.add(family, {"_log_softmax", "_log_softmax.out"}, softmax<true>, real);

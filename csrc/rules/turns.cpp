@@ -30,8 +30,8 @@ Rule rot90(const Call& call) {
 } // namespace
 
 void register_turns(Registry& r) {
-  r.add("turns", {"flip"}, flip, {.symbols = Symbols::Unrecorded});
-  r.add("turns", {"roll"}, roll, {.symbols = Symbols::Unrecorded});
+  r.add("turns", {"flip"}, flip);
+  r.add("turns", {"roll"}, roll);
   r.add("turns", {"rot90"}, rot90, {.asks_order = true});
 }
 

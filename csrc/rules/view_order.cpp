@@ -163,7 +163,7 @@ Rule squeeze(const Call& call) {
 Rule expand(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  auto to = call.ints(1);
+  auto to = call.sym_ints(1);
   const auto lead = static_cast<int64_t>(to.size()) - x.dim();
   TORCH_CHECK(
       lead >= 0, "expand: the number of sizes provided (", to.size(),
@@ -173,11 +173,12 @@ Rule expand(const Call& call) {
   g.strides.resize(lead, Term{-1, 0});
   for (int64_t d = 0; d < x.dim(); ++d) {
     auto& s = to[lead + d];
-    s = s == -1 ? x.size(d) : s;
-    const bool stretched = s != x.size(d);
+    const auto size = x.sym_size(d);
+    s = s == -1 ? size : s;
+    const bool stretched = s != size;
     TORCH_CHECK(
-        !stretched || x.is_one(d), "The expanded size of the tensor (", s, ") must match the existing size (", x.size(d),
-        ") at non-singleton dimension ", lead + d, ".  Target sizes: ", c10::IntArrayRef(to), ".  Tensor sizes: ", x.sizes());
+        !stretched || x.is_one(d), "The expanded size of the tensor (", s, ") must match the existing size (", size,
+        ") at non-singleton dimension ", lead + d, ".  Target sizes: ", to, ".  Tensor sizes: ", x.sizes());
     in.push_back(stretched ? Dim(kNone) : Dim(rule.factor()));
     out.push_back(in.back());
     g.strides.push_back(stretched ? Term{-1, 0} : Term{d, 1});
@@ -198,10 +199,9 @@ void register_view_order(Registry& r) {
     rule.linear[0].any_reduction = false;
     return rule;
   });
-  const Options any{.symbols = Symbols::Operands};
-  r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same, any);
-  r.add("views", {"expand", "expand_copy"}, expand, {.symbols = Symbols::Arguments});
-  r.add("views", {"permute", "permute_copy"}, permute, any);
+  r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same);
+  r.add("views", {"expand", "expand_copy"}, expand, {.symbols = true});
+  r.add("views", {"permute", "permute_copy"}, permute);
   r.add(
       "views",
       {
@@ -215,12 +215,12 @@ void register_view_order(Registry& r) {
           "squeeze_copy.dim",
           "squeeze_copy.dims",
       },
-      squeeze);
-  r.add("views", {"t", "t_copy"}, t, any);
+      squeeze, {.symbols = true});
+  r.add("views", {"t", "t_copy"}, t);
   r.add("views", {"t_"}, in_place<t, unary_kernel<at::t>>);
-  r.add("views", {"transpose.int", "transpose_copy.int"}, transpose, any);
+  r.add("views", {"transpose.int", "transpose_copy.int"}, transpose);
   r.add("views", {"transpose_"}, in_place<transpose, transpose_kernel>);
-  r.add("views", {"unsqueeze", "unsqueeze_copy"}, unsqueeze, any);
+  r.add("views", {"unsqueeze", "unsqueeze_copy"}, unsqueeze);
   r.add("views", {"unsqueeze_"}, in_place<unsqueeze, unsqueeze_kernel>);
 }
 

@@ -26,26 +26,28 @@ at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::Window& w
 namespace {
 
 // Start, length and step as at::slice computes them: bounds wrapped and clamped.
-Dim::Window window_of(const Call& call, int64_t start_arg, int64_t size) {
-  const auto bound = [&](int64_t arg, int64_t otherwise) {
-    auto at = call.integer(arg, otherwise);
-    at = at < 0 ? at + size : at;
-    return std::clamp<int64_t>(at, 0, size);
+Dim::SymWindow window_of(const Call& call, int64_t start_arg, const c10::SymInt& size) {
+  const auto bound = [&](int64_t arg, const c10::SymInt& otherwise) {
+    auto at = call.has(arg) ? call.arg(arg).toSymInt() : otherwise;
+    if (at < 0) {
+      at = at + size;
+    }
+    return at < 0 ? c10::SymInt(0) : at > size ? size : at;
   };
   const auto step = call.integer(start_arg + 2, 1);
   TORCH_CHECK_VALUE(step > 0, "slice step must be positive");
   const auto start = bound(start_arg, 0);
-  const auto end = std::max(start, bound(start_arg + 1, size));
-  return {start, step, (end - start + step - 1) / step};
+  const auto end = bound(start_arg + 1, size);
+  return {start, step, end > start ? (end - start + (step - 1)) / step : c10::SymInt(0)};
 }
 
 struct Windows {
   int64_t dim;
-  c10::SmallVector<Dim::Window, 2> each;
+  std::vector<Dim::SymWindow> each;
 };
 
 // Results that are each a window of dim `dim`.
-Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::Window> parts) {
+Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::SymWindow> parts) {
   Rule rule;
   const auto& x = call.tensors[0];
   auto in = fresh_dims(rule, x.dim());
@@ -53,9 +55,10 @@ Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::Window> parts) {
   rule.notes = Windows{dim, {parts.begin(), parts.end()}};
   for (const auto& w : parts) {
     auto out = in;
-    Sizes sizes(x.sizes().begin(), x.sizes().end());
+    auto sizes = x.sym_sizes();
+    const bool whole = w.step == 1 && w.length == sizes[dim];
     sizes[dim] = w.length;
-    if (w.step != 1 || w.length != x.size(dim)) {
+    if (!whole) {
       out[dim].window = w;
     }
     auto& result = rule.results.emplace_back(std::move(out), std::move(sizes));
@@ -71,10 +74,10 @@ Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::Window> parts) {
 std::vector<at::Tensor> local_windows(const Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto& [dim, windows] = noted<Windows>(run.solution);
-  const auto piece = mine(*run.operands[0].layout, dim, run.operands[0].sizes[dim]);
+  const auto piece = mine(*run.operands[0].layout, dim, run.operands[0].size(dim));
   std::vector<at::Tensor> out;
   for (const auto& w : windows) {
-    out.push_back(own(run, slice_of_piece(x, dim, w, piece)));
+    out.push_back(own(run, slice_of_piece(x, dim, w.numbers(), piece)));
   }
   return out;
 }
@@ -91,8 +94,9 @@ Rule slice(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK(x.dim() > 0, "slice() cannot be applied to a 0-dim tensor.");
   const auto dim = call.dim(1, x.dim());
-  auto rule = windows(call, dim, {window_of(call, 2, x.size(dim))});
+  auto rule = windows(call, dim, {window_of(call, 2, x.sym_size(dim))});
   rule.kernel = slice_kernel;
+  rule.factors[dim].kernel = rule.results[0].dims[dim].window.has_value(); // a slice of all indices is so on every piece
   return rule;
 }
 
@@ -107,16 +111,16 @@ Rule narrow_copy(const Call& call) {
   const auto start = given < 0 ? given + size : given;
   TORCH_CHECK(
       length >= 0 && start + length <= size, "start (", start, ") + length (", length, ") exceeds dimension size (", size, ").");
-  auto rule = windows(call, dim, {{start, 1, length}});
+  auto rule = windows(call, dim, Dim::SymWindow(start, 1, length));
   rule.kernel = slice_kernel;
   return rule;
 }
 
 Rule split_into(const Call& call, int64_t dim, const Sizes& lengths) {
-  std::vector<Dim::Window> parts;
+  std::vector<Dim::SymWindow> parts;
   int64_t start = 0;
   for (auto length : lengths) {
-    parts.push_back({start, 1, length});
+    parts.emplace_back(start, 1, length);
     start += length;
   }
   auto rule = windows(call, dim, parts);
@@ -155,7 +159,7 @@ Rule split_with_sizes(const Call& call) {
 
 // ---- one index of a dim ----
 
-int64_t checked_index(int64_t index, int64_t dim, c10::IntArrayRef sizes) {
+c10::SymInt checked_index(const c10::SymInt& index, int64_t dim, c10::SymIntArrayRef sizes) {
   TORCH_CHECK_INDEX(
       index >= -sizes[dim] && index < sizes[dim], "select(): index ", index, " out of range for tensor of size ", sizes,
       " at dimension ", dim);
@@ -165,34 +169,35 @@ int64_t checked_index(int64_t index, int64_t dim, c10::IntArrayRef sizes) {
 // The owner has the row, the others zeros.
 void select_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
-  const auto sizes = run.operands[0].sizes;
+  const auto sizes = run.operands[0].symbols;
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto index = checked_index(run.arg(2).toInt(), dim, sizes);
-  const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
+  const auto index = checked_index(run.arg(2).toSymInt(), dim, sizes);
+  const auto piece = sym_interval(*run.operands[0].layout, dim, sizes[dim]);
   if (index >= piece.start && index < piece.start + piece.length) {
-    run.returns({x.select(dim, index - piece.start).clone(at::MemoryFormat::Contiguous)});
+    run.returns({x.select_symint(dim, index - piece.start).clone(at::MemoryFormat::Contiguous)});
     return;
   }
-  Sizes shape(x.sizes().begin(), x.sizes().end());
+  auto shape = x.sym_sizes().vec();
   shape.erase(shape.begin() + dim);
-  run.returns({at::zeros(shape, x.options())});
+  run.returns({at::zeros_symint(shape, x.options())});
 }
 
 struct Row {
-  int64_t dim, index;
+  int64_t dim;
+  c10::SymInt index;
 };
 
 void put_row_back(const Solution& solution, const Run::At& base, const at::Tensor& piece, const at::Tensor& row) {
   const auto [dim, index] = noted<Row>(solution);
-  const auto held = mine(*base.layout, dim, base.sizes[dim]);
+  const auto held = mine(*base.layout, dim, base.size(dim));
   if (index >= held.start && index < held.start + held.length) {
-    piece.select(dim, index - held.start).copy_(row);
+    piece.select_symint(dim, index - held.start).copy_(row);
   }
 }
 
 void unbind_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
-  const auto sizes = run.operands[0].sizes;
+  const auto sizes = run.operands[0].sizes();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
   const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
   Sizes shape(x.sizes().begin(), x.sizes().end());
@@ -216,7 +221,7 @@ Rule rows(const Call& call, int64_t dim) {
   return rule;
 }
 
-void add_row(Rule& rule, int64_t dim, int64_t index) {
+void add_row(Rule& rule, int64_t dim, const c10::SymInt& index) {
   auto out = rule.operands[0].dims;
   auto kept = identity(static_cast<int64_t>(out.size()));
   out.erase(out.begin() + dim);
@@ -230,8 +235,8 @@ Rule select(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK_INDEX(x.dim() > 0, "select() cannot be applied to a 0-dim tensor.");
   const auto dim = call.dim(1, x.dim());
-  const auto given = call.integer(2);
-  const auto index = given < 0 ? checked_index(given, dim, x.sizes()) : given;
+  const auto given = call.sym_ints(2)[0];
+  const auto index = given < 0 ? checked_index(given, dim, x.sym_sizes()) : given;
   auto rule = rows(call, dim);
   add_row(rule, dim, index);
   rule.notes = Row{dim, index};
@@ -396,7 +401,7 @@ Rule unfold(const Call& call) {
 
 Rule select_backward(const Call& call) {
   Rule rule;
-  auto sizes = call.ints(1);
+  auto sizes = call.sym_ints(1);
   const auto dim = call.dim(2, static_cast<int64_t>(sizes.size()));
   auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
@@ -411,23 +416,22 @@ Rule select_backward(const Call& call) {
 // A window of a dim that has `size` indices.
 struct Part {
   int64_t dim;
-  Dim::Window window;
-  int64_t size;
+  Dim::SymWindow window;
+  c10::SymInt size;
 };
 
 void slice_backward_kernel(Run& run) {
   const auto grad = run.arg(0).toTensor();
   const auto& [dim, window, size] = noted<Part>(run.solution);
-  const auto local = run.arg(1).toIntVector();
   const auto& layout = *run.solution.results[0].layout;
-  auto out = at::zeros(local, grad.options());
-  slice_of_piece(out, dim, window, mine(layout, dim, size)).copy_(grad);
+  auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
+  slice_of_piece(out, dim, window.numbers(), mine(layout, dim, size.guard_int(__FILE__, __LINE__))).copy_(grad);
   run.returns({out});
 }
 
 Rule slice_backward(const Call& call) {
   Rule rule;
-  auto sizes = call.ints(1);
+  auto sizes = call.sym_ints(1);
   const auto dim = call.dim(2, static_cast<int64_t>(sizes.size()));
   const auto w = window_of(call, 3, sizes[dim]);
   auto dims = fresh_dims(rule, call.tensors[0].dim());
@@ -468,7 +472,7 @@ Rule diagonal_backward(const Call& call) {
 
 Rule unfold_backward(const Call& call) {
   Rule rule;
-  auto sizes = call.ints(1);
+  auto sizes = call.sym_ints(1);
   const auto n = static_cast<int64_t>(sizes.size());
   const auto dim = call.dim(2, n);
   Dims out;
@@ -492,7 +496,8 @@ Rule unfold_backward(const Call& call) {
 void slice_scatter_kernel(Run& run) {
   const auto& [dim, window, size] = noted<Part>(run.solution);
   auto out = run.arg(0).toTensor().clone();
-  slice_of_piece(out, dim, window, mine(*run.operands[0].layout, dim, size)).copy_(run.arg(1).toTensor());
+  const auto piece = mine(*run.operands[0].layout, dim, size.guard_int(__FILE__, __LINE__));
+  slice_of_piece(out, dim, window.numbers(), piece).copy_(run.arg(1).toTensor());
   run.returns({out});
 }
 
@@ -500,13 +505,13 @@ Rule slice_scatter(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto dim = call.dim(2, x.dim());
-  const auto w = window_of(call, 3, x.size(dim));
+  const auto w = window_of(call, 3, x.sym_size(dim));
   auto dims = fresh_dims(rule, x.dim());
   rule.factors[dim].kernel = true;
-  rule.factors[dim].size = x.size(dim);
-  rule.notes = Part{dim, w, x.size(dim)};
+  rule.factors[dim].size = x.sym_size(dim);
+  rule.notes = Part{dim, w, x.sym_size(dim)};
   rule.operands.emplace_back(dims);
-  rule.results.emplace_back(dims, Sizes(x.sizes().begin(), x.sizes().end()));
+  rule.results.emplace_back(dims, x.sym_sizes());
   dims[dim].window = w;
   rule.operands.emplace_back(std::move(dims));
   rule.kernel = slice_scatter_kernel;
@@ -515,10 +520,10 @@ Rule slice_scatter(const Call& call) {
 }
 
 void select_scatter_kernel(Run& run) {
-  const auto sizes = run.operands[0].sizes;
+  const auto sizes = run.operands[0].sizes();
   auto out = run.arg(0).toTensor().clone();
   const auto dim = wrap_dim(run.arg(2).toInt(), out.dim());
-  const auto index = checked_index(run.arg(3).toInt(), dim, sizes);
+  const auto index = checked_index(run.arg(3).toInt(), dim, symbols(sizes)).expect_int();
   const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
   if (index >= piece.start && index < piece.start + piece.length) {
     out.select(dim, index - piece.start).copy_(run.arg(1).toTensor());
@@ -573,22 +578,23 @@ Rule diagonal_scatter(const Call& call) {
 } // namespace
 
 void register_view_parts(Registry& r) {
+  const Options symbols{.symbols = true};
   r.add("views", {"diag_embed"}, diag_embed);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
   r.add("views", {"diagonal_backward"}, diagonal_backward);
   r.add("views", {"diagonal_scatter"}, diagonal_scatter);
   r.add("views", {"narrow_copy"}, narrow_copy);
-  r.add("views", {"select.int", "select_copy.int"}, select);
-  r.add("views", {"select_backward"}, select_backward);
+  r.add("views", {"select.int", "select_copy.int"}, select, symbols);
+  r.add("views", {"select_backward"}, select_backward, symbols);
   r.add("views", {"select_scatter"}, select_scatter);
-  r.add("views", {"slice.Tensor", "slice_copy.Tensor"}, slice);
-  r.add("views", {"slice_backward"}, slice_backward);
-  r.add("views", {"slice_scatter"}, slice_scatter);
+  r.add("views", {"slice.Tensor", "slice_copy.Tensor"}, slice, symbols);
+  r.add("views", {"slice_backward"}, slice_backward, symbols);
+  r.add("views", {"slice_scatter"}, slice_scatter, symbols);
   r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split);
   r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes);
   r.add("views", {"unbind.int", "unbind_copy.int"}, unbind);
   r.add("views", {"unfold", "unfold_copy"}, unfold);
-  r.add("views", {"unfold_backward"}, unfold_backward);
+  r.add("views", {"unfold_backward"}, unfold_backward, symbols);
 }
 
 } // namespace shardtensor::rules

@@ -12,10 +12,18 @@ namespace shardtensor::rules {
 
 namespace {
 
+// The least common multiple of two products of sizes.
+c10::SymInt common_multiple(const c10::SymInt& a, const c10::SymInt& b) {
+  if (a == 1 || a == b) {
+    return b;
+  }
+  return b == 1 ? a : c10::SymInt(std::lcm(a.guard_int(__FILE__, __LINE__), b.guard_int(__FILE__, __LINE__)));
+}
+
 // Matches runs of dims whose products are equal. In each run the first dims of both sides share a factor; one index of the
 // factor stands for the smallest number of elements that gives whole indices on both sides. Returns true if some dims are
 // merged.
-bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dims& out) {
+bool match(Rule& rule, const SymSizes& from, const SymSizes& to, Dims& in, Dims& out) {
   bool merges = false;
   size_t i = 0, j = 0;
   while (i < from.size() || j < to.size()) {
@@ -32,17 +40,18 @@ bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dim
       continue;
     }
     const auto a = i, b = j;
-    int64_t left = from[i++], right = to[j++];
+    c10::SymInt left = from[i++], right = to[j++], in_row = 1, out_row = 1;
     while (left != right) {
       if (left < right) {
         merges = true;
-        left *= from[i++];
+        in_row = in_row * from[i++];
+        left = from[a] * in_row;
       } else {
-        right *= to[j++];
+        out_row = out_row * to[j++];
+        right = to[b] * out_row;
       }
     }
-    const auto in_row = left / from[a], out_row = left / to[b];
-    const auto unit = std::lcm(in_row, out_row);
+    const auto unit = common_multiple(in_row, out_row);
     if (unit < left) {
       const auto f = rule.factor();
       in[a] = Dim(f, unit / in_row);
@@ -55,20 +64,21 @@ bool match(Rule& rule, c10::IntArrayRef from, c10::IntArrayRef to, Dims& in, Dim
 
 // Local strides differ from global ones: if the piece cannot be viewed, it is copied.
 void view_kernel(Run& run) {
-  run.returns({own(run, run.arg(0).toTensor().reshape(run.arg(1).toIntVector()))});
+  run.returns({own(run, run.arg(0).toTensor().reshape_symint(run.arg(1).toSymIntVector()))});
 }
 
 } // namespace
 
-Rule reshaped(const Call& call, const Sizes& to, Told told) {
+Rule reshaped(const Call& call, const SymSizes& to, Told told) {
   Rule rule;
   const auto& x = call.tensors[0];
   bool merges = false;
   Dims in(x.dim(), Dim(kNone)), out(to.size(), Dim(kNone));
-  if (c10::multiply_integers(x.sizes()) > 0) {
-    merges = match(rule, x.sizes(), to, in, out);
+  const auto from = x.sym_sizes();
+  if (numel_of(from) > 0) {
+    merges = match(rule, from, to, in, out);
   } else {
-    for (size_t d = 0; d < std::min(in.size(), out.size()) && x.size(d) == to[d]; ++d) {
+    for (size_t d = 0; d < std::min(in.size(), out.size()) && from[d] == to[d]; ++d) {
       in[d] = out[d] = Dim(rule.factor());
     }
   }
@@ -90,8 +100,8 @@ namespace {
 template <Told told>
 Rule view(const Call& call) {
   const auto& x = call.tensors[0];
-  const auto to = at::infer_size(call.ints(1), c10::multiply_integers(x.sizes()));
-  return reshaped(call, Sizes(to.begin(), to.end()), told);
+  const auto to = at::infer_size_dv(c10::SymIntArrayRef(call.sym_ints(1)), numel_of(x.sym_sizes()));
+  return reshaped(call, SymSizes(to.begin(), to.end()), told);
 }
 
 // torch requires strides that are multiples of the new dtype's size. The strides of an empty piece are arbitrary.
@@ -163,9 +173,9 @@ Rule view_as_complex(const Call& call) {
 } // namespace
 
 void register_view_reshape(Registry& r) {
-  r.add("views", {"_reshape_alias"}, view<Told::Strides>);
-  r.add("views", {"_reshape_copy", "_unsafe_view", "view_copy"}, view<Told::SizesOfCopy>);
-  r.add("views", {"view"}, view<Told::Sizes>);
+  r.add("views", {"_reshape_alias"}, view<Told::Strides>, {.symbols = true});
+  r.add("views", {"_reshape_copy", "_unsafe_view", "view_copy"}, view<Told::SizesOfCopy>, {.symbols = true});
+  r.add("views", {"view"}, view<Told::Sizes>, {.symbols = true});
   r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype);
   r.add("views", {"view_as_complex", "view_as_complex_copy"}, view_as_complex);
   r.add("views", {"view_as_real", "view_as_real_copy"}, view_as_real);

@@ -98,7 +98,7 @@ void undone_kernel(Run& run) {
   for (size_t j = 0; j < n; ++j) {
     const auto d = undone.dims[j];
     if (d >= 0) {
-      x = slice_of_piece(x, d, undone.windows[j], mine(*base.layout, d, base.sizes[d]));
+      x = slice_of_piece(x, d, undone.windows[j], mine(*base.layout, d, base.size(d)));
       order.push_back(d);
     }
   }
@@ -226,7 +226,7 @@ Rule as_strided(const Call& call) {
     if (to.offset == 0 && c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes())) {
       const auto strides = at::detail::computeStride(x.sizes(), x.strides(), to.sizes);
       if (strides && c10::IntArrayRef(*strides) == to.strides) {
-        return reshaped(call, to.sizes, Told::Strides);
+        return reshaped(call, symbols(to.sizes), Told::Strides);
       }
     }
   }

@@ -25,7 +25,7 @@ void unary_kernel(Run& run) {
 // What the arguments of a reshaping op give: sizes of a view, sizes of a possible copy, or also the whole's strides (which are
 // not a piece's).
 enum class Told { Sizes, SizesOfCopy, Strides };
-Rule reshaped(const Call& call, const Sizes& to, Told told);
+Rule reshaped(const Call& call, const SymSizes& to, Told told);
 
 // The indices of `window` that lie in `piece`, as a slice of the piece.
 at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::Window& window, const Interval& piece);

@@ -1,4 +1,5 @@
-"""torch._functorch._aot_autograd.graph_capture: the order of a graph's nodes. All versions."""
+"""torch._functorch._aot_autograd.graph_capture: the order of a graph's nodes, and sizes that become numbers too late. All
+versions."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardtensor.tensor._compile import is_of_ours
+from shardtensor.tensor._compile import is_of_ours, numbers_from_now_on
 
 _WAIT = "_c10d_functional::wait_tensor"
 # Ops that only rearrange data that has arrived.
@@ -30,6 +31,29 @@ def patch(capture: Any) -> None:
         return module
 
     capture._create_graph = traced
+    capture.aot_dispatch_autograd_graph = _numbers_in_time(capture.aot_dispatch_autograd_graph)
+
+
+def _numbers_in_time(trace: Any) -> Any:
+    """torch lists the symbols among the sizes of a graph's subclasses before it traces the backward. If the backward makes one a
+    number, the list is wrong, and the graph fails when it is made or run. So the compilation starts again, with numbers."""
+
+    @functools.wraps(trace)
+    def traced(*args: Any, fw_metadata: Any, **options: Any) -> Any:
+        out = trace(*args, fw_metadata=fw_metadata, **options)
+        listed = (fw_metadata.subclass_inp_meta, fw_metadata.subclass_fw_graph_out_meta, fw_metadata.subclass_tangent_meta)
+        if is_of_ours() and any(_has_settled(meta) for metas in listed for meta in metas) and numbers_from_now_on():
+            from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # noqa: PLC0415  slow: dynamo
+
+            raise TensorifyScalarRestartAnalysis(restart_reason="the backward of a ShardTensor's op needs sizes as numbers")
+        return out
+
+    return traced
+
+
+def _has_settled(meta: Any) -> bool:
+    sizes = (*getattr(meta, "outer_size", ()), *getattr(meta, "outer_stride", ()))
+    return any(isinstance(n, torch.SymInt) and n.node.maybe_as_int() is not None for n in sizes)
 
 
 def _wait_late(graph: torch.fx.Graph) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._guards import Guard, TracingContext
+from torch._guards import CompileContext, Guard, TracingContext
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
@@ -114,6 +114,36 @@ def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTenso
     placements, _meta, order, _requires_grad = context
     layout = _layout_of(as_device_mesh(t._layout.mesh), placements, t.ndim, order)
     return _C.redistribute(t, layout)  # type: ignore[return-value]
+
+
+# ---- sizes that only the backward needs as numbers ----
+
+_in_numbers: Any = None  # dynamo's id of the compilation
+
+
+def numbers_from_now_on() -> bool:
+    """Makes dynamo's present compilation trace with numbers once it starts again; false if it did so already."""
+    global _in_numbers
+    compilation = CompileContext.current_compile_id()
+    if compilation is None or compilation == _in_numbers:
+        return False
+    _in_numbers = compilation
+    return True
+
+
+def settle(tensors: list[ShardTensor]) -> None:
+    """Makes all sizes numbers, if the compilation started again for that."""
+    global _in_numbers
+    context = CompileContext.try_get()
+    if context is None or context.compile_id != _in_numbers:
+        return
+    if context.attempt == 0:  # torch gives ids again after a reset
+        _in_numbers = None
+        return
+    for t in tensors:
+        for n in t.shape:
+            if not isinstance(n, torch.SymInt) or n.node.hint is not None:
+                int(n)  # guards
 
 
 # ---- guards ----

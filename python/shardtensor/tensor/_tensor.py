@@ -328,6 +328,7 @@ class ShardTensor(DTensor):
         if any(has_shards(t) for t in ours):
             return cls._dispatch_on_shards(func, args, kwargs)
         _compile.guard_graph()
+        _compile.settle(ours)
         with detect_fake_mode([_C.local(t) for t in ours]) or nullcontext():  # tensors made inside are fake too
             return _C.call(_handlers.overrides(_handlers.name_of(func)), func._schema.name, func._schema.overload_name, *args, **kwargs)
 
