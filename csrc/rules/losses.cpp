@@ -358,7 +358,7 @@ void ctc_kernel(Run& run) {
   }
   if (held.length == 0) {
     need_values(x, "ctc_loss"); // as the op does on the other ranks
-    return run.returns({reduction == at::Reduction::None ? x.sum({0, 2}) : x.sum()});
+    return run.returns({reduction == at::Reduction::None ? x.sum(at::IntArrayRef({0, 2})) : x.sum()});
   }
   run.arg(2) = inputs;
   run.arg(3) = lengths;
