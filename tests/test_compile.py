@@ -184,6 +184,7 @@ CASES = {
     "stack": lambda x, w: torch.stack([x, x * 2], 0),
     "chunk": lambda x, w: x.chunk(2, 1)[1],
     "where": lambda x, w: torch.where(x > 0, x, 0.0),
+    "tril": lambda x, w: x.tril(),
     "masked_fill": lambda x, w: x.masked_fill(x > 0, 1.0),
     "in_place": lambda x, w: (x * 1).add_(1).mul_(2),
     "write_through_a_view": _write_through_a_view,
@@ -591,16 +592,19 @@ def dynamic(functions, one_graph, grad=True):
             assert counter.frame_count == 1, f"{name}: {counter.frame_count} graphs"
 
 
-def test_one_graph_for_all_lengths(pools):
-    pools(3).run(f"{__name__}:dynamic", "DYNAMIC", True, seconds=110)
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_graph_for_all_lengths(pools, world):
+    pools(world).run(f"{__name__}:dynamic", "DYNAMIC", True, seconds=110)
 
 
-def test_one_graph_for_all_lengths_without_gradients(pools):
-    pools(3).run(f"{__name__}:dynamic", "DYNAMIC_FORWARD", True, grad=False)
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_graph_for_all_lengths_without_gradients(pools, world):
+    pools(world).run(f"{__name__}:dynamic", "DYNAMIC_FORWARD", True, grad=False)
 
 
-def test_other_ops_are_compiled_for_each_length(pools):
-    pools(2).run(f"{__name__}:dynamic", "SPECIALISED", False, seconds=110)
+@pytest.mark.parametrize("world", [2, 3])
+def test_other_ops_are_compiled_for_each_length(pools, world):
+    pools(world).run(f"{__name__}:dynamic", "SPECIALISED", False, seconds=110)
 
 
 @pytest.mark.parametrize(("family", "names"), [("outputs", ["abs", "amax", "sum", "tril"]), ("random", ["uniform_", "transposed"])])

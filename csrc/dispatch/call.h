@@ -9,8 +9,7 @@
 
 namespace shardtensor {
 
-// Runs a whole call on boxed arguments and replaces them by the results. `sizes`: the value of the op's size argument, if it
-// has symbols.
+// Runs a whole call on boxed arguments and replaces them by the results.
 void handle(const Op& op, torch::jit::Stack* stack);
 
 // Runs the op, or its rule's kernel instead, on a stack whose last arguments are local tensors: `locals`.
