@@ -46,11 +46,8 @@ std::optional<int> OwnMode::get() const {
 }
 
 void OwnMode::set(std::optional<int> value) const {
-  if (value) {
-    ThreadLocalPythonObjects::set(name_, tokens().at(static_cast<size_t>(*value)));
-  } else if (ThreadLocalPythonObjects::contains(name_)) {
-    ThreadLocalPythonObjects::erase(name_);
-  }
+  // Torch 2.11 cannot erase a name: one that holds null stands for no value.
+  ThreadLocalPythonObjects::set(name_, value ? tokens().at(static_cast<size_t>(*value)) : nullptr);
 }
 
 Promotion common_promotion() {
