@@ -49,8 +49,7 @@ void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
 
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
   check_alike(op, refs, solution);
-  const auto is_traced_one = [](const Ref& r) { return r.impl && r.impl->traced(); };
-  if (solution.moves || C10_UNLIKELY(std::any_of(refs.begin(), refs.end(), is_traced_one))) {
+  if (solution.moves || C10_UNLIKELY(any_traced(refs))) {
     locals.reserve(refs.size());
   }
   for (size_t i = 0; i < refs.size(); ++i) {

@@ -87,7 +87,9 @@ uint64_t ordering_arguments(const Op& op) {
 // torch decides the order of the results' dims: this asks its TensorIterator and its meta kernels, with the whole tensors'
 // sizes and strides. Results of an op without a meta kernel are contiguous. Returns the facts that it has read.
 uint64_t ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
-  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) || any_symbolic(refs)) {
+  const bool symbolic = any_symbolic(refs);
+  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) ||
+      (symbolic && !op.entry->options.asks_order)) {
     return 0;
   }
   const auto format = op.schema().argumentIndexWithName("memory_format");
@@ -96,7 +98,7 @@ uint64_t ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& r
     return format ? rules::Reads::arg(*format) : 0;
   }
   const auto reads = ordering_arguments(op);
-  auto call = on_meta(op, stack, base, refs);
+  auto call = on_meta(op, stack, base, refs, symbolic);
   try {
     c10::impl::ExcludeDispatchKeyGuard aside(kAside);
     op.handle.callBoxed(&call);

@@ -204,7 +204,6 @@ std::pair<SymSizes, c10::SymInt> form_of(const rules::Geometry& geometry, const 
 } // namespace
 
 at::Tensor wrap_symbolic_result(
-    const Op& op,
     at::Tensor local,
     const Solution& solution,
     size_t nth,
@@ -228,12 +227,8 @@ at::Tensor wrap_symbolic_result(
   if (result && !result->strides.empty()) {
     strides = symbols(result->strides);
   } else if (result && solution.shards) {
-    const bool asks = op.entry && op.entry->options.asks_order; // a piece with symbols has more than one index along them
     strides = result->order ? sym_dense_strides(sizes, *result->order)
-                            : sym_strides_like(
-                                  sizes, asks                ? local
-                                         : result->like >= 0 ? *refs[result->like].tensor
-                                                             : at::Tensor());
+                            : sym_strides_like(sizes, result->like >= 0 ? *refs[result->like].tensor : at::Tensor());
   }
   return wrap_symbolic(std::move(local), layout, sizes, strides, base, 0, moved);
 }

@@ -41,7 +41,6 @@ void check_alike_symbols(
 
 // wrap_result() for symbolic sizes.
 at::Tensor wrap_symbolic_result(
-    const Op& op,
     at::Tensor local,
     const rules::Solution& solution,
     size_t nth,

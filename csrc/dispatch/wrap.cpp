@@ -138,7 +138,7 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const bool moved = copied || (base && base->broken_view());
   const auto& layout = result ? result->layout : solution.replicated;
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
-    auto out = wrap_symbolic_result(op, std::move(local), solution, nth, refs, form, base, moved);
+    auto out = wrap_symbolic_result(std::move(local), solution, nth, refs, form, base, moved);
     if (moved) {
       mark_broken(*as_shard_tensor(out), *base, copied);
     }

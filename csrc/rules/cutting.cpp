@@ -31,7 +31,7 @@ bool Cutting::aligned(size_t i, int64_t d, int64_t m) const {
   if (inner <= 1) {
     return true;
   }
-  if (t.layout->is_even() && t.sym_size(d) % (inner * mesh_.size()) == 0) {
+  if (even_and_divisible(i, d)) {
     return true;
   }
   for (const auto s : piece_sizes(*t.layout, d, t.size(d), m)) {
@@ -40,6 +40,11 @@ bool Cutting::aligned(size_t i, int64_t d, int64_t m) const {
     }
   }
   return true;
+}
+
+bool Cutting::even_and_divisible(size_t i, int64_t d) const {
+  const auto& t = call_.tensors[i];
+  return t.layout->is_even() && t.sym_size(d) % (rule_.operands[i].dims[d].inner * mesh_.size()) == 0;
 }
 
 std::vector<int64_t> Cutting::piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const {
@@ -86,7 +91,7 @@ Cut Cutting::factor_cut(int64_t m) const {
   if (!aligned(static_cast<size_t>(c.donor), c.donor_dim, m)) {
     return nullptr; // rebalanced to even
   }
-  if (t.layout->is_even() && t.sym_size(c.donor_dim) % (inner * mesh_.size()) == 0) {
+  if (even_and_divisible(static_cast<size_t>(c.donor), c.donor_dim)) {
     return nullptr;
   }
   auto sizes = piece_sizes(*t.layout, c.donor_dim, t.size(c.donor_dim), m);

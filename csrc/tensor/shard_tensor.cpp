@@ -182,12 +182,7 @@ IntArrayRef ShardTensorImpl::sizes_hint() const {
   if (!is_symbolic()) {
     return sizes_and_strides_.sizes_arrayref();
   }
-  auto& hint = in_graph().hint;
-  hint.clear();
-  for (const auto& n : sym_sizes()) {
-    hint.push_back(hint_of(n));
-  }
-  return hint;
+  return in_graph().hint = hints_of(sym_sizes());
 }
 
 void ShardTensorImpl::init(IntArrayRef sizes, IntArrayRef strides) {

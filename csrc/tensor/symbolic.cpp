@@ -28,6 +28,14 @@ int64_t hint_of(const c10::SymInt& n) {
   return pybind11::object(hint).cast<int64_t>();
 }
 
+Sizes hints_of(c10::SymIntArrayRef symbols) {
+  Sizes out;
+  for (const auto& n : symbols) {
+    out.push_back(hint_of(n));
+  }
+  return out;
+}
+
 SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local) {
   auto out = local.vec();
   for (int64_t m = 0; m < layout.ndim(); ++m) {
@@ -54,11 +62,7 @@ SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {
   if (!like.defined() || like.dim() != static_cast<int64_t>(sizes.size())) {
     return sym_dense_strides(sizes, {});
   }
-  Sizes have;
-  for (const auto& s : like.sym_strides()) {
-    have.push_back(hint_of(s));
-  }
-  return sym_dense_strides(sizes, order_of(have));
+  return sym_dense_strides(sizes, order_of(hints_of(like.sym_strides())));
 }
 
 } // namespace shardtensor

@@ -26,6 +26,7 @@ at::Tensor in_numbers(const at::Tensor& t);
 // The number in the current call, without a guard: only for choices that are correct for any number. It may differ between
 // ranks, so do not decide about communication by it; use nominal_bytes() for that.
 int64_t hint_of(const c10::SymInt& n);
+Sizes hints_of(c10::SymIntArrayRef symbols);
 
 // Layout::sizes_of_equal_pieces() over symbols.
 SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local);
