@@ -1,4 +1,4 @@
-"""What Gloo takes to move pieces of any size, way by way: the figures behind csrc/comm's choices.
+"""How long Gloo takes to move pieces of any size, by each of several ways. csrc/comm chooses by these figures.
 
     python benchmarks/collectives.py [--ranks 2 4] [--repeats 20]
 
@@ -51,7 +51,7 @@ def ways(rank: int, world: int, size: int) -> dict[str, dict[str, Callable[[], A
         parts_out[rank].copy_(parts_in[rank])
         point_to_point(parts_in, parts_out)
 
-    def exchange_broadcasts() -> None:  # every rank gets everything
+    def exchange_broadcasts() -> None:  # every rank receives all pieces
         wait([dist.broadcast(mine if r == rank else pieces[r], r, async_op=True) for r in range(world)])
 
     return {

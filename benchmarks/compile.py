@@ -1,6 +1,6 @@
-"""torch.compile: what a compiled call costs, how long compiling takes, and a compiled training step: plain, DTensor, shardtensor.
+"""torch.compile of plain tensors, DTensor and shardtensor: the cost of a compiled call, the compile time, a training step.
 
-    python benchmarks/compile.py                        # all parts; ten minutes, most of them inductor's compiler
+    python benchmarks/compile.py                        # all parts; takes ten minutes, most of them in inductor's compiler
     python benchmarks/compile.py --part calls           # one process, world size 1
     python benchmarks/compile.py --part compile step --backends aot_eager
 
@@ -54,13 +54,13 @@ Times = dict[str, float]
 
 
 def own_copy(function: Any, name: str) -> Any:
-    """The same function with a code object of its own. torch.compile keeps graphs with the code object, and a call tries the guards
-    of all that are there, other candidates' too."""
+    """The same function with its own code object. torch.compile stores graphs in the code object, and a call tries the guards of
+    all graphs there, also those of other candidates."""
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 def quiet() -> None:
-    """torch 2.15 warns of a function that torch itself calls for every backward graph."""
+    """torch 2.15 warns about a function that torch itself calls for every backward graph."""
     logging.getLogger("torch._library.opaque_object").setLevel(logging.ERROR)
 
 
@@ -143,14 +143,14 @@ def tensor_parallel(model: torch.nn.Module, name: str, ranks: int) -> Any:
 
 def training(name: str, backend: str, ranks: int) -> Training:
     language_model = importlib.import_module("train_transformer").LanguageModel
-    # Of a class of its own, so that dynamo finds this candidate's graph alone.
+    # Each candidate has its own class, so that dynamo finds only this candidate's graph.
     own = type("LanguageModel", (language_model,), {"forward": own_copy(language_model.forward, "forward")})
     torch.manual_seed(0)
     model = own(VOCABULARY, CONTEXT, **SIZES)
     loss_context = contextlib.nullcontext if name == PLAIN else tensor_parallel(model, name, ranks)
     if backend != UNCOMPILED:
         model.compile(backend=backend, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # DTensor takes no list with plain parameters in it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)  # DTensor refuses lists that mix it with plain parameters
     inputs, targets = (torch.randint(VOCABULARY, (BATCH, CONTEXT)) for _ in range(2))
 
     def forward_backward() -> torch.Tensor:
@@ -168,7 +168,7 @@ def training(name: str, backend: str, ranks: int) -> Training:
 
 
 def slowest(call: Callable[[], Any]) -> float:
-    """Seconds on the slowest rank."""
+    """Seconds that the slowest rank took."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -198,7 +198,7 @@ def time_compile(args: argparse.Namespace, ranks: int, report: Report) -> None:
                 with fresh_cache():
                     try:
                         taken = slowest(training(name, backend, ranks).forward_backward)
-                    except Exception as error:  # what fails, fails on all ranks
+                    except Exception as error:  # an error here occurs on all ranks
                         errors[name] = first_line(error)
                         continue
                 times[name] = min(times.get(name, math.inf), taken)
@@ -283,8 +283,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=["calls", "compile", "step"], default=["calls", "compile", "step"])
     parser.add_argument("--backends", nargs="+", default=["eager", "aot_eager", "inductor"])
-    parser.add_argument("--placement", choices=["replicate", "shard0"], default="replicate", help="of the calls' tensors")
-    parser.add_argument("--repeats", type=int, default=7, help="of calls")
+    parser.add_argument("--placement", choices=["replicate", "shard0"], default="replicate", help="the placement of the calls' tensors")
+    parser.add_argument("--repeats", type=int, default=7, help="repetitions of the calls")
     parser.add_argument("--compiles", type=int, default=2, help="how often each candidate compiles")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each candidate")
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,4 +1,4 @@
-"""What `import shardtensor` costs over `import torch.distributed.tensor`: fresh processes, the least of several."""
+"""The time of `import shardtensor` beyond `import torch.distributed.tensor`: the least of several fresh processes."""
 
 from __future__ import annotations
 

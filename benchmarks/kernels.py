@@ -1,4 +1,4 @@
-"""Bandwidth of the box copies behind redistribution, against what memory can do: CPU and, where there is one, GPU.
+"""Bandwidth of the box copies that redistribution makes, as a share of the memory's bandwidth: on the CPU, and on a GPU if any.
 
 A tensor of (rows, pieces * run) bytes is cut along its last dim, so that every piece consists of runs of `run` bytes. Packing and
 unpacking all of it is set beside a plain copy of as many bytes in the same round; see benchmarks/README.md.
@@ -19,7 +19,7 @@ import torch
 from shardtensor import _C
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-RUNS = [8, 16, 64, 256, 1000, 1 * KIB, 4 * KIB, 5000, 64 * KIB]  # bytes; not all of them are lines of a cache
+RUNS = [8, 16, 64, 256, 1000, 1 * KIB, 4 * KIB, 5000, 64 * KIB]  # bytes; some are not multiples of a cache line
 PIECES = [2, 8, 64]
 CPU_TARGET, GPU_TARGET, CHAIN_TARGET = 0.90, 0.85, 2.0
 LEAST_RUN = 64  # bytes; shorter runs have no target
@@ -42,7 +42,7 @@ def judged(value: float, target: float | None) -> str:
 
 
 def least(calls: dict[str, Call], seconds: Callable[[Call], float]) -> dict[str, float]:
-    """In turns, so that what disturbs the machine disturbs all of them."""
+    """Takes turns, so that a busy machine slows all candidates alike."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -56,7 +56,7 @@ def least(calls: dict[str, Call], seconds: Callable[[Call], float]) -> dict[str,
 
 
 def thread_time(call: Call) -> float:
-    """Of this thread alone: a busy machine's other work does not count."""
+    """CPU time of this thread alone: other work of the machine does not count."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
@@ -98,7 +98,7 @@ def cpu_rows(size: int) -> list[dict[str, Any]]:
 
 
 def events(call: Call) -> float:
-    """Seconds on the device, without the launch's way there: the stream is kept busy while the calls are queued."""
+    """Seconds on the device without launch latency: the stream is busy while the calls are queued."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     repeats = 5
     torch.cuda._sleep(1_000_000)
@@ -111,7 +111,7 @@ def events(call: Call) -> float:
 
 
 def chain(gathered: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """What DTensor does with the padded result of an all-gather, whose pieces lie along dim 0, for Shard(-1)."""
+    """DTensor's unpacking for Shard(-1): the result of the all-gather is padded, and its pieces lie along dim 0."""
     parts = torch.chunk(gathered, len(sizes), dim=0)
     return torch.cat([p.narrow(-1, 0, s) for p, s in zip(parts, sizes, strict=True)], dim=-1)
 
@@ -121,7 +121,7 @@ def gpu_row(size: int, run: int, pieces: int) -> dict[str, Any]:
     x = torch.randn(rows, run_floats * pieces, device="cuda")
     flat = torch.zeros(x.numel(), device="cuda")
     boxes, n = boxes_of(rows, run_floats, pieces), x.numel() * 4
-    # Uneven: the last piece holds half a run, and reaches DTensor padded to a whole one.
+    # Uneven: the last piece holds half a run. DTensor pads it to a whole one.
     sizes = [run_floats] * (pieces - 1) + [run_floats // 2]
     gathered = flat.view(pieces * rows, run_floats)
     uneven = [*boxes[:-1], (boxes[-1][0], [rows, sizes[-1]])]

@@ -1,4 +1,4 @@
-"""What a distributed tensor costs over a plain one, in microseconds: stock DTensor, shardtensor and PhysicsNeMo's ShardTensor.
+"""The cost of a distributed tensor beyond a plain one, in microseconds: stock DTensor, shardtensor and PhysicsNeMo's ShardTensor.
 
 One process, world size 1, one thread, 8x8 CPU tensors: what is left is the cost of the dispatch. Under torchrun, as many ranks as it
 starts, and rank 0's times. See benchmarks/README.md.
@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 PLAIN, STOCK, OURS, NEMO = "plain", "DTensor", "shardtensor", "PhysicsNeMo"
-BARE = "bare subclass"  # does nothing: what torch's Python bindings charge for any subclass
-BURST = 2e-3  # seconds that one repetition takes, or one call where that is longer
-FRESH = 25  # calls in a repetition, where each call needs a tensor of its own
+BARE = "bare subclass"  # does nothing: measures what torch's Python bindings cost for any subclass
+BURST = 2e-3  # seconds of one repetition; a longer call is a repetition by itself
+FRESH = 25  # calls in a repetition if each call needs its own tensor
 ONCE = ["add", "mul_number", "mm", "view", "sum", "softmax", "detach", "cat"]
 
 FromLocal = Callable[[torch.Tensor, Placement], torch.Tensor]
@@ -56,7 +56,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Bench:
     step: Callable[[], Any]
-    prepare: Callable[[], None] | None = None  # run before each repetition of FRESH steps, outside of the time
+    prepare: Callable[[], None] | None = None  # runs before each repetition of FRESH steps; not timed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Row:
 class Bare(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def detach(self) -> torch.Tensor:  # nn.Parameter asks for one of the same class
+    def detach(self) -> torch.Tensor:  # nn.Parameter needs a result of the same class
         return super().detach().as_subclass(Bare)
 
 
@@ -270,7 +270,7 @@ def burst(bench: Bench, number: int) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """Of all ranks: what one decides by it, all do."""
+    """The greatest value of all ranks, so that all of them decide alike."""
     if dist.get_world_size() > 1:
         most = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -279,7 +279,7 @@ def slowest(seconds: float) -> float:
 
 
 def calibrate(bench: Bench) -> int:
-    """Warms up, and says how many calls a repetition makes."""
+    """Warms up. Returns the number of calls in a repetition."""
     if bench.prepare is not None:
         burst(bench, FRESH)
         return FRESH
@@ -326,12 +326,12 @@ def measure(row: Row, candidates: list[Candidate], repeats: int) -> tuple[dict[s
 
 
 def over(costs: dict[str, float], name: str) -> float:
-    """nan where one of the two is missing."""
+    """nan if one of the two is missing."""
     return costs.get(name, math.nan) - costs.get(PLAIN, math.nan)
 
 
 def ratio(costs: dict[str, float]) -> float:
-    """DTensor's overhead by shardtensor's; nan where there is nothing to compare."""
+    """DTensor's overhead divided by shardtensor's; nan if one is missing."""
     stock, ours = over(costs, STOCK), over(costs, OURS)
     if math.isnan(stock) or math.isnan(ours) or stock <= 0:
         return math.nan
@@ -355,7 +355,7 @@ def line(row: str, names: list[str], costs: dict[str, float], errors: dict[str, 
 
 
 def targets(table: dict[str, dict[str, float]], ratios: dict[str, float]) -> Iterator[tuple[str, float, bool]]:
-    """What is asked for, what was measured, and whether it is met; a target whose rows were not measured is left out."""
+    """Each target, the measured value, and whether it is met. Skips targets whose rows were not measured."""
     for row in ONCE:
         yield f"{row}: at most 0.8 us over plain", (us := over(table.get(row, {}), OURS)), us <= 0.8
     yield "new_shape: at most 3 us over plain", (us := over(table.get("new_shape", {}), OURS)), us <= 3

@@ -70,7 +70,7 @@ def classes() -> dict[str, Any]:
 
 
 def wrapped(name: str, s: Setting, rows: int, placement: Placement) -> Any:
-    """None of them asks the other ranks for their sizes."""
+    """The candidates. None of them asks other ranks for sizes."""
     known: dict[str, Any] = {"shape": (rows, COLUMNS), "stride": (COLUMNS, 1)}
     if name == NEMO:
         shapes = [replace(s, rank=rank).local(rows, placement).shape for rank in range(s.ranks)]
@@ -84,7 +84,7 @@ def moved(name: str, s: Setting, rows: int, source: Placement, target: Placement
 
 
 def by_hand(s: Setting, rows: int, source: Placement, target: Placement) -> Call | None:
-    """The collective that a careful user would write, for pieces of equal size."""
+    """The collective that a careful user would call if the pieces have equal sizes."""
     x, n = s.local(rows, source), s.ranks
     if rows % n or COLUMNS % n:
         return None
@@ -146,7 +146,7 @@ def host_rows(repeats: int) -> list[dict[str, Any]]:
         if name == "full_tensor":
             calls = {c: wrapped(c, s, 16, S0).full_tensor for c in found}
         local, out = s.local(16, source), torch.empty(16, COLUMNS)
-        # Of the process group itself: torch.distributed's Python functions cost as much again.
+        # Calls the process group itself: torch.distributed's Python functions would double the cost.
         bare: Call = lambda local=local, out=out: group._allgather_base(torch.empty_like(out), local).wait()  # noqa: E731
         if name == "S(0)->S(1)":
             bare = lambda local=local: group.alltoall_base(torch.empty_like(local), local, [], []).wait()  # noqa: E731
@@ -174,7 +174,7 @@ def host_rows(repeats: int) -> list[dict[str, Any]]:
 
 
 def timed(call: Call, device: str, repeats: int) -> float:
-    """The least over the repeats of the slowest rank's time."""
+    """The slowest rank's time; the least of the repeats."""
     call()
     best = float("inf")
     for _ in range(repeats):
@@ -211,7 +211,7 @@ def measure(rank: int, ranks: int, sizes: list[int], repeats: int, store: str, r
                 for c, call in candidates(s, rows, source, target).items():
                     try:
                         times[c] = timed(call, device, repeats)
-                    except Exception as error:  # what a backend refuses it refuses on all ranks
+                    except Exception as error:  # a backend refuses on all ranks or on none
                         times[c] = None
                         if rank == 0:
                             print(f"{name} {kind}: {c} cannot: {first_line(error)[:100]}")
@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[4, 64, 1024, 16384], help="KiB of the global tensor")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", choices=["host", "sizes"])
-    parser.add_argument("--picture", type=Path, help="times over sizes, as a picture")
+    parser.add_argument("--picture", type=Path, help="write a plot of time over size here")
     parser.add_argument("--json", type=Path, help="write every row here")
     args = parser.parse_args()
     about = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}

@@ -1,4 +1,4 @@
-"""What stands beside shardtensor in one process: the stock DTensor, PhysicsNeMo's ShardTensor; and why one of them cannot."""
+"""The classes that benchmarks compare with shardtensor in one process: stock DTensor and PhysicsNeMo's ShardTensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def import_shard_tensor() -> Any:
-    """The ShardTensor class, with torch's own engine left as it was."""
+    """shardtensor's class. Leaves torch's own DTensor as it is."""
     engine: Any = DTensor._op_dispatcher
     attributes, handlers, make = set(vars(engine)), dict(engine._custom_op_handlers), DTensor.__new__
     cls = importlib.import_module("shardtensor").ShardTensor
@@ -21,8 +21,8 @@ def import_shard_tensor() -> Any:
 
 
 def import_physicsnemo() -> tuple[Any, str]:
-    """PhysicsNeMo's ShardTensor class; or None, and why."""
-    for module in ("physicsnemo.domain_parallel", "physicsnemo.distributed.shard_tensor"):  # from version 2 on, and before
+    """PhysicsNeMo's ShardTensor class; or None and the reason."""
+    for module in ("physicsnemo.domain_parallel", "physicsnemo.distributed.shard_tensor"):  # version 2 and later; older versions
         try:
             return importlib.import_module(module).ShardTensor, ""
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Trains, saves, and goes on from there on another number of ranks, as if nothing had happened.
+"""Trains and saves. Then it resumes on another number of ranks, with the same losses as an uninterrupted run.
 
     torchrun --nproc-per-node 3 examples/checkpoint_resume.py --steps 50 --folder checkpoint
     torchrun --nproc-per-node 2 examples/checkpoint_resume.py --steps 50 --folder checkpoint
@@ -32,7 +32,7 @@ def train(
     steps: int = 100,
     **arguments,
 ) -> list[float]:
-    """Of the steps after those that the checkpoint in `folder` has seen."""
+    """The losses of the steps that follow the checkpoint in `folder`."""
     model, data = build(context, dtype, backend)
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     parallelize_module(model.to(device), mesh, plan(model.blocks[0].attention.head_size))

@@ -1,4 +1,4 @@
-"""The model of train_transformer.py, tensor parallel in rows of ranks and FSDP2 between them.
+"""The model of train_transformer.py: tensor parallel inside each row of ranks, FSDP2 between the rows.
 
     torchrun --nproc-per-node 4 examples/fsdp_tensor_parallel.py
 
@@ -40,7 +40,7 @@ def train(
         mine = slice(row, None, rows)
         with loss_parallel():
             logits = model(inputs[mine].to(device))
-            # FSDP takes the mean of the rows' gradients, and the rows have unequal parts of the batch.
+            # FSDP averages the rows' gradients, but the rows have unequal parts of the batch.
             share = F.cross_entropy(logits.flatten(0, 1), targets[mine].flatten().to(device), reduction="sum") / targets.numel()
             (share * rows).backward()
         loss = share.detach().full_tensor()

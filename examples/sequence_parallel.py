@@ -1,4 +1,4 @@
-"""The model of train_transformer.py, tensor and sequence parallel: between its linear layers each rank has a part of the sequence.
+"""The model of train_transformer.py, tensor and sequence parallel: between linear layers, each rank holds a part of the sequence.
 
     torchrun --nproc-per-node 3 examples/sequence_parallel.py
 

@@ -19,7 +19,7 @@ from train_transformer import build, fit, mean_loss, run
 
 
 def plan(head_size: int) -> dict[str, ParallelStyle]:
-    """Modules by name, and how each is cut. Between them, tensors are plain and whole on every rank."""
+    """How each module is cut, by name. Between the modules, tensors are plain, and each rank holds all of them."""
     heads = {f"blocks.*.attention.{name}": ColwiseParallel(multiple_of=head_size) for name in ("query", "key", "value")}
     return {
         "token": RowwiseParallel(input_layouts=Replicate()),

@@ -90,14 +90,14 @@ def make_mesh(device: str):
 
 
 def partition(heads: int) -> Callable[[str, nn.Module, object], None]:
-    """What distribute_module asks for each submodule: which of its parameters are cut along the mesh dim "tensor".
+    """distribute_module calls this for each submodule: it cuts some of its parameters along the mesh dim "tensor".
 
     What it leaves alone is replicated.
     """
     import shardtensor as st
 
     def cut(module: nn.Module, name: str, dim: int, mesh, units: int | None = None) -> None:
-        """Cuts a parameter; in whole units (heads) where the dim consists of such."""
+        """Cuts a parameter; between whole units (heads) if the dim consists of units."""
         whole = getattr(module, name)
         shapes = None
         if units is not None:
@@ -219,7 +219,7 @@ def plot(losses: list[float], path: Path) -> str:
 
 
 class Progress:
-    """A bar, or a line now and then where tqdm is missing; on one rank."""
+    """A progress bar on one rank; without tqdm, a line now and then."""
 
     def __init__(self, steps: int, shown: bool) -> None:
         self.steps, self.shown, self.done = steps, shown, 0
@@ -239,7 +239,7 @@ class Progress:
 
 
 def launch() -> str | None:
-    """Joins the ranks that torchrun has started. The device they compute on; None for a process on its own."""
+    """Joins the ranks that torchrun has started. Returns their device, or None if this process runs alone."""
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
         return None
@@ -251,7 +251,7 @@ def launch() -> str | None:
 
 
 def run(train: Callable[..., list[float]], description: str, parser: argparse.ArgumentParser | None = None) -> None:
-    """What all examples do on the command line. `train` takes the device, these arguments and those that `parser` has."""
+    """The command line of all examples. `train` is called with the device and the arguments, also those of `parser`."""
     parser = parser or argparse.ArgumentParser()
     parser.description = description.splitlines()[0]
     parser.add_argument("--steps", type=int, default=100)

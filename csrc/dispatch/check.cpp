@@ -32,12 +32,12 @@ std::array<int64_t, n> largest(const Mesh& mesh, const std::array<int64_t, n>& m
 
 constexpr uint64_t kAllDims = ~uint64_t{0};
 
-// Nobody's values: of a graph, fake, or of a rank that takes no part.
+// A piece without values: it is part of a graph, it is fake, or this rank is not in the mesh.
 bool passes(const Mesh& mesh, const at::Tensor& local) {
   return !mesh.has_me() || is_recording() || local.is_meta() || local.key_set().has_any(kStandIns);
 }
 
-// What every rank of the mesh says, in the order of the mesh's ranks.
+// The text of each rank of the mesh, in the order of the mesh's ranks.
 std::vector<std::string> gathered(const std::string& text, const Mesh& mesh) {
   auto mine = at::zeros({kText}, at::kByte);
   std::memcpy(mine.data_ptr(), text.data(), std::min<size_t>(text.size(), kText - 1));
@@ -56,7 +56,7 @@ std::vector<std::string> gathered(const std::string& text, const Mesh& mesh) {
   return out;
 }
 
-// Each different text once, with the ranks that say so.
+// Each different text once, with the ranks that gave it.
 std::string by_rank(const std::vector<std::string>& texts, const Mesh& mesh) {
   std::ostringstream out;
   for (size_t i = 0; i < texts.size(); ++i) {
@@ -103,7 +103,7 @@ uint64_t sum_of(const at::Tensor& local) {
   return std::hash<std::string_view>()(bytes);
 }
 
-// What is wrong with this rank's piece by itself; empty if nothing is.
+// Describes what is wrong with this rank's piece alone; empty if nothing is wrong.
 std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
   const auto& local = impl.local();
   const auto want = impl.layout().local_sizes(t.sizes());
@@ -127,12 +127,12 @@ std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
   return "";
 }
 
-// What came of a call on this rank.
+// The outcome of a call on this rank.
 struct End {
-  std::string error;        // what it raised
-  std::string fault;        // what is wrong with a result
-  std::string replicated;   // sizes and layouts of the results that are the same on several ranks
-  std::vector<size_t> same; // by mesh dim: a hash of the pieces that all ranks along it have alike
+  std::string error;        // the error that it raised
+  std::string fault;        // describes a wrong result
+  std::string replicated;   // sizes and layouts of the results that several ranks hold alike
+  std::vector<size_t> same; // by mesh dim: a hash of the pieces that all ranks along it hold alike
 };
 
 void add_result(End& end, const at::Tensor& tensor, bool has_values) {
@@ -159,7 +159,7 @@ void add_result(End& end, const at::Tensor& tensor, bool has_values) {
   }
 }
 
-// Raises on all ranks where one of them raised alone, or has a wrong result; in one collective along each mesh dim.
+// Raises on all ranks if one rank raised alone or has a wrong result. Needs one collective along each mesh dim.
 void same_end(const std::string& call, const Mesh& mesh, End end) {
   const comm::Aside aside;
   end.same.resize(mesh.ndim());
@@ -174,7 +174,7 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
           end.replicated, ": its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");
     }
   }
-  if (mesh.ndim() > 1) { // what a later mesh dim has shown
+  if (mesh.ndim() > 1) { // a later mesh dim may have found an error
     const auto seen = largest<3>(mesh, {failed, went_on, wrong}, kAllDims);
     failed = seen[0], went_on = seen[1], wrong = seen[2];
   }
@@ -250,8 +250,8 @@ bool holds_summands(const c10::IValue& value) {
   return impl && impl->layout().has_partial();
 }
 
-// Ops look at no values, so they multiply and divide summands as any number. An infinite factor, or a divisor of 0, then leaves
-// NaN where the whole has none. Here the same call is run on whole operands.
+// Rules never read values, so summands are multiplied and divided like any numbers. If a factor is infinite or a divisor is 0,
+// the sum can be NaN where the whole result is not. To find this, run the same call on whole operands.
 void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IValue> results, const Mesh& mesh) {
   const comm::Aside aside;
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);

@@ -1,5 +1,4 @@
-// Losses. A mean divides by the global count, however uneven the pieces; nll_loss looks up sharded classes without gathering
-// them.
+// Losses. A mean divides by the global count, so uneven pieces are right. nll_loss looks up sharded classes without a gather.
 #include "rules/registry.h"
 
 #include "comm/comm.h"
@@ -23,9 +22,9 @@ int64_t reduction_of(const Call& call) {
 
 // ---- losses that are a sum over elements or samples ----
 
-// How many terms a mean is over: elements, or samples where each sample gives one term.
+// The number of terms that a mean divides by: elements, or samples if each sample gives one term.
 c10::SymInt terms(const Run& run, bool per_sample) {
-  const auto first = *run.op.schema().argumentIndexWithName("self"); // self and target follow grad_output in a backward
+  const auto first = *run.op.schema().argumentIndexWithName("self"); // in a backward, self and target follow grad_output
   const auto self = run.operands[first].symbols;
   if (per_sample) {
     return self.size() < 2 ? c10::SymInt(1) : self[0];
@@ -33,7 +32,7 @@ c10::SymInt terms(const Run& run, bool per_sample) {
   return numel_of(at::infer_size_symdimvector(self, run.operands[first + 1].symbols));
 }
 
-// Some of torch's losses leave the sum over no samples unwritten.
+// Some of torch's kernels do not write the result if there are no samples.
 void sum_kernel(Run& run) {
   const bool empty = run.arg(*run.op.schema().argumentIndexWithName("self")).toTensor().sym_numel() == 0;
   const auto returned = run.op.schema().returns().size();
@@ -44,7 +43,8 @@ void sum_kernel(Run& run) {
   }
 }
 
-// A mean over pieces of any size: the local sum over the global count. Backward too: the gradient of the sum, over the count.
+// A mean over pieces of any size: the local sum divided by the global count. Backward: the gradient of the sum, divided by it
+// too.
 template <bool per_sample>
 void mean_kernel(Run& run) {
   const auto count = terms(run, per_sample);
@@ -63,7 +63,7 @@ Rule with_mean(Rule rule, const Call& call, bool per_sample) {
   return rule;
 }
 
-// Forward: one term an element.
+// Forward: each element gives one term.
 Rule elementwise(const Call& call) {
   auto rule = broadcast(call);
   if (reduction_of(call) == at::Reduction::None) {
@@ -83,12 +83,12 @@ Rule elementwise_backward(const Call& call) {
   return with_mean(std::move(rule), call, false);
 }
 
-// A scalar grad_output, and the target of a single sample [C], which may have one element or none.
+// For a scalar grad_output, or the target of a single sample [C], which has one element or none.
 Dims fit(const Dims& dims, const TensorArg& t) {
   return t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim());
 }
 
-// One term a sample [N, C], or one in all [C]; the classes of a sample belong together.
+// Each sample of [N, C] gives one term, [C] is one sample. The classes of a sample stay on one rank.
 struct Samples {
   Dims both, batch;
 };
@@ -150,7 +150,7 @@ Rule margin_backward(const Call& call) {
 
 // ---- nll_loss: self [N, C, ...], target [N, ...], weight [C] ----
 
-// The places of self's dims: the classes are dim 1, or the only one.
+// The dims of self: the classes are dim 1, or the only dim.
 struct Nll {
   Dims self, target, classes;
 };
@@ -168,7 +168,8 @@ Nll nll_dims(Rule& rule, int64_t ndim, const Factor& batch) {
   return dims;
 }
 
-// What of the classes a rank holds, and targets counted from there; those that it does not hold become -1, which is ignored.
+// The classes that a rank holds, and the targets counted from its first class. Targets of other ranks' classes become -1, which
+// the kernel ignores.
 struct Lookup {
   Interval held;
   at::Tensor target;
@@ -262,7 +263,7 @@ Rule nll(const Call& call) {
   rule.results.emplace_back(none ? dims.target : Dims{});
   rule.results.emplace_back(Dims{}); // total_weight
   if (reduction != at::Reduction::Sum) {
-    rule.results[1].reduce.emplace(std::nullopt); // made whole, or not used
+    rule.results[1].reduce.emplace(std::nullopt); // gathered, or not used
   }
   rule.kernel = nll_forward;
   rule.always_kernel = true;
@@ -302,7 +303,7 @@ Rule nll_backward_rule(const Call& call) {
 
 // ---- ctc_loss(log_probs [t, n, c], targets [n, s] or joined to one dim, lengths of both, blank, reduction, ...) ----
 
-// The lengths of the samples that this rank holds: of a list all ranks have all of it, and refuse alike.
+// The lengths of the samples that this rank holds. Every rank has the whole list, so all ranks refuse a wrong one.
 c10::IValue cut_lengths(const c10::IValue& lengths, const char* name, const Interval& held, int64_t n, int64_t most) {
   if (lengths.isTensor()) {
     const auto given = lengths.toTensor();
@@ -317,7 +318,7 @@ c10::IValue cut_lengths(const c10::IValue& lengths, const char* name, const Inte
   return c10::List<int64_t>(c10::IntArrayRef(all).slice(held.start, held.length));
 }
 
-// The targets of those samples, where all are joined.
+// The targets of those samples, if the targets are joined to one dim.
 at::Tensor cut_joined(const at::Tensor& targets, const c10::IValue& lengths, const Interval& held) {
   std::vector<int64_t> all;
   if (lengths.isTensor()) {
@@ -357,7 +358,7 @@ void ctc_kernel(Run& run) {
     run.arg(1) = cut_joined(targets, run.arg(3), held);
   }
   if (held.length == 0) {
-    need_values(x, "ctc_loss"); // as the op does on the other ranks
+    need_values(x, "ctc_loss"); // the op reads values on the other ranks too
     return run.returns({reduction == at::Reduction::None ? x.sum(at::IntArrayRef({0, 2})) : x.sum()});
   }
   run.arg(2) = inputs;
@@ -367,7 +368,7 @@ void ctc_kernel(Run& run) {
   run.stack.back() = ctc_reduced(run.stack.back().toTensor(), lengths, reduction, sizes[1]);
 }
 
-// The batch may be cut. Joined targets stay whole, and so do their lengths, which tell where a sample's begin.
+// The batch may be cut. Joined targets stay whole, and so do their lengths: they give the start of each sample's targets.
 Rule ctc(const Call& call) {
   const auto& x = call.tensors[0];
   const bool joined = call.tensors[1].dim() == 1, lengths = call.tensors.size() > 2;
@@ -427,7 +428,7 @@ void register_losses(Registry& r) {
           "soft_margin_loss_backward",
       },
       elementwise_backward, {.symbols = true});
-  // The body reads the lengths' memory, or makes plain tensors of them.
+  // torch's implementation reads the lengths from memory, or makes plain tensors of them.
   r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.way = Way::Local, .takes = kWideReals});
   r.add("losses", {"multi_margin_loss"}, margin, margins);
   r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, real);
