@@ -1,7 +1,7 @@
-"""The tables of cases under torch.compile beside the same in eager mode: values, layouts, gradients, random keys.
+"""Compares the tables of cases under torch.compile with the same cases in eager mode: values, layouts, gradients, random keys.
 
-test_compile.py takes each case with one choice of placements and cuts on two ranks,
-`python tests/compiled.py [--mesh 3] [--first 0] [--count 5] [--backend inductor] [FAMILY | FAMILY.CASE ...]` as many as one likes.
+test_compile.py runs each case with one choice of placements and cuts on two ranks;
+`python tests/compiled.py [--mesh 3] [--first 0] [--count 5] [--backend inductor] [FAMILY | FAMILY.CASE ...]` runs any number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-# Modules called test_<family>, and in how many parts the suite takes them.
+# Modules called test_<family>, and the number of parts that the suite splits each into.
 FAMILIES = {
     "attention": 1, "convolution": 1, "embedding": 1, "indexing": 1, "joins": 1, "losses": 3, "matmul": 2, "normalization": 1, "outputs": 1,
     "pointwise": 1, "random": 1, "reductions": 3, "scans": 1, "softmax": 1, "summands": 1, "uneven_list": 4, "views": 2,
@@ -30,9 +30,9 @@ RIGHT, OTHER_LAYOUT, RAISES, WRONG = "right", "laid out otherwise", "raises", "w
 
 class Trial(NamedTuple):
     name: str
-    where: str  # its arguments are
+    where: str  # placements and cuts of its arguments
     function: Callable[..., Any]
-    arguments: Callable[[], list[Any]]  # made anew for each run
+    arguments: Callable[[], list[Any]]  # makes them again for each run
 
 
 class Outcome(NamedTuple):
@@ -124,7 +124,7 @@ _OF_FAMILY = {
 
 
 def _choices(family: str, mesh: Any) -> dict[str, list[Trial]]:
-    """Of each case: every choice of placements and cuts."""
+    """Every choice of placements and cuts, by case."""
     return dict(_OF_FAMILY.get(family, _of_cases)(importlib.import_module(f"test_{family}"), mesh))
 
 
@@ -138,7 +138,7 @@ def names_of(family: str, mesh_shape: tuple[int, ...]) -> list[str]:
 
 
 def _results(trial: Trial, mesh: Any, backend: str | None, dynamic: bool | None) -> tuple[Any, ...]:
-    """Layouts; values, gradients (of tangents laid out in one of three ways), the generator's state."""
+    """Returns layouts; values, gradients (for seeds laid out in one of three ways) and the generator's state."""
     from oracle import SEEDS, differentiable, seed_like, whole
     from shardtensor import ShardTensor
 
@@ -175,7 +175,7 @@ def _outcome(trial: Trial, mesh: Any, backend: str, dynamic: bool | None) -> tup
 
 
 def _joined(trials: list[Trial]) -> Trial:
-    """All of them in one graph."""
+    """One trial that runs all of them in one graph."""
     counts = [len(t.arguments()) for t in trials]
 
     def function(*arguments: Any) -> list[Any]:
@@ -189,7 +189,7 @@ def _joined(trials: list[Trial]) -> Trial:
 
 
 def _outcomes(trials: list[Trial], mesh: Any, backend: str, dynamic: bool | None = None) -> Iterator[Outcome]:
-    """In one graph where all come right in it, else in a graph each."""
+    """Runs them in one graph if all come out right in it, otherwise in one graph each."""
     if len(trials) > 1:
         kind, text = _outcome(_joined(trials), mesh, backend, dynamic)
         _agree(kind, text)
@@ -213,9 +213,9 @@ def run(
     alone: Sequence[str] = (),
     dynamic: bool | None = None,
 ) -> list[Outcome]:
-    """Called on every rank: what came of the choices numbered `first` to `first + count` of each case.
+    """Called on every rank: the outcomes of the choices numbered `first` to `first + count` of each case.
 
-    So many go `together` into one graph, but for those of the cases named in `alone`.
+    One graph takes `together` of them, but the cases named in `alone` get a graph for each choice.
     """
     from oracle import mesh_of
 
@@ -236,7 +236,7 @@ def run(
 
 
 def run_placed(family: str, name: str, where: str, mesh_shape: tuple[int, ...]) -> Outcome:
-    """Called on every rank: one case with its arguments placed and cut so."""
+    """Called on every rank: one case with its arguments placed and cut as `where` says."""
     from oracle import arguments_of, mesh_of
 
     mesh = mesh_of(mesh_shape)
@@ -251,12 +251,12 @@ _apart: list[Any] = []
 
 
 def _agree(mine: str, more: str) -> None:
-    """Raises where the ranks part. In a group of its own: a rank that raised may have left its peers in a collective."""
+    """Raises if the ranks disagree. It has its own group: a rank that raised may have left its peers in a collective."""
     if not _apart:
         _apart.append(dist.new_group())
     theirs: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, mine, group=_apart[0])
-    assert theirs == [mine] * len(theirs), f"the ranks part: {theirs}; here: {more}"
+    assert theirs == [mine] * len(theirs), f"the ranks disagree: {theirs}; here: {more}"
 
 
 def main() -> None:

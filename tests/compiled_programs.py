@@ -1,4 +1,4 @@
-"""Random programs (programs.py) under torch.compile: each is run once more as one graph, and its tensors and gradients compared."""
+"""Random programs (programs.py) under torch.compile: runs each again as one graph and compares its tensors and gradients."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from programs import Program
 
-# Ops that no graph takes: what they do depends on values (cov's in torch too); and unfold, for a graph of torch zeroes what lies between
-# the windows of one that is written.
+# Ops that cannot be in a graph, because what they do depends on values (for cov in torch too). And unfold: if its
+# result is written, torch's graph zeroes what lies between the windows.
 NOT_TRACED = {"cov", "masked", "masked_select", "nonzero", "unique", "mask_set", "unfold"}
-# What compiling may raise, on all ranks.
-# A leaf that is given other sizes in place, which torch does not trace; a mask without dims, as in torch.
+# Errors that compiling may raise, on all ranks: for a mask without dims, as in torch; and for a leaf whose sizes change in place,
+# which torch does not trace.
 REFUSED = ["data-dependent expression", "mutate the input tensor's metadata"]
 
 
 def as_function(program: Program) -> Callable[..., list[torch.Tensor]]:
-    """Of the leaves: the tensors that live at the end, copied, for several may share memory."""
+    """A function from the leaves to copies of the tensors alive at the end. (Copies, because several may share memory.)"""
     steps, living = tuple(program.steps), tuple(program.numbers)
 
     def run(*leaves: torch.Tensor) -> list[torch.Tensor]:
@@ -32,7 +32,7 @@ def as_function(program: Program) -> Callable[..., list[torch.Tensor]]:
 
 
 def compare(program: Program, backend: str) -> None:
-    """With plain torch, whose tensors the program has kept. Where torch refuses their gradients, graphs are not even made."""
+    """Compares with plain torch, whose tensors the program has kept. Skips a program whose gradients torch refuses."""
     if program.without_gradients:
         return
     torch._dynamo.reset()
@@ -64,7 +64,7 @@ def _gradients(program: Program, leaves: list[Any], got: list[Any]) -> None:
     plain_leaves = [leaf for leaf, _ in program.leaves]
     want = torch.autograd.grad(plain, plain_leaves, seeds, allow_unused=True)
     for k, (g, w) in enumerate(zip(torch.autograd.grad(ours, leaves, placed, allow_unused=True), want, strict=True)):
-        # A graph gives zeros where nothing depends on a leaf.
+        # A graph gives zeros for a leaf that nothing depends on.
         assert g is not None or w is None, f"gradient {k} is missing"
         if g is not None:
             _close(program, g.full_tensor(), torch.zeros_like(g.full_tensor()) if w is None else w, f"gradient {k}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pool import Pool
 
-# Tests and the programs they start share few cores with the ranks: threads of OpenMP that wait for work would take them away.
+# Tests, the programs they start and the ranks share few cores. Waiting OpenMP threads would take up those cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The installed package if there is one; else the one that CMake has built in the source tree.
@@ -32,5 +32,5 @@ def pools() -> Iterator[Callable[[int], Pool]]:
 
 @pytest.fixture(params=[2, 4])
 def ranks(request: pytest.FixtureRequest, pools: Callable[[int], Pool]) -> Pool:
-    """A pool of two ranks, then one of four: for what is to hold on both."""
+    """A pool of two ranks, then one of four: for tests that must pass on both."""
     return pools(request.param)

@@ -1,9 +1,9 @@
-"""Process groups on the CPU that call themselves what torch's NCCL ones do and keep their rules, over Gloo.
+"""Process groups on the CPU that have the names and keep the rules of torch's NCCL groups, but run over Gloo.
 
-shardtensor makes other calls to NCCL than to Gloo; with these groups they are made, with ranks and data, where no GPU is.
-Two are registered: "nccl_like", as torch's older group, and "nccl2_like", as the one that "nccl" means since torch 2.15. What
-NCCL refuses they refuse: dtypes that it does not know, bitwise reductions, tensors that are not contiguous, sizes that do
-not fit, batches of anything but sends and receives. Results come when they are waited for and not before.
+shardtensor makes other calls to NCCL than to Gloo. With these groups it makes the NCCL calls, with ranks and data, without a GPU.
+There are two: "nccl_like" stands for torch's older group, "nccl2_like" for the one that "nccl" means since torch 2.15. They
+refuse what NCCL refuses: dtypes that it does not know, bitwise reductions, tensors that are not contiguous, sizes that do
+not fit, batches of anything but sends and receives. Results arrive at wait(), not before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.Reduce
 
 
 class Later(dist._Work):  # type: ignore[name-defined]
-    """Runs what is to be done at wait(), once."""
+    """Runs `finish` once, at the first wait()."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class NcclLike(C10dBackend):
         return None
 
     def start_coalescing(self) -> None:
-        assert self.getBackendName() == "nccl2", "ranks without messages would have to come too"
+        assert self.getBackendName() == "nccl2", "ranks without messages would have to take part too"
         assert self._batch is None
         self._batch = []
 
@@ -159,7 +159,7 @@ class NcclLike(C10dBackend):
 
 
 def calls() -> dict[str, int]:
-    """What was called since the last time, by name."""
+    """The number of calls since this was last called, by name."""
     out = dict(_calls)
     _calls.clear()
     return out

@@ -1,4 +1,4 @@
-"""torch's own op database on ShardTensors: every op, its own samples, each tensor argument replicated, sharded or summands.
+"""torch's own op database on ShardTensors: every op on its own samples, each tensor argument replicated, sharded or in summands.
 
 test_op_db.py runs a small part;
 `python tests/opinfo.py [--mesh 3 or 2x2] [--samples 20] [--layouts 20] [--dtype complex128] [names...]`
@@ -43,7 +43,7 @@ NOT_COMPARABLE = {
     ),
 }  # fmt: skip
 
-# Do not compare more digits than the arithmetic has. By the coarsest dtype that takes part.
+# By the coarsest dtype that takes part: compare no more digits than its arithmetic has.
 TOLERANCE = {"float64": 1e-6, "complex128": 1e-6, "float32": 1e-4, "complex64": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
 TOLERANCE.update(dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 0.2))
 
@@ -224,7 +224,7 @@ def _is_strided(t: Any) -> bool:
 
 class Outcome(NamedTuple):
     right: int  # calls
-    promoted: int  # those that need plain tensors as replicated, because the op itself makes one
+    promoted: int  # those that must take plain tensors as replicated, because the op itself makes one
     unsupported: list[str]
 
 
@@ -393,8 +393,8 @@ BY_VALUE = ("gather", "multinomial", "normal", "scatter_reduce.amax", "scatter_r
 def _refusable(op: Any, kind: str) -> list[Any]:
     """Samples that torch may reject.
 
-    "errors": the database's wrong inputs; "mixed": some with one tensor of another dtype; the name of a dtype that the op does
-    not take: some of that dtype.
+    kind: "errors" for the database's wrong inputs; "mixed" for samples with one tensor of another dtype; or the name of a dtype
+    that the op does not take, for samples of that dtype.
     """
     import torch
     import torch.utils._pytree as pytree
@@ -464,7 +464,7 @@ def run_refusals(names: list[str], layouts: int, kind: str) -> int:
         ranks_refusing = torch.tensor([error is not None for error, _ in tried], dtype=torch.int64)
         dist.all_reduce(ranks_refusing)
         for ranks, (error, what) in zip(ranks_refusing.tolist(), tried, strict=True):
-            assert ranks in (0, mesh.size()), f"{what}: the ranks part, here: {error!r}"
+            assert ranks in (0, mesh.size()), f"{what}: the ranks disagree, here: {error!r}"
             assert ranks or kind != "errors", f"{what}: not refused"
             refused += bool(ranks)
     return refused

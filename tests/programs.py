@@ -42,7 +42,7 @@ def _dim(r: Random, x: torch.Tensor) -> int:
 
 
 def _along(r: Random, x: torch.Tensor, what: Callable[[int], Any]) -> tuple[Any, ...]:
-    """An index: what(size) at some dim, all of the others."""
+    """An index: what(size) at a random dim, everything along the others."""
     d = r.randrange(x.ndim)
     return (slice(None),) * d + (what(x.shape[d]),)
 
@@ -525,7 +525,7 @@ class Program:
         mine = torch.tensor([zlib.crc32(outcome.encode())])
         both = torch.cat([mine, -mine])
         dist.all_reduce(both, dist.ReduceOp.MAX)
-        assert both.sum() == 0, f"{name}: the ranks part, here it is {outcome}: {out}"
+        assert both.sum() == 0, f"{name}: the ranks disagree, here it is {outcome}: {out}"
         self.outcomes[outcome] += name != "read" or outcome != "right"
         return out
 

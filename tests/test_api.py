@@ -1,4 +1,4 @@
-"""The public API, on ranks: ways in, ways out, from layout to layout, and what a tensor is expected to be able to do."""
+"""The public API, on ranks: making ShardTensors, reading them, changing layouts, and what users expect of a tensor."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def from_local(shape):
             x = ShardTensor.from_local(mine, mesh, [Shard(0), *rest], shape=(4,), sharding_shapes=mode, run_check=run_check)
             assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
 
-        # Uneven: asked, or told.
+        # Uneven: sizes inferred, or given.
         mine = torch.full((3, me), float(me))
         shapes = {0: [(3, i) for i in range(n)]}
         for mode in ("infer", shapes, {-mesh.ndim: shapes[0]}):
@@ -117,11 +117,11 @@ def from_local_gradient(shape):
     whole_row = ShardTensor.from_local(mine, mesh, [Shard(0)])
     (whole_row * ShardTensor.from_local(weights, mesh)).sum().backward()
     assert mine.grad.tolist() == [me + 1]
-    # A summand's gradient is the sum's.
+    # The gradient of a summand is that of the sum.
     mine = torch.ones(n, requires_grad=True)
     (ShardTensor.from_local(mine, mesh, [Partial()]) * ShardTensor.from_local(weights, mesh)).sum().backward()
     assert mine.grad.tolist() == weights.tolist()
-    # grad_placements: this rank's piece of the gradient, although the value is whole.
+    # grad_placements=[Replicate()]: every rank gets the whole gradient.
     mine = torch.ones(n, requires_grad=True)
     x = ShardTensor.from_local(mine, mesh, [Replicate()], grad_placements=[Replicate()])
     (x * ShardTensor.from_local(weights, mesh)).sum().backward()
@@ -146,11 +146,11 @@ def to_local(shape):
     want = torch.cat([torch.full_like(c, i + 1.0) for i, c in enumerate(torch.arange(5.0).chunk(n))])
     assert type(x.grad) is ShardTensor and x.grad.placements == x.placements
     assert x.grad.full_tensor().equal(want)
-    # Each rank's gradient is a summand, if told so.
+    # grad_placements=[Partial()]: each rank's gradient is a summand.
     x = distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
     (x.to_local(grad_placements=[Partial()]) * (me + 1.0)).sum().backward()
     assert x.grad.full_tensor().tolist() == [n * (n + 1) / 2] * 3
-    # Without grad the piece's memory, as a tensor of its own.
+    # Without grad, to_local() is a new tensor on the piece's memory.
     x = x.detach()
     assert x.to_local().data_ptr() == x._local_tensor.data_ptr()
     x.to_local().unsqueeze_(0)
@@ -168,7 +168,7 @@ test_to_local = on_ranks(to_local, MESHES[:2])
 
 
 def layouts_for(shape, sizes):
-    """(placements as text, cut kind), nested cuts too."""
+    """Yields (placements as text, cut kind), nested cuts too."""
     single = ["R", "P", *(f"S({d})" for d in range(len(sizes)))]
     for combo in itertools.product(single, repeat=len(shape)):
         sharded = [c for c in combo if c.startswith("S")]
@@ -237,7 +237,7 @@ def redistribute_nested(shape):
         x = place(value, mesh, ("R", "R"), "even").redistribute(placements=first[0], sharding_shapes=first[1])
         close(whole(x), value)
         close(whole(x.redistribute(placements=second[0], sharding_shapes=second[1])), value)
-    # What the layout says is what redistribute takes.
+    # redistribute accepts what the layout reports.
     x = place(value, mesh, ("R", "R"), "even").redistribute(placements=targets[0][0], sharding_shapes=targets[1][1])
     again = x.redistribute(placements=[Replicate()] * 2).redistribute(
         placements=x.placements, sharding_shapes=x._spec.sharding_shapes()
@@ -272,7 +272,7 @@ def redistribute_dtypes(shape):
     assert y.dtype == torch.float32
     y.sum().backward()
     assert x.grad.dtype == torch.float64 and whole(x.grad).eq(1).all()
-    # Backward a cast as well: thirds come back as float32 knows them.
+    # The backward casts too: thirds come back with float32 precision.
     x.grad = None
     y = x.redistribute(placements=[Shard(1)] + [Replicate()] * (mesh.ndim - 1), backward_dtype=torch.float32)
     assert y.dtype == torch.float64 and torch.equal(whole(y), numbers(5, 4))
@@ -337,13 +337,13 @@ def distribute(shape):
     close(whole(x), same.detach())
     # A tensor that is distributed already is left alone.
     assert distribute_tensor(x, mesh, [Shard(1), *rest]) is x
-    # The piece does not hold on to the whole, and is not the user's memory.
+    # The piece does not keep the whole alive, and does not share the user's memory.
     plain = torch.zeros(4)
     distribute_tensor(plain, mesh, [Replicate(), *rest], src_data_rank=None).add_(1)
     assert plain.sum() == 0
     x = distribute_tensor(torch.zeros(100 * n), mesh, [Shard(0), *rest])
     assert x.to_local().untyped_storage().nbytes() <= 4 * 100 * n // first
-    # Strides follow.
+    # Strides are the input's.
     x = distribute_tensor(numbers(5, 4).t(), mesh, [Shard(0), *rest], src_data_rank=None)
     close(whole(x), numbers(5, 4).t())
     # A meta tensor has no values to send.
@@ -474,7 +474,7 @@ def submesh(shape):
 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
     x = zeros(5, device_mesh=mesh["b"], placements=[Shard(0)])
-    assert x.device_mesh == mesh["b"] and x.device_mesh._get_root_mesh() is mesh  # no one else holds mesh["b"]
+    assert x.device_mesh == mesh["b"] and x.device_mesh._get_root_mesh() is mesh  # nothing else keeps mesh["b"] alive
     assert x.full_tensor().shape == (5,)
     del mesh
     assert (x + 1).full_tensor().tolist() == [1.0] * 5
@@ -529,7 +529,7 @@ def autograd(shape):
     x.register_hook(lambda g: hooked.append(type(g)))
     x.register_post_accumulate_grad_hook(lambda t: accumulated.append(t is x))
     y = (x * x).sum()
-    assert y._layout.has_partial and not y.is_leaf  # a sum whose summands are still apart
+    assert y._layout.has_partial and not y.is_leaf  # the summands are not added up yet
     y.backward(retain_graph=True)
     assert hooked == [ShardTensor] and accumulated == [True]
     assert type(x.grad) is ShardTensor
@@ -630,7 +630,7 @@ test_values = on_ranks(values)
 
 
 def one_storage(shape):
-    """Made when somebody asks for it: one for all who share the tensor, from however many threads at once."""
+    """The storage is made on first request, one for all users of the tensor, even if many threads ask at once."""
     from concurrent.futures import ThreadPoolExecutor
 
     from shardtensor import ShardTensor
@@ -662,7 +662,7 @@ test_one_storage = on_ranks(one_storage)
 
 
 def again():
-    """Two process groups in a row, of the same name."""
+    """Two process groups with the same name, one after the other."""
     import shardtensor as st
     from shardtensor import Shard
 
@@ -679,7 +679,7 @@ def again():
         with pytest.raises(RuntimeError):
             x.full_tensor()
         dist.init_process_group("gloo", init_method=f"file://{store[0]}", rank=rank, world_size=world)
-        assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]  # found again under its name
+        assert x.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]  # the new group is found by its name
     return os.getpid()
 
 
@@ -692,7 +692,7 @@ def test_process_group_destroyed_and_made_anew():
 
 
 def inference(shape):
-    """Views of a normal tensor stay normal under inference mode, as in torch; what is computed is an inference tensor."""
+    """Views of a normal tensor stay normal under inference mode, as in torch; computed results are inference tensors."""
     import shardtensor as st
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""redistribute(async_op=True): the result is there at once, its data at its first use, equal to what the blocking call gives."""
+"""redistribute(async_op=True) returns at once. The data is there at first use, equal to what the blocking call gives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def uneven(shape):
 
 
 def all_pairs(shape):
-    """Every change of placements, from every cut; on two mesh dims a fifth of them. New summands among them."""
+    """Every change of placements, from uneven and empty cuts, also to new summands. On two mesh dims: a fifth, from even cuts."""
     from shardtensor import _C
     from shardtensor.tensor._layout import make_layout
 
@@ -44,13 +44,13 @@ def all_pairs(shape):
             target = make_layout(mesh, objects(end), 2, who="test")
             later, now = (_C.redistribute(x, target, async_op=async_op) for async_op in (True, False))
             assert later.shape == now.shape and later.stride() == now.stride() and later._layout == now._layout
-            # Written while the data may be on its way: what was sent stays what it was.
+            # A write to the source while its data may still be in transit must not change the result.
             x._local_tensor.fill_(-1)
             assert torch.equal(later._local_tensor, now._local_tensor), (start, end, cut)
 
 
 def not_done_at_once(shape):
-    """Rank 0 has its result, views and all, before rank 1 has begun; the store says so, not a clock."""
+    """Rank 0 has its result and views of it before the others begin. The store enforces this order, not a clock."""
     from shardtensor import explain
 
     mesh, other = mesh_of(shape), other_mesh(shape)
@@ -63,7 +63,7 @@ def not_done_at_once(shape):
         x = place(data(), mesh, start, uneven(shape))
         move = dict(device_mesh=other if to == "other" else mesh, placements=objects(end))
         steps = explain(x, **move).steps
-        assert [s.kind for s in steps if any(s.sent.values())] == [steps[0].kind]  # all but the last would be waited for
+        assert [s.kind for s in steps if any(s.sent.values())] == [steps[0].kind]  # two sending steps would block
         if me != 0:
             store.wait([key])  # rank 0 is past its call
         y = x.redistribute(**move, async_op=True)
@@ -82,7 +82,7 @@ def not_done_at_once(shape):
 
 
 not_done_at_once.calls = 0
-# By the mesh's dims: a gather, what goes at once along all mesh dims, and to a mesh with the ranks elsewhere.
+# By number of mesh dims: a gather, moves along all mesh dims at once, and moves to a mesh with its ranks in another order.
 MOVES = {
     1: [(("S(1)",), ("R",), "same"), (("S(0)",), ("S(1)",), "same"), (("S(0)",), ("S(0)",), "other")],
     2: [(("S(0)", "S(1)"), ("S(1)", "S(0)"), "same"), (("S(0)", "S(1)"), ("S(1)", "R"), "other")],
@@ -90,7 +90,7 @@ MOVES = {
 
 
 def other_mesh(shape):
-    """The ranks the other way round."""
+    """The ranks in reverse order."""
     from shardtensor import DeviceMesh
 
     return _meshes.setdefault(shape, DeviceMesh("cpu", torch.arange(dist.get_world_size()).flip(0).reshape(shape)))
@@ -146,7 +146,7 @@ def dropped(shape):
         y = x.redistribute(placements=[Replicate()] * n, async_op=True)
         if i % 2:
             del y
-        torch.full((1000,), -1.0)  # would land in memory that came back too early
+        torch.full((1000,), -1.0)  # would overwrite memory that was freed too early
     assert torch.equal(x.full_tensor(), data())
     view = x.redistribute(placements=[Replicate()] * n, async_op=True)[3:]
     assert torch.equal(view.to_local(), data()[3:])  # outlives its base
@@ -175,7 +175,7 @@ def gradients(shape):
 
 
 def threads(shape):
-    """Many threads use it first; it is finished once."""
+    """Many threads use the result at the same time; it is finished only once."""
     from shardtensor import Replicate
 
     mesh = mesh_of(shape)

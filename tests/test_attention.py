@@ -9,7 +9,7 @@ sdpa = F.scaled_dot_product_attention
 
 
 def alike(*dims: int):
-    """Query, key and value sharded alike, on these dims at most."""
+    """Quiet where query, key and value are sharded alike, on these dims only, and masks are replicated."""
     allowed = {"R", *(f"S({d})" for d in dims)}
     return lambda q, k, v, *mask: q == k == v and set(q.split()) <= allowed and all(set(m.split()) == {"R"} for m in mask)
 

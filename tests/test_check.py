@@ -1,4 +1,4 @@
-"""The checking mode finds ranks that part, and pieces that are not what the layout says, on all ranks and before anybody waits."""
+"""The checking mode finds ranks that diverge and pieces that do not match the layout. All ranks raise, before any waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from oracle import UNEVEN, mesh_here, place
 
 
 def right_calls():
-    """Nothing is wrong: forward, backward, in place, views, lists, summands, moves and attention run as without it."""
+    """Nothing is wrong: forward, backward, in place, views, lists, summands, moves and attention run as without the mode."""
     import shardtensor as st
     from shardtensor import debug
 
@@ -93,7 +93,7 @@ def wrong_pieces(how):
         x.zero_() if how != "differ" else x * 2
     if how == "differ":
         with debug.check():
-            x * 2  # is sampled: not seen
+            x * 2  # only samples, so it misses this
 
 
 @pytest.mark.parametrize("how", ["differ", "sizes", "order"])
@@ -102,7 +102,7 @@ def test_wrong_pieces(pools, how):
 
 
 def one_raises():
-    """A rank that raises in an op is an error on all, at once; where all raise, each has its own."""
+    """If one rank raises in an op, all ranks raise at once. If all raise, each keeps its own error."""
     from shardtensor import debug
 
     rank = mesh_here().get_rank()
@@ -131,14 +131,14 @@ def test_a_rank_that_raises_alone(pools):
 
 
 def indexed():
-    """Indexing keeps the GIL. A collective that it makes must not wait with it for Gloo's threads, which may need it."""
+    """Indexing holds the GIL. Its collectives must release the GIL before they wait: Gloo's threads may need it."""
     import torch.distributed as dist
     from shardtensor import debug
 
     x = place(torch.randn(6, 7), mesh_here(), ("S(0)",), UNEVEN)
     with debug.check():
         for _ in range(300):
-            dist.all_reduce(torch.ones(2))  # of a tensor that Python knows, dropped by a thread of Gloo's
+            dist.all_reduce(torch.ones(2))  # a Gloo thread drops this tensor, which has a Python object
             x[1:, :2]
 
 
@@ -147,7 +147,7 @@ def test_indexing_does_not_wait_with_the_gil(pools):
 
 
 def infinite_factors():
-    """Summands are multiplied as they are: NaN where the whole has none is found, NaN that the whole has too is none of it."""
+    """Summands are multiplied one by one. NaN is an error if the whole would have none, and accepted if the whole has it too."""
     import shardtensor as st
     from shardtensor import debug
 

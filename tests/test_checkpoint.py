@@ -102,7 +102,7 @@ def replicate(value, name, device=None):
 
 
 def state_of(value, name, kind):
-    """A state dict of each kind of value, with `value` cut as the layout of that name."""
+    """A state dict with each kind of value. `value` is laid out as `name` says."""
     scalar, nothing = value.sum(), value[:0]
     rest = {"plain": value[0].clone(), "number": int(scalar), "nested": {"scalar": scalar}}
     if kind == "plain":
@@ -134,7 +134,7 @@ def save(path, name, kind="ours"):
 
 
 def load(path, name, kind="ours"):
-    """In place, reading no more than this rank's elements; equal to what was saved."""
+    """Loads in place, reads no more than this rank's elements, and compares with what was saved."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor
 
@@ -222,7 +222,7 @@ def save_later(path, name, way):
 
     state = state_of(values(), name, "ours")
     state["x"].label = "kept"
-    if way == "twice":  # memory of the first is used again
+    if way == "twice":  # the second reuses the first's memory
         stager = DefaultStager(StagingOptions(False, True, False, False))
         staged = [stager.stage(state), stager.stage(state)]
         assert staged[0]["x"]._local_tensor.data_ptr() == staged[1]["x"]._local_tensor.data_ptr()
@@ -380,7 +380,7 @@ def trained(name, seed, count):
 
 
 def optimizer_state(name):
-    """Through each of the options, into an optimizer that has never stepped: training goes on as if nothing had happened."""
+    """With each set of options, state goes to an optimizer that has never stepped. Training continues unchanged."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_state_dict,
@@ -400,7 +400,7 @@ def optimizer_state(name):
         if broadcast:
             got = got if first else ({}, {})
         options = StateDictOptions(full_state_dict=full_state, broadcast_from_rank0=broadcast)
-        set_model_state_dict(other, got[0], options=options)  # set_state_dict() does not take {} for the model's
+        set_model_state_dict(other, got[0], options=options)  # set_state_dict() refuses {} as the model's state
         set_optimizer_state_dict(other, again, got[1], options=options)
         for p in again.param_groups[0]["params"]:
             state = again.state[p]
@@ -444,7 +444,7 @@ def test_training_goes_on(pools, saved, loaded, flat, tmp_path):
 
 
 def parallel_model(over, seed):
-    """Seven hidden features over tensor parallelism of all ranks, or of two within FSDP2 of two."""
+    """Seven hidden features: tensor parallel over all ranks, or over two ranks within FSDP2 over two."""
     from shardtensor import init_device_mesh
     from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from test_parallel import MLP
@@ -589,7 +589,7 @@ def plans_and_specs(name):
         assert torch.equal(x.__get_tensor_shard__(MetadataIndex("x", offsets)), part)
     with pytest.raises(ValueError, match="no box of 'x' begins at"):
         x.__get_tensor_shard__(MetadataIndex("x", [6, 4]))
-    # What torch sends to another rank's process and builds a DTensor from.
+    # torch sends the spec to another rank's process and builds a DTensor from it.
     spec = pickle.loads(pickle.dumps(x._spec))
     assert spec == x._spec and spec._layout == x._layout
     again = DTensor(x._local_tensor, spec, requires_grad=False)
@@ -617,7 +617,7 @@ def test_documentation(pools, tmp_path):
 
 
 def all_is_mended():
-    """None of torch's functions that lose the cuts is left as it is."""
+    """Every function of torch that loses the cuts is replaced."""
     from shardtensor.patches.checkpoints import MENDS
 
     for module, path, _ in MENDS:

@@ -101,7 +101,7 @@ def test_gloo(pools, world, case):
 
 
 def strided(shape):
-    """A strided shard has several runs, which do not lie one after the other where the cut dim is an inner one."""
+    """A strided shard has several runs. If the cut dim is an inner one, they are not adjacent in memory."""
     from oracle import mesh_of
     from shardtensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -139,7 +139,7 @@ def fail(rank, world, store, results):
 
     def mesh():
         group = dist.new_group(list(range(world)))
-        dist.barrier(group)  # connected, which may take longer than a call may
+        dist.barrier(group)  # connects, which may take longer than the timeout of a call
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS), group)
         return DeviceMesh.from_group(group, "cpu")
 

@@ -1,5 +1,5 @@
-"""torch.compile's caches in a folder that ranks share: at a job's second start every rank finds its graphs again, AOTAutograd's and
-inductor's, and never another's: those of another rank, other cuts, other process groups, or code that is no longer the same."""
+"""torch.compile's caches in a folder that ranks share. When a job starts again, every rank finds its graphs of AOTAutograd and
+inductor. It never gets a graph of another rank, other cuts, another process group, or code that has changed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ HIT, MISS = [1, 0, 0, 2, 0, 0], [0, 1, 0, 0, 2, 0]  # forward and backward are t
 
 
 def start(folder, number, settings):
-    """A job on two ranks: what each rank printed."""
+    """Runs a job on two ranks and returns what each printed."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "OMP_NUM_THREADS": "1",
@@ -87,7 +87,7 @@ def start(folder, number, settings):
 def test_the_second_start_finds_every_ranks_graphs(tmp_path):
     usual = [("moved", [5, 2], "usual"), ("moved", [7, 0], "usual"), ("moved", [4, 4], "usual"), ("made", [5, 2], "usual")]
     assert start(tmp_path, 1, usual) == [[MISS] * 4] * 2
-    # The other way round rank 1 holds what rank 0 did; in another process group the calls go to another name.
+    # With the cuts swapped, rank 1 holds what rank 0 held before. In another process group, calls use another group name.
     others = [("moved", [2, 5], "usual"), ("moved", [5, 2], "other group")]
     found = start(tmp_path, 2, usual + others)
     assert [rank[:4] for rank in found] == [[HIT] * 4] * 2
@@ -95,7 +95,7 @@ def test_the_second_start_finds_every_ranks_graphs(tmp_path):
 
 
 def handlers():
-    """Users' code in place of an op: a graph that was kept without it is not taken, nor one with it kept."""
+    """User code in place of an op: a graph cached without it is not used, and a graph with it is not cached."""
     import torch
     from oracle import UNEVEN, mesh_here, place
     from shardtensor import ShardTensor

@@ -175,7 +175,7 @@ def _lasting(x):
 
 
 def _failing(gm, inputs):
-    """A backend that raises at the graph's first multiplication, which is inside of the mode."""
+    """A backend that raises at the graph's first multiplication, which is inside the mode."""
     import operator
 
     class Failing(torch.fx.Interpreter):
@@ -188,7 +188,7 @@ def _failing(gm, inputs):
 
 
 def restored():
-    """However tracing ends, the modes are what they were, also where they were set before."""
+    """However tracing ends, the modes are as they were before, even if the user had set them."""
     import shardtensor
     from shardtensor import _C
 
@@ -232,7 +232,7 @@ def in_parts():
 
 
 def guarded_at_the_entry():
-    """A graph is one of the modes around the call: not of those inside, which would compile it at every call."""
+    """A graph is guarded on the modes around the call, not on those set inside: that would recompile it at every call."""
     import shardtensor
 
     def function(x):
@@ -247,7 +247,7 @@ def guarded_at_the_entry():
             torch.testing.assert_close(_whole(compiled(x)), _row().expand(7, 6) * factor)
             assert shardtensor.get_promotion_mode() == around
         assert counter.frame_count == frames
-    reads, _ = _counting(lambda t: t * (2 if shardtensor.get_promotion_mode() == "error" else 3))  # and holds no ShardTensor
+    reads, _ = _counting(lambda t: t * (2 if shardtensor.get_promotion_mode() == "error" else 3))  # its graph has no ShardTensor
     for around, factor in (("error", 2.0), ("replicate", 3.0), ("error", 2.0)):
         with shardtensor.promotion_mode(around):
             assert reads(torch.ones(())).item() == factor
@@ -275,7 +275,7 @@ def closed_again():
 
 
 def kept():
-    """What sets a mode is no dead code, though nothing reads its result."""
+    """Nodes that set a mode are not dead code, although nothing reads their results."""
     from torch._dynamo.backends.registry import lookup_backend
 
     def tidying(gm, inputs):
@@ -373,7 +373,7 @@ def test_local_map_by_other_backends(pools, world, backend):
 
 
 def refused_by_local_map():
-    """How a result is cut is asked of all ranks: how large this rank's piece is does not tell."""
+    """This rank's piece alone does not tell how a result is cut. Asking all ranks is refused inside a graph."""
     for function in (_local_map(lambda t: t * 2, [S0]), _local_map(lambda t: t[:1], [S0], in_placements=([S0],))):
         torch._dynamo.reset()
         with pytest.raises(Exception, match="the ranks exchange sizes"):
@@ -479,7 +479,7 @@ def _language_model(embedding):
 
 
 class _PlainNorm(torch.nn.Module):
-    """Parameters that no plan names, among ShardTensors."""
+    """Uses a parameter that no plan names together with ShardTensors."""
 
     def __init__(self):
         super().__init__()
@@ -538,14 +538,14 @@ def _resharded(compiled_part):
         model = parallelize_module(_MLP(), mesh_here(), {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
         if compiled_part and backend:
             model.forward = torch.compile(model.forward, backend=backend)
-            model(_features(0))  # its graph is one of calls without input_reshard
+            model(_features(0))  # its graph is for calls without input_reshard
         return input_reshard(model, mesh_here(), 0)
 
     return make
 
 
 def resharded():
-    """A graph would hand input_reshard pieces, which it takes for whole tensors: no graph runs inside it."""
+    """A graph would pass pieces to input_reshard, which takes them for whole tensors. So no graph runs inside input_reshard."""
     for whole in (torch.nn.Sequential(_resharded(False)(None)), _resharded(False)(None)):
         torch._dynamo.reset()
         with pytest.raises(Exception, match="input_reshard cuts what a module saves"):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def by_document(q, k, v, documents, **options):
-    """Each document by itself."""
+    """Attention within each document."""
     parts = [F.scaled_dot_product_attention(*t, **options) for t in zip(*(x.split(documents, 2) for x in (q, k, v)), strict=True)]
     return torch.cat(parts, 2)
 
@@ -38,7 +38,7 @@ def attends(length, method, causal, balance, documents, features, dtype):
             out = F.scaled_dot_product_attention(*ours, **options)
             part = buffers[3].clone()
         assert F.scaled_dot_product_attention is stock
-        out.backward(part)  # outside
+        out.backward(part)  # outside the context
     finally:
         set_rotate_method("allgather")
     assert all(torch.equal(a, b) for a, b in zip(buffers[:3], whole, strict=True)) and buffers[3].size(2) == part.size(2)
@@ -57,7 +57,7 @@ DOCUMENTS = {13: [4, 1, 0, 8], 16: [3, 13], 2: [1, 1]}
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])
-@pytest.mark.parametrize("length", [13, 16, 2])  # the last leaves ranks without any
+@pytest.mark.parametrize("length", [13, 16, 2])  # 2 leaves some ranks empty
 def test_attention(pools, world, method, length):
     for causal in (False, True):
         for balance in (False, True):
@@ -67,7 +67,7 @@ def test_attention(pools, world, method, length):
 
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])
 def test_other_features(pools, method):
-    """Values of another size than keys, which the fused kernel does not take; and half precision."""
+    """Values with another size than keys, which the fused kernel does not support; and half precision."""
     pools(3).run(f"{__name__}:attends", 13, method, True, True, None, 5, torch.float64)
     pools(3).run(f"{__name__}:attends", 13, method, True, True, None, 3, torch.bfloat16)
 

@@ -81,7 +81,7 @@ def attributes(shape):
             got = COPIES[name](p)
             assert got.label == "left" and got.friends == p.friends, name
         assert copy.deepcopy(p).friends is not p.friends
-        # The gradient comes along in a deep copy, and one that refers to itself ends.
+        # A deep copy includes the gradient, and works for a tensor that refers to itself.
         p.me = p
         p.grad = torch.ones_like(p.detach())
         got = copy.deepcopy(p)
@@ -125,7 +125,7 @@ def modules(shape):
 
 
 def pickled_mesh(shape):
-    """Meshes that a ShardTensor has lived on are pickled and copied as ever."""
+    """Meshes that ShardTensors have used can still be pickled and copied."""
     mesh = mesh_of(shape)
     list(tensors(shape))
     assert pickle.loads(pickle.dumps(mesh)) == mesh
@@ -175,11 +175,11 @@ def saved(shape, path):
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)], sharding_shapes={0: [(1,), (4,)]})
     if mesh.get_rank() == 1:
         torch.save({"x": nn.Parameter(x)}, path)
-    x.full_tensor()  # until it is written
+    x.full_tensor()  # waits until the file is written
 
 
 def test_load_without_ranks(pools, tmp_path):
-    """A file of one rank, read where there is no process group: the piece and where it belongs."""
+    """A file of one rank, read without a process group, gives the piece and its place in the whole."""
     path = str(tmp_path / "file")
     pools(2).run("test_copies:saved", (2,), path)
     program = f"""

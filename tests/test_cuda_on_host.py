@@ -1,6 +1,6 @@
-"""The CUDA kernels' own text on CPU tensors: that of the box copies by test_kernels.py's tests, the generator's by its CPU twin.
+"""Runs the source of the CUDA kernels on CPU tensors: box copies in test_kernels.py's tests, the generator against its CPU twin.
 
-Threads take turns from barrier to barrier (cuda_on_host/), so what a GPU does at the same time, and how fast, is not seen.
+Threads take turns from barrier to barrier (cuda_on_host/), so this tests neither concurrency nor speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not BUILT, reason="not built: cmake -S tests/cud
 
 
 def by_cuda(test):
-    """A test of test_kernels.py without its choice of a device."""
+    """A test of test_kernels.py without its `device` parameter."""
 
     @functools.wraps(test)
     def run(**arguments):
@@ -54,7 +54,7 @@ def host():
 
 @pytest.fixture(autouse=True)
 def kernels_of_cuda(request, host, monkeypatch):
-    """What test_kernels.py calls; its tests launch."""
+    """Makes test_kernels.py call these kernels. Each of its tests must launch one."""
     monkeypatch.setattr(test_kernels, "_C", host)
     host.launches()
     yield
@@ -62,7 +62,7 @@ def kernels_of_cuda(request, host, monkeypatch):
 
 
 def test_in_a_graph(host):
-    """The table goes along in the arguments, of as many launches as it takes."""
+    """In a graph, the table of boxes travels in kernel arguments, over as many launches as needed."""
     x = torch.randn(500, 4, 8)
     boxes = [([i, i % 4, 0], [1, 4 - i % 4, 8]) for i in range(500)]
     flat, again = torch.zeros(test_kernels.numel(boxes)), torch.zeros(test_kernels.numel(boxes))
@@ -76,13 +76,13 @@ def test_in_a_graph(host):
     test_kernels.same(flat, again)
     test_kernels.same(flat, test_kernels.packed(x, boxes))
     assert host.launches() > 1
-    host.pack(x, boxes, again)  # outside of it, one launch again
+    host.pack(x, boxes, again)  # outside a graph, one launch again
     assert host.launches() == 1
     host.pack(x, boxes, again)
 
 
 def test_no_random_numbers_in_a_graph(host):
-    """Their key is the host's: every replay would draw the same."""
+    """The host picks the key, so every replay would draw the same numbers."""
     x = torch.empty(3)
     host.capture(True)
     try:

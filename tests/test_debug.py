@@ -1,4 +1,4 @@
-"""What is communicated is counted, refused, budgeted, logged and drawn."""
+"""Communication is counted, refused, budgeted, logged and drawn."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def modules_are_charged_for_what_they_send():
     block = parallelize_module(Block(), mesh_here(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     mode = CommDebugMode()
-    for _ in range(2):  # entered anew, it counts from nothing
+    for _ in range(2):  # entered again, it counts from zero
         _C.reset_comm_counts()
         with mode:
             block(x).sum().backward()
@@ -116,7 +116,7 @@ def what_is_implicit_is_refused():
         with pytest.raises(RuntimeError, match="it needs whole inputs"):
             x.nonzero()
         replicated = x.redistribute(placements=[Replicate()])
-        replicated + x  # a slice of what is there
+        replicated + x  # only slices local data
         with ExplicitRedistributionContext(strict=True), pytest.raises(RuntimeError, match="Implicit redistribution"):
             replicated + x
         (x @ columns.detach().T.redistribute(placements=[Replicate()])).sum()
@@ -133,7 +133,7 @@ def what_is_implicit_is_refused_backward():
     whole = ShardTensor.from_local(local, x.device_mesh, [Replicate()])
     loss = whole.redistribute(placements=[Shard(0)]).square().sum()
     with ExplicitRedistributionContext():
-        loss.backward()  # the mirror of an explicit one
+        loss.backward()  # the backward of an explicit redistribution
     y = (whole * x).sum()
     with ExplicitRedistributionContext(), pytest.raises(RuntimeError, match="from_local, argument 'gradient'"):
         y.backward()
@@ -163,7 +163,7 @@ def budgets_hold_on_all_ranks():
     with comm_budget(bytes=largest) as spent:
         assert x.full_tensor().equal(whole)
         assert spent.bytes == largest
-    # Only the first rank would be beyond, but none goes on.
+    # Only the first rank would exceed the budget, but all ranks raise.
     with comm_budget(bytes=largest - 1), pytest.raises(dist.DistError, match=rf"budget is {largest - 1} bytes.*redistribute: from S\(0\)"):
         x.redistribute(placements=[Replicate()])
     with comm_budget(calls=0):

@@ -68,7 +68,7 @@ def layouts() -> None:
 
 
 def rows_and_batches() -> None:
-    """Rows over one mesh dim, batches over the other: summands of the held rows alone."""
+    """Rows cut over one mesh dim, batches over the other: the gradient has summands of the held rows only."""
     from shardtensor import _C, Partial, Shard
 
     mesh = mesh_of((2, 2))

@@ -1,4 +1,4 @@
-"""What is wrong is said on every rank, by argument and rank, at once; and the process group works afterwards."""
+"""A mistake raises on every rank at once; the error names argument and rank. The process group works afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def piece(*sizes, **options):
     return torch.ones(sizes, **options)
 
 
-# Each takes the mesh and this rank, and does what is wrong on at least one rank.
+# Each takes the mesh and this rank, and makes a mistake on at least one rank.
 
 
 def shape_does_not_fit(mesh, me):
@@ -296,7 +296,7 @@ def unknown_promotion_mode(mesh, me):
     set_promotion_mode("ignore")
 
 
-# What is wrong, the error, and what it must name.
+# The mistake, the error, and what its text must contain.
 WRONG = [
     (shape_does_not_fit, ValueError, "argument 'local_tensor'", "rank 0"),
     (one_rank_does_not_fit, ValueError, "argument 'local_tensor'", "on rank"),
@@ -352,7 +352,7 @@ _smaller = {}
 
 
 def smaller_mesh():
-    """A mesh of rank 0 alone; made once, by all."""
+    """A mesh of rank 0 alone. All ranks make it, once."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if "mesh" not in _smaller:
@@ -387,7 +387,7 @@ def promotion(shape):
     mesh = mesh_of(shape)
     x, plain = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven"), torch.ones(5, 4)
     assert st.get_promotion_mode() == "error"
-    assert (x + torch.tensor(1.0)).full_tensor()[0, 0] == 1  # a number in a tensor is as good as a number
+    assert (x + torch.tensor(1.0)).full_tensor()[0, 0] == 1  # a tensor without dims counts as a number
     with st.implicit_replication():
         assert st.get_promotion_mode() == "replicate"
         assert (x + plain).full_tensor().equal(torch.arange(20.0).view(5, 4) + 1)
@@ -397,7 +397,7 @@ def promotion(shape):
         warnings.simplefilter("always")
         for _ in range(2):
             (x + plain).full_tensor()
-    assert len([w for w in caught if "plain torch.Tensor" in str(w.message)]) <= 1  # once in a process
+    assert len([w for w in caught if "plain torch.Tensor" in str(w.message)]) <= 1  # once per process
     with pytest.raises(KeyError), st.promotion_mode("replicate"):
         raise KeyError
     assert st.get_promotion_mode() == "error"
@@ -437,8 +437,8 @@ def strict(shape):
     finally:
         log.removeHandler(handler)
     with st.strict_mode():
-        (x + 1).sum()  # has rules
-        assert (x.sum().sqrt() / 2 > 0).item()  # a sum is added up, nothing is gathered
+        (x + 1).sum()  # these ops have rules
+        assert (x.sum().sqrt() / 2 > 0).item()  # summands are added up, not gathered
         with st.strict_mode(False):
             torch.linalg.svdvals(x)
         with pytest.raises(NotImplementedError):
@@ -456,19 +456,19 @@ def strict(shape):
 
 
 def cut_off_views(shape):
-    """What one op copies for many views does not reach their base; writing to one is refused."""
+    """One op copies data for many views. A write to such a view would not reach the base, so it is refused."""
     mesh = mesh_of(shape)
 
     view = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven").unbind()[3]
     with pytest.raises(RuntimeError, match="would not reach the base tensor"):
         view.add_(1)
     with pytest.raises(RuntimeError, match="would not reach the base tensor"):
-        view[1:].add_(1)  # a view of it neither
+        view[1:].add_(1)  # nor a view of it
     assert view.clone().add_(1).full_tensor().tolist() == [13.0, 14.0, 15.0, 16.0]
 
 
 def gradients_of_cut_off_views(shape):
-    """Autograd adds gradients up in place where it can; not into one that a view op has made."""
+    """Autograd adds up gradients in place where it can, but not into one that a view op has made."""
     mesh = mesh_of(shape)
     x = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven").requires_grad_()
     (x.diagonal().sum() + x.t().diagonal().sum() + x.view(20).sum()).backward()

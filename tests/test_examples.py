@@ -15,7 +15,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "train_transformer.py"
 SIZES = {"steps": 6, "context": 8}
-# Which run on how many ranks.
+# Examples, and the numbers of ranks that they run on.
 PARALLEL = [("tensor_parallel", 2), ("tensor_parallel", 3), ("sequence_parallel", 3), ("fsdp_tensor_parallel", 3), ("fsdp_tensor_parallel", 4)]
 COMPILED = [("train_transformer", 2), ("train_transformer", 3), ("tensor_parallel", 2), ("sequence_parallel", 2), ("fsdp_tensor_parallel", 2)]
 
@@ -67,7 +67,7 @@ def test_losses_are_those_of_plain_torch(pools, plain, ranks):
 
 @pytest.mark.parametrize(("gpus", "backend", "device"), [(0, "gloo", "cpu"), (1, "gloo", "cpu"), (2, "nccl", "cuda"), (8, "nccl", "cuda")])
 def test_nccl_where_every_rank_has_a_gpu(monkeypatch, gpus, backend, device):
-    """The same command; how many GPUs there are is said by hand."""
+    """The same command chooses the backend. The number of GPUs is faked."""
     import torch
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def test_parallel(pools, plain, name, ranks):
 
 @pytest.mark.parametrize(("name", "ranks"), COMPILED)
 def test_compiled(pools, plain, name, ranks):
-    """One graph: the whole model, or with FSDP2 a block. A break in it would make two, and so would a guard that fails later on."""
+    """One graph: the whole model, or with FSDP2 a block. A graph break would make two, and so would a guard that fails later."""
     for got, graphs in pools(ranks).run("test_examples:compiled", name, steps=3):
         assert got == pytest.approx(plain[:3], abs=1e-5)
         assert graphs == 1
@@ -127,7 +127,7 @@ def test_all_are_tested():
 
 
 def test_command_line(tmp_path):
-    """As the README starts it, with a picture or a word on why there is none."""
+    """Started as in the README. It draws a picture or says why it cannot."""
     picture = tmp_path / "losses.png"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}

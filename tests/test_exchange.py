@@ -1,4 +1,4 @@
-"""Boxes at ranks, in places that no layout could tell: one list of them to another."""
+"""Moves data from one list of boxes on ranks to another. No layout could describe these boxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def at(t, offsets, sizes):
 
 
 def cut_randomly(draw, box, depth):
-    """A box in parts that fit it and share nothing, some of them empty."""
+    """Cuts a box into parts that tile it, some of them empty."""
     offsets, sizes = box
     if depth == 0:
         return [box]
@@ -36,7 +36,7 @@ def placed(draw, ranks, depth):
 
 
 def needed(held, wanted, me):
-    """The fewest elements that others send to this rank."""
+    """The fewest elements that others must send to this rank."""
     mine = torch.zeros(WHOLE, dtype=torch.bool)
     for rank, o, n in held:
         if rank == me:
@@ -73,7 +73,7 @@ def exchanges_of_random_boxes():
         draw = random.Random(seed)
         held = placed(draw, ranks, draw.randint(0, 4))
         check(held, placed(draw, ranks, draw.randint(0, 4)), draw.choice([torch.float32, torch.bool, torch.int16]))
-        # Held twice, by others and cut otherwise; wanted whole by all, and by one twice.
+        # Held twice, with other owners and cuts the second time. Wanted whole: by all ranks, and by one twice.
         everyone = [(rank, [0, 0], list(WHOLE)) for rank in ranks]
         check(held + placed(draw, ranks, 3), everyone)
         check(held, [everyone[-1], everyone[-1]])

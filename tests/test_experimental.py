@@ -47,7 +47,7 @@ def mapped(rows):
 @pytest.mark.parametrize("rows", [6, 5, 2])
 def test_local_map(pools, world, rows):
     for calls in pools(world).run(f"{__name__}:mapped", rows):
-        assert calls == (1 if rows % world else 0)  # how large the others' results are, where they are not alike
+        assert calls == (1 if rows % world else 0)  # if rows are uneven, ranks exchange the sizes of their results
 
 
 def refusals():
@@ -81,7 +81,7 @@ def test_bad_use_says_what_is_wrong(pools):
 
 
 def _define_scaled_rows():
-    """A custom op with a derivative: every row by its own norm, times a factor. Returns rows and norms."""
+    """A custom op with a derivative. It returns x @ w and the norms of x's rows, both times a factor."""
 
     @torch.library.custom_op("shardtensor_test::scaled_rows", mutates_args=())
     def scaled_rows(x: torch.Tensor, w: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +142,7 @@ def rules_of_ones_own(mesh_shape, first, second, cut, quiet):
         for a, b in zip(ours, plain, strict=True):
             torch.testing.assert_close(a.grad.full_tensor(), b.grad)
         op(*ours, 0.5)
-        assert seen == [((7, 4), 2, 0.5)]  # asked once
+        assert seen == [((7, 4), 2, 0.5)]  # the rule was asked once
     finally:
         ShardTensor.unregister_handler(op)
 

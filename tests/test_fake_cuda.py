@@ -1,6 +1,6 @@
-"""CUDA where no GPU is: fake tensors, which have a device, refuse to mix two, and have the results' forms that CUDA's kernels give.
+"""CUDA without a GPU: fake tensors have a device, refuse to mix two devices, and give results the forms that CUDA's kernels give.
 
-So rules are seen that make a CPU tensor on the way, wait for the device to say a value, or know of the CPU's kernels alone.
+This finds rules that make a CPU tensor on the way, read a value from the device, or know only the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCHES = 4
 
 
 class Graph:
-    """The gradients, node after node: autograd's engine asks for the device's streams."""
+    """Runs the backward node by node, because autograd's engine would ask for the device's streams."""
 
     def __init__(self, outputs):
         self.arrived = defaultdict(dict)
@@ -71,7 +71,7 @@ _meshes = {}
 
 
 def cuda_mesh():
-    """Of all ranks, with groups that are never called; made outside of a fake mode."""
+    """A mesh of all ranks, whose groups are never called. Make it outside a fake mode."""
     import torch.distributed as dist
     from shardtensor import init_device_mesh
     from shardtensor.tensor._mesh import as_mesh
@@ -176,7 +176,7 @@ def test_op_db(pools, batch):
 
 
 def attention_kernels():
-    """Each of CUDA's fused kernels by name, on batches and heads that are cut: the same forms, and pieces that fit them."""
+    """Each of CUDA's fused kernels by name, on cut batches and heads: results have the same forms, and their pieces fit."""
     from oracle import EMPTY, UNEVEN, _check_piece
     from shardtensor import ShardTensor
     from torch._subclasses.fake_tensor import FakeTensorMode

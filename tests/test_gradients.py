@@ -1,4 +1,4 @@
-"""What a leaf keeps of its gradient: where the leaf is cut, the part that its rank holds."""
+"""A cut leaf keeps only its rank's part of the gradient."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kept():
     ones = torch.ones_like(y)
     _C.reset_comm_counts()
     (grad,) = torch.autograd.grad(y, x, ones, retain_graph=True)
-    assert grad.placements != x.placements  # as it comes
+    assert grad.placements != x.placements  # as autograd computes it
     torch.autograd.backward(y, ones)
     assert not _C.comm_counts() and x.grad._layout == x._layout  # a slice
     return x.grad._local_tensor.untyped_storage().nbytes() == x._local_tensor.untyped_storage().nbytes()
@@ -49,7 +49,7 @@ def test_leaves_keep_their_part(pools, world):
 
 
 def summands():
-    """Of a cut leaf they are added up where it lies, in one reduce-scatter; of a replicated one they stay."""
+    """A gradient's summands are added up for a cut leaf, in one reduce-scatter. A replicated leaf keeps them as they are."""
     import shardtensor as st
     from shardtensor import _C
 

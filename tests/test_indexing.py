@@ -21,7 +21,7 @@ def whole_rows(p, *rest: str) -> bool:
 
 
 def written(f):
-    """f(y) writes y in place; the copy is what is compared."""
+    """f(y) writes y, a copy of x, in place. The test compares y."""
 
     def g(x, *rest):
         y = x.clone()

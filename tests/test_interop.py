@@ -91,7 +91,7 @@ def handlers_are_called_and_taken_back():
 
 
 def listeners_hear_what_autograd_does_not_record():
-    """Ops without a gradient pass autograd by, and nothing else."""
+    """Ops without a gradient skip autograd, and nothing else."""
     import torch.autograd.forward_ad as forward_ad
     from oracle import EVEN, mesh_of, place
     from shardtensor import ShardTensor
@@ -119,7 +119,7 @@ def listeners_hear_what_autograd_does_not_record():
         assert not (w * 2).requires_grad
     base = x.clone()
     view = base.view(-1)
-    base.mul_(w)  # the view requires a gradient by its base alone
+    base.mul_(w)  # the view requires a gradient only because its base does
     assert (view + 1).requires_grad
     ShardTensor.register_dispatch_handler(torch.ops.aten.mul.Tensor, lambda a, b: a)
     assert (x * t).full_tensor().equal(x.full_tensor())
@@ -156,7 +156,7 @@ def _in_place(x, s, w):
 
 
 def plain_parameters_get_plain_gradients():
-    """Whatever they are used in, by ShardTensors and by plain tensors, in any order."""
+    """Whether ShardTensors or plain tensors use them, and in any order."""
     from oracle import mesh_of, place
     from shardtensor import implicit_replication
 
@@ -169,7 +169,7 @@ def plain_parameters_get_plain_gradients():
         for _ in range(2):  # the second adds to the first
             with implicit_replication():
                 loss = loss_of(x, scale, weight)
-            loss.backward()  # by autograd's threads, and outside
+            loss.backward()  # in autograd's threads, and outside the mode
             loss_of(whole, *wanted).backward()
         for p, q in zip((scale, weight), wanted, strict=True):
             assert type(p.grad) is torch.Tensor, loss_of.__name__

@@ -14,7 +14,7 @@ def uncut(*dims: int):
 
 
 def strictly(f: Any) -> Any:
-    """Without gathers for want of a rule."""
+    """f in strict mode: an op without a rule raises instead of gathering."""
 
     def g(*tensors: torch.Tensor) -> Any:
         import shardtensor as st

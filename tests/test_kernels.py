@@ -82,7 +82,7 @@ def random_boxes(shape: tuple[int, ...], count: int, rng: random.Random) -> list
 
 
 def disjoint_boxes(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
-    """Cuts the whole, uneven: every element is in one box."""
+    """Cuts the whole unevenly: every element is in exactly one box."""
     boxes: list[Box] = [([], [])]
     for s in shape:
         cuts = sorted(rng.randint(0, s) for _ in range(rng.randint(0, 3)))
@@ -139,7 +139,7 @@ def test_pack_and_unpack(dtype: torch.dtype, layout: str, device: str) -> None:
         _C.pack(x, boxes, flat)
         same(flat, packed(x, boxes))
         boxes = disjoint_boxes(shape, rng)
-        boxes = boxes[: len(boxes) // 2 + 1]  # what is outside of the boxes must stay
+        boxes = boxes[: len(boxes) // 2 + 1]  # elements outside the boxes must not change
         flat = new_flat(numel(boxes), x, rng.randint(0, 3))
         expected = unpacked(flat, boxes, x)
         _C.unpack(flat, boxes, x)
@@ -177,7 +177,7 @@ def test_expanded_conjugated_and_negated_sources(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128], ids=str)
-@pytest.mark.parametrize("count", [60, 90, 5000])  # in the kernel's arguments or not
+@pytest.mark.parametrize("count", [60, 90, 5000])  # boxes fit in the kernel's arguments, or not
 def test_many_boxes(count: int, dtype: torch.dtype, device: str) -> None:
     rng = random.Random(count)
     x = values((count, 3, 8), dtype, device)
@@ -227,7 +227,7 @@ def test_rows_too_many_for_a_cache(run: int, start: int, device: str) -> None:
 def test_uneven_boxes_too_many_for_a_cache(seed: int, device: str) -> None:
     rng = random.Random(seed)
     dtype = rng.choice([torch.uint8, torch.int16, torch.float32, torch.complex128])
-    numel_wanted = rng.randint(5 << 20, 6 << 20) // dtype.itemsize  # past what is copied through the caches
+    numel_wanted = rng.randint(5 << 20, 6 << 20) // dtype.itemsize  # too large to be copied through the caches
     inner = [rng.choice([1, 2, 5, 40, 64, 128, 300, 512, 4096]) for _ in range(rng.choice([0, 1, 1, 2]))]
     shape = (numel_wanted // math.prod(inner) + 1, *inner)
     x = padded_rows(torch.arange(math.prod(shape), device=device).view(shape).to(dtype))
@@ -297,7 +297,7 @@ REDUCTIONS = [
 
 
 def reduced(op: str, pieces: torch.Tensor) -> torch.Tensor:
-    """In the order of the parts; half types in float, integers in int64."""
+    """Reduces in the order of the parts: half types in float, integers in int64."""
     dtype = pieces.dtype
     if dtype == torch.bool:
         op = {"sum": "bor", "avg": "bor", "product": "band", "min": "band", "max": "bor"}.get(op, op)
@@ -325,7 +325,7 @@ def test_unpack_reduce(op: str, dtype: torch.dtype, device: str) -> None:
                 flat[rng.randrange(flat.numel())] = torch.nan
             expected = unpacked(reduced(op, flat.view(parts, -1)), boxes, target)
             _C.unpack_reduce(flat, parts, boxes, op, target)
-            if dtype.is_complex:  # how a product or quotient rounds is torch's own affair
+            if dtype.is_complex:  # torch may round products and quotients differently
                 torch.testing.assert_close(target, expected)
             else:
                 same(target, expected)
@@ -390,7 +390,7 @@ def test_meta_tensors_pass() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("count", [3, 500])  # in the kernel's arguments or in more launches than one
+@pytest.mark.parametrize("count", [3, 500])  # boxes fit in one launch's arguments, or need several launches
 def test_in_a_cuda_graph(count: int) -> None:
     x = values((count, 4, 8), torch.float32, "cuda")
     boxes: list[Box] = [([i, 1, 2], [1, 3, 5]) for i in range(count)]

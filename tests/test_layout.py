@@ -49,7 +49,7 @@ def test_even_is_chunk(pieces, size, want):
     assert [c.numel() for c in chunks] == [n for n in want if n]
 
 
-# cut, what each coordinate holds of a dim of sum(cut)
+# cut, and (offset, size) of what each coordinate holds of a dim of size sum(cut)
 EXPLICIT = [
     ([1, 3], [(0, 1), (1, 3)]),
     ([0, 4], [(0, 0), (0, 4)]),
@@ -81,7 +81,7 @@ def test_one_row_holds_for_all():
 
 
 def test_strided():
-    # _StridedShard(0, split_factor=2) on 2 ranks: of each half, half.
+    # _StridedShard(0, split_factor=2) on 2 ranks: each rank holds half of each half.
     l = layout((2,), [S(0, 2)])
     assert l.intervals(0, 8, [0]) == [(0, 2), (4, 2)]
     assert l.intervals(0, 8, [1]) == [(2, 2), (6, 2)]
@@ -98,7 +98,7 @@ def test_rank_outside_the_mesh():
 
 
 def random_cuts(rng, mesh, placements, sizes):
-    """Explicit cuts, at random, that fit; None for a mesh dim in three."""
+    """Random explicit cuts that fit. About one mesh dim in three gets None."""
     cuts = [None] * len(placements)
     for m, p in enumerate(placements):
         if p[0] != 1 or p[2] != 1 or rng.random() < 0.3:
@@ -244,7 +244,7 @@ def test_as_torch_strides(pieces, factor):
 @pytest.mark.parametrize("outer", [[5, 2], [2, 5], [0, 7], [3, 1, 0, 9]], ids=str)
 @pytest.mark.parametrize("pieces", [2, 3])
 def test_uneven_strides_are_pieces_of_pieces(pieces, outer):
-    """What FSDP makes of an unevenly cut tensor: each piece in chunks, on the mesh of (FSDP, tensor parallelism)."""
+    """FSDP chunks each piece of an unevenly cut tensor, on the mesh of (FSDP, tensor parallelism)."""
     n, size = len(outer), sum(outer)
     nothing = [torch.arange(0)] * pieces
     chunked = [[*run.chunk(pieces), *nothing][:pieces] for run in torch.arange(size).split(outer)]
@@ -284,6 +284,6 @@ def test_fitting_cuts_follow_the_nesting():
     l = layout((2, 2), [S(0), S(0)], [[1, 3], [1, 0, 1, 2]])
     assert fitting_cuts(l, [S(0), S(0)]) == l.cuts
     assert fitting_cuts(l, [S(0), S(1)]) == [[1, 3], None]
-    assert fitting_cuts(l, [S(1), S(0)]) == [None, None]  # the inner cut's rows were those of the outer
+    assert fitting_cuts(l, [S(1), S(0)]) == [None, None]  # the inner cut was of the outer cut's rows
     l = layout((2, 2), [S(0), S(1)], [[1, 3], [0, 4]])
     assert fitting_cuts(l, [R, S(1)]) == [None, [0, 4]]

@@ -12,7 +12,7 @@ DOUBLE = torch.float64
 
 
 def as_launched():
-    """What torchrun tells its processes."""
+    """Sets the environment variables that torchrun sets."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
 
@@ -33,7 +33,7 @@ def llama():
 
 
 def tensor_parallel_llama(folder):
-    """Its own tensor-parallel plan: 37 words, 41 hidden units; trained, and saved whole."""
+    """Llama under its own tensor-parallel plan, with 37 words and 41 hidden units: trained, and saved whole."""
     import shardtensor
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
@@ -88,7 +88,7 @@ def logged(folder):
         writer.add_scalar("number", summand.item(), 1)
         writer.add_scalar("loss", summand.redistribute(placements=[Replicate()]), 1)
         writer.add_histogram("rows", rows.full_tensor(), 1)
-        for t in (summand, rows):  # a writer runs on one rank, most often: it must not ask the others
+        for t in (summand, rows):  # a writer usually runs on one rank only: it must not wait for others
             with pytest.raises(RuntimeError, match=r"this rank holds a piece .* use full_tensor"):
                 writer.add_histogram("piece", t, 1)
     events = EventAccumulator(str(folder / str(dist.get_rank()))).Reload()
@@ -141,7 +141,7 @@ def test_torchao(ranks):
 
 
 def accelerated(folder):
-    """Its FSDP2 path, which it keeps for GPUs, told to run here: trained, clipped, saved and loaded."""
+    """accelerate's FSDP2 path, which is meant for GPUs, made to run on the CPU: trained, clipped, saved and loaded."""
     import copy
 
     import shardtensor
@@ -203,7 +203,7 @@ def test_accelerate(ranks, tmp_path):
 
 
 def titanic():
-    """Its Llama under its own plan, sequence parallel, recomputed op by op; over two rows of ranks FSDP2 too."""
+    """torchtitan's Llama under its own plan: sequence parallel, recomputed op by op; FSDP2 too with two rows of ranks."""
     import shardtensor
 
     as_launched()
@@ -222,7 +222,7 @@ def titanic():
         rows = dist.get_world_size() // 2
         mesh = shardtensor.init_device_mesh("cpu", (rows, 2), mesh_dim_names=("data", "tensor"))
         dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, etp=1, world_size=2)
-        dims.get_mesh = lambda name: mesh["tensor"]  # of as many ranks as there are
+        dims.get_mesh = lambda name: mesh["tensor"]  # whatever the number of ranks
         parallel_dims.device_type = "cpu"
         job = JobConfig()
         job.activation_checkpoint.mode = "selective"

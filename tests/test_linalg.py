@@ -26,7 +26,7 @@ def symmetric(x):
 
 
 def batch(name, function, *sizes, backward=True, only_first=True, **options):
-    """Cut on the batch dim alone of the first operand, or of all."""
+    """Quiet where only the batch dim is cut: of the first operand, or of all."""
     quiet = batch_sharded(0) if only_first else (lambda *p: len(set(p)) == 1 and set(p[0].split()) <= {"R", "S(0)"})
     return case(name, function, *sizes, backward=backward, quiet=quiet, cut_alike=not only_first, limit=LIMIT, **options)
 

@@ -98,7 +98,7 @@ CASES = [
     *each_reduction("multilabel_margin_loss", F.multilabel_margin_loss, (5, 4), ints(4, 5, 4)),
     *each_reduction("multilabel_margin_one", F.multilabel_margin_loss, (4,), ints(4, 4)),
     *each_reduction("multilabel_soft_margin_loss", F.multilabel_soft_margin_loss, (5, 4), positive(5, 4)),
-    # nll_loss and what is made of it
+    # nll_loss and losses built on it
     *each_reduction("nll_loss", F.nll_loss, (5, 4), targets(4, 5)),
     *each_reduction("nll_loss_weight", lambda x, t, w, reduction: F.nll_loss(x, t, w.detach(), reduction=reduction),
                     (5, 4), targets(4, 5), positive(4)),
@@ -140,7 +140,7 @@ def test_equals_torch(pools, name, mesh):
 
 
 def sent(loss: str, reduction: str, placement: str, cut: str) -> Any:
-    """Forward's and backward's collectives and bytes, where the logits are sharded and everything else replicated."""
+    """Forward's and backward's collectives and bytes, with sharded logits and everything else replicated."""
     import shardtensor as st
     from shardtensor import _C
 

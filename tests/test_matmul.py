@@ -100,7 +100,7 @@ def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
 
 
-# ---- what the cases above cannot see: layouts, what is saved, modes ----
+# ---- what the cases above cannot check: layouts, what is saved, modes ----
 
 
 def placed(text: str, *sizes: int, seed: int = 0, cut: str = "uneven"):
@@ -113,7 +113,7 @@ def placed(text: str, *sizes: int, seed: int = 0, cut: str = "uneven"):
 def layouts_of_linear() -> None:
     from shardtensor import _C, Partial, Replicate, Shard
 
-    # (x, weight, bias) -> (out, grad x, grad weight, grad bias) for x [b, s, d]; nothing is sent, forward or backward
+    # (x, weight, bias) -> (out, grad x, grad weight, grad bias) for x [b, s, d]; nothing is sent, except backward for x = "P"
     expected = {
         ("S(0)", "R", "R"): (Shard(0), Shard(0), Partial(), Partial()),
         ("S(1)", "R", "R"): (Shard(1), Shard(1), Partial(), Partial()),
@@ -127,7 +127,7 @@ def layouts_of_linear() -> None:
         b = placed(b_at, 5)[1].requires_grad_()
         _C.reset_comm_counts()
         out = F.linear(x, w, b)
-        quiet_in_backward = x_at != "P"  # the weight's gradient reads x itself
+        quiet_in_backward = x_at != "P"  # the weight's gradient needs x added up
         grads = torch.autograd.grad(out, (x, w, b), torch.ones_like(out.detach()).redistribute(placements=[
             out.placements[0] if out.placements[0].is_shard() else Replicate()]))
         assert not quiet_in_backward or not _C.comm_counts(), (x_at, w_at, _C.comm_counts())

@@ -13,7 +13,7 @@ WORLDS = [(2, (2,)), (3, (3,))]
 SIZES = (120, 90, 60)
 TABLES = 64 * 1024  # boxes on their way to a kernel, and the like: less than any piece
 
-# From, to, and what may be held beside the piece before and the piece after, of what goes out and what comes in.
+# From, to, and which buffers may be held besides the old and the new piece: for data sent, received, or summands.
 NOTHING, ONE_WAY, RECEIVED, SUMMANDS, SENT_AND_SUMMANDS = "nothing", "one way", "received", "summands", "sent and summands"
 CASES = {
     "gather": ("S(0)", "R", NOTHING),
@@ -23,7 +23,7 @@ CASES = {
     "exchange": ("S(0)", "S(1)", ONE_WAY),
     "exchange_inner": ("S(2)", "S(1)", ONE_WAY),
     "reduce": ("P", "R", NOTHING),
-    "reduce_scatter": ("P", "S(0)", SUMMANDS),  # Gloo: each rank's summand of the own piece arrives
+    "reduce_scatter": ("P", "S(0)", SUMMANDS),  # with Gloo, every rank's summand of this rank's piece arrives
     "reduce_scatter_inner": ("P", "S(2)", SENT_AND_SUMMANDS),
     "slice": ("R", "S(1)", NOTHING),
 }
@@ -37,14 +37,14 @@ def wait_until(true):
 
 
 def most_held(move):
-    """Most bytes held at once beside those before; what `move` returned, and the bytes it sent."""
+    """The most bytes held at once besides those held before; what `move` returned; the bytes it sent."""
     from shardtensor import _C
 
     most = math.inf
     _C.count_memory(True)
     try:
         start = _C.held_memory()[0]
-        for _ in range(8):  # Gloo's own threads let go of a buffer a little after they have said so
+        for _ in range(8):  # Gloo's threads free a buffer shortly after they report the end of a call
             result = None
             wait_until(lambda: _C.held_memory()[0] <= start)
             _C.reset_comm_counts()
@@ -57,7 +57,7 @@ def most_held(move):
 
 
 def peak(shape, source, target, cut):
-    """Most bytes held at once beside the piece before; bytes before, after, and sent."""
+    """The most bytes held at once besides the old piece; the bytes of the old piece, of the new piece, and sent."""
     from shardtensor import Partial, Replicate, Shard
 
     mesh = mesh_of(shape)
@@ -101,7 +101,7 @@ def test_peak(pools, world, shape, cut, name):
 
 
 def boxes_peak():
-    """Rows at ranks become columns."""
+    """Each rank gives up its rows and gets columns."""
     import torch.distributed as dist
     from test_exchange import exchange
 
@@ -145,7 +145,7 @@ def test_the_counter_counts(pools):
 
 
 def scattered(shape, dim):
-    """Bytes held beside all pieces and the own one, while rank 0 scatters."""
+    """The most bytes held besides rank 0's list of pieces and this rank's own piece, while rank 0 scatters."""
     from shardtensor import _C
     from shardtensor.tensor._mesh import as_mesh
 

@@ -1,6 +1,6 @@
-"""What goes to NCCL, with ranks and data, on the CPU: the groups of nccl_like.py, of both kinds that torch has.
+"""What goes to NCCL, with ranks and data, on the CPU: with both kinds of groups of nccl_like.py.
 
-That results are right and on time is asked by the tests that ask it of Gloo; here too, which calls are made.
+Gloo's tests run here too, to check that results are right and on time. Other tests here check which calls are made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ranks(request):
 
 
 def the_calls(kind):
-    """One call for what is in one piece or list, and no more than one batch of messages, where the group takes batches."""
+    """One call per move of one piece or list; at most one batch of messages, if the group takes batches."""
     import torch.distributed as dist
     from nccl_like import calls
     from oracle import mesh_of, place
@@ -99,7 +99,7 @@ def test_moves(ranks, seed):
 
 
 def test_the_example_trains(ranks):
-    """The transformer, tensor parallel and data parallel on uneven sizes: the losses of one process."""
+    """The transformer, tensor parallel and data parallel on uneven sizes, has the losses of one process."""
     want = ranks.run("test_examples:losses", False)[0]
     for got in ranks.run("test_examples:losses", True):
         assert got == pytest.approx(want, abs=1e-5)

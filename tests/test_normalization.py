@@ -8,7 +8,7 @@ from test_matmul import batch_sharded, second
 
 
 def batch_norm(x, w, b, m, v):
-    """The result and what becomes of the running statistics."""
+    """The result and the new running statistics."""
     m, v = m.detach().clone(), v.detach().clone()
     out = F.batch_norm(x, m, v, w, b, training=True, momentum=0.3)
     return out, m, v

@@ -1,6 +1,6 @@
-"""torch's own op database: every op in it, on samples of its own, with arguments cut and summed in ways drawn by a fixed seed.
+"""torch's own op database: every op on its own samples, with argument layouts drawn by a fixed seed.
 
-Whatever an op does, all ranks do it: none may wait for another that has raised. On two ranks each sample is tried in checking mode, too.
+All ranks do the same: none may wait for another that has raised. On two ranks each sample also runs in checking mode.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import opinfo
 import pytest
 
-# What raises NotImplementedError, and why.
+# Ops that raise NotImplementedError, and why.
 _MEMORY = "a ShardTensor's pieces cannot be given another memory in place"
 UNSUPPORTED = {
     "as_strided in place": _MEMORY,
@@ -22,7 +22,7 @@ UNSUPPORTED = {
     "to_sparse": "its result is sparse",
 }
 
-# What is right under implicit_replication() alone: torch makes a plain tensor on the way and hands it to an op.
+# Ops that are right only under implicit_replication(): torch makes a plain tensor on the way and passes it to an op.
 _RANDOM = "the plain tensor is random, so the user must see that the ranks draw the same"
 _MASKED = "torch.masked counts with a plain tensor of ones"
 PLAIN_INSIDE = {
@@ -38,7 +38,7 @@ PLAIN_INSIDE = {
     "svd_lowrank": _RANDOM,
     "unravel_index": "it divides by a plain tensor of the shape",
 }
-# What the checking mode takes for different pieces: memory that nobody has written yet.
+# Ops with memory that nobody has written yet: the checking mode takes it for pieces that differ.
 UNWRITTEN = {
     "nn.functional.pad.circular": "torch copies the corners before it writes them",
 }
@@ -64,7 +64,7 @@ def test_equals_torch(pools, name, world):
 
 
 PARTS = 4  # of the database, each one test
-# torch's CPU kernels happen to take some of their samples, and refuse others; here all are refused.
+# torch's CPU kernels happen to accept some samples of these ops. Here all are refused.
 REFUSED_MIXED = {
     "bucketize": "one bool as long as it is alone",
     "searchsorted": "bools as long as there are none",
@@ -82,7 +82,7 @@ def test_mixed_dtypes_equal_torch(pools, part):
     assert sum(o.right for o in outcomes) > 250
 
 
-# What lies otherwise than torch's result, or is a view where torch's is none. By the memory of the arguments, or of any.
+# Ops whose result has another order in memory than torch's, or is a view where torch's is not. By the arguments' order in memory.
 _META = "torch's meta kernel says otherwise than its CPU kernel"
 _NO_META = "torch has no meta kernel of it, so its results are taken for contiguous"
 _MOVED = "a view that had to move data is a copy"
@@ -134,7 +134,7 @@ LIE_OTHERWISE = {
 
 @pytest.mark.parametrize("memory", opinfo.MEMORY)
 def test_results_lie_as_torchs(pools, memory):
-    """In the order of dims that torch's have, whatever order the arguments have; so they are views where torch's are."""
+    """Results have torch's order of dims in memory, for any order of the arguments. So they are views where torch's are."""
     names = sorted(OPS.keys() - set(WITHOUT_CPU) - LIE_OTHERWISE["any"].keys() - LIE_OTHERWISE.get(memory, {}).keys())
     wrong, compared = [], 0
     for part in range(4):

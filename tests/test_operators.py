@@ -1,4 +1,4 @@
-"""x + y and the like on ShardTensors and whatever else Python lets stand there: torch's values, dtypes and classes of errors."""
+"""x + y and other operators on ShardTensors and any other operand: torch's values, dtypes and classes of errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_same_as_torchs(pools):
 
 
 def heard():
-    """By modes, handlers and the other operand's class."""
+    """Operators reach modes, handlers and the other operand's class."""
     from oracle import EVEN, mesh_of, place
     from shardtensor import ShardTensor
     from shardtensor.tensor import _handlers

@@ -1,4 +1,4 @@
-"""Every optimizer step, loop, foreach and fused, on parameters of any layout, equals plain torch's."""
+"""Every optimizer step (loop, foreach or fused) on parameters of any layout equals plain torch's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step_equals_torch(name, how, options):
 
 
 def one_reduction_per_gradient(how):
-    """Summands are brought to where their parameter lies, once; the step itself says nothing."""
+    """A gradient moves to its parameter's layout once. The step itself does not communicate."""
     import torch.distributed as dist
     from oracle import UNEVEN, mesh_of, place
     from shardtensor import _C
@@ -94,7 +94,7 @@ def clip_equals_torch(kind, foreach):
 
 
 def norms_of_lists(foreach):
-    """Empty pieces and all orders; however many tensors there are, their total takes one all-reduce."""
+    """Empty pieces and all orders. The total takes one all-reduce, however many tensors there are."""
     import torch.distributed as dist
     from oracle import EMPTY, UNEVEN, compare, mesh_of, place
     from shardtensor import _C

@@ -1,5 +1,5 @@
-"""out= arguments: empty ones get the result's sizes, as in torch; others of wrong sizes are refused, on every rank alike.
-Strides: what a result's are hangs on what all ranks know, never on the one piece that a rank holds."""
+"""out= arguments: empty ones get the result's sizes, as in torch; other wrong sizes are refused, on every rank alike.
+Strides: a result's strides depend on what all ranks know, never on the piece that one rank holds."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_test_requirements_agree():
 
 
 def why_it_does_not_load(torch_version, built_for, *first):
-    """The line in which an import ends. first: folders looked into before the package's own."""
+    """The last line of a failed import. first: folders searched before the package's own."""
     package = Path(shardtensor.__file__).parent
     program = f"""
 import sys, types

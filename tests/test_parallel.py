@@ -25,7 +25,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Whatever heads this rank finds in its features."""
+    """Uses as many heads as this rank's features hold."""
 
     def __init__(self, heads: int, head_dim: int, kv_heads: int | None = None):
         super().__init__()
@@ -100,12 +100,12 @@ def two_linears(hidden, local):
 @pytest.mark.parametrize("hidden", [6, 7])
 def test_two_linears(pools, world, hidden, local):
     for forward, backward in pools(world).run(f"{__name__}:two_linears", hidden, local):
-        assert forward == {"all_reduce": 1}  # the sum behind the second
+        assert forward == {"all_reduce": 1}  # the sum of the second linear's output
         assert backward == {"all_reduce": 1}  # the input's gradient
 
 
 def heads(count, kv_heads=None):
-    """README's plan."""
+    """The README's plan."""
     from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     head_dim, kv_heads = 2, kv_heads or count
@@ -139,7 +139,7 @@ def test_uneven_heads_stay_whole(pools, world, count):
 )
 def test_grouped_heads_stay_together(pools, count, kv_heads, world):
     for forward, rows in pools(world).run(f"{__name__}:heads", count, kv_heads):
-        if kv_heads > 1:  # a single one's features are cut again when it is viewed as a head, and then gathered
+        if kv_heads > 1:  # the view cuts a single head's features again, so they are gathered
             assert forward == {"all_reduce": 1}
         assert rows % (2 * count // kv_heads) == 0
 
@@ -276,7 +276,7 @@ def class_sharded(name):
         F.cross_entropy(a, target, **options)
     with loss_parallel():
         with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
-            a + logits  # the losses' targets alone
+            a + logits  # only targets of losses may be plain
         loss, forward = counted(lambda: F.cross_entropy(a, target, **options))
         _, backward = counted(lambda: loss.sum().backward())
     want = F.cross_entropy(b, target, **options)
@@ -292,7 +292,7 @@ def class_sharded(name):
 def test_loss_parallel_never_gathers(pools, world, name):
     for forward, backward in pools(world).run(f"{__name__}:class_sharded", name):
         assert set(forward) <= {"all_reduce"}, forward
-        # Of both, the smoothed part's gradient is made whole, and autograd adds the other part to it in place.
+        # With smoothing and weights, the smoothed part's gradient is gathered, and autograd adds the other part to it in place.
         assert set(backward) <= {"all_reduce"} | ({"all_gather"} if name == "smooth_weights" else set()), backward
 
 
@@ -318,7 +318,7 @@ def resharded():
 def test_inputs_are_kept_in_pieces(pools, world):
     for calls, backward in pools(world).run(f"{__name__}:resharded"):
         assert calls == {"all_reduce": 1}
-        assert backward.get("all_gather", 0) >= 1, backward  # what was saved in pieces comes together again
+        assert backward.get("all_gather", 0) >= 1, backward  # what was saved in pieces is gathered
 
 
 def refusals():

@@ -120,7 +120,7 @@ def test_gathers_stay_collectives_where_they_carry_much():
 
 
 def gathered_first(source, target, size):
-    """The price of making all whole, then cutting."""
+    """The price of gathering everything, then cutting."""
     whole = layout(source.mesh, *[p if p == q and p[0] == 2 else R for p, q in zip(source.placements, target.placements, strict=True)])
     return _C.plan(source, whole, size)[1] + _C.plan(whole, target, size)[1]
 

@@ -1,4 +1,4 @@
-"""Some random programs, the same at every run, eager (on three ranks in checking mode) and compiled; programs.py runs any number of others."""
+"""Some random programs, the same at every run: eager (on three ranks in checking mode) and compiled. programs.py runs more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_programs(pools, mesh, dtype, grad):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiled(pools, grad):
-    """Each as one graph."""
+    """Each program as one graph."""
     outcomes = pools(3).run("programs:run_programs", 0, COMPILED, 10, (3,), grad, "float64", "aot_eager")
     assert all(o == outcomes[0] for o in outcomes)
     assert outcomes[0]["compiled"] > 0.5 * COMPILED, outcomes[0]

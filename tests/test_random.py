@@ -85,7 +85,7 @@ def run_op(name: str, mesh_shape: tuple[int, ...]) -> Any:
     for what, x in starts:
         torch.manual_seed(11)
         out = pytree.tree_map_only(torch.Tensor, lambda t: t.full_tensor(), OPS[name](x))
-        after = torch.rand(())  # the generators have moved alike, too
+        after = torch.rand(())  # the generators end in the same state, too
         value = [t.clone() for t in pytree.tree_leaves(out)] + [after]
         first = first or value
         for a, b in zip(first, value, strict=True):

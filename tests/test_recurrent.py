@@ -1,4 +1,4 @@
-"""Recurrent layers, and the fused kernels that torch's modules take in eval mode: a batch that is cut stays where it is."""
+"""Recurrent layers, and the fused kernels that torch's modules take in eval mode: a cut batch stays cut."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def fused(name, masked):
     if name == "attention":
         want, got = want[0], got[0]
     assert got.placements == (Shard(0),)
-    kept = ~mask if masked else torch.ones_like(mask)  # what is padding is anybody's guess
+    kept = ~mask if masked else torch.ones_like(mask)  # padding may hold any value
     torch.testing.assert_close(whole(got)[kept], want[kept])
 
 

@@ -35,7 +35,7 @@ def coordinates(mesh):
 
 @functools.cache
 def indices(where, sizes, rank):
-    """Where in the global tensor each element of a rank's piece is; None where the mesh does not hold the rank."""
+    """Where in the global tensor each element of a rank's piece is; None if the rank is outside the mesh."""
     coordinate = coordinates(where.mesh).get(rank)
     if coordinate is None:
         return None
@@ -47,7 +47,7 @@ def indices(where, sizes, rank):
 
 
 def lacking(source, target, sizes, rank):
-    """What a rank wants and does not hold: what has to reach it, however it does."""
+    """The number of elements that a rank wants and does not hold. On any route it must receive them."""
     wanted, held = indices(target, sizes, rank), indices(source, sizes, rank)
     have = set() if held is None else set(held.flatten().tolist())
     return 0 if wanted is None else len(set(wanted.flatten().tolist()) - have)
@@ -60,7 +60,7 @@ def box(t, offsets, sizes):
 
 
 def check_transfer(source, target, sizes):
-    """All ranks' parts, put together: everyone gets what it lacks, once, and ends with what is its."""
+    """Puts all ranks' parts together: each rank gets what it lacks, once, and ends with its own piece."""
     ranks = sorted({*source.mesh.ranks, *target.mesh.ranks})
     parts = {rank: _C.transfer_of(source, target, sizes, rank) for rank in ranks}
     mail = {}
@@ -93,7 +93,7 @@ def check_transfer(source, target, sizes):
 
 
 def layouts(mesh, singles, sizes):
-    """Every combination of placements; of the first mesh dim's cuts, an uneven and an empty one too."""
+    """Every combination of placements. If the first mesh dim cuts, also with an uneven cut that may have empty pieces."""
     out = []
     for placements in itertools.product(singles, repeat=len(mesh.shape)):
         out.append(layout(mesh, *placements))
@@ -214,7 +214,7 @@ def test_a_rank_deals_with_few_of_many():
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 3), (2, 2, 2)], ids=str)
 def test_large_tensors_move_the_least(shape):
-    """Of the planner's ways, too: each rank gets just what it lacks."""
+    """On the planner's routes too, each rank gets only what it lacks."""
     mesh, sizes = mesh_of_ranks(shape), (24, 12)
     all_layouts = [layout(mesh, *p) for p in itertools.product([R, S0, S1], repeat=len(shape))]
     for source, target in itertools.product(all_layouts, repeat=2):
@@ -392,7 +392,7 @@ test_odd_sizes = on_ranks(odd_sizes)
 
 
 def summands(whole, where):
-    """Under a layout with Partial: random summands (or copies, for what is no sum) of the whole."""
+    """The whole under a layout with Partial: random summands, or copies if the reduction is not a sum."""
     coordinate = coordinates(where.mesh).get(dist.get_rank())
     kept = layout(where.mesh, *[R if p[0] == 2 else p for p in where.placements])
     if coordinate is None:
@@ -454,7 +454,7 @@ def scattered_before_it_moves():
     torch.testing.assert_close(y._local_tensor, put(whole, target)._local_tensor)
     counts = _C.comm_counts()
     assert counts["reduce_scatter"] == (1, 64 * 32 * 8 * 3 // 4)
-    # A rank's rows [16 r, 16 r + 16) are in the upper half for ranks 0 and 1: one half of its columns it keeps, or none.
+    # Ranks 0 and 1 hold and want rows of the upper half, ranks 2 and 3 of the lower. Each keeps half of its columns.
     assert counts["all_to_all"][1] == 16 * 32 * 8 // 2
 
 
@@ -467,7 +467,7 @@ PADDED = {
 
 
 def pieces_become_summands():
-    """A piece padded with what changes nothing: no bytes. Back again, it is the same tensor."""
+    """Padding with the neutral element makes a piece a summand and sends nothing. The way back gives the same tensor."""
     from shardtensor.tensor._mesh import as_mesh
 
     square, row = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((4,)))
@@ -488,7 +488,7 @@ def pieces_become_summands():
             assert not _C.comm_counts(), (source, target)
             back = _C.redistribute(y, layout(target.mesh, *[R] * len(target.placements)))
             torch.testing.assert_close(back._local_tensor, whole)
-    # An average would have to be scaled up, and of a norm all ranks must know whether a value is negative: gathered.
+    # These are gathered: an average would have to be scaled up, and for a norm all ranks must know whether a value is negative.
     whole = torch.linspace(-3, 3, 20).view(5, 4).half()
     y = _C.redistribute(put(whole, layout(row, S0)), layout(row, partial("avg")))
     close(y._local_tensor, whole)
@@ -516,7 +516,7 @@ test_to_summands_elsewhere = on_ranks(to_summands_elsewhere)
 
 
 def public_door():
-    """redistribute(device_mesh=...): grow, shrink, move; forward and backward, ranks outside with an empty piece."""
+    """redistribute(device_mesh=...): grow, shrink, move; forward and backward. Ranks outside have an empty piece."""
     from shardtensor import Replicate, Shard, ShardTensor, distribute_tensor
 
     me = dist.get_rank()
@@ -530,7 +530,7 @@ def public_door():
     torch.testing.assert_close((y * 2).full_tensor(), whole * 2)
     z = y.redistribute(other, [Shard(0)], sharding_shapes={0: [(4, 4), (1, 4)]})
     assert tuple(z.to_local().shape) == {0: (4, 4), 2: (1, 4)}.get(me, (0,))
-    # It keeps its sizes unless told.
+    # It keeps its sizes unless told otherwise.
     assert [(t._layout.is_even, tuple(t.shape)) for t in (z.redistribute(placements=[Shard(0)], sharding_shapes=s) for s in (None, "chunk"))] == [
         (False, (5, 4)),
         (True, (5, 4)),
@@ -562,7 +562,7 @@ test_public_door = on_ranks(public_door)
 
 
 def some_ranks_stand_aside():
-    """Ranks that a mesh does not hold run the same script: empty pieces of the same sizes, and their part of the moves."""
+    """Ranks outside a mesh run the same script: they have empty pieces, know the same sizes, and take part in moves."""
     from shardtensor import Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
     from torch import nn
 
@@ -609,7 +609,7 @@ test_some_ranks_stand_aside = on_ranks(some_ranks_stand_aside)
 
 
 def meshes_out_of_order():
-    """A group sorts its ranks, a mesh need not: the first coordinate is the first of the mesh."""
+    """A group sorts its ranks; a mesh need not. Coordinate 0 is the first rank of the mesh, not the lowest."""
     import shardtensor as st
     from shardtensor import Replicate, Shard
 

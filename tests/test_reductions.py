@@ -234,7 +234,7 @@ HASHES = [
     case("hash_dims", lambda x: torch.hash_tensor(x, (0, -1), keepdim=True), ints(99, 3, 4, 2), backward=False, quiet=always),
 ]
 
-# Written operands and summands: what is written must hold what the result holds.
+# Writes with summands as operands: the written tensor must hold the same values as the result.
 WRITTEN = [
     case("neg_out", lambda x, o: torch.neg(x, out=o.clone()), (5, 4), (5, 4), backward=False),
     case("mul_by_summands", lambda x, y: x.clone().mul_(y), (5, 4), (5, 4)),
@@ -251,7 +251,7 @@ def test_equals_torch(pools, name, mesh):
 
 
 def _layouts():
-    """What reductions leave on a mesh of all ranks, as text."""
+    """The layouts of reductions' results on a mesh of all ranks, as text."""
     import torch.distributed as dist
     from oracle import EVEN, UNEVEN, mesh_of
 

@@ -1,5 +1,5 @@
 """What torch refuses is refused on all ranks, whatever their pieces: the op database's wrong inputs, tensors of
-mixed dtypes, and dtypes ops do not take.
+mixed dtypes, and dtypes that ops do not take.
 
 An error on one rank alone would leave the others waiting for it.
 """
@@ -10,7 +10,7 @@ import opinfo
 import pytest
 
 PARTS = 4
-# Whether their kernels take a dtype is asked with few elements, of which they can make no square.
+# We ask a kernel for its dtypes with few elements: too few for the square that these ops need.
 SQUARES = ("nn.functional.pixel_shuffle", "nn.functional.pixel_unshuffle")
 
 

@@ -1,4 +1,4 @@
-"""Scripts that know torch.distributed.tensor alone get ShardTensors."""
+"""Scripts that know only torch.distributed.tensor get ShardTensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names_make_ours_and_are_restored():
     import shardtensor
     import torch.distributed.tensor as stock
     from oracle import mesh_here
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # bound before
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # imported before the replacement
     from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
     here = sys.modules[__name__]

@@ -12,7 +12,7 @@ from pool import Pool
 
 
 def differ(name, first, second):
-    """One op twice, with arguments that differ: the second call must not be answered as the first was."""
+    """Calls one op with arguments that differ: the second call must not reuse the first's answer."""
     x = torch.arange(6.0).view(3, 2)
     t = place(x.to(torch.complex64) if name == "pad" else x, mesh_here(), ("P" if name == "pad" else "S(0)",), UNEVEN)
     function = {
@@ -33,7 +33,7 @@ def test_numbers_of_any_kind_are_told_apart(pools, name, first, second):
 
 
 def weights_in_lists():
-    """Where the other argument is a list of tensors, one holds numbers, or is a number, the rule is another."""
+    """An op on lists has another rule if its weight is a list of tensors, a list of numbers, or a number."""
     import shardtensor as st
 
     mesh, n = mesh_here(), mesh_here().size()
@@ -63,7 +63,7 @@ def test_lists_with_other_weights(pools, world):
 
 
 def custom_ops():
-    """What an op of a user's library writes it may read too, also by name alone; and its name may be defined anew."""
+    """A user's op may also read what it writes, even a keyword-only argument. Its name may be defined again."""
     mesh = mesh_here()
     for times, schema in ((2, "grow(Tensor x, *, Tensor(a!) sum) -> ()"), (3, "grow(Tensor x, float by, *, Tensor(a!) sum) -> ()")):
         library = torch.library.Library("shardtensor_safe", "DEF")
@@ -118,7 +118,7 @@ class EntersStrict(logging.Handler):
 
 
 def cleared_meanwhile():
-    """Ops without a rule tell the log, whose handler is Python and clears what is being filled."""
+    """Ops without a rule write to the log. Its Python handler clears the cache while it is being filled."""
     log = logging.getLogger("shardtensor")
     handler, level = EntersStrict(), log.level
     log.addHandler(handler)
@@ -144,7 +144,7 @@ def test_tables_are_cleared_while_they_are_filled(pools):
 
 
 def layouts_in_threads():
-    """Ops let go of the GIL, so the threads make and drop the same layout at once: that of a whole tensor, which nothing else keeps."""
+    """Ops release the GIL, so threads make and drop one layout at once: a whole tensor's, which nothing else keeps alive."""
     from shardtensor import _C
 
     failed = []
@@ -171,7 +171,7 @@ def test_threads_share_layouts(pools):
 
 
 def foreign_tensors():
-    """Tensors that look like ours to the dispatcher, and data that is put into the wrong one."""
+    """Tensors that look like ours to the dispatcher, and `.data` set to the wrong kind of tensor."""
     from shardtensor import _C
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -255,7 +255,7 @@ def channels_last():
 
     import copy
 
-    for n in (1, 5):  # a batch of one tells torch nothing of the order
+    for n in (1, 5):  # a batch of one does not show the order by its strides
         ours = st.distribute_module(copy.deepcopy(net), mesh)
         x = st.distribute_tensor(image[:n].contiguous(memory_format=last), mesh, [st.Shard(0)])
         assert x.is_contiguous(memory_format=last) and lies_as_the_whole(x)
@@ -280,7 +280,7 @@ def test_channels_last_stays(pools, world):
 
 
 def failed_calls():
-    """Change nothing. An inference tensor's views stay inference tensors."""
+    """Failed calls change nothing. An inference tensor's views stay inference tensors."""
     import shardtensor as st
 
     x = place(torch.ones(4, dtype=torch.int64), mesh_here(), ("S(0)",), UNEVEN)
@@ -296,7 +296,7 @@ def failed_calls():
     with torch.inference_mode():
         t = place(torch.ones(4, 2), mesh_here(), ("S(0)",), UNEVEN)
     assert t.is_inference() and t.detach().is_inference() and t.view(2, 4).is_inference() and not (t * 2).is_inference()
-    torch.set_warn_always(True)  # else once in a process
+    torch.set_warn_always(True)  # otherwise it warns once per process
     try:
         with pytest.warns(UserWarning, match="taken as replicated"):
             compare(torch.tensor([1.0]) + x, torch.full((4,), 2.0), 0, "one element")
@@ -354,7 +354,7 @@ def other_histories():
         ):
             yield f, t, x
 
-    # Alone: nothing here communicates, and what is read of a call differs from rank to rank.
+    # On this rank alone: nothing here communicates, and ranks make different numbers of calls.
     quiet = st.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [st.Replicate()])
     for _ in range(rank):
         quiet.select(0, -1), quiet.sum(1), torch.cat([quiet, quiet], 0), torch.cat([quiet, quiet[:0, 0]], 0), quiet.t().softmax(1)
@@ -366,7 +366,7 @@ def other_histories():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_with_other_histories_agree(world):
-    pool = Pool(world)  # of its own: ranks that have run nothing yet
+    pool = Pool(world)  # a new pool, whose ranks have run nothing yet
     try:
         pool.run(f"{__name__}:other_histories")
     finally:
@@ -374,7 +374,7 @@ def test_ranks_with_other_histories_agree(world):
 
 
 def gradients_move_to_the_same_placements():
-    """redistribute() to where a tensor is does not move it, but its gradient, as in DTensor. The result can be written."""
+    """redistribute() to a tensor's own placements moves only its gradient, as in DTensor. The result can be written."""
     import shardtensor as st
 
     mesh, n = mesh_here(), mesh_here().size()
@@ -402,7 +402,7 @@ def test_gradients_move_to_the_same_placements(pools, world):
 
 
 def gradients_of_summands():
-    """from_local: the derivative of what the summands make together, by this rank's one."""
+    """from_local: the derivative of the reduced value with respect to this rank's summand."""
     import shardtensor as st
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -432,7 +432,7 @@ def gradients_of_summands():
     local = torch.ones(2, requires_grad=True)
     x = st.ShardTensor.from_local(local, mesh, [st.Partial("avg")], grad_placements=[st.Partial()])
     x.sum().backward()
-    assert local.grad.sum() <= 2  # as told: a summand of the gradient
+    assert local.grad.sum() <= 2  # as grad_placements says: a summand of the gradient
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -441,7 +441,7 @@ def test_gradients_of_summands(pools, world):
 
 
 def gradient_of_nothing():
-    """torch.cat takes empty tensors of one dim among others; each has a ShardTensor for a gradient."""
+    """torch.cat accepts empty tensors of one dim among others. Each gets a ShardTensor as its gradient."""
     import shardtensor as st
 
     mesh = mesh_here()
@@ -474,7 +474,7 @@ def test_modes_left_in_the_order_they_were_entered():
 
 
 def modes_of_threads():
-    """A promotion mode as a context is this thread's, and that of the autograd threads that serve it."""
+    """A promotion mode set by a context applies to this thread and to the autograd threads that work for it."""
     import shardtensor as st
 
     x = place(torch.ones(3, 2), mesh_here(), ("S(0)",), UNEVEN)
@@ -497,7 +497,7 @@ def modes_of_threads():
     seen = []
 
     class Deep(torch.autograd.Function):
-        """torch runs a backward on another thread where too many wait for each other on one."""
+        """torch runs a backward on another thread if too many are nested on one."""
 
         @staticmethod
         def forward(ctx, t, depth):
@@ -514,7 +514,7 @@ def modes_of_threads():
             return grad, None
 
     with st.promotion_mode("warn"):
-        st.set_promotion_mode("replicate")  # of threads that have none of their own
+        st.set_promotion_mode("replicate")  # for threads without a mode of their own
         try:
             Deep.apply(torch.ones(2, requires_grad=True), 70).sum().backward()
         finally:
@@ -547,7 +547,7 @@ def test_refused_dtypes(pools, world):
 
 
 def beside_the_mesh():
-    """A rank that the mesh does not hold takes no part in what gathers, or asks for a value on the way, and has no error."""
+    """A rank outside the mesh takes no part in ops that gather or read a value on the way, and raises nothing."""
     import shardtensor as st
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -582,7 +582,7 @@ def test_beside_the_mesh(pools):
 
 
 def pooled_images():
-    """A pool of whole images by mean gives them channels_last strides in place."""
+    """Mean-pooling whole images gives the result channels_last strides in place."""
     import shardtensor as st
 
     whole = torch.randn(4, 6, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
@@ -646,7 +646,7 @@ def test_tangents_of_one_operand(pools, world):
 
 
 class Wrapped(torch.Tensor):
-    """As an all-gather extension makes them: the values lie in another tensor, and what an op returns is wrapped anew."""
+    """Like the tensors of an all-gather extension: the values are in an inner tensor, and results are wrapped again."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -680,7 +680,7 @@ def pieces_of_a_class():
         lambda p: torch.nn.init.normal_(p),
         lambda p: torch.nn.init.uniform_(p),
         lambda p: torch.nn.init.kaiming_uniform_(p),
-        lambda p: torch.nn.init.trunc_normal_(p),  # these two ask whether any number lies outside
+        lambda p: torch.nn.init.trunc_normal_(p),  # these two check whether any number is out of range
         lambda p: torch.nn.init.trunc_normal_(p, 0.0, 1.0, 1.5, 3.0),
         lambda p: torch.nn.functional.dropout(p, 0.5),
         clipped,
@@ -728,7 +728,7 @@ def test_ranks_that_disagree_on_gradients(pools):
 
 
 def signs_of_norms():
-    """No value below 0 becomes a norm's summand, on whichever rank it is."""
+    """A negative value is refused as a norm's summand, whichever rank holds it."""
     from shardtensor import _C
     from shardtensor.tensor._layout import make_layout
     from torch.distributed.tensor._ops._math_ops import _NormPartial

@@ -30,7 +30,7 @@ def here(case):
 
 
 def on_ranks(*worlds):
-    """A function of the ranks as a test on pools of so many."""
+    """Turns a function that runs on ranks into a test, on pools of these sizes."""
 
     def decorate(case):
         globals()[f"rank_{case.__name__}"] = case
@@ -134,7 +134,7 @@ def holds(t, value):
 
 
 def raises_everywhere(function, kind, match):
-    """On every rank; and the ranks can go on."""
+    """The function raises on every rank, and the ranks can go on."""
     with pytest.raises(kind, match=match):
         function()
     dist.barrier()
@@ -344,7 +344,7 @@ def test_from_local_shards():
         else:
             with pytest.raises(NotImplementedError, match=f"Only single local shard is supported. Number of shards: {len(mine)}"):
                 t.local_tensor()
-        # The same from metadata that all know, and in another order.
+        # The same from metadata that all ranks know, and in another order.
         again = st.ShardedTensor._init_from_local_shards_and_global_metadata(mine[::-1], t.metadata(), sharding_spec=spec)
         assert torch.equal(together(again), value) and again.sharding_spec() == spec
         base = st.ShardedTensorBase._init_from_local_shards_and_global_metadata(mine, t.metadata())
@@ -369,7 +369,7 @@ def test_shards_of_unknown_places_are_stacked():
 
 
 def broken(how):
-    """Shards and sizes of which rank 1's, or all together, are wrong in one way."""
+    """Shards and sizes that are wrong in one way, on rank 1 or taken together."""
     from shardtensor.sharded_tensor import Shard
 
     sizes, value = list(SIZES), whole()
@@ -381,7 +381,7 @@ def broken(how):
         mine = [Shard(s.tensor.double() if how == "dtypes" else s.tensor.requires_grad_(), s.metadata) for s in mine]
     elif how in ("pin_memory", "pin_memories") and dist.get_rank() == 1:
         for shard in mine[how == "pin_memory" :]:
-            shard.tensor.is_pinned = lambda: True  # only with a GPU is there such memory
+            shard.tensor.is_pinned = lambda: True  # real pinned memory needs a GPU
     elif how == "layout" and dist.get_rank() == 1:
         mine[0] = Shard(mine[0].tensor.to_sparse(), mine[0].metadata)
     elif how == "strides" and dist.get_rank() == 1:
@@ -414,7 +414,7 @@ def broken(how):
     return mine, sizes
 
 
-# Torch's texts; what rank 1 does wrong by itself is raised on the others as well.
+# torch's texts. An error of rank 1 alone is raised on the other ranks too.
 MISMATCHES = {
     "dtype": "Local shards' tensor dtype property need to be the same on rank:1! Found one local shard tensor dtype=torch.float64",
     "requires_grad": "Local shards' tensor requires_grad property need to be the same on rank:1!",
@@ -509,7 +509,7 @@ def test_gather():
                 assert out is None or torch.equal(out, whole(dtype))
     t = lay(whole() + 0.3, chunks())
     out = torch.zeros(SIZES, dtype=torch.float64) if me == 0 else None
-    t.gather(out=out, dtype=torch.int32)  # what is sent
+    t.gather(out=out, dtype=torch.int32)  # the dtype that is sent
     assert out is None or torch.equal(out, whole(torch.float64))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -601,7 +601,7 @@ def places(t):
 
 @on_ranks(2, 3, 4)
 def test_cuda():
-    """Of fake tensors, which have another device's memory without the device; which one is current is said by hand."""
+    """With fake tensors, which need no device. The test sets the current device by hand."""
     from shardtensor import sharded_tensor as st
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -690,7 +690,7 @@ def test_in_a_group_of_some_ranks():
 
 
 class Halves:
-    """A user's spec, which knows nothing of what equals it."""
+    """A user's spec, which does not define equality."""
 
     def build_metadata(self, tensor_sizes, tensor_properties):
         return chunks(0, [1, 0]).build_metadata(tensor_sizes, tensor_properties)
@@ -820,7 +820,7 @@ DRAWS = {
 
 
 def drawn(name, spec):
-    """Two in a row, and what torch draws behind them."""
+    """Two draws in a row, and what torch draws after them."""
     from shardtensor import sharded_tensor as st
 
     torch.manual_seed(5)
@@ -1294,7 +1294,7 @@ def test_as_torchs_own():
     both = [(ours, our_specs), (stock, stock_specs)]
 
     def same(do):
-        """Of both: what it gives, or the error's kind and text."""
+        """Both must give the same: a value, or the error's kind and text."""
         told = []
         for module, specs in both:
             try:

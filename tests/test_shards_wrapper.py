@@ -60,7 +60,7 @@ def pieces(name, value):
 
 
 def table(name, value, kind="ours"):
-    """The value in these shards: as a ShardTensor of ours, or of torch's wrapper, or as a stock DTensor of either."""
+    """The value in these shards: a ShardTensor of our wrapper or of torch's, or a stock DTensor of either."""
     import shardtensor as st
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Stock
@@ -547,7 +547,7 @@ def test_async_save_and_meta(pools, saved, loaded, tmp_path):
 
 
 def bare(path):
-    """A wrapper in no ShardTensor: the file tells the sizes of its shards together, as with torch's, and they must lie so."""
+    """A wrapper outside a ShardTensor: as with torch's, the file adds up the sizes of its shards, so they must have no gaps."""
     import torch.distributed.checkpoint as dcp
     from shardtensor import LocalShardsWrapper
 
@@ -767,7 +767,7 @@ def test_stock_dtensors(pools, name):
 
 
 def of_tools_that_tell_empty_ranks_nothing():
-    """torchrec: where a rank has no shard of a table, it gives from_local neither placements nor sizes."""
+    """torchrec: on a rank without a shard of a table, it gives from_local neither placements nor sizes."""
     import shardtensor as st
 
     value, (shards, offsets) = values(), pieces("rows 3", values())

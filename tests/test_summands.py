@@ -1,4 +1,4 @@
-"""Summands of every kind that torch knows, not sums alone, through ops, beside values that are replicated, cut, or summands of
+"""Ops on summands of every kind that torch knows, not only sums, together with values that are replicated, cut, or summands of
 another kind."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OPS = {
 }
 
 
-LIMIT = 64  # combinations an op is tried with, of each mesh
+LIMIT = 64  # combinations tried per op and mesh
 
 
 def _written(x, at, value):
@@ -87,7 +87,7 @@ def test_through(pools, name, mesh):
 
 
 def norms_written() -> None:
-    """No norm is negative: what makes one so is refused, on all ranks, and nothing is lost."""
+    """A norm is never negative: a write that would make it negative is refused on all ranks, and the old value stays."""
     mesh = mesh_of((2,))
     whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
     x = with_summands(whole, mesh, 0, "norm", "R")

@@ -31,7 +31,7 @@ def takes_the_same(stock, ours):
     for p in theirs:
         assert p.name in by_name, p.name
         assert by_name[p.name].kind == p.kind and by_name[p.name].default == p.default, p.name
-    for p in own:  # what is more may be left out
+    for p in own:  # additional parameters must be optional
         assert p.name in {q.name for q in theirs} or p.default is not p.empty, p.name
 
 
@@ -56,7 +56,7 @@ def test_method(name):
 
 
 def test_page():
-    """docs/dtensor.md has each name once, and says of it what is so."""
+    """docs/dtensor.md lists each name once and describes it correctly."""
     if torch.__version__ < "2.15":
         pytest.skip("the page has the names of torch 2.15")
     rows = re.findall(r"^\| `([\w.]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)

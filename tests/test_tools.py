@@ -35,7 +35,7 @@ def profiled():
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as run:
         torch.relu(x).redistribute(placements=[Shard(1)])
         (x * 2).sum().full_tensor()
-        tensor(sizes=(4, 2048)).sum(0).full_tensor()  # few bytes are gathered instead
+        tensor(sizes=(4, 2048)).sum(0).full_tensor()  # fewer bytes would be gathered, not reduced
     names = [e.name for e in run.events()]
     assert [e.input_shapes for e in run.events() if e.name == "aten::relu"] == [[[5, 4]]]
     table = run.key_averages().table()
@@ -49,7 +49,7 @@ def test_profiler(ranks):
 
 
 def counted_flops():
-    """All ranks' work, whatever the layout, forward and backward: as torch counts for DTensors."""
+    """Counts all ranks' work, whatever the layout, forward and backward, as torch does for DTensors."""
     from torch.utils.flop_counter import FlopCounterMode
 
     counts = []
@@ -72,7 +72,7 @@ def counted_flops():
                 f(*arguments).sum().backward()
             totals.append(counter.get_total_flops())
         assert totals[0] == totals[1], totals
-        assert totals[0] > 0 or torch.__version__ < "2.15"  # which does not count them all
+        assert totals[0] > 0 or torch.__version__ < "2.15"  # older torch does not count them all
 
 
 def test_flop_counter(ranks):
@@ -221,11 +221,11 @@ def test_numbers(ranks):
 
 
 def compared():
-    x = tensor(sizes=(13, 4))  # on no rank are two cuts alike
+    x = tensor(sizes=(13, 4))  # no two cuts are alike on any rank
     torch.testing.assert_close(x, x.clone())
     torch.testing.assert_close({"a": [x, x * 2]}, {"a": [x.clone(), x + x]})
     unlike = [(x + 1, "not close"), (tensor(sizes=(13, 3)), "shape"), (tensor(sizes=(13, 4), dtype=torch.float32), "dtype")]
-    if hasattr(torch.testing._comparison, "_unwrap_dtensor_for_comparison"):  # before, torch compared what DTensors stand for
+    if hasattr(torch.testing._comparison, "_unwrap_dtensor_for_comparison"):  # older torch compares only the values of DTensors
         unlike += [(tensor("S(1)", (13, 4)), "placements"), (whole(x), "ambiguous"), (tensor(sizes=(13, 4), cut=EVEN), "shape")]
     for other, word in unlike:
         with pytest.raises((AssertionError, TypeError), match=word):
@@ -417,7 +417,7 @@ def _loss(x):
 
 
 def _rows(y):
-    """Where each row is to be indexed."""
+    """The indices for each row."""
     return (y > 0).long()
 
 
@@ -475,12 +475,12 @@ def functional():
     ours, plain = pair()
     values = [{k: v.detach() * 0.5 for k, v in m.named_parameters()} for m in (ours, plain)]
     torch.testing.assert_close(functional_call(ours, values[0], (batch(),)), functional_call(plain, values[1], (batch(),)))
-    # The styles' moves cannot be seen through torch.func's wrappers: that is said.
+    # The styles cannot see through torch.func's wrappers to move tensors, so they raise.
     with pytest.raises(NotImplementedError, match=r"inside torch\.func"):
         grad(lambda p: functional_call(ours, p, (batch(),)).sum())(values[0])
     with pytest.raises(NotImplementedError, match=r"inside torch\.func"):
         vmap(ours)(batch())
-    # Without styles, the linears' own moves are below.
+    # Without styles it works: a linear's own moves happen below torch.func.
     linear = nn.Linear(4, 3, dtype=DOUBLE)
     parameters = {k: place(v.detach(), mesh_here(), ("S(0)",), UNEVEN) for k, v in linear.named_parameters()}
     x = tensor("R")
@@ -492,7 +492,7 @@ def functional():
     torch.testing.assert_close({k: v.full_tensor() for k, v in got.items()}, want)
     rows = vmap(lambda row: functional_call(linear, parameters, (row,)))(x)
     torch.testing.assert_close(rows.full_tensor(), linear(whole(x)))
-    # What torch's rules make on the way is let in, what the user brings is not.
+    # Plain tensors that torch's rules make on the way are accepted; the user's are not.
     mine = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=DOUBLE)
     with pytest.raises(RuntimeError, match=r"is a plain torch\.Tensor"):
         vmap(lambda row: row * mine)(x)
@@ -664,7 +664,7 @@ def captured():
         optimizers[model].step()
         return loss.detach()
 
-    _C.comm_call_alone(True)  # one rank calls NCCL too
+    _C.comm_call_alone(True)  # call NCCL even with one rank
     try:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -748,7 +748,7 @@ def _step():
 
 
 def faked():
-    """One rank by itself finds out what all of them would have; nothing is sent."""
+    """One rank alone finds out what all ranks would have. Nothing is sent."""
     from shardtensor import _C, ShardTensor
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -100,7 +100,7 @@ def checkpointing(how, local):
     assert kept.calls == [2, 2] and ours.calls == [4, 4]
     aten = torch.ops.aten
     assert aten.bernoulli_.float in seen and aten.relu.default in seen
-    # Without early stop, or where the sum of the last linear belongs to the block, that too runs again.
+    # Without early stop, as in the reentrant kind, the last linear runs again too.
     assert seen.count(aten.linear.default) == {"selective": 0}.get(how, 4 if how in ("reentrant", "no early stop") else 2)
 
 
@@ -111,7 +111,7 @@ def test_checkpointing(ranks, how, local):
 
 
 class Noisy(nn.Sequential):
-    """Dropout on what lies in pieces."""
+    """Dropout on cut activations."""
 
     def forward(self, x):
         for block in self:
@@ -157,7 +157,7 @@ class Layers(nn.Sequential):
 
 
 def fsdp_mesh(over, ours):
-    """The mesh that FSDP is given; `ours` is made tensor-parallel where it shall be."""
+    """The mesh that FSDP is given; Makes `ours` tensor-parallel if `over` asks for it."""
     from shardtensor import init_device_mesh
     from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -189,7 +189,7 @@ def frozen(model):
 
 
 def losses(model, steps=3, sync_every=1, seed=1):
-    """Of some steps, each of `sync_every` backwards, with the batches that every rank has."""
+    """The losses of some steps, each of `sync_every` backwards. Every rank has the same batches."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     out = []
@@ -330,13 +330,13 @@ def test_fsdp_from_meta(ranks, over):
 @pytest.mark.parametrize("over", ["nothing", "tensor parallel"])
 @pytest.mark.parametrize("what", ["from_meta", "mixed_precision", "stored_in_columns"])
 def test_fsdp_of_columns(ranks, over, what):
-    """Cut along a dim that does not divide and is not the first."""
+    """FSDP cuts along a dim that is not the first and that the ranks do not divide."""
     needs_uneven_columns()
     ranks.run(f"{__name__}:{what}", over, "columns")
 
 
 def stored_in_columns(over, options):
-    """State dicts, by assignment too, in and out; where torch would cut a second time, along the first dim, it refuses."""
+    """State dicts in and out, also with assign=True. Cutting a second time, as torch does along the first dim, is refused."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     plain, other = Layers(), Layers()
@@ -453,7 +453,7 @@ def test_fsdp_on_one_mesh(pools):
 
 
 class Mixed(nn.Sequential):
-    """With a plain layer behind: an optimizer's parameters are of both kinds."""
+    """Its last layer is plain, so an optimizer gets parameters of both kinds."""
 
     def __init__(self):
         super().__init__(MLP(7), nn.Linear(5, 3, dtype=DOUBLE))
@@ -575,16 +575,16 @@ def test_averaged_models(ranks, kind):
 def other_optimizers(name):
     models = pair()
     patch = pytest.MonkeyPatch()
-    if name == "Muon":  # it computes in bfloat16, where the order of a sum would show
+    if name == "Muon":  # it computes in bfloat16, where the order of a sum changes the result
         from torch.optim import _muon
 
         patch.setattr(_muon, "torch", SimpleNamespace(**{**vars(torch), "bfloat16": DOUBLE}))
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # in torch 2.11
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # for torch 2.11
     values = []
     for model in models:
         parameters = {
             "Adafactor": list(model.parameters()),
-            "LBFGS": list(model[0].parameters()),  # which it joins to one vector: all ShardTensors, or all plain
+            "LBFGS": list(model[0].parameters()),  # it joins them into one vector: all ShardTensors, or all plain
             "Muon": [p for p in model.parameters() if p.ndim == 2],
         }[name]
         options = dict(max_iter=5) if name == "LBFGS" else {}
@@ -614,7 +614,7 @@ def test_other_optimizers(ranks, name):
 
 
 def sparse_gradients():
-    """There are none: the one optimizer that is for them refuses dense ones, and the op that makes them says so."""
+    """There are none: the only optimizer for sparse gradients refuses dense ones, and the op that would make them raises."""
     weight = nn.Parameter(place(torch.ones(5, 4), mesh_here(), ("S(0)",), UNEVEN))
     weight.grad = torch.ones_like(weight)
     with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
@@ -688,7 +688,7 @@ def clipped(kind, foreach):
             torch.testing.assert_close(full(a.grad), b.grad)
     clip_grad_value_(plain, 0.01, foreach=foreach)
     clip_grad_value_(ours, 0.01, foreach=foreach)
-    # A norm of some of them, on their mesh, for all of them.
+    # The norm of one gradient, on its own mesh, clips all of them.
     norm, total = (get_total_norm([p[2].grad]) for p in (ours, plain))
     clip_grads_with_norm_(ours, 0.001, norm, foreach=foreach)
     clip_grads_with_norm_(plain, 0.001, total, foreach=foreach)

@@ -21,7 +21,7 @@ IMAGE = (8, 2, 5, 5)
 
 
 def op(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Case:
-    """The forward communicates."""
+    """The forward may communicate."""
     return case(name, function, *arguments, **options)
 
 
@@ -155,7 +155,7 @@ CASES = [
     local("median_columns", lambda x: tuple(x.median(1)), X),
     op("quantile", lambda x: (x.quantile(0.3, dim=0), x.nanquantile(0.5)), X),
     op("dist", lambda x, y: torch.dist(x, y), X, X),
-    local("trace", lambda x: x.trace(), X if torch.__version__ >= "2.15" else (8, 8)),  # of a taller matrix torch 2.11's gradient is wrong
+    local("trace", lambda x: x.trace(), X if torch.__version__ >= "2.15" else (8, 8)),  # torch 2.11's gradient is wrong if taller
     # sort and scans
     local("sort_columns", lambda x: tuple(x.sort(1)), X),
     op("sort_rows", lambda x: tuple(x.sort(0, descending=True)), X),
@@ -300,7 +300,7 @@ CASES = [
     local("interpolate", lambda x: F.interpolate(x, scale_factor=2), IMAGE),
     local("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), (8, 4, 2, 2)),
     local("attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (8, 2, 3, 4), (8, 2, 3, 4), (8, 2, 3, 4)),
-    # made from it
+    # new tensors made from another
     local("like", lambda x: (torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2.0)), X),
     local("new", lambda x: (x.new_zeros(8, 4), x.new_ones(3), x.new_full((2, 2), 7.0)), X),
     local("copy_", written(lambda y, z: y.copy_(z)), X, X),
@@ -323,7 +323,7 @@ CASES = [
 
 
 def run(name: str, world: int) -> tuple[dict[str, int], list[Any]]:
-    """On every rank: the case; the number of collectives of its forward, by kind, and the results' strides."""
+    """Runs the case on every rank. Returns the collectives of its forward, by kind, and the results' strides."""
     from shardtensor import _C
 
     at, c = next((i, c) for i, c in enumerate(CASES) if c.name == name)

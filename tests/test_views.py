@@ -118,7 +118,7 @@ CASES = [
 
 
 def written(f):
-    """f(y) writes a copy of x; the copy, and a view of it taken before, are compared."""
+    """f(y) writes y, a copy of x. The test compares y."""
 
     def g(x, *rest):
         y = x.clone()
@@ -223,7 +223,7 @@ PUT_BACK = {
 
 
 def put_back(name: str) -> None:
-    """What is written to a view that had to move data is in the base, on all ranks, and in the view."""
+    """A write to a view that had to move data reaches the base and the view, on all ranks."""
     from oracle import EVEN, UNEVEN, compare, mesh_of, place
 
     whole = torch.randn(4, 4)
@@ -318,7 +318,7 @@ def test_other_writes_leave_it_readable(pools):
     pools(2).run(f"{__name__}:not_old")
 
 
-# To autograd the base y is written.
+# For autograd, these write the base y.
 SEEN_AS_WRITES = {
     "reshaped": lambda y: y.unsqueeze_(0),
     "view_reshaped": lambda y: y[:, :1].unsqueeze_(0),
@@ -328,7 +328,7 @@ SEEN_AS_WRITES = {
 
 
 def seen_as_write(name: str) -> None:
-    """Autograd would look for the place in the base of a view that moved data: in vain, so its gradient would go elsewhere."""
+    """A view that moved data has no place in its base. Autograd would look for one and send the gradient elsewhere."""
     from oracle import EVEN, mesh_of, place
 
     x = place(torch.randn(4, 4), mesh_of((2,)), ("S(0)",), EVEN).requires_grad_()
@@ -361,7 +361,7 @@ THROUGH_VIEWS = {
 
 
 def through_views(name: str) -> int:
-    """The gradient of what was written through a view, arriving in any layout; how many pairs of layouts."""
+    """The gradient of a write through a view, arriving in any layout. Returns the number of pairs of layouts."""
     from oracle import EVEN, UNEVEN, mesh_of, place
 
     write, mesh, done = THROUGH_VIEWS[name], mesh_of((2,)), 0
@@ -418,7 +418,7 @@ def test_gradients_of_views_are_written(pools):
 
 
 def exchanged() -> None:
-    """A dim that must be whole is exchanged for one that need not be: less to send than a gather."""
+    """The cut moves from a dim that must be whole to another dim. This sends less than a gather."""
     from oracle import EVEN, mesh_of, place
     from shardtensor import _C
 
@@ -436,7 +436,7 @@ def test_a_flattened_inner_shard_is_exchanged(pools):
 
 
 def strided_pieces() -> None:
-    """A dense tensor in pieces that are not: one rank's can be viewed so, another's has to be copied."""
+    """The tensor is contiguous, but not all of its pieces are: one rank can view its piece, another must copy it."""
     import torch.distributed as dist
     from oracle import mesh_of
     from shardtensor import DTensor, Shard
@@ -465,7 +465,7 @@ def test_reshapes_of_strided_pieces(pools):
 
 
 def geometry() -> None:
-    """Strides and offsets are those of the same views of a plain tensor: autograd goes by them."""
+    """Strides and offsets are those of the same views of a plain tensor: autograd relies on them."""
     from oracle import UNEVEN, mesh_of, place
 
     whole = torch.randn(6, 4, 3, dtype=torch.float64)
@@ -484,6 +484,14 @@ def geometry() -> None:
             lambda t: t.diagonal(0, 2, 1)[1:],
             lambda t: t.diagonal(1),
             lambda t: t.unbind(1)[2],
+            lambda t: t[None],
+            lambda t: t[:, None],
+            lambda t: t[..., None],
+            lambda t: t[None, 1:3, :, None, 1:],
+            lambda t: t.transpose(0, 2)[None],
+            lambda t: t.transpose(0, 2).unsqueeze(2),
+            lambda t: t[:1].expand(4, 4, 3).unsqueeze(1),
+            lambda t: t[:0].unsqueeze(1),
         ):
             got, want = f(x), f(whole)
             assert (got.stride(), got.storage_offset()) == (want.stride(), want.storage_offset()), (placement, got.shape)

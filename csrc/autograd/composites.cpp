@@ -110,13 +110,13 @@ struct EmbeddingBackward final : Node {
     TORCH_CHECK(table.defined(), "Trying to backward through the graph a second time: specify retain_graph=True the first time.");
     const auto at = indices.unpack();
     if (at::GradMode::is_enabled()) { // differentiable in turn
-      return {at::embedding_dense_backward(grad, at, table.size(0), padding_idx, scale_grad_by_freq)};
+      return {at::embedding_dense_backward_symint(grad, at, table.sym_size(0), padding_idx, scale_grad_by_freq)};
     }
     static const auto op =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("shardtensor::embedding_backward", "")
-            .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, bool)>();
-    return {op.call(grad, at, table, table.size(0), padding_idx, scale_grad_by_freq)};
+            .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, int64_t, bool)>();
+    return {op.call(grad, at, table, table.sym_size(0), padding_idx, scale_grad_by_freq)};
   }
 };
 
@@ -263,7 +263,7 @@ at::Tensor embedding(
   node->set_next_edges(torch::autograd::collect_next_edges(weight));
   node->table = weight.detach();
   node->indices = SavedVariable(indices, false);
-  node->padding_idx = padding_idx.expect_int();
+  node->padding_idx = padding_idx.guard_int(__FILE__, __LINE__);
   node->scale_grad_by_freq = scale_grad_by_freq;
   auto out = call_below<at::_ops::embedding>(keys, weight, indices, padding_idx, scale_grad_by_freq, sparse);
   torch::autograd::set_history(out, node);

@@ -1,8 +1,8 @@
 #include "autograd/local_ops.h"
 
 #include "autograd/functions.h"
+#include "dispatch/ask.h"
 #include "dispatch/call.h"
-#include "dispatch/outputs.h"
 #include "dispatch/plain.h"
 #include "dispatch/wrap.h"
 #include "redistribute/watch.h"

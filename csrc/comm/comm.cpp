@@ -462,14 +462,14 @@ void gather_in_graph(std::vector<at::Tensor>& pieces, const at::Tensor& mine, co
     pieces[0].copy_(mine);
     return;
   }
-  int64_t most = 0;
+  auto most = pieces[0].sym_numel();
   for (const auto& piece : pieces) {
-    most = std::max(most, piece.numel());
+    most = piece.sym_numel() > most ? piece.sym_numel() : most;
   }
-  const auto padded = at::constant_pad_nd(mine.reshape(-1), {0, most - mine.numel()});
+  const auto padded = at::constant_pad_nd_symint(mine.reshape(-1), {0, most - mine.sym_numel()});
   const auto arrived = traced::all_gather(padded, mesh, mesh_dim).chunk(mesh.size(mesh_dim));
   for (size_t c = 0; c < pieces.size() && most > 0; ++c) {
-    pieces[c].copy_(arrived[c].narrow(0, 0, pieces[c].numel()).view(pieces[c].sizes()));
+    pieces[c].copy_(arrived[c].narrow_symint(0, 0, pieces[c].sym_numel()).view_symint(pieces[c].sym_sizes()));
   }
 }
 

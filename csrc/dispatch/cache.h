@@ -34,7 +34,7 @@ class Cache {
       }
     }
     const auto asked = generation();
-    auto solution = solve(); // a log handler may run Python, which may clear the tables: `known` and `hit` are gone
+    auto solution = solve(); // it may run Python, which may clear the tables: `known` and `hit` are gone
     if (asked != generation()) {
       return solution; // found under modes that hold no more
     }

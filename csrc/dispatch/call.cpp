@@ -1,6 +1,7 @@
 #include "dispatch/call.h"
 
 #include "comm/traced.h"
+#include "dispatch/ask.h"
 #include "dispatch/check.h"
 #include "dispatch/errors.h"
 #include "dispatch/outputs.h"
@@ -133,9 +134,9 @@ void run_call(const Op& op, Stack* stack_ptr) {
   put_local(stack, base, refs, locals, kept);
   for (const auto& a : solution->size_args) {
     if (C10_UNLIKELY(any_traced(refs))) {
-      stack[base + a.arg] = c10::SymIntArrayRef(sym_local_size_argument(*solution, a, refs));
+      stack[base + a.arg] = c10::SymIntArrayRef(local_size_argument<Symbols>(*solution, a, refs));
     } else {
-      stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument(*solution, a, refs)));
+      stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument<Numbers>(*solution, a, refs)));
     }
   }
   run_on_locals(op, stack, refs, *solution, locals);

@@ -39,7 +39,7 @@ std::string layouts_of(const rules::Call& call) {
     if (t.index >= 0) {
       out << "[" << t.index << "]";
     }
-    out << ": " << t.sizes() << " " << t.layout->str();
+    out << ": " << t.sym_sizes() << " " << t.layout->str();
   }
   out << (call.tensors.size() > 8 ? ", ..." : "") << "; rank " << call.mesh.rank();
   return out.str();

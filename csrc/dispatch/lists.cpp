@@ -5,6 +5,7 @@
 #include "dispatch/check.h"
 #include "dispatch/errors.h"
 #include "dispatch/plain.h"
+#include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
 #include "tensor/lists.h"
 
@@ -189,7 +190,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
         errors::check_writable(op, r.arg, *r.tensor, r.impl);
       }
     }
-    if (!op.entry->options.elementwise || !stays(e)) {
+    if (!op.entry->options.elementwise || any_symbolic(e.refs) || !stays(e)) {
       e.solution = find_solution(op, stack, base, e.refs);
       check_alike(op, e.refs, *e.solution);
       move(op, e, locals);

@@ -117,13 +117,4 @@ void carry_back(const Op& op, const Refs& refs, const Solution& solution, const 
   }
 }
 
-Sizes local_size_argument(const Solution& solution, const rules::SizeArg& a, const Refs& refs) {
-  const auto& result = solution.results[a.result];
-  Sizes sizes;
-  for (const auto& s : result.sizes) {
-    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sizes()[s.dim] : s.number());
-  }
-  return result.layout->local_sizes(sizes);
-}
-
 } // namespace shardtensor

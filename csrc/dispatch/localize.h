@@ -3,6 +3,7 @@
 
 #include "dispatch/refs.h"
 #include "rules/resolve.h"
+#include "tensor/symbolic.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -69,7 +70,15 @@ c10::SmallVector<rules::Run::At, 4> after_moves(const Refs& refs, const rules::S
 // Moves an operand that was written in another layout than its owner's back to its owner.
 void carry_back(const Op& op, const Refs& refs, const rules::Solution& solution, const Locals& locals);
 
-// This rank's sizes of the result whose global sizes a size argument lists.
-Sizes local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs);
+// This rank's sizes of the result whose global sizes a size argument lists. In: Numbers or Symbols.
+template <typename In>
+typename In::List local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs) {
+  const auto& result = solution.results[a.result];
+  typename In::List sizes;
+  for (const auto& s : result.sizes) {
+    sizes.push_back(s.operand >= 0 ? In::sizes(*refs[s.operand].tensor)[s.dim] : In::of(s.value));
+  }
+  return In::piece(*result.layout, sizes);
+}
 
 } // namespace shardtensor

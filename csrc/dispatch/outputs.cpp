@@ -1,6 +1,6 @@
 #include "dispatch/outputs.h"
 
-#include "tensor/symbolic.h"
+#include "dispatch/ask.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -14,48 +14,6 @@ namespace {
 
 using c10::IValue;
 using torch::jit::Stack;
-
-bool is_output(const Op& op, const Ref& r) {
-  return r.impl && (op.outputs >> r.arg & 1);
-}
-
-at::Tensor meta_of(const at::Tensor& t, bool hints) {
-  const auto options = t.options().device(at::kMeta).requires_grad(false);
-  return hints ? at::empty_strided(hints_of(t.sym_sizes()), hints_of(t.sym_strides()), options)
-               : at::empty_strided(t.sizes(), t.strides(), options);
-}
-
-} // namespace
-
-Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs, bool hints) {
-  Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
-  for (size_t i = 0; i < refs.size();) {
-    const auto& r = refs[i];
-    auto& slot = call[r.arg];
-    if (r.index < 0) {
-      slot = is_output(op, r) ? at::empty({0}, r.tensor->options().device(at::kMeta).requires_grad(false))
-                              : meta_of(*r.tensor, hints);
-      ++i;
-      continue;
-    }
-    if (slot.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
-        list.push_back(meta_of(*refs[i].tensor, hints));
-      }
-      slot = std::move(list);
-    } else { // indices, some of them None
-      auto list = c10::impl::toTypedList<std::optional<at::Tensor>>(slot.toList()).copy();
-      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
-        list.set(static_cast<size_t>(refs[i].index), meta_of(*refs[i].tensor, hints));
-      }
-      slot = std::move(list);
-    }
-  }
-  return call;
-}
-
-namespace {
 
 using AllSizes = c10::SmallVector<Sizes, 4>; // one per Ref; empty for arguments that are not outputs
 

@@ -5,9 +5,6 @@
 
 namespace shardtensor {
 
-// The call on meta tensors of the global sizes; the out= arguments are empty, so that the op sizes them. hints: see hint_of().
-torch::jit::Stack on_meta(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs, bool hints = false);
-
 // find_solution() for a call with out= arguments. Empty ones are resized to their result, as in torch; other wrong sizes raise.
 rules::SolutionPtr fitting_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 

@@ -27,6 +27,11 @@ inline c10::IntArrayRef sizes_of(const Ref& r) {
   return r.impl ? r.impl->sizes_hint() : r.tensor->sizes();
 }
 
+// Whether the op only writes it (out=).
+inline bool is_output(const Op& op, const Ref& r) {
+  return r.impl && (op.outputs >> r.arg & 1);
+}
+
 // Every tensor among boxed arguments. The references point into the stack.
 Refs collect(const Op& op, torch::jit::Stack& stack, size_t base);
 

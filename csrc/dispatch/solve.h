@@ -5,8 +5,8 @@
 
 namespace shardtensor {
 
-// A new solution from the op's rule, on boxed arguments.
-rules::SolutionPtr solve(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+// By the op's rule and, where only torch knows (see ask.h), by its answers. For boxed arguments.
+rules::SolutionPtr new_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // The cached one for boxed arguments, or a new one. `refs` may be some of the tensors: one index of lists.
 rules::SolutionPtr find_solution(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);

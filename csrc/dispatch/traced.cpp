@@ -41,16 +41,18 @@ void guard_arguments(const Op& op, Stack& stack, size_t base) {
   }
 }
 
-// Makes numbers of sizes that cannot be symbols. Ops without a rule, and calls of rooms that know no symbols, need only numbers.
+// Makes numbers of sizes that cannot be symbols. Ops without a rule or a meta kernel, out= forms, and lists as flat memory need
+// only numbers.
 void guard_operands(const Op& op, Stack& stack, size_t base) {
-  const bool may_keep = op.entry && op.entry->rule && !op.asks_sizes && !op.is(rules::Way::Each);
+  const bool may_keep = op.entry && op.entry->rule && !op.asks_sizes && !op.entry->options.dense &&
+                        op.handle.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
   for (const auto& r : collect(op, stack, base)) {
     if (!is_symbolic(*r.tensor)) {
       continue;
     }
     if (may_keep) { // but for what is not cut evenly; at once, since the backward may be too late
       if (r.impl) {
-        sym_local_sizes(r.impl->layout(), r.tensor->sym_sizes().vec());
+        sym_local_sizes(r.impl->layout(), r.tensor->sym_sizes());
       }
     } else {
       guarded(r.tensor->sym_sizes());
@@ -106,9 +108,36 @@ bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs
          });
 }
 
+namespace {
+
+// Whether a rank's piece may be empty. Symbols are never 0, and neither are even pieces of one.
+bool may_be_empty(const at::Tensor& t, const Layout& layout) {
+  bool out = false;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    const auto n = t.sym_size(d);
+    const auto piece = layout.shards(d) ? sym_extent_before(layout, layout.ndim(), d, n, layout.mesh().coordinate()) : n;
+    out |= !piece.is_symbolic() && (layout.shards(d) || n == 0);
+  }
+  return out;
+}
+
+} // namespace
+
 void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
+  const auto empty = [&](size_t i) {
+    const auto* moved = solution.operands[i].get();
+    const auto* own = refs[i].impl ? &refs[i].impl->layout() : nullptr;
+    return may_be_empty(*refs[i].tensor, moved ? *moved : own ? *own : *solution.replicated);
+  };
+  bool may_run = solution.kernel != nullptr;
+  if (solution.kernel_if == rules::is_empty) {
+    may_run = false;
+    for (size_t i = 0; i < refs.size(); ++i) {
+      may_run |= empty(i);
+    }
+  }
   // Even if the kernel runs only on other ranks: guards are functions of global facts.
-  if (solution.kernel && !op.entry->options.symbols) {
+  if (may_run && !op.entry->options.symbols) {
     for (const auto& r : refs) {
       guarded(r.tensor->sym_sizes());
     }
@@ -126,23 +155,6 @@ at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::functi
   // Keep a copy: the caller may write to `out`. If the copy is never used, the graph drops it.
   t.keep_moved(to, out.clone());
   return out;
-}
-
-SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes) {
-  SymSizes out;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    out.push_back(sym_extent_before(layout, layout.ndim(), static_cast<int64_t>(d), sizes[d]));
-  }
-  return out;
-}
-
-SymSizes sym_local_size_argument(const Solution& solution, const rules::SizeArg& a, const Refs& refs) {
-  const auto& result = solution.results[a.result];
-  SymSizes sizes;
-  for (const auto& s : result.sizes) {
-    sizes.push_back(s.operand >= 0 ? refs[s.operand].tensor->sym_size(s.dim) : s.value);
-  }
-  return sym_local_sizes(*result.layout, sizes);
 }
 
 void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
@@ -166,71 +178,6 @@ void check_alike_symbols(const Op& op, const at::Tensor& x, Solution::Indexed a,
   TORCH_SYM_CHECK(
       (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner), op.name, ": the size of dim ", b.dim,
       " of one argument (", y.sym_size(b.dim), ") must match the size of dim ", a.dim, " of another (", x.sym_size(a.dim), ")");
-}
-
-namespace {
-
-SymSizes sym_global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
-  auto sizes = local.sym_sizes().vec();
-  for (size_t d = 0; d < result.sizes.size(); ++d) {
-    const auto& from = result.sizes[d];
-    if (from.operand >= 0) {
-      sizes[d] = refs[from.operand].tensor->sym_size(from.dim);
-    } else if (from.operand != -1) {
-      sizes[d] = from.value;
-    }
-  }
-  return sizes;
-}
-
-// form_of() over symbols.
-std::pair<SymSizes, c10::SymInt> form_of(const rules::Geometry& geometry, const at::Tensor& base, const SymSizes& sizes) {
-  auto offset = base.sym_storage_offset();
-  const auto have = base.sym_strides();
-  SymSizes strides;
-  if (geometry.reshaped) {
-    const auto found = at::detail::computeStride(base.sym_sizes(), have, c10::SymDimVector(sizes.begin(), sizes.end()));
-    return {found ? SymSizes(found->begin(), found->end()) : sym_strides_like(sizes, at::Tensor()), offset};
-  }
-  for (const auto& term : geometry.strides) {
-    strides.push_back(term.dim < 0 ? c10::SymInt(0) : have[term.dim] * term.times);
-  }
-  for (const auto& term : geometry.offset) {
-    offset = offset + have[term.dim] * term.times;
-  }
-  return {strides, offset};
-}
-
-} // namespace
-
-at::Tensor wrap_symbolic_result(
-    at::Tensor local,
-    const Solution& solution,
-    size_t nth,
-    const Refs& refs,
-    const Form* form,
-    const ShardTensorImpl* base,
-    bool moved) {
-  const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
-  const auto& layout = result ? result->layout : solution.replicated;
-  auto sizes = local.sym_sizes().vec(), strides = local.sym_strides().vec();
-  if (result && layout->is_sharded()) {
-    sizes = sym_global_sizes(*result, refs, local);
-  }
-  if (base && !moved) {
-    if (form) {
-      return wrap_symbolic(std::move(local), layout, sizes, symbols(form->strides), base, form->offset);
-    }
-    const auto [found, offset] = form_of(*result->geometry, *refs[0].tensor, sizes);
-    return wrap_symbolic(std::move(local), layout, sizes, found, base, offset);
-  }
-  if (result && !result->strides.empty()) {
-    strides = symbols(result->strides);
-  } else if (result && solution.shards) {
-    strides = result->order ? sym_dense_strides(sizes, *result->order)
-                            : sym_strides_like(sizes, result->like >= 0 ? *refs[result->like].tensor : at::Tensor());
-  }
-  return wrap_symbolic(std::move(local), layout, sizes, strides, base, 0, moved);
 }
 
 } // namespace shardtensor

@@ -30,23 +30,8 @@ void settle_sizes(const Op& op, const Refs& refs, const rules::Solution& solutio
 // copy of that result, so that ranks communicate once. Not in a backward: the forward would have to keep the moved tensor.
 at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move);
 
-// This rank's sizes, if the global sizes may be symbols.
-SymSizes sym_local_sizes(const Layout& layout, const SymSizes& sizes);
-// local_size_argument() over symbols.
-SymSizes sym_local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs);
-
 // check_alike() for two dims, at least one of them a symbol; adds a guard to the graph.
 void check_alike_symbols(
     const Op& op, const at::Tensor& x, rules::Solution::Indexed a, const at::Tensor& y, rules::Solution::Indexed b);
-
-// wrap_result() for symbolic sizes.
-at::Tensor wrap_symbolic_result(
-    at::Tensor local,
-    const rules::Solution& solution,
-    size_t nth,
-    const Refs& refs,
-    const Form* form,
-    const ShardTensorImpl* base,
-    bool moved);
 
 } // namespace shardtensor

@@ -132,7 +132,7 @@ struct Localized<c10::SymIntArrayRef> {
   c10::SymIntArrayRef operator()(Localizer& l, size_t i, c10::SymIntArrayRef given) {
     for (const auto& a : l.solution.size_args) {
       if (static_cast<size_t>(a.arg) == i) {
-        kept = local_size_argument(l.solution, a, l.refs);
+        kept = local_size_argument<Numbers>(l.solution, a, l.refs);
         return c10::SymIntArrayRef(reinterpret_cast<const c10::SymInt*>(kept.data()), kept.size());
       }
     }
@@ -210,7 +210,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
         op_.id, make_key, [&](Key& key) { add_sizes(refs, key); },
         [&] {
           Stack stack = c10::impl::boxArgs<Args...>(args...);
-          return solve(op_, stack, 0, refs);
+          return new_solution(op_, stack, 0, refs);
         });
     if (needs_more(*solution, refs)) {
       return Boxed<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);

@@ -13,20 +13,27 @@ namespace shardtensor {
 using rules::Solution;
 using torch::jit::Stack;
 
-Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
-  if (result.sizes.empty()) {
-    return Sizes(local.sizes().begin(), local.sizes().end());
-  }
-  Sizes sizes(result.sizes.size());
+namespace {
+
+template <typename In>
+typename In::List sizes_of_result(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  const auto have = In::sizes(local);
+  typename In::List sizes(have.begin(), have.end());
   for (size_t d = 0; d < result.sizes.size(); ++d) {
     const auto& from = result.sizes[d];
     if (from.operand >= 0) {
-      sizes[d] = refs[from.operand].tensor->sizes()[from.dim];
-    } else {
-      sizes[d] = from.operand == -1 ? local.size(static_cast<int64_t>(d)) : from.number();
+      sizes[d] = In::sizes(*refs[from.operand].tensor)[from.dim];
+    } else if (from.operand != -1) {
+      sizes[d] = In::of(from.value);
     }
   }
   return sizes;
+}
+
+} // namespace
+
+Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  return sizes_of_result<Numbers>(result, refs, local);
 }
 
 namespace {
@@ -63,29 +70,43 @@ Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArray
 
 namespace {
 
-Form form_of(const rules::Geometry& geometry, const at::Tensor& base, c10::IntArrayRef sizes) {
-  Form form{{}, base.storage_offset()};
-  const auto strides = base.strides();
+// The strides of a view of all of the base's elements.
+Sizes reshaped(const at::Tensor& base, c10::IntArrayRef sizes) {
+  if (base.is_contiguous()) {
+    return Sizes(c10::contiguous_strides(sizes));
+  }
+  const auto found = at::detail::computeStride(base.sizes(), base.strides(), sizes);
+  // Checks the whole tensor, as torch does, so that all ranks raise alike: a piece might allow the view.
+  TORCH_CHECK(
+      found,
+      "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
+      "contiguous subspaces). Use .reshape(...) instead: sizes ",
+      base.sizes(), ", strides ", base.strides(), " as ", sizes);
+  return Sizes(found->begin(), found->end());
+}
+
+SymSizes reshaped(const at::Tensor& base, c10::SymIntArrayRef sizes) {
+  const auto found =
+      at::detail::computeStride(base.sym_sizes(), base.sym_strides(), c10::SymDimVector(sizes.begin(), sizes.end()));
+  return found ? SymSizes(found->begin(), found->end()) : sym_dense_strides(sizes, {}); // where torch refuses, its own op raises
+}
+
+template <typename In, typename AllSizes>
+FormIn<In> form_of(const rules::Geometry& geometry, const at::Tensor& base, const AllSizes& sizes) {
   if (geometry.reshaped) {
-    if (base.is_contiguous()) {
-      form.strides = c10::contiguous_strides(sizes);
-      return form;
+    return {reshaped(base, sizes), In::offset(base)};
+  }
+  const auto strides = In::strides(base);
+  FormIn<In> form{{}, In::offset(base)};
+  for (const auto& [dim, times, plus] : geometry.strides) {
+    auto stride = In::of(times);
+    if (dim >= 0) {
+      stride = strides[dim] * (stride == rules::Geometry::kItsSize ? In::sizes(base)[dim] : stride);
     }
-    const auto found = at::detail::computeStride(base.sizes(), strides, sizes);
-    // Checks the whole tensor, as torch does, so that all ranks raise alike: a piece might allow the view.
-    TORCH_CHECK(
-        found,
-        "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
-        "contiguous subspaces). Use .reshape(...) instead: sizes ",
-        base.sizes(), ", strides ", strides, " as ", sizes);
-    form.strides.append(found->begin(), found->end());
-    return form;
+    form.strides.push_back(plus < 0 ? stride : stride + strides[plus]);
   }
-  for (const auto& term : geometry.strides) {
-    form.strides.push_back(term.dim < 0 ? 0 : strides[term.dim] * term.times.as_int_unchecked());
-  }
-  for (const auto& term : geometry.offset) {
-    form.offset += strides[term.dim] * term.times.as_int_unchecked();
+  for (const auto& [dim, times, plus] : geometry.offset) {
+    form.offset = form.offset + strides[dim] * In::of(times);
   }
   return form;
 }
@@ -116,10 +137,11 @@ bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTenso
 
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
-  const auto strides = base.strides();
-  const auto room = static_cast<int64_t>(base.storage().nbytes() / base.dtype().itemsize());
-  const auto meta = at::empty({room}, base.options().device(at::kMeta).requires_grad(false))
-                        .as_strided(base.sizes(), strides, base.storage_offset());
+  const auto sizes = guarded(base.sym_sizes()), strides = guarded(base.sym_strides());
+  const auto offset = base.sym_storage_offset().guard_int(__FILE__, __LINE__);
+  const auto bytes = base.storage().sym_nbytes().guard_int(__FILE__, __LINE__);
+  const auto room = bytes / static_cast<int64_t>(base.dtype().itemsize());
+  const auto meta = at::empty({room}, base.options().device(at::kMeta).requires_grad(false)).as_strided(sizes, strides, offset);
   Stack call(stack.begin() + static_cast<int64_t>(at), stack.end());
   call[0] = meta;
   op.handle.callBoxed(&call);
@@ -129,6 +151,41 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
   });
   return forms;
 }
+
+namespace {
+
+// wrap_result() for symbolic sizes.
+at::Tensor wrap_symbolic_result(
+    at::Tensor local,
+    const Solution& solution,
+    size_t nth,
+    const Refs& refs,
+    const Form* form,
+    const ShardTensorImpl* base,
+    bool moved) {
+  const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
+  const auto& layout = result ? result->layout : solution.replicated;
+  auto sizes = local.sym_sizes().vec(), strides = local.sym_strides().vec();
+  if (result && layout->is_sharded()) {
+    sizes = sizes_of_result<Symbols>(*result, refs, local);
+  }
+  if (base && !moved) {
+    const auto found = form ? FormIn<Symbols>{symbols(form->strides), form->offset}
+                            : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
+    return wrap_symbolic(std::move(local), layout, sizes, found.strides, base, found.offset);
+  }
+  if (result && !result->strides.empty()) {
+    strides = result->strides;
+  } else if (result && (solution.shards || result->order)) {
+    const auto like = result->like >= 0 ? *refs[result->like].tensor : at::Tensor();
+    const auto order = result->order ? *result->order : order_like(like, sizes.size());
+    strides = sym_dense_strides(sizes, order);
+    local = sym_laid(local, order);
+  }
+  return wrap_symbolic(std::move(local), layout, sizes, strides, base, 0, moved);
+}
+
+} // namespace
 
 at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs, const Form* form) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
@@ -167,14 +224,14 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
     return out;
   };
   if (base && (!moved || form || (result && result->geometry))) {
-    const auto found = form ? *form : form_of(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
+    const auto found = form ? *form : form_of<Numbers>(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
     if (solution.put_back) {
       lay(found.strides);
     }
     return wrapped(found.strides, found.offset);
   }
   if (result && !result->strides.empty()) {
-    strides = result->strides;
+    strides = own_strides = guarded(result->strides);
   } else if (result && (solution.shards || result->order)) {
     strides = own_strides = strides_of(*result, refs, sizes);
     lay(strides);

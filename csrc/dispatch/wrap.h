@@ -3,14 +3,17 @@
 
 #include "dispatch/refs.h"
 #include "rules/resolve.h"
+#include "tensor/symbolic.h"
 
 namespace shardtensor {
 
 // A view's strides and offset in its base's memory. There is no such memory, but autograd uses these numbers.
-struct Form {
-  Sizes strides;
-  int64_t offset;
+template <typename In>
+struct FormIn {
+  typename In::List strides;
+  decltype(In::offset(at::Tensor())) offset;
 };
+using Form = FormIn<Numbers>;
 
 // Whether a view's rule does not give its form, so that a meta tensor has to.
 inline bool needs_forms(const Op& op, const rules::Solution& solution, const Refs& refs) {

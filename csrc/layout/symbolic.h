@@ -30,8 +30,9 @@ inline bool divides(int64_t pieces, const c10::SymInt& n) {
   return (n % pieces).sym_eq(0).guard_bool(__FILE__, __LINE__);
 }
 
-// Layout::extent_before() for this rank: a symbol if the cuts are even and divide it, else a number.
-inline c10::SymInt sym_extent_before(const Layout& layout, int64_t mesh_dim, int64_t dim, const c10::SymInt& size) {
+// Layout::extent_before(): a symbol if the cuts are even and divide it, else a number.
+inline c10::SymInt sym_extent_before(
+    const Layout& layout, int64_t mesh_dim, int64_t dim, const c10::SymInt& size, const Coordinate& at) {
   auto extent = size;
   for (int64_t m = 0; m < mesh_dim; ++m) {
     const auto& p = layout.placement(m);
@@ -40,22 +41,35 @@ inline c10::SymInt sym_extent_before(const Layout& layout, int64_t mesh_dim, int
     }
     const auto n = layout.mesh().size(m);
     if (layout.cut(m) || p.split_factor > 1 || !divides(n, extent)) {
-      return layout.extent_before(mesh_dim, dim, size.guard_int(__FILE__, __LINE__), layout.mesh().coordinate());
+      return layout.extent_before(mesh_dim, dim, size.guard_int(__FILE__, __LINE__), at);
     }
     extent = extent / n;
   }
   return extent;
 }
 
+// This rank's sizes: Layout::local_sizes() over symbols.
+inline SymSizes sym_local_sizes(const Layout& layout, c10::SymIntArrayRef sizes) {
+  SymSizes out;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    out.push_back(sym_extent_before(layout, layout.ndim(), static_cast<int64_t>(d), sizes[d], layout.mesh().coordinate()));
+  }
+  return out;
+}
+
 // What this rank holds of `size` indices along `dim`: one run, Layout::intervals() over symbols.
 struct SymInterval {
   c10::SymInt start, length;
+
+  Interval numbers() const { // which guards the graph
+    return {start.guard_int(__FILE__, __LINE__), length.guard_int(__FILE__, __LINE__)};
+  }
 };
-inline SymInterval sym_interval(const Layout& layout, int64_t dim, const c10::SymInt& size) {
+inline SymInterval mine(const Layout& layout, int64_t dim, const c10::SymInt& size) {
   SymInterval held{0, size};
   for (int64_t m = 0; m < layout.ndim() && held.length.is_symbolic(); ++m) {
     if (layout.placement(m).is_shard(dim)) {
-      held.length = sym_extent_before(layout, m + 1, dim, size);
+      held.length = sym_extent_before(layout, m + 1, dim, size, layout.mesh().coordinate());
       held.start = held.start + held.length * layout.mesh().coordinate()[m];
     }
   }

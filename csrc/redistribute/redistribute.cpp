@@ -582,6 +582,24 @@ comm::Completion ready_for_use(Moving& m, const Layout& from, const Layout& to, 
 }
 
 // Traces the same plan into a graph, with each step as a short graph if possible.
+bool alike(const Plan& a, const Plan& b) {
+  return std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
+    return x.kind == y.kind && x.mesh_dim == y.mesh_dim;
+  });
+}
+
+// A symbol of one rank may be a number on another, and the ranks must plan alike. Costs are linear in the bytes: a plan that is
+// the cheapest for few and for many is so for any number. Otherwise the graph is guarded to have these sizes.
+Plan plan_in_graph(const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
+  constexpr double kMany = 1e15;
+  const bool transfers = may_transfer_in_graph(from.mesh());
+  const auto few = plan_for(from, to, 1, transfers), many = plan_for(from, to, kMany, transfers);
+  if (alike(few, many)) {
+    return many;
+  }
+  return plan_for(from, to, static_cast<double>(c10::multiply_integers(guarded(sizes))) * static_cast<double>(item), transfers);
+}
+
 at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {
   if (&from.mesh() != &to.mesh()) {
     const auto here = relabelled(from, to.mesh_ptr());
@@ -598,8 +616,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
   }
   State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), {}};
   Sizes numbers;
-  const auto bytes = nominal_bytes(sizes, local.element_size());
-  for (const auto& step : plan_for(from, to, bytes, may_transfer_in_graph(from.mesh())).steps) {
+  for (const auto& step : plan_in_graph(from, to, sizes, local.element_size()).steps) {
     in_step(from, to, step, [&] {
       auto next = layout_after(step, *s.layout, to);
       if (auto short_way = traced_step(s.local, step, *s.layout, *next, sizes)) {

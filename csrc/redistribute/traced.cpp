@@ -24,7 +24,7 @@ std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIn
     return std::nullopt;
   }
   const auto n = layout.mesh().size(m);
-  const auto extent = sym_extent_before(layout, m, p.dim, sizes[p.dim]);
+  const auto extent = sym_extent_before(layout, m, p.dim, sizes[p.dim], layout.mesh().coordinate());
   if (extent.is_symbolic() && !layout.cut(m) && divides(n, extent)) {
     return Lengths(n, extent / n);
   }

@@ -4,6 +4,7 @@
 #include "rules/cutting.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace shardtensor::rules {
 
@@ -93,7 +94,7 @@ class Chooser {
           candidates.push_back(c);
         } else if (
             !call_.tensors[known->donor].mutated &&
-            (call_.tensors[i].mutated || call_.tensors[i].bytes > call_.tensors[known->donor].bytes)) {
+            (call_.tensors[i].mutated || is_larger(i, static_cast<size_t>(known->donor)))) {
           *known = c;
         }
       } else if (p.is_partial() && !rule_.operands[i].free && summands_pass_) {
@@ -118,6 +119,21 @@ class Chooser {
     if (candidates.size() == 1) {
       return candidates[0];
     }
+    auto [best, least] = cheapest(m, candidates);
+    if (least > 0) {
+      weighed_ = true;
+      best = has_symbols() ? cheapest_for_symbols(m, candidates) : best;
+    }
+    return candidates[best];
+  }
+
+  bool weighed() const {
+    return weighed_;
+  }
+
+ private:
+  // The first of the cheapest, and its cost. A cost of 0 does not depend on bytes.
+  std::pair<size_t, double> cheapest(int64_t m, const c10::SmallVector<Choice, 4>& candidates) const {
     size_t best = 0;
     double least = cost(m, candidates[0]);
     for (size_t i = 1; i < candidates.size() && least > 0; ++i) {
@@ -127,41 +143,76 @@ class Chooser {
         best = i;
       }
     }
-    weighed_ |= least > 0;
-    return candidates[best];
+    return {best, least};
   }
 
-  bool weighed() const {
-    return weighed_;
+  bool has_symbols() const {
+    return std::any_of(call_.tensors.begin(), call_.tensors.end(), [](const TensorArg& t) { return t.has_symbols(); });
   }
 
- private:
+  // The ranks must choose alike, and a symbol of one may be a number on another. So each comparison guards the graph: it holds
+  // for sizes of which this choice is the best.
+  size_t cheapest_for_symbols(int64_t m, const c10::SmallVector<Choice, 4>& candidates) const {
+    size_t best = 0;
+    for (size_t i = 1; i < candidates.size(); ++i) {
+      best = is_cheaper(m, candidates[i], candidates[best]) ? i : best;
+    }
+    return best;
+  }
+
+  // Costs are linear in each operand's bytes.
+  bool is_cheaper(int64_t m, const Choice& a, const Choice& b) const {
+    constexpr double kUnit = 1024; // of integers that stand for costs
+    const auto scaled = [](double x) { return static_cast<int64_t>(std::llround(x * kUnit)); };
+    double constant = 0;
+    std::optional<c10::SymInt> difference;
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      const auto at = [&](double bytes) { return cost(m, a, i, bytes) - cost(m, b, i, bytes); };
+      const auto slope = at(2) - at(1);
+      constant += at(1) - slope;
+      if (const auto each = scaled(slope)) {
+        const auto more = call_.tensors[i].sym_bytes() * each;
+        difference = difference ? *difference + more : more;
+      }
+    }
+    return difference ? *difference < -scaled(constant) : constant < 0;
+  }
+
+  // Whether operand i is the better donor. Between two of one layout it does not matter, so symbols need no guard.
+  bool is_larger(size_t i, size_t known) const {
+    const auto &a = call_.tensors[i], &b = call_.tensors[known];
+    const bool symbols = a.has_symbols() || b.has_symbols();
+    return symbols ? a.layout != b.layout && a.sym_bytes() > b.sym_bytes() : a.bytes > b.bytes;
+  }
+
   // Bytes that the operands send if mesh dim m is used as in `c` and the other mesh dims stay.
   double cost(int64_t m, const Choice& c) const {
     double sum = 0;
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
-      if (rule_.operands[i].free) {
-        continue;
-      }
-      const auto& t = call_.tensors[i];
-      const auto want = so_far_.placement_of(i, c);
-      const auto& have = t.layout->placement(m);
-      if (want == have) {
-        if (c.kind == Choice::Kind::Shard && have.is_shard() && !follows_donor(i, m, c)) {
-          sum += recut_cost(i, m);
-        }
-        continue;
-      }
-      sum += step_cost(i, m, have, want);
-      if (t.mutated) {
-        sum += kLatency + step_cost(i, m, want, have);
-      }
+      sum += cost(m, c, i, call_.tensors[i].bytes);
     }
     return sum;
   }
 
-  double held(size_t i, int64_t m) const {
-    double b = call_.tensors[i].bytes;
+  // Those of operand i, if it has so many.
+  double cost(int64_t m, const Choice& c, size_t i, double bytes) const {
+    if (rule_.operands[i].free) {
+      return 0;
+    }
+    const auto& t = call_.tensors[i];
+    const auto want = so_far_.placement_of(i, c);
+    const auto& have = t.layout->placement(m);
+    const auto b = held(i, m, bytes);
+    if (want == have) {
+      const bool moves = c.kind == Choice::Kind::Shard && have.is_shard() && !follows_donor(i, m, c);
+      return moves ? cost_of(StepKind::AllToAll, b / static_cast<double>(mesh_.size(m)), mesh_.size(m)) : 0;
+    }
+    const auto back = t.mutated ? kLatency + step_cost(m, want, have, b) : 0;
+    return step_cost(m, have, want, b) + back;
+  }
+
+  // What a rank holds of operand i before mesh dim m cuts it.
+  double held(size_t i, int64_t m, double b) const {
     for (int64_t k = 0; k < mesh_.ndim(); ++k) {
       if (k != m && call_.tensors[i].layout->placement(k).is_shard()) {
         b /= static_cast<double>(mesh_.size(k));
@@ -170,18 +221,14 @@ class Chooser {
     return b;
   }
 
-  double recut_cost(size_t i, int64_t m) const {
-    return cost_of(StepKind::AllToAll, held(i, m) / static_cast<double>(mesh_.size(m)), mesh_.size(m));
-  }
-
-  double step_cost(size_t i, int64_t m, const Placement& have, const Placement& want) const {
+  double step_cost(int64_t m, const Placement& have, const Placement& want, double held) const {
     if (have.is_replicate()) {
       return 0;
     }
     if (have.is_partial()) {
-      return cost_of(want.is_shard() ? StepKind::ReduceScatter : StepKind::AllReduce, held(i, m), mesh_.size(m));
+      return cost_of(want.is_shard() ? StepKind::ReduceScatter : StepKind::AllReduce, held, mesh_.size(m));
     }
-    const auto piece = held(i, m) / static_cast<double>(mesh_.size(m));
+    const auto piece = held / static_cast<double>(mesh_.size(m));
     return cost_of(want.is_shard() ? StepKind::AllToAll : StepKind::AllGather, piece, mesh_.size(m));
   }
 

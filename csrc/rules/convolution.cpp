@@ -48,7 +48,7 @@ void convolution_kernel(Run& run) {
 // The meta kernel does not recognize a batch of one as channels_last.
 std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& weight) {
   for (const auto* t : {&input, &weight}) {
-    if (t->strides().empty()) { // symbols
+    if (t->has_symbols()) {
       continue;
     }
     if (c10::is_channels_last_strides_2d(t->sizes(), t->strides())) {
@@ -86,7 +86,8 @@ Rule convolution(const Call& call) {
 void convolution_backward_kernel(Run& run) {
   const auto bias_sizes = run.op.schema().argumentIndexWithName("bias_sizes");
   if (!run.arg(*bias_sizes).isNone()) {
-    run.arg(*bias_sizes) = c10::List<int64_t>({std::max<int64_t>(run.arg(0).toTensor().size(1), 1)});
+    const auto channels = run.arg(0).toTensor().sym_size(1);
+    run.arg(*bias_sizes) = c10::SymIntArrayRef({channels == 0 ? c10::SymInt(1) : channels});
   }
   call_op_nonempty(run);
 }
@@ -156,12 +157,13 @@ Rule fractional_pool(const Call& call) {
 // Argument `input_size` lists the global sizes of the gradient. The kernel replaces them by those of this rank's piece.
 void resample_backward_kernel(Run& run) {
   const auto at = *run.op.schema().argumentIndexWithName("input_size");
-  auto sizes = run.arg(at).toIntVector();
+  auto sizes = run.arg(at).toSymIntVector();
   const auto grad = run.arg(0).toTensor();
   for (int64_t d = 0; d < 2; ++d) {
-    sizes[d] = std::max(grad.size(d), std::min<int64_t>(run.operands[0].size(d), 1));
+    const auto n = grad.sym_size(d);
+    sizes[d] = n == 0 && run.operands[0].symbols[d] != 0 ? c10::SymInt(1) : n; // see call_op_nonempty()
   }
-  run.arg(at) = c10::List<int64_t>(c10::IntArrayRef(sizes));
+  run.arg(at) = c10::SymIntArrayRef(sizes);
   call_op_nonempty(run);
 }
 
@@ -225,27 +227,33 @@ Rule pixel_shuffle(const Call& call) {
 void register_convolution(Registry& r) {
   Options same;
   same.one_dtype = ~uint64_t{0};
+  same.symbols = true;
+  const Options symbols{.symbols = true};
   r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, same);
-  r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward);
+  r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward, symbols);
 
   r.add(
-      "pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "avg_pool2d", "avg_pool2d_backward"}, linear_pool<2>);
+      "pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "avg_pool2d", "avg_pool2d_backward"}, linear_pool<2>,
+      symbols);
   r.add(
-      "pooling", {"_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "avg_pool3d", "avg_pool3d_backward"}, linear_pool<3>);
-  r.add("pooling", {"adaptive_max_pool2d", "max_pool2d_with_indices"}, pool<2>);
-  r.add("pooling", {"adaptive_max_pool3d", "max_pool3d_with_indices"}, pool<3>);
-  r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>);
-  r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>);
+      "pooling", {"_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "avg_pool3d", "avg_pool3d_backward"}, linear_pool<3>,
+      symbols);
+  r.add("pooling", {"adaptive_max_pool2d", "max_pool2d_with_indices"}, pool<2>, symbols);
+  r.add("pooling", {"adaptive_max_pool3d", "max_pool3d_with_indices"}, pool<3>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>, symbols);
+  r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>, symbols);
 
-  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>);
-  r.add("pooling", {"fractional_max_pool2d_backward"}, linear_pool<2>);
-  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>);
-  r.add("pooling", {"fractional_max_pool3d_backward"}, linear_pool<3>);
-  r.add("pooling", {"max_pool1d"}, pool<1>, {.way = Way::Whole}); // torch reads the data pointer if no gradient is needed
+  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>, symbols);
+  r.add("pooling", {"fractional_max_pool2d_backward"}, linear_pool<2>, symbols);
+  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>, symbols);
+  r.add("pooling", {"fractional_max_pool3d_backward"}, linear_pool<3>, symbols);
+  r.add(
+      "pooling", {"max_pool1d"}, pool<1>,
+      {.way = Way::Whole, .symbols = true}); // torch reads the data pointer if no gradient is needed
 
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
   r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);
-  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest1d"}, linear_pool<1>);
+  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest1d"}, linear_pool<1>, symbols);
   r.add(
       "resampling",
       {
@@ -257,8 +265,8 @@ void register_convolution(Registry& r) {
           "upsample_bilinear2d",
           "upsample_nearest2d",
       },
-      linear_pool<2>);
-  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d", "upsample_trilinear3d"}, linear_pool<3>);
+      linear_pool<2>, symbols);
+  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d", "upsample_trilinear3d"}, linear_pool<3>, symbols);
   r.add(
       "resampling",
       {
@@ -266,7 +274,7 @@ void register_convolution(Registry& r) {
           "upsample_linear1d_backward",
           "upsample_nearest1d_backward",
       },
-      resample_backward<1>);
+      resample_backward<1>, symbols);
   r.add(
       "resampling",
       {
@@ -278,7 +286,7 @@ void register_convolution(Registry& r) {
           "upsample_bilinear2d_backward",
           "upsample_nearest2d_backward",
       },
-      resample_backward<2>);
+      resample_backward<2>, symbols);
   r.add(
       "resampling",
       {
@@ -286,7 +294,7 @@ void register_convolution(Registry& r) {
           "upsample_nearest3d_backward",
           "upsample_trilinear3d_backward",
       },
-      resample_backward<3>);
+      resample_backward<3>, symbols);
 }
 
 } // namespace shardtensor::rules

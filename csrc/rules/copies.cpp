@@ -84,23 +84,24 @@ Rule new_like(const Call& call) {
 
 // The piece's dims have the order of the requested strides.
 void new_empty_strided_kernel(Run& run) {
-  const auto sizes = run.arg(1).toIntVector();
-  const auto strides = run.arg(2).toIntVector();
-  Sizes order(sizes.size()), local(sizes.size(), 1);
+  const auto sizes = run.arg(1).toSymIntVector();
+  const auto strides = run.arg(2).toSymIntVector();
+  Sizes order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
-  int64_t next = 1;
+  SymSizes local(sizes.size(), 1);
+  c10::SymInt next = 1;
   for (auto d : order) {
     local[d] = next;
-    next *= std::max<int64_t>(sizes[d], 1);
+    next = sizes[d] == 0 ? next : next * sizes[d];
   }
-  run.stack[run.base() + 2] = c10::List<int64_t>(c10::IntArrayRef(local));
+  run.arg(2) = c10::SymIntArrayRef(local);
   run.call_op();
 }
 
 Rule new_empty_strided(const Call& call) {
   auto rule = new_like(call);
-  rule.results[0].strides = call.ints(2);
+  rule.results[0].strides = call.sym_ints(2);
   rule.kernel = new_empty_strided_kernel;
   rule.always_kernel = true;
   return rule;
@@ -139,7 +140,7 @@ void register_copies(Registry& r) {
       nullptr, {.way = Way::Refused, .why = kDense});
   r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like, {.symbols = true});
   r.add("copies", {"new_empty"}, new_like, {.symbols = true, .unwritten = true});
-  r.add("copies", {"new_empty_strided"}, new_empty_strided, {.unwritten = true});
+  r.add("copies", {"new_empty_strided"}, new_empty_strided, {.symbols = true, .unwritten = true});
   // Their ends are single numbers.
   r.add(
       "copies",

@@ -1,4 +1,5 @@
 // Embeddings: if a table is sharded over its rows, each rank looks up its own rows, and the result holds summands.
+#include "rules/pieces.h"
 #include "rules/registry.h"
 
 #include "comm/comm.h"
@@ -21,23 +22,18 @@ uint64_t sharded_by(const Run& run) {
   return dims;
 }
 
-Interval rows_held(const Run& run) {
-  const auto& table = run.operands[0];
-  return table.layout->intervals(0, table.size(0), run.mesh().coordinate())[0];
-}
-
 // Checks against the whole table: a rank has only its own rows.
-void check_bounds(const at::Tensor& indices, int64_t rows) {
-  if (indices.numel() == 0) {
+void check_bounds(const at::Tensor& indices, const c10::SymInt& rows) {
+  if (is_empty(indices)) {
     return;
   }
   if (indices.is_cpu() && !is_traced(indices)) {
     const auto low = indices.min().item<int64_t>(), high = indices.max().item<int64_t>();
     TORCH_CHECK_INDEX(
-        low >= 0 && high < rows, "index out of range in self: embedding got index ", low < 0 ? low : high, " for a table of ",
+        low >= 0 && rows > high, "index out of range in self: embedding got index ", low < 0 ? low : high, " for a table of ",
         rows, " rows");
   } else {
-    at::_assert_async((indices >= 0).logical_and(indices < rows).all(), "index out of range in self: embedding");
+    at::_assert_async((indices >= 0).logical_and(indices < at::Scalar(rows)).all(), "index out of range in self: embedding");
   }
 }
 
@@ -45,16 +41,17 @@ void check_bounds(const at::Tensor& indices, int64_t rows) {
 void embedding_kernel(Run& run) {
   const auto weight = run.arg(0).toTensor();
   const auto indices = run.arg(1).toTensor();
-  check_bounds(indices, run.operands[0].size(0));
-  const auto held = rows_held(run);
+  check_bounds(indices, run.operands[0].symbols[0]);
+  const auto held = mine(run, 0, 0);
   if (held.length == 0) {
-    auto sizes = indices.sizes().vec();
-    sizes.push_back(weight.size(1));
-    run.returns({at::zeros(sizes, weight.options())});
+    auto sizes = indices.sym_sizes().vec();
+    sizes.push_back(weight.sym_size(1));
+    run.returns({at::zeros_symint(sizes, weight.options())});
     return;
   }
-  const auto elsewhere = (indices < held.start).logical_or_(indices >= held.start + held.length);
-  const auto at = (indices - held.start).masked_fill_(elsewhere, 0);
+  const at::Scalar start(held.start), end(held.start + held.length);
+  const auto elsewhere = (indices < start).logical_or_(indices >= end);
+  const auto at = (indices - start).masked_fill_(elsewhere, 0);
   run.returns({at::embedding(weight, at).masked_fill_(elsewhere.unsqueeze(-1), 0)});
 }
 
@@ -106,11 +103,12 @@ Rule embedding_dense_backward(const Call& call) {
 void table_backward_kernel(Run& run) {
   const auto grad = run.arg(0).toTensor(), indices = run.arg(1).toTensor();
   const auto padding = run.arg(4).toInt();
-  const auto held = run.solution.results[0].layout->intervals(0, run.arg(3).toInt(), run.mesh().coordinate())[0];
-  const auto elsewhere = (indices < held.start).logical_or_(indices >= held.start + held.length).logical_or_(indices == padding);
-  const auto at = (indices - held.start).masked_fill_(elsewhere, held.length);
-  const auto rows = at::embedding_dense_backward(grad, at, held.length + 1, held.length, run.arg(5).toBool());
-  run.returns({rows.narrow(0, 0, held.length)});
+  const auto held = mine(*run.solution.results[0].layout, 0, run.arg(3).toSymInt());
+  const at::Scalar start(held.start), end(held.start + held.length);
+  const auto elsewhere = (indices < start).logical_or_(indices >= end).logical_or_(indices == padding);
+  const auto at = (indices - start).masked_fill_(elsewhere, at::Scalar(held.length));
+  const auto rows = at::embedding_dense_backward_symint(grad, at, held.length + 1, held.length, run.arg(5).toBool());
+  run.returns({rows.narrow_symint(0, 0, held.length)});
 }
 
 // (grad_output, indices, weight, num_weights, padding_idx, scale_grad_by_freq): if the table's rows are sharded, each rank
@@ -136,8 +134,8 @@ void renorm_kernel(Run& run) {
   auto weight = run.arg(0).toTensor();
   need_values(weight, "embedding_renorm_ (an embedding with max_norm)");
   const auto indices = run.arg(1).toTensor().reshape(-1);
-  check_bounds(indices, run.operands[0].size(0));
-  const auto held = rows_held(run);
+  check_bounds(indices, run.operands[0].symbols[0]);
+  const auto held = mine(run, 0, 0).numbers();
   const auto here =
       at::masked_select(indices - held.start, (indices >= held.start).logical_and_(indices < held.start + held.length));
   if (here.numel()) {
@@ -247,16 +245,16 @@ at::Tensor embedding_backward(
     const at::Tensor& grad,
     const at::Tensor& indices,
     const at::Tensor& /*weight*/,
-    int64_t num_weights,
+    c10::SymInt num_weights,
     int64_t padding_idx,
     bool scale_grad_by_freq) {
-  return at::embedding_dense_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq);
+  return at::embedding_dense_backward_symint(grad, indices, std::move(num_weights), padding_idx, scale_grad_by_freq);
 }
 
 // torch's backward op lacks the table, whose layout says of which rows a rank computes the gradient.
 TORCH_LIBRARY(shardtensor, m) {
   m.def(
-      "embedding_backward(Tensor grad_output, Tensor indices, Tensor weight, int num_weights, int padding_idx, bool "
+      "embedding_backward(Tensor grad_output, Tensor indices, Tensor weight, SymInt num_weights, int padding_idx, bool "
       "scale_grad_by_freq) -> Tensor");
   m.impl("embedding_backward", c10::DispatchKey::CompositeExplicitAutograd, embedding_backward);
 }
@@ -264,15 +262,15 @@ TORCH_LIBRARY(shardtensor, m) {
 } // namespace
 
 void register_embedding(Registry& r) {
-  const Options bag{.plain = true};
+  const Options bag{.symbols = true, .plain = true};
   r.add("embedding", {"_embedding_bag", "_embedding_bag_forward_only"}, embedding_bag, bag);
   r.add("embedding", {"_embedding_bag_backward", "_embedding_bag_dense_backward"}, embedding_bag_backward, bag);
   r.add("embedding", {"_embedding_bag_per_sample_weights_backward"}, embedding_bag_per_sample_weights_backward, bag);
-  r.add("embedding", {"embedding"}, embedding);
-  r.add("embedding", {"embedding_dense_backward"}, embedding_dense_backward);
-  r.add("embedding", {"shardtensor::embedding_backward"}, table_backward);
+  r.add("embedding", {"embedding"}, embedding, {.symbols = true});
+  r.add("embedding", {"embedding_dense_backward"}, embedding_dense_backward, {.symbols = true});
+  r.add("embedding", {"shardtensor::embedding_backward"}, table_backward, {.symbols = true});
   r.add("embedding", {"embedding_renorm_"}, embedding_renorm, {.takes = kReals});
-  r.add("embedding", {"one_hot"}, one_hot, {.way = Way::Whole});
+  r.add("embedding", {"one_hot"}, one_hot, {.way = Way::Whole, .symbols = true});
 }
 
 } // namespace shardtensor::rules

@@ -33,7 +33,7 @@ at::Tensor cut_to_layout(at::Tensor t, const Solution::Result& result, const Run
     }
     const auto& size = from.operand >= 0 ? run.operands[from.operand].symbols[from.dim] : from.value;
     const auto dim = static_cast<int64_t>(d);
-    const auto piece = sym_extent_before(*result.layout, result.layout->ndim(), dim, size);
+    const auto piece = sym_extent_before(*result.layout, result.layout->ndim(), dim, size, run.mesh().coordinate());
     if (piece < t.sym_size(dim)) {
       t = t.narrow_symint(dim, 0, piece);
     }

@@ -25,10 +25,10 @@ int64_t indexed(Rule& rule, at::ScalarType dtype, bool reads) {
 // ---- local indices ----
 
 // Checks the bounds as torch does for a whole tensor; a masked lookup would not.
-at::Tensor wrapped(const at::Tensor& index, int64_t size, bool negative) {
-  const auto least = negative ? -size : 0;
-  at::_assert_async(index.ge(least).logical_and_(index.lt(size)).all(), "index out of bounds");
-  return negative ? at::where(index.lt(0), index + size, index) : index;
+at::Tensor wrapped(const at::Tensor& index, const c10::SymInt& size, bool negative) {
+  const at::Scalar least(negative ? -size : c10::SymInt(0)), end(size);
+  at::_assert_async(index.ge(least).logical_and_(index.lt(end)).all(), "index out of bounds");
+  return negative ? at::where(index.lt(0), index + end, index) : index;
 }
 
 // Indices into the piece, and which of them are outside the piece; the latter are set to 0.
@@ -36,39 +36,40 @@ struct Inside {
   at::Tensor index, outside;
 };
 
-Inside inside(const at::Tensor& index, const Interval& piece) {
-  const auto local = index - piece.start;
-  auto outside = local.lt(0).logical_or_(local.ge(piece.length));
+Inside inside(const at::Tensor& index, const SymInterval& piece) {
+  const auto local = index - at::Scalar(piece.start);
+  auto outside = local.lt(0).logical_or_(local.ge(at::Scalar(piece.length)));
   return {local.masked_fill(outside, 0), std::move(outside)};
 }
 
 // Indices into a piece with one spare row at its end. Indices outside the piece point to the spare row.
-at::Tensor or_spare(const at::Tensor& index, const Interval& piece) {
-  const auto local = index - piece.start;
-  return local.masked_fill(local.lt(0).logical_or_(local.ge(piece.length)), piece.length);
+at::Tensor or_spare(const at::Tensor& index, const SymInterval& piece) {
+  const auto local = index - at::Scalar(piece.start);
+  const at::Scalar spare(piece.length);
+  return local.masked_fill(local.lt(0).logical_or_(local.ge(spare)), spare);
 }
 
 at::Tensor with_spare_row(const at::Tensor& x, int64_t dim) {
-  Sizes row(x.sizes().begin(), x.sizes().end());
+  auto row = x.sym_sizes().vec();
   row[dim] = 1;
-  return at::cat({x, at::zeros(row, x.options())}, dim);
+  return at::cat({x, at::zeros_symint(row, x.options())}, dim);
 }
 
 // A piece with at least one row to look up.
 at::Tensor nonempty(const at::Tensor& x, int64_t dim) {
-  return x.size(dim) ? x : with_spare_row(x, dim);
+  return x.sym_size(dim) == 0 ? with_spare_row(x, dim) : x;
 }
 
 // Runs a writing op with `dim` of argument 0 sharded: on the piece with a spare row, with local indices.
 void write_along(Run& run, int64_t dim, size_t index_arg, bool negative) {
   const auto self = run.arg(0).toTensor();
-  const auto size = run.operands[0].size(dim);
-  const auto piece = mine(*run.operands[0].layout, dim, size);
+  const auto& size = run.operands[0].symbols[dim];
+  const auto piece = mine(run, 0, dim);
   const bool in_place = !run.op.schema().returns().empty() && run.op.schema().returns()[0].alias_info();
   run.stack[run.base()] = with_spare_row(self, dim);
   run.stack[run.base() + index_arg] = or_spare(wrapped(run.arg(index_arg).toTensor(), size, negative), piece);
   run.call_op();
-  auto out = run.stack.back().toTensor().narrow(dim, 0, piece.length);
+  auto out = run.stack.back().toTensor().narrow_symint(dim, 0, piece.length);
   run.stack.back() = in_place ? self.copy_(out) : out.contiguous();
 }
 
@@ -109,8 +110,7 @@ Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const T
 void gather_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto size = run.operands[0].size(dim);
-  const auto at = inside(wrapped(run.arg(2).toTensor(), size, false), mine(*run.operands[0].layout, dim, size));
+  const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
   run.returns({nonempty(x, dim).gather(dim, at.index).masked_fill_(at.outside, 0)});
 }
 
@@ -167,11 +167,10 @@ Rule scatter(const Call& call) {
 void index_select_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto size = run.operands[0].size(dim);
-  auto at = inside(wrapped(run.arg(2).toTensor(), size, false), mine(*run.operands[0].layout, dim, size));
-  Sizes shape(x.dim(), 1);
-  shape[dim] = at.outside.numel();
-  run.returns({nonempty(x, dim).index_select(dim, at.index).masked_fill_(at.outside.view(shape), 0)});
+  const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
+  SymSizes shape(x.dim(), 1);
+  shape[dim] = at.outside.sym_numel();
+  run.returns({nonempty(x, dim).index_select(dim, at.index).masked_fill_(at.outside.view_symint(shape), 0)});
 }
 
 Rule index_select(const Call& call) {
@@ -343,16 +342,16 @@ void index_kernel(Run& run) {
     if (!base.layout->shards(dim)) {
       return index;
     }
-    auto in = inside(wrapped(index.to(at::kLong), base.size(dim), true), mine(*base.layout, dim, base.size(dim)));
+    auto in = inside(wrapped(index.to(at::kLong), base.symbols[dim], true), mine(run, 0, dim));
     outside = outside.defined() ? outside.logical_or(in.outside) : in.outside;
     x = nonempty(x, dim);
     return in.index;
   });
   auto out = at::index(x, indices);
   const auto& how = noted<Indexing>(run.solution);
-  Sizes shape(outside.sizes().begin(), outside.sizes().end());
-  shape.append(out.dim() - how.at - how.ndim, 1);
-  run.returns({out.masked_fill_(outside.view(shape), 0)});
+  auto shape = outside.sym_sizes().vec();
+  shape.insert(shape.end(), out.dim() - how.at - how.ndim, 1);
+  run.returns({out.masked_fill_(outside.view_symint(shape), 0)});
 }
 
 Rule index(const Call& call) {
@@ -369,14 +368,14 @@ void index_put_kernel(Run& run) {
   const auto self = run.arg(0).toTensor();
   const auto& base = run.operands[0];
   auto padded = self;
-  Sizes lengths(self.sizes().begin(), self.sizes().end());
+  const auto lengths = self.sym_sizes();
   // An index outside this piece along any dim must write nothing: along that dim it points to the spare row.
   auto indices = turn_indices(run, [&](const at::Tensor& index, int64_t dim) {
     if (!base.layout->shards(dim)) {
       return index;
     }
     padded = with_spare_row(padded, dim);
-    return or_spare(wrapped(index.to(at::kLong), base.size(dim), true), mine(*base.layout, dim, base.size(dim)));
+    return or_spare(wrapped(index.to(at::kLong), base.symbols[dim], true), mine(run, 0, dim));
   });
   const bool in_place = run.op.schema().returns()[0].alias_info();
   run.stack[run.base()] = padded;
@@ -384,7 +383,7 @@ void index_put_kernel(Run& run) {
   run.call_op();
   auto out = run.stack.back().toTensor();
   for (int64_t d = 0; d < self.dim(); ++d) {
-    out = out.narrow(d, 0, lengths[d]);
+    out = out.narrow_symint(d, 0, lengths[d]);
   }
   run.stack.back() = in_place ? self.copy_(out) : out.contiguous();
 }
@@ -393,7 +392,7 @@ void index_put_kernel(Run& run) {
 std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
   const auto& x = call.tensors[0];
   if (call.tensors.size() != 3 || !is_mask(call.tensors[1].dtype) || call.tensors[1].dim() != x.dim() ||
-      c10::multiply_integers(call.tensors[2].sizes()) != 1 || how.dims.size() != 1) {
+      numel_of(call.tensors[2].sym_sizes()) != 1 || how.dims.size() != 1) {
     return std::nullopt;
   }
   Rule rule;
@@ -446,22 +445,30 @@ Rule take(const Call& call) {
 
 // ---- triangles ----
 
-// Element (i, j) of the piece is (i + row, j + column) of the whole.
-struct Corner {
-  int64_t row, column;
-};
-Corner corner(const Run& run) {
-  const auto& x = run.operands[0];
-  const auto n = x.dim();
-  return {mine(*x.layout, n - 2, x.size(n - 2)).start, mine(*x.layout, n - 1, x.size(n - 1)).start};
+// The whole's diagonal 0 is this one of the piece.
+c10::SymInt main_diagonal(const Run& run) {
+  const auto n = run.operands[0].dim();
+  return mine(run, 0, n - 2).start - mine(run, 0, n - 1).start;
 }
 
+template <bool lower>
 void triangle_kernel(Run& run) {
-  const auto at = corner(run);
-  run.stack[run.base() + 1] = run.arg(1).toInt() + at.row - at.column;
-  run.call_op();
+  const auto diagonal = main_diagonal(run) + run.arg(1).toInt();
+  if (const auto number = diagonal.maybe_as_int()) {
+    run.arg(1) = *number;
+    return run.call_op();
+  }
+  // The op takes only numbers.
+  const auto x = run.arg(0).toTensor();
+  const auto long_ints = x.options().dtype(at::kLong);
+  const auto rows = at::arange(at::Scalar(x.sym_size(-2)), long_ints),
+             columns = at::arange(at::Scalar(x.sym_size(-1)), long_ints);
+  const auto of = columns - rows.unsqueeze(1);
+  const at::Scalar last(diagonal);
+  give(run, {x.masked_fill(lower ? of.gt(last) : of.lt(last), 0)});
 }
 
+template <bool lower>
 Rule triangle(const Call& call) {
   Rule rule;
   const auto n = call.tensors[0].dim();
@@ -475,14 +482,13 @@ Rule triangle(const Call& call) {
     rule.operands.emplace_back(dims);
   }
   rule.results.emplace_back(std::move(dims));
-  rule.kernel = triangle_kernel;
+  rule.kernel = triangle_kernel<lower>;
   rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;
 }
 
 void trace_kernel(Run& run) {
-  const auto at = corner(run);
-  run.returns({run.arg(0).toTensor().diagonal(at.row - at.column).sum()});
+  run.returns({run.arg(0).toTensor().diagonal(main_diagonal(run).guard_int(__FILE__, __LINE__)).sum()});
 }
 
 Rule trace(const Call& call) {
@@ -505,13 +511,14 @@ Rule trace(const Call& call) {
 void register_indexing(Registry& r) {
   Options put;
   put.one_dtype = 0b101; // self, values
-  put.repeats = true;
+  put.repeats = put.symbols = true;
+  const Options symbols{.symbols = true};
   r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
   r.add("indexing", {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"}, nullptr, {.way = Way::Decomposed});
-  r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index);
-  r.add("indexing", {"gather"}, gather);
-  r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>);
-  r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>);
+  r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index, symbols);
+  r.add("indexing", {"gather"}, gather, symbols);
+  r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, symbols);
+  r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>, symbols);
   r.add(
       "indexing",
       {
@@ -522,8 +529,8 @@ void register_indexing(Registry& r) {
           "index_reduce",
           "index_reduce_",
       },
-      write_rows<Writes::Others>);
-  r.add("indexing", {"index_select"}, index_select);
+      write_rows<Writes::Others>, symbols);
+  r.add("indexing", {"index_select"}, index_select, symbols);
   // The ranks must agree on the result's size, so all need all values.
   r.add(
       "indexing",
@@ -538,8 +545,8 @@ void register_indexing(Registry& r) {
           "repeat_interleave.Tensor",
       },
       replicate);
-  r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>);
-  r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>);
+  r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>, symbols);
+  r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>, symbols);
   r.add(
       "indexing",
       {
@@ -552,10 +559,11 @@ void register_indexing(Registry& r) {
           "scatter_reduce.two",
           "scatter_reduce_.two",
       },
-      scatter<Writes::Others>);
+      scatter<Writes::Others>, symbols);
   r.add("indexing", {"take"}, take);
   r.add("indexing", {"trace"}, trace);
-  r.add_forms("indexing", {"tril", "triu"}, triangle);
+  r.add_forms("indexing", {"tril"}, triangle<true>, symbols);
+  r.add_forms("indexing", {"triu"}, triangle<false>, symbols);
 }
 
 } // namespace shardtensor::rules

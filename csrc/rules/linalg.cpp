@@ -74,8 +74,13 @@ void solve_matrix_kernel(Run& run) {
 }
 
 bool takes_vectors(const Call& call) {
-  const auto a = call.tensors[0].sizes(), b = call.tensors[1].sizes();
-  return a.empty() || b.size() == 1 || (b.size() + 1 == a.size() && b == a.slice(0, a.size() - 1));
+  auto a = call.tensors[0].sym_sizes();
+  const auto b = call.tensors[1].sym_sizes();
+  if (a.empty() || b.size() == 1) {
+    return true;
+  }
+  a.pop_back();
+  return a == b;
 }
 
 // Not linear in B: some results do not depend on B, so they cannot be summands.
@@ -97,7 +102,7 @@ Rule lstsq(const Call& call) {
   const auto arg = call.position("driver");
   const bool cpu = call.mesh.description().device_type == "cpu";
   const std::string driver = call.has(arg) ? call.arg(arg).toStringRef() : cpu ? "gelsy" : "gels";
-  const bool tall = a.size(a.dim() - 2) > a.size(a.dim() - 1), vectors = takes_vectors(call);
+  const bool tall = a.sym_size(a.dim() - 2) > a.sym_size(a.dim() - 1), vectors = takes_vectors(call);
   if (driver == "gels") {
     return batched(
         call,
@@ -122,6 +127,8 @@ void register_linalg(Registry& r) {
   o.takes = kWideReals | kWideComplex;
   Options same = o;
   same.one_dtype = 0b11;
+  Options solving = same;
+  solving.symbols = true;
   Options with_pivots = o;
   with_pivots.one_dtype = 0b101;
   Options local = o; // their gradient formulas, or the ops themselves, write into plain tensors
@@ -132,7 +139,7 @@ void register_linalg(Registry& r) {
   add("_linalg_eigh", eigh);
   add("_linalg_eigvals", [](const Call& c) { return batched(c, "*..->*."); });
   add("_linalg_slogdet", [](const Call& c) { return batched(c, "*..->*,*,*..,*."); });
-  r.add(family, {"_linalg_solve_ex"}, solve, same);
+  r.add(family, {"_linalg_solve_ex"}, solve, solving);
   add("_linalg_svd", svd);
   add("cholesky_inverse", [](const Call& c) { return batched(c, "*..->*.."); });
   r.add(

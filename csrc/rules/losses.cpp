@@ -351,7 +351,7 @@ void ctc_kernel(Run& run) {
   const auto blank = run.arg(4).toInt(), reduction = run.arg(5).toInt();
   TORCH_CHECK(c10::multiply_integers(sizes) > 0, "log_probs tensor must not be empty");
   TORCH_CHECK(blank >= 0 && blank < sizes[2], "blank must be in label range");
-  const auto held = mine(*run.operands[0].layout, 1, sizes[1]);
+  const auto held = mine(run, 0, 1).numbers();
   const auto inputs = cut_lengths(run.arg(2), "input_lengths", held, sizes[1], sizes[0]);
   const auto lengths = cut_lengths(run.arg(3), "target_lengths", held, sizes[1], targets.size(-1));
   if (targets.dim() == 1) {

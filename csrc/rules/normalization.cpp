@@ -19,14 +19,14 @@ using c10::IValue;
 struct Group {
   std::vector<int64_t> dims;
   uint64_t over;
-  double count;
+  c10::SymFloat count;
   const Mesh& mesh;
 
   // Keeps the dims, so that the result broadcasts.
   at::Tensor mean(const at::Tensor& t) const {
     auto sum = t.sum(dims, /*keepdim=*/true).contiguous();
     comm::all_reduce_over(sum, mesh, over, ReduceOp::Sum);
-    return sum.div_(count);
+    return sum.div_(at::Scalar(count));
   }
 };
 
@@ -84,10 +84,6 @@ struct Arguments {
 
 const std::string& name_of(const Call& call, const TensorArg& t) {
   return call.schema.arguments()[t.arg].name();
-}
-
-double product(c10::IntArrayRef sizes, size_t from) {
-  return static_cast<double>(c10::multiply_integers(sizes.slice(from)));
 }
 
 Factor kernel_factor(std::optional<ReduceOp> reduce = std::nullopt) {
@@ -152,7 +148,7 @@ Group layer_group(const Run& run, const at::Tensor& x, const Run::At& at) {
   TORCH_CHECK(
       sizes == shape, "Given normalized_shape=", c10::IntArrayRef(shape),
       ", expected input whose last dims have these sizes, but got input of size", at.symbols);
-  Group group{{}, 0, product(sizes, 0), run.mesh()};
+  Group group{{}, 0, static_cast<double>(c10::multiply_integers(sizes)), run.mesh()};
   for (int64_t d = axis; d < x.dim(); ++d) {
     group.dims.push_back(d);
     group.over |= run.mesh_dims(d); // factor d is dim d's
@@ -285,12 +281,12 @@ Rule rms_norm_backward(const Call& call) {
 
 struct GroupDims {
   Dims full, channels, statistics;
-  Sizes statistics_sizes;
+  SymSizes statistics_sizes;
 };
 
 // Noted by group norms: the channels of a group.
 struct GroupChannels {
-  int64_t count;
+  c10::SymInt count;
 };
 
 GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed) {
@@ -300,14 +296,14 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
   Factor batch;
   batch.reduce = summed;
   const auto n = rule.factor(batch), g = rule.factor();
-  out.full = {Dim(n), Dim(g, input.size(1) / groups)};
+  out.full = {Dim(n), Dim(g, input.sym_size(1) / groups)};
   out.channels = {out.full[1]};
   out.statistics = {Dim(n), Dim(g)};
-  out.statistics_sizes = {input.size(0), groups};
+  out.statistics_sizes = {input.sym_size(0), groups};
   for (int64_t d = 2; d < input.dim(); ++d) {
     out.full.emplace_back(rule.factor(kernel_factor(summed)));
   }
-  rule.notes = GroupChannels{input.size(1) / groups};
+  rule.notes = GroupChannels{input.sym_size(1) / groups};
   for (const auto& t : call.tensors) {
     const auto& name = name_of(call, t);
     rule.operands.emplace_back(
@@ -320,38 +316,39 @@ GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summe
 
 // This rank's piece as [n, groups, channels of a group, space], and the group of values that share statistics.
 struct GroupPiece {
-  std::vector<int64_t> sizes;
+  SymSizes sizes;
   Group group;
   bool by_hand; // the op cannot be used: space is sharded, or the piece is empty
 
   at::Tensor split(const at::Tensor& t) const {
-    return wide(t).reshape(sizes);
+    return wide(t).reshape_symint(sizes);
   }
   // Reshapes [channels] to broadcast with split()'s result.
   at::Tensor per_channel(const at::Tensor& t) const {
-    return t.reshape({1, sizes[1], sizes[2], 1});
+    return t.reshape_symint({1, sizes[1], sizes[2], 1});
   }
 };
-GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::IntArrayRef whole) {
-  const auto channels = noted<GroupChannels>(run.solution).count;
-  const auto space = c10::multiply_integers(x.sizes().slice(2));
+GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::SymIntArrayRef whole) {
+  const auto& channels = noted<GroupChannels>(run.solution).count;
   uint64_t over = 0;
   for (int64_t d = 2; d < x.dim(); ++d) {
     over |= run.mesh_dims(d); // factor d is dim d's
   }
   return {
-      {x.size(0), x.size(1) / channels, channels, space},
-      {{2, 3}, over, static_cast<double>(channels) * product(whole, 2), run.mesh()},
-      over != 0 || x.numel() == 0};
+      {x.sym_size(0), x.sym_size(1) / channels, channels, numel_of(x.sym_sizes().slice(2))},
+      {{2, 3}, over, channels * numel_of(whole.slice(2)), run.mesh()},
+      over != 0 || is_empty(x)};
 }
 
 // The op also takes sizes as arguments; these must be those of this rank's piece.
 void call_group_op(Run& run, const GroupPiece& piece) {
-  const auto set = [&](const char* name, int64_t value) { run.arg(*run.op.schema().argumentIndexWithName(name)) = value; };
+  const auto set = [&](const char* name, const c10::SymInt& value) {
+    run.arg(*run.op.schema().argumentIndexWithName(name)) = value;
+  };
   set("N", piece.sizes[0]);
   set("C", piece.sizes[1] * piece.sizes[2]);
   set("HxW", piece.sizes[3]);
-  set("group", piece.sizes[1]);
+  set("group", piece.sizes[1].guard_int(__FILE__, __LINE__));
   const auto input = Arguments{run}.tensor("input");
   call_in_order(run, input.is_cpu() ? input.suggest_memory_format() : at::MemoryFormat::Contiguous);
 }
@@ -359,7 +356,7 @@ void call_group_op(Run& run, const GroupPiece& piece) {
 void group_norm_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
-  const auto piece = group_piece(run, input, run.operands[0].sizes());
+  const auto piece = group_piece(run, input, run.operands[0].symbols);
   if (!piece.by_hand) {
     return call_group_op(run, piece);
   }
@@ -367,8 +364,8 @@ void group_norm_kernel(Run& run) {
   auto out = weight.defined() ? n.value * piece.per_channel(weight) : n.value;
   out = bias.defined() ? out + piece.per_channel(bias) : out;
   const auto type = statistics_type(input, weight);
-  const auto flat = [&](const at::Tensor& t) { return t.to(type).view({piece.sizes[0], piece.sizes[1]}); };
-  run.returns({out.to(input.scalar_type()).view(input.sizes()), flat(n.mean), flat(n.rstd)});
+  const auto flat = [&](const at::Tensor& t) { return t.to(type).view_symint({piece.sizes[0], piece.sizes[1]}); };
+  run.returns({out.to(input.scalar_type()).view_symint(input.sym_sizes()), flat(n.mean), flat(n.rstd)});
 }
 
 Rule group_norm(const Call& call) {
@@ -384,24 +381,24 @@ Rule group_norm(const Call& call) {
 void group_norm_backward_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight");
-  const auto piece = group_piece(run, input, run.operands[1].sizes());
+  const auto piece = group_piece(run, input, run.operands[1].symbols);
   if (!piece.by_hand) {
     return call_group_op(run, piece);
   }
-  const auto spread = [&](const at::Tensor& t) { return wide(t).reshape({piece.sizes[0], piece.sizes[1], 1, 1}); };
+  const auto spread = [&](const at::Tensor& t) { return wide(t).reshape_symint({piece.sizes[0], piece.sizes[1], 1, 1}); };
   const auto grad = piece.split(args.tensor("grad_out")), rstd = spread(args.tensor("rstd"));
   const auto value = (piece.split(input) - spread(args.tensor("mean"))) * rstd;
   const auto type = weight.defined() ? weight.scalar_type() : input.scalar_type();
   at::Tensor grad_input, grad_weight, grad_bias;
   if (args.wants(0)) {
     const auto g = weight.defined() ? grad * piece.per_channel(weight) : grad;
-    grad_input = normalize_backward(g, value, rstd, piece.group, true).to(input.scalar_type()).view(input.sizes());
+    grad_input = normalize_backward(g, value, rstd, piece.group, true).to(input.scalar_type()).view_symint(input.sym_sizes());
   }
   if (args.wants(1)) {
-    grad_weight = (grad * value).sum(at::IntArrayRef{0, 3}).to(type).view({input.size(1)});
+    grad_weight = (grad * value).sum(at::IntArrayRef{0, 3}).to(type).view_symint({input.sym_size(1)});
   }
   if (args.wants(2)) {
-    grad_bias = grad.sum(at::IntArrayRef{0, 3}).to(type).view({input.size(1)});
+    grad_bias = grad.sum(at::IntArrayRef{0, 3}).to(type).view_symint({input.sym_size(1)});
   }
   run.returns({grad_input, grad_weight, grad_bias});
 }
@@ -443,8 +440,8 @@ BatchDims batch_norm_dims(const Call& call, Rule& rule, bool training, std::opti
   return out;
 }
 
-Group batch_group(const Run& run, const at::Tensor& x, c10::IntArrayRef whole) {
-  Group group{{}, 0, static_cast<double>(c10::multiply_integers(whole)) / static_cast<double>(whole[1]), run.mesh()};
+Group batch_group(const Run& run, const at::Tensor& x, c10::SymIntArrayRef whole) {
+  Group group{{}, 0, c10::SymFloat(numel_of(whole)) / c10::SymFloat(whole[1]), run.mesh()};
   for (int64_t d = 0; d < x.dim(); ++d) {
     if (d != 1) {
       group.dims.push_back(d);
@@ -455,9 +452,9 @@ Group batch_group(const Run& run, const at::Tensor& x, c10::IntArrayRef whole) {
 }
 
 at::Tensor along_channels(const at::Tensor& t, const at::Tensor& x) {
-  std::vector<int64_t> sizes(x.dim(), 1);
-  sizes[1] = t.size(0);
-  return t.view(sizes);
+  SymSizes sizes(x.dim(), 1);
+  sizes[1] = t.sym_size(0);
+  return t.view_symint(sizes);
 }
 
 double number(const Arguments& args, const char* name, const char* otherwise) {
@@ -484,8 +481,8 @@ bool is_training(const Arguments& args) {
 void batch_norm_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
-  const auto group = batch_group(run, input, run.operands[0].sizes());
-  if (input.numel() && !(is_training(args) && group.over)) {
+  const auto group = batch_group(run, input, run.operands[0].symbols);
+  if (!is_empty(input) && !(is_training(args) && group.over)) {
     return call_in_order(run, input.suggest_memory_format());
   }
   if (!is_training(args)) {
@@ -501,7 +498,7 @@ void batch_norm_kernel(Run& run) {
   const auto momentum_at = run.op.schema().argumentIndexWithName("momentum");
   const auto momentum = args[momentum_at ? "momentum" : "exponential_average_factor"].toDouble();
   update_running(args.tensor("running_mean"), n.mean, momentum);
-  update_running(args.tensor("running_var"), n.variance * (group.count / (group.count - 1)), momentum);
+  update_running(args.tensor("running_var"), n.variance * at::Scalar(group.count / (group.count - 1.0)), momentum);
   const auto type = statistics_type(input, weight);
   std::vector<IValue> results{out.to(input.scalar_type()), n.mean.reshape({-1}).to(type), n.rstd.reshape({-1}).to(type)};
   while (results.size() < run.op.schema().returns().size()) {
@@ -531,12 +528,12 @@ void batch_norm_backward_kernel(Run& run) {
   const auto input = args.tensor("input"), weight = args.tensor("weight");
   const auto grad = wide(args.tensor(run.op.schema().argumentIndexWithName("grad_out") ? "grad_out" : "grad_output"));
   const auto save = args.tensor(run.op.schema().argumentIndexWithName("save_invstd") ? "save_invstd" : "save_var");
-  const auto group = batch_group(run, input, run.operands[0].sizes());
-  if (input.numel() && !(is_training(args) && group.over)) {
+  const auto group = batch_group(run, input, run.operands[0].symbols);
+  if (!is_empty(input) && !(is_training(args) && group.over)) {
     return call_in_order(run, input.suggest_memory_format());
   }
   if (!is_training(args)) {
-    const auto zeros = at::zeros({input.size(1)}, (weight.defined() ? weight : input).options());
+    const auto zeros = at::zeros_symint({input.sym_size(1)}, (weight.defined() ? weight : input).options());
     return run.returns({at::empty_like(input), zeros, zeros.clone()});
   }
   const auto x = wide(input);
@@ -549,7 +546,7 @@ void batch_norm_backward_kernel(Run& run) {
     grad_input = rstd * (grad - means.select(-1, 0) - value * means.select(-1, 1));
     grad_input = (weight.defined() ? grad_input * along_channels(weight, x) : grad_input).to(input.scalar_type());
   }
-  means = means.reshape({-1, 2}) * group.count;
+  means = means.reshape({-1, 2}) * at::Scalar(group.count);
   if (args.wants(1)) {
     grad_weight = means.select(1, 1).to(type);
   }
@@ -582,6 +579,7 @@ void register_normalization(Registry& r) {
   weighted.or_float = true;
   Options running = weighted;
   running.writes = 0b11000; // running_mean, running_var
+  weighted.symbols = running.symbols = real.symbols = true;
   r.add("normalization", {"_fused_rms_norm"}, rms_norm, {.way = Way::Whole, .symbols = true});
   r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward, {.symbols = true});
   r.add(
@@ -603,7 +601,6 @@ void register_normalization(Registry& r) {
       batch_norm_backward, real);
   r.add("normalization", {"native_group_norm"}, group_norm, weighted);
   r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, real);
-  weighted.symbols = real.symbols = true;
   r.add("normalization", {"native_layer_norm"}, layer_norm, weighted);
   r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward, real);
 }

@@ -13,12 +13,12 @@ namespace shardtensor::rules {
 namespace {
 
 struct Padded {
-  Sizes sizes; // of the result
+  SymSizes sizes; // of the result
 };
 
 // Every piece adds its share of the padding.
 void pad_kernel(Run& run) {
-  auto pad = run.arg(1).toIntVector();
+  auto pad = run.arg(1).toSymIntVector();
   const auto n = static_cast<int64_t>(run.operands[0].dim());
   const auto& to = *run.solution.results[0].layout;
   for (size_t i = 0; i * 2 < pad.size(); ++i) {
@@ -26,45 +26,47 @@ void pad_kernel(Run& run) {
     if (!to.shards(d)) {
       continue;
     }
-    const auto held = mine(*run.operands[0].layout, d, run.operands[0].size(d));
-    const auto made = mine(to, d, noted<Padded>(run.solution).sizes[d]);
+    const auto held = mine(run, 0, d).numbers();
+    const auto made = mine(to, d, noted<Padded>(run.solution).sizes[d]).numbers();
+    const auto whole_before = pad[2 * i].guard_int(__FILE__, __LINE__);
     // If both pieces have elements, their offsets decide; an empty piece has no place.
     const auto before = made.length == 0   ? -held.length
                         : held.length == 0 ? made.length
-                                           : std::max(pad[2 * i] + held.start - made.start, -held.length);
+                                           : std::max(whole_before + held.start - made.start, -held.length);
     pad[2 * i] = before;
     pad[2 * i + 1] = made.length - held.length - before;
   }
-  run.returns({at::constant_pad_nd(run.arg(0).toTensor(), pad, run.arg(2).toScalar())});
+  run.returns({at::constant_pad_nd_symint(run.arg(0).toTensor(), pad, run.arg(2).toScalar())});
 }
 
 Rule constant_pad(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  const auto pad = call.ints(1);
+  const auto pad = call.sym_ints(1);
   TORCH_CHECK(
       pad.size() % 2 == 0 && static_cast<int64_t>(pad.size()) <= 2 * x.dim(), "constant_pad_nd: length of pad is ", pad.size(),
       "; it must be even and at most twice the ", x.dim(), " dims of the input");
   Dims in, out;
-  Sizes sizes(x.sizes().begin(), x.sizes().end());
+  auto sizes = x.sym_sizes();
   for (int64_t d = 0; d < x.dim(); ++d) {
     const auto i = static_cast<size_t>(x.dim() - 1 - d) * 2;
-    const auto before = i < pad.size() ? pad[i] : 0, after = i < pad.size() ? pad[i + 1] : 0;
-    sizes[d] += before + after;
+    const c10::SymInt before = i < pad.size() ? pad[i] : 0, after = i < pad.size() ? pad[i + 1] : 0;
+    const auto added = before + after;
+    sizes[d] = added == 0 ? sizes[d] : sizes[d] + added; // torch cannot trace a symbol plus 0
     TORCH_CHECK(
-        sizes[d] >= 0, "The input size ", x.size(d), ", plus negative padding ", before, " and ", after,
+        sizes[d] >= 0, "The input size ", x.sym_size(d), ", plus negative padding ", before, " and ", after,
         ", resulted in a negative output size, which is invalid.");
     Factor f;
-    f.kernel = before || after;
+    f.kernel = before != 0 || after != 0;
     const bool grows = before >= 0 && after >= 0, shrinks = before <= 0 && after <= 0;
     f.whole = !grows && !shrinks;
-    f.size = grows ? sizes[d] : x.size(d);
+    f.size = grows ? sizes[d] : x.sym_size(d);
     in.emplace_back(rule.factor(f));
     out.push_back(in.back());
     if (f.kernel && grows) {
-      in.back().window = Dim::Window{before, 1, x.size(d)};
+      in.back().window = Dim::SymWindow{before, 1, x.sym_size(d)};
     } else if (f.kernel && shrinks) {
-      out.back().window = Dim::Window{-before, 1, sizes[d]};
+      out.back().window = Dim::SymWindow{-before, 1, sizes[d]};
     }
   }
   rule.notes = Padded{sizes};
@@ -96,7 +98,7 @@ Rule border_pad(const Call& call) {
 } // namespace
 
 void register_padding(Registry& r) {
-  r.add("padding", {"constant_pad_nd"}, constant_pad);
+  r.add("padding", {"constant_pad_nd"}, constant_pad, {.symbols = true});
   r.add(
       "padding",
       {

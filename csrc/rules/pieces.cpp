@@ -138,12 +138,8 @@ Factor normed(double order) {
   return f;
 }
 
-Interval mine(const Layout& layout, int64_t dim, int64_t size) {
-  return layout.intervals(dim, size, layout.mesh().coordinate())[0];
-}
-
-c10::SymInt start_of(const Run& run, size_t i, int64_t dim) {
-  return sym_interval(*run.operands[i].layout, dim, run.operands[i].symbols[dim]).start;
+SymInterval mine(const Run& run, size_t i, int64_t dim) {
+  return shardtensor::mine(*run.operands[i].layout, dim, run.operands[i].symbols[dim]);
 }
 
 at::ScalarType accumulate_type(at::ScalarType dtype) {

@@ -47,11 +47,8 @@ at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
 // The factor of what a norm of this order is taken over.
 Factor normed(double order);
 
-// What this rank holds of `size` indices along `dim`: one run.
-Interval mine(const Layout& layout, int64_t dim, int64_t size);
-
-// The global index along `dim` at which this rank's piece of operand `i` starts. The piece must be one run of indices.
-c10::SymInt start_of(const Run& run, size_t i, int64_t dim);
+// What this rank holds of operand i along `dim`.
+SymInterval mine(const Run& run, size_t i, int64_t dim);
 
 // float for half precision, else the same: what sums are held in.
 at::ScalarType accumulate_type(at::ScalarType dtype);

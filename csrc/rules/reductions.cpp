@@ -270,11 +270,11 @@ void select_kernel(Run& run) {
   }
   const auto op = r.how.extremes[0];
   const auto dim = r.dims[0];
-  auto mine = best_along(r.x, dim, op);
+  auto local = best_along(r.x, dim, op);
   if (r.count() != 0) {
-    mine.index.add_(at::Scalar(start_of(run, 0, dim)));
+    local.index.add_(at::Scalar(mine(run, 0, dim).start));
   }
-  const auto best = best_of(mine, run, r.mesh_dims, op);
+  const auto best = best_of(local, run, r.mesh_dims, op);
   give(run, {squeeze_dims(best.value, r.dims, r.how.keepdim), squeeze_dims(best.index, r.dims, r.how.keepdim)});
 }
 
@@ -285,7 +285,7 @@ at::Tensor to_global(const at::Tensor& flat, const Reduction& r, const Run& run)
   c10::SymInt stride = 1;
   for (int64_t d = r.x.dim() - 1; d >= 0; --d) {
     const at::Scalar length(r.x.sym_size(d));
-    out.add_(rest.remainder(length).add_(at::Scalar(start_of(run, 0, d))), at::Scalar(stride));
+    out.add_(rest.remainder(length).add_(at::Scalar(mine(run, 0, d).start)), at::Scalar(stride));
     rest = rest.div(length, "floor");
     stride = stride * r.sizes[d];
   }
@@ -299,13 +299,13 @@ void arg_kernel(Run& run) {
   }
   const auto op = r.how.extremes[0];
   const bool flat = r.how.flat;
-  auto mine = flat ? best_along(r.x.reshape({-1}), 0, op) : best_along(r.x, r.dims[0], op);
+  auto local = flat ? best_along(r.x.reshape({-1}), 0, op) : best_along(r.x, r.dims[0], op);
   if (flat && r.count() != 0) {
-    mine.index = to_global(mine.index, r, run);
+    local.index = to_global(local.index, r, run);
   } else if (r.count() != 0) {
-    mine.index.add_(at::Scalar(start_of(run, 0, r.dims[0])));
+    local.index.add_(at::Scalar(mine(run, 0, r.dims[0]).start));
   }
-  const auto index = best_of(mine, run, r.mesh_dims, op).index;
+  const auto index = best_of(local, run, r.mesh_dims, op).index;
   give(run, {flat ? index.reshape_symint(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
 }
 
@@ -626,7 +626,7 @@ void register_reductions(Registry& r) {
           "norm.out",
       },
       norm, numbers);
-  r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp);
+  r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp, {.symbols = true});
   r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>, ordered);
   r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean, {.symbols = true});
   r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>, ordered);

@@ -27,7 +27,7 @@ struct Solution final : c10::intrusive_ptr_target {
   struct Result {
     LayoutPtr layout;
     c10::SmallVector<SizeSource, 5> sizes; // empty: all from the local result
-    Sizes strides;                         // empty: dense, in this order
+    SymSizes strides;                      // empty: dense, in this order
     std::optional<Order> order;            // none if torch was not asked: then the order of operand `like`
     int64_t like = -1;                     // -1: contiguous
     std::optional<Geometry> geometry;

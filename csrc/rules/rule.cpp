@@ -29,9 +29,20 @@ void Run::call_op() const {
   op.callBoxed(&stack);
 }
 
+bool TensorArg::has_symbols() const {
+  return shardtensor::has_symbols(*tensor_);
+}
+
+c10::SymInt TensorArg::sym_bytes() const {
+  return numel_of(tensor_->sym_sizes()) * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
 c10::IntArrayRef TensorArg::strides() const {
+  if (symbolic_) {
+    sizes(); // so that the strides are numbers too
+  }
   reads_->add(Reads::kStrides);
-  return has_symbols(*tensor_) ? c10::IntArrayRef() : tensor_->strides();
+  return tensor_->strides();
 }
 
 int64_t TensorArg::offset() const {

@@ -104,10 +104,13 @@ struct Operand {
 
 // A view's strides and offset, as multiples of the base's strides.
 struct Geometry {
+  // The stride of a dim of operand 0, times a number or the size of that dim. Dim -1: the number itself.
   struct Term {
-    int64_t dim; // of operand 0; -1: a stride of 0
+    int64_t dim;
     c10::SymInt times;
+    int64_t plus = -1; // of a diagonal: the dim whose stride is added
   };
+  static constexpr int64_t kItsSize = -1;
   c10::SmallVector<Term, 5> strides; // one per dim
   c10::SmallVector<Term, 2> offset;  // a sum
   // The strides are those that torch computes for a view of the result's sizes.
@@ -122,7 +125,7 @@ struct Result {
   // Overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
   // The global strides, if the call gives them (new_empty_strided). Empty: dense.
-  Sizes strides;
+  SymSizes strides;
   // The order of its dims in memory, if torch's meta kernel gives a wrong one.
   std::optional<Order> order;
   // For a view. Without it, the op runs on a meta tensor to find the strides.
@@ -312,7 +315,7 @@ class TensorArg {
   bool output = false;  // written and not read
   const Layout* layout; // a plain tensor counts as replicated
   at::ScalarType dtype;
-  double bytes = 0; // of the whole, to compare costs: only for the resolver, which records when they decide
+  double bytes = 0; // of the whole, a symbol counting as some number: only for the resolver, which records when they decide
 
   int64_t dim() const {
     return static_cast<int64_t>(sizes_.size());
@@ -343,7 +346,10 @@ class TensorArg {
     }
     return out;
   }
-  c10::IntArrayRef strides() const; // empty if they are symbols
+  // Whether any of its sizes is a symbol.
+  bool has_symbols() const;
+  c10::SymInt sym_bytes() const;    // for the resolver, as `bytes`
+  c10::IntArrayRef strides() const; // as numbers
   int64_t offset() const;
 
  private:

@@ -72,13 +72,14 @@ at::Tensor before_me(at::Tensor total, const at::Tensor& nothing, int64_t dim, c
 }
 
 at::Tensor last_slice(const at::Tensor& scan, const at::Tensor& nothing, int64_t dim) {
-  return scan.size(dim) ? scan.narrow(dim, scan.size(dim) - 1, 1) : nothing;
+  const auto n = scan.sym_size(dim);
+  return n == 0 ? nothing : scan.narrow_symint(dim, n - 1, 1);
 }
 
 at::Tensor slice_of(const at::Tensor& scan, int64_t dim, const at::Scalar& value) {
-  Sizes sizes(scan.sizes().begin(), scan.sizes().end());
+  auto sizes = scan.sym_sizes().vec();
   sizes[dim] = 1;
-  return at::full(sizes, value, scan.options());
+  return at::full_symint(sizes, value, scan.options());
 }
 
 std::optional<at::ScalarType> dtype_of(const Run& run) {
@@ -123,7 +124,7 @@ void cumulative_extreme_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto scan_of = [&](const at::Tensor& t) { return op == ReduceOp::Max ? at::cummax(t, dim) : at::cummin(t, dim); };
   auto [values, indices] = scan_of(x);
-  indices = indices + at::Scalar(start_of(run, 0, dim));
+  indices = indices + at::Scalar(mine(run, 0, dim).start);
   const auto nothing = slice_of(values, dim, identity(op, x.scalar_type()));
   const auto nowhere = slice_of(indices, dim, -1);
   auto value = last_slice(values, nothing, dim);
@@ -234,9 +235,10 @@ void topk_kernel(Run& run) {
   const bool largest = run.arg(3).toBool();
   const bool sorted = run.arg(4).toBool();
   const auto& at = run.operands[0];
-  TORCH_CHECK_INDEX(k >= 0 && k <= at.size(dim), "selected index k out of range");
-  auto [values, indices] = at::topk(x, std::min(k, x.size(dim)), dim, largest, sorted);
-  indices = indices + at::Scalar(start_of(run, 0, dim));
+  const auto few = [&](const c10::SymInt& n) { return n < k ? n : c10::SymInt(k); };
+  TORCH_CHECK_INDEX(k >= 0 && at.symbols[dim] >= k, "selected index k out of range");
+  auto [values, indices] = at::topk_symint(x, few(x.sym_size(dim)), dim, largest, sorted);
+  indices = indices + at::Scalar(mine(run, 0, dim).start);
   for (int64_t m = run.mesh().ndim() - 1; m >= 0; --m) {
     if (!(run.mesh_dims(dim) >> m & 1)) {
       continue;
@@ -246,18 +248,17 @@ void topk_kernel(Run& run) {
     auto coordinate = run.mesh().coordinate();
     std::vector<at::Tensor> all_values, all_indices;
     for (coordinate[m] = 0; coordinate[m] < run.mesh().size(m); ++coordinate[m]) {
-      const auto extent = at.layout->extent_before(m + 1, dim, at.size(dim), coordinate);
-      Sizes sizes(values.sizes().begin(), values.sizes().end());
-      sizes[dim] = std::min(k, extent);
-      all_values.push_back(at::empty(sizes, values.options()));
-      all_indices.push_back(at::empty(sizes, indices.options()));
+      auto sizes = values.sym_sizes().vec();
+      sizes[dim] = few(sym_extent_before(*at.layout, m + 1, dim, at.symbols[dim], coordinate));
+      all_values.push_back(at::empty_symint(sizes, values.options()));
+      all_indices.push_back(at::empty_symint(sizes, indices.options()));
     }
     comm::all_gather(all_values, values.contiguous(), run.mesh(), m);
     comm::all_gather(all_indices, indices.contiguous(), run.mesh(), m);
     const auto candidates = at::cat(all_values, dim);
     const auto positions = at::cat(all_indices, dim);
     at::Tensor best;
-    std::tie(values, best) = at::topk(candidates, std::min(k, candidates.size(dim)), dim, largest, sorted);
+    std::tie(values, best) = at::topk_symint(candidates, few(candidates.sym_size(dim)), dim, largest, sorted);
     indices = positions.gather(dim, best);
   }
   give(run, {values, indices});
@@ -466,16 +467,18 @@ void register_scans(Registry& r) {
       },
       replicate);
   r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize, searched);
+  ordered.symbols = true;
   r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, ordered);
   r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, ordered);
+  ordered.symbols = false;
   r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
-  r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod);
-  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum);
+  r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod, {.symbols = true});
+  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum, {.symbols = true});
   r.add(
       family, {"_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors"}, histogram<true>, ordered);
   r.add(family, {"histc", "histc.out"}, histc);
   r.add(family, {"histogram.bin_ct", "histogram.bins_tensor"}, histogram<false>, ordered);
-  r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, logcumsumexp);
+  r.add(family, {"_logcumsumexp", "_logcumsumexp.out", "logcumsumexp", "logcumsumexp.out"}, logcumsumexp, {.symbols = true});
   r.add(
       family,
       {
@@ -486,7 +489,7 @@ void register_scans(Registry& r) {
       },
       searchsorted, searched);
   r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
-  r.add(family, {"topk", "topk.values"}, topk);
+  r.add(family, {"topk", "topk.values"}, topk, {.symbols = true});
   r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);
 }
 

@@ -25,10 +25,9 @@ Sizes identity(int64_t n) {
 }
 
 at::Tensor own(const Run& run, at::Tensor view) {
-  const auto& name = run.op.schema().name();
-  const bool copies = name.size() > 5 && name.compare(name.size() - 5, 5, "_copy") == 0;
-  return copies ? view.clone(at::MemoryFormat::Contiguous) : view;
+  return run.op.hasTag(at::Tag::view_copy) ? view.clone(at::MemoryFormat::Contiguous) : view;
 }
+
 Rule permuted(const Call& call, c10::ArrayRef<int64_t> order) {
   Rule rule;
   auto in = fresh_dims(rule, call.tensors[0].dim());
@@ -110,11 +109,11 @@ Rule unsqueeze(const Call& call) {
   auto in = fresh_dims(rule, n);
   auto out = in;
   out.insert(out.begin() + at, Dim(kNone));
-  auto from = identity(n);
-  from.insert(from.begin() + at, n == 0 ? -1 : std::min(at, n - 1));
+  auto strides = strides_of(identity(n));
+  strides.strides.insert(strides.strides.begin() + at, at < n ? Geometry::Term{at, Geometry::kItsSize} : Geometry::Term{-1, 1});
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out));
-  rule.results[0].geometry = strides_of(from);
+  rule.results[0].geometry = std::move(strides);
   rule.passes_partial();
   return rule;
 }

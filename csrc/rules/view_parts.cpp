@@ -74,7 +74,7 @@ Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::SymWindow> parts)
 std::vector<at::Tensor> local_windows(const Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto& [dim, windows] = noted<Windows>(run.solution);
-  const auto piece = mine(*run.operands[0].layout, dim, run.operands[0].size(dim));
+  const auto piece = mine(run, 0, dim).numbers();
   std::vector<at::Tensor> out;
   for (const auto& w : windows) {
     out.push_back(own(run, slice_of_piece(x, dim, w.numbers(), piece)));
@@ -172,7 +172,7 @@ void select_kernel(Run& run) {
   const auto sizes = run.operands[0].symbols;
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
   const auto index = checked_index(run.arg(2).toSymInt(), dim, sizes);
-  const auto piece = sym_interval(*run.operands[0].layout, dim, sizes[dim]);
+  const auto piece = mine(run, 0, dim);
   if (index >= piece.start && index < piece.start + piece.length) {
     run.returns({x.select_symint(dim, index - piece.start).clone(at::MemoryFormat::Contiguous)});
     return;
@@ -189,7 +189,7 @@ struct Row {
 
 void put_row_back(const Solution& solution, const Run::At& base, const at::Tensor& piece, const at::Tensor& row) {
   const auto [dim, index] = noted<Row>(solution);
-  const auto held = mine(*base.layout, dim, base.size(dim));
+  const auto held = mine(*base.layout, dim, base.symbols[dim]).numbers();
   if (index >= held.start && index < held.start + held.length) {
     piece.select_symint(dim, index - held.start).copy_(row);
   }
@@ -199,7 +199,7 @@ void unbind_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto sizes = run.operands[0].sizes();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
+  const auto piece = mine(run, 0, dim).numbers();
   Sizes shape(x.sizes().begin(), x.sizes().end());
   shape.erase(shape.begin() + dim);
   shape.insert(shape.begin(), sizes[dim]);
@@ -262,29 +262,33 @@ Rule unbind(const Call& call) {
 // The start of a diagonal on the two dims, and its length.
 struct Diagonal {
   int64_t a, b; // the dims
-  int64_t offset, row, column, length;
+  int64_t offset, row, column;
+  c10::SymInt length;
 };
 
-Diagonal diagonal_of(const Call& call, int64_t offset_arg, c10::IntArrayRef sizes) {
+Diagonal diagonal_of(const Call& call, int64_t offset_arg, c10::SymIntArrayRef sizes) {
   const auto n = static_cast<int64_t>(sizes.size());
   Diagonal d{call.dim(offset_arg + 1, n), call.dim(offset_arg + 2, n), call.integer(offset_arg), 0, 0, 0};
   TORCH_CHECK(d.a != d.b, "diagonal dimensions cannot be identical ", d.a, ", ", d.b);
   d.row = std::max<int64_t>(-d.offset, 0);
   d.column = std::max<int64_t>(d.offset, 0);
-  d.length = std::max<int64_t>(std::min(sizes[d.a] - d.row, sizes[d.b] - d.column), 0);
+  const auto without = [](const c10::SymInt& n, int64_t k) { return k ? n - k : n; }; // torch cannot trace a symbol minus 0
+  const auto below = without(sizes[d.a], d.row), beside = without(sizes[d.b], d.column);
+  const auto length = below < beside ? below : beside;
+  d.length = length < 0 ? c10::SymInt(0) : length;
   return d;
 }
 
 struct CutDiagonal {
   Diagonal diagonal;
-  int64_t cut; // which of the two dims is cut
-  Sizes sizes; // of the matrices' tensor
+  int64_t cut;    // which of the two dims is cut
+  SymSizes sizes; // of the matrices' tensor
 };
 
 // The part of the diagonal in a piece starts at the piece's first row, or at its first column.
 at::Tensor diagonal_of_piece(const Run& run, const at::Tensor& piece, const Layout& layout) {
   const auto& [d, cut, sizes] = noted<CutDiagonal>(run.solution);
-  const auto start = mine(layout, cut, sizes[cut]).start;
+  const auto start = mine(layout, cut, sizes[cut]).numbers().start;
   return piece.diagonal(cut == d.a ? d.offset + start : d.offset - start, d.a, d.b);
 }
 
@@ -293,17 +297,17 @@ void diagonal_kernel(Run& run) {
 }
 
 // One of the two dims may stay cut: the diagonal is a window of it.
-Factor along_diagonal(const Diagonal& d, int64_t cut, c10::IntArrayRef sizes, Rule& rule) {
+Factor along_diagonal(const Diagonal& d, int64_t cut, c10::SymIntArrayRef sizes, Rule& rule) {
   Factor f;
   f.kernel = true;
   f.size = sizes[cut];
-  rule.notes = CutDiagonal{d, cut, Sizes(sizes.begin(), sizes.end())};
+  rule.notes = CutDiagonal{d, cut, sizes.vec()};
   return f;
 }
 
 Dim on_diagonal(const Diagonal& d, int64_t cut, int64_t factor) {
   Dim dim(factor);
-  dim.window = Dim::Window{cut == d.a ? d.row : d.column, 1, d.length};
+  dim.window = Dim::SymWindow{cut == d.a ? d.row : d.column, 1, d.length};
   return dim;
 }
 
@@ -312,7 +316,7 @@ struct DiagonalDims {
   Dims matrices, diagonals;
 };
 
-DiagonalDims diagonal_dims(Rule& rule, const Diagonal& d, int64_t cut, c10::IntArrayRef sizes) {
+DiagonalDims diagonal_dims(Rule& rule, const Diagonal& d, int64_t cut, c10::SymIntArrayRef sizes) {
   DiagonalDims dims{Dims(sizes.size(), Dim(kNone)), {}};
   for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); ++i) {
     if (i != d.a && i != d.b) {
@@ -329,8 +333,8 @@ DiagonalDims diagonal_dims(Rule& rule, const Diagonal& d, int64_t cut, c10::IntA
   return dims;
 }
 
-Sizes sizes_of_diagonals(const Diagonal& d, c10::IntArrayRef sizes) {
-  Sizes out;
+SymSizes sizes_of_diagonals(const Diagonal& d, c10::SymIntArrayRef sizes) {
+  SymSizes out;
   for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); ++i) {
     if (i != d.a && i != d.b) {
       out.push_back(sizes[i]);
@@ -347,16 +351,25 @@ int64_t cut_dim(const Layout& layout, const Diagonal& d) {
 Rule diagonal(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  const auto diag = diagonal_of(call, 1, x.sizes());
+  const auto whole = x.sym_sizes();
+  const auto diag = diagonal_of(call, 1, whole);
   const auto cut = cut_dim(*x.layout, diag);
-  auto dims = diagonal_dims(rule, diag, cut, x.sizes());
-  Sizes sizes;
+  auto dims = diagonal_dims(rule, diag, cut, whole);
+  SymSizes sizes;
   if (cut >= 0) {
-    sizes = sizes_of_diagonals(diag, x.sizes());
+    sizes = sizes_of_diagonals(diag, whole);
     rule.kernel = diagonal_kernel;
   }
   rule.operands.emplace_back(std::move(dims.matrices));
-  rule.results.emplace_back(std::move(dims.diagonals), std::move(sizes));
+  auto& result = rule.results.emplace_back(std::move(dims.diagonals), std::move(sizes));
+  auto kept = identity(x.dim());
+  kept.erase(std::remove_if(kept.begin(), kept.end(), [&](int64_t d) { return d == diag.a || d == diag.b; }), kept.end());
+  result.geometry = strides_of(kept);
+  result.geometry->strides.push_back({diag.a, 1, diag.b});
+  if (diag.offset && diag.length > 0) {
+    const bool under = diag.row > 0;
+    result.geometry->offset.push_back({under ? diag.a : diag.b, under ? diag.row : diag.column});
+  }
   rule.passes_partial();
   return rule;
 }
@@ -392,7 +405,12 @@ Rule unfold(const Call& call) {
   auto out = in;
   out.emplace_back(kNone);
   rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out));
+  auto& result = rule.results.emplace_back(std::move(out));
+  result.geometry = strides_of(identity(n));
+  if (n > 0) {
+    result.geometry->strides[dim].times = call.sym_ints(3)[0];
+  }
+  result.geometry->strides.push_back({n > 0 ? dim : -1, 1});
   rule.passes_partial();
   return rule;
 }
@@ -425,7 +443,7 @@ void slice_backward_kernel(Run& run) {
   const auto& [dim, window, size] = noted<Part>(run.solution);
   const auto& layout = *run.solution.results[0].layout;
   auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
-  slice_of_piece(out, dim, window.numbers(), mine(layout, dim, size.guard_int(__FILE__, __LINE__))).copy_(grad);
+  slice_of_piece(out, dim, window.numbers(), mine(layout, dim, size).numbers()).copy_(grad);
   run.returns({out});
 }
 
@@ -449,14 +467,14 @@ Rule slice_backward(const Call& call) {
 
 void diagonal_backward_kernel(Run& run) {
   const auto grad = run.arg(0).toTensor();
-  auto out = at::zeros(run.arg(1).toIntVector(), grad.options());
+  auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
   diagonal_of_piece(run, out, *run.solution.results[0].layout).copy_(grad);
   run.returns({out});
 }
 
 Rule diagonal_backward(const Call& call) {
   Rule rule;
-  auto sizes = call.ints(1);
+  auto sizes = call.sym_ints(1);
   const auto diag = diagonal_of(call, 2, sizes);
   const bool cut = call.tensors[0].layout->shards(static_cast<int64_t>(sizes.size()) - 2);
   auto dims = diagonal_dims(rule, diag, cut ? diag.a : -1, sizes);
@@ -496,7 +514,7 @@ Rule unfold_backward(const Call& call) {
 void slice_scatter_kernel(Run& run) {
   const auto& [dim, window, size] = noted<Part>(run.solution);
   auto out = run.arg(0).toTensor().clone();
-  const auto piece = mine(*run.operands[0].layout, dim, size.guard_int(__FILE__, __LINE__));
+  const auto piece = mine(*run.operands[0].layout, dim, size).numbers();
   slice_of_piece(out, dim, window.numbers(), piece).copy_(run.arg(1).toTensor());
   run.returns({out});
 }
@@ -524,7 +542,7 @@ void select_scatter_kernel(Run& run) {
   auto out = run.arg(0).toTensor().clone();
   const auto dim = wrap_dim(run.arg(2).toInt(), out.dim());
   const auto index = checked_index(run.arg(3).toInt(), dim, symbols(sizes)).expect_int();
-  const auto piece = mine(*run.operands[0].layout, dim, sizes[dim]);
+  const auto piece = mine(run, 0, dim).numbers();
   if (index >= piece.start && index < piece.start + piece.length) {
     out.select(dim, index - piece.start).copy_(run.arg(1).toTensor());
   }
@@ -556,21 +574,21 @@ Rule diagonal_scatter(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto& source = call.tensors[1];
-  const auto diag = diagonal_of(call, 2, x.sizes());
-  const auto slice = sizes_of_diagonals(diag, x.sizes());
+  const auto whole = x.sym_sizes();
+  const auto diag = diagonal_of(call, 2, whole);
+  const auto slice = sizes_of_diagonals(diag, whole);
   TORCH_CHECK(
-      source.sizes() == c10::IntArrayRef(slice),
-      "expected src to have a size equal to the slice of self. src size = ", source.sizes(),
-      ", slice size = ", c10::IntArrayRef(slice));
+      source.sym_sizes() == slice, "expected src to have a size equal to the slice of self. src size = ", source.sym_sizes(),
+      ", slice size = ", slice);
   const auto own = cut_dim(*x.layout, diag);
   const auto cut = own < 0 && source.layout->shards(source.dim() - 1) ? diag.a : own;
-  auto dims = diagonal_dims(rule, diag, cut, x.sizes());
+  auto dims = diagonal_dims(rule, diag, cut, whole);
   if (cut >= 0) {
     rule.kernel = diagonal_scatter_kernel;
   }
   rule.operands.emplace_back(dims.matrices);
   rule.operands.emplace_back(std::move(dims.diagonals));
-  rule.results.emplace_back(std::move(dims.matrices), Sizes(x.sizes().begin(), x.sizes().end()));
+  rule.results.emplace_back(std::move(dims.matrices), whole);
   rule.passes_partial(0b11);
   return rule;
 }
@@ -580,8 +598,8 @@ Rule diagonal_scatter(const Call& call) {
 void register_view_parts(Registry& r) {
   const Options symbols{.symbols = true};
   r.add("views", {"diag_embed"}, diag_embed);
-  r.add("views", {"diagonal", "diagonal_copy"}, diagonal);
-  r.add("views", {"diagonal_backward"}, diagonal_backward);
+  r.add("views", {"diagonal", "diagonal_copy"}, diagonal, symbols);
+  r.add("views", {"diagonal_backward"}, diagonal_backward, symbols);
   r.add("views", {"diagonal_scatter"}, diagonal_scatter);
   r.add("views", {"narrow_copy"}, narrow_copy);
   r.add("views", {"select.int", "select_copy.int"}, select, symbols);
@@ -593,7 +611,7 @@ void register_view_parts(Registry& r) {
   r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split);
   r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes);
   r.add("views", {"unbind.int", "unbind_copy.int"}, unbind);
-  r.add("views", {"unfold", "unfold_copy"}, unfold);
+  r.add("views", {"unfold", "unfold_copy"}, unfold, symbols);
   r.add("views", {"unfold_backward"}, unfold_backward, symbols);
 }
 

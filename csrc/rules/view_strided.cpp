@@ -93,12 +93,11 @@ void undone_kernel(Run& run) {
   const auto& undone = noted<Undone>(run.solution);
   const auto n = undone.dims.size();
   const auto ndim = x.dim();
-  const auto& base = run.operands[0];
   Sizes order, chosen;
   for (size_t j = 0; j < n; ++j) {
     const auto d = undone.dims[j];
     if (d >= 0) {
-      x = slice_of_piece(x, d, undone.windows[j], mine(*base.layout, d, base.size(d)));
+      x = slice_of_piece(x, d, undone.windows[j], mine(run, 0, d).numbers());
       order.push_back(d);
     }
   }

@@ -11,7 +11,7 @@ Geometry strides_of(c10::ArrayRef<int64_t> dims);
 // 0 to n - 1
 Sizes identity(int64_t n);
 
-// The *_copy forms share the kernels of the views.
+// The view itself, or a copy of it: the *_copy forms share the kernels of the views.
 at::Tensor own(const Run& run, at::Tensor view);
 
 Rule permuted(const Call& call, c10::ArrayRef<int64_t> order);

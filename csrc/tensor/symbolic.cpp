@@ -58,11 +58,34 @@ SymSizes sym_dense_strides(c10::SymIntArrayRef sizes, const Order& order) {
   return strides;
 }
 
+Order order_like(const at::Tensor& like, size_t ndim) {
+  return like.defined() && like.dim() == static_cast<int64_t>(ndim) ? order_of(hints_of(like.sym_strides())) : Order();
+}
+
 SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {
-  if (!like.defined() || like.dim() != static_cast<int64_t>(sizes.size())) {
-    return sym_dense_strides(sizes, {});
+  return sym_dense_strides(sizes, order_like(like, sizes.size()));
+}
+
+at::Tensor sym_laid(const at::Tensor& local, const Order& order) {
+  const auto sizes = local.sym_sizes(), have = local.sym_strides();
+  const auto want = sym_dense_strides(sizes, order);
+  bool lies = true;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) {
+      return local;
+    }
+    lies &= sizes[d] == 1 || have[d] == want[d];
   }
-  return sym_dense_strides(sizes, order_of(hints_of(like.sym_strides())));
+  if (lies) {
+    return local;
+  }
+  std::vector<int64_t> there(sizes.size()), back(sizes.size());
+  std::iota(there.begin(), there.end(), 0);
+  std::copy(order.begin(), order.end(), there.begin());
+  for (size_t i = 0; i < there.size(); ++i) {
+    back[there[i]] = static_cast<int64_t>(i);
+  }
+  return local.permute(there).contiguous().permute(back);
 }
 
 } // namespace shardtensor

@@ -20,6 +20,45 @@ inline bool has_symbols(const at::TensorBase& t) {
   return is_symbolic(t) && std::any_of(sizes.begin(), sizes.end(), [](const auto& n) { return !n.maybe_as_int(); });
 }
 
+// Sizes, strides and offsets as numbers, or as a graph's symbols: the type parameter of code that takes either.
+struct Numbers {
+  using List = Sizes;
+  static c10::IntArrayRef sizes(const at::Tensor& t) {
+    return t.sizes();
+  }
+  static c10::IntArrayRef strides(const at::Tensor& t) {
+    return t.strides();
+  }
+  static int64_t offset(const at::Tensor& t) {
+    return t.storage_offset();
+  }
+  static int64_t of(const c10::SymInt& n) {
+    const auto number = n.maybe_as_int();
+    return number ? *number : n.guard_int(__FILE__, __LINE__);
+  }
+  static Sizes piece(const Layout& layout, c10::IntArrayRef sizes) {
+    return layout.local_sizes(sizes);
+  }
+};
+struct Symbols {
+  using List = SymSizes;
+  static c10::SymIntArrayRef sizes(const at::Tensor& t) {
+    return t.sym_sizes();
+  }
+  static c10::SymIntArrayRef strides(const at::Tensor& t) {
+    return t.sym_strides();
+  }
+  static c10::SymInt offset(const at::Tensor& t) {
+    return t.sym_storage_offset();
+  }
+  static const c10::SymInt& of(const c10::SymInt& n) {
+    return n;
+  }
+  static SymSizes piece(const Layout& layout, c10::SymIntArrayRef sizes) {
+    return sym_local_sizes(layout, sizes);
+  }
+};
+
 // The same tensor with its symbolic sizes as numbers, for code that needs numbers.
 at::Tensor in_numbers(const at::Tensor& t);
 
@@ -35,5 +74,9 @@ SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef loc
 SymSizes sym_dense_strides(c10::SymIntArrayRef sizes, const Order& order);
 // strides_like() over symbols; undefined `like`: contiguous.
 SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like);
+// The order of `like`'s dims. Undefined, or another number of dims than `ndim`: contiguous.
+Order order_like(const at::Tensor& like, size_t ndim);
+// laid() over symbols: the tensor, or a dense copy if its dims are not in this order.
+at::Tensor sym_laid(const at::Tensor& local, const Order& order);
 
 } // namespace shardtensor

@@ -40,15 +40,23 @@ def _numbers_in_time(trace: Any) -> Any:
 
     @functools.wraps(trace)
     def traced(*args: Any, fw_metadata: Any, **options: Any) -> Any:
-        out = trace(*args, fw_metadata=fw_metadata, **options)
-        listed = (fw_metadata.subclass_inp_meta, fw_metadata.subclass_fw_graph_out_meta, fw_metadata.subclass_tangent_meta)
-        if is_of_ours() and any(_has_settled(meta) for metas in listed for meta in metas) and numbers_from_now_on():
-            from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # noqa: PLC0415  slow: dynamo
-
-            raise TensorifyScalarRestartAnalysis(restart_reason="the backward of a ShardTensor's op needs sizes as numbers")
+        try:
+            out = trace(*args, fw_metadata=fw_metadata, **options)
+        except Exception as error:
+            _start_again_if_settled(fw_metadata, error)
+            raise
+        _start_again_if_settled(fw_metadata)
         return out
 
     return traced
+
+
+def _start_again_if_settled(fw_metadata: Any, cause: Exception | None = None) -> None:
+    listed = (fw_metadata.subclass_inp_meta, fw_metadata.subclass_fw_graph_out_meta, fw_metadata.subclass_tangent_meta)
+    if is_of_ours() and any(_has_settled(meta) for metas in listed for meta in metas) and numbers_from_now_on():
+        from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # noqa: PLC0415  slow: dynamo
+
+        raise TensorifyScalarRestartAnalysis(restart_reason="the backward of a ShardTensor's op needs sizes as numbers") from cause
 
 
 def _has_settled(meta: Any) -> bool:

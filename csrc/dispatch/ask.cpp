@@ -1,0 +1,146 @@
+#include "dispatch/ask.h"
+
+#include "dispatch/errors.h"
+#include "dispatch/handler.h"
+#include "dispatch/traced.h"
+#include "tensor/symbolic.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace shardtensor {
+
+using rules::Solution;
+using torch::jit::Stack;
+
+namespace {
+
+at::Tensor meta_of(const at::Tensor& t, bool hints) {
+  const auto options = t.options().device(at::kMeta).requires_grad(false);
+  return hints ? at::empty_strided(hints_of(t.sym_sizes()), hints_of(t.sym_strides()), options)
+               : at::empty_strided(t.sizes(), t.strides(), options);
+}
+
+} // namespace
+
+Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs, bool hints) {
+  Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
+  for (size_t i = 0; i < refs.size();) {
+    const auto& r = refs[i];
+    auto& slot = call[r.arg];
+    if (r.index < 0) {
+      slot = is_output(op, r) ? at::empty({0}, r.tensor->options().device(at::kMeta).requires_grad(false))
+                              : meta_of(*r.tensor, hints);
+      ++i;
+      continue;
+    }
+    if (slot.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
+        list.push_back(meta_of(*refs[i].tensor, hints));
+      }
+      slot = std::move(list);
+    } else { // indices, some of them None
+      auto list = c10::impl::toTypedList<std::optional<at::Tensor>>(slot.toList()).copy();
+      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
+        list.set(static_cast<size_t>(refs[i].index), meta_of(*refs[i].tensor, hints));
+      }
+      slot = std::move(list);
+    }
+  }
+  return call;
+}
+
+namespace {
+
+// Whether few of torch's kernels take the tensor's dtype.
+bool is_rare(const Ref& r) {
+  const auto dtype = r.tensor->scalar_type();
+  return c10::isFloat8Type(dtype) || c10::isBarebonesUnsignedType(dtype) || dtype == at::kComplexHalf;
+}
+
+} // namespace
+
+// Only the op's kernel knows whether it takes such a dtype, and on an empty piece it would not raise. So all ranks run it on a
+// few elements.
+void ask_kernel(const Op& op, const Stack& stack, size_t base, const rules::Call& call, const Refs& refs) {
+  const auto listed = [](const Ref& r) { return r.index >= 0; };
+  if (op.is_random || std::none_of(refs.begin(), refs.end(), is_rare) || std::any_of(refs.begin(), refs.end(), listed)) {
+    return;
+  }
+  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
+  Stack args(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()));
+  for (const auto& r : refs) {
+    auto sizes = r.tensor->sizes().vec();
+    for (auto& n : sizes) {
+      n = std::min<int64_t>(n, 3); // with one element some kernels do not check the dtype; points have up to 3 coordinates
+    }
+    args[r.arg] = at::zeros(sizes, r.tensor->options());
+  }
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+  try {
+    op.handle.callBoxed(args);
+  } catch (const c10::Error& error) {
+    // Other errors may come from the few sizes.
+    for (const char* of_dtypes : {"not implemented for '", "can't be cast", "Promotion for"}) {
+      const auto* why = error.what_without_backtrace();
+      TORCH_CHECK_NOT_IMPLEMENTED(!std::strstr(why, of_dtypes), op.name, ": ", why, " (", errors::layouts_of(call), ")");
+    }
+  }
+}
+
+namespace {
+
+// The arguments that may change the order of a result's dims: not tensors (every key holds their orders), floating-point
+// numbers or generators.
+uint64_t ordering_arguments(const Op& op) {
+  uint64_t out = 0;
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    auto type = op.schema().arguments()[i].real_type();
+    if (const auto optional = type->cast<c10::OptionalType>()) {
+      type = optional->getElementType();
+    }
+    const auto kind = type->kind();
+    const bool orders =
+        kind != c10::TypeKind::NumberType && kind != c10::TypeKind::FloatType && kind != c10::TypeKind::GeneratorType;
+    out |= op.kinds[i] == ArgKind::Other && orders ? rules::Reads::arg(i) : 0;
+  }
+  return out;
+}
+
+} // namespace
+
+// torch decides the order of the results' dims: this asks its TensorIterator and its meta kernels, with the whole tensors'
+// sizes and strides. Results of an op without a meta kernel are contiguous.
+void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
+  const bool symbolic = any_symbolic(refs);
+  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) ||
+      (symbolic && !op.entry->options.asks_order)) {
+    return;
+  }
+  const auto format = op.schema().argumentIndexWithName("memory_format");
+  if (!op.entry->options.asks_order && !(format && !stack[base + *format].isNone()) &&
+      std::all_of(refs.begin(), refs.end(), [](const Ref& r) { return r.tensor->is_contiguous(); })) {
+    solution.reads |= format ? rules::Reads::arg(*format) : 0;
+    return;
+  }
+  solution.reads |= ordering_arguments(op);
+  auto call = on_meta(op, stack, base, refs, symbolic);
+  try {
+    c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+    op.handle.callBoxed(&call);
+  } catch (const std::exception&) {
+    return;
+  }
+  size_t nth = 0;
+  each_tensor(call, [&](const at::Tensor& t) {
+    if (nth < solution.results.size() && t.defined() && !solution.results[nth].order) {
+      solution.results[nth].order = order_of(t.strides());
+    }
+    ++nth;
+  });
+}
+
+} // namespace shardtensor
