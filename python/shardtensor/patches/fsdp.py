@@ -78,6 +78,21 @@ def _inner_spec(param: Any) -> ShardTensorSpec | None:
     return spec if isinstance(spec, ShardTensorSpec) else None
 
 
+def _check_in_one_group(param: Any, at: Any) -> None:
+    """FSDP keeps a tied parameter tied inside one group; two groups would make two of it. torch 2.11 does not notice, later
+    versions do in the first forward."""
+    if not isinstance(param, ShardTensor):
+        return
+    here = f"'{at.param_name}' of a {type(at.module).__name__}"
+    there = getattr(param, "_shardtensor_fsdp_group", None)
+    param._shardtensor_fsdp_group = here  # type: ignore[attr-defined]
+    if there is not None:
+        raise ValueError(
+            f"fully_shard: {here} is tied to {there}, which an earlier call of fully_shard has sharded; shard both modules in one call, "
+            f"fully_shard([module_a, module_b]) (rank {param._layout.mesh.rank})"
+        )
+
+
 # ---- uneven dims other than the first ----
 
 
@@ -118,7 +133,11 @@ class _Padded:
 
 def _wrap(module: Any) -> None:
     param = module.FSDPParam
-    to_sharded, grad_inner = param.to_sharded_dtensor, param._get_grad_inner_tensor
+    init, to_sharded, grad_inner = param.__init__, param.to_sharded_dtensor, param._get_grad_inner_tensor
+
+    def __init__(self: Any, given: Any, module_info: Any, *args: Any, **kwargs: Any) -> None:
+        _check_in_one_group(given, module_info)
+        init(self, given, module_info, *args, **kwargs)
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> torch.Tensor:
         inner = _inner_spec(self)
@@ -143,7 +162,7 @@ def _wrap(module: Any) -> None:
         padded: _Padded | None = getattr(self, "_shardtensor_padded", None)
         return grad if padded is None else padded.whole(grad)
 
-    param.to_sharded_dtensor, param._get_grad_inner_tensor = to_sharded_dtensor, get_grad_inner_tensor
+    param.__init__, param.to_sharded_dtensor, param._get_grad_inner_tensor = __init__, to_sharded_dtensor, get_grad_inner_tensor
     if hasattr(param, "_init_sharding_spec"):  # since torch 2.15
         _wrap_padding(param)
 

@@ -21,6 +21,7 @@ from shardtensor.tensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_c
 from shardtensor.tensor._mesh import as_mesh, device_of, given_mesh
 from shardtensor.tensor._pieces import _piece
 from shardtensor.tensor._tensor import ShardTensor
+from shardtensor.tensor._ties import places, ties_kept
 
 
 def _full_layout(
@@ -195,20 +196,26 @@ def distribute_module(
     input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
 ) -> nn.Module:
-    """Makes a module's parameters ShardTensors: by `partition_fn`; parameters that it leaves plain become replicated.
+    """Makes a module's parameters ShardTensors: by `partition_fn`; parameters that it leaves plain become replicated. A parameter
+    that several submodules hold stays one parameter: `partition_fn` may place it in any of them, but not differently in two.
 
     input_fn and output_fn convert the inputs and outputs of the whole module, once per call.
     """
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module: argument 'module' has been distributed already; it can be done once")
     mesh = given_mesh(device_mesh, "distribute_module")
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, mesh)
-        for key, parameter in submodule._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                spread = distribute_tensor(parameter.data, mesh, [Replicate()] * mesh.ndim)
-                submodule.register_parameter(key, nn.Parameter(spread, parameter.requires_grad))
+    with ties_kept(module, "distribute_module"):
+        for name, submodule in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, submodule, mesh)
+    for held in places(module):
+        parameter = held[0].parameter
+        if parameter is not None and not isinstance(parameter, DTensor):
+            spread = distribute_tensor(parameter.data, mesh, [Replicate()] * mesh.ndim)
+            replicated = nn.Parameter(spread, parameter.requires_grad)
+            for place in held:
+                place.module.register_parameter(place.key, replicated)
+    for submodule in module.modules():
         for key, buffer in submodule._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 submodule._buffers[key] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
