@@ -150,6 +150,61 @@ def shapes_of_another_rank(mesh, me):
     distribute_tensor(piece(2, 1), mesh, [Shard(0)], sharding_shapes={0: [(1,)] * mesh.size()})
 
 
+def one_size_for_all(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: 5})
+
+
+def half_a_size(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: [2.5] * mesh.size()})
+
+
+def negative_size(mesh, me):
+    from shardtensor import Shard, zeros
+
+    zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: [6, -1, *[0] * (mesh.size() - 2)]})
+
+
+def sizes_of_another_total(mesh, me):
+    from shardtensor import Shard, distribute_tensor
+
+    distribute_tensor(piece(5), mesh, [Shard(0)], sharding_shapes={0: [2] * mesh.size()})
+
+
+def sizes_without_a_mesh_dim(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes=[2] * mesh.size())
+
+
+def named_mesh_dim(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes={"tp": [2] * mesh.size()})
+
+
+def piece_of_another_size(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes={0: [3] * mesh.size()})
+
+
+def sizes_that_some_ranks_tell_otherwise(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes={0: [2] * (mesh.size() - (me == 1))}, run_check=True)
+
+
+def nested_sizes_of_half_the_rows(mesh, me):
+    from shardtensor import Shard, zeros
+
+    two = mesh_of((mesh.size(), 1))
+    zeros(5, device_mesh=two, placements=[Shard(0), Shard(0)], sharding_shapes={1: [1] * (mesh.size() + 1)})
+
+
 def shapes_for_no_mesh_dim(mesh, me):
     from shardtensor import Shard, zeros
 
@@ -317,7 +372,16 @@ WRONG = [
     (sizes_do_not_add_up, ValueError, "argument 'sharding_shapes'", "add up to", "rank {me}"),
     (shapes_to_be_inferred, ValueError, "argument 'sharding_shapes'", "'infer' is given", "rank {me}"),
     (nested_sizes_do_not_add_up, ValueError, "argument 'sharding_shapes'", "mesh dim 1 add up to", "rank {me}"),
-    (too_few_shapes, ValueError, "argument 'sharding_shapes'", "1 shapes", "rank {me}"),
+    (too_few_shapes, ValueError, "argument 'sharding_shapes'", "1 entries for mesh dim 0; give one for each of its", "rank {me}"),
+    (one_size_for_all, TypeError, "argument 'sharding_shapes'", "mesh dim 0 is given 5; give a list", "rank {me}"),
+    (half_a_size, TypeError, "argument 'sharding_shapes'", "mesh dim 0, entry 0 is 2.5; give the size", "rank {me}"),
+    (negative_size, ValueError, "argument 'sharding_shapes'", "mesh dim 0, entry 1 is a negative size, -1", "rank {me}"),
+    (sizes_of_another_total, ValueError, "argument 'sharding_shapes'", "add up to", "but tensor dim 0 has 5", "rank {me}"),
+    (sizes_without_a_mesh_dim, ValueError, "argument 'sharding_shapes' is [2, 2", "or a dict", "rank {me}"),
+    (named_mesh_dim, ValueError, "argument 'sharding_shapes'", "mesh dim 'tp' is named", "rank {me}"),
+    (piece_of_another_size, ValueError, "argument 'local_tensor' has sizes [2] on rank {me}", "leaves [3] there"),
+    (sizes_that_some_ranks_tell_otherwise, ValueError, "'sharding_shapes'", "differ between ranks 0 and 1"),
+    (nested_sizes_of_half_the_rows, ValueError, "argument 'sharding_shapes'", "such lists in one", "rank {me}"),
     (shapes_of_another_rank, ValueError, "argument 'sharding_shapes'", "2 dims", "rank {me}"),
     (shapes_for_no_mesh_dim, ValueError, "argument 'sharding_shapes'", "mesh dim 1", "rank {me}"),
     (shapes_where_nothing_is_cut, ValueError, "argument 'sharding_shapes'", "shards nothing", "rank {me}"),

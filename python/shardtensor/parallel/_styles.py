@@ -6,9 +6,8 @@ sizes of plain inputs that are pieces, as in ShardTensor.from_local.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +19,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from shardtensor import _C
 from shardtensor.tensor import _compile
 from shardtensor.tensor._factories import distribute_module, distribute_tensor
+from shardtensor.tensor._from_local import Shapes
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._tensor import ShardTensor, refuse_transformed
 
 Layouts = Placement | tuple[Placement | None, ...]
-Shapes = Literal["chunk", "infer"] | dict[int, Sequence[Sequence[int]]] | None
 
 # By module class, which dim of each parameter is cut; a parameter that is not named is replicated.
 Cuts = dict[type[nn.Module], dict[str, int]]
@@ -112,24 +111,20 @@ class _Features(ParallelStyle):
 
     def _distributed(self, parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
         placement: Placement = Replicate() if dim is None else Shard(dim)
-        shapes = None if dim is None or self.multiple_of == 1 else {0: self._in_units(parameter.shape, dim, mesh)}
+        shapes = None if dim is None or self.multiple_of == 1 else {0: self._in_units(parameter.shape[dim], mesh)}
         spread = distribute_tensor(
             parameter.detach(), mesh, (placement,), src_data_rank=self.src_data_rank, sharding_shapes=shapes
         )
         return nn.Parameter(spread, parameter.requires_grad)
 
-    def _in_units(self, shape: torch.Size, dim: int, mesh: DeviceMesh) -> list[list[int]]:
-        if shape[dim] % self.multiple_of:
+    def _in_units(self, features: int, mesh: DeviceMesh) -> list[int]:
+        if features % self.multiple_of:
             raise ValueError(
-                f"{type(self).__name__}: argument 'multiple_of' is {self.multiple_of}, which does not divide the {shape[dim]} features "
+                f"{type(self).__name__}: argument 'multiple_of' is {self.multiple_of}, which does not divide the {features} features "
                 f"(rank {mesh.get_rank()})"
             )
         units = make_layout(mesh, [Shard(0)], 1, who=type(self).__name__)
-        out = []
-        for rank in range(mesh.size()):
-            (length,) = units.local_sizes([shape[dim] // self.multiple_of], [rank])
-            out.append([*shape[:dim], length * self.multiple_of, *shape[dim + 1 :]])
-        return out
+        return [units.local_sizes([features // self.multiple_of], [rank])[0] * self.multiple_of for rank in range(mesh.size())]
 
 
 class ColwiseParallel(_Features):
@@ -174,7 +169,7 @@ def _enter_as_weight(value: torch.Tensor, weight: ShardTensor, mesh: DeviceMesh,
     shapes: Shapes = None
     if layout.is_shard(value.ndim - 1) or layout.is_shard(-1):
         columns = _columns(weight._layout, weight.shape)
-        shapes = {0: [[*value.shape[:-1], n] for n in columns]} if len(set(columns)) > 1 else None
+        shapes = {0: columns} if len(set(columns)) > 1 else None
     return _enter(value, mesh, layout, shapes, "RowwiseParallel")
 
 

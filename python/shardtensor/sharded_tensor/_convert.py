@@ -190,7 +190,6 @@ def embedding(
         mine = [torch.empty(layout.local_sizes(sizes), dtype=weight.dtype, device=mesh.device_type, requires_grad=weight.requires_grad)]
     rows = _C.from_local(mine[0], layout, sizes, None, None)
     ids = ShardTensor.from_local(input, mesh, [ShardPlacement(0)], sharding_shapes="infer")
-    shapes = ids._spec.sharding_shapes()
+    cut = {m: [shape[0] for shape in shapes] for m, shapes in ids.sharding_shapes().items()}
     out: Any = torch.nn.functional.embedding(ids, rows, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
-    cut = {m: [(*shape, sizes[1]) for shape in by_rank] for m, by_rank in shapes.items()}
     return out.redistribute(placements=[ShardPlacement(0)], sharding_shapes=cut).to_local()  # type: ignore[no-any-return]

@@ -66,7 +66,7 @@ def distribute_tensor(
     """Cuts a tensor that every rank holds into a ShardTensor, with the values of `src_data_rank` along each mesh dim.
 
     src_data_rank=None uses each rank's own values, without communication. For uneven cuts, pass sharding_shapes:
-    {mesh_dim: one shape per rank along it}.
+    {mesh_dim: one size along the cut dim, or one shape, per rank along it}.
     """
     who = "distribute_tensor"
     mesh = given_mesh(device_mesh, who)

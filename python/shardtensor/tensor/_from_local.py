@@ -15,7 +15,7 @@ from shardtensor import _C
 from shardtensor.tensor._layout import _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout
 from shardtensor.tensor._mesh import as_mesh
 
-Shapes = ShardingShapes | Literal["chunk", "infer"] | None
+Shapes = ShardingShapes | Literal["infer"] | None
 
 
 def layout_of_equal_pieces(
@@ -41,14 +41,17 @@ def layout_for_local(
     if run_check or sharding_shapes == "infer":
         _C.need_values(local, f"{who} with run_check or sharding_shapes='infer', where the ranks exchange sizes,")
         check_can_ask(view, who)
-    if isinstance(sharding_shapes, str) and sharding_shapes not in ("chunk", "infer"):
-        raise ValueError(f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict (rank {rank})")
+    if not isinstance(sharding_shapes, Mapping) and sharding_shapes not in (None, "chunk", "infer"):
+        raise ValueError(
+            f"{who}: argument 'sharding_shapes' is {sharding_shapes!r}; use 'chunk', 'infer' or a dict {{mesh_dim: one size or shape per "
+            f"rank along it}} (rank {rank})"
+        )
     if sharding_shapes == "chunk" and shape is None:
         raise ValueError(f"{who}: sharding_shapes='chunk' cuts 'shape', which is missing (rank {rank})")
     told = None
     if run_check or sharding_shapes == "infer":
         # Before this rank checks its own piece: if it raised alone, the others would wait.
-        told = _ask_everyone(local, view, _said(placements, shape, sharding_shapes))
+        told = _ask_everyone(local, view, _said(placements, shape, _cuts_meant(sharding_shapes, mesh, placements, local.ndim)))
         _check_agreement(told, view, who)
     layout = make_layout(mesh, placements, local.ndim, who=who)
     if sharding_shapes == "infer":
@@ -120,13 +123,19 @@ class _Told(NamedTuple):
     shape: list[int]
 
 
-def _said(placements: Sequence[Placement] | None, shape: Sequence[int] | None, sharding_shapes: Shapes) -> str:
+def _said(placements: Sequence[Placement] | None, shape: Sequence[int] | None, cuts: object) -> str:
     """The arguments as text. Arguments with the same meaning give the same text."""
-    if isinstance(sharding_shapes, Mapping):
-        cuts: object = sorted((m, [tuple(s) for s in shapes]) for m, shapes in sharding_shapes.items())
-    else:
-        cuts = sharding_shapes
     return repr((placements and tuple(placements), shape and tuple(shape), cuts))
+
+
+def _cuts_meant(sharding_shapes: Shapes, mesh: DeviceMesh, placements: Sequence[Placement] | None, ndim: int) -> object:
+    """A dict's cuts. Where they are wrong, the dict itself: all ranks compare their arguments first and raise later."""
+    if not isinstance(sharding_shapes, Mapping):
+        return sharding_shapes
+    try:
+        return cuts_from_shapes(make_layout(mesh, placements, ndim, who=""), sharding_shapes, ndim, who="")
+    except (IndexError, TypeError, ValueError):
+        return dict(sharding_shapes)
 
 
 def _ask_everyone(local: torch.Tensor, mesh: _C.Mesh, arguments: str) -> list[_Told]:

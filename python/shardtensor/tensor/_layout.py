@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Literal, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import (
@@ -20,9 +22,11 @@ from torch.distributed.tensor.placement_types import (
 from shardtensor import _C
 from shardtensor.tensor._mesh import as_mesh
 
-ShardingShapes = Mapping[int, Sequence[Sequence[int]]] | Literal["chunk"]
+# For each mesh dim, one entry per rank along it: the size of its piece along the tensor dim that is cut, or the piece's shape.
+ShardingShapes = Mapping[int, Sequence[int | Sequence[int]]] | Literal["chunk"]
 
 _REPLICATE, _SHARD, _PARTIAL = 0, 1, 2
+_UNCUT = (_REPLICATE, -1, 1, "sum", 2.0)
 # Only these kinds. Subclasses of Partial, such as torch's masked one, define their own reduction.
 _PARTIALS = (Partial, _NormPartial)
 
@@ -38,7 +42,7 @@ def _encode(p: Placement, ndim: int | None, where: str) -> tuple[int, int, int, 
             dim += ndim
         return _SHARD, dim, int(getattr(p, "split_factor", 1)), "sum", 2.0
     if isinstance(p, Replicate):
-        return _REPLICATE, -1, 1, "sum", 2.0
+        return _UNCUT
     if isinstance(p, _NormPartial):
         order = float(p.norm_type)
         if order == float("inf"):
@@ -170,46 +174,96 @@ def target_layout(
 def cuts_from_shapes(
     layout: _C.Layout, sharding_shapes: ShardingShapes, ndim: int, *, who: str
 ) -> list[list[int] | None]:
-    """One cut per mesh dim from {mesh_dim: one shape per coordinate}; "chunk": all as torch.chunk cuts.
+    """One cut per mesh dim from {mesh_dim: one size or shape per coordinate}; "chunk": all as torch.chunk cuts.
 
-    If several mesh dims cut one tensor dim, a shape is what its coordinate has before the later mesh dims cut it.
+    If several mesh dims cut one tensor dim, an entry is what its coordinate has before the later mesh dims cut it, and a later mesh
+    dim may have one list of entries for each coordinate of the earlier ones, one after the other.
     """
     cuts: list[list[int] | None] = [None] * len(layout.placements)
     sizes = layout.mesh.shape
     where = f"{who}: argument 'sharding_shapes' (rank {layout.mesh.rank})"
     if not isinstance(sharding_shapes, Mapping):
         if sharding_shapes != "chunk":
-            raise ValueError(f"{where}: {sharding_shapes!r} is given; use a dict {{mesh_dim: one shape per rank along it}} or 'chunk'")
+            raise ValueError(
+                f"{where}: {sharding_shapes!r} is given; use a dict {{mesh_dim: one size or shape per rank along it}} or 'chunk'"
+            )
         return cuts
-    for mesh_dim, shapes in sharding_shapes.items():
-        if not -len(sizes) <= mesh_dim < len(sizes):
-            raise ValueError(f"{where}: mesh dim {mesh_dim} is named, of a mesh of {len(sizes)} dims")
+    for mesh_dim, entries in sharding_shapes.items():
+        if mesh_dim not in range(-len(sizes), len(sizes)):
+            raise ValueError(f"{where}: mesh dim {mesh_dim!r} is named, of a mesh of {len(sizes)} dims")
         mesh_dim %= len(sizes)
         kind, dim, split_factor, *_ = layout.placements[mesh_dim]
         if kind != _SHARD or split_factor > 1:
             what = "is strided" if kind == _SHARD else "shards nothing"
-            raise ValueError(f"{where}: mesh dim {mesh_dim} is given shapes, but {what}")
-        if len(shapes) != sizes[mesh_dim]:
-            raise ValueError(f"{where}: {len(shapes)} shapes for mesh dim {mesh_dim}, which has {sizes[mesh_dim]} ranks")
-        for coordinate, shape in enumerate(shapes):
-            if len(shape) != ndim:
-                raise ValueError(
-                    f"{where}: coordinate {coordinate} of mesh dim {mesh_dim} is given the shape {tuple(shape)}, "
-                    f"but the tensor has {ndim} dims"
-                )
-        cuts[mesh_dim] = [int(shape[dim]) for shape in shapes]
+            raise ValueError(f"{where}: mesh dim {mesh_dim} is given sizes, but {what}")
+        if not isinstance(entries, Sequence):
+            raise TypeError(f"{where}: mesh dim {mesh_dim} is given {entries!r}; give a list of one size or shape per rank along it")
+        ranks = sizes[mesh_dim]
+        if len(entries) != ranks and len(entries) != ranks * (rows := len(_outer(layout, mesh_dim))):
+            lists = f", or {rows} such lists in one, since earlier mesh dims cut the same tensor dim" if rows > 1 else ""
+            raise ValueError(f"{where}: {len(entries)} entries for mesh dim {mesh_dim}; give one for each of its {ranks} ranks{lists}")
+        there = f"{where}: mesh dim {mesh_dim}"
+        cuts[mesh_dim] = [_length(entry, dim, ndim, i, there) for i, entry in enumerate(entries)]
     return cuts
+
+
+def _length(entry: int | Sequence[int], dim: int, ndim: int, index: int, where: str) -> int:
+    """The size along the tensor dim `dim`."""
+    if not isinstance(entry, int) and isinstance(entry, (tuple, Sequence)):  # a tuple is recognised faster than a Sequence
+        if len(entry) != ndim:
+            raise ValueError(f"{where}, entry {index} is the shape {tuple(entry)}, but the tensor has {ndim} dims")
+        entry = entry[dim]
+    try:
+        length = operator.index(entry)
+    except TypeError:
+        raise TypeError(f"{where}, entry {index} is {entry!r}; give the size along tensor dim {dim}, or a whole shape") from None
+    if length < 0:
+        raise ValueError(f"{where}, entry {index} is a negative size, {length}")
+    return length
+
+
+def _outer(layout: _C.Layout, mesh_dim: int) -> list[tuple[int, ...]]:
+    """The coordinates of the earlier mesh dims that cut the same tensor dim; those of all other mesh dims are 0."""
+    placements = layout.placements
+    cutting = [m < mesh_dim and p[:2] == placements[mesh_dim][:2] for m, p in enumerate(placements)]
+    return list(itertools.product(*(range(n if c else 1) for n, c in zip(layout.mesh.shape, cutting, strict=True))))
+
+
+def shapes_along(layout: _C.Layout, mesh_dim: int, sizes: Sequence[int], at: Sequence[int]) -> list[torch.Size]:
+    """The shapes at each coordinate of a mesh dim that shards, for the coordinates `at` of the other mesh dims. As in the argument
+    sharding_shapes, later mesh dims have not cut the same tensor dim yet."""
+    later = [m > mesh_dim and p[:2] == layout.placements[mesh_dim][:2] for m, p in enumerate(layout.placements)]
+    placements = [_UNCUT if drop else p for drop, p in zip(later, layout.placements, strict=True)]
+    cuts = [None if drop else cut for drop, cut in zip(later, layout.cuts, strict=True)]
+    before = _C.Layout(layout.mesh, placements, cuts)
+    return [torch.Size(before.local_sizes(sizes, [*at[:mesh_dim], c, *at[mesh_dim + 1 :]])) for c in range(layout.mesh.shape[mesh_dim])]
+
+
+def sharding_shapes_of(layout: _C.Layout, sizes: Sequence[int], *, who: str) -> dict[int, list[torch.Size]]:
+    """The argument sharding_shapes that gives these cuts; as an argument it means the same on all ranks."""
+    mine = layout.mesh.coordinate if layout.mesh.has_me else [0] * len(layout.mesh.shape)
+    out = {}
+    for mesh_dim, (kind, dim, split_factor, *_) in enumerate(layout.placements):
+        if split_factor > 1 and layout.cuts[mesh_dim] is not None:
+            raise NotImplementedError(
+                f"{who}: {layout} has an uneven cut with a stride, which shapes cannot describe; local_sizes(rank) has the sizes of a "
+                f"rank's piece (rank {layout.mesh.rank})"
+            )
+        if kind == _SHARD and split_factor == 1:
+            same = [p[:2] == (kind, dim) for p in layout.placements]
+            places = [[o if s else c for o, s, c in zip(outer, same, mine, strict=True)] for outer in _outer(layout, mesh_dim)]
+            out[mesh_dim] = [shape for at in places for shape in shapes_along(layout, mesh_dim, sizes, at)]
+    return out
 
 
 def upto(layout: _C.Layout, mesh_dim: int) -> _C.Layout:
     """The layout as the mesh dims before `mesh_dim` make it."""
-    uncut = _encode(Replicate(), None, "")
-    placements = [p if m < mesh_dim else uncut for m, p in enumerate(layout.placements)]
+    placements = [p if m < mesh_dim else _UNCUT for m, p in enumerate(layout.placements)]
     return _C.Layout(layout.mesh, placements, [c if m < mesh_dim else None for m, c in enumerate(layout.cuts)])
 
 
 def check_cuts(layout: _C.Layout, cuts: Sequence[Sequence[int] | None], sizes: Sequence[int], *, who: str) -> None:
-    """Raises unless the cuts, one row per mesh dim, add up to the sizes that they cut.
+    """Raises unless the cuts, per mesh dim one row or one for each coordinate of the outer mesh dims, add up to the sizes they cut.
 
     Checks the cuts, not the layout: in a layout, sizes that torch.chunk gives for another total have become an even cut.
     """
@@ -217,14 +271,15 @@ def check_cuts(layout: _C.Layout, cuts: Sequence[Sequence[int] | None], sizes: S
         if cut is None:
             continue
         before = upto(layout, mesh_dim)
-        dim = layout.placements[mesh_dim][1]
-        cutting = [n if p[0] == _SHARD and p[1] == dim else 1 for n, p in zip(layout.mesh.shape, before.placements, strict=True)]
-        for outer in itertools.product(*map(range, cutting)):
+        dim, ranks = layout.placements[mesh_dim][1], layout.mesh.shape[mesh_dim]
+        places = _outer(layout, mesh_dim)
+        for i, outer in enumerate(places):
             there = before.local_sizes(sizes, outer)[dim]
-            if sum(cut) != there:
+            row = cut if len(cut) == ranks else cut[i * ranks : (i + 1) * ranks]
+            if sum(row) != there:
                 raise ValueError(
                     f"{who}: argument 'sharding_shapes' (rank {layout.mesh.rank}): the pieces along mesh dim {mesh_dim} add up to "
-                    f"{sum(cut)}, but tensor dim {dim} has {there}" + (f" at {outer} of the outer mesh dims" if max(cutting) > 1 else "")
+                    f"{sum(row)}, but tensor dim {dim} has {there}" + (f" at {outer} of the outer mesh dims" if len(places) > 1 else "")
                 )
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor import _C
 from shardtensor.tensor import _compile, _handlers
-from shardtensor.tensor._from_local import Shapes, layout_for_local, layout_of_equal_pieces
+from shardtensor.tensor._from_local import Shapes, coordinate_at, layout_for_local, layout_of_equal_pieces
 from shardtensor.tensor._layout import (
     _PARTIALS,
     _SHARD,
@@ -28,6 +28,8 @@ from shardtensor.tensor._layout import (
     make_layout,
     moved_layout,
     placements_of,
+    shapes_along,
+    sharding_shapes_of,
     target_layout,
 )
 from shardtensor.tensor._mesh import as_device_mesh, at_home, given_mesh
@@ -92,23 +94,9 @@ class ShardTensorSpec(DTensorSpec):
     def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
         """Every rank's shape along each mesh dim that shards: {mesh_dim: one shape per coordinate}."""
         assert self.tensor_meta is not None
-        layout = self._layout
-        sizes = list(self.tensor_meta.shape)
-        mine = list(layout.mesh.coordinate)
-        out: dict[int, tuple[torch.Size, ...]] = {}
-        for mesh_dim, (kind, dim, *_) in enumerate(layout.placements):
-            if kind != _SHARD:
-                continue
-            # Shapes before the later mesh dims cut the same tensor dim, as in the argument sharding_shapes.
-            later = [m > mesh_dim and k == _SHARD and d == dim for m, (k, d, *_) in enumerate(layout.placements)]
-            kept = [(0, -1, 1, "sum", 2.0) if drop else p for drop, p in zip(later, layout.placements, strict=True)]
-            cuts = [None if drop else cut for drop, cut in zip(later, layout.cuts, strict=True)]
-            upto = _C.Layout(layout.mesh, kept, cuts)
-            out[mesh_dim] = tuple(
-                torch.Size(upto.local_sizes(sizes, [*mine[:mesh_dim], c, *mine[mesh_dim + 1 :]]))
-                for c in range(layout.mesh.shape[mesh_dim])
-            )
-        return out
+        layout, sizes = self._layout, list(self.tensor_meta.shape)
+        mine = layout.mesh.coordinate
+        return {m: tuple(shapes_along(layout, m, sizes, mine)) for m, (kind, *_) in enumerate(layout.placements) if kind == _SHARD}
 
 
 def _refuse_storage(name: str) -> Callable[..., Any]:
@@ -183,6 +171,37 @@ class ShardTensor(DTensor):
             raise ValueError(f"offsets: argument 'mesh_dim': mesh dim {mesh_dim} of {layout} shards no dim (rank {rank})")
         return int(layout.intervals(dim, self.shape[dim])[0][0])
 
+    def sharding_shapes(self) -> dict[int, list[torch.Size]]:
+        """How the tensor is cut, as from_local, redistribute, distribute_tensor and the factories take it: for each mesh dim that
+        shards, the shapes of the pieces of the ranks along it. Without communication.
+
+        If several mesh dims cut one tensor dim, the shapes of an earlier one are those before the later ones cut, and a later one
+        has a list of shapes for each coordinate of the earlier ones, one list after the other. Strided placements are left out.
+        """
+        who = "ShardTensor.sharding_shapes"
+        return sharding_shapes_of(self._layout_of_pieces(who), list(self.shape), who=who)
+
+    def local_sizes(self, rank: int | None = None) -> torch.Size:
+        """The sizes of this rank's piece, or of the piece of `rank` (as torch.distributed numbers ranks), without communication."""
+        who = "ShardTensor.local_sizes"
+        layout = self._layout_of_pieces(who)
+        mesh = layout.mesh
+        if rank is None and not mesh.has_me:
+            return torch.Size([0])
+        rank = mesh.rank if rank is None else rank
+        if rank not in mesh.ranks:
+            raise ValueError(f"{who}: argument 'rank' is {rank}, which {mesh} does not hold (rank {mesh.rank})")
+        return torch.Size(layout.local_sizes(list(self.shape), coordinate_at(mesh, mesh.ranks.index(rank))))
+
+    def _layout_of_pieces(self, who: str) -> _C.Layout:
+        layout = _C.layout(self)
+        if has_shards(self):
+            raise NotImplementedError(
+                f"{who}: the pieces are LocalShardsWrappers, whose offsets, not the layout, say where the shards are; "
+                f"to_local().local_sizes() has this rank's (rank {layout.mesh.rank})"
+            )
+        return layout
+
     # ---- in and out ----
 
     @staticmethod
@@ -201,7 +220,8 @@ class ShardTensor(DTensor):
 
         sharding_shapes gives the sizes of the other ranks' pieces. None: `shape` (if given) is cut as torch.chunk does, else
         all pieces have the size of this one. "chunk": torch.chunk's sizes of `shape`. "infer": the ranks exchange their sizes,
-        once. {mesh_dim: one shape per rank along it}: trusted. With run_check the ranks compare their arguments and pieces.
+        once. {mesh_dim: one entry per rank along it}, an entry being a size along the dim that is cut, or a whole shape: trusted.
+        With run_check the ranks compare their arguments and pieces.
 
         If the pieces are LocalShardsWrappers, their offsets, not the placements, say where the shards are.
         """

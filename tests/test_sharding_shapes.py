@@ -1,0 +1,226 @@
+"""The sizes of the pieces: `sharding_shapes` as shapes or as sizes along the cut dim, and what a tensor says of its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import mesh_id, mesh_of, place
+from test_api import MESHES, layouts_for, numbers
+from test_layout import R, S, coordinates, random_cuts
+from test_layout import mesh_of as layout_mesh
+
+# ---- sharding_shapes() is what sharding_shapes= takes ----
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2), (2, 3), (3, 2, 2)], ids=str)
+def test_layouts_come_back(shape):
+    """Layouts alone, for all ranks at once: the shapes give the same layout on each of them."""
+    from shardtensor import _C
+    from shardtensor.tensor._layout import check_cuts, cuts_from_shapes, sharding_shapes_of
+
+    rng = random.Random(str(shape))
+    for sizes, _ in itertools.product(([7], [1, 4], [5, 6, 3], [0, 3]), range(12)):
+        placements = [rng.choice([R, *(S(d) for d in range(len(sizes)))]) for _ in shape]
+        cuts = random_cuts(rng, layout_mesh(*shape), placements, sizes)
+        for rank, at in enumerate(coordinates(layout_mesh(*shape))):
+            mesh = layout_mesh(*shape, rank=rank)
+            layout, even = _C.Layout(mesh, placements, cuts), _C.Layout(mesh, placements)
+            shapes = sharding_shapes_of(layout, sizes, who="test")
+            assert shapes.keys() == {m for m, p in enumerate(placements) if p != R}
+            lengths = {m: [along[placements[m][1]] for along in entries] for m, entries in shapes.items()}
+            for given in (shapes, lengths, {m - len(shape): entries for m, entries in lengths.items()}):
+                again = cuts_from_shapes(even, given, len(sizes), who="test")
+                assert _C.Layout(mesh, placements, again) == layout, (layout, sizes, given)
+                check_cuts(layout, again, sizes, who="test")
+            for m, entries in shapes.items():  # a rank's own entry, along mesh dims that share their tensor dim with no other
+                if placements.count(placements[m]) == 1:
+                    assert list(entries[at[m]]) == layout.local_sizes(sizes)
+
+
+def accessors(shape):
+    """On ranks: pieces have the sizes that all ranks tell of them, nothing is sent, and every function takes what a tensor says."""
+    from shardtensor import _C, Partial, ShardTensor, distribute_tensor, empty
+
+    mesh, value = mesh_of(shape), numbers(5, 4)
+    for combo, cut in layouts_for(shape, (5, 4)):
+        x = place(value, mesh, combo, cut)
+        _C.reset_comm_counts()
+        shapes, mine = x.sharding_shapes(), x.local_sizes()
+        everyones = [x.local_sizes(rank) for rank in range(dist.get_world_size())]
+        assert not any(calls for calls, _ in _C.comm_counts().values())
+        assert mine == x.to_local().shape and isinstance(mine, torch.Size)
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, tuple(mine))
+        assert everyones == told, (combo, cut)
+        assert shapes.keys() == {m for m, text in enumerate(combo) if text.startswith("S")}
+        if combo.count(combo[0]) == 1 and combo[0].startswith("S"):
+            assert shapes[0][mesh.get_coordinate()[0]] == mine
+
+        again = ShardTensor.from_local(x.to_local(), mesh, x.placements, shape=x.shape, sharding_shapes=shapes, run_check=True)
+        assert again._layout == x._layout
+        if not any(isinstance(p, Partial) for p in x.placements):
+            whole = distribute_tensor(value, mesh)
+            assert whole.redistribute(placements=x.placements, sharding_shapes=shapes)._layout == x._layout
+            assert distribute_tensor(value, mesh, x.placements, sharding_shapes=shapes)._layout == x._layout
+            assert empty(5, 4, device_mesh=mesh, placements=x.placements, sharding_shapes=shapes)._layout == x._layout
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_accessors(pools, mesh):
+    pools(mesh[0]).run(f"{__name__}:accessors", mesh[1])
+
+
+def nested_rows():
+    """Two mesh dims cut one tensor dim: the second has a list for each coordinate of the first, the same on all ranks."""
+    from shardtensor import Shard, ShardTensor
+
+    mesh = mesh_of((2, 2))
+    a, b = mesh.get_coordinate()
+    mine = torch.full(([[4, 1], [0, 3]][a][b], 2), 1.0)
+    lengths = {0: [5, 3], 1: [4, 1, 0, 3]}
+    for given in ("infer", lengths):
+        x = ShardTensor.from_local(mine, mesh, [Shard(0), Shard(0)], sharding_shapes=given)
+        assert x.sharding_shapes() == {m: [(n, 2) for n in entries] for m, entries in lengths.items()}
+        assert [x.local_sizes(rank)[0] for rank in range(4)] == lengths[1]
+    assert x._spec.sharding_shapes()[1] == tuple((n, 2) for n in lengths[1][2 * a : 2 * a + 2])  # PhysicsNeMo's: this rank's own
+
+
+def test_nested_rows(pools):
+    pools(4).run(f"{__name__}:nested_rows")
+
+
+def outside():
+    """A mesh without some ranks: there the piece is empty, but the other ranks' sizes are known."""
+    import shardtensor as st
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh, me = DeviceMesh("cpu", [2, 0]), dist.get_rank()
+    x = st.zeros(5, 3, device_mesh=mesh, placements=[st.Shard(0)], sharding_shapes={0: [1, 4]})
+    assert x.local_sizes() == x.to_local().shape == {2: (1, 3), 0: (4, 3), 1: (0,)}[me]
+    assert [x.local_sizes(2), x.local_sizes(rank=0)] == [(1, 3), (4, 3)]
+    assert x.sharding_shapes() == {0: [(1, 3), (4, 3)]}
+    with pytest.raises(ValueError, match=rf"argument 'rank' is 1, which .* does not hold \(rank {me}\)"):
+        x.local_sizes(1)
+
+
+def test_outside_of_the_mesh(pools):
+    pools(3).run(f"{__name__}:outside")
+
+
+def strided():
+    from shardtensor import _C, Shard, zeros
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = mesh_of((2, 2))
+    x = zeros(7, 3, device_mesh=mesh, placements=[_StridedShard(0, split_factor=2), Shard(1)])
+    assert x.sharding_shapes().keys() == {1} and x.local_sizes() == x.to_local().shape
+    layout = _C.Layout(x._layout.mesh, x._layout.placements, [[3, 4], None])
+    y = _C.wrap(torch.zeros(layout.local_sizes([7, 3])), layout, [7, 3], [3, 1])
+    assert y.local_sizes() == y.to_local().shape
+    with pytest.raises(NotImplementedError, match="uneven cut with a stride"):
+        y.sharding_shapes()
+
+
+def test_strided(pools):
+    pools(4).run(f"{__name__}:strided")
+
+
+def several_shards():
+    from shardtensor import LocalShardsWrapper, Shard, ShardTensor
+
+    n, me = dist.get_world_size(), dist.get_rank()
+    x = ShardTensor.from_local(LocalShardsWrapper([torch.ones(1, 2)], [(n - 1 - me, 0)]), mesh_of((n,)), [Shard(0)])
+    for ask in (x.sharding_shapes, x.local_sizes):
+        with pytest.raises(NotImplementedError, match="LocalShardsWrappers"):
+            ask()
+
+
+def test_several_shards(pools):
+    pools(2).run(f"{__name__}:several_shards")
+
+
+# ---- sizes in place of shapes ----
+
+
+def lengths_everywhere():
+    import shardtensor as st
+    from shardtensor import Replicate, Shard
+    from shardtensor.experimental import local_map
+    from shardtensor.parallel import PrepareModuleInput, parallelize_module
+
+    n, me = dist.get_world_size(), dist.get_rank()
+    mesh = mesh_of((n,))
+    lengths = {2: [1, 4], 3: [3, 0, 2]}[n]
+    whole, at = torch.arange(20.0).view(4, 5), dict(device_mesh=mesh, placements=[Shard(1)])
+    mine = whole.split(lengths, 1)[me]
+    line = dict(device_mesh=mesh, placements=[Shard(0)])
+    other = {2: [0, 5], 3: [0, 5, 0]}[n]
+
+    def taken(given):
+        x = st.ShardTensor.from_local(mine, mesh, [Shard(1)], **given)
+        yield from (x, st.ShardTensor.from_local(mine, mesh, [Shard(1)], shape=(4, 5), run_check=True, **given))
+        yield x.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(1)], **given)
+        yield from (st.distribute_tensor(whole, mesh, [Shard(1)], **given), st.distribute_tensor(x, mesh, [Shard(1)], **given))
+        yield st.scatter_tensor(whole if me == 0 else None, 0, mesh, [Shard(1)], **given)
+        yield from (make(4, 5, **at, **given) for make in (st.zeros, st.ones, st.empty, st.rand, st.randn))
+        yield st.full((4, 5), 2.0, **at, **given)
+        yield local_map(torch.exp, [Shard(1)], **given)(x.redistribute(placements=[Shard(1)]))
+        yield st.ShardTensor.from_sharded_tensor(x.to_sharded_tensor(), mesh, [Shard(1)], **given)
+        prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1), **given)
+        yield parallelize_module(torch.nn.Identity(), mesh, prepare)(mine)
+
+    for a, b in zip(taken({"sharding_shapes": {0: lengths}}), taken({"sharding_shapes": {0: [(4, k) for k in lengths]}}), strict=True):
+        assert a._layout == b._layout and a.shape == b.shape == (4, 5)
+        assert a._layout.cuts == [lengths] and a.local_sizes() == (4, lengths[me])
+    for make in (st.linspace, st.logspace):
+        assert make(0.0, 1.0, 5, **line, sharding_shapes={0: other})._layout.cuts == [other]
+    x = st.zeros(5, **line)
+    assert x.explain([Shard(0)], sharding_shapes={0: other}).target == st.zeros(5, **line, sharding_shapes={0: other})._layout
+    # Ranks that say the same in other words agree.
+    told = lengths if me == 0 else [(4, k) for k in lengths]
+    x = st.ShardTensor.from_local(mine, mesh, [Shard(1)], sharding_shapes={0 if me else -1: told}, run_check=True)
+    assert x.full_tensor().equal(whole)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_lengths_everywhere(pools, world):
+    pools(world).run(f"{__name__}:lengths_everywhere")
+
+
+def compiled():
+    """Inside a graph too; local_sizes() is a constant there."""
+    from shardtensor import Replicate, Shard, ShardTensor
+
+    n, me = dist.get_world_size(), dist.get_rank()
+    lengths = {0: [1, 4] if n == 2 else [3, 0, 2]}
+    x = ShardTensor.from_local(torch.ones(lengths[0][me], 3), mesh_of((n,)), [Shard(0)], sharding_shapes=lengths)
+
+    def f(x):
+        piece = x.to_local() * x.local_sizes()[0]
+        y = ShardTensor.from_local(piece, x.device_mesh, x.placements, sharding_shapes=lengths)
+        return y.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)], sharding_shapes=lengths)
+
+    got = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
+    assert got.sharding_shapes() == x.sharding_shapes()
+    assert got.full_tensor()[:, 0].tolist() == [float(k) for k in lengths[0] for _ in range(k)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_compiled(pools, world):
+    pools(world).run(f"{__name__}:compiled")
+
+
+def test_16384_ranks():
+    """The table of a large nested mesh is made in seconds."""
+    from shardtensor import _C
+    from shardtensor.tensor._layout import sharding_shapes_of
+
+    layout = _C.Layout(layout_mesh(128, 128), [S(0), S(0)])
+    shapes = sharding_shapes_of(layout, [20000], who="test")
+    assert [len(entries) for entries in shapes.values()] == [128, 16384]
+    assert math.fsum(entry[0] for entry in shapes[1]) == 20000
