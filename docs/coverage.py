@@ -33,7 +33,7 @@ They communicate only where their inputs are cut along a dim that the op needs w
     "gathers": """# Ops that gather
 
 They need all of their inputs on every rank, as does each op that is not on this page and does not decompose into ops that are. The
-result is right, and slow. The logger `shardtensor` tells of each such call (once for each kind of input), and under
+result is right, and slow. A warning says so once for each op and layouts ([debugging.md](debugging.md)), and under
 `shardtensor.strict_mode()` the call raises.
 """,
     "refused": """# Ops that are refused

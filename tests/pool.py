@@ -24,6 +24,9 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _PRELOAD = ["torch.distributed.tensor", "torch._dynamo", "torch.testing._internal.common_methods_invocations", "shardtensor"]
 
 
+# The cases gather thousands of times. Ranks and other programs of the tests inherit this.
+os.environ.setdefault("SHARDTENSOR_GATHERS", "off")
+
 # There are more ranks than cores. By default, a process that receives a message preempts the running one. This one may hold a lock
 # of Gloo's, and then the other spins on it: with two ranks on two cores, that took two fifths of the time. Children inherit this.
 if hasattr(os, "SCHED_BATCH"):

@@ -234,6 +234,133 @@ def test_torch_logs(names):
     assert ("redistributed for aten::add.Tensor" in done.stderr) == ("shardtensor" in names), done.stderr
 
 
+# ---- gathers ----
+
+
+def line_of(function):
+    """Where the function's first statement is: "file:line"."""
+    return f"{__file__}:{function.__code__.co_firstlineno + 1}"
+
+
+def gathers_are_told_once():
+    from shardtensor import Partial, Replicate, Shard, ShardTensor, strict_mode
+    from shardtensor.debug import _watch, log_gathers
+
+    first = dist.get_rank() == 0
+    whole, x = sharded()
+    replicated = x.redistribute(placements=[Replicate()])
+    summands = ShardTensor.from_local(whole, x.device_mesh, [Partial()])
+    library = torch.library.Library("shardtensor_told", "DEF")
+    library.define("unknown(Tensor x, Tensor y) -> Tensor")
+    library.impl("unknown", lambda x, y: x * 1, "CPU")
+
+    def unknown(x, y):
+        return torch.ops.shardtensor_told.unknown(x, y)
+
+    try:
+        with heard() as texts:
+            log_gathers()
+            x.nonzero()
+            size = "shape (7, 4), 224 B"
+            start = f"aten::nonzero at {__file__}:{sys._getframe().f_lineno - 2} gathers its argument 'self', {size}, from S(0)"
+            assert [t.startswith(start) for t in texts] == [True] * first, texts
+            assert all("the op needs it whole. Redistribute it to Replicate() once" in t and "by rank 0;" in t for t in texts)
+            # Known calls, other sizes, and what has forgotten the call's solution.
+            for other in (x, sharded(rows=8)[1]):
+                other.nonzero()
+            with strict_mode(False):
+                x.nonzero()
+            for _ in range(2):
+                x.nonzero()
+            assert len(texts) == first
+            assert _watch._moves == []  # a known call costs nothing more
+            texts.clear()
+            x.redistribute(placements=[Shard(1)]).nonzero()
+            assert [" from S(1) " in t for t in texts] == [True] * first
+            texts.clear()
+            unknown(replicated, summands)  # added up, not gathered
+            unknown(x, replicated)
+            unknown(x, x)
+            assert [("argument 'x'" in t, "argument 'y'" in t) for t in texts] == [(True, False), (False, True)] * first, texts
+            assert all(t.startswith(f"shardtensor_told::unknown at {line_of(unknown)} ") and "register_sharding" in t for t in texts)
+            texts.clear()
+            x + x.redistribute(placements=[Shard(1)])  # not a gather
+            assert not texts and _watch._moves == []
+            log_gathers()  # what has been said is said again
+            x.nonzero()
+            assert len(texts) == first
+    finally:
+        log_gathers("off")
+        library._destroy()
+
+
+def gathers_are_told_as_often_as_asked():
+    from shardtensor.debug import _watch, log_gathers
+
+    first = dist.get_rank() == 0
+    flat = sharded(columns=1)[1].view(7)
+    try:
+        with heard() as texts:
+            log_gathers("every")
+            for _ in range(3):
+                flat.sort()
+            assert ["aten::sort" in t and "no other layout that the op takes costs less" in t for t in texts] == [True] * 3 * first, texts
+            texts.clear()
+            log_gathers("once", all_ranks=True)
+            for _ in range(3):
+                flat.nonzero()
+            assert [f"by rank {dist.get_rank()};" in t for t in texts] == [True]
+            texts.clear()
+            log_gathers("off")
+            flat.bool().nonzero()
+            assert not texts and _watch._moves == []
+            with pytest.raises(ValueError, match="argument 'often' is 'always'; use one of off, once, every"):
+                log_gathers("always")
+    finally:
+        log_gathers("off")
+
+
+def gathers_in_a_graph():
+    from shardtensor.debug import log_gathers
+
+    whole, x = sharded()
+
+    def function(x):
+        return torch.block_diag(x * 2, x).sum()
+
+    try:
+        with heard() as texts:
+            log_gathers()
+            torch._dynamo.reset()
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+            for _ in range(2):
+                assert compiled(x).full_tensor() == 3 * whole.sum()
+        assert [t.startswith(f"aten::block_diag at {line_of(function)} ") for t in texts] == [True] * (dist.get_rank() == 0), texts
+    finally:
+        log_gathers("off")
+
+
+GATHERS = LOGGED + """
+for _ in range(2):
+    x.nonzero()
+    x.flatten().sort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("often", "told"),
+    [(None, 1), ("", 1), ("once", 1), ("ONCE,all_ranks", 1), ("off", 0), ("every", 4), ("always", "use off, once or every")],
+)
+def test_gathers_by_environment(often, told):
+    environment = {k: v for k, v in os.environ.items() if k != "SHARDTENSOR_GATHERS"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {} if often is None else {"SHARDTENSOR_GATHERS": often}
+    done = subprocess.run([sys.executable, "-c", GATHERS], capture_output=True, text=True, timeout=100, env=environment)
+    if isinstance(told, str):
+        assert done.returncode == 1 and told in done.stderr.splitlines()[-1]
+    else:
+        assert done.returncode == 0 and done.stderr.count(" gathers its argument ") == told, done.stderr
+
+
 # ---- pictures ----
 
 
@@ -274,6 +401,9 @@ def shardings_are_shown():
         "what_is_implicit_is_warned_of",
         "budgets_hold_on_all_ranks",
         "redistributions_are_logged",
+        "gathers_are_told_once",
+        "gathers_are_told_as_often_as_asked",
+        "gathers_in_a_graph",
     ],
 )
 def test_communication(pools, what, world):

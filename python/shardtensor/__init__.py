@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardtensor import _C, _conversions, patches, random  # noqa: F401  _conversions adds methods to ShardTensor
 from shardtensor._replace import Replacement, replace_dtensor
 from shardtensor.checkpoint import _boxes  # noqa: F401  adds methods to ShardTensor
-from shardtensor.debug import _checking, _logging
+from shardtensor.debug import _checking, _gathers, _logging
 from shardtensor.debug._explain import Explanation, explain
 from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
 from shardtensor.shards import _shards  # noqa: F401  adds methods to ShardTensor
@@ -45,6 +45,7 @@ _C.install_handler()
 _checking.install()
 patches.install()
 _logging.install()
+_gathers.install()
 
 DTensor = ShardTensor
 

@@ -13,7 +13,7 @@ _OFF, _SAMPLED, _FULL = range(3)
 _HERE = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.sep + os.path.join("torch", ""))
 
 
-def _call_site() -> str:
+def call_site() -> str:
     """The innermost source line outside shardtensor and torch; empty in autograd's own threads."""
     frame = sys._getframe()
     while frame is not None and (frame.f_code.co_filename.startswith(_HERE[0]) or _HERE[1] in frame.f_code.co_filename):
@@ -40,7 +40,7 @@ def check(full: bool = False) -> Iterator[None]:
 
 
 def install() -> None:
-    _C.set_call_site(_call_site)
+    _C.set_call_site(call_site)
     asked = os.environ.get("SHARDTENSOR_CHECK", "0").lower()
     if asked not in ("0", "", "1", "full"):
         raise ValueError(f"shardtensor: the environment variable SHARDTENSOR_CHECK is {asked!r}; use 0, 1 or full")

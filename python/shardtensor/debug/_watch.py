@@ -32,10 +32,13 @@ class Move:
     item: int  # bytes of an element
     communicates: bool
 
+    def bytes(self) -> int:
+        """Of the whole operand."""
+        return math.prod(self.shape) * self.item
+
     def __str__(self) -> str:
-        size = math.prod(self.shape) * self.item
         return (
-            f"{self.op}, argument '{self.argument}': {self.source} -> {self.target}, shape {self.shape}, {size} bytes in all, "
+            f"{self.op}, argument '{self.argument}': {self.source} -> {self.target}, shape {self.shape}, {self.bytes()} bytes in all, "
             f"on rank {self.source.mesh.rank}, because {self.why}"
         )
 

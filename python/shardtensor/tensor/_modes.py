@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from shardtensor.tensor import _compile
 
 Mode = Literal["error", "warn", "replicate"]
 _MODES: tuple[Mode, ...] = ("error", "warn", "replicate")
-_log = logging.getLogger("shardtensor")
 
 _State = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
 # {name: (how to read the mode, how to set it)}. A thread's own modes, which also hold in the autograd threads that run its
@@ -146,10 +144,3 @@ def plain_targets() -> Iterator[None]:
     """Inside, plain targets and weights of losses by class labels count as replicated (loss_parallel)."""
     with _within("plain_targets", 1):
         yield
-
-
-def _on_fallback(op: str, why: str, layouts: str) -> None:
-    _log.info("%s %s: its inputs are gathered (%s)", op, why, layouts)
-
-
-_C.set_fallback_log(_on_fallback)
