@@ -253,6 +253,12 @@ def distribute_elsewhere(mesh, me):
     distribute_tensor(distribute_tensor(piece(4), mesh), mesh, [Shard(0)])
 
 
+def distribute_elsewhere_of_the_same_shape(mesh, me):
+    from shardtensor import Shard, distribute_tensor
+
+    distribute_tensor(distribute_tensor(piece(4), mesh, [Shard(0)]), backward_mesh(mesh.size()), [Shard(0)])
+
+
 def redistribute_to_nowhere(mesh, me):
     from shardtensor import zeros
 
@@ -307,6 +313,14 @@ def no_rule_under_strict_mode(mesh, me):
 
 def plain_tensor_among_ours(mesh, me):
     place(piece(5, 4), mesh, ("S(0)",), "uneven") + piece(5, 4)
+
+
+def plain_row(mesh, me):
+    place(piece(5, 4), mesh, ("S(0)",), "uneven")[0] = piece(4)
+
+
+def plain_column(mesh, me):
+    place(piece(5, 4), mesh, ("S(1)",), "uneven")[:, 0] = piece(5)
 
 
 def write_into_a_plain_tensor(mesh, me):
@@ -390,6 +404,7 @@ WRONG = [
     (scatter_of_another_shape, ValueError, "argument 'shape' is (3,) on rank {me}, rank 0 has (2,)"),
     (source_out_of_range, ValueError, "argument 'src_data_rank' is 5", "rank {me}"),
     (distribute_elsewhere, ValueError, "argument 'tensor'", "redistribute", "rank {me}"),
+    (distribute_elsewhere_of_the_same_shape, ValueError, "argument 'tensor'", ") of ranks [0, 1", ") of ranks [{last}, ", "rank {me}"),
     (redistribute_to_nowhere, RuntimeError, "argument 'placements'"),
     (summands_on_another_mesh, RuntimeError, "argument 'placements'", "rank {me}"),
     (meshes_mixed, RuntimeError, "add", "different meshes", "rank {me}"),
@@ -399,6 +414,8 @@ WRONG = [
     (gradient_of_another_size, RuntimeError, "gradient on rank {me}", "grad_placements"),
     (no_rule_under_strict_mode, NotImplementedError, "svd", "strict mode", "rank {me}"),
     (plain_tensor_among_ours, RuntimeError, "argument 'other'", "plain torch.Tensor", "distribute_tensor"),
+    (plain_row, RuntimeError, "the value is a plain torch.Tensor of sizes [4] among", "distribute_tensor"),
+    (plain_column, RuntimeError, "the value is a plain torch.Tensor of sizes [5] among", "distribute_tensor"),
     (write_into_a_plain_tensor, RuntimeError, "plain torch.Tensor 'self'"),
     (write_to_one_place_several_times, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
     (write_to_one_place_in_a_list, RuntimeError, "argument 'self'", "single memory location", "rank {me}"),
@@ -411,16 +428,25 @@ WRONG = [
 ]
 
 
-_smaller = {}
+_made = {}
 
 
 def smaller_mesh():
     """A mesh of rank 0 alone. All ranks make it, once."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    if "mesh" not in _smaller:
-        _smaller["mesh"] = DeviceMesh("cpu", torch.tensor([0]))
-    return _smaller["mesh"]
+    if "mesh" not in _made:
+        _made["mesh"] = DeviceMesh("cpu", torch.tensor([0]))
+    return _made["mesh"]
+
+
+def backward_mesh(size):
+    """A mesh of all ranks, the last one first; made once, by all."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if "backward" not in _made:
+        _made["backward"] = DeviceMesh("cpu", torch.arange(size).flip(0))
+    return _made["backward"]
 
 
 def wrong(shape, index):
@@ -430,7 +456,8 @@ def wrong(shape, index):
         function(mesh, me)
     text = str(caught.value)
     for part in says:
-        assert part.format(me=me) in text, f"{part.format(me=me)!r} is not in: {text}"
+        part = part.format(me=me, last=dist.get_world_size() - 1)
+        assert part in text, f"{part!r} is not in: {text}"
     # No rank is left behind, and none is out of step.
     assert place(torch.arange(5.0), mesh, ("S(0)",), "uneven").full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 

@@ -104,6 +104,13 @@ def _define_scaled_rows():
     return torch.ops.shardtensor_test.scaled_rows.default
 
 
+def _backward(mesh):
+    """The same ranks, the last one first."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", mesh.mesh.flatten().flip(0).view(mesh.mesh.shape))
+
+
 def rules_of_ones_own(mesh_shape, first, second, cut, quiet):
     from oracle import mesh_of, place
     from shardtensor import _C, Partial, Replicate, Shard, ShardTensor
@@ -142,7 +149,10 @@ def rules_of_ones_own(mesh_shape, first, second, cut, quiet):
         for a, b in zip(ours, plain, strict=True):
             torch.testing.assert_close(a.grad.full_tensor(), b.grad)
         op(*ours, 0.5)
-        assert seen == [((7, 4), 2, 0.5)]  # the rule was asked once
+        assert seen == [((7, 4), 2, 0.5)]  # asked once
+        there = ours[0].redistribute(_backward(mesh), [Replicate()] * mesh.ndim)
+        with pytest.raises(RuntimeError, match=r"different meshes: .* of ranks \[0, 1.*\] and .* of ranks \[\d, .*0\]; redistribute"):
+            op(ours[0].redistribute(placements=[Replicate()] * mesh.ndim), there, 0.5)
     finally:
         ShardTensor.unregister_handler(op)
 

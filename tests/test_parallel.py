@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -142,6 +143,77 @@ def test_grouped_heads_stay_together(pools, count, kv_heads, world):
         if kv_heads > 1:  # the view cuts a single head's features again, so they are gathered
             assert forward == {"all_reduce": 1}
         assert rows % (2 * count // kv_heads) == 0
+
+
+def warned(module, plan):
+    from shardtensor.parallel import parallelize_module
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize_module(module, mesh_here(), plan)
+    return [str(w.message) for w in caught if str(w.message).startswith("parallelize_module")]
+
+
+def cut_heads():
+    """Three heads of three features: without multiple_of, the ranks get five and four."""
+    import shardtensor
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel
+
+    def told(**options):
+        plan = {f"*.{name}": ColwiseParallel(**options) for name in "qkv"} | {"*.out": RowwiseParallel(**options)}
+        return warned(nn.Sequential(Attention(3, 3)), plan)
+
+    mlp = MLP(7)
+    mlp.head_dim = 2  # seven features are no heads
+    cut = told()
+    with shardtensor.replace_dtensor():
+        assert told() == cut
+    return cut, told(multiple_of=3), warned(mlp, {"up": ColwiseParallel()})
+
+
+def test_cut_heads_are_warned_of(pools):
+    for cut, whole, other in pools(2).run(f"{__name__}:cut_heads"):
+        assert len(cut) == 3 and not whole and not other
+        assert "features of '0.q' are cut into [5, 4] over the ranks, but Attention has heads of 3" in cut[0]
+        assert "pass multiple_of=3 to ColwiseParallel" in cut[0]
+
+
+def stale_optimizer():
+    from shardtensor.parallel import ColwiseParallel, parallelize_module
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    gc.collect()
+    model = MLP(7)
+    early = torch.optim.AdamW(model.parameters())
+    parallelize_module(model, mesh_here(), {"up": ColwiseParallel()})
+    late = torch.optim.AdamW(model.parameters())
+    model.up(torch.randn(3, 6, dtype=DOUBLE)).sum().backward()
+    late.step()
+    with pytest.raises(RuntimeError, match=r"AdamW.step: 2 of its 4 parameters .*shape \(7, 6\).* Build the optimizer afterwards"):
+        early.step()
+    assert len(_global_optimizer_pre_hooks) == 1
+    del early
+    gc.collect()
+    assert not _global_optimizer_pre_hooks  # optimizers are looked at only while such parameters are alive
+
+
+def tied_elsewhere():
+    """A parameter that is replaced in one module, and trained in another."""
+    from shardtensor.parallel import ColwiseParallel, parallelize_module
+
+    model = MLP(4)
+    weight = model.up.weight
+    early = torch.optim.SGD([weight], lr=0.5)
+    parallelize_module(model.up, mesh_here(), ColwiseParallel())
+    before = weight.detach().clone()
+    weight.sum().backward()
+    early.step()
+    assert weight.equal(before - 0.5)
+
+
+@pytest.mark.parametrize("what", ["stale_optimizer", "tied_elsewhere"])
+def test_an_optimizer_built_before(pools, what):
+    pools(2).run(f"{__name__}:{what}")
 
 
 def embeddings(style):

@@ -147,11 +147,40 @@ def test_module_and_usage(tmp_path):
     (tmp_path / "which.py").write_text(
         "import sys\nfrom torch.distributed.tensor import DTensor\nprint(sys.argv[1:], DTensor.from_local.__module__, __name__)\n"
     )
-    said = {}
-    for how in (["-m", "which", "-x"], []):
-        said[bool(how)] = subprocess.run(
-            [sys.executable, "-m", "shardtensor", *how],
-            capture_output=True, text=True, timeout=100, cwd=tmp_path, env=os.environ | {"PYTHONPATH": _package()},
-        )
-    assert said[True].stdout.strip() == "['-x'] shardtensor.tensor._tensor __main__", said[True].stderr
-    assert said[False].returncode == 1 and "usage: python -m shardtensor" in said[False].stderr
+    done = _run_by_name(tmp_path, "-m", "which", "-x")
+    assert done.stdout.strip() == "['-x'] shardtensor.tensor._tensor __main__", done.stderr
+    done = _run_by_name(tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("usage: python -m shardtensor [-m] script")
+
+
+def _run_by_name(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "shardtensor", *arguments],
+        capture_output=True, text=True, timeout=100, cwd=folder, env=os.environ | {"PYTHONPATH": _package()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        (["nofile.py"], "there is no script 'nofile.py' to run, in {}"),
+        (["empty"], "there is no script 'empty' to run, in {}"),
+        (["-m", "nomodule"], "there is no module 'nomodule' to run, in {} or installed"),
+        (["-m", "empty.nomodule"], "there is no module 'empty.nomodule' to run, in {} or installed"),
+        (["-m", "empty"], "there is no module 'empty' to run, in {} or installed"),
+    ],
+)
+def test_nothing_to_run(tmp_path, what, says):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "__init__.py").touch()
+    done = _run_by_name(tmp_path, *what)
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"python -m shardtensor: {says.format(tmp_path)}"
+
+
+def test_a_missing_import_is_not_a_missing_module(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import not_there")
+    (tmp_path / "package" / "train.py").touch()
+    done = _run_by_name(tmp_path, "-m", "package.train")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'not_there'"

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
+from typing import NoReturn
 
 import shardtensor
 
@@ -17,15 +19,36 @@ def main() -> None:
     as_module = arguments[:1] == ["-m"]
     arguments = arguments[as_module:]
     if not arguments or arguments[0].startswith("-"):
-        sys.exit(f"usage: python -m shardtensor [-m] script [arguments]\n\n{__doc__}")
+        _stop(f"usage: python -m shardtensor [-m] script [arguments]\n\n{__doc__}")
+    name = arguments[0]
     sys.argv = arguments
     shardtensor.replace_dtensor()
     if as_module:
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        if not _is_module(name):
+            _stop(f"python -m shardtensor: there is no module {name!r} to run, in {os.getcwd()} or installed")
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-        runpy.run_path(arguments[0], run_name="__main__")
+        if not os.path.exists(os.path.join(name, "__main__.py") if os.path.isdir(name) else name):
+            _stop(f"python -m shardtensor: there is no script {name!r} to run, in {os.getcwd()}")
+        sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
+        runpy.run_path(name, run_name="__main__")
+
+
+def _is_module(name: str) -> bool:
+    """Whether `python -m` can run it. Imports the packages that it is in."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package imports what is not there
+        return False
+    return spec is not None and (spec.submodule_search_locations is None or _is_module(f"{name}.__main__"))
+
+
+def _stop(text: str) -> NoReturn:
+    print(text, file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

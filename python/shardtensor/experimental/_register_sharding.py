@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 from shardtensor import _C
 from shardtensor.tensor._handlers import register_dispatch_handler
 from shardtensor.tensor._layout import make_layout
-from shardtensor.tensor._mesh import as_device_mesh
+from shardtensor.tensor._mesh import as_device_mesh, told_apart
 from shardtensor.tensor._modes import get_promotion_mode
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -101,7 +101,8 @@ class _Sharded:
         mesh = _C.layout(tensors[0]).mesh
         for t in tensors:
             if _C.layout(t).mesh != mesh:
-                raise RuntimeError(f"{self._op}: its arguments are on different meshes: {_C.layout(tensors[0])} and {_C.layout(t)}")
+                one, other = told_apart(_C.layout(tensors[0]), _C.layout(t))
+                raise RuntimeError(f"{self._op}: its arguments are on different meshes: {one} and {other}; redistribute one of them first")
         args, kwargs = pytree.tree_unflatten([t._spec if isinstance(t, ShardTensor) else t for t in leaves], tree)
         acceptable = [(list(out), [p for p in into if p is not None]) for out, into in self._rule(*args, **kwargs)]
         outputs = self._on_meta(leaves, tree)

@@ -9,9 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as stock
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardtensor.parallel._heads import cut_heads
 from shardtensor.tensor._ties import ties_kept
 
 _parallelize = stock.parallelize_module
+# Calls that have not returned: after replace_dtensor(), torch's function calls this one for submodules.
+_calls: list[nn.Module] = []
 
 
 def parallelize_module(
@@ -24,10 +27,16 @@ def parallelize_module(
     """Applies a style to a module, or a plan {pattern of names: style} to its submodules, as torch's does.
 
     A parameter that several submodules hold stays one parameter. If the plan gives it different placements in two of them, an
-    error says so; if the plan leaves out one of them, a warning does.
+    error says so; if the plan leaves out one of them, a warning does. Another warning says so if the plan cuts attention heads.
     """
-    with ties_kept(module, "parallelize_module") as followed:
-        module = _parallelize(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
+    _calls.append(module)
+    try:
+        with ties_kept(module, "parallelize_module") as followed:
+            module = _parallelize(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
+    finally:
+        _calls.pop()
+    for text in () if _calls else cut_heads(module):
+        warnings.warn(text, stacklevel=2)
     for named, left_out in followed:
         warnings.warn(
             f"parallelize_module: {named} and {left_out} are one tied parameter, but the plan has a style for the first alone. Now both "

@@ -18,8 +18,9 @@ from shardtensor import _C
 from shardtensor.tensor import _compile
 from shardtensor.tensor._from_local import _MOST_DIMS, coordinate_at
 from shardtensor.tensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
-from shardtensor.tensor._mesh import as_mesh, device_of, given_mesh
+from shardtensor.tensor._mesh import as_mesh, device_of, given_mesh, told_apart
 from shardtensor.tensor._pieces import _piece
+from shardtensor.tensor._replaced import note_replaced
 from shardtensor.tensor._tensor import ShardTensor
 from shardtensor.tensor._ties import places, ties_kept
 
@@ -74,8 +75,9 @@ def distribute_tensor(
         ours = ShardTensor.from_dtensor(tensor)
         layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who, partial=("sum", "avg"))
         if layout.mesh != ours._layout.mesh or layout.placements != ours._layout.placements:
+            there, here = told_apart(ours._layout, layout)
             raise ValueError(
-                f"{who}: argument 'tensor' is distributed already, as {ours._layout}, not as {layout}; use redistribute() "
+                f"{who}: argument 'tensor' is distributed already, as {there}, not as {here}; use redistribute() "
                 f"(rank {layout.mesh.rank})"
             )
         return ours if sharding_shapes is None else ours.redistribute(placements=placements, sharding_shapes=sharding_shapes)
@@ -204,6 +206,7 @@ def distribute_module(
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError("distribute_module: argument 'module' has been distributed already; it can be done once")
     mesh = given_mesh(device_mesh, "distribute_module")
+    before = list(module.parameters())
     with ties_kept(module, "distribute_module"):
         for name, submodule in module.named_modules():
             if partition_fn is not None:
@@ -219,6 +222,7 @@ def distribute_module(
         for key, buffer in submodule._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 submodule._buffers[key] = distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)
+    note_replaced(before, module)
     if input_fn is not None:
         prepare = _with_module(input_fn, "input_fn")
         module.register_forward_pre_hook(lambda m, inputs: prepare(m, inputs, mesh))

@@ -154,3 +154,13 @@ def group_mesh(group: Any, device_type: str) -> _C.Mesh:
     group = group or dist.group.WORLD
     ranks = dist.get_process_group_ranks(group)
     return _C.Mesh(device_type, [len(ranks)], ranks, [], [group.group_name], dist.get_rank(), _world())
+
+
+def told_apart(a: _C.Layout, b: _C.Layout) -> tuple[str, str]:
+    """Both layouts as text. If the texts are the same, with what differs between their meshes."""
+    texts = str(a), str(b)
+    if texts[0] != texts[1] or a.mesh.id == b.mesh.id:
+        return texts
+    differ = "ranks" if a.mesh.ranks != b.mesh.ranks else "groups"
+    first, second = (f"{text} of {differ} {getattr(layout.mesh, differ)}" for text, layout in zip(texts, (a, b), strict=True))
+    return first, second

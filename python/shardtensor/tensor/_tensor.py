@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -405,7 +406,11 @@ class ShardTensor(DTensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Replaces an int index on a sharded dim by a slice of length 1, which does not move."""
-        _C.set_item(self, *_ints_as_slices(self, index, value))
+        try:
+            _C.set_item(self, *_ints_as_slices(self, index, value))
+        except RuntimeError as error:
+            _name_value(error, value)
+            raise
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
@@ -519,6 +524,14 @@ def _ints_as_slices(t: ShardTensor, index: Any, value: Any) -> tuple[Any, Any]:
         behind += type(parts[i]) is not int
         dim -= part is not None
     return tuple(parts), value
+
+
+def _name_value(error: RuntimeError, value: Any) -> None:
+    """Makes an assignment's error name the user's value: the op got what torch had expanded it to."""
+    named = re.match(r"aten::copy_: argument 'src' is a plain torch\.Tensor of sizes \[[^]]*\]", str(error))
+    if named and isinstance(value, torch.Tensor):
+        rest = str(error)[named.end() :]
+        error.args = (f"ShardTensor.__setitem__: the value is a plain torch.Tensor of sizes {list(value.shape)}{rest}",)
 
 
 def refuse_transformed(t: Any, who: str) -> None:
