@@ -53,6 +53,7 @@ class Replacement:
         setattr(owner, name, value)
 
     def restore(self) -> None:
+        """Gives torch's names their own functions back. Tensors that exist stay as they are."""
         if not self._undo:
             return
         for owner, name, value in reversed(self._undo):

@@ -38,9 +38,11 @@ class Explanation:
     steps: tuple[Step, ...]
 
     def sent(self, rank: int) -> int:
+        """The bytes that a global rank contributes, in all steps."""
         return sum(step.sent.get(rank, 0) for step in self.steps)
 
     def received(self, rank: int) -> int:
+        """The new bytes that a global rank receives, in all steps."""
         return sum(step.received.get(rank, 0) for step in self.steps)
 
     def __str__(self) -> str:

@@ -283,6 +283,10 @@ def zeros(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
+    """A ShardTensor of zeros. Each rank makes only its piece; `placements` default to Replicate.
+
+    sharding_shapes asks for uneven cuts: {mesh_dim: one shape per rank along it}. The other factories take it too.
+    """
     return _make("zeros", torch.zeros, _sizes(size), dtype, layout, requires_grad, device_mesh, placements, sharding_shapes)
 
 
@@ -295,6 +299,7 @@ def ones(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
+    """A ShardTensor of ones. Each rank makes only its piece; `placements` default to Replicate."""
     return _make("ones", torch.ones, _sizes(size), dtype, layout, requires_grad, device_mesh, placements, sharding_shapes)
 
 
@@ -307,6 +312,7 @@ def empty(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
+    """A ShardTensor whose values are not set. Each rank makes only its piece; `placements` default to Replicate."""
     return _make("empty", torch.empty, _sizes(size), dtype, layout, requires_grad, device_mesh, placements, sharding_shapes)
 
 
@@ -321,6 +327,7 @@ def full(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
+    """A ShardTensor filled with one value. Each rank makes only its piece; `placements` default to Replicate."""
     def fill(sizes: list[int], **kwargs: Any) -> torch.Tensor:
         return torch.full(sizes, fill_value, **kwargs)
 
@@ -353,6 +360,7 @@ def linspace(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
+    """torch.linspace as a ShardTensor. Each rank computes the whole and keeps its piece; `placements` default to Replicate."""
     whole = torch.linspace(start, end, steps, dtype=dtype)
     return _spaced("linspace", whole, layout, requires_grad, device_mesh, placements, sharding_shapes)
 
@@ -370,6 +378,7 @@ def logspace(
     placements: Sequence[Placement] | None = None,
     sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
+    """torch.logspace as a ShardTensor. Each rank computes the whole and keeps its piece; `placements` default to Replicate."""
     whole = torch.logspace(start, end, steps, base=base, dtype=dtype)
     return _spaced("logspace", whole, layout, requires_grad, device_mesh, placements, sharding_shapes)
 

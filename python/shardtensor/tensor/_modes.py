@@ -99,6 +99,8 @@ def _index(mode: Mode, who: str) -> int:
 
 
 def get_promotion_mode() -> Mode:
+    """What this thread does with plain tensors among ShardTensors: the mode of the innermost `promotion_mode` or
+    `implicit_replication`, or else the one that `set_promotion_mode` has set. At first "error"."""
     own = _read("own_promotion")
     index: int = _read("promotion") if own is None else own
     return _MODES[index]
@@ -125,16 +127,19 @@ def implicit_replication() -> Iterator[None]:
 
 
 def set_strict(strict: bool) -> None:
-    """Whether an op without a sharding rule raises, instead of gathering its inputs on every rank."""
+    """Whether an op that has no sharding rule, or needs whole inputs, raises instead of gathering its inputs on every rank."""
     _set("strict", strict)
 
 
 def is_strict() -> bool:
+    """Whether ops without a sharding rule raise."""
     return bool(_read("strict"))
 
 
 @contextmanager
 def strict_mode(strict: bool = True) -> Iterator[None]:
+    """Inside, an op that would gather its inputs, because it has no sharding rule or needs them whole, raises. With
+    strict=False such ops gather, also inside another `strict_mode`. For all threads."""
     with _within("strict", strict):
         yield
 

@@ -108,6 +108,7 @@ def _refuse_storage(name: str) -> Callable[..., Any]:
         )
 
     method.__name__ = name
+    method.__doc__ = "Raises: a ShardTensor has no memory of its own."
     return method
 
 
