@@ -89,8 +89,7 @@ inline c10::SymInt numel_of(c10::SymIntArrayRef sizes) {
   return n;
 }
 
-// Bytes for comparing costs. A symbol counts as the same number on every rank: ranks may compile at different calls, but must
-// choose alike.
+// Bytes to tell whether anything has to be sent. A symbol counts as some number, so do not compare them.
 inline double nominal_bytes(c10::SymIntArrayRef sizes, size_t item) {
   constexpr double kNominalSize = 1024;
   auto bytes = static_cast<double>(item);

@@ -315,7 +315,7 @@ class TensorArg {
   bool output = false;  // written and not read
   const Layout* layout; // a plain tensor counts as replicated
   at::ScalarType dtype;
-  double bytes = 0; // of the whole, a symbol counting as some number: only for the resolver, which records when they decide
+  double bytes = 0; // of the whole, see nominal_bytes(): only for the resolver, which records when they decide
 
   int64_t dim() const {
     return static_cast<int64_t>(sizes_.size());

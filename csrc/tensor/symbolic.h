@@ -63,7 +63,7 @@ struct Symbols {
 at::Tensor in_numbers(const at::Tensor& t);
 
 // The number in the current call, without a guard: only for choices that are correct for any number. It may differ between
-// ranks, so do not decide about communication by it; use nominal_bytes() for that.
+// ranks, so do not decide about communication by it.
 int64_t hint_of(const c10::SymInt& n);
 Sizes hints_of(c10::SymIntArrayRef symbols);
 
