@@ -106,8 +106,8 @@ SolutionPtr known_for_sizes(const Op& op, const Stack& stack, size_t base, const
 
 SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   if (C10_UNLIKELY(any_traced(refs)) && has_symbols(op, stack, base, refs)) {
-    auto solution =
-        new_solution(op, stack, base, refs); // each graph needs the guards of the symbols that the rule reads as numbers
+    // Not cached: each graph needs the guards of the symbols that the rule reads as numbers.
+    auto solution = new_solution(op, stack, base, refs);
     settle_sizes(op, refs, *solution);
     return solution;
   }

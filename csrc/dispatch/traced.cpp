@@ -111,12 +111,11 @@ bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs
 namespace {
 
 // Whether a rank's piece may be empty. Symbols are never 0, and neither are even pieces of one.
-bool may_be_empty(const at::Tensor& t, const Layout& layout) {
+bool may_be_empty(const rules::Run::At& operand) {
   bool out = false;
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    const auto n = t.sym_size(d);
-    const auto piece = layout.shards(d) ? sym_extent_before(layout, layout.ndim(), d, n, layout.mesh().coordinate()) : n;
-    out |= !piece.is_symbolic() && (layout.shards(d) || n == 0);
+  const auto pieces = sym_local_sizes(*operand.layout, operand.symbols);
+  for (int64_t d = 0; d < operand.dim(); ++d) {
+    out |= !pieces[d].is_symbolic() && (operand.layout->shards(d) || operand.symbols[d] == 0);
   }
   return out;
 }
@@ -124,20 +123,12 @@ bool may_be_empty(const at::Tensor& t, const Layout& layout) {
 } // namespace
 
 void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
-  const auto empty = [&](size_t i) {
-    const auto* moved = solution.operands[i].get();
-    const auto* own = refs[i].impl ? &refs[i].impl->layout() : nullptr;
-    return may_be_empty(*refs[i].tensor, moved ? *moved : own ? *own : *solution.replicated);
-  };
-  bool may_run = solution.kernel != nullptr;
-  if (solution.kernel_if == rules::is_empty) {
-    may_run = false;
-    for (size_t i = 0; i < refs.size(); ++i) {
-      may_run |= empty(i);
-    }
+  if (!solution.kernel || op.entry->options.symbols) {
+    return;
   }
   // Even if the kernel runs only on other ranks: guards are functions of global facts.
-  if (may_run && !op.entry->options.symbols) {
+  const auto operands = after_moves(refs, solution);
+  if (solution.kernel_if != rules::is_empty || std::any_of(operands.begin(), operands.end(), may_be_empty)) {
     for (const auto& r : refs) {
       guarded(r.tensor->sym_sizes());
     }

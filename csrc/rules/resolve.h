@@ -19,10 +19,6 @@ struct Solution final : c10::intrusive_ptr_target {
     int32_t operand = -1;
     int16_t dim = 0;
     c10::SymInt value = 0;
-
-    int64_t number() const {
-      return value.guard_int(__FILE__, __LINE__);
-    }
   };
   struct Result {
     LayoutPtr layout;
