@@ -617,6 +617,8 @@ SPECIALISED = {
     "cat_of_rows": lambda x, w: torch.cat([x, x], 0),
     "rows": lambda x, w: x[1:-1],
     "pad_of_rows": lambda x, w: F.pad(x, (0, 0, 1, 2)),
+    "multi_margin_loss": lambda x, w: F.multi_margin_loss(x, x.detach().argmax(1)),
+    "multilabel_margin_loss": lambda x, w: F.multilabel_margin_loss(x, x.detach().argsort(1)),
     "row_written": lambda x, w: _with_row(x * 1),
     "prod_of_rows": lambda x, w: x.prod(0),
     "as_complex": lambda x, w: torch.view_as_complex(x.view(-1, 3, 2)).abs(),
@@ -692,6 +694,7 @@ SYMBOLIC = {
     "attention": ["sdpa_mask_heads"],
     "normalization": ["batch_norm_channels"],
     "embedding": ["embedding_padding_negative"],
+    "losses": ["multi_margin_loss_none", "multilabel_margin_loss_mean"],
 }
 
 
@@ -699,6 +702,26 @@ SYMBOLIC = {
 def test_tables_of_symbolic_sizes(pools, family, names):
     outcomes = pools(2).run("compiled:run", family, names, (2,), alone=names, dynamic=True)[0]
     assert [o.kind for o in outcomes] == [RIGHT] * len(names), outcomes
+
+
+def no_elements():
+    from shardtensor import Shard
+
+    for shape, dim in (((0, 4), 0), ((0, 4), 1), ((5, 0), 0), ((0,), 0)):
+        for function in (lambda x: x * 2, lambda x: torch.cat([x, x]), lambda x: x.sum() + x.transpose(0, -1).exp()):
+            results = []
+            for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)):
+                x = spread(torch.zeros(shape), Shard(dim), grad=True)
+                out = run(x)
+                _whole(out.sum()).backward()
+                results.append((_form(out), _whole(out.detach()), _whole(x.grad)))
+            assert results[0][0] == results[1][0], (shape, dim, results)
+            torch.testing.assert_close(results[1][1:], results[0][1:])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_elements_under_symbolic_sizes(pools, world):
+    pools(world).run(f"{__name__}:no_elements")
 
 
 # ---- what a graph holds ----

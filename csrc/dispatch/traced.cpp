@@ -41,11 +41,18 @@ void guard_arguments(const Op& op, Stack& stack, size_t base) {
   }
 }
 
+// Whether the op has a kernel for fake tensors; the fallback of torch that only raises is none.
+bool has_meta_kernel(const c10::OperatorHandle& op) {
+  using Key = c10::DispatchKey;
+  constexpr Key kernels[] = {
+      Key::Meta, Key::CompositeExplicitAutograd, Key::CompositeExplicitAutogradNonFunctional, Key::CompositeImplicitAutograd};
+  return std::any_of(std::begin(kernels), std::end(kernels), [&](auto key) { return op.hasKernelForDispatchKey(key); });
+}
+
 // Makes numbers of sizes that cannot be symbols. Ops without a rule or a meta kernel, out= forms, and lists as flat memory need
 // only numbers.
 void guard_operands(const Op& op, Stack& stack, size_t base) {
-  const bool may_keep = op.entry && op.entry->rule && !op.asks_sizes && !op.entry->options.dense &&
-                        op.handle.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
+  const bool may_keep = op.entry && op.entry->rule && !op.asks_sizes && !op.entry->options.dense && has_meta_kernel(op.handle);
   for (const auto& r : collect(op, stack, base)) {
     if (!is_symbolic(*r.tensor)) {
       continue;

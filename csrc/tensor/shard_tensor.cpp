@@ -57,6 +57,9 @@ c10::Storage null_storage(const at::Tensor& local, IntArrayRef sizes) {
 }
 
 c10::Storage null_storage(const at::Tensor& local, const c10::SymInt& numel) {
+  if (TORCH_GUARD_OR_FALSE(numel.sym_eq(0))) {
+    return null_storage(local, IntArrayRef(0));
+  }
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), numel * static_cast<int64_t>(local.dtype().itemsize()),
       c10::DataPtr(nullptr, local.device()), nullptr, /*resizable=*/false);

@@ -14,6 +14,7 @@ from shardtensor.patches import (
     dtensor,
     flops,
     fsdp,
+    meta_kernels,
     optimizers,
     partitioners,
     pipelines,
@@ -30,6 +31,7 @@ def install() -> None:
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)
     when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", runtime.patch)
+    when_imported("torch._meta_registrations", meta_kernels.patch)
     when_imported("torch._functorch.partitioners", partitioners.patch)
     when_imported("torch.distributed.tensor.parallel.ddp", ddp.patch)
     when_imported("torch.utils.flop_counter", flops.patch)

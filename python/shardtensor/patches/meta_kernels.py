@@ -1,0 +1,22 @@
+"""torch._meta_registrations: kernels for fake tensors. All versions so far lack two; their ops have rules, so graphs should hold
+them for all sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_library: torch.library.Library | None = None  # its kernels live as long as it does
+
+
+def patch(_: Any) -> None:
+    global _library
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):  # type: ignore[no-untyped-call]
+            _library.impl(name, _like_input, "Meta")  # type: ignore[no-untyped-call]
+
+
+def _like_input(grad: torch.Tensor, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
