@@ -278,7 +278,8 @@ def gathers_are_told_once():
             x.redistribute(placements=[Shard(1)]).nonzero()
             assert [" from S(1) " in t for t in texts] == [True] * first
             texts.clear()
-            unknown(replicated, summands)  # added up, not gathered
+            with strict_mode():
+                unknown(replicated, summands)  # added up, not gathered
             unknown(x, replicated)
             unknown(x, x)
             assert [("argument 'x'" in t, "argument 'y'" in t) for t in texts] == [(True, False), (False, True)] * first, texts
@@ -309,7 +310,8 @@ def gathers_are_told_as_often_as_asked():
             log_gathers("once", all_ranks=True)
             for _ in range(3):
                 flat.nonzero()
-            assert [f"by rank {dist.get_rank()};" in t for t in texts] == [True]
+                flat.sort()
+            assert [f"by rank {dist.get_rank()};" in t for t in texts] == [True, True]
             texts.clear()
             log_gathers("off")
             flat.bool().nonzero()
@@ -349,7 +351,7 @@ for _ in range(2):
 
 @pytest.mark.parametrize(
     ("often", "told"),
-    [(None, 1), ("", 1), ("once", 1), ("ONCE,all_ranks", 1), ("off", 0), ("every", 4), ("always", "use off, once or every")],
+    [(None, 2), ("", 2), ("once", 2), ("ONCE,all_ranks", 2), ("off", 0), ("every", 4), ("always", "use off, once or every")],
 )
 def test_gathers_by_environment(often, told):
     environment = {k: v for k, v in os.environ.items() if k != "SHARDTENSOR_GATHERS"} | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -278,6 +278,20 @@ def meshes_mixed(mesh, me):
     zeros(3, device_mesh=mesh) + zeros(3, device_mesh=init_device_mesh("cpu", (1, mesh.size())))
 
 
+def meshes_that_print_alike_mixed(mesh, me):
+    from shardtensor import zeros
+
+    zeros(3, device_mesh=mesh) + zeros(3, device_mesh=backward_mesh(mesh.size()))
+
+
+def plain_state_dict(mesh, me):
+    from shardtensor.parallel import ColwiseParallel, parallelize_module
+
+    model = torch.nn.Linear(3, 4)
+    plain = {name: t.clone() for name, t in model.state_dict().items()}
+    parallelize_module(model, mesh, ColwiseParallel()).load_state_dict(plain)
+
+
 def offsets_of_nothing(mesh, me):
     from shardtensor import zeros
 
@@ -408,6 +422,8 @@ WRONG = [
     (redistribute_to_nowhere, RuntimeError, "argument 'placements'"),
     (summands_on_another_mesh, RuntimeError, "argument 'placements'", "rank {me}"),
     (meshes_mixed, RuntimeError, "add", "different meshes", "rank {me}"),
+    (meshes_that_print_alike_mixed, RuntimeError, "different meshes", ") of ranks [0, 1", ") of ranks [{last}, "),
+    (plain_state_dict, RuntimeError, "set_model_state_dict with StateDictOptions(full_state_dict=True)"),
     (offsets_of_nothing, ValueError, "argument 'mesh_dim'", "rank {me}"),
     (not_a_tensor, TypeError, "argument 'local_tensor' is list"),
     (distributed_already, RuntimeError, "argument 'local_tensor' is a ShardTensor"),

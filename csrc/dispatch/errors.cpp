@@ -62,6 +62,9 @@ std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t) {
   out << op.name << ": argument '" << argument_name(op, arg) << "' is a plain torch.Tensor of sizes " << t.sizes()
       << " among ShardTensors. Distribute it first (shardtensor.distribute_tensor), or allow plain tensors to be taken as "
          "replicated: shardtensor.set_promotion_mode(\"replicate\") or `with shardtensor.implicit_replication():`.";
+  if (op.entry) {
+    out << op.entry->options.if_plain;
+  }
   return out.str();
 }
 
@@ -70,9 +73,18 @@ void plain_tensor(const Op& op, int64_t arg, const at::Tensor& t) {
 }
 
 void different_meshes(const Op& op, const Layout& a, const Layout& b) {
+  const auto &first = a.mesh().description(), &second = b.mesh().description();
+  // What differs, if the texts do not.
+  const auto what = [&, alike = a.str() == b.str()](const Mesh::Description& d) -> std::string {
+    if (!alike) {
+      return "";
+    }
+    return first.ranks == second.ranks ? c10::str(" of groups ", c10::ArrayRef<std::string>(d.groups))
+                                       : c10::str(" of ranks ", c10::IntArrayRef(d.ranks));
+  };
   TORCH_CHECK(
-      false, op.name, ": arguments live on different meshes, ", a.str(), " and ", b.str(), "; rank ", a.mesh().rank(),
-      ". Redistribute one of them first.");
+      false, op.name, ": arguments live on different meshes, ", a.str(), what(first), " and ", b.str(), what(second), "; rank ",
+      a.mesh().rank(), ". Redistribute one of them first.");
 }
 
 void sizes_differ(const Op& op, const Place& a, const Place& b, const Mesh& mesh) {

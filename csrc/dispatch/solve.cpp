@@ -31,21 +31,33 @@ void describe(const Op& op, const Refs& refs, const Layout& replicated, Call& ca
   }
 }
 
-// Whether pieces are gathered for a rule that uses every operand whole. (Adding up summands does not count.)
-bool gathers(const Call& call, const rules::Rule& rule, const Solution& solution) {
-  bool cut = false;
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    cut |= solution.operands[i] && call.tensors[i].layout->is_sharded();
-  }
+// Whether a call gathers pieces: because it must (strict mode raises), or because no other layout costs less.
+enum class Gathers { No, Needed, Chosen };
+
+// Whether every operand is used whole.
+bool needs_whole(const rules::Rule& rule) {
   const auto is_whole = [](const rules::Operand& o) {
     return !o.free && std::all_of(o.dims.begin(), o.dims.end(), [](const rules::Dim& d) { return d.factor == rules::kNone; });
   };
-  return cut && std::all_of(rule.operands.begin(), rule.operands.end(), is_whole);
+  return std::all_of(rule.operands.begin(), rule.operands.end(), is_whole);
 }
 
-// Raises in strict mode; otherwise logs the gather.
-void tell_of_gather(const Op& op, const Call& call) {
-  if (strict_mode()) {
+// Whether an operand becomes whole along a mesh dim that cuts it.
+bool makes_whole(const Call& call, const Solution& solution) {
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const auto& have = *call.tensors[i].layout;
+    const auto& need = solution.operands[i];
+    for (int64_t m = 0; need && m < have.ndim(); ++m) {
+      if (have.placement(m).is_shard() && need->placement(m).is_replicate()) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void tell_of_gather(const Op& op, const Call& call, Gathers how) {
+  if (how == Gathers::Needed && strict_mode()) {
     errors::gathers(op, call);
   }
   if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
@@ -55,20 +67,18 @@ void tell_of_gather(const Op& op, const Call& call) {
 
 struct Solved {
   c10::intrusive_ptr<Solution> solution;
-  bool gathers;
+  Gathers gathers;
 };
 
 // By the op's rule: a function of the call alone, and of its global facts. Nothing in here runs Python.
 Solved solve(const Op& op, const Call& call) {
-  if (!op.entry || !op.entry->rule) {
-    return {rules::resolve(call, rules::replicate(call)), true};
-  }
-  const auto rule = op.entry->rule(call);
+  const bool has_rule = op.entry && op.entry->rule;
+  const auto rule = has_rule ? op.entry->rule(call) : rules::replicate(call);
   const auto reads = call.reads(); // before resolve(): if that reads sizes, the solution is marked `sized`
   auto solution = rules::resolve(call, rule);
   solution->reads = reads;
-  const bool gathers_ = solution->moves && gathers(call, rule, *solution);
-  return {std::move(solution), gathers_};
+  const auto gathers = !makes_whole(call, *solution) ? Gathers::No : needs_whole(rule) ? Gathers::Needed : Gathers::Chosen;
+  return {std::move(solution), gathers};
 }
 
 } // namespace
@@ -89,8 +99,8 @@ SolutionPtr new_solution(const Op& op, const Stack& stack, size_t base, const Re
     ask_kernel(op, stack, base, call, refs);
   }
   auto [solution, gathers] = solve(op, call);
-  if (gathers) {
-    tell_of_gather(op, call);
+  if (gathers != Gathers::No) {
+    tell_of_gather(op, call, gathers);
   }
   if (has_rule) {
     ask_orders(op, stack, base, refs, *solution);

@@ -124,7 +124,12 @@ Rule zero(const Call& call) {
 void register_copies(Registry& r) {
   r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first);
   r.add("copies", {"_to_copy"}, cast);
-  r.add("copies", {"copy_", "copy"}, copy_into);
+  // Module.load_state_dict calls copy_.
+  r.add(
+      "copies", {"copy_", "copy"}, copy_into,
+      {.if_plain =
+           " To load a state dict of plain tensors, use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
+           "StateDictOptions(full_state_dict=True)."});
   r.add(
       "copies",
       {

@@ -63,6 +63,8 @@ struct Options {
   bool asks_order = false;
   // Plain tensors among the arguments count as replicated: torch's own code makes them (embedding_bag's offsets).
   bool plain = false;
+  // What the error about a plain tensor among the arguments advises besides.
+  const char* if_plain = "";
 };
 
 struct Entry {

@@ -44,8 +44,8 @@ def log_gathers(often: Often = "once", *, all_ranks: bool = False) -> None:
     """Sets how often the logger "shardtensor" warns of operands that an op gathers: never ("off"), "once" for each op and
     placements (the default), or "every" time. The lowest rank of the operand's mesh warns, or all its ranks.
 
-    "once" leaves out ops that have a rule but take no cheaper layout. Calling it again repeats the warnings. The environment
-    variable SHARDTENSOR_GATHERS sets it at import: "off", "every", "once,all_ranks".
+    Calling it again repeats the warnings. The environment variable SHARDTENSOR_GATHERS sets it at import: "off", "every",
+    "once,all_ranks".
     """
     global _often, _all_ranks
     if often not in get_args(Often):
