@@ -1,6 +1,7 @@
 #include "autograd/functions.h"
 
 #include "dispatch/check.h"
+#include "dispatch/localize.h"
 #include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"

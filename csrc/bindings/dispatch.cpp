@@ -2,6 +2,7 @@
 
 #include "autograd/functions.h"
 #include "autograd/local_ops.h"
+#include "dispatch/ahead.h"
 #include "dispatch/check.h"
 #include "dispatch/handler.h"
 #include "dispatch/plain.h"
@@ -38,6 +39,8 @@ void register_dispatch(py::module& m) {
   m.def("set_plain_targets", [](std::optional<int> allowed) { kPlainTargets.set(allowed); });
   m.def("strict_mode", &strict_mode);
   m.def("set_strict_mode", &set_strict_mode);
+  m.def("reduces_ahead", &reduces_ahead);
+  m.def("set_reduces_ahead", &set_reduces_ahead);
   m.def("checking", [] { return static_cast<int>(checking()); });
   m.def("set_checking", [](int how) { set_checking(static_cast<Checking>(how)); });
   m.def("set_call_site", [](py::object f) {

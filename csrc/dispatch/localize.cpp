@@ -1,11 +1,13 @@
 #include "dispatch/localize.h"
 
+#include "comm/values.h"
 #include "dispatch/errors.h"
 #include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
 
 namespace shardtensor {
 
@@ -19,6 +21,24 @@ at::Tensor move_for(
     return is_symbolic(*ref.tensor) ? redistribute(local, from, to, ref.tensor->sym_sizes())
                                     : redistribute(local, from, to, ref.tensor->sizes());
   });
+}
+
+at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move) {
+  if (!t.traced()) {
+    const bool whole = to->is_replicated() && to->mesh_ptr() == t.layout().mesh_ptr();
+    const auto reduced = whole ? t.reduced_ahead() : at::Tensor();
+    return reduced.defined() ? reduced.clone() : move();
+  }
+  if (t.layout().is_replicated() || !is_recording() || torch::autograd::get_current_node()) {
+    return move();
+  }
+  auto out = t.moved_to(*to);
+  if (!out.defined()) {
+    out = move();
+  }
+  // Keep a copy: the caller may write to `out`. If the copy is never used, the graph drops it.
+  t.keep_moved(to, out.clone());
+  return out;
 }
 
 namespace {
@@ -76,8 +96,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
     const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
-    auto moved =
-        C10_UNLIKELY(r.impl && r.impl->traced() && !written && !numbers.defined()) ? moved_once(*r.impl, need, move) : move();
+    auto moved = r.impl && !written && !numbers.defined() ? moved_once(*r.impl, need, move) : move();
     if (!written && (replicates(op) || op.is_view) && !is_symbolic(moved)) {
       moved = laid(std::move(moved), r.tensor->strides()); // so that the results' strides are as in torch
     }

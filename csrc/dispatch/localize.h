@@ -6,6 +6,7 @@
 #include "tensor/symbolic.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 
@@ -50,6 +51,10 @@ inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADI
 inline const c10::DispatchKeySet kAside = kBelow | kStandIns | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
 
 // Moves the local tensor of an argument to another layout. Errors name the op.
+// A tensor's piece in another layout, by `move`. If it was reduced ahead, or if a graph has moved it there before and not
+// written it since, returns a copy of that result, so that ranks communicate once. Not in a graph's backward: the forward would
+// have to keep the moved tensor.
+at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move);
 at::Tensor move_for(const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to);
 const char* why_moved(const Op& op); // why an operand was moved
 inline constexpr const char* kWrittenBack = "it was written under another layout";

@@ -7,7 +7,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <unordered_map>
 
@@ -140,19 +139,6 @@ void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
       guarded(r.tensor->sym_sizes());
     }
   }
-}
-
-at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move) {
-  if (!t.traced() || t.layout().is_replicated() || !is_recording() || torch::autograd::get_current_node()) {
-    return move();
-  }
-  auto out = t.moved_to(*to);
-  if (!out.defined()) {
-    out = move();
-  }
-  // Keep a copy: the caller may write to `out`. If the copy is never used, the graph drops it.
-  t.keep_moved(to, out.clone());
-  return out;
 }
 
 void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {

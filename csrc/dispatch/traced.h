@@ -4,8 +4,6 @@
 
 #include "dispatch/call.h"
 
-#include <c10/util/FunctionRef.h>
-
 namespace shardtensor {
 
 // Runs the op's kernel at kKey, but never a typed kernel: those take no symbols.
@@ -25,10 +23,6 @@ bool has_symbols(const Op& op, const torch::jit::Stack& stack, size_t base, cons
 
 // Turns the operands' sizes into numbers if the solution's kernel needs numbers.
 void settle_sizes(const Op& op, const Refs& refs, const rules::Solution& solution);
-
-// A graph's tensor in another layout, by `move`. If the graph has moved it there before and not written it since, returns a
-// copy of that result, so that ranks communicate once. Not in a backward: the forward would have to keep the moved tensor.
-at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move);
 
 // check_alike() for two dims, at least one of them a symbol; adds a guard to the graph.
 void check_alike_symbols(

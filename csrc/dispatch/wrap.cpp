@@ -1,5 +1,6 @@
 #include "dispatch/wrap.h"
 
+#include "dispatch/ahead.h"
 #include "dispatch/localize.h"
 #include "dispatch/traced.h"
 
@@ -199,6 +200,11 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
     if (moved) {
       mark_broken(*as_shard_tensor(out), *base, copied);
     }
+    return out;
+  }
+  if (C10_UNLIKELY(!base && local.dim() == 0 && layout->has_partial())) {
+    auto out = wrap(std::move(local), layout, {}, {});
+    reduce_ahead(op, out, solution.replicated);
     return out;
   }
   if (!base && result && result->strides.empty()) {

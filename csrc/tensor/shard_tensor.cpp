@@ -268,8 +268,33 @@ void Pending::wait() {
   }
 }
 
+Ahead::Ahead(at::Tensor piece, at::Tensor reduced, std::function<void()> finish)
+    : piece(std::move(piece)),
+      reduced(std::move(reduced)),
+      version(this->piece.is_inference() ? 0 : this->piece._version()),
+      pending(std::move(finish)) {}
+
+void ShardTensorImpl::set_ahead(at::Tensor reduced, std::function<void()> finish) {
+  ahead_ = c10::make_intrusive<Ahead>(local_, std::move(reduced), std::move(finish));
+}
+
+at::Tensor ShardTensorImpl::reduced_ahead() const {
+  if (!ahead_ || ahead_->written || dim() != 0 || ahead_->reduced.dtype() != dtype()) {
+    return {};
+  }
+  // Only this rank may have done so: it must not reduce again, as the others will not.
+  TORCH_CHECK(
+      ahead_->piece.is_inference() || ahead_->piece._version() == ahead_->version, "a ShardTensor of no dims (", layout_->str(),
+      ", rank ", layout_->mesh().rank(),
+      ") is read after this rank wrote its piece through to_local(), but the ranks added up the pieces when the tensor was made. "
+      "Write the ShardTensor instead, or call shardtensor.set_reduce_ahead(False) on all ranks before.");
+  ahead_->pending.wait();
+  return ahead_->reduced;
+}
+
 void ShardTensorImpl::set_local(at::Tensor local) {
   local_ = std::move(local);
+  ahead_.reset();
   pending_.reset();
   look_first_ = broken_view();
 }
@@ -329,6 +354,7 @@ void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
 
 void ShardTensorImpl::copy_origin(const ShardTensorImpl& other) {
   copied_ = other.copied_;
+  share_ahead(other);
   share_pending(other);
   look_first_ = copied_ || pending_;
 }
@@ -398,6 +424,9 @@ at::Tensor wrap(
   }
   if (base) {
     impl->share_pending(*base);
+    if (!moved) {
+      impl->share_ahead(*base);
+    }
   }
   at::Tensor t(std::move(impl));
   attach_python_object(t, traced);

@@ -54,6 +54,16 @@ class Pending final : public c10::intrusive_ptr_target {
   std::exception_ptr error_;
 };
 
+// The value on all ranks of a summand of no dims, whose reduction began when the summand was made. Its views and detached copies
+// share it.
+struct Ahead final : c10::intrusive_ptr_target {
+  Ahead(at::Tensor piece, at::Tensor reduced, std::function<void()> finish);
+  const at::Tensor piece, reduced;
+  const uint32_t version; // of the piece
+  std::atomic<bool> written{false};
+  Pending pending;
+};
+
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
   ShardTensorImpl(at::Tensor local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, bool traced);
@@ -132,7 +142,14 @@ class ShardTensorImpl final : public c10::TensorImpl {
     if (Writes::alive.load(std::memory_order_relaxed) || copied_) {
       count_write();
     }
+    if (C10_UNLIKELY(ahead_)) {
+      ahead_->written = true;
+    }
   }
+  // For a summand of no dims: `reduced` is its value on all ranks once `finish`, if set, has been called.
+  void set_ahead(at::Tensor reduced, std::function<void()> finish);
+  // That value, which needs no other rank. Undefined if there is none, or an op has written this since.
+  at::Tensor reduced_ahead() const;
 
   // Reading symbolic sizes as numbers adds a guard to the graph: it then holds only for these numbers.
   c10::IntArrayRef sizes_custom() const override;
@@ -157,6 +174,11 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return storage();
   }
   void share_storage(const ShardTensorImpl& other);
+  void share_ahead(const ShardTensorImpl& other) {
+    if (C10_UNLIKELY(other.ahead_ || ahead_)) {
+      ahead_ = other.ahead_;
+    }
+  }
   bool shares_storage(const ShardTensorImpl& other) const {
     return has_storage_ && other.has_storage_ && storage_.unsafeGetStorageImpl() == other.storage_.unsafeGetStorageImpl();
   }
@@ -204,6 +226,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<Copied> copied_;
   mutable std::atomic<bool> look_first_{false}; // copied_, or local_ is pending
   c10::intrusive_ptr<Pending> pending_;         // kept after it is done: another thread may be in it
+  c10::intrusive_ptr<Ahead> ahead_;
   c10::Storage shared_;
 };
 

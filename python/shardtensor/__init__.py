@@ -33,6 +33,7 @@ from shardtensor.tensor._modes import (
     implicit_replication,
     promotion_mode,
     set_promotion_mode,
+    set_reduce_ahead,
     set_strict,
     strict_mode,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "replace_dtensor",
     "scatter_tensor",
     "set_promotion_mode",
+    "set_reduce_ahead",
     "set_strict",
     "strict_mode",
     "zeros",

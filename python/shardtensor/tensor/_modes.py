@@ -1,7 +1,8 @@
-"""Modes: how to treat plain tensors among ShardTensors, and ops without a rule."""
+"""Modes: how to treat plain tensors among ShardTensors, ops without a rule, and sums of no dims."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,6 +143,20 @@ def strict_mode(strict: bool = True) -> Iterator[None]:
     strict=False such ops gather, also inside another `strict_mode`. For all threads."""
     with _within("strict", strict):
         yield
+
+
+def set_reduce_ahead(on: bool) -> None:
+    """Whether results of no dims that are sums over ranks, as losses are, start to be added up when they are made. Then one rank
+    alone may read them: `if rank == 0: print(loss.item())`. It costs one small asynchronous all-reduce for each. At first True,
+    or what the environment variable SHARDTENSOR_REDUCE_AHEAD (0 or 1) says. For all threads; call it on all ranks alike. Graphs
+    of torch.compile do not do so."""
+    _C.set_reduces_ahead(on)
+
+
+_asked = os.environ.get("SHARDTENSOR_REDUCE_AHEAD", "") or "1"
+if _asked not in ("0", "1"):
+    raise ValueError(f"shardtensor: the environment variable SHARDTENSOR_REDUCE_AHEAD is {_asked!r}; use 0 or 1")
+set_reduce_ahead(_asked == "1")
 
 
 @contextmanager
