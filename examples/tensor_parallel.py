@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
     torchrun --nproc-per-node 3 examples/tensor_parallel.py
 
-Only the imports differ from a script for torch.distributed.tensor, and `multiple_of`: 5 heads are shared in whole heads, 101
+Only the imports differ from a script for torch.distributed.tensor, and `AttentionHeads`: 5 heads are shared in whole heads, 101
 hidden units and 43 characters as they come. The loss is taken of logits that stay cut by character.
 """
 
@@ -13,18 +13,17 @@ from collections.abc import Callable
 
 import torch
 from shardtensor import Replicate, Shard, init_device_mesh
-from shardtensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel, parallelize_module
+from shardtensor.parallel import AttentionHeads, ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel, parallelize_module
 from torch import nn
-from train_transformer import build, fit, mean_loss, run
+from train_transformer import HEADS, build, fit, mean_loss, run
 
 
 def plan(head_size: int) -> dict[str, ParallelStyle]:
     """How each module is cut, by name. Between the modules, tensors are plain, and each rank holds all of them."""
-    heads = {f"blocks.*.attention.{name}": ColwiseParallel(multiple_of=head_size) for name in ("query", "key", "value")}
+    attention = AttentionHeads(heads=HEADS, head_dim=head_size)
     return {
         "token": RowwiseParallel(input_layouts=Replicate()),
-        **heads,
-        "blocks.*.attention.out": RowwiseParallel(multiple_of=head_size),
+        **attention.plan("blocks.*.attention", q="query", k="key", v="value", o="out"),
         "blocks.*.up": ColwiseParallel(),
         "blocks.*.down": RowwiseParallel(),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),

@@ -2,6 +2,7 @@
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from shardtensor.parallel._attention import AttentionHeads
 from shardtensor.parallel._hooks import input_reshard, loss_parallel
 from shardtensor.parallel._parallelize import parallelize_module
 from shardtensor.parallel._styles import (
@@ -14,6 +15,7 @@ from shardtensor.parallel._styles import (
 )
 
 __all__ = [
+    "AttentionHeads",
     "ColwiseParallel",
     "ParallelStyle",
     "PrepareModuleInput",

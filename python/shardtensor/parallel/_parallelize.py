@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as stock
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardtensor.parallel._heads import cut_heads
+from shardtensor.parallel._heads import check_groups, cut_heads
 from shardtensor.tensor._ties import ties_kept
 
 _parallelize = stock.parallelize_module
@@ -27,7 +27,8 @@ def parallelize_module(
     """Applies a style to a module, or a plan {pattern of names: style} to its submodules, as torch's does.
 
     A parameter that several submodules hold stays one parameter. If the plan gives it different placements in two of them, an
-    error says so; if the plan leaves out one of them, a warning does. Another warning says so if the plan cuts attention heads.
+    error says so; if the plan leaves out one of them, a warning does. Another warning says so if the plan cuts attention heads. If
+    it gives a rank query heads without their key/value heads, an error has a plan that does not (see AttentionHeads).
     """
     _calls.append(module)
     try:
@@ -35,6 +36,8 @@ def parallelize_module(
             module = _parallelize(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
     finally:
         _calls.pop()
+    if not _calls:
+        check_groups(module)
     for text in () if _calls else cut_heads(module):
         warnings.warn(text, stacklevel=2)
     for named, left_out in followed:

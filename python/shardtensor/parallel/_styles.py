@@ -1,11 +1,12 @@
 """The parallel styles: how to place a module's parameters, inputs and outputs on a 1-d mesh.
 
-Two arguments are not in torch: `multiple_of` cuts features in whole units (attention heads), and `sharding_shapes` gives the
-sizes of plain inputs that are pieces, as in ShardTensor.from_local.
+Two arguments are not in torch: `multiple_of` shares out features in whole units (attention heads), as evenly as possible, and
+`sharding_shapes` gives the sizes of plain inputs that are pieces, as in ShardTensor.from_local.
 """
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,6 @@ from shardtensor import _C
 from shardtensor.tensor import _compile
 from shardtensor.tensor._factories import distribute_module, distribute_tensor
 from shardtensor.tensor._from_local import Shapes
-from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._tensor import ShardTensor, refuse_transformed
 
 Layouts = Placement | tuple[Placement | None, ...]
@@ -29,6 +29,19 @@ Layouts = Placement | tuple[Placement | None, ...]
 Cuts = dict[type[nn.Module], dict[str, int]]
 _COLUMNS: Cuts = {nn.Linear: {"weight": 0, "bias": 0}, nn.Embedding: {"weight": 1}}
 _ROWS: Cuts = {nn.Linear: {"weight": 1}, nn.Embedding: {"weight": 0}}
+
+
+# The style of each linear layer and embedding.
+_styles: weakref.WeakKeyDictionary[nn.Module, ParallelStyle] = weakref.WeakKeyDictionary()
+
+
+def note_style(module: nn.Module, style: ParallelStyle) -> None:
+    _styles[module] = style
+
+
+def style_of(module: nn.Module) -> ParallelStyle | None:
+    """The style that cut this module's features."""
+    return _styles.get(module)
 
 
 def _describe(style: ParallelStyle, *names: str) -> str:
@@ -96,6 +109,7 @@ class _Features(ParallelStyle):
                 f"{type(self).__name__}: nn.Linear and nn.Embedding can be cut along their features, {type(module).__name__} cannot; "
                 "give its submodules a style each, or shard its parameters with distribute_module"
             )
+        note_style(module, self)
 
         def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
             for key, parameter in list(submodule.named_parameters(recurse=False)):
@@ -111,20 +125,28 @@ class _Features(ParallelStyle):
 
     def _distributed(self, parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
         placement: Placement = Replicate() if dim is None else Shard(dim)
-        shapes = None if dim is None or self.multiple_of == 1 else {0: self._in_units(parameter.shape[dim], mesh)}
+        sizes = None if dim is None else self._sizes(parameter.shape[dim], mesh)
+        shapes = None if sizes is None else {0: sizes}
         spread = distribute_tensor(
             parameter.detach(), mesh, (placement,), src_data_rank=self.src_data_rank, sharding_shapes=shapes
         )
         return nn.Parameter(spread, parameter.requires_grad)
 
-    def _in_units(self, features: int, mesh: DeviceMesh) -> list[int]:
+    def _sizes(self, features: int, mesh: DeviceMesh) -> list[int] | None:
+        """Each rank's features, unless they are cut as torch.chunk does."""
+        if self.multiple_of == 1:
+            return None
         if features % self.multiple_of:
             raise ValueError(
                 f"{type(self).__name__}: argument 'multiple_of' is {self.multiple_of}, which does not divide the {features} features "
                 f"(rank {mesh.get_rank()})"
             )
-        units = make_layout(mesh, [Shard(0)], 1, who=type(self).__name__)
-        return [units.local_sizes([features // self.multiple_of], [rank])[0] * self.multiple_of for rank in range(mesh.size())]
+        return [n * self.multiple_of for n in shared_out(features // self.multiple_of, mesh.size())]
+
+
+def shared_out(units: int, ranks: int) -> list[int]:
+    """Each rank's number of units. They differ by one at most, so a rank has none only if there are fewer units than ranks."""
+    return [units // ranks + (rank < units % ranks) for rank in range(ranks)]
 
 
 class ColwiseParallel(_Features):
