@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Partial, Replicate
+from torch.distributed.tensor.placement_types import Partial, Replicate, _StridedShard
 
-from shardtensor.parallel._styles import ColwiseParallel, RowwiseParallel, _enter, _moved, note_style, shared_out
+from shardtensor.parallel._styles import ColwiseParallel, RowwiseParallel, _enter, _moved, is_conv1d, note_style, shared_out
 from shardtensor.tensor._factories import distribute_module, distribute_tensor
 
 # The attributes in which attention modules keep how often they repeat a key/value head.
@@ -137,9 +137,9 @@ class KeyValueHeads(QueryHeads):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.heads.kv >= device_mesh.size():
             return super()._apply(module, device_mesh)
-        if not isinstance(module, nn.Linear):
-            raise NotImplementedError(f"{type(self).__name__}: expected an nn.Linear, got {type(module).__name__}")
-        self._sizes(module.weight.shape[0], device_mesh)
+        if not isinstance(module, nn.Linear) and not is_conv1d(module):
+            raise NotImplementedError(f"{type(self).__name__}: expected nn.Linear or Conv1D, got {type(module).__name__}")
+        self._sizes(_features_of(module), device_mesh)
         note_style(module, self)
         size, kv = self.heads.head_dim, self.heads.shares(device_mesh.size())[device_mesh.get_local_rank()].kv
         compute_features(module, device_mesh, [(kv[0] * size, (kv[-1] + 1) * size) if kv else (0, 0)], self.src_data_rank)
@@ -147,6 +147,34 @@ class KeyValueHeads(QueryHeads):
             starts = [(head - kv[0]) * size for head in kv]
             module.register_forward_hook(lambda m, inputs, output: torch.cat([output[..., n : n + size] for n in starts], -1))
         return _with_a_head(module, self.heads, device_mesh)
+
+
+class FusedHeads(ParallelStyle):
+    """One linear layer that computes several projections, side by side, each with all the query heads: each rank computes its own
+    heads of each.
+
+    If the ranks have equally many heads, each rank holds the weights of its own. If not, no layout has a rank's parts of all
+    projections: then each rank holds the layer whole, and the gradients are summed.
+    """
+
+    def __init__(self, heads: AttentionHeads):
+        super().__init__()
+        self.heads = heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks, size = device_mesh.size(), self.heads.head_dim
+        width = self.heads.heads * size
+        features = _features_of(module)
+        if self.heads.kv != self.heads.heads or features % width:
+            raise ValueError(
+                f"{type(self).__name__}: {features} features are no projections of {width} features each, by {self.heads} "
+                f"(rank {device_mesh.get_rank()})"
+            )
+        share = self.heads.shares(ranks)[device_mesh.get_local_rank()]
+        starts = [part + share.first * size for part in range(0, features, width)]
+        runs = [(start, start + share.queries * size) for start in starts]
+        compute_features(module, device_mesh, runs, self.src_data_rank, held=self.heads.heads % ranks == 0)
+        return _with_a_head(module, self.heads, device_mesh, len(runs))
 
 
 class OutputHeads(RowwiseParallel):
@@ -182,17 +210,41 @@ class RepeatedHeads(ParallelStyle):
             return module  # whole groups
         group = self.heads.heads // self.heads.kv
         names = (self.attribute,) if isinstance(self.attribute, str) else _REPEATS
-        found = [name for name in names if getattr(module, name, None) == group]
-        if not found:
+        if all(getattr(module, name, None) != group for name in names):
             raise ValueError(
                 f"{self.heads}: {type(module).__name__} has no attribute {' or '.join(names)} that is {group}, its number of query heads "
                 f"per key/value head. With {self.heads.kv} key/value heads on {device_mesh.size()} ranks this number must become each "
                 "rank's: give plan() the attribute's name as repeats=, or repeats=False if the module never repeats key/value heads "
                 "(it calls scaled_dot_product_attention with enable_gqa=True)"
             )
-        for name in found:
-            setattr(module, name, self.heads.shares(device_mesh.size())[device_mesh.get_local_rank()].repeats)
-        return module
+        share = self.heads.shares(device_mesh.size())[device_mesh.get_local_rank()]
+        return set_numbers(module, dict.fromkeys(names, (group, share.repeats)))
+
+
+def set_numbers(module: nn.Module, numbers: dict[str, tuple[int, int]]) -> nn.Module:
+    """Changes attributes that count the whole model's heads to this rank's: {name: (whole, this rank's)}."""
+    for name, (whole, own) in numbers.items():
+        if getattr(module, name, None) == whole:
+            setattr(module, name, own)
+    return module
+
+
+class CountedHeads(ParallelStyle):
+    """An attention module that counts its heads: the attributes in `features` become this rank's; each is the number of query
+    heads times the number given here."""
+
+    def __init__(self, heads: AttentionHeads, features: dict[str, int]):
+        super().__init__()
+        self.heads = heads
+        self.features = features
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = max(self.heads.shares(device_mesh.size())[device_mesh.get_local_rank()].queries, 1)
+        return set_numbers(module, {name: (self.heads.heads * n, own * n) for name, n in self.features.items()})
+
+
+def _features_of(module: Any) -> int:
+    return int(module.weight.shape[1 if is_conv1d(module) else 0])
 
 
 def _check_features(style: ParallelStyle, count: int, heads: AttentionHeads, features: int, mesh: DeviceMesh) -> None:
@@ -207,9 +259,9 @@ def _check_features(style: ParallelStyle, count: int, heads: AttentionHeads, fea
 # A view as heads fails on an empty tensor, and so do some kernels. Such a rank computes attention with one head of zeros.
 
 
-def _with_a_head(module: nn.Module, heads: AttentionHeads, mesh: DeviceMesh) -> nn.Module:
+def _with_a_head(module: nn.Module, heads: AttentionHeads, mesh: DeviceMesh, parts: int = 1) -> nn.Module:
     if not heads.shares(mesh.size())[mesh.get_local_rank()].queries:
-        size = heads.head_dim
+        size = parts * heads.head_dim
         module.register_forward_hook(lambda m, inputs, output: F.pad(output, (0, size)))
     return module
 
@@ -218,25 +270,41 @@ def _drop_features(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
     return (inputs[0][..., :0], *inputs[1:])
 
 
-# ---- some features of a layer that every rank holds whole ----
+# ---- some features of a layer, given as runs ----
 
 
-def compute_features(module: nn.Module, mesh: DeviceMesh, runs: Sequence[tuple[int, int]], src_data_rank: int | None) -> None:
-    """Replicates a linear layer whose forward then computes the output features [start, end) of each run, this rank's own. Its
-    output is plain. The gradients of its parameters and of its input are summed over the ranks.
+def compute_features(
+    module: nn.Module, mesh: DeviceMesh, runs: Sequence[tuple[int, int]], src_data_rank: int | None, *, held: bool = False
+) -> None:
+    """Makes the forward of a linear layer compute the output features [start, end) of each run, this rank's own. Its output is
+    plain; the gradient of its input is summed over the ranks.
+
+    The layer's parameters are replicated, and their gradients summed. With `held`, each rank holds its runs alone: these must be
+    what a strided cut gives it.
     """
+    dims = {"weight": 1 if is_conv1d(module) else 0, "bias": 0}
 
-    def replicate(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
+    def partition(name: str, submodule: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(submodule.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=src_data_rank)
-            submodule.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+            placement = _StridedShard(dims[key], split_factor=len(runs)) if held else Replicate()
+            spread = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
+            submodule.register_parameter(key, nn.Parameter(spread, parameter.requires_grad))
+
+    def own(module: nn.Module, key: str) -> torch.Tensor | None:
+        parameter = getattr(module, key)
+        if parameter is None or held:
+            return None if parameter is None else parameter.to_local()  # type: ignore[no-any-return]
+        t, dim = _summed(parameter), dims[key]
+        parts = [t.narrow(dim, start, end - start) for start, end in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         entered = _moved(_enter(x, mesh, Replicate(), None, type(module).__name__), Replicate())
-        weight, bias = (None if p is None else _some(_summed(p), runs) for p in (module.weight, module.bias))
-        return F.linear(_summed(entered), weight, bias)  # type: ignore[arg-type]
+        weight = own(module, "weight")
+        assert weight is not None
+        return F.linear(_summed(entered), weight.t() if dims["weight"] else weight, own(module, "bias"))
 
-    distribute_module(module, mesh, replicate)
+    distribute_module(module, mesh, partition)
     module.forward = types.MethodType(forward, module)
 
 
@@ -244,7 +312,3 @@ def _summed(replicated: Any) -> torch.Tensor:
     """The local tensor. Each rank gives its own part of the gradient."""
     local: torch.Tensor = replicated.to_local(grad_placements=[Partial()])
     return local
-
-
-def _some(t: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    return t[runs[0][0] : runs[0][1]] if len(runs) == 1 else torch.cat([t[start:end] for start, end in runs])

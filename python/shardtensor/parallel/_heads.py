@@ -13,10 +13,10 @@ from shardtensor.tensor._layout import _SHARD
 from shardtensor.tensor._tensor import ShardTensor
 
 # The attributes in which attention modules keep the features of a head, and the number of heads.
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "key_value_proj_dim")
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "key_value_proj_dim")
 _HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 # The names of the layers that compute queries, keys and values, in one module, and of the layer behind attention.
-_PROJECTIONS = (
+PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
     ("wq", "wk", "wv"),
     ("q", "k", "v"),
@@ -25,13 +25,13 @@ _PROJECTIONS = (
     ("q_lin", "k_lin", "v_lin"),
     ("query_proj", "key_proj", "value_proj"),
 )
-_OUTPUTS = ("o_proj", "wo", "o", "out", "out_proj", "to_out", "out_lin", "dense", "proj")
+OUTPUTS = ("o_proj", "wo", "o", "out", "out_proj", "to_out", "out_lin", "dense", "proj")
 
 
 def cut_heads(module: nn.Module) -> Iterator[str]:
     """A text for each linear layer."""
     for name, part in module.named_modules():
-        size = _number(part, _HEAD_SIZES)
+        size = number(part, HEAD_SIZES)
         for child_name, child in part.named_children():
             pieces = _pieces_of_features(child)
             if size and sum(pieces) % size == 0 and any(n % size for n in pieces):
@@ -47,7 +47,7 @@ def check_groups(module: nn.Module) -> None:
     """Raises if a rank has query heads and not exactly the key/value heads that these read. Every rank finds the same."""
     for name, part in module.named_modules():
         children = dict(part.named_children())
-        for q, *others in _PROJECTIONS:
+        for q, *others in PROJECTIONS:
             for other in others:
                 if q in children and other in children:
                     _check_pair(name, part, q, other)
@@ -74,8 +74,8 @@ def _check_pair(name: str, part: nn.Module, q: str, other: str) -> None:
     for rank, queries in enumerate(features[0]):
         together = queries == read[rank] and starts[0][rank] == starts[1][rank] and features[1][rank] % size == 0
         if queries and not together:
-            out = next((child for child, layer in part.named_children() if child in _OUTPUTS and isinstance(layer, nn.Linear)), "...")
-            stems = next(names for names in _PROJECTIONS if q in names)
+            out = next((child for child, layer in part.named_children() if child in OUTPUTS and isinstance(layer, nn.Linear)), "...")
+            stems = next(names for names in PROJECTIONS if q in names)
             names = ", ".join(f"{key}={child!r}" for key, child in zip("qkvo", (*stems, out), strict=True))
             first, last = starts[0][rank] / size, (starts[0][rank] + queries) / size
             raise ValueError(
@@ -87,14 +87,14 @@ def _check_pair(name: str, part: nn.Module, q: str, other: str) -> None:
             )
 
 
-def _number(part: nn.Module, names: tuple[str, ...]) -> int:
+def number(part: nn.Module, names: tuple[str, ...]) -> int:
     """The first of these attributes that is a number, or 0."""
     return next((n for n in (getattr(part, attribute, None) for attribute in names) if isinstance(n, int) and n > 0), 0)
 
 
 def _head_size(part: nn.Module, features: int) -> int:
-    heads = _number(part, _HEAD_COUNTS)
-    return _number(part, _HEAD_SIZES) or (features // heads if heads else 0)
+    heads = number(part, _HEAD_COUNTS)
+    return number(part, HEAD_SIZES) or (features // heads if heads else 0)
 
 
 def _inside(name: str, child: str) -> str:

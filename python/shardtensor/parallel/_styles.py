@@ -31,6 +31,20 @@ _COLUMNS: Cuts = {nn.Linear: {"weight": 0, "bias": 0}, nn.Embedding: {"weight": 
 _ROWS: Cuts = {nn.Linear: {"weight": 1}, nn.Embedding: {"weight": 0}}
 
 
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Hugging Face's linear layer with a transposed weight."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _cuts_of(module: nn.Module, table: Cuts) -> dict[str, int] | None:
+    cuts = next((dims for cls, dims in table.items() if isinstance(module, cls)), None)
+    if cuts is None and is_conv1d(module):
+        cuts = {key: 1 - dim if key == "weight" else dim for key, dim in table[nn.Linear].items()}
+    return cuts
+
+
 # The style of each linear layer and embedding.
 _styles: weakref.WeakKeyDictionary[nn.Module, ParallelStyle] = weakref.WeakKeyDictionary()
 
@@ -74,7 +88,7 @@ def _leave(value: ShardTensor, use_local_output: bool) -> torch.Tensor:
 
 
 class _Features(ParallelStyle):
-    """nn.Linear and nn.Embedding with their features cut over the ranks."""
+    """nn.Linear, nn.Embedding and Hugging Face's Conv1D with their features cut over the ranks."""
 
     cut_dims: Cuts
     usual_input: Placement
@@ -103,10 +117,10 @@ class _Features(ParallelStyle):
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cuts = next((dims for cls, dims in self.cut_dims.items() if isinstance(module, cls)), None)
+        cuts = _cuts_of(module, self.cut_dims)
         if cuts is None:
             raise NotImplementedError(
-                f"{type(self).__name__}: nn.Linear and nn.Embedding can be cut along their features, {type(module).__name__} cannot; "
+                f"{type(self).__name__}: nn.Linear, nn.Embedding and Conv1D can be cut along their features, {type(module).__name__} cannot; "
                 "give its submodules a style each, or shard its parameters with distribute_module"
             )
         note_style(module, self)
@@ -174,7 +188,7 @@ class RowwiseParallel(_Features):
         weight = module.weight
         plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if shapes is None and plain and isinstance(weight, ShardTensor):
-            x = _enter_as_weight(value, weight, mesh, layout)
+            x = _enter_as_weight(value, weight, mesh, layout, 0 if is_conv1d(module) else 1)
         else:
             x = _enter(value, mesh, layout, shapes, "RowwiseParallel")
         # linear cuts a whole input like the weight, whose cut may differ from torch.chunk's.
@@ -182,15 +196,15 @@ class RowwiseParallel(_Features):
 
 
 @lru_cache(maxsize=4096)
-def _columns(layout: _C.Layout, shape: torch.Size) -> tuple[int, ...]:
-    return tuple(layout.local_sizes(list(shape), [rank])[1] for rank in range(layout.mesh.shape[0]))
+def _sizes_along(dim: int, layout: _C.Layout, shape: torch.Size) -> tuple[int, ...]:
+    return tuple(layout.local_sizes(list(shape), [rank])[dim] for rank in range(layout.mesh.shape[0]))
 
 
-def _enter_as_weight(value: torch.Tensor, weight: ShardTensor, mesh: DeviceMesh, layout: Placement) -> ShardTensor:
-    """Cuts the input's features like the weight's columns, if these are uneven."""
+def _enter_as_weight(value: torch.Tensor, weight: ShardTensor, mesh: DeviceMesh, layout: Placement, dim: int) -> ShardTensor:
+    """Cuts the input's features like the weight's dim `dim`, if that is cut unevenly."""
     shapes: Shapes = None
     if layout.is_shard(value.ndim - 1) or layout.is_shard(-1):
-        columns = _columns(weight._layout, weight.shape)
+        columns = _sizes_along(dim, weight._layout, weight.shape)
         shapes = {0: columns} if len(set(columns)) > 1 else None
     return _enter(value, mesh, layout, shapes, "RowwiseParallel")
 
