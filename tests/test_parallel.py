@@ -25,6 +25,18 @@ class MLP(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+class Conv1D(nn.Module):
+    """Hugging Face's linear layer, with a transposed weight."""
+
+    def __init__(self, nf: int, nx: int):
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = (nn.Parameter(torch.randn(*n, dtype=DOUBLE)) for n in ((nx, nf), (nf,)))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
 class Attention(nn.Module):
     """Uses as many heads as this rank's features hold."""
 
@@ -74,14 +86,16 @@ def compare_gradients(ours, plain):
         torch.testing.assert_close(full(a.grad), b.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def two_linears(hidden, local):
+def two_linears(hidden, local, transposed=False):
     import torch.distributed as dist
     from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plain = MLP(hidden)
+    if transposed:
+        plain.up, plain.down = Conv1D(hidden, 6), Conv1D(5, hidden)
     ours = copy.deepcopy(plain)
     parallelize_module(ours, mesh_here(), {"up": ColwiseParallel(use_local_output=local), "down": RowwiseParallel()})
-    x = torch.randn(4, 6, dtype=DOUBLE)
+    x = torch.randn(2, 4, 6, dtype=DOUBLE)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
     out, forward = counted(lambda: ours(a))
     want = plain(b)
@@ -92,15 +106,16 @@ def two_linears(hidden, local):
     compare_gradients(ours, plain)
     assert all(p.grad.placements == p.placements for p in ours.parameters())
     n = dist.get_world_size()
-    assert [tuple(ours.up.weight.to_local().shape)] == [tuple(t.shape) for t in [plain.up.weight.chunk(n)[dist.get_rank()]]]
+    assert ours.up.weight.to_local().shape == plain.up.weight.chunk(n, int(transposed))[dist.get_rank()].shape
     return forward, backward
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("local", [True, False], ids=["local", "distributed"])
 @pytest.mark.parametrize("hidden", [6, 7])
-def test_two_linears(pools, world, hidden, local):
-    for forward, backward in pools(world).run(f"{__name__}:two_linears", hidden, local):
+@pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])
+def test_two_linears(pools, world, hidden, local, transposed):
+    for forward, backward in pools(world).run(f"{__name__}:two_linears", hidden, local, transposed):
         assert forward == {"all_reduce": 1}  # the sum of the second linear's output
         assert backward == {"all_reduce": 1}  # the input's gradient
 
