@@ -81,6 +81,10 @@ def readme(number, names):
         names["model"] = _Model(2, 2, 4)
     if number == 4:
         assert names["loss"].isfinite()
+        names["loader"] = [(torch.randn(n, 8), torch.randint(8, (n,))) for n in ((3, 1), (4,))[dist.get_rank()]]
+        names["model"] = names["st"].distribute_module(nn.Linear(8, 8), names["mesh"])
+    if number == 5:
+        assert names["inputs"].shape == (1, 8) and names["loss"].full_tensor().isfinite()
 
 
 def check_plan(names):
@@ -132,11 +136,17 @@ def debugging(number, names):
     st.distribute_module(names["model"], mesh)
 
 
+def data(number, names):
+    if number == 3:
+        whole = [p.grad.full_tensor() for p in names["model"].parameters()]
+        assert all(g.isfinite().all() for g in whole)
+
+
 def nothing(number, names):
     pass
 
 
-PAGES = {"README.md": readme, "docs/compile.md": compiling, "docs/debugging.md": debugging, "docs/from-dtensor.md": nothing}
+PAGES = {"README.md": readme, "docs/compile.md": compiling, "docs/data.md": data, "docs/debugging.md": debugging, "docs/from-dtensor.md": nothing}
 # What these need is in the tests of their subject.
 ELSEWHERE = {"docs/checkpoints.md", "docs/local_shards.md", "docs/sharded_tensor.md"}
 
@@ -187,7 +197,7 @@ def test_readme_names_the_versions_that_the_package_takes():
     assert f"Python {python} or newer, torch {least} or newer" in (ROOT / "README.md").read_text()
 
 
-MODULES = ["", ".debug", ".experimental", ".parallel", ".random"]
+MODULES = ["", ".data", ".debug", ".experimental", ".parallel", ".random"]
 
 
 def public(module):
