@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 
 def by_document(q, k, v, documents, **options):
@@ -70,6 +72,304 @@ def test_other_features(pools, method):
     """Values with another size than keys, which the fused kernel does not support; and half precision."""
     pools(3).run(f"{__name__}:attends", 13, method, True, True, None, 5, torch.float64)
     pools(3).run(f"{__name__}:attends", 13, method, True, True, None, 3, torch.bfloat16)
+
+
+# ---- models that call attention in their own way ----
+
+
+class Model(torch.nn.Module):
+    """Predicts the next token; `attend` gets queries, keys and values [batch, heads, sequence, features]."""
+
+    def __init__(self, attend, checkpoint=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = torch.nn.Embedding(11, 8), torch.nn.Embedding(32, 8)
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 11)
+        self.attend, self.checkpoint = attend, checkpoint
+        self.double()
+
+    def layer(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, tokens, targets, places):
+        x = self.words(tokens) + self.places(places)
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False) if self.checkpoint else self.layer(x)
+        return F.cross_entropy(self.out(x).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def imported(q, k, v):
+    return imported_before(q, k, v, is_causal=True)
+
+
+def attribute(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_aten(q, k, v):
+    return torch.ops.aten.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_hand(q, k, v):
+    return (q @ k.mT * 0.5).softmax(-1) @ v
+
+
+def by_einsum(q, k, v):
+    return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v)
+
+
+def by_bmm(q, k, v):
+    return torch.bmm(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)).unflatten(0, q.shape[:2])
+
+
+def by_broadcast(q, k, v):
+    return ((q.unsqueeze(3) * k.unsqueeze(2)).sum(-1).softmax(-1).unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+
+
+def by_kernel(q, k, v):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+
+def masked_as_in_transformers(q, k, v):
+    """is_causal where one token or more follow each other, else a mask: transformers make it from position_ids."""
+    mask = masked_as_in_transformers.mask
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.size(2) > 1)
+
+
+def mask_of(places):
+    jumps = (torch.diff(places, prepend=places[:1] - 1) != 1).cumsum(0)
+    if not jumps.any():
+        return None
+    order = torch.arange(len(places))
+    return ((order[:, None] >= order) & (jumps[:, None] == jumps))[None, None]
+
+
+def text(length):
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randint(11, (2, length), generator=generator) for _ in range(2)]
+
+
+def trains(attend, length, checkpoint=False, documents=None, restart=False, **options):
+    """The loss and the gradients of a model, summed over the ranks, are those of the model on the whole sequence."""
+    from oracle import mesh_here
+    from shardtensor.experimental import context_parallel
+
+    def whole_attention(q, k, v):
+        return by_document(q, k, v, documents or [length], is_causal=True)
+
+    places = torch.cat([torch.arange(n) for n in documents]) if restart else torch.arange(length)
+    plain, ours = Model(whole_attention), Model(globals()[attend], checkpoint)
+    want = plain(*text(length), places)
+    want.backward()
+    buffers = [*text(length), places.clone()]
+    with context_parallel(mesh_here(), buffers=buffers, buffer_seq_dims=[1, 1, 0], document_lengths=documents, **options):
+        masked_as_in_transformers.mask = mask_of(buffers[2])
+        loss = ours(*buffers)
+        loss.backward()
+    for a, b in zip([loss.detach(), *(p.grad for p in ours.parameters())], [want.detach(), *(p.grad for p in plain.parameters())], strict=True):
+        dist.all_reduce(a)
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_however_a_model_has_imported_attention(pools, world):
+    for attend in ("imported", "attribute", "by_aten"):
+        for checkpoint in (False, True):
+            pools(world).run(f"{__name__}:trains", attend, 13, checkpoint)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("length", "documents"), [(13, None), (5, None), (4, None), (13, [4, 1, 8]), (16, [3, 13])])
+def test_masks_that_transformers_make(pools, world, length, documents):
+    """Some ranks get a mask, others is_causal; a rank with one token gets neither."""
+    for balance in (True, False):
+        for restart in (False, True) if documents else (False,):
+            pools(world).run(
+                f"{__name__}:trains", "masked_as_in_transformers", length, documents=documents, restart=restart, load_balance=balance
+            )
+
+
+def other_attention():
+    from oracle import mesh_here
+    from shardtensor.experimental import context_parallel
+
+    mesh = mesh_here()
+
+    def attempt(run, **options):
+        buffers = [*text(13), torch.arange(13)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], **options):
+            return run(*buffers)
+
+    for attend, says in [
+        (by_hand, r"matmul of two activations gives \[2, 2, (\d), \1\], the scores of \1 positions with each other"),
+        (by_einsum, "einsum of two activations"),
+        (by_bmm, "bmm of two activations"),
+        (by_kernel, "a call of _scaled_dot_product_flash_attention_for_cpu would attend to this rank's part"),
+        (by_broadcast, "was not called inside"),
+        (lambda q, k, v: v, "was not called inside.*check_attention=False"),
+    ]:
+        with pytest.raises(RuntimeError, match=says):
+            attempt(Model(attend))
+        attempt(Model(attend), check_attention=False)
+    # An error of the model's stays the error.
+    with pytest.raises(ZeroDivisionError):
+        attempt(lambda *_: 1 // 0)
+
+    def layers(*, need_weights):
+        torch.manual_seed(0)
+        layer, words = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.nn.Embedding(11, 8)
+        mine = words(text(13)[0])
+        return lambda tokens, *_: [layer(x, x, x, need_weights=need_weights)[0] for x in [words(tokens)]], layer(mine, mine, mine)[0]
+
+    run, want = layers(need_weights=False)
+    order = torch.arange(13)
+    with context_parallel(mesh, buffers=[order], buffer_seq_dims=[0], no_restore_buffers={order}, check_attention=False):
+        pass
+    torch.testing.assert_close(attempt(run)[0], want[:, order])
+    with pytest.raises(RuntimeError, match="MultiheadAttention with need_weights=True"):
+        attempt(layers(need_weights=True)[0])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_other_attention_is_refused(pools, world):
+    pools(world).run(f"{__name__}:other_attention")
+
+
+def one_rank_refuses():
+    """All ranks raise, so none waits."""
+    from oracle import mesh_here
+    from shardtensor.experimental import context_parallel
+
+    mesh, rank = mesh_here(), dist.get_rank()
+    x = torch.zeros(1, 2, 8, 4)
+    for options, error, says in [
+        (dict(dropout_p=0.5 * rank), NotImplementedError if rank else RuntimeError, "'dropout_p'" if rank else "was refused on rank 1"),
+        (dict(is_causal=rank == 0), RuntimeError, r"'is_causal' differs between ranks: \[True, False\]"),
+        (dict(attn_mask=torch.ones(4, 4)), NotImplementedError, "'attn_mask'"),
+    ]:
+        with pytest.raises(error, match=says), context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            F.scaled_dot_product_attention(x, x, x, **options)
+    with pytest.raises(RuntimeError, match="autograd records it on some ranks only"), context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        F.scaled_dot_product_attention(x.clone().requires_grad_(rank == 1), x, x)
+    with pytest.raises(ValueError, match="2, 1 and 1 heads with enable_gqa=False"), context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        F.scaled_dot_product_attention(x, x[:, :1], x[:, :1])
+
+
+def test_if_one_rank_refuses_all_raise(pools):
+    pools(2).run(f"{__name__}:one_rank_refuses")
+
+
+# ---- kernels ----
+
+
+def blocks(length, documents):
+    """Without a fused kernel: scores are made for few positions at once."""
+    from shardtensor.experimental import _kernels
+
+    before, _kernels._BLOCK = _kernels._BLOCK, 3
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            for causal in (False, True):
+                attends(length, "alltoall", causal, True, documents, 3, torch.float64)
+    finally:
+        _kernels._BLOCK = before
+
+
+@pytest.mark.parametrize("length", [13, 40])
+def test_blocks_of_scores(pools, length):
+    for documents in (None, [5, 0, length - 5]):
+        pools(3).run(f"{__name__}:blocks", length, documents)
+
+
+def memory(length):
+    """With and without a fused kernel, no tensor is as large as this rank's scores."""
+    from oracle import mesh_here
+    from shardtensor import _C
+    from shardtensor.experimental import _kernels, context_parallel
+
+    scores = (length // dist.get_world_size()) * length * 4
+    x = torch.randn(1, 1, length, 8)
+    before, _kernels._BLOCK = _kernels._BLOCK, 64
+    try:
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+            with sdpa_kernel(backend), context_parallel(mesh_here(), buffers=[x], buffer_seq_dims=[2]):
+                q = x.clone().requires_grad_()
+                _C.count_memory(True)
+                _C.reset_most_held()
+                start = _C.held_memory()[0]
+                imported_before(q, q, q, is_causal=True).sum().backward()
+                most = _C.held_memory()[1] - start
+                _C.count_memory(False)
+            assert most < scores / 2, (backend, most, scores)
+    finally:
+        _kernels._BLOCK = before
+
+
+def test_the_scores_are_never_whole(pools):
+    pools(2).run(f"{__name__}:memory", 1500)
+
+
+def grouped_heads():
+    """Keys and values travel once, not once for each query head that shares them."""
+    from oracle import mesh_here
+    from shardtensor import _C
+    from shardtensor.experimental import context_parallel
+
+    q, kv = torch.randn(1, 6, 8, 4), torch.randn(1, 2, 8, 4)
+    with context_parallel(mesh_here(), buffers=[q, kv], buffer_seq_dims=[2, 2]):
+        F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)  # the first call also compares the ranks' arguments
+        _C.reset_comm_counts()
+        F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+        assert _C.comm_counts()["all_gather"] == (2, 2 * kv.nbytes), _C.comm_counts()
+
+
+def test_grouped_heads_travel_once(pools):
+    pools(2).run(f"{__name__}:grouped_heads")
+
+
+def test_the_kernel_is_torchs_choice():
+    from shardtensor.experimental._kernels import _KERNELS, kernel_for
+
+    q = torch.randn(1, 4, 6, 8)
+    for kv, v, backends, name in [
+        (q, q, None, "flash on the CPU"),
+        (q[:, :2], q[:, :2], None, "flash on the CPU"),
+        (q.bfloat16(), q.bfloat16(), None, "flash on the CPU"),
+        (q, q[..., :5], None, "by blocks"),
+        (q, q, [SDPBackend.MATH], "by blocks"),
+    ]:
+        with sdpa_kernel(backends or list(SDPBackend.__members__.values())[1:]):
+            assert kernel_for(q.to(kv.dtype), kv, v, 0.5).name == name
+    names = {(device, SDPBackend(choice).name): kernel.name for (device, choice), kernel in _KERNELS.items()}
+    assert names == {
+        ("cpu", "FLASH_ATTENTION"): "flash on the CPU",
+        ("cuda", "FLASH_ATTENTION"): "flash",
+        ("cuda", "EFFICIENT_ATTENTION"): "efficient",
+        ("cuda", "CUDNN_ATTENTION"): "cudnn",
+    }
+
+
+@pytest.mark.parametrize("choice", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+@pytest.mark.parametrize("features", [8, 20])
+def test_calls_of_cuda_kernels(choice, features):
+    """On fake tensors: the arguments are in their places, results and statistics have the sizes of the queries."""
+    from shardtensor.experimental._kernels import _KERNELS
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kernel = _KERNELS["cuda", choice.value]
+    with FakeTensorMode():
+        for queries, keys, causal in ((7, 7, True), (40, 3, False)):
+            q, out, grad = (torch.empty(2, 4, queries + 5, features, device="cuda", dtype=torch.bfloat16)[:, :, 2:-3] for _ in "123")
+            k, v = (torch.empty(2, 4, keys, features, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+            part, total, extras = kernel.forward(q, k, v, causal, 0.5)
+            assert part.shape == q.shape and total.shape == q.shape[:3] and total.dtype == torch.float32
+            all_total = torch.empty(2, 4, queries + 5, device="cuda")[:, :, 2:-3]
+            grads = kernel.backward(grad, q, k, v, out, all_total, extras, causal, 0.5)
+            assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and grads[0].device.type == "cuda"
+
+
+# ---- bad use ----
 
 
 def bad_use():

@@ -72,6 +72,40 @@ def test_transformers_tensor_parallel(ranks, tmp_path):
     ranks.run("test_libraries:tensor_parallel_llama", tmp_path, seconds=100)
 
 
+def context_parallel_llama(balance, cache):
+    """Llama with position_ids among the buffers: logits, loss and gradients of the whole sequence; eager attention is refused."""
+    import shardtensor
+    from shardtensor.experimental import context_parallel, context_parallel_unshard
+
+    mesh = shardtensor.init_device_mesh("cpu", (dist.get_world_size(),))
+    length, plain, ours = 13, llama(), llama()
+    tokens = torch.randint(37, (2, length), generator=torch.Generator().manual_seed(1))
+    labels, places = tokens.roll(-1, 1), torch.arange(length).unsqueeze(0)
+    want = plain(input_ids=tokens, position_ids=places, use_cache=False).logits
+    torch.nn.functional.cross_entropy(want.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    buffers = [tokens.clone(), labels.clone(), places.clone()]
+    within = dict(buffers=buffers, buffer_seq_dims=[1, 1, 1], load_balance=balance)
+    with context_parallel(mesh, **within):
+        got = ours(input_ids=buffers[0], position_ids=buffers[2], use_cache=cache).logits
+        torch.nn.functional.cross_entropy(got.flatten(0, 1), buffers[1].flatten(), reduction="sum").backward()
+    (whole_logits,) = context_parallel_unshard(mesh, [got.detach()], [1], load_balance=balance)
+    torch.testing.assert_close(whole_logits, want.detach(), rtol=1e-9, atol=1e-9)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(a.grad)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
+    ours.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="matmul of two activations"), context_parallel(mesh, **within):
+        ours(input_ids=buffers[0], position_ids=buffers[2], use_cache=False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_transformers_context_parallel(pools, world):
+    pytest.importorskip("transformers", minversion="5.20")
+    for balance in (True, False):
+        for cache in (False, True):
+            pools(world).run("test_libraries:context_parallel_llama", balance, cache, seconds=100)
+
+
 # ---- TensorBoard ----
 
 

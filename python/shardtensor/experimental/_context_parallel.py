@@ -7,22 +7,23 @@ causally: no mask is ever made.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from shardtensor import _C
+from shardtensor.experimental._kernels import kernel_for
+from shardtensor.experimental._ring import SEQUENCE, Method, Plan, RingAttention, make_plan
+from shardtensor.tensor._from_local import from_everyone
 from shardtensor.tensor._mesh import as_mesh
 
-Method = Literal["allgather", "alltoall"]
-_SEQUENCE = 2  # the dim of queries, keys and values [batch, heads, sequence, features]
 _method: Method = "allgather"
 
 
@@ -35,221 +36,24 @@ def set_rotate_method(rotate_method: Method) -> None:
     _method = rotate_method
 
 
-# ---- which rank has what ----
+# ---- one call of the model's ----
 
 
-@dataclass(frozen=True)
-class _Run:
-    start: int
-    stop: int
-    document: int
+@dataclass
+class _Inside:
+    """A context that is active."""
 
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class _Plan:
-    mesh: DeviceMesh
-    length: int
-    runs: tuple[tuple[_Run, ...], ...]  # per rank along the mesh
+    plan: Plan
+    calls: int = 0
+    mask: torch.Tensor | None = None  # the last one that said no more than is_causal
 
     @property
-    def me(self) -> int:
-        return self.mesh.get_local_rank()
-
-    def lengths(self) -> list[int]:
-        return [sum(map(len, runs)) for runs in self.runs]
-
-    def order(self) -> torch.Tensor:
-        """The positions in the order in which the ranks hold them."""
-        return torch.cat([torch.arange(run.start, run.stop) for runs in self.runs for run in runs])
-
-    def mine(self) -> torch.Tensor:
-        lengths = self.lengths()
-        return self.order().narrow(0, sum(lengths[: self.me]), lengths[self.me])
-
-
-def _plan(mesh: DeviceMesh, length: int, load_balance: bool, documents: Sequence[int] | None) -> _Plan:
-    if mesh.ndim != 1:
-        raise ValueError(f"context_parallel: argument 'mesh' has {mesh.ndim} dims; pass the 1-d mesh that splits sequences, mesh['cp']")
-    ends = list(itertools.accumulate(documents)) if documents is not None else [length]
-    if (ends[-1] if ends else 0) != length or any(n < 0 for n in documents or ()):
-        raise ValueError(f"context_parallel: argument 'document_lengths' adds up to {ends[-1] if ends else 0}, but sequences have {length}")
-    ranks = mesh.size()
-    chunks = 2 * ranks if load_balance else ranks
-    edges = [length * i // chunks for i in range(chunks + 1)]
-
-    def runs(chunk: int) -> list[_Run]:
-        low, high = edges[chunk], edges[chunk + 1]
-        starts = [0, *ends[:-1]]
-        parts = [(max(low, a), min(high, b), i) for i, (a, b) in enumerate(zip(starts, ends, strict=True))]
-        return [_Run(a, b, i) for a, b, i in parts if a < b]
-
-    held = [[r, chunks - 1 - r] if load_balance else [r] for r in range(ranks)]
-    return _Plan(mesh, length, tuple(tuple(run for chunk in own for run in runs(chunk)) for own in held))
-
-
-# ---- two runs ----
-
-
-def _fused(q: torch.Tensor, v: torch.Tensor) -> bool:
-    return q.is_cpu and q.size(-1) == v.size(-1)
-
-
-def _see(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention of one run to another, and the log of the sum that its weights were divided by."""
-    if _fused(q, v):
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        return out, total
-    scores = _scores(q, k, causal, scale)
-    total = scores.logsumexp(-1)
-    return (scores - total.unsqueeze(-1)).exp().to(v.dtype) @ v, total
-
-
-def _see_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, total: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One run's part of the gradients, from the whole result and the whole sum of weights."""
-    if _fused(q, v):
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, total, 0.0, causal, scale=scale
-        )
-        return parts[0], parts[1], parts[2]
-    weights = (_scores(q, k, causal, scale) - total.unsqueeze(-1)).exp()
-    wide = grad.to(weights.dtype)
-    through = wide @ v.to(weights.dtype).mT - (wide * out.to(weights.dtype)).sum(-1, keepdim=True)
-    scores = weights * through * scale
-    return (scores @ k.to(scores.dtype)).to(q.dtype), (scores.mT @ q.to(scores.dtype)).to(k.dtype), (weights.mT @ wide).to(v.dtype)
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    wide = q.dtype if q.dtype == torch.float64 else torch.float32
-    scores = q.to(wide) @ k.to(wide).mT * scale
-    if causal:
-        future = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    return scores
-
-
-def _pairs(plan: _Plan, other: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """The runs of this rank that attend to runs of another rank: their places in both local pieces, and whether causally."""
-    at_q = 0
-    for q in plan.runs[plan.me]:
-        at_k = 0
-        for k in plan.runs[other]:
-            if q.document == k.document and (not causal or k.start <= q.start):
-                yield slice(at_q, at_q + len(q)), slice(at_k, at_k + len(k)), causal and k.start == q.start
-            at_k += len(k)
-        at_q += len(q)
-
-
-# ---- all ranks' keys and values ----
-
-
-def _resized(t: torch.Tensor, length: int) -> torch.Tensor:
-    return t.new_empty(*t.shape[:_SEQUENCE], length, *t.shape[_SEQUENCE + 1 :])
-
-
-def _pass_on(plan: _Plan, tensors: list[torch.Tensor], to: list[torch.Tensor]) -> list[dist.Work]:
-    """Sends to the next rank of the ring and receives from the one before; empty pieces are not sent."""
-    group = plan.mesh.get_group()
-    n, me = len(plan.runs), plan.me
-    ahead, behind = (dist.get_global_rank(group, r % n) for r in (me + 1, me - 1))
-    calls = [dist.P2POp(dist.isend, t, ahead, group) for t in tensors if t.numel()]
-    calls += [dist.P2POp(dist.irecv, t, behind, group) for t in to if t.numel()]
-    return list(dist.batch_isend_irecv(calls)) if calls else []
-
-
-def _round(plan: _Plan, tensors: list[torch.Tensor], method: Method) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Every rank's pieces, this one's first."""
-    lengths, me = plan.lengths(), plan.me
-    n = len(lengths)
-    tensors = [t.contiguous() for t in tensors]
-    if method == "allgather":
-        gathered = [_C.all_gather([_resized(t, length) for length in lengths], t, as_mesh(plan.mesh), 0) for t in tensors]
-        for step in range(n):
-            yield (me - step) % n, [pieces[(me - step) % n] for pieces in gathered]
-        return
-    for step in range(n):
-        coming = [_resized(t, lengths[(me - step - 1) % n]) for t in tensors] if step + 1 < n else []
-        works = _pass_on(plan, tensors, coming) if coming else []
-        yield (me - step) % n, tensors
-        for work in works:
-            work.wait()
-        tensors = coming
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan, causal: bool, scale: float, method: Method
-    ) -> torch.Tensor:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=wide)
-        total = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
-        for other, (keys, values) in _round(plan, [k, v], method):
-            for at_q, at_k, diagonal in _pairs(plan, other, causal):
-                part, sums = _see(q[:, :, at_q], keys[:, :, at_k], values[:, :, at_k], diagonal, scale)
-                before = total[:, :, at_q]
-                now = torch.logaddexp(before, sums)
-                out[:, :, at_q] = out[:, :, at_q] * (before - now).exp().unsqueeze(-1) + part * (sums - now).exp().unsqueeze(-1)
-                total[:, :, at_q] = now
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total)
-        ctx.rest = plan, causal, scale, method
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, total = ctx.saved_tensors
-        plan, causal, scale, method = ctx.rest
-        wide = total.dtype
-        grad_q = torch.zeros_like(q, dtype=wide)
-        lengths = plan.lengths()
-        parts: list[torch.Tensor] = []  # of the gradients of the current keys and values
-        gathered: dict[int, list[torch.Tensor]] = {}
-        for other, (keys, values) in _round(plan, [k, v], method):
-            fresh = [torch.zeros_like(t, dtype=wide) for t in (keys, values)]
-            if method == "alltoall" and parts:  # they travel one step behind their keys and values
-                coming = [torch.empty_like(t) for t in fresh]
-                for work in _pass_on(plan, parts, coming):
-                    work.wait()
-                fresh = coming
-            for at_q, at_k, diagonal in _pairs(plan, other, causal):
-                of_q, of_k, of_v = _see_backward(
-                    grad[:, :, at_q], q[:, :, at_q], keys[:, :, at_k], values[:, :, at_k], out[:, :, at_q], total[:, :, at_q], diagonal, scale
-                )
-                grad_q[:, :, at_q] += of_q
-                fresh[0][:, :, at_k] += of_k
-                fresh[1][:, :, at_k] += of_v
-            parts = gathered[other] = fresh
-        if method == "alltoall":
-            home = [torch.zeros_like(t, dtype=wide) for t in (k, v)]
-            for work in _pass_on(plan, parts, home):
-                work.wait()
-        else:
-            home = [_summed(torch.cat([gathered[r][i] for r in range(len(lengths))], _SEQUENCE), plan) for i in (0, 1)]
-        return grad_q.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None
-
-
-def _summed(summand: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """This rank's piece of the sum over ranks."""
-    mesh = as_mesh(plan.mesh)
-    partial = _C.Layout(mesh, [(2, -1, 1, "sum", 2.0)])
-    pieces = _C.Layout(mesh, [(1, _SEQUENCE, 1, "sum", 2.0)], [plan.lengths()])
-    whole = _C.wrap(summand, partial, list(summand.shape), list(summand.stride()))
-    return _C.local(_C.redistribute(whole, pieces))
-
-
-# ---- what users call ----
-
-
-_active: list[_Plan] = []
+    def mine(self) -> int:
+        return self.plan.lengths()[self.plan.me]
 
 
 def _attention(
+    inside: _Inside,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -259,21 +63,178 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    plan = _active[-1]
-    if attn_mask is not None or dropout_p:
-        what = "attn_mask" if attn_mask is not None else "dropout_p"
-        raise NotImplementedError(f"context_parallel: scaled_dot_product_attention's argument '{what}' cannot be used here; is_causal and document_lengths can")
-    mine = plan.lengths()[plan.me]
+    """scaled_dot_product_attention with the other ranks' keys and values."""
+    error: Exception | None = None
+    try:
+        _check_shapes(inside, query, key, value, enable_gqa)
+        is_causal = _check_arguments(inside, attn_mask, dropout_p, is_causal)
+    except (NotImplementedError, ValueError) as refused:
+        error = refused
+    is_causal = _agree(inside, query, key, value, is_causal, error)
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    kernel = kernel_for(query, key, value, scale)
+    out: torch.Tensor = RingAttention.apply(query, key, value, inside.plan, is_causal, scale, _method, kernel)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _check_shapes(inside: _Inside, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if t.ndim != 4 or t.size(_SEQUENCE) != mine:
+        if t.ndim != 4 or t.size(SEQUENCE) != inside.mine:
             raise ValueError(
                 f"context_parallel: scaled_dot_product_attention's argument '{name}' has shape {tuple(t.shape)} on rank "
-                f"{dist.get_rank()}; [batch, heads, {mine}, features] is expected, this rank's part of {plan.length}"
+                f"{dist.get_rank()}; [batch, heads, {inside.mine}, features] is expected, this rank's part of {inside.plan.length}"
             )
-    if enable_gqa:
-        key, value = (t.repeat_interleave(query.size(1) // t.size(1), 1) for t in (key, value))
-    out: torch.Tensor = _Attention.apply(query, key, value, plan, is_causal, scale or query.size(-1) ** -0.5, _method)  # type: ignore[no-untyped-call]
-    return out
+    heads = [t.size(1) for t in (query, key, value)]
+    if heads[1] != heads[2] or (heads[0] % heads[1] if enable_gqa else heads[0] != heads[1]):
+        raise ValueError(
+            f"context_parallel: scaled_dot_product_attention's arguments have {heads[0]}, {heads[1]} and {heads[2]} heads "
+            f"with enable_gqa={enable_gqa} (rank {dist.get_rank()})"
+        )
+
+
+def _check_arguments(inside: _Inside, attn_mask: torch.Tensor | None, dropout_p: float, is_causal: bool) -> bool:
+    """Whether attention is causal."""
+    if attn_mask is not None and not (is_causal or dropout_p) and _says_causal(attn_mask, inside):
+        return True
+    if attn_mask is not None or dropout_p:
+        what = "attn_mask" if attn_mask is not None else "dropout_p"
+        raise NotImplementedError(
+            f"context_parallel: scaled_dot_product_attention's argument '{what}' cannot be used here; is_causal and document_lengths can "
+            f"(rank {dist.get_rank()})"
+        )
+    return is_causal
+
+
+def _says_causal(mask: torch.Tensor, inside: _Inside) -> bool:
+    """Whether a mask of this rank's part is causal attention within stretches of positions that follow each other. Models of
+    transformers make such a mask from position_ids: they take each jump for the start of a document. What jumps here are the
+    plan's runs, and the plan knows the documents."""
+    if mask is inside.mask:  # one mask for all layers
+        return True
+    mine = inside.plan.mine()
+    if mask.dtype != torch.bool or mask.ndim < 2 or mask.shape[-2:] != (len(mine), len(mine)):
+        return False
+    jumps = mine.diff() != 1
+    order = torch.arange(len(mine))
+    past = order.unsqueeze(1) >= order
+    for ends in (jumps, jumps | (inside.plan.documents().diff() != 0)):
+        stretch = torch.cat([torch.zeros(1, dtype=torch.int64), ends.cumsum(0)])[: len(mine)]
+        if bool((mask == (past & (stretch.unsqueeze(1) == stretch)).to(mask.device)).all()):
+            inside.mask = mask
+            return True
+    return False
+
+
+def _agree(
+    inside: _Inside, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, error: Exception | None
+) -> bool:
+    """Raises on all ranks if one refuses or if they differ. Whether attention is causal. Only a context's first call asks the
+    other ranks. But a model that sees one position or none may not say whether attention is causal; then every call asks."""
+    inside.calls += 1
+    lengths = inside.plan.lengths()
+    if inside.calls > 1 and min(lengths) > 1:
+        if error is not None:
+            raise error
+        return is_causal
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    view = as_mesh(inside.plan.mesh)
+    told = from_everyone([error is not None, is_causal, records], view, query.device)
+    if error is not None:
+        raise error
+    who = "context_parallel: scaled_dot_product_attention"
+    for rank, (refused, _, others) in zip(view.ranks, told, strict=True):
+        if refused:
+            raise RuntimeError(f"{who} was refused on rank {rank}, whose error says why (rank {view.rank})")
+        if bool(others) != records:
+            raise RuntimeError(f"{who}: autograd records it on some ranks only: rank {view.rank} {records}, rank {rank} {bool(others)}")
+    said = {bool(causal) for (_, causal, _), n in zip(told, lengths, strict=True) if n > 1 or causal}
+    if len(said) > 1:
+        raise RuntimeError(f"{who}: argument 'is_causal' differs between ranks: {[bool(t[1]) for t in told]} on ranks {view.ranks}")
+    return said == {True}
+
+
+# ---- the model's calls ----
+
+_active: list[_Inside] = []
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model calls it between its graphs
+def _patched(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _attention(_active[-1], *args, **kwargs)
+
+
+class _Calls(TorchFunctionMode):
+    """Finds the model's calls of scaled_dot_product_attention, however the model has imported it, and refuses other attention."""
+
+    def __init__(self, inside: _Inside, check: bool) -> None:
+        self.inside, self.check = inside, check
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name == "scaled_dot_product_attention":
+            return _attention(self.inside, *args, **kwargs)
+        if not self.check:
+            return func(*args, **kwargs)
+        if name == "multi_head_attention_forward":  # it calls F.scaled_dot_product_attention, which is patched
+            if kwargs.get("need_weights", True):
+                _refuse("torch.nn.MultiheadAttention with need_weights=True; use need_weights=False")
+        elif "attention" in name or "attn" in name:
+            _refuse(f"a call of {name}")
+        out = func(*args, **kwargs)
+        if name in _PRODUCTS and self._are_scores(out, args):
+            _refuse(f"{name} of two activations gives {list(out.shape)}, the scores of {self.inside.mine} positions with each other,")
+        return out
+
+    def _are_scores(self, out: Any, args: Any) -> bool:
+        mine = self.inside.mine
+        weights = any(isinstance(t, torch.nn.Parameter) for t in args)
+        return type(out) is torch.Tensor and mine > 1 and not weights and out.shape[-2:] == (mine, mine)
+
+
+_PRODUCTS = frozenset({"matmul", "mm", "bmm", "baddbmm", "einsum", "__matmul__", "__rmatmul__"})
+
+
+@contextmanager
+def _replaced(module: Any, name: str, new: Any) -> Iterator[None]:
+    old = getattr(module, name)
+    setattr(module, name, new)
+    try:
+        yield
+    finally:
+        setattr(module, name, old)
+
+
+@contextmanager
+def _served(inside: _Inside, check: bool) -> Iterator[None]:
+    """Inside, the model's calls of scaled_dot_product_attention, also those that a backward makes, come here."""
+    calls, engine = _Calls(inside, check), torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with calls:  # torch turns the mode off while it handles backward(), but activation checkpointing runs the model there
+            return engine(*args, **kwargs)
+
+    _active.append(inside)
+    try:
+        with _replaced(F, "scaled_dot_product_attention", _patched), _replaced(torch.autograd, "_engine_run_backward", run_backward), calls:
+            yield
+    finally:
+        _active.pop()
+
+
+def _name(func: Any) -> str:
+    """matmul for torch.matmul, torch.Tensor.matmul and torch.ops.aten.matmul.default."""
+    return str(getattr(func, "__name__", "")).partition(".")[0]
+
+
+def _refuse(what: str) -> None:
+    raise RuntimeError(
+        f"context_parallel: {what} would attend to this rank's part of the sequence only. Use scaled_dot_product_attention; if this is "
+        f"no attention along the sequence, pass check_attention=False (rank {dist.get_rank()})"
+    )
+
+
+# ---- what users call ----
 
 
 @contextmanager
@@ -285,6 +246,7 @@ def context_parallel(
     no_restore_buffers: set[torch.Tensor] | None = None,
     load_balance: bool = True,
     document_lengths: Sequence[int] | None = None,
+    check_attention: bool = True,
 ) -> Iterator[None]:
     """Inside, `buffers` (plain tensors with the whole sequence) hold this rank's part of it, along `buffer_seq_dims`, and
     `scaled_dot_product_attention` attends over all ranks' parts. Afterwards the buffers are whole again, except
@@ -292,7 +254,13 @@ def context_parallel(
 
     The number of ranks need not divide the length. `load_balance` gives each rank a part from the front and one from the back,
     so that causal attention costs the same on all. `document_lengths` says that the sequence is several documents, which do
-    not attend to each other. Backward may run inside or after.
+    not attend to each other. Backward may run inside or after; inside, if activation checkpointing calls attention again.
+
+    Only attention looks at other positions. Positions must come from a buffer (position_ids), not from a count of what is
+    there. A mask is refused, except the one that models of transformers make of position_ids, which says no more than
+    is_causal. If the model computes attention in another way, each rank would attend to its own part: `check_attention`
+    raises for other attention functions, for products that give the scores of all positions with each other, and at the end
+    if there was no attention. Other code that mixes positions (a convolution along the sequence) is not found.
     """
     buffers, dims, kept = buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
     if len(buffers) != len(dims):
@@ -304,21 +272,20 @@ def context_parallel(
     lengths = {b.size(d) for b, d in zip(buffers, dims, strict=True)}
     if len(lengths) != 1:
         raise ValueError(f"context_parallel: argument 'buffers': sequences of different lengths, {sorted(lengths)}")
-    plan = _plan(mesh, lengths.pop(), load_balance, document_lengths)
+    plan = make_plan(mesh, lengths.pop(), load_balance, document_lengths)
     mine = plan.mine()
     originals = [(b, b.clone()) for b in buffers if not any(b is k for k in kept)]
     with torch.no_grad():
         for buffer, dim in zip(buffers, dims, strict=True):
             part = buffer.index_select(dim, mine.to(buffer.device))
             buffer.resize_(part.shape).copy_(part)
-    _active.append(plan)
-    outside = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _attention
+    inside = _Inside(plan)
     try:
-        yield
+        with _served(inside, check_attention):
+            yield
+        if check_attention and not inside.calls:
+            _refuse("scaled_dot_product_attention was not called inside, so the model's attention")
     finally:
-        _active.pop()
-        F.scaled_dot_product_attention = outside
         with torch.no_grad():
             for buffer, original in originals:
                 buffer.resize_(original.shape).copy_(original)
@@ -339,9 +306,8 @@ def context_parallel_unshard(
         raise NotImplementedError("context_parallel_unshard: argument 'load_balancer': only the default, load_balance=True, is supported")
     out = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(mesh.size())]
-        _C.all_gather(sizes, torch.tensor([buffer.size(dim)]), as_mesh(mesh), 0)
-        plan = _plan(mesh, int(sum(sizes)), load_balance, None)
+        sizes = from_everyone([buffer.size(dim)], as_mesh(mesh), buffer.device)
+        plan = make_plan(mesh, sum(n for n, in sizes), load_balance, None)
         moved = buffer.movedim(dim, 0).contiguous()
         pieces = _C.all_gather([moved.new_empty(n, *moved.shape[1:]) for n in plan.lengths()], moved, as_mesh(mesh), 0)
         held = torch.cat(pieces)
