@@ -27,6 +27,8 @@ except ImportError:
     tqdm = None
 
 TEXT = Path(__file__).with_name("harbour.txt")
+NEXT = """next: the same losses on other ranks (--nproc-per-node 3), compiled (--compile), or with torch's parallel styles
+(examples/tensor_parallel.py); then the tour in README.md"""
 
 
 # ---- the model: plain torch ----
@@ -209,7 +211,7 @@ def plot(losses: list[float], path: Path) -> str:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return "no picture of the losses: matplotlib is not installed (pip install matplotlib)"
+        return "no picture of the losses: matplotlib is not installed (pip install matplotlib numpy)"
     figure = Figure(figsize=(6, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per character)")
@@ -281,6 +283,7 @@ def run(train: Callable[..., list[float]], description: str, parser: argparse.Ar
         progress.bar.close()
     if first_rank:
         print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last; {plot(losses, picture)}")
+        print(NEXT)
     if device is not None:
         dist.destroy_process_group()
 

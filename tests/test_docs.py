@@ -197,6 +197,13 @@ def test_readme_names_the_versions_that_the_package_takes():
     assert f"Python {python} or newer, torch {least} or newer" in (ROOT / "README.md").read_text()
 
 
+def test_readme_installs_what_the_examples_import():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (named,) = re.findall(r'^.*pip install "\.\[(\w+)\]"$', (ROOT / "README.md").read_text(), re.MULTILINE)
+    imported = {m for f in (ROOT / "examples").glob("*.py") for m in re.findall(r"^ *from (\w+)[\w.]* import", f.read_text(), re.MULTILINE)}
+    assert imported & {"matplotlib", "numpy", "tqdm"} <= set(extras[named]) and "numpy" in extras[named]
+
+
 MODULES = ["", ".data", ".debug", ".experimental", ".parallel", ".random"]
 
 

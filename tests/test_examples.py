@@ -127,7 +127,7 @@ def test_all_are_tested():
 
 
 def test_command_line(tmp_path):
-    """Started as in the README. It draws a picture or says why it cannot."""
+    """Started as in the README. It draws a picture or says why it cannot; with what the README installs, it warns of nothing."""
     picture = tmp_path / "losses.png"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
@@ -141,6 +141,8 @@ def test_command_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks, cpu" in done.stdout and "loss 3." in done.stdout
+    assert "next: " in done.stdout.splitlines()[-2]
+    assert not importlib.util.find_spec("numpy") or done.stderr == ""
     assert not importlib.util.find_spec("tqdm") or "| 2/2 [" in done.stdout
     if importlib.util.find_spec("matplotlib"):
         assert picture.stat().st_size > 1000
