@@ -704,3 +704,19 @@ def clipped(kind, foreach):
 @pytest.mark.parametrize("kind", AMONG)
 def test_clipping_among_meshes(ranks, kind, foreach):
     ranks.run(f"{__name__}:clipped", kind, foreach)
+
+
+def clipped_from_outside():
+    """The last rank is outside one of the meshes."""
+    from shardtensor import DeviceMesh
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inner = DeviceMesh("cpu", list(range(world - 1)))
+    ours = with_gradients([place(torch.ones(5, 4), mesh, ("S(0)",), EVEN) for mesh in (mesh_of((world,)), inner)])
+    if rank == world - 1:
+        with pytest.raises(RuntimeError, match=rf"get_total_norm: tensor 1 is S\(0\) .* rank {rank} is not in.*redistribute"):
+            torch.nn.utils.clip_grad_norm_(ours, 0.3)
+
+
+def test_clipping_outside_a_mesh_raises(ranks):
+    ranks.run(f"{__name__}:clipped_from_outside")

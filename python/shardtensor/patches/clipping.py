@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
@@ -33,6 +34,16 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
+def _require_member(tensors: list[torch.Tensor]) -> None:
+    """A norm reaches the ranks of its mesh. The other ranks would clip what they hold by another norm."""
+    for i, t in enumerate(tensors):
+        if isinstance(t, ShardTensor) and t.device_mesh.get_coordinate() is None:
+            raise RuntimeError(
+                f"get_total_norm: tensor {i} is {t._layout}, a mesh that rank {dist.get_rank()} is not in, and others are on meshes that "
+                "it is in: this rank cannot get the norm. Move it with redistribute(device_mesh, placements) to a mesh of all these ranks"
+            )
+
+
 def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(total_norm)
     def run(
@@ -46,6 +57,7 @@ def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[...,
             by_home.setdefault(_home(t), []).append(t)
         if len(by_home) < 2 or not any(isinstance(t, ShardTensor) for t in tensors):
             return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        _require_member(tensors)
         device = tensors[0].device
         parts = [_whole(total_norm(part, norm_type, False, foreach)).to(device) for part in by_home.values()]
         # For order 0, torch counts the tensors that are not all zeros.
