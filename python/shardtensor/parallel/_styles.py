@@ -18,9 +18,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardtensor import _C
+from shardtensor.parallel import _entered
 from shardtensor.tensor import _compile
 from shardtensor.tensor._factories import distribute_module, distribute_tensor
 from shardtensor.tensor._from_local import Shapes
+from shardtensor.tensor._layout import moved_layout
 from shardtensor.tensor._tensor import ShardTensor, refuse_transformed
 
 Layouts = Placement | tuple[Placement | None, ...]
@@ -74,13 +76,21 @@ def _enter(value: Any, mesh: DeviceMesh, layout: Placement, shapes: Shapes, who:
         return ShardTensor.from_dtensor(value)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{who}: expected a torch.Tensor to become {layout}, got {type(value).__name__} ({value!r:.80})")
+    if type(layout) is Replicate and shapes is None and _entered.can_share(value):
+        return _entered.whole(value, mesh)
     return ShardTensor.from_local(value, mesh, (layout,), run_check=False, sharding_shapes=shapes)
 
 
 def _moved(value: ShardTensor, layout: Placement | None) -> ShardTensor:
+    """A value that has the layout is returned as it is, so the gradients of all its users are added up before any of them moves."""
+    if layout is None:
+        return value
+    if type(value) is ShardTensor and not torch.compiler.is_compiling():
+        wanted = moved_layout(value._layout, (layout,), value.ndim, who="a parallel style")
+        return value if wanted == value._layout else value.redistribute(placements=(layout,), async_op=True)
     if not isinstance(value, DTensor):
         refuse_transformed(value, "a parallel style")
-    return value if layout is None else value.redistribute(placements=(layout,), async_op=True)
+    return value.redistribute(placements=(layout,), async_op=True)
 
 
 def _leave(value: ShardTensor, use_local_output: bool) -> torch.Tensor:
