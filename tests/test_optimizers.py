@@ -71,6 +71,41 @@ def one_reduction_per_gradient(how):
     return seen
 
 
+def beside_plain_parameters(name, how, options):
+    """Plain parameters between ShardTensors, and gradients in summands: the small ones are reduced in one call."""
+    import torch.distributed as dist
+    from oracle import EVEN, UNEVEN, compare, mesh_of, place
+    from shardtensor import _C
+    from shardtensor.patches import optimizers
+
+    mesh = mesh_of((dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(3)
+    large = optimizers._SMALL // 8 + 1
+    plain, ours = [], []
+    for place_of_p, place_of_g, sizes in [
+        (None, None, (3,)), ("R", "P", (5, 4)), ("S(0)", "S(0)", (5, 4)), ("R", "P", (7,)), (None, None, (2, 3)), ("R", "P", (large,)),
+        ("R", "P", ()), ("S(0)", "P", (5, 4)), ("R", "R", (4,)),
+    ]:  # fmt: skip
+        value, gradient = (torch.randn(sizes, generator=generator, dtype=torch.float64) for _ in range(2))
+        plain.append(torch.nn.Parameter(value.clone()))
+        plain[-1].grad = gradient.clone()
+        ours.append(torch.nn.Parameter(place(value, mesh, (place_of_p,), UNEVEN) if place_of_p else value.clone()))
+        ours[-1].grad = place(gradient, mesh, (place_of_g,), EVEN if place_of_g == "P" else UNEVEN) if place_of_g else gradient.clone()
+    flags = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}[how]
+    steps = [getattr(torch.optim, name)(params, **options, **flags).step for params in (plain, ours)]
+    steps[0]()
+    _C.reset_comm_counts()
+    steps[1]()
+    calls = {kind: calls for kind, (calls, _) in _C.comm_counts().items() if calls}
+    steps[0]()
+    steps[1]()
+    compare([p for p in ours if hasattr(p, "placements")], [b for a, b in zip(ours, plain, strict=True) if hasattr(a, "placements")], 1e-9, name)
+    for a, b in zip(ours, plain, strict=True):
+        if not hasattr(a, "placements"):
+            torch.testing.assert_close(a, b)
+    return calls
+
+
 def clip_equals_torch(kind, foreach):
     import torch.distributed as dist
     from oracle import UNEVEN, compare, mesh_of, place
@@ -155,3 +190,11 @@ def test_norms(ranks, foreach):
 
 def test_unscale(ranks):
     ranks.run(f"{__name__}:unscale_sees_every_rank")
+
+
+@pytest.mark.parametrize(("name", "how"), [(n, h) for n in OPTIMIZERS for h in ("loop", "foreach", "fused") if h != "fused" or n in FUSED])
+def test_beside_plain_parameters(ranks, name, how):
+    for calls in ranks.run(f"{__name__}:beside_plain_parameters", name, how, OPTIMIZERS[name]):
+        if name == "Rprop":  # makes a state like the gradient, in another layout than a cut parameter's
+            calls.pop("all_gather")
+        assert calls == {"all_reduce": 2, "reduce_scatter": 1}  # three small gradients and the large one; the cut one

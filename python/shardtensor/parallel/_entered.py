@@ -17,20 +17,34 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardtensor import _C
 from shardtensor.tensor._layout import make_layout
-from shardtensor.tensor._tensor import ShardTensor, refuse_transformed
+from shardtensor.tensor._mesh import as_device_mesh
+from shardtensor.tensor._tensor import ShardTensor
 
-_WHOLE = (Replicate(),)
 _MOST = 8  # how many tensors a thread remembers: decoder layers read the encoder's output by turns with others
 
 
 class _Plain(weakref.ref):  # type: ignore[type-arg]
     """A plain tensor, its state when it entered, and its ShardTensor while the plain tensor is alive."""
 
-    __slots__ = ("mesh", "node", "tensor", "version")
-    mesh: DeviceMesh
+    __slots__ = ("node", "tensor", "version")
     node: Any  # its grad_fn
     version: int
     tensor: ShardTensor | weakref.ref[ShardTensor] | None
+
+    def still(self, value: torch.Tensor, layout: _C.Layout) -> ShardTensor | None:
+        """The ShardTensor, if it stands for `value` as it is now: neither was written, and nobody replaced `value.data`."""
+        held = self.tensor
+        tensor = held() if isinstance(held, weakref.ref) else held
+        if (
+            tensor is None
+            or self.node is not value.grad_fn
+            or self.version != value._version
+            or tensor._version
+            or _C.layout(tensor) != layout
+            or _memory(_C.local(tensor)) != _memory(value)
+        ):
+            return None
+        return tensor if tensor is held else _kept_by_users(tensor)
 
 
 class _Recent(threading.local):
@@ -43,55 +57,46 @@ class _Recent(threading.local):
 _recent = _Recent()
 
 
-def can_share(value: torch.Tensor) -> bool:
+def can_share(value: Any) -> bool:
     """Only a gradient makes it worth while. In a graph, dynamo would have to trace this file."""
     return (
         type(value) is torch.Tensor and value.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     )
 
 
-def whole(value: torch.Tensor, mesh: DeviceMesh) -> ShardTensor:
-    """from_local(value, mesh, [Replicate()]). Returns the same ShardTensor until `value` is written or many others have entered."""
-    recent = _recent.plain
-    for i in range(len(recent) - 1, -1, -1):
-        if recent[i]() is value:
-            plain = recent.pop(i)
-            shared = _still(plain, value, mesh)
-            if shared is not None:
-                recent.append(plain)
-                return shared
-            break
-    refuse_transformed(value, "a parallel style")
-    layout = make_layout(mesh, _WHOLE, value.ndim, who="a parallel style")
-    if not layout.mesh.has_me:
-        return ShardTensor.from_local(value, mesh, _WHOLE)
-    tensor = _C.from_local(value, layout)
-    plain = _Plain(value, _forget)
-    plain.mesh, plain.node, plain.version = mesh, value.grad_fn, value._version
-    recent.append(plain)
-    del recent[:-_MOST]
-    if plain.node is not None:
-        plain.tensor = tensor  # costs no memory: its piece is `value`'s
-        return tensor
-    # A leaf. A strong reference would keep it alive: tensor -> its node -> AccumulateGrad -> leaf. The users' nodes keep `tensor`.
-    plain.tensor = weakref.ref(tensor)
-    return _kept_by_users(tensor)
+class Entrance:
+    """Where plain tensors enter a mesh as whole ones."""
 
+    __slots__ = ("layout",)
 
-def _still(plain: _Plain, value: torch.Tensor, mesh: DeviceMesh) -> ShardTensor | None:
-    """The ShardTensor, if it still stands for `value`: neither was written, and nobody replaced `value.data`."""
-    held = plain.tensor
-    tensor = held() if isinstance(held, weakref.ref) else held
-    if (
-        tensor is None
-        or (plain.mesh is not mesh and plain.mesh != mesh)
-        or plain.node is not value.grad_fn
-        or plain.version != value._version
-        or tensor._version
-        or _memory(_C.local(tensor)) != _memory(value)
-    ):
-        return None
-    return tensor if tensor is held else _kept_by_users(tensor)
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.layout = make_layout(mesh, (Replicate(),), None, who="a parallel style")
+
+    def enter(self, value: torch.Tensor) -> ShardTensor:
+        """ShardTensor.from_local(value, mesh, [Replicate()]), if can_share(value). Returns the same ShardTensor until `value`
+        is written or many others have entered."""
+        layout, recent = self.layout, _recent.plain
+        for i in range(len(recent) - 1, -1, -1):
+            if recent[i]() is value:
+                plain = recent.pop(i)
+                shared = plain.still(value, layout)
+                if shared is not None:
+                    recent.append(plain)
+                    return shared
+                break
+        if not layout.mesh.has_me or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return ShardTensor.from_local(value, as_device_mesh(layout.mesh), (Replicate(),))
+        tensor = _C.from_local(value, layout)
+        plain = _Plain(value, _forget)
+        plain.node, plain.version = value.grad_fn, value._version
+        recent.append(plain)
+        del recent[:-_MOST]
+        if plain.node is not None:
+            plain.tensor = tensor  # costs no memory: its piece is `value`'s
+            return tensor
+        # A leaf. A strong reference would keep it alive: tensor -> its node -> AccumulateGrad -> leaf. The users' nodes keep `tensor`.
+        plain.tensor = weakref.ref(tensor)
+        return _kept_by_users(tensor)
 
 
 def _memory(t: torch.Tensor) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ Two arguments are not in torch: `multiple_of` shares out features in whole units
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardtensor import _C
-from shardtensor.parallel import _entered
+from shardtensor.parallel._entered import Entrance, can_share
 from shardtensor.tensor import _compile
 from shardtensor.tensor._factories import distribute_module, distribute_tensor
 from shardtensor.tensor._from_local import Shapes
-from shardtensor.tensor._layout import moved_layout
+from shardtensor.tensor._layout import make_layout, moved_layout
 from shardtensor.tensor._tensor import ShardTensor, refuse_transformed
 
 Layouts = Placement | tuple[Placement | None, ...]
@@ -76,25 +77,44 @@ def _enter(value: Any, mesh: DeviceMesh, layout: Placement, shapes: Shapes, who:
         return ShardTensor.from_dtensor(value)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{who}: expected a torch.Tensor to become {layout}, got {type(value).__name__} ({value!r:.80})")
-    if type(layout) is Replicate and shapes is None and _entered.can_share(value):
-        return _entered.whole(value, mesh)
+    if type(layout) is Replicate and shapes is None and can_share(value):
+        return Entrance(mesh).enter(value)
     return ShardTensor.from_local(value, mesh, (layout,), run_check=False, sharding_shapes=shapes)
 
 
-def _moved(value: ShardTensor, layout: Placement | None) -> ShardTensor:
-    """A value that has the layout is returned as it is, so the gradients of all its users are added up before any of them moves."""
-    if layout is None:
-        return value
-    if type(value) is ShardTensor and not torch.compiler.is_compiling():
-        wanted = moved_layout(value._layout, (layout,), value.ndim, who="a parallel style")
-        return value if wanted == value._layout else value.redistribute(placements=(layout,), async_op=True)
+class _Target:
+    """A placement that a style moves tensors to. A step of a model calls each style a few times, with the processor's caches
+    full of other code: there, a Python function that is not called saves microseconds."""
+
+    __slots__ = ("known", "placements")
+
+    def __init__(self, placement: Placement | None):
+        self.placements = None if placement is None else (placement,)
+        # By a tensor's layout and number of dims: the layout to move it to, None if it is there.
+        self.known: dict[tuple[_C.Layout, int], _C.Layout | None] = {}
+
+    def move(self, value: ShardTensor, local: bool = False) -> torch.Tensor:
+        """The value there, or this rank's piece of it. A value that is there already stays as it is: then the gradients of all its
+        users are added up before any of them moves."""
+        if type(value) is not ShardTensor or torch.compiler.is_compiling() or _C.is_traced(value):
+            moved = _moved(value, self.placements)
+            return moved.to_local() if local else moved
+        if self.placements is not None:
+            layout = _C.layout(value)
+            try:
+                wanted = self.known[layout, value.ndim]
+            except KeyError:
+                there = moved_layout(layout, self.placements, value.ndim, who="a parallel style")
+                wanted = self.known[layout, value.ndim] = None if there == layout else there
+            if wanted is not None:
+                value = _C.redistribute(value, wanted, None, None, True)
+        return _C.to_local(value) if local else value
+
+
+def _moved(value: ShardTensor, placements: tuple[Placement, ...] | None) -> ShardTensor:
     if not isinstance(value, DTensor):
         refuse_transformed(value, "a parallel style")
-    return value.redistribute(placements=(layout,), async_op=True)
-
-
-def _leave(value: ShardTensor, use_local_output: bool) -> torch.Tensor:
-    return value.to_local() if use_local_output else value
+    return value if placements is None else value.redistribute(placements=placements, async_op=True)
 
 
 class _Features(ParallelStyle):
@@ -123,7 +143,8 @@ class _Features(ParallelStyle):
     def __repr__(self) -> str:
         return _describe(self, "input_layouts", "output_layouts", "use_local_output")
 
-    def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
+    def _preparation(self, mesh: DeviceMesh) -> Callable[[nn.Module, Any], torch.Tensor]:
+        """What makes the layer's input of the module's first argument."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -139,13 +160,11 @@ class _Features(ParallelStyle):
             for key, parameter in list(submodule.named_parameters(recurse=False)):
                 submodule.register_parameter(key, self._distributed(parameter, cuts.get(key), mesh))
 
-        return distribute_module(
-            module,
-            device_mesh,
-            partition,
-            lambda m, inputs, mesh: (self._prepare(m, inputs[0], mesh), *inputs[1:]),
-            lambda m, output, mesh: _leave(_moved(output, self.output_layouts[0]), self.use_local_output),
-        )
+        prepare, target, local = self._preparation(device_mesh), _Target(self.output_layouts[0]), self.use_local_output
+        distribute_module(module, device_mesh, partition)
+        module.register_forward_pre_hook(lambda m, inputs: (prepare(m, inputs[0]), *inputs[1:]))
+        module.register_forward_hook(lambda m, inputs, output: target.move(output, local))
+        return module
 
     def _distributed(self, parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
         placement: Placement = Replicate() if dim is None else Shard(dim)
@@ -180,8 +199,16 @@ class ColwiseParallel(_Features):
     usual_input = Replicate()
     usual_output = Shard(-1)
 
-    def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
-        return _moved(_enter(value, mesh, self.input_layouts[0], self.sharding_shapes, "ColwiseParallel"), Replicate())
+    def _preparation(self, mesh: DeviceMesh) -> Callable[[nn.Module, Any], torch.Tensor]:
+        layout, shapes, target = self.input_layouts[0], self.sharding_shapes, _Target(Replicate())
+        entrance = Entrance(mesh) if type(layout) is Replicate and shapes is None else None
+
+        def prepare(module: nn.Module, value: Any) -> torch.Tensor:
+            if entrance is not None and can_share(value):
+                return entrance.enter(value)
+            return target.move(_enter(value, mesh, layout, shapes, "ColwiseParallel"))
+
+        return prepare
 
 
 class RowwiseParallel(_Features):
@@ -191,35 +218,66 @@ class RowwiseParallel(_Features):
     usual_input = Shard(-1)
     usual_output = Replicate()
 
-    def _prepare(self, module: nn.Module, value: Any, mesh: DeviceMesh) -> ShardTensor:
+    def _preparation(self, mesh: DeviceMesh) -> Callable[[nn.Module, Any], torch.Tensor]:
         layout, shapes = self.input_layouts[0], self.sharding_shapes
-        if isinstance(module, nn.Embedding):
-            return _moved(_enter(value, mesh, layout, shapes, "RowwiseParallel"), Replicate())
-        weight = module.weight
-        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if shapes is None and plain and isinstance(weight, ShardTensor):
-            x = _enter_as_weight(value, weight, mesh, layout, 0 if is_conv1d(module) else 1)
-        else:
+        whole, cut = _Target(Replicate()), _Target(Shard(-1))
+        like_weight = _LikeWeight(mesh) if shapes is None and layout == Shard(-1) else None
+
+        def prepare(module: nn.Module, value: Any) -> torch.Tensor:
+            if isinstance(module, nn.Embedding):
+                return whole.move(_enter(value, mesh, layout, shapes, "RowwiseParallel"))
+            weight = module.weight
+            if like_weight is not None and type(value) is torch.Tensor and isinstance(weight, ShardTensor):
+                return like_weight.enter(value, weight, 1 if isinstance(module, nn.Linear) else 0)  # else Conv1D
             x = _enter(value, mesh, layout, shapes, "RowwiseParallel")
-        # linear cuts a whole input like the weight, whose cut may differ from torch.chunk's.
-        return x if x.placements == (Replicate(),) else _moved(x, Shard(-1))
+            # linear cuts a whole input like the weight, whose cut may differ from torch.chunk's.
+            return x if x._layout.is_replicated else cut.move(x)
+
+        return prepare
+
+
+class _LikeWeight:
+    """Where plain tensors enter whose last dim is cut as a weight's input features, which are its dim `dim`."""
+
+    __slots__ = ("known", "mesh")
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        # By the weight's layout, dim and features, and the input's number of dims: the input's layout, the features that this rank
+        # has, and whether all ranks have as many.
+        self.known: dict[tuple[_C.Layout, int, int, int], tuple[_C.Layout, int, bool]] = {}
+
+    def enter(self, value: torch.Tensor, weight: ShardTensor, dim: int) -> ShardTensor:
+        if torch.compiler.is_compiling():
+            return _enter_like_weight(value, weight, dim, self.mesh)
+        features = weight.shape[dim]
+        key = _C.layout(weight), dim, features, value.ndim
+        layout, mine, even = self.known.get(key) or self._find(key)
+        if value.shape[-1] != mine or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return _enter_like_weight(value, weight, dim, self.mesh)  # it raises, except on a rank outside the mesh
+        return _C.from_local(value, layout, None if even else [*value.shape[:-1], features])
+
+    def _find(self, key: tuple[_C.Layout, int, int, int]) -> tuple[_C.Layout, int, bool]:
+        layout, dim, features, ndim = key
+        pieces, mesh = _pieces(layout, dim, features), layout.mesh
+        even = len(set(pieces)) == 1
+        entered = make_layout(self.mesh, (Shard(-1),), ndim, () if even else (pieces,), who="RowwiseParallel")
+        known = self.known[key] = entered, pieces[mesh.coordinate[0]] if mesh.has_me else -1, even
+        return known
 
 
 @lru_cache(maxsize=4096)
-def _sizes_along(dim: int, layout: _C.Layout, shape: torch.Size) -> tuple[int, ...]:
-    return tuple(layout.local_sizes(list(shape), [rank])[dim] for rank in range(layout.mesh.shape[0]))
+def _pieces(layout: _C.Layout, dim: int, features: int) -> tuple[int, ...]:
+    return tuple(layout.local_sizes([features, features], [rank])[dim] for rank in range(layout.mesh.shape[0]))
 
 
-def _enter_as_weight(value: torch.Tensor, weight: ShardTensor, mesh: DeviceMesh, layout: Placement, dim: int) -> ShardTensor:
-    """Cuts the input's features like the weight's dim `dim`, if that is cut unevenly."""
-    shapes: Shapes = None
-    if layout.is_shard(value.ndim - 1) or layout.is_shard(-1):
-        columns = _sizes_along(dim, weight._layout, weight.shape)
-        shapes = {0: columns} if len(set(columns)) > 1 else None
-    return _enter(value, mesh, layout, shapes, "RowwiseParallel")
+def _enter_like_weight(value: torch.Tensor, weight: ShardTensor, dim: int, mesh: DeviceMesh) -> ShardTensor:
+    pieces = _pieces(weight._layout, dim, weight.shape[dim])
+    shapes: Shapes = {0: pieces} if len(set(pieces)) > 1 else None
+    return _enter(value, mesh, Shard(-1), shapes, "RowwiseParallel")
 
 
-_compile.in_graph(_enter_as_weight)
+_compile.in_graph(_enter_like_weight)
 
 
 class SequenceParallel(ParallelStyle):
@@ -241,16 +299,13 @@ class SequenceParallel(ParallelStyle):
                 submodule.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
 
         (sharding,) = self.sequence_sharding
-        return distribute_module(
-            module,
-            device_mesh,
-            replicate,
-            lambda m, inputs, mesh: (
-                _moved(_enter(inputs[0], mesh, sharding, self.sharding_shapes, "SequenceParallel"), sharding),
-                *inputs[1:],
-            ),
-            lambda m, output, mesh: _leave(output, self.use_local_output),
+        shapes, target, local, stay = self.sharding_shapes, _Target(sharding), self.use_local_output, _Target(None)
+        distribute_module(module, device_mesh, replicate)
+        module.register_forward_pre_hook(
+            lambda m, inputs: (target.move(_enter(inputs[0], device_mesh, sharding, shapes, "SequenceParallel")), *inputs[1:])
         )
+        module.register_forward_hook(lambda m, inputs, output: stay.move(output, local))
+        return module
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -288,20 +343,24 @@ class PrepareModuleInput(ParallelStyle):
             "use_local_output",
         )
 
-    def _one(self, value: Any, mesh: DeviceMesh, layout: Placement | None, want: Placement | None) -> Any:
+    def _one(self, value: Any, mesh: DeviceMesh, layout: Placement | None, target: _Target) -> Any:
         if layout is None:
             return value
-        return _leave(_moved(_enter(value, mesh, layout, self.sharding_shapes, "PrepareModuleInput"), want), self.use_local_output)
+        return target.move(_enter(value, mesh, layout, self.sharding_shapes, "PrepareModuleInput"), self.use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        targets = [_Target(want) for want in self.desired_input_layouts or ()]
+        by_key = {key: _Target(want) for key, want in self.desired_input_kwarg_layouts.items()}
+        nowhere = _Target(None)
+
         def prepare(m: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if self.input_layouts is not None and self.desired_input_layouts is not None:
                 _check_count("inputs", inputs, "input_layouts", self.input_layouts, module)
-                wanted = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
-                inputs = tuple(self._one(value, device_mesh, layout, want) for value, layout, want in wanted)
+                wanted = zip(inputs, self.input_layouts, targets, strict=True)
+                inputs = tuple(self._one(value, device_mesh, layout, target) for value, layout, target in wanted)
             if self.input_kwarg_layouts:
-                have, want_by_key = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-                kwargs = {k: self._one(v, device_mesh, have.get(k), want_by_key.get(k)) for k, v in kwargs.items()}
+                have = self.input_kwarg_layouts
+                kwargs = {k: self._one(v, device_mesh, have.get(k), by_key.get(k, nowhere)) for k, v in kwargs.items()}
             return inputs, kwargs
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
@@ -329,15 +388,17 @@ class PrepareModuleOutput(ParallelStyle):
         return _describe(self, "output_layouts", "desired_output_layouts", "use_local_output")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        targets = [_Target(want) for want in self.desired_output_layouts or ()]
+
         def finish(m: nn.Module, inputs: Any, outputs: Any) -> Any:
             values = outputs if isinstance(outputs, tuple) else (outputs,)
             assert self.output_layouts is not None and self.desired_output_layouts is not None
             _check_count("outputs", values, "output_layouts", self.output_layouts, module)
             out = []
-            for value, layout, want in zip(values, self.output_layouts, self.desired_output_layouts, strict=True):
+            for value, layout, target in zip(values, self.output_layouts, targets, strict=True):
                 if layout is not None:
                     entered = _enter(value, device_mesh, layout, self.sharding_shapes, "PrepareModuleOutput")
-                    value = _leave(_moved(entered, want), self.use_local_output)
+                    value = target.move(entered, self.use_local_output)
                 out.append(value)
             return out[0] if len(out) == 1 else tuple(out)
 
