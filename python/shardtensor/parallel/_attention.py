@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Partial, Replicate, _StridedShard
 
-from shardtensor.parallel._styles import ColwiseParallel, RowwiseParallel, _enter, _moved, is_conv1d, note_style, shared_out
+from shardtensor.parallel._styles import ColwiseParallel, RowwiseParallel, _enter, _Target, is_conv1d, note_style, shared_out
 from shardtensor.tensor._factories import distribute_module, distribute_tensor
 
 # The attributes in which attention modules keep how often they repeat a key/value head.
@@ -298,8 +298,10 @@ def compute_features(
         parts = [t.narrow(dim, start, end - start) for start, end in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+    whole = _Target(Replicate())
+
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        entered = _moved(_enter(x, mesh, Replicate(), None, type(module).__name__), Replicate())
+        entered = whole.move(_enter(x, mesh, Replicate(), None, type(module).__name__))
         weight = own(module, "weight")
         assert weight is not None
         return F.linear(_summed(entered), weight.t() if dims["weight"] else weight, own(module, "bias"))
