@@ -296,7 +296,8 @@ REFUSED = {
     "sizes or branches that depend on values": [
         "bool_of_sum", *CTC, "embedding_max_norm", "embedding_renorm_",
         "gaussian_nll_loss_mean", "gaussian_nll_loss_none", "gaussian_nll_loss_sum", "index_mask", "index_mask_rows", "itself",
-        "list_of_bools", "masked_select", "one_hot_inferred", "repeat_interleave_each", "setitem_bool", "where_single",
+        "list_of_bools", "lstsq", "lstsq_by_pivots", "lstsq_ranks", "lstsq_residuals", "lstsq_singular_values", "lstsq_vectors",
+        "masked_select", "one_hot_inferred", "repeat_interleave_each", "setitem_bool", "where_single",
     ],
     "values decide: equal, allclose": [
         "allclose", "allclose_itself", "equal_but_one", "equal_itself", "equal_other_sizes", "reductions.equal", "uneven_list.equal",

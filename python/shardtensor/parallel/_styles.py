@@ -231,7 +231,7 @@ class RowwiseParallel(_Features):
                 return like_weight.enter(value, weight, 1 if isinstance(module, nn.Linear) else 0)  # else Conv1D
             x = _enter(value, mesh, layout, shapes, "RowwiseParallel")
             # linear cuts a whole input like the weight, whose cut may differ from torch.chunk's.
-            return x if x._layout.is_replicated else cut.move(x)
+            return x if x.placements == (Replicate(),) else cut.move(x)
 
         return prepare
 
