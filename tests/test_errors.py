@@ -93,6 +93,18 @@ def redistribute_dim_out_of_range(mesh, me):
     zeros(3, device_mesh=mesh).redistribute(placements=[Shard(1)])
 
 
+def distributed_twice(mesh, me):
+    from shardtensor import Replicate, Shard, distribute_tensor
+
+    distribute_tensor(distribute_tensor(piece(3), mesh, [Shard(0)]), mesh, [Replicate()])
+
+
+def redistribute_to_nothing(mesh, me):
+    from shardtensor import zeros
+
+    zeros(3, device_mesh=mesh).redistribute()
+
+
 def too_many_placements(mesh, me):
     from shardtensor import Replicate, Shard, zeros
 
@@ -389,11 +401,13 @@ WRONG = [
     (another_placement, ValueError, "'placements'", "differ between ranks 0 and 1"),
     (unknown_mode, ValueError, "argument 'sharding_shapes' is 'guess'", "rank {me}"),
     (chunk_without_shape, ValueError, "'shape'", "rank {me}"),
-    (dim_out_of_range, IndexError, "argument 'placements'", "S(1) names a dim", "rank {me}"),
+    (dim_out_of_range, IndexError, "Sharding dim 1 greater than tensor ndim 1. ", "argument 'placements'", "S(1) names a dim", "rank {me}"),
     (negative_dim_out_of_range, IndexError, "argument 'placements'", "S(-2) names a dim", "rank {me}"),
     (redistribute_dim_out_of_range, IndexError, "argument 'placements'", "rank {me}"),
-    (too_many_placements, ValueError, "argument 'placements'", "2 given", "rank {me}"),
-    (too_few_placements, ValueError, "argument 'placements'", "0 given", "rank {me}"),
+    (distributed_twice, ValueError, "Cannot distribute a DTensor with placements S(0)", "to a different placements R", "rank {me}"),
+    (redistribute_to_nothing, RuntimeError, "placements is needed for redistribute!", "argument 'placements' is None"),
+    (too_many_placements, ValueError, "must have the same length as `device_mesh.ndim`! Found placements length: 2", "argument 'placements'", "rank {me}"),
+    (too_few_placements, ValueError, "must have the same length", "length: 0, ", "argument 'placements'", "rank {me}"),
     (not_a_placement, TypeError, "argument 'placements'", "rank {me}"),
     (summands_asked_for, RuntimeError, "argument 'placements'", "rank {me}"),
     (sizes_do_not_add_up, ValueError, "argument 'sharding_shapes'", "add up to", "rank {me}"),

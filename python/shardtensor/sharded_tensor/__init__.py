@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharder import Sharder
 from torch.distributed.remote_device import _remote_device
 
 from shardtensor.sharded_tensor import _tensor
@@ -23,6 +24,7 @@ from shardtensor.sharded_tensor._modules import (  # noqa: F401  torch's private
 )
 from shardtensor.sharded_tensor._move import _get_current_process_group, load_with_process_group  # noqa: F401
 from shardtensor.sharded_tensor._ops import _likes, _sharded_op_impl, custom_sharded_op_impl  # noqa: F401
+from shardtensor.sharded_tensor._optim import ShardedOptimizer, named_params_with_sharded_tensor
 from shardtensor.sharded_tensor._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardtensor.sharded_tensor._tensor import ShardedTensor, ShardedTensorBase
 
@@ -30,6 +32,8 @@ __all__ = [
     "MEM_FORMAT_ENCODING",
     "Shard",
     "ShardMetadata",
+    "ShardedOptimizer",
+    "Sharder",
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",
@@ -39,6 +43,7 @@ __all__ = [
     "full",
     "init_from_local_shards",
     "load_with_process_group",
+    "named_params_with_sharded_tensor",
     "ones",
     "pre_load_state_dict_hook",
     "rand",
@@ -79,14 +84,15 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unp
     return torch.nn.init.constant_(ShardedTensor(sharding_spec, *size, **options), fill_value)  # type: ignore[return-value]
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Uniform in [0, 1): the values of shardtensor.rand, however the tensor is cut."""
-    return torch.nn.init.uniform_(ShardedTensor(sharding_spec, *size, **options))  # type: ignore[return-value]
+def rand(sharding_spec: ShardingSpec, *size: Any, generator: torch.Generator | None = None, **options: Unpack[Options]) -> ShardedTensor:
+    """Uniform in [0, 1). Each rank draws its shards, as in torch. With a generator that is in the same state on all ranks, the values
+    do not depend on how the tensor is cut; with torch.default_generator they are those of shardtensor.rand."""
+    return torch.nn.init.uniform_(ShardedTensor(sharding_spec, *size, **options), generator=generator)  # type: ignore[return-value]
 
 
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Standard normal: the values of shardtensor.randn, however the tensor is cut."""
-    return torch.nn.init.normal_(ShardedTensor(sharding_spec, *size, **options))  # type: ignore[return-value]
+def randn(sharding_spec: ShardingSpec, *size: Any, generator: torch.Generator | None = None, **options: Unpack[Options]) -> ShardedTensor:
+    """Standard normal; the rest is as in rand."""
+    return torch.nn.init.normal_(ShardedTensor(sharding_spec, *size, **options), generator=generator)  # type: ignore[return-value]
 
 
 def init_from_local_shards(local_shards: list[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False) -> ShardedTensor:

@@ -87,8 +87,11 @@ set_call(call)
 
 
 def _unsupported(func: Op, args: Any, kwargs: Any, why: str) -> RuntimeError:
+    """torch's text, which users match; the reason is a note below it."""
     name = getattr(func, "__name__", func)
-    return RuntimeError(f"torch function '{name}', with args: {args} and kwargs: {kwargs} not supported for ShardedTensor! ({why})")
+    error = RuntimeError(f"torch function '{name}', with args: {args} and kwargs: {kwargs or None} not supported for ShardedTensor!")
+    error.add_note(why)
+    return error
 
 
 # ---- properties of torch.Tensor that need no data ----
@@ -174,9 +177,9 @@ def _requires_grad(t: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     return t
 
 
-@_method_of_shards(_T.requires_grad.__set__)
-def _set_requires_grad(t: ShardedTensor, requires_grad: bool) -> None:
-    _requires_grad(t, requires_grad)
+@_sharded_op_impl(_T.requires_grad.__set__)
+def _set_requires_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    raise _unsupported(_T.requires_grad.__set__, args, kwargs, "use requires_grad_(), which sets it on the shards too")
 
 
 @_method_of_shards(_T.type_as)

@@ -1,4 +1,5 @@
-"""Random values of shards: an element's value depends only on the seed and its global index, as in shardtensor.random."""
+"""Random values of shards. Each rank draws its own, as in torch; with a generator that all ranks share, an element's value depends only
+on the generator's state and the element's global index, as in shardtensor.random."""
 
 from __future__ import annotations
 
@@ -28,19 +29,27 @@ def _box_layout(offsets: list[int], sizes: list[int], whole: list[int], device_t
 
 
 def fill(draw: Callable[..., Any], t: ShardedTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> ShardedTensor:
-    """Runs Tensor.uniform_ or another random fill. All ranks of the group take one step of the generator."""
+    """Runs Tensor.uniform_ or another random fill, with a generator on all ranks: all take one step of it.
+
+    torch.default_generator stands for the generators that draw by default, which all ranks must have in the same state.
+    """
+    if generator is None:
+        with torch.no_grad():
+            for shard in t._local_shards:
+                draw(shard.tensor, *args, **kwargs)
+        return t
     if dist.distributed_c10d._rank_not_in_group(t._process_group):
         return t
-    if generator is None:
+    given = None if generator is torch.default_generator else generator
+    if given is None:
         _C.agree_random(group_mesh(t._process_group, carrier_of(t._process_group, set()).type))
-    source = generator if generator is not None else torch.default_generator
-    state = source.get_state()
+    state = generator.get_state()
     boxes = [(s.tensor.detach(), s.metadata.shard_offsets, s.metadata.shard_sizes) for s in t._local_shards if s.tensor.numel()]
     with torch.no_grad():
         # The same step for every shard, and for a rank that has no element.
         for tensor, offsets, sizes in boxes or [(torch.empty(0, dtype=t.dtype), [0], [0])]:
             whole = list(t.size()) if boxes else sizes
-            source.set_state(state)
+            generator.set_state(state)
             layout = _box_layout(offsets, sizes, whole, tensor.device.type)
-            draw(_C.wrap(tensor, layout, whole, _C.strides_like(whole, tensor)), *args, generator=generator, **kwargs)
+            draw(_C.wrap(tensor, layout, whole, _C.strides_like(whole, tensor)), *args, generator=given, **kwargs)
     return t

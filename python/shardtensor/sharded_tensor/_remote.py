@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 _next_id = 0
-_tensors: weakref.WeakValueDictionary[int, ShardedTensor] = weakref.WeakValueDictionary()
+_sharded_tensor_map: dict[int, weakref.ReferenceType[ShardedTensor]] = {}
 
 
 def share(tensor: ShardedTensor) -> None:
@@ -44,15 +44,16 @@ def share(tensor: ShardedTensor) -> None:
 def _register(tensor: ShardedTensor) -> int:
     global _next_id
     with _lock:
-        tensor._sharded_tensor_id = _next_id
-        _tensors[_next_id] = tensor
-        _next_id += 1
-        return tensor._sharded_tensor_id
+        number, _next_id = _next_id, _next_id + 1
+        tensor._sharded_tensor_id = number
+        _sharded_tensor_map[number] = weakref.ref(tensor, lambda _: _sharded_tensor_map.pop(number, None))
+        return number
 
 
 def _receive(tensor_id: int, rrefs: list[rpc.RRef[Shard]], rank: int) -> Any:
     with _lock:
-        tensor = _tensors.get(tensor_id)
+        found = _sharded_tensor_map.get(tensor_id)
+    tensor = None if found is None else found()
     if tensor is None:
-        raise RuntimeError(f"Could not find sharded_tensor_id: {tensor_id} in map: {list(_tensors)}")
+        raise RuntimeError(f"Could not find sharded_tensor_id: {tensor_id} in map: {_sharded_tensor_map.keys()}")
     tensor._remote_shards[rank] = rrefs

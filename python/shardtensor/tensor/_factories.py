@@ -76,9 +76,10 @@ def distribute_tensor(
         layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who, partial=("sum", "avg"))
         if layout.mesh != ours._layout.mesh or layout.placements != ours._layout.placements:
             there, here = told_apart(ours._layout, layout)
+            differ = "device mesh" if layout.mesh != ours._layout.mesh else "placements"
             raise ValueError(
-                f"{who}: argument 'tensor' is distributed already, as {there}, not as {here}; use redistribute() "
-                f"(rank {layout.mesh.rank})"
+                f"Cannot distribute a DTensor with {differ} {there} to a different {differ} {here}. do you want to call `redistribute` "
+                f"instead? {who}: argument 'tensor' (rank {layout.mesh.rank})"
             )
         return ours if sharding_shapes is None else ours.redistribute(placements=placements, sharding_shapes=sharding_shapes)
     if not tensor.is_leaf:

@@ -35,7 +35,7 @@ def _encode(p: Placement, ndim: int | None, where: str) -> tuple[int, int, int, 
     if isinstance(p, (Shard, _StridedShard)):
         dim = int(p.dim)
         if ndim is not None and not -ndim <= dim < ndim:
-            raise IndexError(f"{where}: {p} names a dim that a tensor of {ndim} dims does not have")
+            raise IndexError(f"Sharding dim {dim} greater than tensor ndim {ndim}. {where}: {p} names a dim that a tensor of {ndim} dims does not have")
         if dim < 0:
             if ndim is None:
                 raise ValueError(f"{where}: {p} is negative and the number of dims is not known")
@@ -117,7 +117,10 @@ def _make(
     if isinstance(placements, Placement):
         placements = [placements]
     if len(placements) != dims:
-        raise ValueError(f"{where}: {len(placements)} given, but the mesh has {dims} dims; give one placement per mesh dim")
+        raise ValueError(
+            "`placements` must have the same length as `device_mesh.ndim`! "
+            f"Found placements length: {len(placements)}, and device_mesh.ndim: {dims}. {where}: give one placement per mesh dim"
+        )
     return _C.Layout(mesh, [_encode(p, ndim, where) for p in placements], list(cuts))
 
 

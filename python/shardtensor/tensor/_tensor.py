@@ -287,7 +287,7 @@ class ShardTensor(DTensor):
         """
         who = "ShardTensor.redistribute"
         if placements is None:
-            raise RuntimeError(f"{who}: argument 'placements' is None; pass the placements of the pieces")
+            raise RuntimeError(f"placements is needed for redistribute! {who}: argument 'placements' is None")
         if _C.is_traced(self) and holds_shards(_C.local(self)):
             return self._redistribute_shards(placements, device_mesh, sharding_shapes, forward_dtype, backward_dtype, who=who)
         if device_mesh is None and sharding_shapes is None:
