@@ -253,6 +253,24 @@ def scatter_of_another_shape(mesh, me):
     scatter_tensor(piece(2) if me == 0 else None, 0, mesh, shape=(3,))
 
 
+def scatter_with_two_meshes(mesh, me):
+    from shardtensor import scatter_tensor
+
+    scatter_tensor(piece(2) if me == 0 else None, 0, mesh, mesh=mesh)
+
+
+def two_shapes(mesh, me):
+    from shardtensor import ShardTensor
+
+    ShardTensor.from_local(piece(2), mesh, shape=(2,), global_shape=(2,))
+
+
+def pieces_of_another_shape(mesh, me):
+    from shardtensor import Shard, ShardTensor
+
+    ShardTensor.from_local(piece(2 + me), mesh, [Shard(0)], global_shape=(99,))
+
+
 def source_out_of_range(mesh, me):
     from shardtensor import distribute_tensor
 
@@ -429,6 +447,9 @@ WRONG = [
     (mesh_without_some_ranks, ValueError, "device_mesh", "rank {me}"),
     (scatter_from_outside, ValueError, "argument 'global_src' is rank 99", "rank {me}"),
     (scatter_nothing, ValueError, "argument 'tensor' is None on the source, rank 1", "rank {me}"),
+    (scatter_with_two_meshes, TypeError, "arguments 'device_mesh' and 'mesh' mean the same"),
+    (two_shapes, TypeError, "arguments 'shape' and 'global_shape' mean the same"),
+    (pieces_of_another_shape, ValueError, "argument 'shape' is (99,), but the ranks' pieces make up (", "rank {me}"),
     (scatter_of_another_shape, ValueError, "argument 'shape' is (3,) on rank {me}, rank 0 has (2,)"),
     (source_out_of_range, ValueError, "argument 'src_data_rank' is 5", "rank {me}"),
     (distribute_elsewhere, ValueError, "argument 'tensor'", "redistribute", "rank {me}"),

@@ -224,3 +224,45 @@ def test_16384_ranks():
     shapes = sharding_shapes_of(layout, [20000], who="test")
     assert [len(entries) for entries in shapes.values()] == [128, 16384]
     assert math.fsum(entry[0] for entry in shapes[1]) == 20000
+
+
+def as_in_physicsnemo():
+    """Calls in the words of PhysicsNeMo, by keyword and by position."""
+    import shardtensor as st
+    from shardtensor import Replicate, Shard
+
+    n, me = dist.get_world_size(), dist.get_rank()
+    mesh = mesh_of((n,))
+    lengths = {2: [1, 4], 3: [3, 0, 2]}[n]
+    whole, placements = torch.arange(20.0).view(5, 4), [Shard(0)]
+    mine, chunk = whole.split(lengths)[me].clone().requires_grad_(), whole.chunk(n)[me]
+    shapes = {0: [(k, 4) for k in lengths]}
+    for x in (
+        st.ShardTensor.from_local(mine, mesh, placements, "infer"),
+        st.ShardTensor.from_local(mine, mesh, placements, shapes),
+        st.ShardTensor.from_local(mine, device_mesh=mesh, placements=placements, sharding_shapes=shapes, global_shape=whole.shape),
+        st.ShardTensor.from_local(mine, mesh, placements, global_shape=(5, 4)),  # as there, the ranks are asked
+    ):
+        assert x.local_sizes() == (lengths[me], 4) and torch.equal(x.full_tensor(), whole)
+        assert {m: [tuple(s) for s in cut] for m, cut in x._spec.sharding_shapes().items()} == shapes
+        assert x.requires_grad and x.offsets(0) == sum(lengths[:me])
+    for given in ((mesh, placements, "chunk", (5, 4)), (mesh, placements, "chunk", torch.Size((5, 4)))):
+        x = st.ShardTensor.from_local(chunk, *given)
+        assert x.to_local().shape == chunk.shape and torch.equal(x.full_tensor(), whole)
+    x = st.ShardTensor.from_local(whole, mesh, [Replicate()], global_shape=(5, 4))
+    assert x.placements == (Replicate(),) and x.shape == (5, 4)
+    held = whole if me == n - 1 else None
+    for x in (
+        st.scatter_tensor(held, n - 1, mesh, placements),
+        st.scatter_tensor(held, n - 1, mesh, placements, whole.shape, whole.dtype, True),
+        st.scatter_tensor(
+            tensor=held, global_src=n - 1, mesh=mesh, placements=placements, global_shape=(5, 4), dtype=torch.float32, requires_grad=False
+        ),
+    ):
+        assert x.to_local().shape == chunk.shape and torch.equal(x.full_tensor(), whole)
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_physicsnemos_arguments(pools, world):
+    pools(world).run(f"{__name__}:as_in_physicsnemo")

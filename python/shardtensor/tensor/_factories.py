@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from shardtensor import _C
 from shardtensor.tensor import _compile
-from shardtensor.tensor._from_local import _MOST_DIMS, coordinate_at
+from shardtensor.tensor._from_local import _MOST_DIMS, coordinate_at, one_of
 from shardtensor.tensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto
 from shardtensor.tensor._mesh import as_mesh, device_of, given_mesh, told_apart
 from shardtensor.tensor._pieces import _piece
@@ -113,16 +113,19 @@ def scatter_tensor(
     global_src: int,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
-    *,
-    shape: Sequence[int] | None = None,
+    global_shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
-    sharding_shapes: ShardingShapes | None = None,
     requires_grad: bool = False,
+    *,
+    mesh: DeviceMesh | None = None,
+    shape: Sequence[int] | None = None,
+    sharding_shapes: ShardingShapes | None = None,
 ) -> ShardTensor:
     """Cuts a tensor that only the rank `global_src` holds. The others pass None: they receive its shape and dtype, and compare
-    them with the arguments, if given."""
+    them with the arguments, if given. `mesh` and `global_shape`, PhysicsNeMo's names, are `device_mesh` and `shape`."""
     who = "scatter_tensor"
-    mesh = given_mesh(device_mesh, who)
+    mesh = given_mesh(one_of(who, device_mesh=device_mesh, mesh=mesh), who)
+    shape = one_of(who, shape=shape, global_shape=global_shape)
     view = as_mesh(mesh)
     if global_src not in view.ranks:
         raise ValueError(f"{who}: argument 'global_src' is rank {global_src}, which {view} does not hold (rank {view.rank})")

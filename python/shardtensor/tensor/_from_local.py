@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +16,14 @@ from shardtensor.tensor._layout import _SHARD, ShardingShapes, check_cuts, cuts_
 from shardtensor.tensor._mesh import as_mesh
 
 Shapes = ShardingShapes | Literal["infer"] | None
+
+
+def one_of(who: str, **given: Any) -> Any:
+    """The value of two arguments that mean the same, of which at most one may be given."""
+    values = [value for value in given.values() if value is not None]
+    if len(values) > 1:
+        raise TypeError(f"{who}: arguments {' and '.join(map(repr, given))} mean the same; pass one of them")
+    return values[0] if values else None
 
 
 def layout_of_equal_pieces(
@@ -56,7 +64,10 @@ def layout_for_local(
     layout = make_layout(mesh, placements, local.ndim, who=who)
     if sharding_shapes == "infer":
         assert told is not None
-        return _layout_from_shapes([t.shape for t in told], layout, mesh, placements, who)
+        layout, sizes = _layout_from_shapes([t.shape for t in told], layout, mesh, placements, who)
+        if shape is not None and list(shape) != sizes:
+            raise ValueError(f"{who}: argument 'shape' is {tuple(shape)}, but the ranks' pieces make up {tuple(sizes)} (rank {rank})")
+        return layout, sizes
     cuts: list[list[int] | None] = []
     if isinstance(sharding_shapes, Mapping):
         cuts = cuts_from_shapes(layout, sharding_shapes, local.ndim, who=who)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtensor import _C
 from shardtensor.tensor import _compile, _handlers
-from shardtensor.tensor._from_local import Shapes, coordinate_at, layout_for_local, layout_of_equal_pieces
+from shardtensor.tensor._from_local import Shapes, coordinate_at, layout_for_local, layout_of_equal_pieces, one_of
 from shardtensor.tensor._layout import (
     _PARTIALS,
     _SHARD,
@@ -211,11 +211,12 @@ class ShardTensor(DTensor):
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
+        sharding_shapes: Shapes = None,
+        global_shape: Sequence[int] | None = None,
         *,
         run_check: bool = False,
         shape: torch.Size | None = None,
         stride: tuple[int, ...] | None = None,
-        sharding_shapes: Shapes = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> ShardTensor:
         """A ShardTensor from this rank's piece.
@@ -224,6 +225,9 @@ class ShardTensor(DTensor):
         all pieces have the size of this one. "chunk": torch.chunk's sizes of `shape`. "infer": the ranks exchange their sizes,
         once. {mesh_dim: one entry per rank along it}, an entry being a size along the dim that is cut, or a whole shape: trusted.
         With run_check the ranks compare their arguments and pieces.
+
+        `global_shape` is PhysicsNeMo's name of `shape`. As there, it does not say how the tensor is cut: without sharding_shapes
+        the ranks exchange their sizes.
 
         If the pieces are LocalShardsWrappers, their offsets, not the placements, say where the shards are.
         """
@@ -234,6 +238,9 @@ class ShardTensor(DTensor):
             raise RuntimeError(f"{who}: argument 'local_tensor' is a {type(local_tensor).__name__}; pass the rank's own piece")
         refuse_transformed(local_tensor, who)
         mesh = given_mesh(device_mesh, who)
+        if global_shape is not None:
+            shape = torch.Size(one_of(who, shape=shape, global_shape=global_shape))
+            sharding_shapes = "infer" if sharding_shapes is None else sharding_shapes
         if type(local_tensor) is not torch.Tensor and holds_shards(local_tensor):
             return ShardTensor._from_shards(
                 local_tensor, mesh, placements, shape=shape, stride=stride, sharding_shapes=sharding_shapes, run_check=run_check, who=who
