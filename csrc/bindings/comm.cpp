@@ -1,6 +1,8 @@
 #include "bindings/bindings.h"
 
 #include "comm/comm.h"
+#include "comm/doing.h"
+#include "comm/faults.h"
 #include "redistribute/exchange.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
@@ -32,6 +34,10 @@ void tell_of_move(const ImplicitMove& move) {
   TORCH_CHECK(error.empty(), error);
 }
 
+std::string ask_call_site() {
+  return ear_for<comm::CallSite>().tell([] { return py::tuple(); });
+}
+
 } // namespace
 
 void register_comm(py::module& m) {
@@ -52,6 +58,14 @@ void register_comm(py::module& m) {
     ear_for<comm::Listener>().set(std::move(f));
     comm::set_listener(ear_for<comm::Listener>().listens() ? &tell_of_call : nullptr);
   });
+  m.def("set_call_site", [](py::object f) {
+    ear_for<comm::CallSite>().set(std::move(f));
+    comm::set_call_site(&ask_call_site);
+  });
+  m.def("failed_in_part", &comm::faults::failed_in_part, py::call_guard<py::gil_scoped_release>());
+  m.def("set_fault_notice", &comm::faults::set_notice);
+  m.def("fault_notice", &comm::faults::notice);
+  m.def("set_fault_grace", &comm::faults::set_grace);
   m.def("set_watcher", [](py::object f) {
     ear_for<Watcher>().set(std::move(f));
     set_watcher(ear_for<Watcher>().listens() ? &tell_of_move : nullptr);

@@ -16,10 +16,6 @@ void tell_of_fallback(const std::string& op, const char* why, const std::string&
   ear_for<FallbackLog>().tell([&] { return py::make_tuple(op, why, layouts); });
 }
 
-std::string ask_call_site() {
-  return ear_for<CallSite>().tell([] { return py::tuple(); });
-}
-
 } // namespace
 
 void register_dispatch(py::module& m) {
@@ -43,10 +39,6 @@ void register_dispatch(py::module& m) {
   m.def("set_reduces_ahead", &set_reduces_ahead);
   m.def("checking", [] { return static_cast<int>(checking()); });
   m.def("set_checking", [](int how) { set_checking(static_cast<Checking>(how)); });
-  m.def("set_call_site", [](py::object f) {
-    ear_for<CallSite>().set(std::move(f));
-    set_call_site(&ask_call_site);
-  });
   m.def("set_fallback_log", [](py::object f) {
     auto& ear = ear_for<FallbackLog>();
     ear.set(std::move(f));

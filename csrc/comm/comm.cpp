@@ -1,5 +1,7 @@
 #include "comm/comm.h"
 
+#include "comm/doing.h"
+#include "comm/faults.h"
 #include "comm/gil.h"
 #include "comm/reducible.h"
 #include "comm/traced.h"
@@ -83,6 +85,7 @@ struct Backend {
   bool sends = false;   // between two ranks, and the others need not call
   bool batches = false; // several sends and receives can be made as one, and the others need not call
   bool by_host = false; // sends only from main memory
+  bool blocks = false;  // a work's wait() blocks the thread, may time out, and may then be called again
   int64_t latency = 0;  // up to this many bytes in all, gathering them is faster than reducing them
 };
 
@@ -96,7 +99,7 @@ Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
     return {.gathers = true, .adds_up = true, .batches = name == "nccl2"};
   }
   if (name == "gloo") {
-    return {.bitwise = true, .sends = device.is_cpu(), .by_host = !device.is_cpu(), .latency = 16 << 10};
+    return {.bitwise = true, .sends = device.is_cpu(), .by_host = !device.is_cpu(), .blocks = true, .latency = 16 << 10};
   }
   return {};
 }
@@ -140,6 +143,7 @@ Completion nothing() {
 struct Where {
   Kind kind;
   int64_t mesh_dim, rank;
+  faults::Ticket ticket;
 
   Where(Kind k, const Mesh& mesh, int64_t m) : kind(k), mesh_dim(m), rank(mesh.rank()) {}
   std::string str() const {
@@ -164,9 +168,27 @@ auto guarded(const Where& where, F&& run) {
   }
 }
 
+// All ranks of the group are about to make this call. `facts`: what all of them know about it.
+template <typename... Facts>
+void enter(Where& where, const GroupPtr& group, const Backend& backend, const Mesh& mesh, const Facts&... facts) {
+  if (backend.blocks) {
+    const WithoutGil released; // another rank may be late
+    where.ticket = faults::enter(
+        group, mesh, where.mesh_dim, c10::get_hash(where.kind, where.mesh_dim, facts...), [&] { return where.str(); });
+  }
+}
+
 void wait(const Where& where, const WorkPtr& work) {
-  if (work) {
-    guarded(where, [&] { work->wait(); });
+  if (!work) {
+    return;
+  }
+  try {
+    guarded(where, [&] { faults::wait(*work, where.ticket, [&] { return where.str(); }); });
+  } catch (c10::Error& e) {
+    if (const auto silent = faults::broke(where.ticket, e.what_without_backtrace()); !silent.empty()) {
+      e.add_context(silent);
+    }
+    throw;
   }
 }
 
@@ -423,10 +445,11 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
     return nothing();
   }
   auto group = group_of(mesh, mesh_dim, "all_reduce");
-  const Where where(Kind::AllReduce, mesh, mesh_dim);
+  Where where(Kind::AllReduce, mesh, mesh_dim);
   auto buffer = reducible(tensor, op);
   count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()), mesh, mesh_dim);
   const auto backend = backend_of(*group, tensor.device());
+  enter(where, group, backend, mesh, op, tensor.scalar_type(), tensor.numel());
   const auto how = op_for(op, tensor.scalar_type());
   const bool gathers = (is_bitwise(op) && tensor.scalar_type() != at::kBool && !backend.bitwise) ||
                        static_cast<int64_t>(buffer.nbytes()) * mesh.size(mesh_dim) <= backend.latency;
@@ -497,12 +520,18 @@ Completion start_all_gather(
     return nothing();
   }
   auto group = group_of(mesh, mesh_dim, "all_gather");
-  const Where where(Kind::AllGather, mesh, mesh_dim);
+  Where where(Kind::AllGather, mesh, mesh_dim);
   count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
   if (std::all_of(pieces.begin(), pieces.end(), [](const auto& p) { return p.numel() == 0; })) {
     return nothing();
   }
-  return gather_from(where, *group, pieces, mesh, as_one, backend_of(*group, mine.device()));
+  const auto backend = backend_of(*group, mine.device());
+  size_t sizes = 0;
+  for (const auto& piece : pieces) {
+    sizes = c10::hash_combine(sizes, piece.numel());
+  }
+  enter(where, group, backend, mesh, mine.scalar_type(), sizes);
+  return gather_from(where, *group, pieces, mesh, as_one, backend);
 }
 
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
@@ -573,7 +602,8 @@ Completion start_all_to_all(
   auto out_cut = times(out_sizes, out.element_size()), in_cut = times(in_sizes, in.element_size());
   auto output = as_bytes(out), input = as_bytes(in);
   count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
-  const Where where(kind, mesh, mesh_dim);
+  Where where(kind, mesh, mesh_dim);
+  enter(where, group, backend_of(*group, in.device()), mesh, in.scalar_type());
   if (mesh.is_reordered(mesh_dim)) {
     return exchange_reordered(where, *group, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
   }
@@ -609,7 +639,8 @@ Completion start_reduce_scatter(
   options.reduceOp = op_for(op, in.scalar_type());
   auto input = in.view(-1), output = out.view(-1);
   count(Kind::ReduceScatter, static_cast<int64_t>(in.nbytes() - out.nbytes()), mesh, mesh_dim);
-  const Where where(Kind::ReduceScatter, mesh, mesh_dim);
+  Where where(Kind::ReduceScatter, mesh, mesh_dim);
+  enter(where, group, backend_of(*group, in.device()), mesh, op, in.scalar_type(), in.numel());
   WorkPtr work;
   if (std::equal(in_sizes.begin() + 1, in_sizes.end(), in_sizes.begin())) {
     work = guarded(where, [&] { return ((*group).*kReduce)(output, input, options); });
@@ -728,12 +759,17 @@ Completion start_send_receive(
   }
   auto output = as_bytes(out), input = as_bytes(in);
   const auto out_bytes = times(out_sizes, out.element_size()), in_bytes = times(in_sizes, in.element_size());
-  const Where where(Kind::AllToAll, mesh, -1);
+  Where where(Kind::AllToAll, mesh, -1);
   count(Kind::AllToAll, input.numel(), mesh, -1);
+  const auto backend = backend_of(*group, out.device());
   if (all) {
+    enter(where, group, backend, mesh, out.scalar_type());
     return exchange_with_all(where, *group, output, out_bytes, input, in_bytes, peers);
   }
-  const bool staged = backend_of(*group, out.device()).by_host;
+  if (backend.blocks) {
+    where.ticket = faults::enter_messages(mesh, peers);
+  }
+  const bool staged = backend.by_host;
   auto landing = staged ? output.cpu() : output;
   auto source = staged ? input.cpu() : input;
   auto arrival = exchange_with_peers(where, *group, landing, out_bytes, source, in_bytes, peers);
@@ -745,6 +781,30 @@ Completion start_send_receive(
     output.copy_(landing);
   };
 }
+
+namespace {
+// A call as a whole. A rank that fails before it has begun leaves it out.
+template <typename F>
+void whole(Kind kind, const Mesh& mesh, int64_t mesh_dim, const F& run) {
+  const auto before = begun();
+  doing(
+      mesh, [&] { return Where(kind, mesh, mesh_dim).str(); }, run,
+      [&] { return begun() == before ? uint64_t{1} << mesh_dim : 0; });
+}
+
+void broadcast_now(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
+  auto group = group_of(mesh, mesh_dim, "broadcast");
+  std::vector<at::Tensor> tensors{as_bytes(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = mesh.group_rank(mesh_dim, from_coordinate);
+  count(
+      Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0, mesh,
+      mesh_dim);
+  Where where(Kind::Broadcast, mesh, mesh_dim);
+  enter(where, group, backend_of(*group, tensor.device()), mesh, from_coordinate, tensor.scalar_type(), tensor.numel());
+  wait(where, guarded(where, [&] { return group->broadcast(tensors, options); }));
+}
+} // namespace
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
   if (is_traced(tensor)) {
@@ -759,15 +819,7 @@ void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t f
   if (tensor.numel() == 0) {
     return tell(Kind::Broadcast, 0, mesh, mesh_dim);
   }
-  auto group = group_of(mesh, mesh_dim, "broadcast");
-  std::vector<at::Tensor> tensors{as_bytes(tensor)};
-  c10d::BroadcastOptions options;
-  options.rootRank = mesh.group_rank(mesh_dim, from_coordinate);
-  count(
-      Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0, mesh,
-      mesh_dim);
-  const Where where(Kind::Broadcast, mesh, mesh_dim);
-  wait(where, guarded(where, [&] { return group->broadcast(tensors, options); }));
+  whole(Kind::Broadcast, mesh, mesh_dim, [&] { broadcast_now(tensor, mesh, mesh_dim, from_coordinate); });
 }
 
 namespace {
@@ -826,6 +878,30 @@ void scatter_by_exchange(
   wait(where, guarded(where, [&] { return exchange_bytes(group, output, input, out_sizes, in_sizes); }));
 }
 
+void scatter_now(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
+  const auto me = mesh.coordinate()[mesh_dim];
+  auto group = group_of(mesh, mesh_dim, "scatter");
+  int64_t sent = 0;
+  for (size_t i = 0; me == from_coordinate && i < pieces.size(); ++i) {
+    sent += static_cast<int64_t>(i) == me ? 0 : static_cast<int64_t>(pieces[i].nbytes());
+  }
+  count(Kind::Scatter, sent, mesh, mesh_dim);
+  const auto backend = backend_of(*group, mine.device());
+  Where where(Kind::Scatter, mesh, mesh_dim);
+  enter(where, group, backend, mesh, from_coordinate, mine.scalar_type());
+  where.ticket.by_messages = backend.sends;
+  std::vector<at::Tensor> by_rank;
+  for (auto c : coordinates_by_group_rank(mesh, mesh_dim)) {
+    by_rank.push_back(me == from_coordinate ? pieces[c] : at::Tensor());
+  }
+  const auto my_rank = mesh.group_rank(mesh_dim, me), from_rank = mesh.group_rank(mesh_dim, from_coordinate);
+  if (backend.sends) {
+    scatter_by_sends(where, *group, mine, by_rank, my_rank, from_rank);
+  } else {
+    scatter_by_exchange(where, *group, mine, by_rank, my_rank, from_rank);
+  }
+}
+
 } // namespace
 
 void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {
@@ -836,23 +912,7 @@ void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh
   if (stays(mine, mesh, mesh_dim)) {
     return;
   }
-  auto group = group_of(mesh, mesh_dim, "scatter");
-  int64_t sent = 0;
-  for (size_t i = 0; me == from_coordinate && i < pieces.size(); ++i) {
-    sent += static_cast<int64_t>(i) == me ? 0 : static_cast<int64_t>(pieces[i].nbytes());
-  }
-  count(Kind::Scatter, sent, mesh, mesh_dim);
-  const Where where(Kind::Scatter, mesh, mesh_dim);
-  std::vector<at::Tensor> by_rank;
-  for (auto c : coordinates_by_group_rank(mesh, mesh_dim)) {
-    by_rank.push_back(me == from_coordinate ? pieces[c] : at::Tensor());
-  }
-  const auto my_rank = mesh.group_rank(mesh_dim, me), from_rank = mesh.group_rank(mesh_dim, from_coordinate);
-  if (backend_of(*group, mine.device()).sends) {
-    scatter_by_sends(where, *group, mine, by_rank, my_rank, from_rank);
-  } else {
-    scatter_by_exchange(where, *group, mine, by_rank, my_rank, from_rank);
-  }
+  whole(Kind::Scatter, mesh, mesh_dim, [&] { scatter_now(mine, pieces, mesh, mesh_dim, from_coordinate); });
 }
 
 } // namespace shardtensor::comm

@@ -109,17 +109,9 @@ void keep_operands(const Op& op, Stack& stack, at::TensorList operands) {
   }
 }
 
-void run_call(const Op& op, Stack* stack_ptr) {
-  auto& stack = *stack_ptr;
-  const auto base = stack.size() - op.kinds.size();
-  auto refs = collect(op, stack, base);
-  check_plain(op, refs);
-  const auto solution = op.outputs ? fitting_solution(op, stack, base, refs) : find_solution(op, stack, base, refs);
-  if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
-    return stand_aside(op, stack, base, refs, *solution);
-  }
-
-  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+// `kept` takes the wrappers, which `refs` point to.
+void run_on_pieces(
+    const Op& op, Stack& stack, size_t base, Refs& refs, const rules::SolutionPtr& solution, c10::SmallVectorImpl<IValue>& kept) {
   Locals locals;
   local_arguments(op, refs, *solution, locals);
   std::vector<at::Tensor> operands;
@@ -130,7 +122,6 @@ void run_call(const Op& op, Stack* stack_ptr) {
   if (needs_forms(op, *solution, refs)) {
     forms = forms_of(op, *refs[0].tensor, stack, base);
   }
-  c10::SmallVector<IValue, 4> kept;
   put_local(stack, base, refs, locals, kept);
   for (const auto& a : solution->size_args) {
     if (C10_UNLIKELY(any_traced(refs))) {
@@ -192,13 +183,27 @@ void run_call(const Op& op, Stack* stack_ptr) {
   }
 }
 
+void run_call(const Op& op, Stack* stack_ptr) {
+  auto& stack = *stack_ptr;
+  const auto base = stack.size() - op.kinds.size();
+  auto refs = collect(op, stack, base);
+  check_plain(op, refs);
+  const auto solution = op.outputs ? fitting_solution(op, stack, base, refs) : find_solution(op, stack, base, refs);
+  if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
+    return stand_aside(op, stack, base, refs, *solution);
+  }
+
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  c10::SmallVector<IValue, 4> kept;
+  errors::guarded(op, refs, *solution, [&] { run_on_pieces(op, stack, base, refs, solution, kept); });
+}
 } // namespace
 
 void run_on_locals(const Op& op, Stack& stack, const Refs& refs, const Solution& solution, const Locals& locals) {
   if (solution.kernel && (!solution.kernel_if || locals.any(solution.kernel_if))) {
     const auto at = after_moves(refs, solution);
     Run run{op.handle, stack, at, solution};
-    errors::run_kernel(op, solution.kernel, run);
+    errors::while_doing(op, [&] { solution.kernel(run); });
   } else {
     op.handle.callBoxed(&stack);
   }

@@ -1,96 +1,33 @@
 #include "dispatch/check.h"
 
+#include "comm/alike.h"
 #include "comm/comm.h"
+#include "comm/doing.h"
 #include "comm/values.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
 
-#include <cstring>
 #include <sstream>
 
 namespace shardtensor {
 
 namespace {
 
-constexpr int64_t kText = 1024;    // bytes of a call's description that are sent to the others
 constexpr int64_t kSampled = 1024; // elements of a piece that are compared
-
-std::atomic<CallSite> g_call_site{nullptr};
-
-// The largest of each number along the mesh dims in `over` (bits).
-template <size_t n>
-std::array<int64_t, n> largest(const Mesh& mesh, const std::array<int64_t, n>& mine, uint64_t over) {
-  auto values = at::tensor(at::ArrayRef<int64_t>(mine), at::kLong).to(c10::Device(mesh.description().device_type));
-  comm::all_reduce_over(values, mesh, over, ReduceOp::Max);
-  values = values.cpu();
-  std::array<int64_t, n> out;
-  std::copy_n(values.template const_data_ptr<int64_t>(), n, out.begin());
-  return out;
-}
-
-constexpr uint64_t kAllDims = ~uint64_t{0};
 
 // A piece without values: it is part of a graph, it is fake, or this rank is not in the mesh.
 bool passes(const Mesh& mesh, const at::Tensor& local) {
   return !mesh.has_me() || is_recording() || local.is_meta() || local.key_set().has_any(kStandIns);
 }
 
-// The text of each rank of the mesh, in the order of the mesh's ranks.
-std::vector<std::string> gathered(const std::string& text, const Mesh& mesh) {
-  auto mine = at::zeros({kText}, at::kByte);
-  std::memcpy(mine.data_ptr(), text.data(), std::min<size_t>(text.size(), kText - 1));
-  auto all = mine.to(c10::Device(mesh.description().device_type));
-  for (int64_t m = mesh.ndim() - 1; m >= 0; --m) {
-    auto room = at::empty({mesh.size(m), all.numel()}, all.options());
-    auto pieces = room.unbind(0);
-    comm::all_gather(pieces, all, mesh, m);
-    all = room.view(-1);
-  }
-  all = all.cpu();
-  std::vector<std::string> out;
-  for (int64_t i = 0; i < mesh.size(); ++i) {
-    out.emplace_back(static_cast<const char*>(all.data_ptr()) + i * kText);
-  }
-  return out;
-}
-
-// Each different text once, with the ranks that gave it.
-std::string by_rank(const std::vector<std::string>& texts, const Mesh& mesh) {
-  std::ostringstream out;
-  for (size_t i = 0; i < texts.size(); ++i) {
-    if (std::find(texts.begin(), texts.begin() + static_cast<int64_t>(i), texts[i]) != texts.begin() + static_cast<int64_t>(i)) {
-      continue;
-    }
-    out << "\n  rank";
-    for (size_t k = i; k < texts.size(); ++k) {
-      if (texts[k] == texts[i]) {
-        out << " " << mesh.description().ranks[k];
-      }
-    }
-    out << ": " << texts[i];
-  }
-  return out.str();
-}
-
-std::string call_site() {
-  const auto ask = g_call_site.load();
-  const auto text = ask ? ask() : "";
-  return text.empty() ? "" : " at " + text;
-}
-
 void same(const std::string& call, const Mesh& mesh) {
   const comm::Aside aside;
-  const auto hash = static_cast<int64_t>(std::hash<std::string>()(call) >> 1);
-  const auto [most, least] = largest<2>(mesh, {hash, -hash}, kAllDims);
-  if (most == -least) {
-    return;
-  }
-  const auto texts = gathered(call + call_site(), mesh);
+  const auto differ = comm::differences(call, mesh, comm::kAllDims);
   TORCH_CHECK(
-      false, "shardtensor's checking mode: the ranks of ", mesh.str(),
-      " run different calls, or one call with different arguments:", by_rank(texts, mesh));
+      differ.empty(), "shardtensor's checking mode: the ranks of ", mesh.str(),
+      " run different calls, or one call with different arguments:", differ);
 }
 
 uint64_t sum_of(const at::Tensor& local) {
@@ -166,7 +103,7 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
   int64_t failed = !end.error.empty(), went_on = end.error.empty(), wrong = !end.fault.empty();
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     const auto same = static_cast<int64_t>(end.same[m] >> 1);
-    const auto seen = largest<5>(mesh, {failed, went_on, wrong, same, -same}, uint64_t{1} << m);
+    const auto seen = comm::largest<5>(mesh, {failed, went_on, wrong, same, -same}, uint64_t{1} << m);
     const bool differ = seen[3] != -seen[4] && !seen[0];
     failed = seen[0], went_on = seen[1], wrong = seen[2] || differ;
     if (differ && end.fault.empty()) {
@@ -175,18 +112,18 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
     }
   }
   if (mesh.ndim() > 1) { // a later mesh dim may have found an error
-    const auto seen = largest<3>(mesh, {failed, went_on, wrong}, kAllDims);
+    const auto seen = comm::largest<3>(mesh, {failed, went_on, wrong}, comm::kAllDims);
     failed = seen[0], went_on = seen[1], wrong = seen[2];
   }
   if (failed && went_on) {
-    const auto texts = gathered(end.error.empty() ? "does not" : "raises: " + end.error, mesh);
+    const auto texts = comm::by_rank(end.error.empty() ? "does not" : "raises: " + end.error, mesh, comm::kAllDims);
     TORCH_CHECK(
-        false, "shardtensor's checking mode: ", call, " raises on some ranks of ", mesh.str(), " alone", call_site(), ":",
-        by_rank(texts, mesh));
+        false, "shardtensor's checking mode: ", call, " raises on some ranks of ", mesh.str(), " alone", comm::call_site(), ":",
+        texts);
   }
   if (wrong) {
-    const auto texts = gathered(end.fault.empty() ? "nothing is wrong" : end.fault, mesh);
-    TORCH_CHECK(false, "shardtensor's checking mode: a result of ", call, " is wrong", call_site(), ":", by_rank(texts, mesh));
+    const auto texts = comm::by_rank(end.fault.empty() ? "nothing is wrong" : end.fault, mesh, comm::kAllDims);
+    TORCH_CHECK(false, "shardtensor's checking mode: a result of ", call, " is wrong", comm::call_site(), ":", texts);
   }
 }
 
@@ -197,9 +134,6 @@ void set_checking(Checking value) {
 }
 Checking checking() {
   return static_cast<Checking>(check::g_checking.load());
-}
-void set_call_site(CallSite call_site_) {
-  g_call_site = call_site_;
 }
 
 namespace check {
@@ -259,7 +193,7 @@ void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IVal
   for (const auto& value : results) {
     odd |= holds_summands(value) && !as_shard_tensor(value.toTensor())->local().isfinite().all().item<bool>();
   }
-  if (!largest<1>(mesh, {odd}, kAllDims)[0]) {
+  if (!comm::largest<1>(mesh, {odd}, comm::kAllDims)[0]) {
     return;
   }
   for (auto& value : args) {
@@ -283,7 +217,7 @@ void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IVal
     }
   }
   TORCH_CHECK(
-      !lost, "shardtensor's checking mode: ", op.name, " makes NaN of summands where the whole has none", call_site(),
+      !lost, "shardtensor's checking mode: ", op.name, " makes NaN of summands where the whole has none", comm::call_site(),
       ": a factor is infinite, or a divisor is 0. Redistribute the operand whose placement is Partial before it.");
 }
 

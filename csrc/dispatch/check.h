@@ -14,10 +14,6 @@ enum class Checking : uint8_t { Off, Sampled, Full };
 void set_checking(Checking checking);
 Checking checking();
 
-// Returns the user's line that made the call, for errors. Set by bindings/.
-using CallSite = std::string (*)();
-void set_call_site(CallSite call_site);
-
 namespace check {
 
 inline std::atomic<uint8_t> g_checking{0};

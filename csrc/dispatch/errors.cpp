@@ -1,5 +1,8 @@
 #include "dispatch/errors.h"
 
+#include "dispatch/ahead.h"
+#include "dispatch/traced.h"
+
 #include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -45,16 +48,27 @@ std::string layouts_of(const rules::Call& call) {
   return out.str();
 }
 
-void run_kernel(const Op& op, const rules::Kernel& kernel, rules::Run& run) {
-  while_doing(
-      op, [&] { kernel(run); },
-      [&] {
-        std::ostringstream out;
-        for (size_t i = 0; i < run.operands.size() && i < 8; ++i) {
-          out << (i ? ", " : " on ") << c10::IntArrayRef(run.operands[i].sizes()) << " " << run.operands[i].layout->str();
-        }
-        return out.str();
-      });
+void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution, c10::Error* error) {
+  if (any_traced(refs)) {
+    return;
+  }
+  const auto& mesh = solution.replicated->mesh();
+  std::ostringstream out;
+  out << "in " << op.name;
+  for (size_t i = 0; i < refs.size() && i < 8; ++i) {
+    out << (i ? ", " : " on ") << refs[i].tensor->sizes() << " " << (refs[i].impl ? refs[i].impl->layout().str() : "plain");
+  }
+  out << (refs.size() > 8 ? ", ..." : "") << ", rank " << mesh.rank();
+  if (error) {
+    error->add_context(out.str());
+  }
+  uint64_t due = 0; // a sum of no dims would have been reduced at once
+  for (const auto& result : solution.results) {
+    for (int64_t m = 0; m < mesh.ndim(); ++m) {
+      due |= static_cast<uint64_t>(result.sizes.empty() && reduces_ahead() && result.layout->placement(m).is_partial()) << m;
+    }
+  }
+  comm::tell_failure(op.name, mesh, due);
 }
 
 std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t) {

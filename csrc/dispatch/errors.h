@@ -1,6 +1,7 @@
 // The texts of the handler's errors, so that all read alike: op, argument, layouts, rank, way out.
 #pragma once
 
+#include "comm/doing.h"
 #include "dispatch/call.h"
 
 namespace shardtensor::errors {
@@ -27,22 +28,27 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
 // Raises if a written argument shares some of its memory with another argument. Does not look at this rank's pieces.
 void check_apart(const Op& op, const Refs& refs, size_t written);
 
-// Runs `run`, which communicates for an op. If it fails (a dead peer, a time-out), the error names the op and what `where`
-// returns.
-template <typename F, typename Where>
-auto while_doing(const Op& op, F&& run, Where&& where) {
+// Runs `run`, which communicates for an op.
+template <typename F>
+decltype(auto) while_doing(const Op& op, const F& run) {
+  const auto text = [&] { return op.name; };
+  const comm::Frame frame(text);
+  return run();
+}
+// Runs the rest of a call whose solution is found. An error gets the call's operands as its context; as this rank may be the only
+// one that fails, the others are told.
+void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution, c10::Error* error);
+template <typename F>
+decltype(auto) guarded(const Op& op, const Refs& refs, const rules::Solution& solution, const F& run) {
   try {
     return run();
-  } catch (c10::DistError& e) {
-    e.add_context(c10::str("in ", op.name, where()));
+  } catch (c10::Error& e) {
+    call_failed(op, refs, solution, &e);
+    throw;
+  } catch (...) {
+    call_failed(op, refs, solution, nullptr);
     throw;
   }
 }
-template <typename F>
-auto while_doing(const Op& op, F&& run) {
-  return while_doing(op, run, [] { return ""; });
-}
-// A rule's kernel, which may communicate by itself.
-void run_kernel(const Op& op, const rules::Kernel& kernel, rules::Run& run);
 
 } // namespace shardtensor::errors

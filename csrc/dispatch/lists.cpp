@@ -117,7 +117,7 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
       one, 0, e.refs, [&](size_t k) { return locals[e.positions[k]]; }, kept);
   const auto at = after_moves(e.refs, *e.solution);
   rules::Run run{op.handle, one, at, *e.solution};
-  errors::run_kernel(op, e.solution->kernel, run);
+  errors::while_doing(op, [&] { e.solution->kernel(run); });
   if (!one.empty()) {
     std::vector<at::Tensor> own;
     for (const auto i : e.positions) {
@@ -238,7 +238,14 @@ void run_lists(const Op& op, Stack* stack_ptr) {
 } // namespace
 
 void handle_lists(const Op& op, Stack* stack) {
-  const auto run = [&] { run_lists(op, stack); };
+  const auto run = [&] {
+    try {
+      run_lists(op, stack);
+    } catch (c10::Error& e) {
+      e.add_context("in " + op.name);
+      throw;
+    }
+  };
   check::on() ? check::around(op, stack, run) : run();
 }
 

@@ -2,6 +2,7 @@
 
 #include "dispatch/call.h"
 #include "dispatch/check.h"
+#include "dispatch/errors.h"
 #include "dispatch/kernel_table.h"
 #include "dispatch/plain.h"
 
@@ -216,19 +217,21 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       return Boxed<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
-    Locals locals;
-    local_arguments(op_, refs, *solution, locals);
-    Localizer localizer{*solution, refs, locals};
-    std::tuple<Localized<Args>...> kept;
-    // Braces keep the order of evaluation: the localizer walks through the tensors.
-    std::tuple<decltype(std::get<I>(kept)(localizer, I, args))...> local{std::get<I>(kept)(localizer, I, args)...};
-    if constexpr (std::is_same_v<Result, Tensor&>) {
-      call_.call(std::get<I>(local)...);
-      note_writes(op_, refs);
-      return first(args...);
-    } else {
-      return wrap_all(op_, call_.call(std::get<I>(local)...), *solution, refs);
-    }
+    return errors::guarded(op_, refs, *solution, [&]() -> Result {
+      Locals locals;
+      local_arguments(op_, refs, *solution, locals);
+      Localizer localizer{*solution, refs, locals};
+      std::tuple<Localized<Args>...> kept;
+      // Braces keep the order of evaluation: the localizer walks through the tensors.
+      std::tuple<decltype(std::get<I>(kept)(localizer, I, args))...> local{std::get<I>(kept)(localizer, I, args)...};
+      if constexpr (std::is_same_v<Result, Tensor&>) {
+        call_.call(std::get<I>(local)...);
+        note_writes(op_, refs);
+        return first(args...);
+      } else {
+        return wrap_all(op_, call_.call(std::get<I>(local)...), *solution, refs);
+      }
+    });
   }
 
   // Check before anything moves: if only one rank moved twice, ranks would fall out of step.

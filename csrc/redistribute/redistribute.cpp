@@ -1,11 +1,13 @@
 #include "redistribute/redistribute.h"
 
 #include "comm/comm.h"
+#include "comm/doing.h"
 #include "comm/traced.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
 #include "kernels/traced.h"
 #include "layout/symbolic.h"
+#include "redistribute/agreed.h"
 #include "redistribute/identity.h"
 #include "redistribute/plan.h"
 #include "redistribute/route.h"
@@ -536,26 +538,38 @@ void take_step(State& s, const Step& step, const Layout& to) {
   }
 }
 
-// Adds the step to the text of an error; the error keeps its class.
-template <typename F>
-void in_step(const Layout& from, const Layout& to, const Step& step, F&& run) {
-  try {
-    run();
-  } catch (c10::Error& e) {
-    const auto along = step.mesh_dim < 0 ? std::string() : c10::str(" along mesh dim ", step.mesh_dim);
-    e.add_context(c10::str(
-        "redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along, ", rank ",
-        from.mesh().rank()));
-    throw;
+bool communicates(const Step& step) {
+  return step.kind != StepKind::Slice && step.kind != StepKind::MakePartial && step.kind != StepKind::Pad;
+}
+
+using Steps = c10::ArrayRef<Step>;
+
+// The mesh dims (bits) along which the steps have collectives.
+uint64_t dims_of(Steps steps) {
+  uint64_t out = 0;
+  for (const auto& step : steps) {
+    out |= communicates(step) && step.mesh_dim >= 0 ? uint64_t{1} << step.mesh_dim : 0;
   }
+  return out;
+}
+
+// Errors name the step. due(): the mesh dims along which a collective would still have begun.
+template <typename F, typename Due>
+void in_step(const Layout& from, const Layout& to, const Step& step, const F& run, const Due& due) {
+  const auto text = [&] {
+    const auto along = step.mesh_dim < 0 ? std::string() : c10::str(" along mesh dim ", step.mesh_dim);
+    return c10::str(
+        "redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along, ", rank ", from.mesh().rank());
+  };
+  comm::doing(from.mesh(), text, run, due);
+}
+
+uint64_t nothing_due() {
+  return 0;
 }
 
 bool is_lazy(const at::Tensor& t) {
   return t.is_conj() || t.is_neg();
-}
-
-bool communicates(const Step& step) {
-  return step.kind != StepKind::Slice && step.kind != StepKind::MakePartial && step.kind != StepKind::Pad;
 }
 
 std::optional<c10::Stream> stream_of(const at::Tensor& t) {
@@ -575,7 +589,7 @@ comm::Completion ready_for_use(Moving& m, const Layout& from, const Layout& to, 
         buffer.record_stream(*used);
       }
     }
-    in_step(*from, *to, step, rest);
+    in_step(*from, *to, step, rest, nothing_due);
     rest = nullptr;
     buffers.clear();
   };
@@ -617,7 +631,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
   State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), {}};
   Sizes numbers;
   for (const auto& step : plan_in_graph(from, to, sizes, local.element_size()).steps) {
-    in_step(from, to, step, [&] {
+    const auto trace = [&] {
       auto next = layout_after(step, *s.layout, to);
       if (auto short_way = traced_step(s.local, step, *s.layout, *next, sizes)) {
         s.local = std::move(*short_way);
@@ -629,7 +643,8 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
         s.local = s.local.view_symint(symbols(guarded(s.local.sym_sizes())));
       }
       take_step(s, step, to);
-    });
+    };
+    in_step(from, to, step, trace, nothing_due);
   }
   TORCH_INTERNAL_ASSERT(s.layout.get() == &to, "redistribute: ended at ", s.layout->str(), ", not ", to.str());
   return s.local;
@@ -676,7 +691,8 @@ at::Tensor redistribute(
     }
     const Step step{StepKind::Transfer, -1};
     Moving out;
-    in_step(from, to, step, [&] { out = redistribute_across(local, from, to, sizes, completion != nullptr); });
+    in_step(
+        from, to, step, [&] { out = redistribute_across(local, from, to, sizes, completion != nullptr); }, nothing_due);
     if (out.rest) {
       *completion = ready_for_use(out, from, to, step);
     }
@@ -688,11 +704,20 @@ at::Tensor redistribute(
   // Bytes travel, so a lazy conjugate or negative is computed first.
   State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
-  const auto& steps = plan_for(from, to, bytes).steps;
+  const auto& plan = plan_for(from, to, bytes);
+  const auto& steps = plan.steps;
+  if (!std::exchange(plan.agreed, true)) {
+    in_step(
+        from, to, steps.front(), [&] { check_agreed(from, to, sizes, local.scalar_type()); }, [&] { return dims_of(steps); });
+  }
   const auto last = std::find_if(steps.rbegin(), steps.rend(), communicates);
-  for (const auto& step : steps) {
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const auto& step = steps[i];
     s.later = completion && last != steps.rend() && &step == &*last;
-    in_step(from, to, step, [&] { take_step(s, step, to); });
+    const auto begun = comm::begun();
+    in_step(
+        from, to, step, [&] { take_step(s, step, to); },
+        [&] { return dims_of(Steps(steps).slice(i + 1)) | (comm::begun() == begun ? dims_of(step) : 0); });
   }
   TORCH_INTERNAL_ASSERT(
       s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());

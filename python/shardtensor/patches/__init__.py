@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from shardtensor._late import when_imported
 from shardtensor.patches import (
+    backward,
     caches,
     capture,
     checkpoints,
@@ -25,7 +26,7 @@ from shardtensor.patches import (
 
 def install() -> None:
     """Called once."""
-    for module in (checkpoints, clipping, dtensor, fsdp, optimizers, pipelines, saved_tensors):
+    for module in (backward, checkpoints, clipping, dtensor, fsdp, optimizers, pipelines, saved_tensors):
         module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)

@@ -1,0 +1,59 @@
+// What this thread is doing, for texts about errors and about ranks that are late; and the notice that other ranks get if it
+// fails.
+#pragma once
+
+#include "layout/mesh.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
+
+#include <string>
+
+namespace shardtensor::comm {
+
+// A part of an op or a move that communicates. Its text is made only when someone asks.
+class Frame {
+ public:
+  explicit Frame(c10::function_ref<std::string()> text);
+  ~Frame();
+  Frame(const Frame&) = delete;
+  Frame& operator=(const Frame&) = delete;
+
+ private:
+  friend std::string doing_now();
+  c10::function_ref<std::string()> text_;
+  const Frame* outer_;
+};
+// The texts of this thread's frames, from the inside out, and the line of the user's script.
+std::string doing_now();
+
+// " at FILE:LINE" of the user's script, or "".
+std::string call_site();
+using CallSite = std::string (*)();
+void set_call_site(CallSite ask);
+
+// Call it in a catch block, if the other ranks may not have failed. Tells them, once for each exception: `doing`, with the
+// layouts, failed on this rank (faults.h). A collective that was still due along one of the mesh dims in `due` (bits) counts as
+// made, so that no later one is taken for it.
+void tell_failure(const std::string& doing, const Mesh& mesh, uint64_t due) noexcept;
+
+// How many collectives this thread has begun.
+int64_t begun();
+
+// Runs `run`, which communicates. If it fails, the error gets the text as its context and keeps its class. due(): see above.
+template <typename Run, typename Text, typename Due>
+decltype(auto) doing(const Mesh& mesh, const Text& text, const Run& run, const Due& due) {
+  const Frame frame(text);
+  try {
+    return run();
+  } catch (c10::Error& e) {
+    e.add_context(text());
+    tell_failure(doing_now(), mesh, due());
+    throw;
+  } catch (...) {
+    tell_failure(doing_now(), mesh, due());
+    throw;
+  }
+}
+
+} // namespace shardtensor::comm

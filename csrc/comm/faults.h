@@ -1,0 +1,57 @@
+// Ranks that part: one fails and the others wait for it, or two make different collectives. Through the store of the default
+// process group, ranks tell each other, so that all raise soon and no data of one collective is taken for another's.
+//
+// Each rank counts its collectives along a mesh dim. Nothing is sent until a rank fails or waits long; then:
+// - A rank that fails tells so, with its counts.
+// - A rank that waits long claims its collective's number for the collective that it makes, and reads who has failed.
+// - A rank that has failed before makes its next collective only after all others have claimed that number for the same one.
+// So an error that all ranks raise alike costs some requests to the store; one that a rank raises alone costs the others a wait.
+#pragma once
+
+#include "layout/mesh.h"
+
+#include <c10/util/FunctionRef.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+
+namespace shardtensor::comm::faults {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Text = c10::function_ref<std::string()>;
+
+class World;
+struct Group;
+
+// What a rank waits for: the collective with a number in its group, or messages from peers.
+struct Ticket {
+  std::shared_ptr<World> world; // null: nothing is watched
+  std::shared_ptr<Group> group; // null: messages
+  int64_t number = 0;
+  std::vector<int64_t> peers; // global ranks
+  bool by_messages = false;   // its works are messages between two ranks
+};
+
+// Before a collective of all ranks along the mesh dim (-1: of all ranks of the default group). `facts`: a hash of what all of
+// them know about it. Raises if the group has broken, or if the ranks turn out to make different collectives.
+Ticket enter(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim, uint64_t facts, Text text);
+// Before messages between this rank and `peers` (global ranks).
+Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers);
+
+// Waits. Raises if other ranks have failed or make another collective, so that it would wait in vain.
+void wait(c10d::Work& work, const Ticket& ticket, Text text);
+// After the backend itself has raised in wait(): tells the others, and returns which ranks have given no sign; may be empty.
+std::string broke(const Ticket& ticket, const std::string& error);
+
+// See doing.h. `due`: mesh dims with a collective that was still to come.
+void failed(const std::string& doing, const std::string& error, const Mesh& mesh, uint64_t due);
+
+// The same for something that may have many collectives, a backward for example; it may have made any of them.
+void failed_in_part(const std::string& doing, const std::string& error);
+
+// For the process. `grace`: seconds that a rank which has failed may take to come to its next collective.
+void set_notice(bool on);
+bool notice();
+void set_grace(double seconds);
+
+} // namespace shardtensor::comm::faults

@@ -1,0 +1,347 @@
+"""One rank fails, or the ranks make different collectives: all ranks raise soon, with the reason, and no data is mixed up.
+
+The groups' time-out is 40 s. A test's ranks must all have answered long before.
+"""
+
+import os
+import signal
+import time
+from multiprocessing.connection import wait
+
+import pool
+import pytest
+import torch
+
+SECONDS = 25
+
+
+def ask(world, function, *args, gone=()):
+    """The answer of each rank: (kind, value). The ranks are started for this call, because it breaks their groups."""
+    ranks = pool.Pool(world)
+    ranks._start()
+    try:
+        for pipe in ranks._pipes:
+            pipe.send((__name__, function, args, {}))
+        answers = dict.fromkeys(gone, ("died", None))
+        waiting = {pipe: rank for rank, pipe in enumerate(ranks._pipes) if rank not in gone}
+        end = time.monotonic() + SECONDS
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            assert ready, f"ranks {sorted(waiting.values())} still wait after {SECONDS} s; the others: {answers}"
+            for pipe in ready:
+                answers[waiting.pop(pipe)] = pipe.recv()
+        for rank, (kind, value) in answers.items():
+            assert kind != "error", f"rank {rank}: {value}"
+        return [answers[rank][1] for rank in range(world)]
+    finally:
+        ranks.stop()
+
+
+def mesh(*shape):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape)
+
+
+def cut(rows=6, mesh_=None, start=0.0):
+    import torch.distributed as dist
+    from shardtensor import Shard, distribute_tensor, set_fault_notice
+
+    set_fault_notice(True)  # with the default grace
+    whole = torch.arange(start, start + 2.0 * rows).reshape(rows, 2)
+    x = distribute_tensor(whole, mesh_ or mesh(dist.get_world_size()), [Shard(0)], src_data_rank=None)
+    if mesh_ is None:  # so that the first moves, before which the ranks compare notes, are over
+        x.full_tensor()
+        x.sum(0).full_tensor()
+    return x, whole
+
+
+def me():
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def outcome(run):
+    """The error's text, or the result as a list."""
+    try:
+        return run().tolist()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def after(seconds, condition):
+    """Waits for the others to have done something, on this rank only."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def count_of_failures():
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    return store.add("shardtensor/faults/1/count", 0)
+
+
+class Fails:
+    """A listener that raises before the nth collective, on one rank."""
+
+    def __init__(self, nth, rank):
+        self.left = nth if me() == rank else -1
+
+    def __enter__(self):
+        from shardtensor import _C
+
+        _C.set_comm_listener(self)
+
+    def __exit__(self, *_):
+        from shardtensor import _C
+
+        _C.set_comm_listener(None)
+
+    def __call__(self, kind, *_):
+        self.left -= 1
+        if self.left == 0:
+            return "out of memory, as it were"
+        return None
+
+
+# ---- a rank fails and lives on ----
+
+
+def bad_index():
+    from torch.nn import functional as F
+
+    x, _ = cut(6)
+    table = torch.randn(5, 3)
+    from shardtensor import Replicate, Shard, distribute_tensor
+
+    weight = distribute_tensor(table, x.device_mesh, [Replicate()], src_data_rank=None)
+    rows = distribute_tensor(torch.tensor([0, 1, 2, 3, 4, 99]), x.device_mesh, [Shard(0)], src_data_rank=None)
+    looked = outcome(lambda: F.embedding(rows, weight).to_local())
+    if me() == 2:  # it has row 99; it does not come to the next collective
+        after(SECONDS, lambda: count_of_failures() >= 3)
+        return looked
+    return outcome(x.full_tensor)
+
+
+def test_a_rank_that_fails_in_a_kernel_is_named_by_the_others():
+    texts = ask(3, "bad_index")
+    assert "index out of range" in texts[2]
+    assert "in aten::embedding on [5, 3] R on cpu mesh (3), [6] S(0) on cpu mesh (3), rank 2" in texts[2]
+    for text in texts[:2]:
+        assert text.startswith("DistBackendError") and "rank 2 failed in aten::embedding" in text and "index out of range" in text
+        assert "step all_gather along mesh dim 0" in text and "process groups" in text
+
+
+def one_step(come_back):
+    x, _ = cut(6)
+    y, _ = cut(6, x.device_mesh, start=100.0)
+    with Fails(1, rank=1):
+        first = outcome(x.full_tensor)
+    if me() == 1 and not come_back:
+        after(SECONDS, lambda: count_of_failures() >= 2)
+        return first, None
+    return first, outcome(y.full_tensor)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_next_collective_of_a_rank_that_failed_is_not_taken_for_the_others_present_one(world):
+    for rank, (first, second) in enumerate(ask(world, "one_step", True)):
+        assert "out of memory, as it were" in first, (rank, first)
+        assert "DistBackendError" in second, (rank, second)
+
+
+def test_a_rank_that_failed_before_its_collective_and_does_not_come_is_named():
+    for rank, (first, _) in enumerate(ask(2, "one_step", False)):
+        assert "out of memory, as it were" in first
+        assert rank == 1 or "rank 1 failed in redistribute: from S(0)" in first
+
+
+def between_steps():
+    from shardtensor import Shard, distribute_tensor
+
+    grid = mesh(2, 2)
+    whole = torch.arange(35000.0).reshape(500, 70)
+    x, y = (distribute_tensor(t, grid, [Shard(0), Shard(1)], src_data_rank=None) for t in (whole, -whole))
+    with Fails(2, rank=3):
+        first = outcome(x.full_tensor)
+    second = outcome(y.full_tensor)
+    return first, second, (-whole).tolist()
+
+
+def test_a_rank_that_fails_between_two_steps_of_a_move():
+    answers = ask(4, "between_steps")
+    assert "out of memory" in answers[3][0]
+    for rank, (first, second, right) in enumerate(answers):
+        assert "DistBackendError" in second or second == right, (rank, second)
+        assert isinstance(first, str) or rank != 3
+    assert sum("DistBackendError" in str(second) for _, second, _ in answers) >= 2
+
+
+def in_a_hook():
+    x, _ = cut(6)
+    x = x.detach().requires_grad_()
+    y = x * 2
+
+    def hook(grad):
+        if me() == 0:
+            raise ValueError("the user's hook")
+
+    y.register_hook(hook)
+    w = torch.ones(2, 2)
+    from shardtensor import Replicate, distribute_tensor
+
+    w = distribute_tensor(w, x.device_mesh, [Replicate()], src_data_rank=None).requires_grad_()
+    out = (y @ w).sum()
+    first = "no error"
+    try:
+        out.backward()
+        w.grad.full_tensor()
+    except Exception as e:
+        first = f"{type(e).__name__}: {e}"
+    return first, outcome(lambda: cut(6, x.device_mesh)[0].full_tensor())
+
+
+def test_a_hook_that_raises_on_one_rank():
+    answers = ask(2, "in_a_hook")
+    assert "the user's hook" in answers[0][0]
+    for first, second in answers:
+        assert "DistBackendError" in first or "DistBackendError" in second, answers
+    assert any("rank 0 failed in backward" in text for text in answers[1])
+
+
+def before_scatter():
+    from shardtensor import Shard, distribute_tensor
+
+    x, _ = cut(6)
+    if me() == 0:
+        failed = outcome(lambda: x.view(7))  # all ranks would raise; only this one calls it
+        with Fails(1, rank=0):
+            failed += outcome(lambda: distribute_tensor(torch.ones(9, 2), x.device_mesh, [Shard(0)]).to_local())
+        after(SECONDS, lambda: count_of_failures() >= 2)
+        return failed
+    return outcome(lambda: distribute_tensor(torch.ones(9, 2), x.device_mesh, [Shard(0)]).to_local())
+
+
+def test_ranks_that_wait_for_messages_are_told():
+    texts = ask(2, "before_scatter")
+    assert "out of memory" in texts[0]
+    assert "DistBackendError" in texts[1] and "rank 0 failed" in texts[1]
+
+
+# ---- no fault ----
+
+
+def alike():
+    x, whole = cut(6)
+    texts = [outcome(lambda: x @ x)]
+    with Fails(1, rank=me()):
+        texts.append(outcome(x.full_tensor))
+    return texts, outcome(x.full_tensor), whole.tolist()
+
+
+def test_what_all_ranks_raise_alike_breaks_nothing():
+    for texts, got, right in ask(3, "alike"):
+        assert all(text.startswith(("RuntimeError", "DistError")) for text in texts), texts
+        assert got == right
+
+
+def alone():
+    x, whole = cut(6)
+    if me() == 1:
+        outcome(lambda: torch.linalg.cholesky(-torch.eye(2)) + x.view(5))
+        outcome(lambda: torch.gather(x, 1, torch.full_like(x, 7, dtype=torch.long)).to_local())
+    got = outcome(x.full_tensor)
+    return got, whole.tolist(), outcome((x * 2).full_tensor), (whole * 2).tolist()
+
+
+def test_a_rank_that_fails_alone_and_comes_back_goes_on():
+    for got, right, twice, right_twice in ask(3, "alone"):
+        assert got == right and twice == right_twice
+
+
+def late():
+    x, whole = cut(6)
+    if me() == 0:
+        time.sleep(1.5)
+    return outcome(x.full_tensor), whole.tolist()
+
+
+def test_a_rank_that_is_only_late_is_waited_for():
+    for got, right in ask(3, "late"):
+        assert got == right
+
+
+# ---- ranks that disagree about a tensor ----
+
+
+def unequal(how):
+    from shardtensor import Partial, Shard, ShardTensor
+
+    here = mesh(torch.distributed.get_world_size())
+    if how == "rows":
+        x = ShardTensor.from_local(torch.ones(2 + me(), 3), here, [Shard(0)])
+    elif how == "summands":
+        x = ShardTensor.from_local(torch.ones(2 + me(), 3), here, [Partial()]) * 2
+    else:
+        x = ShardTensor.from_local(torch.ones(2, 3, dtype=(torch.float32, torch.float64)[me() % 2]), here, [Shard(0)])
+    try:
+        return (x + 1 if how == "rows" else x).full_tensor().tolist()
+    except ValueError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ["rows", "summands", "dtype"])
+def test_ranks_that_disagree_about_a_tensor_all_raise_at_its_first_move(world, how):
+    for text in ask(world, "unequal", how):
+        assert "the ranks disagree about the tensor" in text and 'sharding_shapes="infer"' in text
+        assert "rank 0" in text and "\n  rank 1" in text and "test_faults.py:" in text
+
+
+# ---- ranks that part, and ranks that die ----
+
+
+def other_programs():
+    x, _ = cut(6000)
+    if me() == 0:
+        return outcome(x.sum(0).full_tensor)
+    outcome(lambda: torch.gather(x, 1, torch.full_like(x, 7, dtype=torch.long)).to_local())  # this script then goes another way
+    return outcome(x.full_tensor)
+
+
+def test_ranks_that_part_after_an_error_name_both_collectives():
+    for text in ask(2, "other_programs"):
+        assert "DistBackendError" in text
+        assert "all_reduce along mesh dim 0, rank 0" in text and "all_gather along mesh dim 0, rank 1" in text
+        assert text.count("test_faults.py:") >= 2, text
+
+
+def killed():
+    x, _ = cut(6)
+    if me() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return outcome(x.full_tensor)
+
+
+def test_a_killed_rank_is_named():
+    texts = ask(3, "killed", gone=(2,))
+    for text in texts[:2]:
+        assert "DistBackendError" in text and "no sign of life from rank 2" in text, text
+
+
+def switched_off():
+    from shardtensor import set_fault_notice
+
+    x, whole = cut(6)
+    set_fault_notice(False)
+    with Fails(1, rank=me()):
+        outcome(x.full_tensor)
+    return outcome(x.full_tensor), whole.tolist(), count_of_failures()
+
+
+def test_it_can_be_switched_off():
+    for got, right, told in ask(2, "switched_off"):
+        assert got == right and told == 0
