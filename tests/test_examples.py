@@ -14,6 +14,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "train_transformer.py"
+# Scripts that know a library alone; they are started as they say.
+BY_COMMAND = [("with_lightning", "lightning", 3), ("with_lightning", "lightning", 4), ("with_accelerate", "accelerate", 3)]
 SIZES = {"steps": 6, "context": 8}
 # Examples, and the numbers of ranks that they run on.
 PARALLEL = [("tensor_parallel", 2), ("tensor_parallel", 3), ("sequence_parallel", 3), ("fsdp_tensor_parallel", 3), ("fsdp_tensor_parallel", 4)]
@@ -123,7 +125,21 @@ def test_compile_option(monkeypatch, tmp_path, words, backend):
 def test_all_are_tested():
     """Every script here is one of those above."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"train_transformer", "checkpoint_resume"} | {name for name, _ in PARALLEL}
+    assert names == {"train_transformer", "checkpoint_resume"} | {name for name, *_ in (*PARALLEL, *BY_COMMAND)}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("name", "library", "ranks"), BY_COMMAND)
+def test_libraries_by_one_command(plain, tmp_path, name, library, ranks):
+    pytest.importorskip(library)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "shardtensor"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    options = ["--steps", "3", "--context", "8", "--dtype", "float64", "--picture", str(tmp_path / "losses.png")]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / f"{name}.py"), *options], capture_output=True, text=True, env=environment, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"loss {plain[0]:.4f} at first, {plain[2]:.4f} at last" in done.stdout
 
 
 def test_command_line(tmp_path):

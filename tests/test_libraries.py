@@ -233,6 +233,128 @@ def test_accelerate(ranks, tmp_path):
     ranks.run("test_libraries:accelerated", tmp_path)
 
 
+def accelerated_llama(folder):
+    """Tensor parallelism, which accelerate has on GPUs only: a rank without heads has empty pieces, which lie at the same address."""
+    import shardtensor
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import ParallelismConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    as_launched()
+    sizes = dict(vocab_size=37, hidden_size=8, intermediate_size=11, num_hidden_layers=2, max_position_embeddings=32)
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).to(DOUBLE).train()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    with shardtensor.replace_dtensor():
+        distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+        ours = LlamaForCausalLM.from_pretrained(folder, distributed_config=distributed, dtype=DOUBLE).train()
+        empty = [p for p in ours.parameters() if isinstance(p, shardtensor.ShardTensor) and not p._local_tensor.numel()]
+        parallel = ParallelismConfig(tp_size=dist.get_world_size())
+        parallel._validate_accelerator = lambda accelerator: None  # it refuses CPUs
+        accelerator = Accelerator(cpu=True, parallelism_config=parallel)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (plain, ours)]
+        ours, optimizers[1] = accelerator.prepare(ours, optimizers[1])
+        assert [id(p) for p in optimizers[1].param_groups[0]["params"]] == [id(p) for p in ours.parameters()]
+        tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            results = []
+            for model, optimizer, backward, clip in (
+                (plain, optimizers[0], torch.Tensor.backward, torch.nn.utils.clip_grad_norm_),
+                (ours, optimizers[1], accelerator.backward, accelerator.clip_grad_norm_),
+            ):
+                optimizer.zero_grad()
+                loss = model(input_ids=tokens, labels=tokens).loss
+                backward(loss)
+                results.append((loss.item(), whole(clip(model.parameters(), 0.1)).item()))
+                optimizer.step()
+            assert results[1] == pytest.approx(results[0], rel=1e-6)
+    for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+        shared.clear()
+    return len(empty)
+
+
+def test_accelerate_tensor_parallel(pools, tmp_path):
+    pytest.importorskip("accelerate", minversion="1.15")
+    pytest.importorskip("transformers", minversion="5.24")
+    empty = pools(3).run("test_libraries:accelerated_llama", tmp_path)
+    assert empty[-1] > 1
+
+
+# ---- Lightning ----
+
+
+def lightning_module():
+    import lightning
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5)).to(DOUBLE)
+
+        def configure_model(self):
+            columns, rows = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
+            if columns.size() > 1:
+                parallelize_module(self.net, columns, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            if rows.size() > 1:
+                fully_shard(self.net, mesh=rows)
+
+        def training_step(self, batch):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    return Module()
+
+
+def lit(rows, columns, epochs, saved, resumed):
+    """A trainer's fit with clipped gradients, up to that many epochs; each rank of a row has the whole batch."""
+    import lightning
+    import shardtensor
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.utils.data import DataLoader
+
+    as_launched()
+    os.environ["GROUP_RANK"] = "0"
+    batches = torch.randn(4, 3, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with shardtensor.replace_dtensor():
+        module = lightning_module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=rows * columns, strategy=ModelParallelStrategy(rows, columns), plugins=TorchElasticEnvironment(),
+            max_epochs=epochs, gradient_clip_val=0.1, use_distributed_sampler=False, **quiet,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=resumed)
+        assert all(type(p.data) is shardtensor.ShardTensor for p in module.net[0].parameters())
+        if saved is not None:
+            trainer.save_checkpoint(saved)
+    plain = lightning_module()
+    optimizer = plain.configure_optimizers()
+    for batch in batches.repeat(epochs, 1, 1):
+        optimizer.zero_grad()
+        plain.training_step(batch).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+    torch.testing.assert_close([whole(p.detach()) for p in module.parameters()], [p.detach() for p in plain.parameters()])
+
+
+def test_lightning(pools, tmp_path):
+    """FSDP2 saves; tensor parallelism on more ranks resumes, and FSDP2 over it."""
+    pytest.importorskip("lightning")
+    pools(2).run("test_libraries:lit", 2, 1, 1, tmp_path / "saved", None)
+    pools(3).run("test_libraries:lit", 1, 3, 2, None, tmp_path / "saved")
+    pools(4).run("test_libraries:lit", 2, 2, 2, None, tmp_path / "saved")
+
+
 # ---- torchtitan ----
 
 

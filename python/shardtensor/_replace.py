@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from shardtensor.parallel import _transformers
+from shardtensor.parallel import _accelerate, _transformers
 from shardtensor.patches import dtensor
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -35,12 +35,13 @@ class Replacement:
     """The effect of replace_dtensor(). restore() undoes it, and so does leaving it as a context."""
 
     _count = 0
-    _knows_transformers = False
+    _knows_libraries = False
 
     def __init__(self) -> None:
-        if not Replacement._knows_transformers:
-            Replacement._knows_transformers = True
-            _transformers.install(lambda: Replacement._count > 0)
+        if not Replacement._knows_libraries:
+            Replacement._knows_libraries = True
+            for library in (_transformers, _accelerate):
+                library.install(lambda: Replacement._count > 0)
         self._undo: list[tuple[Any, str, Any]] = []
         pairs = _pairs()
         for module_name, module in list(sys.modules.items()):
