@@ -1,0 +1,33 @@
+"""Models of libraries, unmodified, in parallel: equal to one process. Skipped where a model's library is not installed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from model_zoo import MODELS
+from models import WAYS, runs
+
+OLDEST = {"transformers": "5.24"}
+PAGE = Path(__file__).parents[1] / "docs/models.md"
+
+
+def case(name, way, world, then):
+    return pytest.param(name, way, world, then, id=f"{name}-{way.function.__name__}-{world}" + (f"-{then}" if then else ""))
+
+
+@pytest.mark.parametrize(("name", "way", "world", "then"), [case(*run) for run in runs()])
+def test_equal_to_one_process(pools, tmp_path, name, way, world, then):
+    library = MODELS[name].library
+    pytest.importorskip(library, minversion=OLDEST.get(library))
+    way.run(pools, name, world, then, tmp_path)
+
+
+def test_all_are_on_the_page():
+    """With every run that is tested here. `python docs/models.py --check` runs them and compares the whole page."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    title, *rows = rows
+    assert title[2 : 2 + len(WAYS)] == [way.title for way in WAYS]
+    want = {(model.library, model.name): [len(way.ranks) if way.suits(model) else 0 for way in WAYS] for model in MODELS.values()}
+    assert {(row[1], row[0]): [len(re.findall(r"\d+(?: to \d+)?", cell)) for cell in row[2 : 2 + len(WAYS)]] for row in rows} == want
