@@ -58,7 +58,8 @@ torchrun --nproc-per-node 3 -m shardtensor examples/with_accelerate.py
 ```
 
 - **Lightning** {lightning}, `ModelParallelStrategy`: parallel styles, FSDP2 and both, `gradient_clip_val`, `save_checkpoint`, and
-  `ckpt_path` on another number of ranks or in another way of sharding.
+  `ckpt_path` on another number of ranks or in another way of sharding. `python -m shardtensor train.py` does too: Lightning starts
+  the other ranks.
 - **accelerate** {accelerate}, FSDP2 (`FullyShardedDataParallelPlugin(fsdp_version=2)`) with activation checkpointing,
   `clip_grad_norm_`, `save_state` and `load_state`; and tensor parallelism (`ParallelismConfig(tp_size=...)`) of a model that
   transformers has loaded with `tp_plan="auto"`. accelerate has both on GPUs only, and no GPU has been tried here. On CPUs it takes

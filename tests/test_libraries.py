@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -353,6 +355,36 @@ def test_lightning(pools, tmp_path):
     pools(2).run("test_libraries:lit", 2, 1, 1, tmp_path / "saved", None)
     pools(3).run("test_libraries:lit", 1, 3, 2, None, tmp_path / "saved")
     pools(4).run("test_libraries:lit", 2, 2, 2, None, tmp_path / "saved")
+
+
+LIT = """
+import lightning, sys
+from lightning.pytorch.strategies import ModelParallelStrategy
+from test_libraries import lightning_module
+from torch.utils.data import DataLoader
+import torch
+
+module = lightning_module()
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(1, 2), max_epochs=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False)
+trainer.fit(module, DataLoader(torch.ones(2, 3, 6, dtype=torch.float64), batch_size=None))
+kind = type(module.net[0].weight.data)
+print(f"{sys.argv[1:]} {trainer.world_size} {kind.__name__} {tuple(module.net[0].weight.to_local().shape)}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", [["lit.py"], ["-m", "lit"]], ids=" ".join)
+def test_lightning_starts_the_ranks(tmp_path, how):
+    """Without torchrun: the ranks that Lightning starts have ShardTensors too."""
+    pytest.importorskip("lightning")
+    (tmp_path / "lit.py").write_text(LIT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shardtensor", *how, "--rate", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if "--rate" in line)
+    assert said == [f"['--rate', '3'] 2 ShardTensor ({rows}, 6)" for rows in (3, 4)]
 
 
 # ---- torchtitan ----

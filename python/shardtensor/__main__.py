@@ -9,9 +9,10 @@ import importlib.util
 import os
 import runpy
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import shardtensor
+from shardtensor._late import when_imported
 
 
 def main() -> None:
@@ -23,6 +24,7 @@ def main() -> None:
     name = arguments[0]
     sys.argv = arguments
     shardtensor.replace_dtensor()
+    _start_others_alike(["-m", name] if as_module else [os.path.abspath(name)])
     if as_module:
         sys.path.insert(0, os.getcwd())
         if not _is_module(name):
@@ -33,6 +35,20 @@ def main() -> None:
             _stop(f"python -m shardtensor: there is no script {name!r} to run, in {os.getcwd()}")
         sys.path.insert(0, os.path.dirname(os.path.abspath(name)))
         runpy.run_path(name, run_name="__main__")
+
+
+def _start_others_alike(what: list[str]) -> None:
+    """Lightning starts the other ranks itself, if torchrun has not. Without this they would run the script with DTensors."""
+
+    def command() -> list[str]:
+        return [sys.executable, "-m", "shardtensor", *what, *sys.argv[1:]]
+
+    def change(module: Any) -> None:
+        if hasattr(module, "_basic_subprocess_cmd"):
+            module._basic_subprocess_cmd = command
+
+    for package in ("lightning.fabric", "lightning_fabric"):
+        when_imported(f"{package}.strategies.launchers.subprocess_script", change)
 
 
 def _is_module(name: str) -> bool:
