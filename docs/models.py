@@ -58,12 +58,12 @@ torchrun --nproc-per-node 3 -m shardtensor examples/with_accelerate.py
 ```
 
 - **Lightning** {lightning}, `ModelParallelStrategy`: parallel styles, FSDP2 and both, `gradient_clip_val`, `save_checkpoint`, and
-  `ckpt_path` on another number of ranks or in another way of sharding. `python -m shardtensor train.py` does too: Lightning starts
-  the other ranks.
+  `ckpt_path` on another number of ranks or in another way of sharding. Without torchrun, `python -m shardtensor train.py` starts
+  one rank, and Lightning the others.
 - **accelerate** {accelerate}, FSDP2 (`FullyShardedDataParallelPlugin(fsdp_version=2)`) with activation checkpointing,
   `clip_grad_norm_`, `save_state` and `load_state`; and tensor parallelism (`ParallelismConfig(tp_size=...)`) of a model that
-  transformers has loaded with `tp_plan="auto"`. accelerate has both on GPUs only, and no GPU has been tried here. On CPUs it takes
-  DDP for FSDP2, without a word, and refuses a `ParallelismConfig`; the tests lift that. Two things do not work, with DTensor
+  transformers has loaded with `tp_plan="auto"`. accelerate has both on GPUs only, and no GPU has been tried here. On CPUs it
+  takes DDP for FSDP2, without a word, and refuses a `ParallelismConfig`; the tests lift that. Two things do not work, with DTensor
   neither: FSDP2 over tensor parallelism (accelerate imports a class that transformers no longer has), and `save_state` of a
   tensor-parallel model (it asks for the addresses of the parameters' memory). `save_pretrained` and torch.distributed.checkpoint
   save that model.
@@ -118,7 +118,8 @@ def page() -> str:
         pools.stop()
     table = f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}\n" + "".join(rows)
     cuts = " or ".join(f"{' and '.join([', '.join(map(str, n[:-1])), str(n[-1])])} rows on {world}" for world, n in ROWS.items())
-    return HEAD.format(versions=versions, batch=BATCH) + table + TAIL.format(rows=cuts, lightning=version("lightning"), accelerate=version("accelerate"))
+    trainers = {name: version(name) for name in ("lightning", "accelerate")}
+    return HEAD.format(versions=versions, batch=BATCH) + table + TAIL.format(rows=cuts, **trainers)
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
     pip install accelerate
     torchrun --nproc-per-node 3 -m shardtensor examples/with_accelerate.py
 
-The script knows accelerate alone; `-m shardtensor` makes FSDP2's DTensors ShardTensors. accelerate has FSDP2 on GPUs only. On CPUs it
-replicates the model by DDP, without a word: the losses are the same, but nothing is sharded.
+The script knows accelerate alone; `-m shardtensor` makes FSDP2's DTensors ShardTensors. accelerate has FSDP2 on GPUs only. On CPUs
+it replicates the model by DDP, without a word: the losses are the same, but nothing is sharded.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def train(
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = model(inputs[mine].to(accelerator.device))
+        own, wanted = inputs[mine].to(accelerator.device), targets[mine].to(accelerator.device)
         # The ranks' gradients are averaged, but the ranks have unequal parts of the batch.
-        share = F.cross_entropy(logits.flatten(0, 1), targets[mine].flatten().to(accelerator.device), reduction="sum") / targets.numel()
+        share = F.cross_entropy(model(own).flatten(0, 1), wanted.flatten(), reduction="sum") / targets.numel()
         accelerator.backward(share * accelerator.num_processes)
         accelerator.clip_grad_norm_(model.parameters(), 100.0)
         loss = share.detach()

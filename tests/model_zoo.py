@@ -1,10 +1,11 @@
 """The models that tests/models.py runs in parallel: small, with random weights, of sizes that the ranks do not divide.
 
-Some are torch's alone; the others need the library that they name. All are without dropout, so that one process computes the same.
+Some are torch's alone; the others need the library that they name. None drops out, so one process computes the same.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class Model:
-    """make() builds it; inputs(n) are its arguments for n samples, dim 0 first; out() finds the tensor that the loss is made of."""
+    """make() builds it; inputs(n) are its arguments for n samples, along dim 0; out() finds what the loss is made of."""
 
     name: str
     library: str  # that must be installed
@@ -41,6 +42,10 @@ def tokens(n: int, length: int = 5) -> torch.Tensor:
 
 def pictures(n: int, size: int) -> torch.Tensor:
     return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(n), dtype=DTYPE)
+
+
+def steps(n: int) -> dict[str, torch.Tensor]:
+    return dict(x=tokens(n))
 
 
 def words(n: int) -> dict[str, torch.Tensor]:
@@ -247,8 +252,8 @@ def gpt2() -> nn.Module:
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = dict(vocab_size=WORDS, hidden_size=20, num_hidden_layers=2, num_attention_heads=5, intermediate_size=41)
-    return BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    sizes = dict(hidden_size=20, num_hidden_layers=2, num_attention_heads=5, intermediate_size=41, max_position_embeddings=32)
+    return BertForMaskedLM(BertConfig(vocab_size=WORDS, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
 def bert_plan(model: nn.Module) -> Plan:
@@ -327,13 +332,13 @@ def diffusion_plan(model: nn.Module) -> Plan:
     return linears(ending(model, "to_q", "to_k", "to_v"), ending(model, "to_out.0"), **options)
 
 
-channels_last = pixels(32, "x", torch.channels_last)
+channels_last = functools.partial(pixels, 32, memory_format=torch.channels_last)
 _TORCH = [
-    Model("TransformerEncoder", "torch", Encoder, lambda n: dict(x=tokens(n)), plan=encoder_plan, blocks="TransformerEncoderLayer"),
+    Model("TransformerEncoder", "torch", Encoder, steps, plan=encoder_plan, blocks="TransformerEncoderLayer"),
     Model("vision transformer", "torch", VisionTransformer, pixels(8, "x"), plan=vision_plan, blocks="PatchBlock"),
-    Model("residual network, channels_last", "torch", ResNet, channels_last, blocks="ResidualBlock"),
+    Model("residual network, channels_last", "torch", ResNet, channels_last("x"), blocks="ResidualBlock"),
     Model("UNet", "torch", UNet, noisy, plan=unet_plan, blocks="UNetBlock"),
-    Model("LSTM", "torch", LSTM, lambda n: dict(x=tokens(n))),
+    Model("LSTM", "torch", LSTM, steps),
 ]
 _TRANSFORMERS = [
     Model("Llama", "transformers", llama, words, logits, llama_plan, True, "LlamaDecoderLayer"),
@@ -343,11 +348,11 @@ _TRANSFORMERS = [
     Model("T5", "transformers", t5, to_words, logits, None, True, "T5Block"),
     Model("ViT", "transformers", vit, pixels(8), logits, vit_plan, blocks="ViTLayer"),
     Model("Swin", "transformers", swin, pixels(16), logits, hidden_units, blocks="SwinLayer"),
-    Model("ResNet, channels_last", "transformers", resnet, pixels(32, memory_format=torch.channels_last), logits, blocks="ResNetBasicLayer"),
+    Model("ResNet, channels_last", "transformers", resnet, channels_last("pixel_values"), logits, blocks="ResNetBasicLayer"),
 ]
 _OTHERS = [
     Model("diffusion UNet", "diffusers", diffusion, noisy, lambda out: out.sample, diffusion_plan, blocks="ResnetBlock2D"),
     Model("Swin", "timm", timm_swin, pixels(16, "x"), plan=hidden_units, blocks="SwinTransformerBlock"),
-    Model("ResNet, channels_last", "timm", timm_resnet, channels_last, blocks="BasicBlock"),
+    Model("ResNet, channels_last", "timm", timm_resnet, channels_last("x"), blocks="BasicBlock"),
 ]
 MODELS = {f"{model.library}: {model.name}": model for model in (*_TORCH, *_TRANSFORMERS, *_OTHERS)}

@@ -1,7 +1,7 @@
 """The models of model_zoo.py in parallel: each must train as it does in one process.
 
-A run takes steps on the ranks of a pool: forward, backward, clipped gradients, optimizer. Loss, gradients, norm, new parameters and
-buffers must be a plain copy's. test_models.py has the runs as tests; docs/models.py makes the table of docs/models.md from them.
+A run takes steps on the ranks of a pool: forward, backward, clipped gradients, optimizer. Loss, gradients, norm, new parameters
+and buffers must be a plain copy's. test_models.py has the runs as tests; docs/models.py makes the table of docs/models.md from them.
 """
 
 from __future__ import annotations

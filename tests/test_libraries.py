@@ -236,7 +236,7 @@ def test_accelerate(ranks, tmp_path):
 
 
 def accelerated_llama(folder):
-    """Tensor parallelism, which accelerate has on GPUs only: a rank without heads has empty pieces, which lie at the same address."""
+    """Tensor parallelism, which accelerate has on GPUs only: a rank without heads has empty pieces, all at one address."""
     import shardtensor
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -331,10 +331,9 @@ def lit(rows, columns, epochs, saved, resumed):
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with shardtensor.replace_dtensor():
         module = lightning_module()
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=rows * columns, strategy=ModelParallelStrategy(rows, columns), plugins=TorchElasticEnvironment(),
-            max_epochs=epochs, gradient_clip_val=0.1, use_distributed_sampler=False, **quiet,
-        )  # fmt: skip
+        strategy = dict(strategy=ModelParallelStrategy(rows, columns), plugins=TorchElasticEnvironment())
+        options = dict(max_epochs=epochs, gradient_clip_val=0.1, use_distributed_sampler=False)
+        trainer = lightning.Trainer(accelerator="cpu", devices=rows * columns, **strategy, **options, **quiet)
         trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=resumed)
         assert all(type(p.data) is shardtensor.ShardTensor for p in module.net[0].parameters())
         if saved is not None:
@@ -368,8 +367,8 @@ module = lightning_module()
 trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(1, 2), max_epochs=1, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False)
 trainer.fit(module, DataLoader(torch.ones(2, 3, 6, dtype=torch.float64), batch_size=None))
-kind = type(module.net[0].weight.data)
-print(f"{sys.argv[1:]} {trainer.world_size} {kind.__name__} {tuple(module.net[0].weight.to_local().shape)}\\n", end="", flush=True)
+weight = module.net[0].weight.data
+print(f"{sys.argv[1:]} {trainer.world_size} {type(weight).__name__} {tuple(weight.to_local().shape)}\\n", end="", flush=True)
 """
 
 

@@ -1,7 +1,7 @@
 """Hugging Face's accelerate, after replace_dtensor(): an optimizer's parameters are found again by name.
 
-When accelerate has sharded a model, it finds the parameters that the optimizer should now have by the addresses of the old ones. A
-ShardTensor has no address, and all empty pieces have the same.
+When accelerate has sharded a model, it finds the parameters that the optimizer should now have by the addresses of the old ones.
+A ShardTensor has no address, and all empty pieces have the same.
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ def install(active: Callable[[], bool]) -> None:
                 return prepare(self, *args)
             names = {id(p): name for name, p in _parameters(args).items()}
             optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
-            before = [[[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+            wanted = [[names.get(id(p), "") for p in group["params"]] for group in _groups(optimizers)]
             result = prepare(self, *args)
             after = _parameters(result)
-            for optimizer, groups in zip(optimizers, before, strict=True):
-                for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-                    group["params"] = [
-                        p if name is None else after.get(name, p) for name, p in zip(wanted, group["params"], strict=True)
-                    ]
+            for group, own in zip(_groups(optimizers), wanted, strict=True):
+                group["params"] = [after.get(name, p) for name, p in zip(own, group["params"], strict=True)]
             return result
 
         return ours
@@ -56,6 +53,11 @@ def install(active: Callable[[], bool]) -> None:
                 setattr(module.Accelerator, name, wrap(getattr(module.Accelerator, name)))
 
     when_imported("accelerate.accelerator", change)
+
+
+def _groups(optimizers: list[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Their present ones: accelerate makes new ones."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _parameters(objects: Any) -> dict[str, nn.Parameter]:
