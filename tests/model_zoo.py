@@ -300,7 +300,14 @@ def resnet() -> nn.Module:
     return ResNetForImageClassification(ResNetConfig(**sizes)).to(memory_format=torch.channels_last)
 
 
-# ---- timm and diffusers ----
+# ---- peft, timm and diffusers ----
+
+
+def adapted_llama() -> nn.Module:
+    """Only low-rank matrices beside the projections are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(llama(), LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False))
 
 
 def timm_swin() -> nn.Module:
@@ -351,6 +358,7 @@ _TRANSFORMERS = [
     Model("ResNet, channels_last", "transformers", resnet, channels_last("pixel_values"), logits, blocks="ResNetBasicLayer"),
 ]
 _OTHERS = [
+    Model("Llama with LoRA", "peft", adapted_llama, words, logits, blocks="LlamaDecoderLayer"),
     Model("diffusion UNet", "diffusers", diffusion, noisy, lambda out: out.sample, diffusion_plan, blocks="ResnetBlock2D"),
     Model("Swin", "timm", timm_swin, pixels(16, "x"), plan=hidden_units, blocks="SwinTransformerBlock"),
     Model("ResNet, channels_last", "timm", timm_resnet, channels_last("x"), blocks="BasicBlock"),
