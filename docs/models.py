@@ -28,7 +28,7 @@ Written by `python docs/models.py`, with {versions}; do not edit.
 
 Each number below is a run on so many ranks (processes on the CPU, Gloo) in which a model trained as it does in one process: loss,
 all gradients, clipped norm, new parameters and buffers are equal but for rounding, in float64. The models are those of their
-libraries, unmodified, in small sizes with random weights: 5 heads, 37 words, 41 hidden units, a batch of {batch}. `3 to 2` means
+libraries, unmodified, in small sizes with random weights: 5 or 6 heads, 37 words, 41 hidden units, a batch of {batch}. `3 to 2` means
 that 3 ranks saved model and optimizer with torch.distributed.checkpoint, and 2 ranks loaded them and took the next step. Each run
 is a test, which needs the model's library:
 
@@ -46,6 +46,8 @@ TAIL = """
 - **FSDP2:** `fully_shard` for each block and the model, activation checkpointing of each block, `clip_grad_norm_`, unequal rows.
   Batch norms do not compute statistics in these runs: under FSDP2 they see their rank's rows alone, in plain torch too.
 - **FSDP2 over tensor parallel:** the same on 2 x 2 ranks.
+- **FSDP2 over `tp_plan="auto"`:** both by transformers, `DistributedConfig(tp_size=2, fsdp_size=2, tp_plan="auto")`; nothing is
+  recomputed.
 - **gathers:** ops that gathered an operand where the batch is cut: right, but slower than they need be.
 
 ## Lightning and accelerate

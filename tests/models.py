@@ -141,22 +141,31 @@ def tensor(name: str) -> None:
         equal(step(model, adam(model), lambda: spec.out(model(**spec.inputs(BATCH))).square().mean()), plainly(name))
 
 
-def automatic(name: str, folder: Path) -> None:
-    """transformers' own tp_plan="auto", from a file of the whole model."""
+def loaded(name: str, folder: Path, **sizes: int) -> nn.Module:
+    """By transformers, from a file of the whole model, in its own tensor parallelism."""
     import shardtensor as st
     from test_libraries import as_launched
     from transformers.distributed import DistributedConfig
 
     as_launched()
-    spec, plain = MODELS[name], built(name)
+    plain = built(name)
     if dist.get_rank() == 0:
-        plain.save_pretrained(folder)
+        plain.save_pretrained(folder / "model")
     dist.barrier()
+    options = dict(dtype=DTYPE) | OPTIONS.get(MODELS[name].name, {})
+    distributed = DistributedConfig(**sizes, tp_plan="auto")
+    model = type(plain).from_pretrained(folder / "model", distributed_config=distributed, **options)
+    assert any(isinstance(p, st.ShardTensor) and p.placements[-1].is_shard() for p in model.parameters())
+    return model.train()
+
+
+def automatic(name: str, folder: Path) -> None:
+    """transformers' tp_plan="auto"; every rank has the whole batch."""
+    import shardtensor as st
+
+    spec = MODELS[name]
     with st.replace_dtensor():
-        distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
-        options = dict(dtype=DTYPE) | OPTIONS.get(spec.name, {})
-        model = type(plain).from_pretrained(folder, distributed_config=distributed, **options).train()
-        assert any(isinstance(p, st.ShardTensor) and p.placements[0].is_shard() for p in model.parameters())
+        model = loaded(name, folder, tp_size=dist.get_world_size())
         equal(step(model, adam(model), lambda: spec.out(model(**spec.inputs(BATCH))).square().mean()), plainly(name))
 
 
@@ -180,36 +189,50 @@ def sharded(model: nn.Module, block: str, mesh: Any, recompute: bool) -> nn.Modu
     return model
 
 
-def fsdp(name: str, folder: Path | None = None, over_tensor: bool = False) -> None:
-    """FSDP2 with recomputed blocks; the ranks along "data" have their own rows. What the step made is saved."""
+def by_rows(name: str, model: nn.Module, mesh: Any, folder: Path) -> None:
+    """The ranks along the mesh have their own rows. What the step made is saved."""
     import shardtensor as st
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    spec, world = MODELS[name], dist.get_world_size()
+    spec, rows, row = MODELS[name], FSDP_ROWS[mesh.size()], mesh.get_local_rank()
+    inputs = {key: value.split(rows)[row] for key, value in spec.inputs(BATCH).items()}
+    # A rank's share of the mean over all rows; FSDP2 takes the mean over the ranks.
+    share, optimizer = rows[row] * len(rows) / BATCH, adam(model)
+    with st.implicit_replication():
+        done = step(model, optimizer, lambda: spec.out(model(**inputs)).square().mean() * share)
+    loss = done.pop("loss").clone()
+    dist.all_reduce(loss, group=mesh.get_group())
+    equal(done | {"loss": loss / len(rows)}, plainly(name, training_norms=False))
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+
+
+def fsdp(name: str, folder: Path) -> None:
+    """FSDP2 with recomputed blocks."""
+    import shardtensor as st
+
     with st.replace_dtensor():
-        if over_tensor:
-            mesh = mesh_of(2, world // 2)
-            model, mesh = planned(spec, name, mesh["tensor"]), mesh["data"]
-        else:
-            model, mesh = built(name), mesh_of(world)
-        model = sharded(model, spec.blocks, mesh, recompute=True)
-        rows, row = FSDP_ROWS[mesh.size()], mesh.get_local_rank()
-        inputs = {key: value.split(rows)[row] for key, value in spec.inputs(BATCH).items()}
-        # A rank's share of the mean over all rows; FSDP2 takes the mean over the ranks.
-        share, optimizer = rows[row] * len(rows) / BATCH, adam(model)
-        with st.implicit_replication():
-            done = step(model, optimizer, lambda: spec.out(model(**inputs)).square().mean() * share)
-        loss = done.pop("loss").clone()
-        dist.all_reduce(loss, group=mesh.get_group())
-        equal(done | {"loss": loss / len(rows)}, plainly(name, training_norms=False))
-        if folder is not None:
-            dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+        mesh = mesh_of(dist.get_world_size())
+        by_rows(name, sharded(built(name), MODELS[name].blocks, mesh, recompute=True), mesh, folder)
 
 
-def fsdp_over_tensor(name: str, folder: Path | None = None) -> None:
-    """FSDP2 over the plan, on two rows of ranks."""
-    fsdp(name, folder, over_tensor=True)
+def fsdp_over_tensor(name: str, folder: Path) -> None:
+    """The same over the plan, on two rows of ranks."""
+    import shardtensor as st
+
+    with st.replace_dtensor():
+        spec, mesh = MODELS[name], mesh_of(2, dist.get_world_size() // 2)
+        model = sharded(planned(spec, name, mesh["tensor"]), spec.blocks, mesh["data"], recompute=True)
+        by_rows(name, model, mesh["data"], folder)
+
+
+def fsdp_over_automatic(name: str, folder: Path) -> None:
+    """transformers shards by FSDP2 what it has cut by its plan."""
+    import shardtensor as st
+
+    with st.replace_dtensor():
+        columns = dist.get_world_size() // 2
+        by_rows(name, loaded(name, folder, tp_size=columns, fsdp_size=2), mesh_of(2, columns)["data"], folder)
 
 
 def resume(name: str, folder: Path) -> None:
@@ -259,6 +282,7 @@ WAYS = [
     Way('`tp_plan="auto"`', automatic, ((2, None), (3, None)), lambda model: model.automatic, writes=True),
     Way("FSDP2", fsdp, ((2, 3), (3, 2)), writes=True),
     Way("FSDP2 over tensor parallel", fsdp_over_tensor, ((4, 3),), lambda model: model.plan is not None, writes=True),
+    Way('FSDP2 over `tp_plan="auto"`', fsdp_over_automatic, ((4, 3),), lambda model: model.automatic, writes=True),
 ]
 
 
