@@ -396,23 +396,77 @@ def test_activation_checkpointing(pools, reentrant, inside, leaf):
     assert pools(2).run(f"{__name__}:checkpointed", reentrant, inside, leaf) == [1, 1]
 
 
-def compiled(whole):
+def graphs(collectives):
+    """A backend that notes the collectives of the graphs in two lists, forward and backward."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def note(into):
+        def compiler(graph, inputs):
+            names = [str(node.target).split(".") for node in graph.graph.nodes if node.op == "call_function"]
+            into.extend(name[1] for name in names if name[0] == "_c10d_functional" and name[1] != "wait_tensor")
+            return graph
+
+        return compiler
+
+    forward, backward = collectives
+    return aot_autograd(
+        fw_compiler=note(forward), bw_compiler=note(backward), partition_fn=min_cut_rematerialization_partition
+    )
+
+
+def compiled(how):
+    """One graph for all layers, or one for each."""
     ours, plain = qkv()
     leaves, given = inputs()
+    calls = [], []
+    for layers in (ours, plain):
+        layers["q"].requires_grad_(False)  # then its graph saves no input, which may be written
 
     def run(layers, x):
-        return total(layers, x.sin())
+        x = x.sin()
+        outs = [layers["q"](x)]
+        if how == "written":
+            x.mul_(2)
+        return [*outs, layers["k"](x), layers["v"](x)]
 
-    if whole:
-        torch.compile(run, backend="aot_eager", fullgraph=True)(ours, given[0]).backward()
-    else:
+    function = run
+    if how == "each layer":
         for layer in ours.values():
-            layer.compile(backend="aot_eager", fullgraph=True)
-        run(ours, given[0]).backward()
-    run(plain, given[1]).backward()
+            layer.compile(backend=graphs(calls), fullgraph=True)
+    else:
+        function = torch.compile(run, backend=graphs(calls), fullgraph=True)
+    reductions(function(ours, given[0]))
+    reductions(run(plain, given[1]))
     check(leaves, ours, plain)
+    return len(calls[1])
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "each layer"])
-def test_compiled(pools, whole):
-    pools(2).run(f"{__name__}:compiled", whole)
+@pytest.mark.parametrize(("how", "n"), [("one graph", 1), ("written", 2), ("each layer", 3)])
+def test_compiled(pools, how, n):
+    """Each graph enters its own inputs, so separate graphs share nothing."""
+    assert pools(2).run(f"{__name__}:compiled", how) == [n, n]
+
+
+def compiled_block(sequence):
+    from shardtensor import Shard, distribute_tensor
+    from shardtensor.parallel import parallelize_module
+
+    plain, ours = block(7, 13)
+    parallelize_module(ours, mesh_here(), plan(sequence))
+    x = torch.randn(7, 3, WIDTH, dtype=DOUBLE)
+    plain(x).square().sum().backward()
+    calls = [], []
+    given = distribute_tensor(x, mesh_here(), [Shard(0)]) if sequence else x
+    out = torch.compile(ours, backend=graphs(calls), fullgraph=True)(given)
+    out.backward(2 * out.detach())
+    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(full(a.grad), b.grad, msg=lambda text, name=name: f"{name}: {text}")
+    return calls
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_compiled_block(pools, sequence):
+    wanted = ["all_gather_into_tensor", "reduce_scatter_tensor"] if sequence else ["all_reduce"]
+    for forward, backward in pools(2).run(f"{__name__}:compiled_block", sequence):
+        assert forward == backward == wanted * 2

@@ -12,10 +12,12 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate
 
 from shardtensor import _C
+from shardtensor.tensor import _compile
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._mesh import as_device_mesh
 from shardtensor.tensor._tensor import ShardTensor
@@ -99,9 +101,19 @@ class Entrance:
         return _kept_by_users(tensor)
 
 
+def enter_in_graph(value: torch.Tensor, mesh: DeviceMesh) -> ShardTensor:
+    """The same while a graph is traced: modules that take the same tensor of the graph get one ShardTensor."""
+    if type(value) is FunctionalTensor and value.requires_grad and torch.is_grad_enabled():
+        return Entrance(mesh).enter(value)
+    return ShardTensor.from_local(value, mesh, (Replicate(),))
+
+
+_compile.in_graph(enter_in_graph)
+
+
 def _memory(t: torch.Tensor) -> tuple[Any, ...]:
     """Without an op: modes must not see one (selective checkpoints expect the recomputation to call the same ops)."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype
+    return 0 if type(t) is FunctionalTensor else t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 def _kept_by_users(tensor: ShardTensor) -> ShardTensor:

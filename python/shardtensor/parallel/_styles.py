@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from shardtensor import _C
-from shardtensor.parallel._entered import Entrance, can_share
+from shardtensor.parallel._entered import Entrance, can_share, enter_in_graph
 from shardtensor.tensor import _compile
 from shardtensor.tensor._factories import distribute_module, distribute_tensor
 from shardtensor.tensor._from_local import Shapes
@@ -32,8 +32,6 @@ Layouts = Placement | tuple[Placement | None, ...]
 Cuts = dict[type[nn.Module], dict[str, int]]
 _COLUMNS: Cuts = {nn.Linear: {"weight": 0, "bias": 0}, nn.Embedding: {"weight": 1}}
 _ROWS: Cuts = {nn.Linear: {"weight": 1}, nn.Embedding: {"weight": 0}}
-
-
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -77,8 +75,11 @@ def _enter(value: Any, mesh: DeviceMesh, layout: Placement, shapes: Shapes, who:
         return ShardTensor.from_dtensor(value)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{who}: expected a torch.Tensor to become {layout}, got {type(value).__name__} ({value!r:.80})")
-    if type(layout) is Replicate and shapes is None and can_share(value):
-        return Entrance(mesh).enter(value)
+    if type(layout) is Replicate and shapes is None:
+        if torch.compiler.is_compiling():
+            return enter_in_graph(value, mesh)
+        if can_share(value):
+            return Entrance(mesh).enter(value)
     return ShardTensor.from_local(value, mesh, (layout,), run_check=False, sharding_shapes=shapes)
 
 
@@ -112,9 +113,16 @@ class _Target:
 
 
 def _moved(value: ShardTensor, placements: tuple[Placement, ...] | None) -> ShardTensor:
+    if placements is None:
+        return value
+    if type(value) is ShardTensor and moved_layout(value._layout, placements, value.ndim, who="a parallel style") == value._layout:
+        return value
     if not isinstance(value, DTensor):
         refuse_transformed(value, "a parallel style")
-    return value if placements is None else value.redistribute(placements=placements, async_op=True)
+    return value.redistribute(placements=placements, async_op=True)
+
+
+_compile.in_graph(_moved)
 
 
 class _Features(ParallelStyle):
