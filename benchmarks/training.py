@@ -1,6 +1,6 @@
 """A transformer's training step with collectives by hand, with torch's DTensor and with shardtensor, side by side.
 
-    python benchmarks/training.py                                         # all rows, on two and four ranks; some minutes
+    python benchmarks/training.py --table                                 # all rows, on two and four ranks; ten minutes
     python benchmarks/training.py --d 256 --ranks 2 --how tensor --pieces uneven
 
 The step: blocks of a transformer, a mean square error, backward, AdamW. tensor: attention heads and hidden features are cut.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -53,7 +54,7 @@ NAMES = [HAND, STOCK, OURS]
 HOW = ["tensor", "sequence", "fsdp", "both"]
 BATCH, BLOCKS = 4, 1
 WARM_UP = 3  # steps: the first ones fill caches and make the optimizer's state
-FEWEST, MOST = 7, 400  # turns
+FEWEST, MOST = 5, 400  # turns
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ def traffic(made: Training) -> tuple[float, float, float]:
     calls = Calls()
     with calls:
         made.step()
-    steps = 3  # Gloo's threads send the last bytes of one step during the next
+    steps = 2  # Gloo's threads send the last bytes of one step during the next
     dist.barrier()
     before = written()
     for _ in range(steps):
@@ -394,6 +395,27 @@ def line(name: str, c: Costs) -> str:
     return f"  {name:12}" + "".join(f"{cell:>10}" for cell in cells)
 
 
+def table(results: list[dict[str, Any]]) -> str:
+    """In Markdown, one line for each row. Times of DTensor and shardtensor are multiples of those by hand."""
+    short = {HAND: "by hand", STOCK: "DTensor", OURS: "shardtensor"}
+    others = [short[STOCK], short[OURS]]
+    head = ["cut", "by hand, ms", *others, "host by hand, ms", *others]
+    head += [f"{what} ({', '.join(short.values())})" for what in ("calls", "KiB sent", "peak KiB")]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for result in results:
+        costs = result["costs"]
+
+        def of(name: str, key: str, form: str, costs: dict[str, Any] = costs) -> str:
+            return format(costs[name][key], form) + ("x" if "ratio" in key else "") if name in costs else "raises"
+
+        cells = [result["row"]]
+        for ms, ratio in (("ms", "ratio"), ("host_ms", "host_ratio")):
+            cells += [of(HAND, ms, ".2f"), of(STOCK, ratio, ".2f"), of(OURS, ratio, ".2f")]
+        cells += [", ".join(of(name, key, ".0f") if name in costs else "-" for name in NAMES) for key in ("calls", "kib", "peak_kib")]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 class Bar:
     """On one line of the terminal: how many rows are done, and what runs now."""
 
@@ -414,14 +436,15 @@ def on_rank(rank: int, rows: list[Row], args: argparse.Namespace, store: str, re
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=rows[0].ranks, timeout=timedelta(seconds=120))
     import_shard_tensor()
-    bar, out = Bar(total, rank == 0), []
+    bar, out, start = Bar(total, rank == 0), [], time.perf_counter()
     for i, row in enumerate(rows):
         bar.done = done + i
         costs, errors = measure(row, args, bar)
+        gc.collect()
         out.append({"row": row.name, "costs": {name: asdict(c) for name, c in costs.items()}, "errors": errors})
         if rank == 0:
             bar.clear()
-            print(f"\n{row.name}\n{header()}")
+            print(f"\n{row.name}  ({bar.done + 1} of {total}, {time.perf_counter() - start:.0f} s)\n{header()}")
             for name in NAMES:
                 print(line(name, costs[name]) if name in costs else f"  {name:12}raises {errors[name]:.120}", flush=True)
     if rank == 0:
@@ -437,6 +460,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pieces", nargs="+", choices=["even", "uneven"], default=["even", "uneven"])
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--seconds", type=float, default=3.0, help=f"for the turns of a row; {FEWEST} to {MOST} turns")
+    parser.add_argument("--table", action="store_true", help="print all rows once more at the end, as a table in Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     return parser.parse_args()
 
@@ -456,6 +480,8 @@ def main() -> None:
             mp.spawn(on_rank, (rows, args, f"{scratch}/store", path, done, total), nprocs=rows[0].ranks)
             results += json.loads(Path(path).read_text())
         done += len(rows)
+    if args.table:
+        print(f"\n{table(results)}")
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine, "rows": results}, indent=1) + "\n")
 
