@@ -86,3 +86,32 @@ def test_trains_as_one_process(pools, over, world, options):
     if "columns" in options:
         needs_uneven_columns()
     pools(world).run(f"{__name__}:fully_sharded", over, dict(OPTIONS[options]))
+
+
+def later_steps():
+    """The hooks make no more functions that dynamo skips; gradients have the layouts and dtypes that FSDP's specs say."""
+    from shardtensor import _C, ShardTensor, replace_dtensor
+    from torch.distributed.fsdp import fully_shard
+
+    with replace_dtensor():
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        for module in (model[0], model):
+            fully_shard(module)
+        model.to(torch.float64)  # FSDP makes new specs
+        made, disable = [], torch._dynamo.disable
+        for step in range(3):
+            torch._dynamo.disable = lambda *args, **kwargs: made.append(args) or disable(*args, **kwargs)
+            try:
+                model(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
+            finally:
+                torch._dynamo.disable = disable
+            for p in model.parameters():
+                assert type(p.grad) is ShardTensor and _C.layout(p.grad) == _C.layout(p)
+                assert p.grad.dtype == torch.float64 and p.grad.shape == p.shape
+            if step == 0:
+                made.clear()
+        assert made == []
+
+
+def test_later_steps(pools):
+    pools(2).run(f"{__name__}:later_steps")

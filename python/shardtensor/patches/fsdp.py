@@ -1,4 +1,5 @@
-"""torch.distributed.fsdp's fully_shard over modules whose parameters are ShardTensors already (tensor parallelism). All versions.
+"""torch.distributed.fsdp's fully_shard over modules whose parameters are ShardTensors already (tensor parallelism), and the host
+time of its hooks. All versions.
 
 FSDP2 cuts each rank's piece of a parameter once more, as torch.chunk does, and describes the result by a stock spec, which
 cannot say that the original pieces were uneven. Here it gets a spec that can. Padding: since torch 2.15.
@@ -6,7 +7,9 @@ cannot say that the original pieces were uneven. Here it gets a spec that can. P
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardtensor import _C
 from shardtensor._late import when_imported
+from shardtensor.tensor._compile import outside_graphs
 from shardtensor.tensor._layout import _SHARD, make_layout
 from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
@@ -140,6 +144,17 @@ def _wrap(module: Any) -> None:
         init(self, given, module_info, *args, **kwargs)
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the shard, and in each step of its gradient. The first call decides about layout and class."""
+        known = self.__dict__.get("_shardtensor_made")
+        if known is None or known[0] is not self._sharding_spec or tensor.shape != self.sharded_size:
+            out = first_sharded(self, tensor)
+            if type(out) is ShardTensor and not hasattr(self, "_shardtensor_padded"):
+                self._shardtensor_made = self._sharding_spec, _C.layout(out), list(out.shape), list(out.stride())
+            return out
+        _, layout, shape, stride = known
+        return _C.wrap(tensor.detach(), layout, shape, stride).requires_grad_(tensor.requires_grad)
+
+    def first_sharded(self: Any, tensor: torch.Tensor) -> torch.Tensor:
         inner = _inner_spec(self)
         if inner is not None and not isinstance(self._sharding_spec, ShardTensorSpec):
             self._sharding_spec = _with_cuts(self._sharding_spec, inner)
@@ -191,6 +206,39 @@ def _wrap_padding(param: Any) -> None:
     param.reset_sharded_param = reset_sharded_param
 
 
+# ---- hooks ----
+
+
+def _disabled_once(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch._dynamo.disable makes of a hook. Made in the first call, because importing dynamo is slow."""
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            skipped = torch._dynamo.disable(hook, recursive=True, reason="skipping FSDP hooks")  # type: ignore[no-untyped-call]
+            made.append(skipped)
+        return made[0](*args, **kwargs)
+
+    outside_graphs("skipping FSDP hooks", call)
+    return call
+
+
+def _disable_hooks_once(cls: type) -> None:
+    """torch makes a new function that dynamo skips in each call of a hook, which costs more than what many hooks do."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common  # noqa: PLC0415  slow, and not in all versions
+
+    disable = getattr(_fsdp_common, "_dynamo_disable", None)
+    if disable is not None:
+        code = disable(_disable_hooks_once).__code__
+        for name, hook in list(vars(cls).items()):
+            if getattr(hook, "__code__", None) is code:
+                setattr(cls, name, _disabled_once(hook.__wrapped__))
+
+
 def install() -> None:
-    """Wraps FSDP2's parameters; once."""
-    when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _wrap)
+    """Wraps FSDP2's parameters and hooks; once."""
+    modules = "torch.distributed.fsdp._fully_shard."
+    when_imported(f"{modules}_fsdp_param", _wrap)
+    when_imported(f"{modules}_fsdp_state", lambda module: _disable_hooks_once(module.FSDPState))
+    when_imported(f"{modules}_fsdp_param_group", lambda module: _disable_hooks_once(module.FSDPParamGroup))
