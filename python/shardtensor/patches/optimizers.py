@@ -80,25 +80,30 @@ def _all_as_pieces(lists: Lists, scaled: bool, number: bool) -> Lists:
 
 def _reduced_together(params: list[torch.Tensor], grads: list[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients with the small ones that are summands of replicated parameters reduced. Each collective has as many as fit."""
-    alike: dict[Any, list[int]] = {}
+    alike: dict[Any, list[int] | None] = {}  # None for what cannot be reduced so
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        if type(g) is not ShardTensor or p.shape != g.shape or not p.is_contiguous() or g.numel() * g.itemsize > _SMALL:
+        if type(g) is not ShardTensor or not (have := _C.layout(g)).has_partial:
             continue
-        have, want = _C.layout(g), _C.layout(p)
-        if have.has_partial and want.is_replicated and have.mesh == want.mesh and not any(kind == _SHARD for kind, *_ in have.placements):
-            alike.setdefault((have, want, g.dtype), []).append(i)
+        want, dtype = _C.layout(p), g.dtype
+        if (have, want, dtype) not in alike:
+            reducible = want.is_replicated and have.mesh == want.mesh and not any(kind == _SHARD for kind, *_ in have.placements)
+            alike[have, want, dtype] = [] if reducible else None
+        indices = alike[have, want, dtype]
+        if indices is not None and p.shape == g.shape and p.is_contiguous() and g.numel() * dtype.itemsize <= _SMALL:
+            indices.append(i)
     grads = list(grads)
     for (have, want, dtype), indices in alike.items():
         most = _TOGETHER // dtype.itemsize
-        while len(indices) > 1:
+        while indices and len(indices) > 1:
             ends = list(itertools.accumulate(grads[i].numel() for i in indices))
             count = max(1, sum(end <= most for end in ends))
             part, indices = indices[:count], indices[count:]
             flat = torch.cat([_C.local(grads[i]).reshape(-1) for i in part])
             summed = _C.local(_C.redistribute(_C.wrap(flat, have, [len(flat)], [1]), want))
-            pieces: list[torch.Tensor] = summed.split([grads[i].numel() for i in part])  # type: ignore[no-untyped-call]
-            for i, piece in zip(part, pieces, strict=True):
-                grads[i] = _C.wrap(piece.view(grads[i].shape), want, list(grads[i].shape), list(params[i].stride()))
+            shapes = [grads[i].shape for i in part]
+            pieces: list[torch.Tensor] = summed.split([shape.numel() for shape in shapes])  # type: ignore[no-untyped-call]
+            for i, piece, shape in zip(part, pieces, shapes, strict=True):
+                grads[i] = _C.wrap(piece.view(shape), want, shape, params[i].stride())
     return grads
 
 
