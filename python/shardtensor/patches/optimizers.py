@@ -45,7 +45,11 @@ def _on_pieces(step: Callable[..., None]) -> Callable[..., None]:
         at = [i for i, a in enumerate(given) if type(a) is list]
         for i, changed in zip(at, _as_pieces([given[i] for i in at], scaled, number), strict=True):
             given[i] = changed
-        return step(*given, **kwargs)
+        try:
+            return step(*given, **kwargs)
+        except Exception as e:
+            _C.failed_in_part("an optimizer's step", f"{type(e).__name__}: {e}")
+            raise
 
     return run
 
