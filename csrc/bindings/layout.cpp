@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 
+#include "layout/reach.h"
 #include "redistribute/plan.h"
 #include "redistribute/route.h"
 #include "redistribute/transfer.h"
@@ -206,6 +207,27 @@ void register_layout(py::module& m) {
         return out;
       },
       py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("rank"));
+
+  using Line = std::array<int64_t, 4>; // num, den, first, last
+  const auto reach = [](const Line& line) { return Reach{line[0], line[1], line[2], line[3]}; };
+  m.def(
+      "reach_mirror",
+      [=](const Line& line) {
+        const auto r = mirror(reach(line));
+        return Line{r.num, r.den, r.first, r.last};
+      },
+      py::arg("line"));
+  m.def(
+      "reach_read",
+      [=](const Line& line, int64_t start, int64_t length, int64_t size) {
+        const auto s = read(reach(line), {start, length}, size);
+        return py::make_tuple(s.before, s.inside.start, s.inside.length, s.after);
+      },
+      py::arg("line"), py::arg("start"), py::arg("length"), py::arg("size"));
+  m.def(
+      "reach_cut",
+      [=](const Line& line, int64_t cut, int64_t size, int64_t count) { return cut_through(reach(line), cut, size, count); },
+      py::arg("line"), py::arg("cut"), py::arg("size"), py::arg("count"));
 }
 
 } // namespace shardtensor::bindings
