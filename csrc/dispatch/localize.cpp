@@ -3,10 +3,12 @@
 #include "comm/values.h"
 #include "dispatch/errors.h"
 #include "dispatch/traced.h"
+#include "redistribute/identity.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/function.h>
 
 namespace shardtensor {
@@ -54,6 +56,22 @@ const char* why_moved(const Op& op) {
   return op.entry->gathers() ? "it needs whole inputs" : "its rule requires this layout";
 }
 
+namespace {
+
+// What this rank reads of an operand: its piece with a halo.
+at::Tensor with_halo(
+    const Op& op, const Ref& r, const at::Tensor& local, const Layout& have, const Layout& from, const Solution::Halo& halo) {
+  const auto piece = &have == &from ? local : move_for(op, r, why_moved(op), local, have, from);
+  return errors::while_doing(op, [&] {
+    const auto strides = r.tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()
+                             ? Sizes(c10::contiguous_strides(halo.fetch.sizes()))
+                             : strides_like(halo.fetch.sizes(), *r.tensor);
+    return halo.fetch(piece, strides, identity(halo.beyond, local.scalar_type()));
+  });
+}
+
+} // namespace
+
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {
     const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
@@ -95,6 +113,12 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       continue;
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
+    if (C10_UNLIKELY(!solution.halos.empty())) {
+      if (const auto* halo = solution.halo(i)) {
+        locals.hold(with_halo(op, r, local, have, *need, *halo));
+        continue;
+      }
+    }
     const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
     auto moved = r.impl && !written && !numbers.defined() ? moved_once(*r.impl, need, move) : move();
     if (!written && (replicates(op) || op.is_view) && !is_symbolic(moved)) {

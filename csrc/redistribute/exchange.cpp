@@ -119,12 +119,6 @@ class Sorted {
   std::vector<int64_t> reach_; // the furthest end of all boxes up to here
 };
 
-// Part `box`, in global indices, goes from held[from] to wanted[to].
-struct Part {
-  size_t from, to;
-  Box box;
-};
-
 // Parts of one wanted box. Elements that the rank holds itself come first; then those of each holder in turn. The first holder
 // differs from box to box, so that several holders of the same elements share the work.
 std::vector<Part> match_one(const std::vector<Placed>& held, const Sorted& sorted, const Placed& wanted, size_t to) {
@@ -162,8 +156,8 @@ std::vector<Part> match_one(const std::vector<Placed>& held, const Sorted& sorte
   return parts;
 }
 
-// Every element of every wanted box, once: from the rank itself if it holds the element, else from one of its holders. Sorted
-// by `from`, then `to`. Throws if no rank holds an element.
+} // namespace
+
 std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted) {
   std::vector<Part> parts;
   const Sorted sorted(held);
@@ -174,6 +168,8 @@ std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Place
   std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.from < b.from; });
   return parts;
 }
+
+namespace {
 
 Box within(Box box, const Box& outer) {
   for (const auto d : c10::irange(box.offsets.size())) {

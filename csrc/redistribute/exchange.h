@@ -13,6 +13,15 @@ struct Placed {
   Box box;
 };
 
+// Part `box`, in global indices, goes from held[from] to wanted[to].
+struct Part {
+  size_t from, to;
+  Box box;
+};
+// Every element of every wanted box, once: from the rank itself if it holds the element, else from one of its holders. Sorted
+// by `from`, then `to`. Throws if no rank holds an element.
+std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted);
+
 // Every rank of the mesh calls it with equal lists. `pieces` are this rank's boxes of `held`, in order. Returns this rank's
 // boxes of `wanted`, in new memory. Each element arrives once, from this rank itself if it holds the element. An element that
 // no rank holds raises on all ranks. Time grows as the product of the lists' lengths.

@@ -92,9 +92,7 @@ class Chooser {
         c.split_factor = p.split_factor;
         if (known == candidates.end()) {
           candidates.push_back(c);
-        } else if (
-            !call_.tensors[known->donor].mutated &&
-            (call_.tensors[i].mutated || is_larger(i, static_cast<size_t>(known->donor)))) {
+        } else if (is_better_donor(c, *known)) {
           *known = c;
         }
       } else if (p.is_partial() && !rule_.operands[i].free && summands_pass_) {
@@ -178,7 +176,21 @@ class Chooser {
     return difference ? *difference < -scaled(constant) : constant < 0;
   }
 
-  // Whether operand i is the better donor. Between two of one layout it does not matter, so symbols need no guard.
+  bool is_better_donor(const Choice& c, const Choice& known) const {
+    const bool windows = reach_of(c.donor, c.donor_dim), known_windows = reach_of(known.donor, known.donor_dim);
+    if (windows != known_windows) {
+      return known_windows; // what is read through windows moves anyway
+    }
+    return !call_.tensors[known.donor].mutated &&
+           (call_.tensors[c.donor].mutated || is_larger(static_cast<size_t>(c.donor), static_cast<size_t>(known.donor)));
+  }
+
+  const Reach* reach_of(int64_t operand, int64_t d) const {
+    const auto at = rule_.operands[operand].dims[d].reach;
+    return at == kNone ? nullptr : &rule_.reaches[at];
+  }
+
+  // Whether operand i is the larger of two donors. Between two of one layout it does not matter, so symbols need no guard.
   bool is_larger(size_t i, size_t known) const {
     const auto &a = call_.tensors[i], &b = call_.tensors[known];
     const bool symbols = a.has_symbols() || b.has_symbols();
@@ -203,12 +215,37 @@ class Chooser {
     const auto want = so_far_.placement_of(i, c);
     const auto& have = t.layout->placement(m);
     const auto b = held(i, m, bytes);
+    if (want == have && have.is_shard() && reach_of(static_cast<int64_t>(i), have.dim)) {
+      return halo_cost(i, have.dim, m, c, b);
+    }
     if (want == have) {
       const bool moves = c.kind == Choice::Kind::Shard && have.is_shard() && !follows_donor(i, m, c);
       return moves ? cost_of(StepKind::AllToAll, b / static_cast<double>(mesh_.size(m)), mesh_.size(m)) : 0;
     }
     const auto back = t.mutated ? kLatency + step_cost(m, want, have, b) : 0;
     return step_cost(m, have, want, b) + back;
+  }
+
+  // Of the halo that the most lacking rank receives. Messages between neighbours start together, and the results stay cut, so a
+  // call costs less than a gather's.
+  double halo_cost(size_t i, int64_t d, int64_t m, const Choice& c, double held) const {
+    constexpr double kStart = kLatency / 2;
+    const auto& t = call_.tensors[i];
+    const auto& donor = call_.tensors[c.donor];
+    const auto size = t.size(d), donor_size = donor.size(c.donor_dim);
+    const auto count = cutting_.factor_size(c.factor).guard_int(__FILE__, __LINE__);
+    const auto* donor_reach = reach_of(c.donor, c.donor_dim);
+    int64_t most = 0;
+    Coordinate at(mesh_.ndim(), 0);
+    for (; at[m] < mesh_.size(m); ++at[m]) {
+      const auto mine = t.layout->intervals(d, size, at)[0];
+      auto run = donor.layout->intervals(c.donor_dim, donor_size, at)[0];
+      run = donor_reach ? cut_through(*donor_reach, run, donor_size, count) : run;
+      const auto inside = read(*reach_of(static_cast<int64_t>(i), d), run, size).inside;
+      const auto common = std::min(mine.start + mine.length, inside.start + inside.length) - std::max(mine.start, inside.start);
+      most = std::max(most, inside.length - std::max<int64_t>(common, 0));
+    }
+    return most ? kStart + held * static_cast<double>(most) / static_cast<double>(size) : 0;
   }
 
   // What a rank holds of operand i before mesh dim m cuts it.
@@ -255,7 +292,7 @@ class Chooser {
     if (split_factor > 1) {
       const auto bent = [&](const Dims& dims) {
         const auto d = dim_of(dims, factor);
-        return d >= 0 && (dims[d].inner != 1 || dims[d].window);
+        return d >= 0 && (dims[d].inner != 1 || dims[d].window || dims[d].reach != kNone);
       };
       return std::none_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) { return bent(o.dims); }) &&
              std::none_of(rule_.results.begin(), rule_.results.end(), [&](const Result& r) { return bent(r.dims); });

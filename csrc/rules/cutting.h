@@ -16,6 +16,8 @@ class Cutting {
   // Whether every piece of operand i along dim d holds whole indices of its factor.
   bool aligned(size_t i, int64_t d, int64_t m) const;
   c10::SymInt factor_size(int64_t f) const;
+  // The layout of the factor alone, as if it were dim 0 of a tensor. Windows, inner sizes and halos are computed from it.
+  LayoutPtr factor_layout(int64_t f) const;
 
  private:
   // Whether all pieces of operand i along dim d are equal and hold whole indices of its factor. Asks no rank's size.
@@ -36,8 +38,8 @@ class Cutting {
   bool bound_boundaries(
       size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most)
       const;
-  // The layout of the factor alone, as if it were dim 0 of a tensor. Windows and inner sizes are computed from it.
-  LayoutPtr factor_layout(int64_t f) const;
+  // The factor's cut that follows the donor's, if the donor is read through windows.
+  Cut cut_of_readers(const Choice& c, int64_t m) const;
   // How many indices of the result dim the piece at mesh dims [0, m] makes.
   int64_t measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const;
   static int64_t window_count(const Dim::Window& w, const Interval& piece);

@@ -22,6 +22,7 @@ class Resolver {
     auto s = c10::make_intrusive<Solution>();
     s->factor_mesh_dims.assign(rule_.factors.size(), 0);
     bool kernel = rule_.always_kernel;
+    s->runs.assign(rule_.reaches.empty() ? 0 : rule_.factors.size(), std::nullopt);
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
       const auto& c = choices_.made[m];
       if (c.kind == Choice::Kind::Shard) {
@@ -37,6 +38,13 @@ class Resolver {
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       const auto& t = call_.tensors[i];
       auto need = operand_layout(i);
+      if (has_halo(i)) {
+        need = before_halo(i, *need);
+        s->halos.push_back({i, fetch(i, *need), rule_.operands[i].beyond});
+        s->moves = true;
+        s->operands.push_back(std::move(need));
+        continue;
+      }
       if (!need || need.get() == t.layout) {
         s->operands.emplace_back();
         continue;
@@ -52,6 +60,13 @@ class Resolver {
     }
     s->geometry = !rule_.results.empty() &&
                   std::all_of(rule_.results.begin(), rule_.results.end(), [](const Result& r) { return r.geometry.has_value(); });
+    for (const auto& r : rule_.operands) {
+      for (size_t d = 0; d < r.dims.size() && !s->halos.empty(); ++d) {
+        if (r.dims[d].reach != kNone && is_sharded(r.dims[d].factor)) {
+          s->runs[r.dims[d].factor] = run_at(r.dims[d].factor, mesh_.coordinate());
+        }
+      }
+    }
     s->replicated = Layout::replicated(call_.tensors[0].layout->mesh_ptr());
     s->size_args = rule_.size_args;
     if (s->shards) {
@@ -81,7 +96,7 @@ class Resolver {
       for (size_t i = 0; i < call_.tensors.size(); ++i) {
         const auto& dims = rule_.operands[i].dims;
         const auto d = dim_of(dims, f);
-        if (d < 0 || dims[d].window || call_.tensors[i].output) {
+        if (d < 0 || dims[d].window || dims[d].reach != kNone || call_.tensors[i].output) {
           continue;
         }
         const Solution::Indexed here{static_cast<int32_t>(i), static_cast<int16_t>(d), dims[d].inner};
@@ -123,17 +138,75 @@ class Resolver {
     Cuts cuts(mesh_.ndim());
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
       placements.push_back(choices_.placement_of(i, choices_.made[m]));
-      if (placements[m].is_shard()) {
+      if (placements[m].is_shard() && operand.dims[placements[m].dim].reach != kNone) {
+        placements[m] = Placement::replicate(); // fetch() cuts this dim
+      } else if (placements[m].is_shard()) {
         cuts[m] = cutting_.dim_cut(operand.dims[placements[m].dim], m);
       }
     }
     return Layout::make(call_.tensors[i].layout->mesh_ptr(), std::move(placements), std::move(cuts));
   }
 
+  bool is_sharded(int64_t factor) const {
+    return std::any_of(choices_.made.begin(), choices_.made.end(), [&](const Choice& c) {
+      return c.kind == Choice::Kind::Shard && c.factor == factor;
+    });
+  }
+
+  // Whether operand i is read through windows along a sharded factor.
+  bool has_halo(size_t i) const {
+    const auto& dims = rule_.operands[i].dims;
+    return std::any_of(dims.begin(), dims.end(), [&](const Dim& d) { return d.reach != kNone && is_sharded(d.factor); });
+  }
+
+  // Where operand i's pieces must be so that a fetch can bring every rank what it reads: as they are, but with summands only
+  // where the op takes them, and without strided shards.
+  LayoutPtr before_halo(size_t i, const Layout& want) const {
+    const auto& have = *call_.tensors[i].layout;
+    Placements placements;
+    Cuts cuts = have.cuts();
+    bool as_is = true;
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      const auto &p = have.placement(m), &w = want.placement(m);
+      const bool stays = p.is_partial() || w.is_partial() ? p == w : p.split_factor == 1;
+      placements.push_back(stays ? p : w.is_partial() ? w : Placement::replicate());
+      cuts[m] = stays ? cuts[m] : nullptr;
+      as_is = as_is && stays;
+    }
+    return as_is ? LayoutPtr::reclaim_copy(&have) : Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts));
+  }
+
+  // The indices of the factor at a coordinate of the mesh: all, if it is not sharded.
+  Interval run_at(int64_t factor, const Coordinate& at) const {
+    const auto layout = cutting_.factor_layout(factor);
+    return layout->intervals(0, cutting_.factor_size(factor).guard_int(__FILE__, __LINE__), at)[0];
+  }
+
+  Fetch fetch(size_t i, const Layout& from) const {
+    const auto& t = call_.tensors[i];
+    const auto& dims = rule_.operands[i].dims;
+    const auto plain = operand_layout(i); // whole along the dims that are read through windows
+    Sizes sizes;
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      sizes.push_back(t.size(d));
+    }
+    return Fetch(from, sizes, [&](const Coordinate& at) {
+      Stretches out;
+      for (size_t d = 0; d < dims.size(); ++d) {
+        if (dims[d].reach != kNone && is_sharded(dims[d].factor)) {
+          out.push_back(read(rule_.reaches[dims[d].reach], run_at(dims[d].factor, at), sizes[d]));
+        } else {
+          out.push_back({0, plain->intervals(static_cast<int64_t>(d), sizes[d], at)[0], 0});
+        }
+      }
+      return out;
+    });
+  }
+
   // The operand whose order of dims an elementwise op gives to its result.
   int64_t like(const Result& r) const {
     const auto same = [](const Dim& a, const Dim& b) {
-      return a.factor == b.factor && a.inner == b.inner && !a.window && !b.window;
+      return a.factor == b.factor && a.inner == b.inner && !a.window && !b.window && a.reach == b.reach;
     };
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto& dims = rule_.operands[i].dims;
@@ -177,7 +250,8 @@ class Resolver {
     if (sharded) {
       for (size_t i = 0; i < rule_.operands.size(); ++i) {
         const auto d = dim_of(rule_.operands[i].dims, dim.factor);
-        if (d >= 0 && !rule_.operands[i].dims[d].window && rule_.operands[i].dims[d].inner == dim.inner) {
+        if (d >= 0 && !rule_.operands[i].dims[d].window && rule_.operands[i].dims[d].reach == kNone &&
+            rule_.operands[i].dims[d].inner == dim.inner) {
           return {static_cast<int32_t>(i), static_cast<int16_t>(d), 0};
         }
       }

@@ -2,6 +2,7 @@
 // Pure functions of layouts and sizes, so that every rank finds the same.
 #pragma once
 
+#include "redistribute/fetch.h"
 #include "rules/rule.h"
 
 namespace shardtensor::rules {
@@ -11,6 +12,19 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<LayoutPtr, 4> operands;
   bool moves = false;  // some operand is redistributed
   bool shards = false; // some factor is sharded, so the ranks' local tensors differ
+  // Operands that are read with halos: what each rank reads, from the layout in `operands` (never null for them).
+  struct Halo {
+    size_t operand;
+    Fetch fetch;
+    ReduceOp beyond; // Operand::beyond
+  };
+  std::vector<Halo> halos;
+  const Halo* halo(size_t operand) const {
+    const auto it = std::find_if(halos.begin(), halos.end(), [&](const Halo& h) { return h.operand == operand; });
+    return it == halos.end() ? nullptr : &*it;
+  }
+  // This rank's indices of each factor that has a halo; for other factors nothing.
+  c10::SmallVector<std::optional<Interval>, 6> runs;
   // Operands that the op writes under another layout than their own: the result is carried back.
   OperandSet write_back;
 

@@ -5,6 +5,7 @@
 // piece follow from that alone. resolve.h derives them for all ops; a rule file only says which dim carries which factor.
 #pragma once
 
+#include "layout/reach.h"
 #include "layout/symbolic.h"
 #include "tensor/order.h"
 
@@ -64,7 +65,12 @@ struct Factor {
 // One dim of an operand or a result.
 struct Dim {
   int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
-  c10::SymInt inner = 1;  // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
+  // In an operand: each index of the factor reads a run of the dim's indices (a window), Rule::reaches[reach]. If the factor is
+  // sharded, each rank gets its piece with a halo, and with cells of padding at the edges of the whole. Then the factor has a
+  // size (Factor::size), and its kernel runs. A result has no reach: a gradient's factor is the index of what it is the gradient
+  // of.
+  int16_t reach = kNone;
+  c10::SymInt inner = 1; // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
   // A dim with only part of the factor: `length` indices start, start + step, ... In a result: a slice. In an operand (cat,
   // padding): the factor is then cut so that the operands' pieces stay on their ranks, if possible.
   struct Window {
@@ -95,6 +101,8 @@ struct Operand {
   // The op adds this operand to its sum (addmm's self), or writes the sum into it (out=). If a factor that is summed over is
   // sharded, the operand holds summands, like the result.
   bool summand = false;
+  // Where it is read with a halo: the cells beyond the edges hold this reduction's neutral value.
+  ReduceOp beyond = ReduceOp::Sum;
   // For a written operand, as Result::reduce: if the operand lacks a sharded factor that reduces, it holds summands.
   std::optional<std::optional<ReduceOp>> reduce;
 
@@ -223,6 +231,7 @@ struct Rule {
   c10::SmallVector<Result, 2> results;
   c10::SmallVector<Linear, 2> linear;
   c10::SmallVector<SizeArg, 1> size_args;
+  std::vector<Reach> reaches;
   Kernel kernel = nullptr;
   // The kernel runs even if no kernel factor is sharded.
   bool always_kernel = false;
@@ -239,6 +248,13 @@ struct Rule {
   int64_t factor(Factor f = {}) {
     factors.push_back(f);
     return static_cast<int64_t>(factors.size()) - 1;
+  }
+  // A dim of an operand that is read through windows.
+  Dim windows(int64_t factor_, const Reach& reach) {
+    Dim dim(factor_);
+    dim.reach = static_cast<int16_t>(reaches.size());
+    reaches.push_back(reach);
+    return dim;
   }
   int64_t whole() {
     Factor f;

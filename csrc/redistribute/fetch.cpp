@@ -1,0 +1,196 @@
+#include "redistribute/fetch.h"
+
+#include "comm/traced.h"
+#include "comm/values.h"
+#include "kernels/boxes.h"
+#include "kernels/traced.h"
+#include "redistribute/exchange.h"
+#include "redistribute/redistribute.h"
+#include "redistribute/traced.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <map>
+
+namespace shardtensor {
+
+namespace {
+
+Box within(const Box& box, c10::IntArrayRef origin) {
+  auto out = box;
+  for (size_t d = 0; d < origin.size(); ++d) {
+    out.offsets[d] -= origin[d];
+  }
+  return out;
+}
+
+Box box_of(const Stretches& stretches) {
+  Box out;
+  for (const auto& s : stretches) {
+    out.offsets.push_back(s.inside.start);
+    out.sizes.push_back(s.inside.length);
+  }
+  return out;
+}
+
+// Whether both hold the same summands.
+bool same_summands(const Layout& layout, const Coordinate& a, const Coordinate& b) {
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (layout.placement(m).is_partial() && a[m] != b[m]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
+Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stretches(const Coordinate&)> of)
+    : from_(LayoutPtr::reclaim_copy(&from)), sizes_(sizes.begin(), sizes.end()) {
+  const auto& mesh = from.mesh();
+  if (!mesh.has_me()) {
+    return;
+  }
+  const auto me = mesh.rank();
+  std::vector<Placed> held, wanted;
+  for (int64_t i = 0; i < mesh.size(); ++i) {
+    const auto at = mesh.coordinate_at(i);
+    if (!same_summands(from, at, mesh.coordinate())) {
+      continue;
+    }
+    const auto rank = mesh.rank_at(at);
+    Box piece;
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      const auto runs = from.intervals(static_cast<int64_t>(d), sizes[d], at);
+      TORCH_INTERNAL_ASSERT(runs.size() == 1, "fetch: from ", from.str(), ", whose pieces have several runs");
+      piece.offsets.push_back(runs[0].start);
+      piece.sizes.push_back(runs[0].length);
+    }
+    held.push_back({rank, std::move(piece)});
+    auto stretches = of(at);
+    wanted.push_back({rank, box_of(stretches)});
+    if (rank == me) {
+      mine_ = std::move(stretches);
+    }
+  }
+  Sizes held_at, starts;
+  for (const auto& p : held) {
+    if (p.rank == me) {
+      held_at = p.box.offsets;
+      stays_ = true;
+      for (size_t d = 0; d < mine_.size(); ++d) {
+        starts.push_back(mine_[d].start());
+        made_.push_back(mine_[d].length());
+        stays_ = stays_ && made_[d] == p.box.sizes[d] && (starts[d] == held_at[d] || made_[d] == 0);
+      }
+    }
+  }
+  struct Message {
+    std::vector<Box> sent, received;
+  };
+  std::map<int64_t, Message> messages; // by rank, in an order that both ends know
+  for (const auto& part : match(held, wanted)) {
+    const auto source = held[part.from].rank, target = wanted[part.to].rank;
+    travels_ = travels_ || source != target;
+    if (source == me && target == me) {
+      kept_from_.push_back(within(part.box, held_at));
+      kept_to_.push_back(within(part.box, starts));
+    } else if (source == me) {
+      messages[target].sent.push_back(within(part.box, held_at));
+    } else if (target == me) {
+      messages[source].received.push_back(within(part.box, starts));
+    }
+  }
+  const auto append = [](const std::vector<Box>& boxes, std::vector<Box>& all, std::vector<int64_t>& numels) {
+    int64_t numel = 0;
+    for (const auto& box : boxes) {
+      numel += c10::multiply_integers(box.sizes);
+      all.push_back(box);
+    }
+    numels.push_back(numel);
+  };
+  for (const auto& [rank, message] : messages) {
+    peers_.push_back(rank);
+    append(message.sent, packed_, sent_);
+    append(message.received, unpacked_, received_);
+  }
+}
+
+void Fetch::pad(const at::Tensor& out, const at::Scalar& beyond) const {
+  for (size_t d = 0; d < mine_.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    const auto& s = mine_[d];
+    if (s.before) {
+      out.narrow(dim, 0, s.before).fill_(beyond);
+    }
+    if (s.after) {
+      out.narrow(dim, s.length() - s.after, s.after).fill_(beyond);
+    }
+  }
+}
+
+// The box without its padding, in a graph that cannot send single messages: the dims that are read elsewhere become whole.
+at::Tensor Fetch::by_gathering(const at::Tensor& local) const {
+  auto placements = from_->placements();
+  for (auto& p : placements) {
+    p = p.is_partial() ? p : Placement::replicate();
+  }
+  const auto whole = Layout::make(from_->mesh_ptr(), std::move(placements));
+  auto out = redistribute(local, *from_, *whole, sizes_);
+  for (size_t d = 0; d < mine_.size(); ++d) {
+    out = out.narrow(static_cast<int64_t>(d), mine_[d].inside.length ? mine_[d].inside.start : 0, mine_[d].inside.length);
+  }
+  return out;
+}
+
+at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, const at::Scalar& beyond) const {
+  const bool traced = is_traced(given);
+  if (!travels_ && stays_) {
+    return given;
+  }
+  if (!traced) {
+    has_values(given); // or throws
+  }
+  const auto local = given.is_conj() || given.is_neg() ? given.resolve_conj().resolve_neg() : given;
+  const auto& mesh = from_->mesh();
+  const auto options = local.options();
+  const auto empty = [&] { return at::empty_strided(made_, strides, options); };
+  if (traced && travels_ && !may_transfer_in_graph(mesh)) {
+    auto out = empty();
+    auto inside = out;
+    for (size_t d = 0; d < mine_.size(); ++d) {
+      inside = inside.narrow(static_cast<int64_t>(d), mine_[d].before, mine_[d].inside.length);
+    }
+    inside.copy_(by_gathering(local));
+    pad(out, beyond);
+    return out;
+  }
+  at::Tensor arrived;
+  if (travels_) {
+    arrived = at::empty({c10::sum_integers(received_)}, options);
+    auto packed = traced ? kernels::traced::packed(local, packed_) : at::empty({c10::sum_integers(sent_)}, options);
+    if (!packed_.empty() && !traced) {
+      kernels::pack(local, packed_, packed);
+    }
+    comm::start_send_receive(arrived, received_, packed, sent_, peers_, mesh, mesh.size())();
+  }
+  if (stays_) {
+    return traced ? comm::traced::after(local, {arrived}) : local;
+  }
+  auto out = empty();
+  pad(out, beyond);
+  if (!kept_from_.empty()) {
+    kernels::copy(local, kept_from_, out, kept_to_);
+  }
+  if (!unpacked_.empty()) {
+    kernels::unpack(arrived, unpacked_, out);
+  }
+  if (traced && travels_) {
+    return comm::traced::after(out, {arrived}); // also on a rank that receives nothing
+  }
+  return out;
+}
+
+} // namespace shardtensor

@@ -1,0 +1,302 @@
+"""Convolutions and other windowed ops cut in space: each rank reads its piece and a halo, and nothing is gathered.
+
+Random calls are compared with plain torch: even, uneven, thin and empty pieces, on meshes of one and two dims. Bytes are compared with
+the halo's, counted index by index from the windows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import compare
+
+MESHES = [(2,), (3,), (4,), (2, 2)]
+SEEDS = range(3)
+CALLS = 40  # per mesh and seed
+
+Window = Callable[[int], range]  # result -> the operand's indices that it reads, with those between them; some in the padding
+
+
+@dataclass
+class Call:
+    text: str
+    function: Callable[..., Any]
+    x: torch.Tensor
+    parameters: list[torch.Tensor]
+    windows: list[Window]  # one per dim of space
+
+
+def numbers(draw: random.Random, *sizes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+
+def channels_last(t: torch.Tensor) -> torch.Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.to(memory_format=formats[t.ndim]) if t.ndim in formats else t
+
+
+def draw_space(draw: random.Random) -> tuple[int, list[int]]:
+    n = draw.choice((1, 2, 2, 3))
+    return n, [draw.randint(1, {1: 24, 2: 12, 3: 6}[n]) for _ in range(n)]
+
+
+def draw_conv(draw: random.Random, transposed: bool) -> Call | None:
+    n, sizes = draw_space(draw)
+    k, s, d = ([draw.randint(1, most) for _ in range(n)] for most in (4, 3, 2))
+    spans = [(a - 1) * b + 1 for a, b in zip(k, d, strict=True)]
+    p = [draw.randint(0, span - 1) for span in spans]
+    groups = draw.choice((1, 1, 2))
+    batch, cin, cout = draw.randint(1, 3), 2 * groups, draw.choice((1, 2)) * groups
+    more = [draw.randrange(max(a, b)) if transposed else 0 for a, b in zip(s, d, strict=True)]
+    if transposed:
+        results = [(a - 1) * b - 2 * c + e + o for a, b, c, e, o in zip(sizes, s, p, spans, more, strict=True)]
+        op = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n - 1]
+        function = lambda x, w, *b: op(x, w, *b or (None,), s, p, more, groups, d)  # noqa: E731
+        weight = numbers(draw, cin, cout // groups, *k)
+        windows = [functools.partial(transposed_window, *a) for a in zip(s, p, spans, strict=True)]
+    else:
+        results = [(a + 2 * c - e) // b + 1 for a, b, c, e in zip(sizes, s, p, spans, strict=True)]
+        op = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
+        function = lambda x, w, *b: op(x, w, *b or (None,), s, p, d, groups)  # noqa: E731
+        weight = numbers(draw, cout, cin // groups, *k)
+        windows = [functools.partial(window, *a) for a in zip(s, p, spans, strict=True)]
+    if min(results) < 1:
+        return None
+    x = numbers(draw, batch, cin, *sizes)
+    x = channels_last(x) if draw.random() < 0.3 else x
+    parameters = [weight, numbers(draw, cout)] if draw.random() < 0.7 else [weight]
+    text = f"{'transposed ' if transposed else ''}conv {list(x.shape)} k {k} s {s} p {p} d {d} groups {groups} out {more} bias {len(parameters) - 1}"
+    return Call(text, function, x, parameters, windows)
+
+
+def window(s: int, p: int, span: int, o: int) -> range:
+    return range(o * s - p, o * s - p + span)
+
+
+def transposed_window(s: int, p: int, span: int, o: int) -> range:
+    return range(-((span - 1 - o - p) // s), (o + p) // s + 1)
+
+
+DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
+    "conv": lambda draw: draw_conv(draw, False),
+    "conv_transpose": lambda draw: draw_conv(draw, True),
+}
+
+
+# ---- where the operand is cut ----
+
+
+def draw_cut(draw: random.Random, size: int, pieces: int) -> list[int] | None:
+    kind = draw.randrange(4)
+    if kind == 0:
+        return None  # even
+    if kind == 1:  # thin pieces, some of them empty; one has the rest
+        rest, left, cut = draw.randrange(pieces), size, [0] * pieces
+        for i in range(pieces):
+            if i != rest:
+                cut[i] = min(draw.randrange(3), left)
+                left -= cut[i]
+        cut[rest] = left
+        return cut
+    at = [0, *sorted(draw.randint(0, size) for _ in range(pieces - 1)), size]
+    return [b - a for a, b in itertools.pairwise(at)]
+
+
+def place(whole: torch.Tensor, mesh: Any, placements: Sequence[Any], cuts: Sequence[list[int] | None]) -> Any:
+    """The whole tensor as a ShardTensor, without communication."""
+    from shardtensor import _C
+    from shardtensor.tensor._layout import make_layout
+
+    layout = make_layout(mesh, list(placements), whole.ndim, list(cuts), who="test")
+    local = whole.detach()
+    for d in range(whole.ndim):
+        ((start, length),) = layout.intervals(d, whole.shape[d])
+        local = local.narrow(d, start, length)
+    strides = list(whole.stride())
+    return _C.wrap(_C.laid(local.clone(memory_format=torch.contiguous_format), strides), layout, list(whole.shape), strides)
+
+
+def place_randomly(draw: random.Random, whole: torch.Tensor, mesh: Any) -> Any:
+    from shardtensor import Replicate, Shard
+
+    placements: list[Any] = []
+    cuts: list[list[int] | None] = []
+    for m in range(mesh.ndim):
+        space = [Shard(d) for d in range(2, whole.ndim)]
+        placements.append(draw.choice([*space, *space, *space, Shard(0), Replicate()] if m else space))
+        is_free = placements[m].is_shard() and placements[m] not in placements[:m]
+        cuts.append(draw_cut(draw, whole.shape[placements[m].dim], mesh.size(m)) if is_free else None)
+    return place(whole, mesh, placements, cuts)
+
+
+# ---- what must be sent ----
+
+
+def hull(windows: Sequence[range]) -> tuple[int, int]:
+    full = [w for w in windows if len(w)]
+    return (min(w.start for w in full), max(w.stop for w in full)) if full else (0, 0)
+
+
+def coordinates(mesh: Any) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(n) for n in mesh.shape)))
+
+
+def bytes_of_halo(mesh: Any, source: Any, reads: Callable[[int, Sequence[int]], list[tuple[int, int]]]) -> int | None:
+    """What this rank sends, if every rank gets what it lacks of `source` once. `reads`: what the rank at a coordinate reads."""
+    if any(p.is_replicate() for p in source.placements):
+        return None
+    me = tuple(mesh.get_coordinate())
+
+    def held(at: Sequence[int]) -> list[tuple[int, int]]:
+        return [(a, a + n) for d in range(source.ndim) for a, n in source._layout.intervals(d, source.shape[d], list(at))]
+
+    sent = 0
+    for at in coordinates(mesh):
+        if at != me:
+            pairs = zip(held(me), reads(source.ndim, at), strict=True)
+            sent += math.prod(max(0, min(b, q) - max(a, p)) for (a, b), (p, q) in pairs)
+    return sent * source.element_size()
+
+
+def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, tuple[int, int]]]:
+    from shardtensor import _C
+
+    _C.reset_comm_counts()
+    out = run()
+    return out, _C.comm_counts()
+
+
+def check(call: Call, mesh: Any, x: Any) -> bool:
+    """Forward and backward of one call, its layouts and its bytes. False if windows are so wide that recutting to the batch costs less."""
+    from shardtensor import Replicate
+
+    text = f"{call.text} on {x._layout}"
+    parameters = [place(p, mesh, [Replicate()] * mesh.ndim, [None] * mesh.ndim) for p in call.parameters]
+    inputs = [t.requires_grad_() for t in (x, *parameters)]
+    plain = [t.detach().clone().requires_grad_() for t in (call.x, *call.parameters)]
+    y, sent = counted(lambda: call.function(*inputs))
+    want = call.function(*plain)
+    compare(y, want.detach(), 1e-9, f"{text}: result")
+    kept = y.placements == x.placements
+    assert kept or wide(call, mesh, x), f"{text}: {y.placements}"
+
+    cut = {p.dim for p in x.placements if p.is_shard() and p.dim > 1}
+
+    def reads(ndim: int, at: Sequence[int]) -> list[tuple[int, int]]:
+        out = []
+        for d in range(ndim):
+            t = y if d in cut else x
+            ((a, n),) = t._layout.intervals(d, t.shape[d], list(at))
+            out.append(hull([call.windows[d - 2](o) for o in range(a, a + n)]) if d in cut else (a, a + n))
+        return out
+
+    def readers(ndim: int, at: Sequence[int]) -> list[tuple[int, int]]:
+        out = []
+        for d in range(ndim):
+            t = x if d in cut else y
+            ((a, n),) = t._layout.intervals(d, t.shape[d], list(at))
+            if d in cut:
+                windows = {o: call.windows[d - 2](o) for o in range(y.shape[d])}
+                out.append(hull([range(o, o + 1) for o, w in windows.items() if max(w.start, a) < min(w.stop, a + n)]))
+            else:
+                out.append((a, a + n))
+        return out
+
+    def check_halo(sent: dict[str, tuple[int, int]], most: int | None, what: str) -> None:
+        assert set(sent) <= {"all_to_all"}, f"{text}: {what} sends {sent}"
+        calls, size = sent.get("all_to_all", (0, 0))
+        assert calls <= 1, f"{text}: {what} sends {sent}"
+        assert most is None or size == most, f"{text}: {what} sends {size} bytes, the halo has {most}"
+
+    if kept:
+        check_halo(sent, bytes_of_halo(mesh, x, reads), "forward")
+    upstream = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
+    grad = place(laid_like(upstream, want), mesh, y.placements, y._layout.cuts)
+    got, sent = counted(lambda: torch.autograd.grad(y, inputs, grad))
+    expected = torch.autograd.grad(want, plain, upstream)
+    for name, g, w in zip(("input", "weight", "bias"), got, expected, strict=False):
+        compare(g, w, 1e-9, f"{text}: gradient of {name}")
+    if kept and got[0].placements == x.placements:
+        exact = "transposed" not in call.text  # a transposed convolution's bias needs results that no index reaches
+        check_halo(sent, bytes_of_halo(mesh, y, readers) if exact else None, "backward")
+    return kept
+
+
+def wide(call: Call, mesh: Any, x: Any) -> bool:
+    """Whether the widest window is about as wide as an even piece."""
+    return any(len(w(0)) + 1 >= x.shape[d + 2] / max(mesh.shape) / 2 for d, w in enumerate(call.windows))
+
+
+def laid_like(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like).copy_(t)
+
+
+def run_drawn(kind: str, shape: tuple[int, ...], seed: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    draw = random.Random(f"{kind} {seed}")
+    done = kept = 0
+    while done < CALLS:
+        call = DRAWN[kind](draw)
+        if call is not None:
+            kept += check(call, mesh, place_randomly(draw, call.x, mesh))
+            done += 1
+    assert kept > CALLS // 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("kind", DRAWN)
+def test_equals_torch(pools, kind, shape, seed):
+    pools(math.prod(shape)).run(f"{__name__}:run_drawn", kind, shape, seed)
+
+
+# ---- ops that need whole planes: batch or channels are cut instead ----
+
+# sizes, placement of the result
+RECUT = [((4, 4, 8, 8), 0), ((1, 4, 8, 8), 1), ((1, 1, 8, 8), None)]
+
+
+def run_recut(sizes: tuple[int, ...], to: int | None) -> None:
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = numbers(random.Random(1), *sizes).requires_grad_()
+    x = place(whole, mesh, [Shard(2)], [[5, 0, 3]]).requires_grad_()
+    y = F.interpolate(x, size=(5, 5), mode="bicubic")
+    want = F.interpolate(whole, size=(5, 5), mode="bicubic")
+    assert y.placements == ((Replicate() if to is None else Shard(to)),)
+    compare(y, want.detach(), 1e-9, "result")
+    compare(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(want.sum(), whole)[0], 1e-9, "gradient")
+
+
+@pytest.mark.parametrize(("sizes", "to"), RECUT)
+def test_whole_planes_are_recut(pools, sizes, to):
+    pools(3).run(f"{__name__}:run_recut", sizes, to)
+
+
+def run_kernel_too_wide() -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    x = place(numbers(random.Random(1), 1, 1, 5, 5), mesh, [Shard(2)], [[4, 0, 1]])
+    weight = place(numbers(random.Random(2), 1, 1, 8, 3), mesh, [Shard(0)], [None])
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
+        F.conv2d(x, weight, padding=1)
+
+
+def test_kernel_too_wide_raises_on_all_ranks(pools):
+    pools(3).run(f"{__name__}:run_kernel_too_wide")
