@@ -118,6 +118,39 @@ def test_cuts_keep_order_sum_and_empty_pieces(seed):
         assert not any(o for c, o in zip(cuts, out, strict=True) if not c)
 
 
+# ---- beyond the edges lies the dim itself ----
+
+
+def reflected(e, size):
+    return -e if e < 0 else e if e < size else 2 * (size - 1) - e
+
+
+def replicated(e, size):
+    return min(max(e, 0), size - 1)
+
+
+SOURCES = {"reflect": reflected, "replicate": replicated}
+
+
+@pytest.mark.parametrize("beyond", SOURCES)
+def test_reads_beyond_the_edges(beyond):
+    draw = random.Random(beyond)
+    for _ in range(3000):
+        size = draw.randint(1, 12)
+        left, right = (draw.randint(0, size - 1 if beyond == "reflect" else 5) for _ in range(2))
+        results = size + left + right
+        shows = [SOURCES[beyond](o - left, size) for o in range(results)]
+        for a, b in pieces(draw, results, 4):
+            if a < b:
+                before, start, length, after = _C.reach_read((1, 1, -left, -left), a, b - a, size, beyond)
+                assert (before, start, start + length, after) == (0, min(shows[a:b]), max(shows[a:b]) + 1, 0)
+        for p, q in pieces(draw, size, 4):
+            readers = [o for o, i in enumerate(shows) if p <= i < q]
+            if p < q:
+                _, start, length, _ = _C.reach_read((1, 1, left, left), p, q - p, results, beyond, size)
+                assert (start, start + length) == (readers[0], readers[-1] + 1)
+
+
 # operand's cuts, op, results' cuts
 CUTS = [
     ([5, 3, 0, 12], conv(20, 3, 1, 1, 1), [5, 3, 0, 12]),

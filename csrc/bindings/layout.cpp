@@ -213,17 +213,20 @@ void register_layout(py::module& m) {
   m.def(
       "reach_mirror",
       [=](const Line& line) {
-        const auto r = mirror(reach(line));
+        const auto r = mirror(reach(line), -1);
         return Line{r.num, r.den, r.first, r.last};
       },
       py::arg("line"));
   m.def(
       "reach_read",
-      [=](const Line& line, int64_t start, int64_t length, int64_t size) {
-        const auto s = read(reach(line), {start, length}, size);
+      [=](const Line& line, int64_t start, int64_t length, int64_t size, const std::string& beyond, int64_t operand) {
+        auto r = reach(line);
+        r.beyond = beyond == "reflect" ? Beyond::Reflect : beyond == "replicate" ? Beyond::Replicate : Beyond::Padding;
+        r.operand = operand;
+        const auto s = read(r, {start, length}, size);
         return py::make_tuple(s.before, s.inside.start, s.inside.length, s.after);
       },
-      py::arg("line"), py::arg("start"), py::arg("length"), py::arg("size"));
+      py::arg("line"), py::arg("start"), py::arg("length"), py::arg("size"), py::arg("beyond") = "", py::arg("operand") = -1);
   m.def(
       "reach_cut",
       [=](const Line& line, int64_t cut, int64_t size, int64_t count) { return cut_through(reach(line), cut, size, count); },

@@ -66,7 +66,7 @@ at::Tensor with_halo(
     const auto strides = r.tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()
                              ? Sizes(c10::contiguous_strides(halo.fetch.sizes()))
                              : strides_like(halo.fetch.sizes(), *r.tensor);
-    return halo.fetch(piece, strides, identity(halo.beyond, local.scalar_type()));
+    return halo.fetch(piece, strides, identity(halo.padding, local.scalar_type()));
   });
 }
 

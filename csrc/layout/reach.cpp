@@ -4,9 +4,51 @@
 
 namespace shardtensor {
 
-Reach mirror(const Reach& r) {
-  return {r.den, r.num, r.num - 1 - r.last, r.den - 1 - r.first};
+Reach mirror(const Reach& r, int64_t size) {
+  const bool is_mirror = r.operand >= 0 || r.beyond == Beyond::Padding;
+  return {r.den, r.num, r.num - 1 - r.last, r.den - 1 - r.first, r.beyond, is_mirror ? -1 : size};
 }
+
+int64_t source(Beyond beyond, int64_t e, int64_t size) {
+  return beyond == Beyond::Replicate ? std::clamp<int64_t>(e, 0, size - 1) : e < 0 ? -e : e < size ? e : 2 * (size - 1) - e;
+}
+
+namespace {
+
+// All from the first to the last index that the run reads of a dim without padding.
+Interval hull(const Reach& r, int64_t lo, int64_t hi, int64_t size) {
+  const bool some = std::max<int64_t>(lo, 0) < std::min(hi, size); // between the edges
+  auto from = some ? std::max<int64_t>(lo, 0) : size, to = some ? std::min(hi, size) : 0;
+  const auto add = [&](int64_t a, int64_t b) {
+    from = std::min({from, a, b});
+    to = std::max({to, a + 1, b + 1});
+  };
+  if (lo < 0) {
+    add(source(r.beyond, lo, size), source(r.beyond, std::min<int64_t>(hi, 0) - 1, size));
+  }
+  if (hi > size) {
+    add(source(r.beyond, std::max(lo, size), size), source(r.beyond, hi - 1, size));
+  }
+  return {from, to - from};
+}
+
+// All from the first to the last result that reads a run of an operand of r.operand indices, which has other images beyond its
+// edges. Only where each result reads one index.
+Interval hull_of_images(const Reach& r, const Interval& run, int64_t results) {
+  const auto n = r.operand, left = r.first, right = results - n - left;
+  const auto first = run.start, last = run.start + run.length - 1;
+  auto from = first, to = last; // counted as indices of the operand
+  if (r.beyond == Beyond::Replicate) {
+    from = first == 0 ? -left : from;
+    to = last == n - 1 ? n - 1 + right : to;
+  } else {
+    from = last >= 1 && first <= left ? -std::min(last, left) : from;
+    to = first <= n - 2 && last >= n - 1 - right ? 2 * (n - 1) - std::max(first, n - 1 - right) : to;
+  }
+  return {from + left, to + 1 - from};
+}
+
+} // namespace
 
 Stretch read(const Reach& r, const Interval& run, int64_t size) {
   if (run.length <= 0) {
@@ -14,6 +56,9 @@ Stretch read(const Reach& r, const Interval& run, int64_t size) {
   }
   const auto lo = r.lo(run.start);
   const auto hi = std::max(lo, r.hi(run.start + run.length - 1));
+  if (r.beyond != Beyond::Padding) {
+    return {0, r.operand >= 0 ? hull_of_images(r, run, size) : hull(r, lo, hi, size), 0};
+  }
   const auto before = std::max<int64_t>(0, std::min<int64_t>(hi, 0) - lo);
   const auto after = std::max<int64_t>(0, hi - std::max(lo, size));
   return {before, {lo + before, hi - lo - before - after}, after};

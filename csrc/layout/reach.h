@@ -13,10 +13,21 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
   return -floor_div(-a, b);
 }
 
-// Index i of one dim reads the indices lo(i) .. hi(i) - 1 of another: floors of two parallel lines, num and den positive. What
-// lies outside of 0 .. size - 1 is padding.
+// What lies beyond the edges of the dim that is read.
+enum class Beyond : uint8_t {
+  Padding,   // cells
+  Reflect,   // the dim itself, from its second index on
+  Replicate, // its first and last index
+};
+
+// Index i of one dim reads the indices lo(i) .. hi(i) - 1 of another: floors of two parallel lines, num and den positive. Those
+// outside of 0 .. size - 1 lie beyond its edges.
 struct Reach {
   int64_t num, den, first, last;
+  Beyond beyond = Beyond::Padding;
+  // If not -1: the reach of a gradient, from an operand of so many indices to the results that read them. `beyond`: beyond the
+  // edges of the operand.
+  int64_t operand = -1;
 
   int64_t lo(int64_t i) const {
     return floor_div(num * i + first, den);
@@ -25,14 +36,17 @@ struct Reach {
     return floor_div(num * i + last, den) + 1;
   }
   bool operator==(const Reach& o) const {
-    return num == o.num && den == o.den && first == o.first && last == o.last;
+    return num == o.num && den == o.den && first == o.first && last == o.last && beyond == o.beyond && operand == o.operand;
   }
 };
 
-// The reverse: which indices read index j. Its own reverse is the reach itself.
-Reach mirror(const Reach& r);
+// The reverse: which indices read index j, one of `size`. Its own reverse is the reach itself.
+Reach mirror(const Reach& r, int64_t size);
+// The index that lies at `e`, which may be beyond the edges of the `size` indices, by less than `size`. Not for Padding.
+int64_t source(Beyond beyond, int64_t e, int64_t size);
 
-// What a run of indices reads of a dim: `before` cells of padding, then `inside`, then `after` cells of padding.
+// What a run of indices reads of a dim: `before` cells of padding, then `inside`, then `after` cells of padding. Without padding
+// (Reflect, Replicate): all from the first to the last index that is read.
 struct Stretch {
   int64_t before;
   Interval inside;

@@ -19,7 +19,7 @@ class Fetch {
   Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stretches(const Coordinate&)> of);
 
   // `local`: this rank's piece. Every rank of the mesh calls it. Returns what this rank reads, with these strides and `beyond` in
-  // its padding, or `local` itself if that is the same.
+  // its cells of padding, or `local` itself if that is the same.
   at::Tensor operator()(const at::Tensor& local, c10::IntArrayRef strides, const at::Scalar& beyond) const;
 
   const Stretches& mine() const { // what this rank reads

@@ -1,8 +1,9 @@
-// Convolutions, which may be cut along any dim, and ops on whole planes (pooling, resampling), which stay whole in space.
+// Convolutions. Any dim may be cut: batch, channels, space.
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
+#include "rules/windows.h"
 
 #include <ATen/ATen.h>
 
@@ -18,15 +19,6 @@ namespace {
 struct Factors {
   int64_t n, in, out;
 };
-
-// Whether a tensor of as many dims as the first is cut along its last `space` dims.
-bool cut_in_space(const Call& call, int64_t space) {
-  const auto ndim = call.tensors[0].dim();
-  const uint64_t mask = ((uint64_t{1} << space) - 1) << (ndim - space);
-  return std::any_of(call.tensors.begin(), call.tensors.end(), [&](const TensorArg& t) {
-    return t.dim() == ndim && (t.layout->sharded_dims() & mask);
-  });
-}
 
 // Grouped channels belong together, so they stay whole.
 Factors convolution_factors(Rule& rule, bool grouped) {
@@ -51,43 +43,9 @@ Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
   return transposed ? with_space(t, f.in, f.out) : with_space(t, f.out, f.in);
 }
 
-// ---- space: where it is cut, the operand that is read through windows gets a halo, and the cells of padding that lie beyond the
-// edges of the whole. Then the op needs no padding of its own along that dim. ----
+// ---- space: where it is cut, the op needs no padding of its own (windows.h) ----
 
 constexpr int64_t kFirstSpace = 3; // the factors n, in, out come before those of space
-
-// A kernel's taps along one dim.
-struct Taps {
-  int64_t count, stride, padding, dilation, output_padding;
-
-  int64_t span() const {
-    return (count - 1) * dilation + 1;
-  }
-  int64_t results(int64_t size, bool transposed) const {
-    return transposed ? (size - 1) * stride - 2 * padding + span() + output_padding
-                      : floor_div(size + 2 * padding - span(), stride) + 1;
-  }
-  // What a result reads.
-  Reach reach(bool transposed) const {
-    const Reach r{stride, 1, -padding, span() - 1 - padding};
-    return transposed ? mirror(r) : r;
-  }
-  // Whose gradients an index of the input needs. Also those of results between or beyond what any index reaches: for the bias.
-  Reach readers(bool transposed) const {
-    if (transposed) {
-      return {stride, 1, -padding, std::max(span() + output_padding, stride) - 1 - padding};
-    }
-    auto r = mirror(reach(false));
-    const auto beyond = std::max<int64_t>(0, padding - span() + 1);
-    r.first -= beyond * stride;
-    r.last += beyond * stride;
-    return r;
-  }
-};
-
-int64_t integer_at(const std::vector<int64_t>& list, int64_t i) {
-  return list[list.size() == 1 ? 0 : i];
-}
 
 // From a call (rules) or a run (kernels), with the weight's sizes.
 template <typename Ints>
@@ -106,7 +64,9 @@ Taps taps_of(const Call& call, const TensorArg& weight, int64_t i) {
 }
 
 Taps taps_of(const Run& run, const at::Tensor& weight, int64_t i) {
-  return taps_along([&](const char* name) { return run.arg(argument(run, name)).toIntVector(); }, i, weight.size(i + 2));
+  return taps_along(
+      [&](const char* name) { return run.arg(argument(run, name)).toIntVector(); }, i,
+      weight.sym_size(i + 2).guard_int(__FILE__, __LINE__));
 }
 
 // torch's words, on all ranks: a kernel would see only its piece.
@@ -128,9 +88,8 @@ void check_fits(const TensorArg& input, const TensorArg& weight, const Call& cal
       c10::Join(" x ", kernel), "). Kernel size can't be greater than actual input size");
 }
 
-bool is_cut(const Run& run, int64_t i) {
-  const auto& runs = run.solution.runs;
-  return i + kFirstSpace < static_cast<int64_t>(runs.size()) && runs[i + kFirstSpace];
+const Interval* run_along(const Run& run, int64_t i) {
+  return cut_run(run, i + kFirstSpace);
 }
 
 // Replaces an argument that lists one integer per dim of space.
@@ -143,15 +102,6 @@ void replace_ints(const Run& run, const char* name, int64_t space, F each) {
     list.push_back(each(i, integer_at(old, i)));
   }
   arg = list;
-}
-
-// This rank's sizes of result 0, all of whose global sizes the rule gives.
-SymSizes sizes_of_piece(const Run& run) {
-  SymSizes sizes;
-  for (const auto& from : run.solution.results[0].sizes) {
-    sizes.push_back(from.value);
-  }
-  return sym_local_sizes(*run.solution.results[0].layout, sizes);
 }
 
 at::Tensor along_channels(const at::Tensor& bias, int64_t space) {
@@ -171,10 +121,10 @@ void transposed_with_halo(Run& run, const Solution::Halo& halo) {
     const auto taps = taps_of(run, weight, i);
     padding.push_back(taps.padding);
     output_padding.push_back(taps.output_padding);
-    if (!is_cut(run, i)) {
+    if (!run_along(run, i)) {
       continue;
     }
-    const auto& mine = *run.solution.runs[i + kFirstSpace];
+    const auto& mine = *run_along(run, i);
     const auto& read = halo.fetch.mine()[i + 2];
     const auto begin = read.start() * taps.stride - taps.padding;
     const auto full = read.length() ? (read.length() - 1) * taps.stride + taps.span() : 0;
@@ -217,7 +167,7 @@ void convolution_kernel(Run& run) {
     return transposed_with_halo(run, *halo);
   }
   replace_ints(
-      run, "padding", static_cast<int64_t>(sizes.size()) - 2, [&](int64_t i, int64_t p) { return is_cut(run, i) ? 0 : p; });
+      run, "padding", static_cast<int64_t>(sizes.size()) - 2, [&](int64_t i, int64_t p) { return run_along(run, i) ? 0 : p; });
   call_op_nonempty(run);
 }
 
@@ -299,10 +249,10 @@ void backward_with_halo(Run& run, const Solution::Halo& halo) {
     const auto taps = taps_of(run, weight, i);
     padding.push_back(taps.padding);
     output_padding.push_back(taps.output_padding);
-    if (!is_cut(run, i)) {
+    if (!run_along(run, i)) {
       continue;
     }
-    const auto& mine = *run.solution.runs[i + kFirstSpace];
+    const auto& mine = *run_along(run, i);
     const auto& read = halo.fetch.mine()[i + 2];
     reads_nothing = reads_nothing || !read.length() || !mine.length;
     if (reads_nothing) {
@@ -390,197 +340,14 @@ Rule convolution_backward(const Call& call) {
   return rule;
 }
 
-// ---- planes: the last `space` dims stay whole, the dims before them are shared by all operands and results ----
-
-Rule planes(const Call& call, int64_t space) {
-  Rule rule;
-  const auto lead = call.tensors[0].dim() - space;
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
-    dims.push_back(d < lead ? Dim(rule.factor()) : Dim(kNone));
-  }
-  for (const auto& t : call.tensors) {
-    rule.operands.emplace_back(t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim(kNone)));
-  }
-  for (size_t i = 0; i < call.schema.returns().size(); ++i) {
-    rule.results.emplace_back(dims);
-  }
-  if (cut_in_space(call, space)) {
-    for (int64_t d = 0; d < lead; ++d) {
-      rule.spread.push_back(dims[d].factor);
-    }
-  }
-  rule.kernel = call_op_nonempty;
-  rule.kernel_if = is_empty;
-  return rule;
-}
-
-template <int64_t space>
-Rule pool(const Call& call) {
-  return planes(call, space);
-}
-
-template <int64_t space>
-Rule linear_pool(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  return rule;
-}
-
-// (self, ..., random samples [n, c, space]): n is 1 where self has no batch.
-template <int64_t space>
-Rule fractional_pool(const Call& call) {
-  auto rule = planes(call, space);
-  if (call.tensors[1].dim() != 3) {
-    return replicate(call); // the op says what is wrong
-  }
-  const auto& dims = rule.operands[0].dims;
-  const bool batched = static_cast<int64_t>(dims.size()) == space + 2;
-  rule.operands[1].dims = batched ? Dims{dims[0], dims[1], Dim(kNone)} : Dims{Dim(kNone), dims[0], Dim(kNone)};
-  return rule;
-}
-
-// Argument `input_size` lists the global sizes of the gradient. The kernel replaces them by those of this rank's piece.
-void resample_backward_kernel(Run& run) {
-  const auto at = *run.op.schema().argumentIndexWithName("input_size");
-  auto sizes = run.arg(at).toSymIntVector();
-  const auto grad = run.arg(0).toTensor();
-  for (int64_t d = 0; d < 2; ++d) {
-    const auto n = grad.sym_size(d);
-    sizes[d] = n == 0 && run.operands[0].symbols[d] != 0 ? c10::SymInt(1) : n; // see call_op_nonempty()
-  }
-  run.arg(at) = c10::SymIntArrayRef(sizes);
-  call_op_nonempty(run);
-}
-
-template <int64_t space>
-Rule resample_backward(const Call& call) {
-  auto rule = planes(call, space);
-  rule.kernel = resample_backward_kernel;
-  rule.always_kernel = true;
-  rule.linear_in({0});
-  return rule;
-}
-
-// torch's pixel_unshuffle returns an empty tensor with its old shape.
-void pixel_unshuffle_kernel(Run& run) {
-  const auto x = run.arg(0).toTensor();
-  if (x.numel()) {
-    return run.call_op();
-  }
-  const auto r = run.arg(1).toInt();
-  auto sizes = x.sizes().vec();
-  const auto n = sizes.size();
-  sizes[n - 3] *= r * r;
-  sizes[n - 2] /= r;
-  sizes[n - 1] /= r;
-  run.returns({at::empty(sizes, x.options())});
-}
-
-// [..., c * r * r, h, w] and [..., c, h * r, w * r], in either direction.
-template <bool shuffle>
-Rule pixel_shuffle(const Call& call) {
-  Rule rule;
-  const auto r = call.integer(1);
-  const auto& x = call.tensors[0];
-  const auto n = x.dim();
-  const auto* name = shuffle ? "pixel_shuffle" : "pixel_unshuffle";
-  TORCH_CHECK(n >= 3, name, " expects input to have at least 3 dimensions, but got input with ", n, " dimension(s)");
-  TORCH_CHECK(r > 0, name, " expects a positive ", shuffle ? "upscale" : "downscale", "_factor, but got ", r);
-  Dims packed, spread;
-  for (int64_t d = 0; d < n; ++d) {
-    const auto f = rule.factor();
-    packed.emplace_back(f, d == n - 3 ? r * r : 1);
-    spread.emplace_back(f, d >= n - 2 ? r : 1);
-  }
-  rule.operands.emplace_back(shuffle ? packed : spread);
-  rule.results.emplace_back(shuffle ? spread : packed);
-  for (int64_t d = 0; d < n; ++d) {
-    const auto inner = rule.operands[0].dims[d].inner.guard_int(__FILE__, __LINE__);
-    TORCH_CHECK(
-        x.size(d) % inner == 0, name, " expects dim ", d - n, " of its input, of size ", x.size(d), ", to be divisible by ",
-        inner);
-    rule.results[0].sizes.push_back(x.size(d) / inner * rule.results[0].dims[d].inner);
-  }
-  rule.passes_partial();
-  rule.kernel = pixel_unshuffle_kernel;
-  rule.always_kernel = !shuffle;
-  return rule;
-}
-
 } // namespace
 
 void register_convolution(Registry& r) {
   Options same;
   same.one_dtype = ~uint64_t{0};
   same.symbols = true;
-  const Options symbols{.symbols = true};
   r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, same);
-  r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward, symbols);
-
-  r.add(
-      "pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "avg_pool2d", "avg_pool2d_backward"}, linear_pool<2>,
-      symbols);
-  r.add(
-      "pooling", {"_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "avg_pool3d", "avg_pool3d_backward"}, linear_pool<3>,
-      symbols);
-  r.add("pooling", {"adaptive_max_pool2d", "max_pool2d_with_indices"}, pool<2>, symbols);
-  r.add("pooling", {"adaptive_max_pool3d", "max_pool3d_with_indices"}, pool<3>, symbols);
-  r.add("pooling", {"adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "max_unpool2d"}, linear_pool<2>, symbols);
-  r.add("pooling", {"adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool3d"}, linear_pool<3>, symbols);
-
-  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>, symbols);
-  r.add("pooling", {"fractional_max_pool2d_backward"}, linear_pool<2>, symbols);
-  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>, symbols);
-  r.add("pooling", {"fractional_max_pool3d_backward"}, linear_pool<3>, symbols);
-  r.add(
-      "pooling", {"max_pool1d"}, pool<1>,
-      {.way = Way::Whole, .symbols = true}); // torch reads the data pointer if no gradient is needed
-
-  r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
-  r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);
-  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest1d"}, linear_pool<1>, symbols);
-  r.add(
-      "resampling",
-      {
-          "_upsample_bicubic2d_aa",
-          "_upsample_bilinear2d_aa",
-          "_upsample_lanczos2d_aa",
-          "_upsample_nearest_exact2d",
-          "upsample_bicubic2d",
-          "upsample_bilinear2d",
-          "upsample_nearest2d",
-      },
-      linear_pool<2>, symbols);
-  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d", "upsample_trilinear3d"}, linear_pool<3>, symbols);
-  r.add(
-      "resampling",
-      {
-          "_upsample_nearest_exact1d_backward",
-          "upsample_linear1d_backward",
-          "upsample_nearest1d_backward",
-      },
-      resample_backward<1>, symbols);
-  r.add(
-      "resampling",
-      {
-          "_upsample_bicubic2d_aa_backward",
-          "_upsample_bilinear2d_aa_backward",
-          "_upsample_lanczos2d_aa_backward",
-          "_upsample_nearest_exact2d_backward",
-          "upsample_bicubic2d_backward",
-          "upsample_bilinear2d_backward",
-          "upsample_nearest2d_backward",
-      },
-      resample_backward<2>, symbols);
-  r.add(
-      "resampling",
-      {
-          "_upsample_nearest_exact3d_backward",
-          "upsample_nearest3d_backward",
-          "upsample_trilinear3d_backward",
-      },
-      resample_backward<3>, symbols);
+  r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward, {.symbols = true});
 }
 
 } // namespace shardtensor::rules

@@ -1,8 +1,8 @@
-// Padding: with a number, along any dim, each piece adding its share; with the border's values, only along whole dims.
+// Padding, along any dim: with a number, each piece adding its share; with the border's values, each piece reading what it shows.
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/resolve.h"
+#include "rules/windows.h"
 
 #include <ATen/ATen.h>
 
@@ -79,53 +79,190 @@ Rule constant_pad(const Call& call) {
   return rule;
 }
 
-// The last `spatial` dims stay whole. torch rejects empty batches and channels, but pieces may be empty.
-template <int64_t spatial>
-Rule border_pad(const Call& call) {
-  const auto n = call.tensors[0].dim();
-  uint64_t mask = 0;
-  for (int64_t d = std::max<int64_t>(0, n - spatial); d < n; ++d) {
-    mask |= uint64_t{1} << d;
+// ---- with the border's values ----
+
+// Noted where space is cut.
+struct Border {
+  int64_t lead; // dims before space
+  Beyond beyond;
+  struct Sides {
+    int64_t size, before, after; // of the input, along one dim
+  };
+  std::vector<Sides> sides;
+};
+
+// Nothing if torch refuses the padding, or if some of it is negative. `input`: the sizes of the input.
+template <int64_t spatial, Beyond beyond>
+std::optional<Border> border_of(const Call& call, c10::IntArrayRef input) {
+  const auto pad = call.ints(call.position("padding"));
+  const auto lead = static_cast<int64_t>(input.size()) - spatial;
+  if (lead < 0 || static_cast<int64_t>(pad.size()) != 2 * spatial) {
+    return std::nullopt;
   }
-  auto rule = whole_along(call, mask);
-  rule.linear.clear();
+  Border border{lead, beyond, {}};
+  for (int64_t i = 0; i < spatial; ++i) {
+    const auto size = input[lead + i], before = pad[2 * (spatial - 1 - i)], after = pad[2 * (spatial - 1 - i) + 1];
+    if (before < 0 || after < 0 || size < 1 || (beyond == Beyond::Reflect && (before >= size || after >= size))) {
+      return std::nullopt;
+    }
+    border.sides.push_back({size, before, after});
+  }
+  return border;
+}
+
+// What is left to torch's op: the dims that are not cut. True if there is anything.
+bool leave_rest(const Run& run, const Border& border) {
+  const auto space = static_cast<int64_t>(border.sides.size());
+  std::vector<int64_t> pad(2 * space, 0);
+  bool any = false;
+  for (int64_t i = 0; i < space; ++i) {
+    if (!cut_run(run, border.lead + i)) {
+      pad[2 * (space - 1 - i)] = border.sides[i].before;
+      pad[2 * (space - 1 - i) + 1] = border.sides[i].after;
+      any = any || border.sides[i].before || border.sides[i].after;
+    }
+  }
+  run.arg(argument(run, "padding")) = pad;
+  return any;
+}
+
+// Which index of the input each of the results from `start` on has, as source() in layout/reach.h.
+at::Tensor sources(const Border::Sides& sides, Beyond beyond, const Interval& results, const at::Device& device) {
+  const auto at = at::arange(results.start, results.start + results.length, at::TensorOptions(at::kLong).device(device));
+  const auto e = at.sub(sides.before);
+  return beyond == Beyond::Replicate ? e.clamp(0, sides.size - 1) : e.abs().sub(sides.size - 1).abs().neg().add(sides.size - 1);
+}
+
+void border_kernel(Run& run) {
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return call_op_nonempty(run);
+  }
+  const auto& border = noted<Border>(run.solution);
+  auto out = run.arg(0).toTensor();
+  const auto sizes = sizes_of_piece(run);
+  if (std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; })) {
+    return run.returns({out.new_zeros_symint(sizes)});
+  }
+  for (size_t i = 0; i < border.sides.size(); ++i) {
+    const auto d = border.lead + static_cast<int64_t>(i);
+    if (const auto* mine = cut_run(run, d)) {
+      const auto& read = halo->fetch.mine()[d].inside;
+      const auto& sides = border.sides[i];
+      const auto start = mine->start - sides.before;
+      if (start < 0 || start + mine->length > sides.size) {
+        out = out.index_select(d, sources(sides, border.beyond, *mine, out.device()).sub(read.start));
+      }
+    }
+  }
+  run.arg(0) = out;
+  leave_rest(run, border) ? run.call_op() : run.returns({out});
+}
+
+// Adds the gradients of all results that show an index of this rank's piece.
+void border_backward_kernel(Run& run) {
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return call_op_nonempty(run);
+  }
+  const auto& border = noted<Border>(run.solution);
+  auto grad = run.arg(0).toTensor();
+  const auto input = run.arg(1).toTensor();
+  if (is_empty(input) || is_empty(grad)) {
+    return run.returns({at::zeros_like(input)});
+  }
+  for (size_t i = 0; i < border.sides.size(); ++i) {
+    const auto d = border.lead + static_cast<int64_t>(i);
+    if (const auto* mine = cut_run(run, d)) {
+      const auto& read = halo->fetch.mine()[d].inside;
+      const auto at = sources(border.sides[i], border.beyond, read, grad.device()).sub(mine->start);
+      std::vector<int64_t> along(grad.dim(), 1);
+      along[d] = read.length;
+      const auto inside = at::logical_and(at.ge(0), at.lt(mine->length)).view(along);
+      auto sizes = grad.sym_sizes().vec();
+      sizes[d] = mine->length;
+      grad = grad.new_zeros_symint(sizes).index_add(
+          d, at.clamp(0, mine->length - 1), at::where(inside, grad, at::zeros({}, grad.options())));
+    }
+  }
+  run.arg(0) = grad;
+  leave_rest(run, border) ? run.call_op() : run.returns({grad});
+}
+
+// torch rejects empty batches and channels, but pieces may be empty.
+template <int64_t spatial, Beyond beyond>
+Rule border_pad(const Call& call) {
+  auto rule = planes(call, std::min<int64_t>(spatial, call.tensors[0].dim()));
   rule.linear_in({0});
   rule.kernel = call_op_nonempty;
   rule.always_kernel = true;
+  const auto& input = call.tensors[0];
+  const auto border = cut_in_space(call, spatial) ? border_of<spatial, beyond>(call, input.sizes()) : std::nullopt;
+  if (!border) {
+    return rule;
+  }
+  auto& result = rule.results[0];
+  result.sizes = input.sym_sizes();
+  for (int64_t i = 0; i < spatial; ++i) {
+    const auto d = border->lead + i;
+    const auto& sides = border->sides[i];
+    Factor f;
+    f.size = sides.size + sides.before + sides.after;
+    result.sizes[d] = f.size;
+    const auto at = rule.factor(f);
+    rule.operands[0].dims[d] = rule.windows(at, {1, 1, -sides.before, -sides.before, beyond});
+    result.dims[d] = at;
+  }
+  rule.operands[0].padding = std::nullopt;
+  rule.notes = *border;
+  rule.kernel = border_kernel;
   return rule;
+}
+
+template <int64_t spatial, Beyond beyond>
+Rule border_pad_backward(const Call& call) {
+  auto rule = planes(call, std::min<int64_t>(spatial, call.tensors[0].dim()));
+  rule.linear_in({0});
+  rule.kernel = call_op_nonempty;
+  rule.always_kernel = true;
+  const auto& input = call.tensors[1];
+  const auto border = cut_in_space(call, spatial) ? border_of<spatial, beyond>(call, input.sizes()) : std::nullopt;
+  if (!border) {
+    return rule;
+  }
+  for (int64_t i = 0; i < spatial; ++i) {
+    const auto d = border->lead + i;
+    const auto& sides = border->sides[i];
+    Factor f;
+    f.size = sides.size;
+    const auto at = rule.factor(f);
+    rule.operands[0].dims[d] = rule.windows(at, mirror({1, 1, -sides.before, -sides.before, beyond}, sides.size));
+    rule.operands[1].dims[d] = at;
+    rule.results[0].dims[d] = at;
+  }
+  rule.operands[0].padding = std::nullopt;
+  rule.notes = *border;
+  rule.kernel = border_backward_kernel;
+  return rule;
+}
+
+// The four ops of one number of dims.
+template <int64_t spatial>
+void register_border(
+    Registry& r, const char* reflect, const char* reflect_backward, const char* replicate, const char* replicate_backward) {
+  r.add("padding", {reflect}, border_pad<spatial, Beyond::Reflect>);
+  r.add("padding", {reflect_backward}, border_pad_backward<spatial, Beyond::Reflect>);
+  r.add("padding", {replicate}, border_pad<spatial, Beyond::Replicate>);
+  r.add("padding", {replicate_backward}, border_pad_backward<spatial, Beyond::Replicate>);
 }
 
 } // namespace
 
 void register_padding(Registry& r) {
   r.add("padding", {"constant_pad_nd"}, constant_pad, {.symbols = true});
-  r.add(
-      "padding",
-      {
-          "reflection_pad1d",
-          "reflection_pad1d_backward",
-          "replication_pad1d",
-          "replication_pad1d_backward",
-      },
-      border_pad<1>);
-  r.add(
-      "padding",
-      {
-          "reflection_pad2d",
-          "reflection_pad2d_backward",
-          "replication_pad2d",
-          "replication_pad2d_backward",
-      },
-      border_pad<2>);
-  r.add(
-      "padding",
-      {
-          "reflection_pad3d",
-          "reflection_pad3d_backward",
-          "replication_pad3d",
-          "replication_pad3d_backward",
-      },
-      border_pad<3>);
+  register_border<1>(r, "reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d", "replication_pad1d_backward");
+  register_border<2>(r, "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward");
+  register_border<3>(r, "reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward");
 }
 
 } // namespace shardtensor::rules

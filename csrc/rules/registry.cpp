@@ -55,9 +55,11 @@ const Registry& registry() {
     register_normalization(*r);
     register_padding(*r);
     register_pointwise(*r);
+    register_pooling(*r);
     register_random(*r);
     register_recurrent(*r);
     register_reductions(*r);
+    register_resampling(*r);
     register_scans(*r);
     register_softmax(*r);
     register_spectral(*r);

@@ -40,7 +40,7 @@ class Resolver {
       auto need = operand_layout(i);
       if (has_halo(i)) {
         need = before_halo(i, *need);
-        s->halos.push_back({i, fetch(i, *need), rule_.operands[i].beyond});
+        s->halos.push_back({i, fetch(i, *need), rule_.operands[i].padding.value_or(ReduceOp::Sum)});
         s->moves = true;
         s->operands.push_back(std::move(need));
         continue;
@@ -194,7 +194,8 @@ class Resolver {
       Stretches out;
       for (size_t d = 0; d < dims.size(); ++d) {
         if (dims[d].reach != kNone && is_sharded(dims[d].factor)) {
-          out.push_back(read(rule_.reaches[dims[d].reach], run_at(dims[d].factor, at), sizes[d]));
+          const auto all = read(rule_.reaches[dims[d].reach], run_at(dims[d].factor, at), sizes[d]);
+          out.push_back(rule_.operands[i].padding ? all : Stretch{0, all.inside, 0});
         } else {
           out.push_back({0, plain->intervals(static_cast<int64_t>(d), sizes[d], at)[0], 0});
         }

@@ -16,7 +16,7 @@ struct Solution final : c10::intrusive_ptr_target {
   struct Halo {
     size_t operand;
     Fetch fetch;
-    ReduceOp beyond; // Operand::beyond
+    ReduceOp padding; // of its cells beyond the edges: Operand::padding
   };
   std::vector<Halo> halos;
   const Halo* halo(size_t operand) const {

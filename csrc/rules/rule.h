@@ -101,8 +101,8 @@ struct Operand {
   // The op adds this operand to its sum (addmm's self), or writes the sum into it (out=). If a factor that is summed over is
   // sharded, the operand holds summands, like the result.
   bool summand = false;
-  // Where it is read with a halo: the cells beyond the edges hold this reduction's neutral value.
-  ReduceOp beyond = ReduceOp::Sum;
+  // Where it is read with a halo: the neutral value of this reduction is in the cells beyond the edges. None: there are no cells.
+  std::optional<ReduceOp> padding = ReduceOp::Sum;
   // For a written operand, as Result::reduce: if the operand lacks a sharded factor that reduces, it holds summands.
   std::optional<std::optional<ReduceOp>> reduce;
 

@@ -1,0 +1,430 @@
+// Pooling. Space may be cut where windows lie on a regular grid: max and average pooling, and adaptive pooling whose windows are
+// all of one size. Other pools need whole planes.
+#include "rules/empties.h"
+#include "rules/pieces.h"
+#include "rules/registry.h"
+#include "rules/windows.h"
+
+#include <ATen/ATen.h>
+
+#include <numeric>
+
+namespace shardtensor::rules {
+
+namespace {
+
+// Noted where space is cut.
+struct Pool {
+  int64_t lead;            // dims before space
+  std::vector<Taps> taps;  // one per dim of space, as all of these
+  std::vector<int64_t> in; // sizes of the input
+  std::vector<int64_t> out;
+};
+
+Sizes listed(const Call& call, const char* name) {
+  return call.ints(call.position(name));
+}
+
+// Of the call's windows, for an input of these sizes; nothing if torch refuses them, or if they have several sizes.
+template <bool adaptive>
+std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const TensorArg* made, int64_t space) {
+  Pool pool{input.dim() - space, {}, {}, {}};
+  const auto given = [&](const char* name) { return argument(call, name) >= 0 ? listed(call, name) : Sizes(); };
+  const auto kernel = given("kernel_size"), stride = given("stride"), padding = given("padding"), dilation = given("dilation");
+  const auto output = given("output_size");
+  const bool up = argument(call, "ceil_mode") >= 0 && call.flag(argument(call, "ceil_mode"));
+  for (int64_t i = 0; i < space; ++i) {
+    const auto size = input.size(pool.lead + i);
+    pool.in.push_back(size);
+    if constexpr (adaptive) {
+      const auto results = made ? made->size(pool.lead + i) : integer_at(output, i);
+      if (results < 1 || size % results) {
+        return std::nullopt;
+      }
+      pool.taps.push_back({size / results, size / results, 0, 1});
+      pool.out.push_back(results);
+      continue;
+    }
+    const auto k = integer_at(kernel, i), s = stride.empty() ? k : integer_at(stride, i);
+    const Taps taps{k, s, integer_at(padding, i), dilation.empty() ? 1 : integer_at(dilation, i)};
+    if (k < 1 || s < 1 || taps.dilation < 1 || taps.padding < 0 || taps.padding > taps.span() / 2) {
+      return std::nullopt;
+    }
+    auto results = taps.results(size + (up ? s - 1 : 0));
+    results -= up && (results - 1) * s >= size + taps.padding; // the last window must begin inside
+    if (results < 1) {
+      return std::nullopt;
+    }
+    pool.taps.push_back(taps);
+    pool.out.push_back(results);
+  }
+  return pool;
+}
+
+// The input is read through windows.
+template <bool adaptive>
+void cut_forward(const Call& call, Rule& rule, int64_t space, ReduceOp padding, Kernel kernel) {
+  const auto& input = call.tensors[0];
+  const auto pool = cut_in_space(call, space) ? pool_of<adaptive>(call, input, nullptr, space) : std::nullopt;
+  if (!pool) {
+    return;
+  }
+  auto sizes = input.sym_sizes();
+  auto dims = rule.results[0].dims;
+  for (int64_t i = 0; i < space; ++i) {
+    const auto d = pool->lead + i;
+    Factor f;
+    f.size = sizes[d] = pool->out[i];
+    dims[d] = rule.factor(f);
+    rule.operands[0].dims[d] = rule.windows(dims[d].factor, pool->taps[i].reach());
+  }
+  rule.operands[0].padding = padding;
+  for (auto& r : rule.results) {
+    r = Result(dims, sizes);
+  }
+  rule.notes = *pool;
+  rule.kernel = kernel;
+  rule.always_kernel = true;
+}
+
+// (gradient, input, ..., indices perhaps): gradient and indices are read by the reversed windows.
+template <bool adaptive>
+void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
+  const auto &grad = call.tensors[0], &input = call.tensors[1];
+  const auto pool = cut_in_space(call, space) ? pool_of<adaptive>(call, input, &grad, space) : std::nullopt;
+  if (!pool) {
+    return;
+  }
+  for (int64_t i = 0; i < space; ++i) {
+    const auto d = pool->lead + i;
+    Factor f;
+    f.size = pool->in[i];
+    const auto at = rule.factor(f);
+    for (auto& o : rule.operands) {
+      o.dims[d] = rule.windows(at, pool->taps[i].readers());
+    }
+    rule.operands[1].dims[d] = at;
+    rule.results[0].dims[d] = at;
+  }
+  rule.notes = *pool;
+  rule.kernel = kernel;
+  rule.always_kernel = true;
+}
+
+// ---- kernels ----
+
+// This rank's results along a dim of space, or its indices of the input in a backward; null if the dim is not cut.
+const Interval* run_along(const Run& run, const Pool& pool, int64_t i) {
+  return cut_run(run, pool.lead + i);
+}
+
+bool makes_nothing(const SymSizes& sizes) {
+  return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; });
+}
+
+// Replaces an argument that lists integers of space.
+template <typename F>
+void replace_ints(const Run& run, const char* name, F each) {
+  const auto at = argument(run, name);
+  if (at < 0) {
+    return;
+  }
+  const auto& pool = noted<Pool>(run.solution);
+  std::vector<int64_t> list;
+  for (int64_t i = 0; i < static_cast<int64_t>(pool.taps.size()); ++i) {
+    list.push_back(each(i));
+  }
+  run.arg(at) = list;
+}
+
+void replace_padding(const Run& run, const Pool& pool) {
+  replace_ints(run, "padding", [&](int64_t i) { return run_along(run, pool, i) ? 0 : pool.taps[i].padding; });
+}
+
+// Indices in planes of `sizes`, split into one per dim.
+std::vector<at::Tensor> unraveled(at::Tensor index, c10::IntArrayRef sizes) {
+  std::vector<at::Tensor> out(sizes.size());
+  for (auto i = static_cast<int64_t>(sizes.size()) - 1; i > 0; --i) {
+    out[i] = at::remainder(index, sizes[i]);
+    index = at::div(index, sizes[i], "floor");
+  }
+  out[0] = index;
+  return out;
+}
+
+at::Tensor raveled(const std::vector<at::Tensor>& indices, c10::IntArrayRef sizes) {
+  auto out = indices[0];
+  for (size_t i = 1; i < sizes.size(); ++i) {
+    out = at::add(at::mul(out, sizes[i]), indices[i]);
+  }
+  return out;
+}
+
+// torch's indices are those in the plane that it was given. A window of nothing but the least value keeps its first tap: the
+// first that is no padding.
+at::Tensor whole_indices(const Run& run, const Pool& pool, const at::Tensor& index, c10::IntArrayRef plane) {
+  auto at = unraveled(index, plane);
+  for (size_t i = 0; i < at.size(); ++i) {
+    if (!run_along(run, pool, static_cast<int64_t>(i))) {
+      continue;
+    }
+    const auto& read = run.solution.halo(0)->fetch.mine()[pool.lead + i];
+    at[i] = at::add(at[i], read.start());
+    if (read.before) {
+      at[i] = at::where(at::lt(at[i], 0), at::remainder(at[i], pool.taps[i].dilation), at[i]);
+    }
+  }
+  return raveled(at, pool.in);
+}
+
+std::vector<int64_t> plane_of(const at::Tensor& t, const Pool& pool) {
+  const auto sizes = guarded(t.sym_sizes());
+  return {sizes.begin() + pool.lead, sizes.end()};
+}
+
+void replace_output_size(const Run& run, const Pool& pool) {
+  replace_ints(run, "output_size", [&](int64_t i) {
+    const auto* mine = run_along(run, pool, i);
+    return mine ? mine->length : pool.out[i];
+  });
+}
+
+// Max pooling; its results are values, and perhaps indices.
+void max_kernel(Run& run) {
+  if (!run.solution.halo(0)) {
+    return call_op_nonempty(run);
+  }
+  const auto& pool = noted<Pool>(run.solution);
+  const auto input = run.arg(0).toTensor();
+  const auto sizes = sizes_of_piece(run);
+  const bool indexed = run.op.schema().returns().size() == 2;
+  if (makes_nothing(sizes)) {
+    std::vector<c10::IValue> out{input.new_zeros_symint(sizes)};
+    if (indexed) {
+      out.emplace_back(at::zeros_symint(sizes, input.options().dtype(at::kLong)));
+    }
+    return run.returns(std::move(out));
+  }
+  replace_padding(run, pool);
+  replace_output_size(run, pool);
+  run.call_op();
+  if (indexed) {
+    run.stack.back() = whole_indices(run, pool, run.stack.back().toTensor(), plane_of(input, pool));
+  }
+}
+
+// Adds the gradients up where their indices say, those in this rank's piece. torch's kernel would write outside of it.
+void max_backward_kernel(Run& run) {
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return call_op_nonempty(run);
+  }
+  const auto& pool = noted<Pool>(run.solution);
+  const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor();
+  const auto index = run.arg(argument(run, "indices")).toTensor();
+  if (is_empty(input) || is_empty(grad)) {
+    return run.returns({at::zeros_like(input)});
+  }
+  auto at = unraveled(index, pool.in);
+  auto inside = at::lt(at[0], pool.in[0]); // torch gives other indices to windows that have no element
+  for (size_t i = 0; i < at.size(); ++i) {
+    if (const auto* mine = run_along(run, pool, static_cast<int64_t>(i))) {
+      at[i] = at::sub(at[i], mine->start);
+      const auto here = at::logical_and(at::ge(at[i], 0), at::lt(at[i], mine->length));
+      inside = at::logical_and(inside, here);
+    }
+  }
+  const auto places = at::where(inside, raveled(at, plane_of(input, pool)), 0);
+  const auto values = at::where(inside, grad, at::zeros({}, grad.options()));
+  const auto flat = [&](const at::Tensor& t) { return t.flatten(pool.lead); };
+  const auto out =
+      at::scatter_add(flat(at::zeros_symint(input.sym_sizes(), input.options())), pool.lead, flat(places), flat(values));
+  run.returns({out.view_symint(input.sym_sizes())});
+}
+
+// By how many elements the windows of `count` results from `start` on are divided along one dim.
+at::Tensor divisors(
+    const Taps& taps, int64_t size, int64_t start, int64_t count, bool with_padding, const at::TensorOptions& options) {
+  const auto margin = with_padding ? taps.padding : 0;
+  const auto whole_numbers = at::TensorOptions(at::kLong).device(options.device());
+  const auto lo = at::arange(start, start + count, whole_numbers).mul(taps.stride).sub(taps.padding);
+  const auto hi = lo.add(taps.count).clamp_max(size + margin);
+  return hi.sub(lo.clamp_min(-margin)).clamp_min(1).to(options.dtype()); // a result that the whole lacks: any
+}
+
+// Whether each of these windows has all its elements.
+bool are_full(const Taps& taps, int64_t size, int64_t start, int64_t count, bool with_padding) {
+  const auto margin = with_padding ? taps.padding : 0;
+  return start * taps.stride - taps.padding >= -margin &&
+         (start + count - 1) * taps.stride - taps.padding + taps.count <= size + margin;
+}
+
+// The whole's divisors of the windows that this rank makes or reads, a product of one factor per dim; undefined if the op itself
+// divides as the whole does: where every window of the cut dims has all its elements, or where the call gives the divisor.
+at::Tensor own_divisor(const Run& run, const Pool& pool, const at::TensorOptions& options, bool backward) {
+  const auto at = argument(run, "divisor_override");
+  if (at < 0 || !run.arg(at).isNone()) {
+    return {};
+  }
+  const bool with_padding = run.arg(argument(run, "count_include_pad")).toBool();
+  const auto space = static_cast<int64_t>(pool.taps.size());
+  bool full = true;
+  at::Tensor out;
+  for (int64_t i = 0; i < space; ++i) {
+    const auto* mine = run_along(run, pool, i);
+    const auto& read = run.solution.halo(0)->fetch.mine()[pool.lead + i];
+    const auto start = !mine ? 0 : backward ? read.start() : mine->start;
+    const auto count = !mine ? pool.out[i] : backward ? read.length() : mine->length;
+    full = full && (!mine || are_full(pool.taps[i], pool.in[i], start, count, with_padding));
+    std::vector<int64_t> along(space, 1);
+    along[i] = count;
+    const auto factor = divisors(pool.taps[i], pool.in[i], start, count, with_padding, options).view(along);
+    out = out.defined() ? at::mul(out, factor) : factor;
+  }
+  return full ? at::Tensor() : out;
+}
+
+// Average pooling: the cells of padding are zeros in the buffer, so the sums are right; the divisors are the whole's.
+void average_kernel(Run& run) {
+  if (!run.solution.halo(0)) {
+    return call_op_nonempty(run);
+  }
+  const auto& pool = noted<Pool>(run.solution);
+  const auto input = run.arg(0).toTensor();
+  const auto sizes = sizes_of_piece(run);
+  if (makes_nothing(sizes)) {
+    return run.returns({input.new_zeros_symint(sizes)});
+  }
+  const auto divisor = own_divisor(run, pool, input.options(), false);
+  replace_padding(run, pool);
+  replace_output_size(run, pool);
+  if (divisor.defined()) {
+    run.arg(argument(run, "divisor_override")) = 1;
+  }
+  run.call_op();
+  if (divisor.defined()) {
+    run.stack.back() = at::div(run.stack.back().toTensor(), divisor);
+  }
+}
+
+void average_backward_kernel(Run& run) {
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return call_op_nonempty(run);
+  }
+  const auto& pool = noted<Pool>(run.solution);
+  const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor();
+  if (is_empty(input) || is_empty(grad)) {
+    return run.returns({at::zeros_like(input)});
+  }
+  const auto divisor = own_divisor(run, pool, grad.options(), true);
+  if (divisor.defined()) {
+    run.arg(0) = at::div(grad, divisor);
+    run.arg(argument(run, "divisor_override")) = 1;
+  }
+  // The input that these results alone would read; torch's kernel looks at its sizes only.
+  auto sizes = guarded(input.sym_sizes());
+  const auto space = static_cast<int64_t>(pool.taps.size());
+  std::vector<int64_t> crop(2 * space, 0);
+  for (int64_t i = 0; i < space; ++i) {
+    if (const auto* mine = run_along(run, pool, i)) {
+      const auto& taps = pool.taps[i];
+      const auto& read = halo->fetch.mine()[pool.lead + i];
+      const auto begin = read.start() * taps.stride - taps.padding;
+      const auto length = (read.length() - 1) * taps.stride + taps.span();
+      sizes[pool.lead + i] = length;
+      crop[2 * (space - 1 - i)] = begin - mine->start;
+      crop[2 * (space - 1 - i) + 1] = mine->start + mine->length - begin - length;
+    }
+  }
+  run.arg(1) = at::empty(sizes, input.options());
+  replace_padding(run, pool);
+  run.call_op();
+  run.stack.back() = at::constant_pad_nd(run.stack.back().toTensor(), crop);
+}
+
+// ---- rules ----
+
+template <int64_t space, bool adaptive = false>
+Rule max_pool(const Call& call) {
+  auto rule = planes(call, space);
+  cut_forward<adaptive>(call, rule, space, ReduceOp::Max, max_kernel);
+  return rule;
+}
+
+template <int64_t space, bool adaptive = false>
+Rule max_pool_backward(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  cut_backward<adaptive>(call, rule, space, max_backward_kernel);
+  return rule;
+}
+
+template <int64_t space, bool adaptive = false>
+Rule average_pool(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  cut_forward<adaptive>(call, rule, space, ReduceOp::Sum, average_kernel);
+  return rule;
+}
+
+template <int64_t space, bool adaptive = false>
+Rule average_pool_backward(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  cut_backward<adaptive>(call, rule, space, average_backward_kernel);
+  return rule;
+}
+
+template <int64_t space>
+Rule unpool(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  return rule;
+}
+
+// (self, ..., random samples [n, c, space]): n is 1 where self has no batch.
+template <int64_t space>
+Rule fractional_pool(const Call& call) {
+  auto rule = planes(call, space);
+  if (call.tensors[1].dim() != 3) {
+    return replicate(call); // the op says what is wrong
+  }
+  const auto& dims = rule.operands[0].dims;
+  const bool batched = static_cast<int64_t>(dims.size()) == space + 2;
+  rule.operands[1].dims = batched ? Dims{dims[0], dims[1], Dim(kNone)} : Dims{Dim(kNone), dims[0], Dim(kNone)};
+  return rule;
+}
+
+} // namespace
+
+void register_pooling(Registry& r) {
+  const Options symbols{.symbols = true};
+  r.add("pooling", {"_adaptive_avg_pool2d"}, average_pool<2, true>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool2d_backward"}, average_pool_backward<2, true>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool3d"}, average_pool<3, true>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool3d_backward"}, average_pool_backward<3, true>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d"}, max_pool<2, true>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d_backward"}, max_pool_backward<2, true>, symbols);
+  r.add("pooling", {"adaptive_max_pool3d"}, max_pool<3, true>, symbols);
+  r.add("pooling", {"adaptive_max_pool3d_backward"}, max_pool_backward<3, true>, symbols);
+  r.add("pooling", {"avg_pool2d"}, average_pool<2>, symbols);
+  r.add("pooling", {"avg_pool2d_backward"}, average_pool_backward<2>, symbols);
+  r.add("pooling", {"avg_pool3d"}, average_pool<3>, symbols);
+  r.add("pooling", {"avg_pool3d_backward"}, average_pool_backward<3>, symbols);
+  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>, symbols);
+  r.add("pooling", {"fractional_max_pool2d_backward"}, unpool<2>, symbols);
+  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>, symbols);
+  r.add("pooling", {"fractional_max_pool3d_backward"}, unpool<3>, symbols);
+  r.add(
+      "pooling", {"max_pool1d"}, max_pool<1>,
+      {.way = Way::Whole, .symbols = true}); // torch reads the data pointer if no gradient is needed
+  r.add("pooling", {"max_pool2d_with_indices"}, max_pool<2>, symbols);
+  r.add("pooling", {"max_pool2d_with_indices_backward"}, max_pool_backward<2>, symbols);
+  r.add("pooling", {"max_pool3d_with_indices"}, max_pool<3>, symbols);
+  r.add("pooling", {"max_pool3d_with_indices_backward"}, max_pool_backward<3>, symbols);
+  r.add("pooling", {"max_unpool2d"}, unpool<2>, symbols);
+  r.add("pooling", {"max_unpool3d"}, unpool<3>, symbols);
+}
+
+} // namespace shardtensor::rules

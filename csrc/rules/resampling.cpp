@@ -1,0 +1,377 @@
+// Resampling: interpolation, pixel shuffles.
+#include "rules/empties.h"
+#include "rules/pieces.h"
+#include "rules/registry.h"
+#include "rules/resolve.h"
+#include "rules/windows.h"
+
+#include <ATen/ATen.h>
+
+#include <numeric>
+
+namespace shardtensor::rules {
+
+namespace {
+
+template <int64_t space>
+Rule linear_planes(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  return rule;
+}
+
+// ---- interpolation: space may be cut where a size is an exact multiple of the ratio's terms ----
+
+enum class Kind : uint8_t { Nearest, Linear, Cubic };
+
+// Along one dim: `from` elements per `to` results, without a common factor.
+struct Ratio {
+  int64_t in, out; // sizes
+  int64_t from, to;
+
+  // What a result reads; torch clamps what lies beyond the edges.
+  Reach reach(Kind kind) const {
+    const auto wide = kind == Kind::Cubic ? 3 * to : to;
+    return {2 * from, 2 * to, from - wide, from + wide};
+  }
+};
+
+// Noted where space is cut.
+struct Resampled {
+  int64_t lead; // dims before space
+  Kind kind;
+  std::vector<Ratio> ratios;
+};
+
+// The numbers that a call has after its lists of sizes: one scale per dim of space.
+int64_t first_scale(const c10::FunctionSchema& schema, int64_t space) {
+  return static_cast<int64_t>(schema.arguments().size()) - space;
+}
+
+// Nothing if the positions in a piece would not be those in the whole, whatever the piece: aligned corners, or a scale that is
+// not the ratio of the sizes.
+std::optional<Resampled> resampled(const Call& call, c10::IntArrayRef in, c10::IntArrayRef out, int64_t space, Kind kind) {
+  Resampled made{static_cast<int64_t>(in.size()) - space, kind, {}};
+  if (kind != Kind::Nearest && call.flag(call.position("align_corners"))) {
+    return std::nullopt;
+  }
+  for (int64_t i = 0; i < space; ++i) {
+    const auto a = in[made.lead + i], b = out[i];
+    const auto& scale = call.arg(first_scale(call.schema, space) + i);
+    if (a < 1 || b < 1 || (scale.isDouble() && scale.toDouble() * static_cast<double>(a) != static_cast<double>(b)) ||
+        !(scale.isDouble() || scale.isNone())) {
+      return std::nullopt;
+    }
+    const auto common = std::gcd(a, b);
+    made.ratios.push_back({a, b, a / common, b / common});
+  }
+  return made;
+}
+
+// Nearest picks the same element on a piece as on the whole only where each makes so many whole results. By larger numbers
+// torch's rounding has not been tried.
+bool repeats(const Ratio& r) {
+  constexpr int64_t kMost = 16;
+  return r.from == 1 && r.to <= kMost;
+}
+
+// Slices begin where the positions are those of the whole moved by a whole number: at a multiple of ratio.from. So a rank may
+// read some elements more in front.
+Reach from_such_a_place(const Ratio& ratio, Kind kind) {
+  auto r = ratio.reach(kind);
+  const auto more = kind == Kind::Linear && ratio.to == 1 ? (ratio.from - 1) / 2 : ratio.from - 1;
+  r.first -= r.den * more;
+  return r;
+}
+
+void forward_kernel(Run& run);
+void backward_kernel(Run& run);
+
+template <int64_t space, Kind kind>
+Rule resample(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  const auto& input = call.tensors[0];
+  if (!cut_in_space(call, space)) {
+    return rule;
+  }
+  const auto out = call.ints(call.position("output_size"));
+  const auto made = static_cast<int64_t>(out.size()) == space ? resampled(call, input.sizes(), out, space, kind) : std::nullopt;
+  if (!made) {
+    return rule;
+  }
+  auto& result = rule.results[0];
+  result.sizes = input.sym_sizes();
+  for (int64_t i = 0; i < space; ++i) {
+    const auto d = made->lead + i;
+    const auto& ratio = made->ratios[i];
+    result.sizes[d] = ratio.out;
+    Factor f;
+    if (kind == Kind::Nearest && repeats(ratio)) {
+      const auto at = rule.factor(f);
+      rule.operands[0].dims[d] = at;
+      result.dims[d] = Dim(at, ratio.to);
+    } else if (kind != Kind::Nearest) {
+      f.size = ratio.out;
+      const auto at = rule.factor(f);
+      rule.operands[0].dims[d] = rule.windows(at, from_such_a_place(ratio, kind));
+      result.dims[d] = at;
+    }
+  }
+  rule.operands[0].padding = std::nullopt;
+  rule.notes = *made;
+  rule.kernel = forward_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+template <int64_t space, Kind kind>
+Rule resample_backward(const Call& call) {
+  auto rule = planes(call, space);
+  rule.kernel = backward_kernel;
+  rule.always_kernel = true;
+  rule.linear_in({0});
+  const auto& grad = call.tensors[0];
+  if (!cut_in_space(call, space)) {
+    return rule;
+  }
+  const auto in = call.ints(call.position("input_size"));
+  const auto lead = grad.dim() - space;
+  const auto made =
+      static_cast<int64_t>(in.size()) == grad.dim() ? resampled(call, in, grad.sizes().slice(lead), space, kind) : std::nullopt;
+  if (!made) {
+    return rule;
+  }
+  auto& result = rule.results[0];
+  result.sizes = symbols(in);
+  for (int64_t i = 0; i < space; ++i) {
+    const auto d = lead + i;
+    const auto& ratio = made->ratios[i];
+    Factor f;
+    if (kind == Kind::Nearest && repeats(ratio)) {
+      const auto at = rule.factor(f);
+      rule.operands[0].dims[d] = Dim(at, ratio.to);
+      result.dims[d] = at;
+    } else if (kind != Kind::Nearest) {
+      f.size = ratio.in;
+      const auto at = rule.factor(f);
+      rule.operands[0].dims[d] = rule.windows(at, mirror(ratio.reach(kind), ratio.in));
+      result.dims[d] = at;
+    }
+  }
+  rule.operands[0].padding = std::nullopt;
+  rule.notes = *made;
+  return rule;
+}
+
+template <int64_t space>
+Rule antialiased_backward(const Call& call) {
+  auto rule = planes(call, space);
+  rule.kernel = backward_kernel;
+  rule.always_kernel = true;
+  rule.linear_in({0});
+  return rule;
+}
+
+// ---- kernels ----
+
+// Replaces argument `name`, sizes, from position `first` on.
+void replace_sizes(const Run& run, const char* name, int64_t first, c10::IntArrayRef sizes) {
+  auto& arg = run.arg(argument(run, name));
+  auto all = arg.toSymIntVector();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    all[first + static_cast<int64_t>(i)] = sizes[i];
+  }
+  arg = c10::SymIntArrayRef(all);
+}
+
+// The call must not take the ratio from the sizes of a slice.
+void replace_scale(const Run& run, int64_t i, const Ratio& ratio, int64_t space) {
+  run.arg(first_scale(run.op.schema(), space) + i) = static_cast<double>(ratio.to) / static_cast<double>(ratio.from);
+}
+
+// torch copies instead, whatever the scale, if there are as many results as elements; so one more result is asked for, and
+// dropped.
+int64_t not_a_copy(int64_t results, int64_t elements, const Ratio& ratio) {
+  return results == elements && ratio.in != ratio.out ? results + 1 : results;
+}
+
+void forward_kernel(Run& run) {
+  const auto& made = noted<Resampled>(run.solution);
+  const auto sizes = guarded(sizes_of_piece(run));
+  auto input = run.arg(0).toTensor();
+  if (std::any_of(sizes.begin(), sizes.end(), [](int64_t n) { return n == 0; })) {
+    return run.returns({input.new_zeros(sizes)});
+  }
+  const auto space = static_cast<int64_t>(made.ratios.size());
+  std::vector<int64_t> output(sizes.begin() + made.lead, sizes.end()), drop(space, 0);
+  const auto* halo = run.solution.halo(0);
+  for (int64_t i = 0; i < space; ++i) {
+    const auto& ratio = made.ratios[i];
+    const auto* mine = cut_run(run, made.lead + i);
+    if (!halo || !mine) {
+      continue;
+    }
+    const auto& read = halo->fetch.mine()[made.lead + i].inside;
+    const auto begin = ceil_div(read.start, ratio.from) * ratio.from;
+    const auto length = read.length - (begin - read.start);
+    const auto result = begin / ratio.from * ratio.to; // that lies there
+    input = input.narrow(made.lead + i, begin - read.start, length);
+    drop[i] = mine->start - result;
+    output[i] = not_a_copy(mine->start + mine->length - result, length, ratio);
+    replace_scale(run, i, ratio, space);
+  }
+  run.arg(0) = input;
+  replace_sizes(run, "output_size", 0, output);
+  run.call_op();
+  auto out = run.stack.back().toTensor();
+  for (int64_t i = 0; i < space; ++i) {
+    if (out.sym_size(made.lead + i) != sizes[made.lead + i]) {
+      out = out.narrow(made.lead + i, drop[i], sizes[made.lead + i]);
+    }
+  }
+  run.stack.back() = out;
+}
+
+// Argument `input_size` lists the global sizes of the gradient; the call gets those of this rank's piece.
+void whole_planes_backward(Run& run) {
+  const auto at = argument(run, "input_size");
+  auto sizes = run.arg(at).toSymIntVector();
+  const auto grad = run.arg(0).toTensor();
+  for (int64_t d = 0; d < 2; ++d) {
+    const auto n = grad.sym_size(d);
+    sizes[d] = n == 0 && run.operands[0].symbols[d] != 0 ? c10::SymInt(1) : n; // see call_op_nonempty()
+  }
+  run.arg(at) = c10::SymIntArrayRef(sizes);
+  call_op_nonempty(run);
+}
+
+void backward_kernel(Run& run) {
+  if (!run.solution.notes.has_value()) {
+    return whole_planes_backward(run);
+  }
+  const auto& made = noted<Resampled>(run.solution);
+  const auto sizes = guarded(sizes_of_piece(run));
+  auto grad = run.arg(0).toTensor();
+  if (is_empty(grad) || std::any_of(sizes.begin(), sizes.end(), [](int64_t n) { return n == 0; })) {
+    return run.returns({grad.new_zeros(sizes)});
+  }
+  const auto space = static_cast<int64_t>(made.ratios.size());
+  auto input = sizes; // of the slice that these gradients belong to
+  std::vector<int64_t> output, drop(space, 0), pad(2 * space, 0);
+  const auto* halo = run.solution.halo(0);
+  for (int64_t i = 0; i < space; ++i) {
+    const auto d = made.lead + i;
+    output.push_back(grad.sym_size(d).guard_int(__FILE__, __LINE__));
+    const auto* mine = cut_run(run, d);
+    if (!halo || !mine) {
+      continue;
+    }
+    const auto& ratio = made.ratios[i];
+    const auto reach = ratio.reach(made.kind);
+    const auto& read = halo->fetch.mine()[d].inside;
+    const auto end_read = read.start + read.length, end = mine->start + mine->length;
+    const auto first = std::min(mine->start, std::max<int64_t>(0, reach.lo(read.start)));
+    const auto begin = first / ratio.from * ratio.from;
+    const auto result = begin / ratio.from * ratio.to;
+    input[d] = std::max(end, std::min(ratio.in, reach.hi(end_read - 1))) - begin;
+    output[i] = not_a_copy(end_read - result, input[d], ratio);
+    pad[2 * (space - 1 - i)] = read.start - result;
+    pad[2 * (space - 1 - i) + 1] = output[i] - (end_read - result);
+    drop[i] = mine->start - begin;
+    replace_scale(run, i, ratio, space);
+  }
+  run.arg(0) = at::constant_pad_nd(grad, pad);
+  replace_sizes(run, "output_size", 0, output);
+  replace_sizes(run, "input_size", 0, input);
+  run.call_op();
+  auto out = run.stack.back().toTensor();
+  for (int64_t i = 0; i < space; ++i) {
+    if (out.sym_size(made.lead + i) != sizes[made.lead + i]) {
+      out = out.narrow(made.lead + i, drop[i], sizes[made.lead + i]);
+    }
+  }
+  run.stack.back() = out;
+}
+
+// ---- pixels ----
+
+// torch's pixel_unshuffle returns an empty tensor with its old shape.
+void pixel_unshuffle_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  if (x.numel()) {
+    return run.call_op();
+  }
+  const auto r = run.arg(1).toInt();
+  auto sizes = x.sizes().vec();
+  const auto n = sizes.size();
+  sizes[n - 3] *= r * r;
+  sizes[n - 2] /= r;
+  sizes[n - 1] /= r;
+  run.returns({at::empty(sizes, x.options())});
+}
+
+// [..., c * r * r, h, w] and [..., c, h * r, w * r], in either direction.
+template <bool shuffle>
+Rule pixel_shuffle(const Call& call) {
+  Rule rule;
+  const auto r = call.integer(1);
+  const auto& x = call.tensors[0];
+  const auto n = x.dim();
+  const auto* name = shuffle ? "pixel_shuffle" : "pixel_unshuffle";
+  TORCH_CHECK(n >= 3, name, " expects input to have at least 3 dimensions, but got input with ", n, " dimension(s)");
+  TORCH_CHECK(r > 0, name, " expects a positive ", shuffle ? "upscale" : "downscale", "_factor, but got ", r);
+  Dims packed, spread;
+  for (int64_t d = 0; d < n; ++d) {
+    const auto f = rule.factor();
+    packed.emplace_back(f, d == n - 3 ? r * r : 1);
+    spread.emplace_back(f, d >= n - 2 ? r : 1);
+  }
+  rule.operands.emplace_back(shuffle ? packed : spread);
+  rule.results.emplace_back(shuffle ? spread : packed);
+  for (int64_t d = 0; d < n; ++d) {
+    const auto inner = rule.operands[0].dims[d].inner.guard_int(__FILE__, __LINE__);
+    TORCH_CHECK(
+        x.size(d) % inner == 0, name, " expects dim ", d - n, " of its input, of size ", x.size(d), ", to be divisible by ",
+        inner);
+    rule.results[0].sizes.push_back(x.size(d) / inner * rule.results[0].dims[d].inner);
+  }
+  rule.passes_partial();
+  rule.kernel = pixel_unshuffle_kernel;
+  rule.always_kernel = !shuffle;
+  return rule;
+}
+
+} // namespace
+
+void register_resampling(Registry& r) {
+  const Options symbols{.symbols = true};
+  r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
+  r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);
+  r.add("resampling", {"_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa"}, linear_planes<2>, symbols);
+  r.add(
+      "resampling", {"_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa_backward"},
+      antialiased_backward<2>, symbols);
+  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_nearest1d"}, resample<1, Kind::Nearest>, symbols);
+  r.add("resampling", {"_upsample_nearest_exact2d", "upsample_nearest2d"}, resample<2, Kind::Nearest>, symbols);
+  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d"}, resample<3, Kind::Nearest>, symbols);
+  r.add(
+      "resampling", {"_upsample_nearest_exact1d_backward", "upsample_nearest1d_backward"}, resample_backward<1, Kind::Nearest>,
+      symbols);
+  r.add(
+      "resampling", {"_upsample_nearest_exact2d_backward", "upsample_nearest2d_backward"}, resample_backward<2, Kind::Nearest>,
+      symbols);
+  r.add(
+      "resampling", {"_upsample_nearest_exact3d_backward", "upsample_nearest3d_backward"}, resample_backward<3, Kind::Nearest>,
+      symbols);
+  r.add("resampling", {"upsample_bicubic2d"}, resample<2, Kind::Cubic>, symbols);
+  r.add("resampling", {"upsample_bicubic2d_backward"}, resample_backward<2, Kind::Cubic>, symbols);
+  r.add("resampling", {"upsample_bilinear2d"}, resample<2, Kind::Linear>, symbols);
+  r.add("resampling", {"upsample_bilinear2d_backward"}, resample_backward<2, Kind::Linear>, symbols);
+  r.add("resampling", {"upsample_linear1d"}, resample<1, Kind::Linear>, symbols);
+  r.add("resampling", {"upsample_linear1d_backward"}, resample_backward<1, Kind::Linear>, symbols);
+  r.add("resampling", {"upsample_trilinear3d"}, resample<3, Kind::Linear>, symbols);
+  r.add("resampling", {"upsample_trilinear3d_backward"}, resample_backward<3, Kind::Linear>, symbols);
+}
+
+} // namespace shardtensor::rules

@@ -1,0 +1,46 @@
+#include "rules/windows.h"
+
+#include "rules/empties.h"
+
+namespace shardtensor::rules {
+
+bool cut_in_space(const Call& call, int64_t space) {
+  const auto ndim = call.tensors[0].dim();
+  const uint64_t mask = ((uint64_t{1} << space) - 1) << (ndim - space);
+  return std::any_of(call.tensors.begin(), call.tensors.end(), [&](const TensorArg& t) {
+    return t.dim() == ndim && (t.layout->sharded_dims() & mask);
+  });
+}
+
+Rule planes(const Call& call, int64_t space) {
+  Rule rule;
+  const auto lead = call.tensors[0].dim() - space;
+  Dims dims;
+  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
+    dims.push_back(d < lead ? Dim(rule.factor()) : Dim(kNone));
+  }
+  for (const auto& t : call.tensors) {
+    rule.operands.emplace_back(t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim(kNone)));
+  }
+  for (size_t i = 0; i < call.schema.returns().size(); ++i) {
+    rule.results.emplace_back(dims);
+  }
+  if (cut_in_space(call, space)) {
+    for (int64_t d = 0; d < lead; ++d) {
+      rule.spread.push_back(dims[d].factor);
+    }
+  }
+  rule.kernel = call_op_nonempty;
+  rule.kernel_if = is_empty;
+  return rule;
+}
+
+SymSizes sizes_of_piece(const Run& run, size_t nth) {
+  SymSizes sizes;
+  for (const auto& from : run.solution.results[nth].sizes) {
+    sizes.push_back(from.value);
+  }
+  return sym_local_sizes(*run.solution.results[nth].layout, sizes);
+}
+
+} // namespace shardtensor::rules

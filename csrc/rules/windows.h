@@ -1,0 +1,61 @@
+// What windowed ops share: convolutions, pooling, resampling. Where space is cut, the operand that is read through windows comes
+// with a halo, and at the edges of the whole with cells of padding; the op needs no padding of its own along that dim.
+#pragma once
+
+#include "rules/resolve.h"
+
+#include <algorithm>
+
+namespace shardtensor::rules {
+
+// Whether a tensor of as many dims as the first is cut along its last `space` dims.
+bool cut_in_space(const Call& call, int64_t space);
+
+// The rule of ops on the last `space` dims: all operands and results share the dims before those, and factor d is dim d. Space
+// stays whole. If it is cut, dims before it may be cut instead.
+Rule planes(const Call& call, int64_t space);
+
+// A kernel's taps along one dim.
+struct Taps {
+  int64_t count, stride, padding, dilation, output_padding = 0;
+
+  int64_t span() const {
+    return (count - 1) * dilation + 1;
+  }
+  int64_t results(int64_t size, bool transposed = false) const {
+    return transposed ? (size - 1) * stride - 2 * padding + span() + output_padding
+                      : floor_div(size + 2 * padding - span(), stride) + 1;
+  }
+  // What a result reads.
+  Reach reach(bool transposed = false) const {
+    const Reach r{stride, 1, -padding, span() - 1 - padding};
+    return transposed ? mirror(r, -1) : r;
+  }
+  // Whose gradients an index of the input needs. Also those of results between or beyond what any index reaches: for the bias.
+  Reach readers(bool transposed = false) const {
+    if (transposed) {
+      return {stride, 1, -padding, std::max(span() + output_padding, stride) - 1 - padding};
+    }
+    auto r = mirror(reach(), -1);
+    const auto beyond = std::max<int64_t>(0, padding - span() + 1);
+    r.first -= beyond * stride;
+    r.last += beyond * stride;
+    return r;
+  }
+};
+
+// This rank's indices of a factor that has a halo, or null.
+inline const Interval* cut_run(const Run& run, int64_t factor) {
+  const auto& runs = run.solution.runs;
+  return factor < static_cast<int64_t>(runs.size()) && runs[factor] ? &*runs[factor] : nullptr;
+}
+
+// This rank's sizes of a result all of whose global sizes the rule gives.
+SymSizes sizes_of_piece(const Run& run, size_t nth = 0);
+
+// A list of integers with one per dim of space, or one for all.
+inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {
+  return list[list.size() == 1 ? 0 : i];
+}
+
+} // namespace shardtensor::rules
