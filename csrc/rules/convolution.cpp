@@ -69,6 +69,15 @@ Taps taps_of(const Run& run, const at::Tensor& weight, int64_t i) {
       weight.sym_size(i + 2).guard_int(__FILE__, __LINE__));
 }
 
+bool has_space(const TensorArg& input) {
+  for (int64_t d = 2; d < input.dim(); ++d) {
+    if (input.size(d) < 1) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // torch's words, on all ranks: a kernel would see only its piece.
 void check_fits(const TensorArg& input, const TensorArg& weight, const Call& call) {
   const bool transposed = call.flag(call.position("transposed"));
@@ -110,6 +119,22 @@ at::Tensor along_channels(const at::Tensor& bias, int64_t space) {
   return bias.view(sizes);
 }
 
+// Without padding along the dims that are cut.
+void replace_padding(const Run& run, int64_t space) {
+  for (const char* name : {"padding", "output_padding"}) {
+    replace_ints(run, name, space, [&](int64_t i, int64_t p) { return run_along(run, i) ? 0 : p; });
+  }
+}
+
+// On a rank that makes nothing: runs the op on zeros that give one result.
+void stand_in_for_input(Run& run) {
+  const auto weight = run.arg(1).toTensor();
+  const bool transposed = run.arg(argument(run, "transposed")).toBool();
+  run.arg(0) = stand_in(run, 0, 2, kFirstSpace, [&](int64_t i) { return transposed ? 1 : taps_of(run, weight, i).span(); });
+  replace_padding(run, weight.dim() - 2);
+  call_op_nonempty(run);
+}
+
 // Without padding the op's first result is the one that the first index of the operand reaches first: results before and behind
 // this rank's are dropped. torch drops `padding` on both sides, `output_padding` less behind; otherwise we drop.
 void transposed_with_halo(Run& run, const Solution::Halo& halo) {
@@ -140,7 +165,9 @@ void transposed_with_halo(Run& run, const Solution::Halo& halo) {
   const auto bias = run.arg(2).isTensor() ? run.arg(2).toTensor() : at::Tensor(); // torch may also give an undefined one
   const auto biased = [&](const at::Tensor& out) { return bias.defined() ? out.add(along_channels(bias, space)) : out; };
   if (is_empty(input) || is_empty(weight)) { // also where no index reaches this rank's results
-    return run.returns({biased(input.new_zeros_symint(sizes_of_piece(run)))});
+    stand_in_for_input(run);
+    run.stack.back() = biased(run.stack.back().toTensor().new_zeros_symint(sizes_of_piece(run)));
+    return;
   }
   replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return padding[i]; });
   replace_ints(run, "output_padding", space, [&](int64_t i, int64_t) { return output_padding[i]; });
@@ -161,13 +188,14 @@ void convolution_kernel(Run& run) {
   }
   const auto sizes = sizes_of_piece(run);
   if (std::any_of(sizes.begin() + 2, sizes.end(), [](const c10::SymInt& n) { return n == 0; })) {
-    return run.returns({run.arg(0).toTensor().new_zeros_symint(sizes)});
+    stand_in_for_input(run);
+    run.stack.back() = run.stack.back().toTensor().new_zeros_symint(sizes);
+    return;
   }
   if (run.arg(argument(run, "transposed")).toBool()) {
     return transposed_with_halo(run, *halo);
   }
-  replace_ints(
-      run, "padding", static_cast<int64_t>(sizes.size()) - 2, [&](int64_t i, int64_t p) { return run_along(run, i) ? 0 : p; });
+  replace_padding(run, static_cast<int64_t>(sizes.size()) - 2);
   call_op_nonempty(run);
 }
 
@@ -201,7 +229,7 @@ Rule convolution(const Call& call) {
   }
   rule.results.emplace_back(with_space(input, f.n, f.out));
   rule.results[0].order = order_of_result(input, weight);
-  if (cut_in_space(call, input.dim() - 2)) {
+  if (cut_in_space(call, input.dim() - 2) && has_space(input)) {
     check_fits(input, weight, call);
     rule.spread.push_back(f.n);
     auto& sizes = rule.results[0].sizes;
@@ -280,16 +308,24 @@ void backward_with_halo(Run& run, const Solution::Halo& halo) {
     std::iota(over.begin() + 1, over.end(), 2);
     bias = reads_nothing ? grad.new_zeros_symint({grad.sym_size(1)}) : own.sum(over);
   }
-  if (reads_nothing) {
-    return run.returns(
-        {mask.get(0) ? at::zeros_like(input) : at::Tensor(), mask.get(1) ? at::zeros_like(weight) : at::Tensor(), bias});
+  run.arg(argument(run, "output_mask")) = c10::List<bool>({mask.get(0), mask.get(1), false});
+  if (reads_nothing) { // zeros, of the op itself
+    const auto span = [&](int64_t i) { return taps_of(run, weight, i).span(); };
+    run.arg(0) = stand_in(run, 0, 2, kFirstSpace, [&](int64_t i) { return transposed ? span(i) : 1; });
+    run.arg(1) = stand_in(run, 1, 2, kFirstSpace, [&](int64_t i) { return transposed ? 1 : span(i); });
+    replace_padding(run, space);
+    call_op_nonempty(run);
+    const auto results = run.stack.end() - 3;
+    results[0] = mask.get(0) ? at::zeros_like(input) : at::Tensor();
+    results[1] = mask.get(1) ? at::zeros_like(weight) : at::Tensor();
+    results[2] = bias;
+    return;
   }
   if (std::any_of(pad.begin(), pad.end(), [](int64_t n) { return n != 0; })) {
     run.arg(0) = at::constant_pad_nd(grad, pad);
   }
   replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return padding[i]; });
   replace_ints(run, "output_padding", space, [&](int64_t i, int64_t) { return output_padding[i]; });
-  run.arg(argument(run, "output_mask")) = c10::List<bool>({mask.get(0), mask.get(1), false});
   if (mask.get(0) || mask.get(1)) {
     call_op_nonempty(run);
   } else {
@@ -318,7 +354,7 @@ Rule convolution_backward(const Call& call) {
   rule.operands.emplace_back(with_space(grad, f.n, f.out));
   rule.operands.emplace_back(with_space(input, f.n, f.in));
   rule.operands.emplace_back(weight_dims(weight, f, transposed));
-  if (cut_in_space(call, grad.dim() - 2)) {
+  if (cut_in_space(call, grad.dim() - 2) && has_space(input)) {
     rule.spread.push_back(f.n);
     for (int64_t d = 2; d < input.dim(); ++d) {
       const auto taps = taps_of(call, weight, d - 2);

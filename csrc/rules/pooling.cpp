@@ -7,7 +7,7 @@
 
 #include <ATen/ATen.h>
 
-#include <numeric>
+#include <limits>
 
 namespace shardtensor::rules {
 
@@ -33,8 +33,13 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
   const auto kernel = given("kernel_size"), stride = given("stride"), padding = given("padding"), dilation = given("dilation");
   const auto output = given("output_size");
   const bool up = argument(call, "ceil_mode") >= 0 && call.flag(argument(call, "ceil_mode"));
+  const auto divisor = argument(call, "divisor_override");
+  TORCH_CHECK(divisor < 0 || !call.has(divisor) || call.integer(divisor) != 0, "divisor must be not zero");
   for (int64_t i = 0; i < space; ++i) {
     const auto size = input.size(pool.lead + i);
+    if (size < 1) {
+      return std::nullopt;
+    }
     pool.in.push_back(size);
     if constexpr (adaptive) {
       const auto results = made ? made->size(pool.lead + i) : integer_at(output, i);
@@ -47,7 +52,9 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
     }
     const auto k = integer_at(kernel, i), s = stride.empty() ? k : integer_at(stride, i);
     const Taps taps{k, s, integer_at(padding, i), dilation.empty() ? 1 : integer_at(dilation, i)};
-    if (k < 1 || s < 1 || taps.dilation < 1 || taps.padding < 0 || taps.padding > taps.span() / 2) {
+    constexpr auto kMost = std::numeric_limits<int32_t>::max();
+    if (k < 1 || k > kMost || s < 1 || s > kMost || taps.dilation < 1 || taps.dilation > kMost || taps.padding < 0 ||
+        taps.padding > taps.span() / 2) {
       return std::nullopt;
     }
     auto results = taps.results(size + (up ? s - 1 : 0));
@@ -189,6 +196,19 @@ void replace_output_size(const Run& run, const Pool& pool) {
   });
 }
 
+// On a rank that makes nothing: runs the op on zeros that give one result.
+void stand_in_for_input(Run& run, const Pool& pool, const SymSizes& sizes) {
+  const auto window = [&](int64_t i) { return pool.taps[i].span(); };
+  run.arg(0) = stand_in(run, 0, pool.lead, pool.lead, window);
+  replace_padding(run, pool);
+  replace_ints(run, "output_size", [&](int64_t i) { return run_along(run, pool, i) ? 1 : pool.out[i]; });
+  run.call_op();
+  for (size_t i = 0; i < run.op.schema().returns().size(); ++i) {
+    auto& value = run.stack[run.stack.size() - 1 - i];
+    value = value.toTensor().new_zeros_symint(sizes);
+  }
+}
+
 // Max pooling; its results are values, and perhaps indices.
 void max_kernel(Run& run) {
   if (!run.solution.halo(0)) {
@@ -199,11 +219,7 @@ void max_kernel(Run& run) {
   const auto sizes = sizes_of_piece(run);
   const bool indexed = run.op.schema().returns().size() == 2;
   if (makes_nothing(sizes)) {
-    std::vector<c10::IValue> out{input.new_zeros_symint(sizes)};
-    if (indexed) {
-      out.emplace_back(at::zeros_symint(sizes, input.options().dtype(at::kLong)));
-    }
-    return run.returns(std::move(out));
+    return stand_in_for_input(run, pool, sizes);
   }
   replace_padding(run, pool);
   replace_output_size(run, pool);
@@ -293,7 +309,7 @@ void average_kernel(Run& run) {
   const auto input = run.arg(0).toTensor();
   const auto sizes = sizes_of_piece(run);
   if (makes_nothing(sizes)) {
-    return run.returns({input.new_zeros_symint(sizes)});
+    return stand_in_for_input(run, pool, sizes);
   }
   const auto divisor = own_divisor(run, pool, input.options(), false);
   replace_padding(run, pool);
@@ -315,7 +331,12 @@ void average_backward_kernel(Run& run) {
   const auto& pool = noted<Pool>(run.solution);
   const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor();
   if (is_empty(input) || is_empty(grad)) {
-    return run.returns({at::zeros_like(input)});
+    run.arg(0) = stand_in(run, 0, pool.lead, pool.lead, [](int64_t) { return 1; });
+    run.arg(1) = stand_in(run, 1, pool.lead, pool.lead, [&](int64_t i) { return pool.taps[i].span(); });
+    replace_padding(run, pool);
+    run.call_op();
+    run.stack.back() = at::zeros_like(input);
+    return;
   }
   const auto divisor = own_divisor(run, pool, grad.options(), true);
   if (divisor.defined()) {

@@ -196,12 +196,23 @@ int64_t not_a_copy(int64_t results, int64_t elements, const Ratio& ratio) {
   return results == elements && ratio.in != ratio.out ? results + 1 : results;
 }
 
+Sizes some_of_each(Sizes sizes) {
+  for (auto& n : sizes) {
+    n = std::max<int64_t>(n, 1);
+  }
+  return sizes;
+}
+
 void forward_kernel(Run& run) {
   const auto& made = noted<Resampled>(run.solution);
   const auto sizes = guarded(sizes_of_piece(run));
   auto input = run.arg(0).toTensor();
   if (std::any_of(sizes.begin(), sizes.end(), [](int64_t n) { return n == 0; })) {
-    return run.returns({input.new_zeros(sizes)});
+    run.arg(0) = stand_in(run, 0, made.lead, made.lead, [](int64_t) { return 1; });
+    replace_sizes(run, "output_size", 0, c10::IntArrayRef(some_of_each(sizes)).slice(made.lead));
+    run.call_op();
+    run.stack.back() = input.new_zeros(sizes);
+    return;
   }
   const auto space = static_cast<int64_t>(made.ratios.size());
   std::vector<int64_t> output(sizes.begin() + made.lead, sizes.end()), drop(space, 0);
@@ -254,7 +265,13 @@ void backward_kernel(Run& run) {
   const auto sizes = guarded(sizes_of_piece(run));
   auto grad = run.arg(0).toTensor();
   if (is_empty(grad) || std::any_of(sizes.begin(), sizes.end(), [](int64_t n) { return n == 0; })) {
-    return run.returns({grad.new_zeros(sizes)});
+    const auto zeros = stand_in(run, 0, made.lead, made.lead, [](int64_t) { return 1; });
+    run.arg(0) = zeros;
+    replace_sizes(run, "output_size", 0, c10::IntArrayRef(guarded(zeros.sym_sizes())).slice(made.lead));
+    replace_sizes(run, "input_size", 0, some_of_each(sizes));
+    run.call_op();
+    run.stack.back() = grad.new_zeros(sizes);
+    return;
   }
   const auto space = static_cast<int64_t>(made.ratios.size());
   auto input = sizes; // of the slice that these gradients belong to

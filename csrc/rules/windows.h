@@ -4,6 +4,8 @@
 
 #include "rules/resolve.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 
 namespace shardtensor::rules {
@@ -52,6 +54,21 @@ inline const Interval* cut_run(const Run& run, int64_t factor) {
 
 // This rank's sizes of a result all of whose global sizes the rule gives.
 SymSizes sizes_of_piece(const Run& run, size_t nth = 0);
+
+// Zeros in place of an operand, on a rank that makes nothing: it runs the op all the same, so that it raises what other ranks
+// raise. `length` is what the op needs along each dim of space that is cut, to make one result; `first`: the factor of the first
+// such dim.
+template <typename F>
+at::Tensor stand_in(const Run& run, size_t operand, int64_t lead, int64_t first, F length) {
+  const auto t = run.arg(operand).toTensor(); // the first arguments are the first operands
+  const auto whole = run.operands[operand].symbols;
+  auto sizes = t.sym_sizes().vec();
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    const bool cut = d >= lead && cut_run(run, first + d - lead);
+    sizes[d] = cut ? c10::SymInt(length(d - lead)) : sizes[d] == 0 && whole[d] != 0 ? c10::SymInt(1) : sizes[d];
+  }
+  return t.new_zeros_symint(sizes);
+}
 
 // A list of integers with one per dim of space, or one for all.
 inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {
