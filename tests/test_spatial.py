@@ -149,7 +149,9 @@ def draw_interpolate(draw: random.Random, mode: str) -> Call | None:
     x = channels_last(x) if draw.random() < 0.3 else x
     more: dict[str, Any] = {} if "nearest" in mode else {"align_corners": draw.random() < 0.1}
     if draw.random() < 0.5:
-        scale = [float(draw.randint(1, 3)) for _ in range(n)]
+        scale = [draw.choice((1.0, 2.0, 3.0, 0.5)) for _ in range(n)]
+        if any(int(size * by) < 1 for size, by in zip(x.shape[2:], scale, strict=True)):
+            return None
         return Call(f"{mode} {list(x.shape)} by {scale} {more}", lambda x: F.interpolate(x, scale_factor=scale, mode=mode, **more), x, [], [])
     size = [draw.randint(1, 2 * most) for _ in range(n)]
     return Call(f"{mode} {list(x.shape)} to {size} {more}", lambda x: F.interpolate(x, size, mode=mode, **more), x, [], [])

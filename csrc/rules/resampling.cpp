@@ -31,6 +31,9 @@ struct Ratio {
 
   // What a result reads; torch clamps what lies beyond the edges.
   Reach reach(Kind kind) const {
+    if (kind == Kind::Nearest) {
+      return {from, to, 0, from - 1}; // one of them
+    }
     const auto wide = kind == Kind::Cubic ? 3 * to : to;
     return {2 * from, 2 * to, from - wide, from + wide};
   }
@@ -75,11 +78,17 @@ bool repeats(const Ratio& r) {
   return r.from == 1 && r.to <= kMost;
 }
 
+// Also where it picks one of so many.
+bool picks(const Ratio& r) {
+  constexpr int64_t kMost = 16;
+  return r.to == 1 && r.from <= kMost;
+}
+
 // Slices begin where the positions are those of the whole moved by a whole number: at a multiple of ratio.from. So a rank may
 // read some elements more in front.
 Reach from_such_a_place(const Ratio& ratio, Kind kind) {
   auto r = ratio.reach(kind);
-  const auto more = kind == Kind::Linear && ratio.to == 1 ? (ratio.from - 1) / 2 : ratio.from - 1;
+  const auto more = kind == Kind::Nearest ? 0 : kind == Kind::Linear && ratio.to == 1 ? (ratio.from - 1) / 2 : ratio.from - 1;
   r.first -= r.den * more;
   return r;
 }
@@ -106,14 +115,12 @@ Rule resample(const Call& call) {
     const auto d = made->lead + i;
     const auto& ratio = made->ratios[i];
     result.sizes[d] = ratio.out;
-    Factor f;
+    const auto at = rule.factor(); // factor d is dim d, used or not
     if (kind == Kind::Nearest && repeats(ratio)) {
-      const auto at = rule.factor(f);
       rule.operands[0].dims[d] = at;
       result.dims[d] = Dim(at, ratio.to);
-    } else if (kind != Kind::Nearest) {
-      f.size = ratio.out;
-      const auto at = rule.factor(f);
+    } else if (kind != Kind::Nearest || picks(ratio)) {
+      rule.factors[at].size = ratio.out;
       rule.operands[0].dims[d] = rule.windows(at, from_such_a_place(ratio, kind));
       result.dims[d] = at;
     }
@@ -147,14 +154,12 @@ Rule resample_backward(const Call& call) {
   for (int64_t i = 0; i < space; ++i) {
     const auto d = lead + i;
     const auto& ratio = made->ratios[i];
-    Factor f;
+    const auto at = rule.factor();
     if (kind == Kind::Nearest && repeats(ratio)) {
-      const auto at = rule.factor(f);
       rule.operands[0].dims[d] = Dim(at, ratio.to);
       result.dims[d] = at;
-    } else if (kind != Kind::Nearest) {
-      f.size = ratio.in;
-      const auto at = rule.factor(f);
+    } else if (kind != Kind::Nearest || picks(ratio)) {
+      rule.factors[at].size = ratio.in;
       rule.operands[0].dims[d] = rule.windows(at, mirror(ratio.reach(kind), ratio.in));
       result.dims[d] = at;
     }

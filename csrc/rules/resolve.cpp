@@ -63,7 +63,8 @@ class Resolver {
     for (const auto& r : rule_.operands) {
       for (size_t d = 0; d < r.dims.size() && !s->halos.empty(); ++d) {
         if (r.dims[d].reach != kNone && is_sharded(r.dims[d].factor)) {
-          s->runs[r.dims[d].factor] = run_at(r.dims[d].factor, mesh_.coordinate());
+          const auto f = r.dims[d].factor;
+          s->runs[f] = run_at(*cutting_.factor_layout(f), f, mesh_.coordinate());
         }
       }
     }
@@ -176,10 +177,9 @@ class Resolver {
     return as_is ? LayoutPtr::reclaim_copy(&have) : Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts));
   }
 
-  // The indices of the factor at a coordinate of the mesh: all, if it is not sharded.
-  Interval run_at(int64_t factor, const Coordinate& at) const {
-    const auto layout = cutting_.factor_layout(factor);
-    return layout->intervals(0, cutting_.factor_size(factor).guard_int(__FILE__, __LINE__), at)[0];
+  // The indices of the factor at a coordinate of the mesh. `cut`: its factor_layout().
+  Interval run_at(const Layout& cut, int64_t factor, const Coordinate& at) const {
+    return cut.intervals(0, cutting_.factor_size(factor).guard_int(__FILE__, __LINE__), at)[0];
   }
 
   Fetch fetch(size_t i, const Layout& from) const {
@@ -187,14 +187,17 @@ class Resolver {
     const auto& dims = rule_.operands[i].dims;
     const auto plain = operand_layout(i); // whole along the dims that are read through windows
     Sizes sizes;
+    std::vector<LayoutPtr> factors; // of those dims
     for (int64_t d = 0; d < t.dim(); ++d) {
       sizes.push_back(t.size(d));
+      const bool windows = dims[d].reach != kNone && is_sharded(dims[d].factor);
+      factors.push_back(windows ? cutting_.factor_layout(dims[d].factor) : nullptr);
     }
     return Fetch(from, sizes, [&](const Coordinate& at) {
       Stretches out;
       for (size_t d = 0; d < dims.size(); ++d) {
-        if (dims[d].reach != kNone && is_sharded(dims[d].factor)) {
-          const auto all = read(rule_.reaches[dims[d].reach], run_at(dims[d].factor, at), sizes[d]);
+        if (factors[d]) {
+          const auto all = read(rule_.reaches[dims[d].reach], run_at(*factors[d], dims[d].factor, at), sizes[d]);
           out.push_back(rule_.operands[i].padding ? all : Stretch{0, all.inside, 0});
         } else {
           out.push_back({0, plain->intervals(static_cast<int64_t>(d), sizes[d], at)[0], 0});
