@@ -165,6 +165,16 @@ def draw_pad(draw: random.Random) -> Call | None:
     return Call(f"{mode} {list(x.shape)} by {pad}", lambda x: F.pad(x, pad, mode), x, [], [])
 
 
+def draw_turn(draw: random.Random) -> Call | None:
+    _, sizes = draw_space(draw)
+    x = numbers(draw, draw.randint(1, 3), 2, *sizes)
+    if draw.random() < 0.5:
+        by, dims = [draw.randint(-5, 5) for _ in sizes], list(range(2, x.ndim))
+        return Call(f"roll {list(x.shape)} by {by}", lambda x: torch.roll(x, by, dims), x, [], [])
+    pad = [draw.randint(0, min(4, size)) for size in reversed(sizes) for _ in range(2)]
+    return Call(f"circular {list(x.shape)} by {pad}", lambda x: F.pad(x, pad, "circular"), x, [], [])
+
+
 DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
     "conv": lambda draw: draw_conv(draw, False),
     "conv_transpose": lambda draw: draw_conv(draw, True),
@@ -175,6 +185,7 @@ DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
     "linear": lambda draw: draw_interpolate(draw, "linear"),
     "bicubic": lambda draw: draw_interpolate(draw, "bicubic"),
     "pad": draw_pad,
+    "turn": draw_turn,
 }
 
 
@@ -468,7 +479,8 @@ def test_unet(pools, case):
 
 
 def network(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    y = F.max_pool2d(F.relu(F.conv2d(x, w, b, padding=1)), 3, 2, 1)
+    x = torch.roll(F.pad(x, (1, 1, 1, 1), "circular"), 2, 2)
+    y = F.max_pool2d(F.relu(F.conv2d(x, w, b)), 3, 2, 1)
     y = F.interpolate(F.pad(y, (1, 1, 1, 1), "reflect"), scale_factor=2, mode="bilinear")
     return F.avg_pool2d(y, 3, 2, 1)
 

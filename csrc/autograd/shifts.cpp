@@ -1,0 +1,111 @@
+// Circular padding and rolls along cut dims, by shardtensor::shifted (rules/turns.cpp), so that nothing is gathered. Uses
+// tensor/. Registers itself at AutogradPrivateUse2.
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/WrapDimUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/_pad_circular_compositeimplicitautograd_dispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace shardtensor {
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Result o along dim is the sum of t[o + shift] over the shifts. The gradient is the same with the shifts reversed.
+struct Shifted : torch::autograd::Function<Shifted> {
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size) {
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["shifts"] = shifts;
+    ctx->saved_data["size"] = t.sym_size(dim);
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("shardtensor::shifted", "")
+                               .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt)>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto shifts = ctx->saved_data["shifts"].toIntVector();
+    for (auto& shift : shifts) {
+      shift = -shift;
+    }
+    return {
+        apply(grads[0], ctx->saved_data["dim"].toInt(), shifts, ctx->saved_data["size"].toSymInt()), Tensor(), Tensor(),
+        Tensor()};
+  }
+};
+
+bool is_cut(const Tensor& t, int64_t dim) {
+  const auto* impl = as_shard_tensor(t);
+  return impl && impl->layout().shards(dim);
+}
+
+Tensor pad_circular(const Tensor& self, c10::SymIntArrayRef padding) {
+  const auto n = static_cast<int64_t>(padding.size()) / 2;
+  bool cut = false, fits = static_cast<int64_t>(padding.size()) == 2 * n && n <= self.dim();
+  for (int64_t i = 0; i < n && fits; ++i) {
+    const auto dim = self.dim() - 1 - i;
+    const auto &before = padding[2 * i], &after = padding[2 * i + 1];
+    cut = cut || (is_cut(self, dim) && (before != 0 || after != 0));
+    fits = before >= 0 && after >= 0 && before <= self.sym_size(dim) && after <= self.sym_size(dim);
+  }
+  if (!cut || !fits) {
+    return at::compositeimplicitautograd::_pad_circular_symint(self, padding); // raises where torch does
+  }
+  auto out = self;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto dim = self.dim() - 1 - i;
+    const auto before = padding[2 * i].guard_int(__FILE__, __LINE__), after = padding[2 * i + 1].guard_int(__FILE__, __LINE__);
+    const auto size = out.sym_size(dim).guard_int(__FILE__, __LINE__);
+    std::vector<int64_t> shifts{-before};
+    if (before) {
+      shifts.push_back(size - before);
+    }
+    if (after) {
+      shifts.push_back(-before - size);
+    }
+    out = shifts.size() == 1 ? out : Shifted::apply(out, dim, shifts, size + before + after);
+  }
+  return out;
+}
+
+Tensor roll_of_pieces(const Tensor& self, const std::vector<c10::SymInt>& shifts, const std::vector<int64_t>& dims) {
+  auto out = self;
+  for (size_t i = 0; i < dims.size(); ++i) {
+    const auto dim = at::maybe_wrap_dim(dims[i], self.dim());
+    const auto size = self.sym_size(dim).guard_int(__FILE__, __LINE__);
+    const auto by = ((shifts[i].guard_int(__FILE__, __LINE__) % size) + size) % size;
+    out = by ? Shifted::apply(out, dim, std::vector<int64_t>{-by, size - by}, c10::SymInt(size)) : out;
+  }
+  return out.is_same(self) ? self.clone() : out;
+}
+
+void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto self = torch::jit::peek(*stack, 0, 3).toTensor();
+  const auto shifts = torch::jit::peek(*stack, 1, 3).toSymIntVector();
+  const auto dims = torch::jit::peek(*stack, 2, 3).toIntVector();
+  const auto n = self.dim();
+  const auto cut = [&](int64_t d) { return d >= -n && d < n && is_cut(self, at::maybe_wrap_dim(d, n)); };
+  if (dims.size() != shifts.size() || self.sym_numel() == 0 || std::none_of(dims.begin(), dims.end(), cut)) {
+    return op.callBoxedForDispatchKey(c10::DispatchKey::AutogradCPU, *stack); // torch's formula, the same for all devices
+  }
+  torch::jit::drop(*stack, 3);
+  stack->emplace_back(roll_of_pieces(self, shifts, dims));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("_pad_circular", pad_circular);
+  m.impl("roll", torch::CppFunction::makeFromBoxedFunction<roll>());
+}
+
+} // namespace
+
+} // namespace shardtensor
