@@ -432,11 +432,11 @@ class Bar:
             print(f"\r{'':<110}\r", end="", file=sys.stderr, flush=True)
 
 
-def on_rank(rank: int, rows: list[Row], args: argparse.Namespace, store: str, results: str, done: int, total: int) -> None:
+def on_rank(rank: int, rows: list[Row], args: argparse.Namespace, store: str, results: str, done: int, total: int, began: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=rows[0].ranks, timeout=timedelta(seconds=120))
     import_shard_tensor()
-    bar, out, start = Bar(total, rank == 0), [], time.perf_counter()
+    bar, out = Bar(total, rank == 0), []
     for i, row in enumerate(rows):
         bar.done = done + i
         costs, errors = measure(row, args, bar)
@@ -444,7 +444,7 @@ def on_rank(rank: int, rows: list[Row], args: argparse.Namespace, store: str, re
         out.append({"row": row.name, "costs": {name: asdict(c) for name, c in costs.items()}, "errors": errors})
         if rank == 0:
             bar.clear()
-            print(f"\n{row.name}  ({bar.done + 1} of {total}, {time.perf_counter() - start:.0f} s)\n{header()}")
+            print(f"\n{row.name}  ({bar.done + 1} of {total}, {time.time() - began:.0f} s)\n{header()}")
             for name in NAMES:
                 print(line(name, costs[name]) if name in costs else f"  {name:12}raises {errors[name]:.120}", flush=True)
     if rank == 0:
@@ -466,7 +466,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = arguments()
+    args, began = arguments(), time.time()
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": cpu_model(), "cores": os.cpu_count()}
     print(", ".join(f"{key} {value}" for key, value in machine.items()) + f", load {os.getloadavg()[0]:.1f}")
     runs = [
@@ -477,7 +477,7 @@ def main() -> None:
     for rows in filter(None, runs):
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/results"
-            mp.spawn(on_rank, (rows, args, f"{scratch}/store", path, done, total), nprocs=rows[0].ranks)
+            mp.spawn(on_rank, (rows, args, f"{scratch}/store", path, done, total, began), nprocs=rows[0].ranks)
             results += json.loads(Path(path).read_text())
         done += len(rows)
     if args.table:
