@@ -345,3 +345,23 @@ def switched_off():
 def test_it_can_be_switched_off():
     for got, right, told in ask(2, "switched_off"):
         assert got == right and told == 0
+
+
+def many_errors():
+    import torch.distributed as dist
+
+    x, whole = cut(6)
+    for _ in range(600):
+        outcome(lambda: x @ x)
+    store = dist.distributed_c10d._get_default_store()
+    told = [len(store.get(f"shardtensor/faults/1/{n}")) for n in (0, 600)]
+    with Fails(1, rank=1):
+        first = outcome(x.full_tensor)
+    return told, first, outcome(x.full_tensor)
+
+
+def test_only_the_last_errors_are_kept():
+    for told, first, second in ask(2, "many_errors"):
+        assert told == [0, 0]
+        assert "out of memory" in first
+        assert "DistBackendError" in second

@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -34,6 +35,7 @@ constexpr auto kShort = 50ms;  // so does a rank that waits for the others' clai
 constexpr auto kSigns = 700ms; // how long the ranks that survive a broken group wait for each other's signs
 constexpr size_t kKept = 64;   // collectives whose facts a rank remembers
 constexpr size_t kClaims = 8;  // claims that a rank leaves in the store
+constexpr size_t kTold = 256;  // failures that a rank knows of; older ones are of no matter
 constexpr char kPart = '\x1f', kItem = '\x1e';
 
 std::atomic<bool> g_on{true};
@@ -65,6 +67,7 @@ struct Failure {
   std::string doing, error;
   std::map<std::string, Count> groups; // by name
   Time seen;
+  int64_t nth = 0; // of all failures
 
   std::string written() const {
     std::ostringstream out;
@@ -80,7 +83,7 @@ struct Failure {
   }
   static Failure read(const std::string& text) {
     const auto parts = split(text, kPart);
-    Failure out{std::stoll(parts.at(0)), parts.at(1), parts.at(2), {}, Clock::now()};
+    Failure out{std::stoll(parts.at(0)), parts.at(1), parts.at(2), {}, Clock::now(), 0};
     for (size_t i = 3; i < parts.size(); ++i) {
       const auto items = split(parts[i], kItem);
       Count count{std::stoll(items.at(1)), items.at(2) == "1", {}};
@@ -173,7 +176,7 @@ class World {
 
   // Tells all ranks that this one has failed.
   void tell(const std::string& doing, const std::string& error) {
-    Failure mine{rank_, one_line(doing), one_line(error), {}, Clock::now()};
+    Failure mine{rank_, one_line(doing), one_line(error), {}, Clock::now(), 0};
     for (const auto& group : groups()) {
       const std::lock_guard<std::mutex> lock(group->mutex);
       mine.groups[group->name] = {group->number, !group->broken.empty(), group->skipped};
@@ -182,9 +185,15 @@ class World {
     ask([&] {
       const auto nth = store_->add(prefix_ + "count", 1) - 1;
       store_->set(key(nth), mine.written());
+      mine.nth = nth;
       const std::lock_guard<std::mutex> lock(mutex_);
       absent_.push_back(nth);
       own_.push_back(std::move(mine));
+      if (own_.size() > kTold) {
+        store_->set(key(own_.front().nth), std::string()); // others may still count on the key
+        store_->deleteKey(key(own_.front().nth) + "/back");
+        own_.pop_front();
+      }
     });
   }
 
@@ -223,8 +232,7 @@ class World {
   std::optional<Failure> in_vain(const Group* group, c10::IntArrayRef ranks, int64_t number, Time since) {
     read_news();
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t i = 0; i < news_.size(); ++i) {
-      const auto& f = news_[i];
+    for (const auto& f : news_) {
       if (f.rank == rank_ || std::find(ranks.begin(), ranks.end(), f.rank) == ranks.end()) {
         continue;
       }
@@ -234,7 +242,7 @@ class World {
       }
       const bool has_begun = count && count->number >= number;
       const auto grace = std::chrono::milliseconds(g_grace.load());
-      if (!has_begun && !failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace && !is_back(i)) {
+      if (!has_begun && !failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace && !is_back(f.nth)) {
         return f;
       }
     }
@@ -304,9 +312,16 @@ class World {
     ask([&] {
       const auto n = store_->add(prefix_ + "count", 0);
       const std::lock_guard<std::mutex> lock(mutex_);
-      while (static_cast<int64_t>(news_.size()) < n && store_->check({key(static_cast<int64_t>(news_.size()))})) {
-        news_.push_back(Failure::read(store_->get_to_str(key(static_cast<int64_t>(news_.size())))));
-        fresh.push_back(news_.back());
+      next_ = std::max(next_, n - static_cast<int64_t>(kTold));
+      for (; next_ < n && store_->check({key(next_)}); ++next_) {
+        if (const auto text = store_->get_to_str(key(next_)); !text.empty()) {
+          fresh.push_back(Failure::read(text));
+          fresh.back().nth = next_;
+          news_.push_back(fresh.back());
+        }
+        if (news_.size() > kTold) {
+          news_.pop_front();
+        }
       }
     });
     for (const auto& f : fresh) {
@@ -337,9 +352,9 @@ class World {
              return mine.doing == f.doing && (a ? a->number : 0) == (b ? b->number : 0);
            });
   }
-  bool is_back(size_t nth) {
+  bool is_back(int64_t nth) {
     bool back = false;
-    ask([&] { back = store_->check({key(static_cast<int64_t>(nth)) + "/back"}); });
+    ask([&] { back = store_->check({key(nth) + "/back"}); });
     return back;
   }
 
@@ -349,7 +364,8 @@ class World {
   std::atomic<int64_t> failures_{0};
   std::mutex mutex_; // of what follows
   std::map<std::string, std::weak_ptr<Group>> groups_;
-  std::vector<Failure> news_, own_;
+  std::deque<Failure> news_, own_;
+  int64_t next_ = 0;            // the failure to read next
   std::vector<int64_t> absent_; // this rank's failures since it last communicated
 };
 
