@@ -350,7 +350,7 @@ def test_it_can_be_switched_off():
 def many_errors():
     import torch.distributed as dist
 
-    x, whole = cut(6)
+    x, _whole = cut(6)
     for _ in range(600):
         outcome(lambda: x @ x)
     store = dist.distributed_c10d._get_default_store()

@@ -43,10 +43,8 @@ void wait(c10d::Work& work, const Ticket& ticket, Text text);
 // After the backend itself has raised in wait(): tells the others, and returns which ranks have given no sign; may be empty.
 std::string broke(const Ticket& ticket, const std::string& error);
 
-// See doing.h. `due`: mesh dims with a collective that was still to come.
-void failed(const std::string& doing, const std::string& error, const Mesh& mesh, uint64_t due);
-
-// The same for something that may have many collectives, a backward for example; it may have made any of them.
+// This rank fails in something that may have many collectives, a backward for example; it may have made any of them. (doing.h has
+// tell_failure() for a single call.)
 void failed_in_part(const std::string& doing, const std::string& error);
 
 // For the process. `grace`: seconds that a rank which has failed may take to come to its next collective.

@@ -1,0 +1,300 @@
+#include "comm/news.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace shardtensor::comm::faults {
+
+namespace {
+
+constexpr size_t kClaims = 8; // claims that a rank leaves in the store
+constexpr size_t kTold = 256; // failures that a rank knows of; older ones are of no matter
+constexpr char kPart = '\x1f', kItem = '\x1e';
+
+template <typename List, typename T>
+bool contains(const List& list, const T& value) {
+  return std::find(list.begin(), list.end(), value) != list.end();
+}
+
+template <typename T>
+void push(std::deque<T>& list, T value, size_t most) {
+  list.push_back(std::move(value));
+  if (list.size() > most) {
+    list.pop_front();
+  }
+}
+
+std::vector<std::string> split(const std::string& text, char at) {
+  std::vector<std::string> out;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, at);) {
+    out.push_back(part);
+  }
+  return out;
+}
+
+std::string written(const Failure& f) {
+  std::ostringstream out;
+  out << f.rank << kPart << f.doing << kPart << f.error << kPart;
+  for (const auto& [name, count] : f.groups) {
+    out << name << kItem << count.number << kItem << count.broken;
+    for (const auto n : count.skipped) {
+      out << kItem << n;
+    }
+    out << kPart;
+  }
+  return out.str();
+}
+
+Failure read(const std::string& text, int64_t nth) {
+  const auto parts = split(text, kPart);
+  Failure out{std::stoll(parts.at(0)), parts.at(1), parts.at(2), {}, Clock::now(), nth};
+  for (size_t i = 3; i < parts.size(); ++i) {
+    const auto items = split(parts[i], kItem);
+    Count count{std::stoll(items.at(1)), items.at(2) == "1", {}};
+    for (size_t k = 3; k < items.size(); ++k) {
+      count.skipped.push_back(std::stoll(items[k]));
+    }
+    out.groups.emplace(items.at(0), std::move(count));
+  }
+  return out;
+}
+
+template <typename F>
+void ask(const F& f) {
+  try {
+    f();
+  } catch (const std::exception&) { // the store is gone, and with it the rank that keeps it
+  }
+}
+
+} // namespace
+
+const Count* Failure::count(const std::string& group) const {
+  const auto it = groups.find(group);
+  return it == groups.end() ? nullptr : &it->second;
+}
+
+std::string Failure::str() const {
+  return c10::str("rank ", rank, " failed in ", doing, ": ", error);
+}
+
+std::string one_line(std::string text) {
+  if (const auto trace = text.find("\nException raised from"); trace != std::string::npos) {
+    text.resize(trace);
+  }
+  for (auto& c : text) {
+    c = c == kPart || c == kItem || c == '\n' ? ' ' : c;
+  }
+  constexpr size_t kMost = 1000;
+  return text.size() > kMost ? text.substr(0, kMost) + "..." : text;
+}
+
+void skip(Group& group) {
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  push(group.skipped, ++group.number, kKept);
+}
+
+std::optional<uint64_t> facts_of(Group& group, int64_t number) {
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  return contains(group.skipped, number) ? std::nullopt : std::optional(group.facts[number % kKept]);
+}
+
+World::World(c10d::ProcessGroup& group, int64_t rank) : rank_(rank) {
+  ask([&] {
+    if (auto store = group.getStore()) {
+      store = store->clone();
+      // A default group that is made anew may use the same store: each has its own keys.
+      const auto nth = store->add(c10::str("shardtensor/faults/", rank), 1);
+      prefix_ = c10::str("shardtensor/faults/", nth, "/");
+      store_ = std::move(store);
+    }
+  });
+}
+
+void World::add(const std::shared_ptr<Group>& group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  groups_[group->name] = group;
+}
+
+std::vector<std::shared_ptr<Group>> World::groups() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Group>> out;
+  for (auto& [name, weak] : groups_) {
+    if (auto group = weak.lock()) {
+      out.push_back(std::move(group));
+    }
+  }
+  return out;
+}
+
+void World::tell(const std::string& doing, const std::string& error) {
+  Failure mine{rank_, one_line(doing), one_line(error), {}, Clock::now(), 0};
+  for (const auto& group : groups()) {
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    mine.groups[group->name] = {group->number, !group->broken.empty(), {group->skipped.begin(), group->skipped.end()}};
+  }
+  failures_.fetch_add(1);
+  ask([&] {
+    mine.nth = store_->add(prefix_ + "count", 1) - 1;
+    store_->set(key(mine.nth), written(mine));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    absent_.push_back(mine.nth);
+    own_.push_back(std::move(mine));
+    if (own_.size() > kTold) {
+      store_->set(key(own_.front().nth), std::string()); // others may still count on the key
+      store_->deleteKey(key(own_.front().nth) + "/back");
+      own_.pop_front();
+    }
+  });
+}
+
+void World::come_back() {
+  std::vector<int64_t> all;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    all.swap(absent_);
+  }
+  for (const auto nth : all) {
+    ask([&] { store_->set(key(nth) + "/back", "1"); });
+  }
+}
+
+Claim World::claim(Group& group, int64_t number, uint64_t facts, const std::string& text) {
+  const auto mine = c10::str(facts, kPart, rank_, kPart, one_line(text));
+  bool again = false;
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    again = contains(group.claimed, number);
+    if (!again) {
+      push(group.claimed, number, 2 * kKept);
+    }
+  }
+  Claim first{facts, rank_, text};
+  ask([&] {
+    const auto found = store_->compareSet(claim_key(group, number), std::string(), mine);
+    const auto parts = split(found, kPart);
+    first = {std::stoull(parts.at(0)), std::stoll(parts.at(1)), parts.at(2)};
+    if (!again) {
+      store_->add(claim_key(group, number) + "/count", 1);
+    }
+    if (found == mine && !again) {
+      {
+        const std::lock_guard<std::mutex> lock(group.mutex);
+        group.first.push_back(number);
+      }
+      forget_older_claims(group);
+    }
+  });
+  return first;
+}
+
+int64_t World::claims(const Group& group, int64_t number) {
+  int64_t n = 0;
+  ask([&] { n = store_->add(claim_key(group, number) + "/count", 0); });
+  return n;
+}
+
+std::optional<Failure> World::in_vain(
+    const Group* group, c10::IntArrayRef ranks, int64_t number, Clock::time_point since, std::chrono::milliseconds grace) {
+  read_news();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& f : news_) {
+    if (f.rank == rank_ || !contains(ranks, f.rank)) {
+      continue;
+    }
+    const auto* count = group ? f.count(group->name) : nullptr;
+    if (count && (count->broken || contains(count->skipped, number))) {
+      return f;
+    }
+    const bool has_begun = count && count->number >= number;
+    if (!has_begun && !failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace && !is_back(f.nth)) {
+      return f;
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<int64_t> World::silent(c10::IntArrayRef ranks) {
+  read_news();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int64_t> out;
+  for (const auto r : ranks) {
+    if (r != rank_ && std::none_of(news_.begin(), news_.end(), [&](const Failure& f) { return f.rank == r; })) {
+      out.push_back(r);
+    }
+  }
+  return out;
+}
+
+std::string World::key(int64_t nth) const {
+  return c10::str(prefix_, nth);
+}
+std::string World::claim_key(const Group& group, int64_t number) const {
+  return c10::str(prefix_, group.name, "/", number);
+}
+
+void World::forget_older_claims(Group& group) {
+  int64_t old = 0;
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    if (group.first.size() > kClaims) {
+      old = group.first.front();
+      group.first.pop_front();
+    }
+  }
+  if (old) {
+    store_->deleteKey(claim_key(group, old));
+    store_->deleteKey(claim_key(group, old) + "/count");
+  }
+}
+
+// A rank that has failed waits until all others have claimed its next number in each group. This rank may have begun that
+// collective without waiting for it, so it answers here.
+void World::read_news() {
+  std::vector<Failure> fresh;
+  ask([&] {
+    const auto n = store_->add(prefix_ + "count", 0);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    next_ = std::max(next_, n - static_cast<int64_t>(kTold));
+    for (; next_ < n && store_->check({key(next_)}); ++next_) {
+      if (const auto text = store_->get_to_str(key(next_)); !text.empty()) {
+        fresh.push_back(read(text, next_));
+        push(news_, fresh.back(), kTold);
+      }
+    }
+  });
+  for (const auto& f : fresh) {
+    for (const auto& group : f.rank == rank_ ? std::vector<std::shared_ptr<Group>>() : groups()) {
+      const auto* count = f.count(group->name);
+      int64_t last = 0;
+      if (count) {
+        const std::lock_guard<std::mutex> lock(group->mutex);
+        last = group->number;
+      }
+      for (auto n = std::max(last - static_cast<int64_t>(kKept), count ? count->number : 0) + 1; n <= last; ++n) {
+        if (const auto facts = facts_of(*group, n)) {
+          claim(*group, n, *facts, "a collective that it has begun");
+        }
+      }
+    }
+  }
+}
+
+// Whether this rank failed in the same op, at the same place among the group's collectives.
+bool World::failed_alike(const Failure& f, const Group* group) const {
+  return group && std::any_of(own_.begin(), own_.end(), [&](const Failure& mine) {
+           const auto *a = mine.count(group->name), *b = f.count(group->name);
+           return mine.doing == f.doing && (a ? a->number : 0) == (b ? b->number : 0);
+         });
+}
+
+bool World::is_back(int64_t nth) {
+  bool back = false;
+  ask([&] { back = store_->check({key(nth) + "/back"}); });
+  return back;
+}
+
+} // namespace shardtensor::comm::faults
