@@ -43,9 +43,10 @@ struct Shifted : torch::autograd::Function<Shifted> {
   }
 };
 
+// False in forward mode, for which only torch's formulas are there.
 bool is_cut(const Tensor& t, int64_t dim) {
   const auto* impl = as_shard_tensor(t);
-  return impl && impl->layout().shards(dim);
+  return impl && impl->layout().shards(dim) && !t._fw_grad(0).defined();
 }
 
 Tensor pad_circular(const Tensor& self, c10::SymIntArrayRef padding) {
@@ -95,7 +96,7 @@ void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto n = self.dim();
   const auto cut = [&](int64_t d) { return d >= -n && d < n && is_cut(self, at::maybe_wrap_dim(d, n)); };
   if (dims.size() != shifts.size() || self.sym_numel() == 0 || std::none_of(dims.begin(), dims.end(), cut)) {
-    return op.callBoxedForDispatchKey(c10::DispatchKey::AutogradCPU, *stack); // torch's formula, the same for all devices
+    return op.callBoxedForDispatchKey(c10::DispatchKey::Autograd, *stack); // torch's formula
   }
   torch::jit::drop(*stack, 3);
   stack->emplace_back(roll_of_pieces(self, shifts, dims));

@@ -88,6 +88,16 @@ void check_fits(const TensorArg& input, const TensorArg& weight, const Call& cal
     TORCH_CHECK(taps.stride > 0, "non-positive stride is not supported");
     TORCH_CHECK(taps.padding >= 0, "negative padding is not supported");
     TORCH_CHECK(taps.dilation > 0, "dilation should be greater than zero");
+    TORCH_CHECK(taps.output_padding >= 0, "negative output_padding is not supported");
+    if (transposed) {
+      TORCH_CHECK(
+          taps.output_padding < std::max(taps.stride, taps.dilation),
+          "output padding must be smaller than either stride or dilation, but got ", taps.output_padding, " along dim ", i + 2);
+      const auto results = taps.results(input.size(i + 2), true);
+      TORCH_CHECK(
+          results > 0, "Given input size per channel: ", input.size(i + 2), ", calculated output size per channel: ", results,
+          " along dim ", i + 2, ". Output size is too small");
+    }
     padded.push_back(input.size(i + 2) + 2 * taps.padding);
     kernel.push_back(taps.span());
     fits = fits && (transposed || padded.back() >= kernel.back());

@@ -72,6 +72,8 @@ at::Tensor stand_in(const Run& run, size_t operand, int64_t lead, int64_t first,
 
 // A list of integers with one per dim of space, or one for all.
 inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {
+  TORCH_CHECK(
+      list.size() == 1 || i < static_cast<int64_t>(list.size()), "expected one integer, or one per dim of space, but got ", list);
   return list[list.size() == 1 ? 0 : i];
 }
 
