@@ -90,7 +90,7 @@ def serve(rank: int, world: int, store: str, seconds: float, how: str, call: str
     backward = here.backward(lambda grad: 1 / 0 if rank == BAD else None)
     here.step()
     if rank == BAD and how == "raises in its optimizer":
-        here.net[0].weight.grad = here.net[0].weight.grad.to(torch.complex64)
+        here.optimizer.param_groups[0]["lr"] = "fast"
     dist.barrier()
     start = time.monotonic()
     if rank == BAD:

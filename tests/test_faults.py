@@ -319,6 +319,23 @@ def test_ranks_that_part_after_an_error_name_both_collectives():
         assert text.count("test_faults.py:") >= 2, text
 
 
+def read_on_one_rank():
+    x, _ = cut(6000)
+    norm = torch.linalg.vector_norm(x)
+    norm.full_tensor()
+    if me() == 0:
+        return outcome(lambda: torch.tensor(norm.item()))  # no sum: nothing reduces it ahead
+    time.sleep(1)
+    return outcome(x.full_tensor)
+
+
+def test_a_value_read_on_one_rank_alone_while_the_others_compute():
+    for text in ask(3, "read_on_one_rank"):
+        assert "DistBackendError" in text, text
+        assert "all_reduce along mesh dim 0, rank 0" in text or "rank 1 failed" in text or "rank 2 failed" in text
+        assert "all_gather along mesh dim 0" in text
+
+
 def killed():
     x, _ = cut(6)
     if me() == 2:

@@ -122,6 +122,10 @@ thread_local int64_t t_begun = 0;
   std::rethrow_exception(t_told);
 }
 
+std::string differ(int64_t rank, const std::string& mine, const Claim& other) {
+  return c10::str("the ranks make different collectives. Rank ", rank, ": ", mine, "; rank ", other.rank, ": ", other.text);
+}
+
 // A rank that is late: what it does for one ticket until the others come.
 class Late {
  public:
@@ -135,8 +139,7 @@ class Late {
       const auto mine = text();
       const auto first = world->claim(*group, number, facts, mine);
       if (first.facts != facts) {
-        return c10::str(
-            "the ranks make different collectives. Rank ", world->rank(), ": ", mine, "; rank ", first.rank, ": ", first.text);
+        return differ(world->rank(), mine, first);
       }
     }
     const auto f = world->in_vain(group.get(), group ? group->ranks : peers, number, since_, g_grace);
@@ -184,15 +187,23 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   }
   auto& group = *all->group;
   Ticket ticket{all->world, all->group, 0, {}, false};
+  bool others_wait = false; // perhaps; then they have claimed the number
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), text(), ": the process group broke before: ", group.broken);
     ticket.number = ++group.number;
     group.facts[ticket.number % kKept] = facts;
+    const auto now = Clock::now();
+    others_wait = now - std::exchange(group.last, now) > kSlice;
   }
   if (const auto failures = all->world->failures(); C10_UNLIKELY(group.checked != failures)) {
     agree(ticket, *process_group, text);
     group.checked = failures;
+  } else if (C10_UNLIKELY(others_wait)) {
+    const auto other = all->world->claimed(group, ticket.number);
+    if (other && other->facts != facts) {
+      part(ticket, c10::str(text(), ": ", differ(all->world->rank(), c10::str(text(), ", ", doing_now()), *other)));
+    }
   }
   ++t_begun;
   return ticket;

@@ -4,6 +4,7 @@
 // Each rank counts its collectives along a mesh dim. Nothing is sent until a rank fails or waits long; then:
 // - A rank that fails tells so, with its counts.
 // - A rank that waits long claims its collective's number for the collective that it makes, and reads who has failed.
+// - A rank that comes to a collective after a pause looks whether another has claimed the number for a different one.
 // - A rank that has failed before makes its next collective only after all others have claimed that number for the same one.
 // So an error that all ranks raise alike costs some requests to the store; one that a rank raises alone costs the others a wait.
 #pragma once

@@ -62,6 +62,11 @@ Failure read(const std::string& text, int64_t nth) {
   return out;
 }
 
+Claim read_claim(const std::string& text) {
+  const auto parts = split(text, kPart);
+  return {std::stoull(parts.at(0)), std::stoll(parts.at(1)), parts.at(2)};
+}
+
 template <typename F>
 void ask(const F& f) {
   try {
@@ -175,8 +180,7 @@ Claim World::claim(Group& group, int64_t number, uint64_t facts, const std::stri
   Claim first{facts, rank_, text};
   ask([&] {
     const auto found = store_->compareSet(claim_key(group, number), std::string(), mine);
-    const auto parts = split(found, kPart);
-    first = {std::stoull(parts.at(0)), std::stoll(parts.at(1)), parts.at(2)};
+    first = read_claim(found);
     if (!again) {
       store_->add(claim_key(group, number) + "/count", 1);
     }
@@ -189,6 +193,16 @@ Claim World::claim(Group& group, int64_t number, uint64_t facts, const std::stri
     }
   });
   return first;
+}
+
+std::optional<Claim> World::claimed(const Group& group, int64_t number) {
+  std::optional<Claim> out;
+  ask([&] {
+    if (store_->check({claim_key(group, number)})) {
+      out = read_claim(store_->get_to_str(claim_key(group, number)));
+    }
+  });
+  return out;
 }
 
 int64_t World::claims(const Group& group, int64_t number) {

@@ -48,7 +48,8 @@ struct Group {
   std::vector<int64_t> ranks;      // global, all of the group's
   std::atomic<int64_t> checked{0}; // this rank's failures before the last collective on which all have agreed
   std::mutex mutex;
-  int64_t number = 0; // collectives begun
+  int64_t number = 0;     // collectives begun
+  Clock::time_point last; // when the last one began
   std::array<uint64_t, kKept> facts{};
   std::deque<int64_t> skipped;        // left out
   std::deque<int64_t> claimed, first; // numbers that this rank has claimed, and of them those that it was the first to claim
@@ -92,6 +93,8 @@ class World {
 
   // Claims a number of the group for a collective. `text` describes it.
   Claim claim(Group& group, int64_t number, uint64_t facts, const std::string& text);
+  // Another rank's claim of it, if there is one.
+  std::optional<Claim> claimed(const Group& group, int64_t number);
   // How many ranks have claimed it.
   int64_t claims(const Group& group, int64_t number);
 
