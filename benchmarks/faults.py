@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import shardtensor
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,6 +34,7 @@ class Collectives:
     """One of each kind; each has been made once, as in a job that has run for a while."""
 
     def __init__(self) -> None:
+        shardtensor.set_fault_notice(True)
         n = dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (n,))
         self.x = distribute_tensor(torch.randn(4 * n + 1, 2 * n + 1), self.mesh, [Shard(0)])

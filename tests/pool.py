@@ -76,7 +76,6 @@ def _serve(rank: int, world: int, backend: str, store: str, pipe: Any) -> None:
         )
         import shardtensor
 
-        shardtensor.set_fault_notice(True, grace=10)  # a rank that raises alone may be slow to come back: more ranks than cores
         shardtensor.set_reduce_ahead(False)  # tests count what each op sends; test_ahead.py switches it on
         pipe.send(("ready", None))
     except BaseException:

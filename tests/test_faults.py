@@ -38,16 +38,17 @@ def ask(world, function, *args, gone=()):
 
 
 def mesh(*shape):
+    from shardtensor import set_fault_notice
     from torch.distributed.device_mesh import init_device_mesh
 
+    set_fault_notice(True)
     return init_device_mesh("cpu", shape)
 
 
 def cut(rows=6, mesh_=None, start=0.0):
     import torch.distributed as dist
-    from shardtensor import Shard, distribute_tensor, set_fault_notice
+    from shardtensor import Shard, distribute_tensor
 
-    set_fault_notice(True)  # with the default grace
     whole = torch.arange(start, start + 2.0 * rows).reshape(rows, 2)
     x = distribute_tensor(whole, mesh_ or mesh(dist.get_world_size()), [Shard(0)], src_data_rank=None)
     if mesh_ is None:  # so that the first moves, before which the ranks compare notes, are over

@@ -24,7 +24,7 @@ constexpr auto kSlice = 250ms; // a wait looks for news this often
 constexpr auto kShort = 50ms;  // so does a rank that waits for the others' claims
 constexpr auto kSigns = 700ms; // how long the ranks that survive a broken group wait for each other's signs
 
-std::atomic<bool> g_on{true};
+std::atomic<bool> g_on{false};
 std::atomic<std::chrono::milliseconds> g_grace{600ms};
 
 // What belongs to a process group. A group that is destroyed and made again is another one, also if it has the same name.

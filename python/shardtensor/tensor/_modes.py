@@ -155,22 +155,22 @@ def set_reduce_ahead(on: bool) -> None:
 
 def set_fault_notice(on: bool, *, grace: float = 0.6) -> None:
     """Whether a rank on which an op, a move or a backward fails tells the others, so that they raise soon and need not wait for
-    the time-out. A rank that goes on after an error of its own has `grace` seconds to come to the next collective. At first True,
+    the time-out. A rank that goes on after an error of its own has `grace` seconds to come to the next collective. At first False,
     or what the environment variable SHARDTENSOR_FAULT_NOTICE (0 or 1) says. For all threads; call it on all ranks alike. With
     Gloo; docs/reliability.md says what it does."""
     _C.set_fault_grace(grace)
     _C.set_fault_notice(on)
 
 
-def _asked(variable: str) -> bool:
-    value = os.environ.get(variable, "") or "1"
+def _asked(variable: str, default: str) -> bool:
+    value = os.environ.get(variable, "") or default
     if value not in ("0", "1"):
         raise ValueError(f"shardtensor: the environment variable {variable} is {value!r}; use 0 or 1")
     return value == "1"
 
 
-set_reduce_ahead(_asked("SHARDTENSOR_REDUCE_AHEAD"))
-set_fault_notice(_asked("SHARDTENSOR_FAULT_NOTICE"))
+set_reduce_ahead(_asked("SHARDTENSOR_REDUCE_AHEAD", "1"))
+set_fault_notice(_asked("SHARDTENSOR_FAULT_NOTICE", "0"))
 
 
 @contextmanager
