@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 if importlib.util.find_spec("shardtensor") is None:
     sys.path.insert(0, str(HERE.parent / "python"))
 
+from pages import write_or_check  # noqa: E402
 from shardtensor import _C  # noqa: E402
 
 PAGE = HERE / "coverage.md"
@@ -63,16 +64,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text)
-        return 0
-    if not PAGE.exists() or PAGE.read_text() != text:
-        print("docs/coverage.md is out of date: run `python docs/coverage.py`", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

@@ -18,6 +18,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 import conftest  # noqa: E402, F401  sets the path to the package
 from model_zoo import MODELS, Model  # noqa: E402
 from models import BATCH, ROWS, WAYS, Way  # noqa: E402
+from pages import write_or_check  # noqa: E402
 from pool import Pool, RankError  # noqa: E402
 
 PAGE = HERE / "models.md"
@@ -124,16 +125,5 @@ def page() -> str:
     return HEAD.format(versions=versions, batch=BATCH) + table + TAIL.format(rows=cuts, **trainers)
 
 
-def main() -> int:
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text)
-        return 0
-    if not PAGE.exists() or PAGE.read_text() != text:
-        print("docs/models.md is out of date: run `python docs/models.py`", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))
