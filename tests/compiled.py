@@ -236,6 +236,87 @@ def run(
     return out
 
 
+# ---- how often a case is compiled, for several lengths ----
+
+LONGER = 2, 4, 6  # times the sizes in the table
+
+
+class Frames(NamedTuple):
+    name: str
+    where: str  # the sizes that grow, and the one that is cut
+    plain: int  # graphs of plain torch
+    ours: int
+    text: str = ""
+
+
+def _longer(case: Any, grown: set[int], times: int) -> list[torch.Tensor]:
+    """Its arguments; dims whose size is in `grown` are `times` as long."""
+    from oracle import arguments_of
+
+    out = []
+    generator = torch.Generator().manual_seed(7)
+    for t, argument in zip(arguments_of(case), case.arguments, strict=True):
+        by = [times if s in grown else 1 for s in t.shape]
+        sizes = [s * b for s, b in zip(t.shape, by, strict=True)]
+        out.append(t.repeat(by) if callable(argument) else torch.randn(sizes, generator=generator, dtype=torch.float64))
+    return out
+
+
+def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any) -> int:
+    """How many graphs serve all lengths: of plain torch, or of tensors with the dims of size `cut` sharded."""
+    from oracle import EVEN, arguments_of, differentiable, place
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(case.function, backend=counter, fullgraph=True, dynamic=True)
+    table = arguments_of(case)
+    for times in LONGER:
+        arguments = _longer(case, grown, times)
+        if cut is not None:
+            for i, t in enumerate(table):
+                d = next((d for d, s in enumerate(t.shape) if s == cut and f"S({d})" in (case.only or (f"S({d})",))), None)
+                if i not in case.plain:
+                    where = "R" if d is None or i in case.replicated else f"S({d})"
+                    arguments[i] = place(arguments[i], mesh, (where, *("R",) * (mesh.ndim - 1)), EVEN)
+        for t in arguments:
+            t.requires_grad_(case.backward and t.is_floating_point())
+        torch.manual_seed(1)
+        results = differentiable(compiled(*arguments))
+        if case.backward and results:
+            sum(t.abs().sum() if cut is None else t.abs().sum().full_tensor() for t in results).backward()
+    return counter.frame_count
+
+
+def frames(family: str, names: list[str], mesh_shape: tuple[int, ...]) -> list[Frames]:
+    """Called on every rank: for each size that can be longer, the graphs with it cut."""
+    from oracle import arguments_of, mesh_of
+
+    mesh, out = mesh_of(mesh_shape), []
+    cases = {c.name: c for c in getattr(importlib.import_module(f"test_{family}"), "CASES", ())}
+    for case in (cases[name] for name in names if name in cases):
+        table = arguments_of(case)
+        sizes = sorted({s for t in table for s in t.shape if s > 1})
+        for grown in [set(sizes), *({s} for s in sizes)] if len(sizes) > 1 else [set(sizes)]:
+            try:
+                plain = _graphs(case, grown, None, mesh)
+            except Exception:  # torch itself takes no other sizes
+                continue
+            cuts = dict.fromkeys(s for i, t in enumerate(table) if i not in (*case.plain, *case.replicated) for s in t.shape if s in grown)
+            for cut in cuts:
+                try:
+                    ours, text = _graphs(case, grown, cut, mesh), ""
+                except dist.DistBackendError:
+                    raise
+                except Exception as error:
+                    ours, text = 0, f"{type(error).__name__}: {error}"
+                _agree(f"{case.name}: {ours}", text)
+                out.append(Frames(case.name, f"{sorted(grown)} longer, {cut} cut", plain, ours, text))
+            if plain == 1:
+                break
+    return out
+
+
 def run_placed(family: str, name: str, where: str, mesh_shape: tuple[int, ...]) -> Outcome:
     """Called on every rank: one case with its arguments placed and cut as `where` says."""
     from oracle import arguments_of, mesh_of
@@ -270,6 +351,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="of a case's choices of placements and cuts")
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--backend", default="aot_eager")
+    parser.add_argument("--frames", action="store_true", help="count the graphs for several lengths, plain and ours")
     parser.add_argument("--dynamic", action="store_true", default=None, help="with symbols for sizes")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
@@ -279,6 +361,12 @@ def main() -> None:
     for name in options.names or FAMILIES:
         family, _, one = name.partition(".")
         for case in [one] if one else pool.run("compiled:names_of", family, shape)[0]:
+            if options.frames:
+                for f in pool.run("compiled:frames", family, [case], shape, seconds=100)[0]:
+                    counts["one graph" if f.ours == 1 else "as plain" if f.ours == f.plain else "more graphs" if f.ours else RAISES] += 1
+                    if f.ours not in (1, f.plain):
+                        print(f"{family}.{f.name}: {f.where}: plain {f.plain}, ours {f.ours} {' '.join(f.text.split())[:600]}", flush=True)
+                continue
             try:
                 arguments = family, [case], shape, options.first, options.count, options.backend, 1, (), options.dynamic
                 outcomes = pool.run("compiled:run", *arguments, seconds=60 * options.count)[0]

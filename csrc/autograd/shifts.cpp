@@ -1,5 +1,6 @@
 // Circular padding and rolls along cut dims, by shardtensor::shifted (rules/turns.cpp), so that nothing is gathered. Uses
-// tensor/. Registers itself at AutogradPrivateUse2.
+// autograd/functions, tensor/. Registers itself at AutogradPrivateUse2.
+#include "autograd/functions.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -18,18 +19,21 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Result o along dim is the sum of t[o + shift] over the shifts. The gradient is the same with the shifts reversed.
+// Result o along dim is the sum of t[o + shift] over the shifts. The gradient is the same with the shifts reversed. A result as
+// long as t is cut as t is.
 struct Shifted : torch::autograd::Function<Shifted> {
   static Tensor forward(
       AutogradContext* ctx, const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size) {
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["shifts"] = shifts;
     ctx->saved_data["size"] = t.sym_size(dim);
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("shardtensor::shifted", "")
-                               .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt)>();
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("shardtensor::shifted", "")
+            .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt, const std::optional<Tensor>&)>();
     at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size);
+    const auto like = t.sym_size(dim) == size ? std::optional<Tensor>(t) : std::nullopt;
+    return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size, like);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -78,13 +82,57 @@ Tensor pad_circular(const Tensor& self, c10::SymIntArrayRef padding) {
   return out;
 }
 
+Tensor rolled(const Tensor& t, int64_t by, int64_t dim) {
+  const auto size = t.sym_size(dim).guard_int(__FILE__, __LINE__);
+  by = ((by % size) + size) % size;
+  return by ? Shifted::apply(t, dim, std::vector<int64_t>{-by, size - by}, c10::SymInt(size)) : t;
+}
+
+// The number of pieces along dim, if all are equal and none is shorter than `by`. Else 0. Sizes may be symbols.
+int64_t equal_pieces(const Tensor& t, int64_t by, int64_t dim) {
+  const auto& layout = as_shard_tensor(t)->layout();
+  int64_t pieces = 1;
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    const auto& placement = layout.placement(m);
+    if (placement.is_shard(dim)) {
+      if (placement.split_factor != 1) {
+        return 0;
+      }
+      pieces *= layout.mesh().size(m);
+    }
+  }
+  const auto size = t.sym_size(dim);
+  return layout.is_even() && size % pieces == 0 && size / pieces >= std::abs(by) ? pieces : 0;
+}
+
+Tensor whole_along(const Tensor& t, int64_t dim) {
+  auto layout = as_shard_tensor(t)->layout_ptr();
+  for (int64_t m = 0; m < layout->ndim(); ++m) {
+    layout = layout->placement(m).is_shard(dim) ? layout->with(m, Placement::replicate()) : layout;
+  }
+  return redistribute(t, layout);
+}
+
+// The same for a graph, where sizes may be symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to
+// the next: only these are gathered, and one graph serves all lengths.
+Tensor rolled_by_pieces(const Tensor& t, int64_t by, int64_t dim, int64_t pieces) {
+  const auto length = t.sym_size(dim) / pieces;
+  const auto rows = t.unflatten_symint(dim, {c10::SymInt(pieces), length});
+  const auto part = [&](const c10::SymInt& start, const c10::SymInt& n) { return rows.narrow_symint(dim + 1, start, n); };
+  const auto [leaving, staying] =
+      by > 0 ? std::make_pair(part(length - by, by), part(0, length - by)) : std::make_pair(part(0, -by), part(-by, length + by));
+  const auto coming = at::roll(whole_along(leaving, dim), by > 0 ? 1 : -1, dim);
+  return at::cat(by > 0 ? std::vector<Tensor>{coming, staying} : std::vector<Tensor>{staying, coming}, dim + 1)
+      .flatten(dim, dim + 1);
+}
+
 Tensor roll_of_pieces(const Tensor& self, const std::vector<c10::SymInt>& shifts, const std::vector<int64_t>& dims) {
   auto out = self;
   for (size_t i = 0; i < dims.size(); ++i) {
     const auto dim = at::maybe_wrap_dim(dims[i], self.dim());
-    const auto size = self.sym_size(dim).guard_int(__FILE__, __LINE__);
-    const auto by = ((shifts[i].guard_int(__FILE__, __LINE__) % size) + size) % size;
-    out = by ? Shifted::apply(out, dim, std::vector<int64_t>{-by, size - by}, c10::SymInt(size)) : out;
+    const auto by = shifts[i].guard_int(__FILE__, __LINE__);
+    const auto pieces = by && as_shard_tensor(self)->traced() ? equal_pieces(out, by, dim) : 0;
+    out = pieces ? rolled_by_pieces(out, by, dim, pieces) : rolled(out, by, dim);
   }
   return out.is_same(self) ? self.clone() : out;
 }

@@ -22,7 +22,7 @@ void tell_watcher(
     const Layout& to,
     const at::Tensor& moved) {
   if (auto* tell = g_watcher.load(std::memory_order_relaxed)) {
-    tell({op, argument, why, from, to, moved.sizes(), static_cast<int64_t>(moved.element_size())});
+    tell({op, argument, why, from, to, moved.sym_sizes().vec(), static_cast<int64_t>(moved.element_size())});
   }
 }
 

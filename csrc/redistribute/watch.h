@@ -1,7 +1,7 @@
 // Reports moves that the user did not ask for: operands that an op needs in another layout, gradients on their way back.
 #pragma once
 
-#include "layout/layout.h"
+#include "layout/symbolic.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -13,8 +13,8 @@ struct ImplicitMove {
   const char* why;
   const Layout& from;
   const Layout& to;
-  c10::ArrayRef<int64_t> sizes;
-  int64_t item; // bytes of an element
+  SymSizes sizes; // to tell of them adds no guard to a graph
+  int64_t item;   // bytes of an element
 };
 
 // Called before the move, on each rank of the mesh; it may throw. Null: no observer.

@@ -31,10 +31,11 @@ Rule rot90(const Call& call) {
   return whole_along(call, named_dims(call, 2));
 }
 
-// ---- shifted(copies of x, dim, shifts, size): result o is the sum of x[o + shift] over the shifts; beyond x's edges are zeros
-// ----
+// ---- shifted(copies of x, dim, shifts, size, like): result o is the sum of x[o + shift] over the shifts; beyond x's edges are
+// zeros. Where `like` is given, the result is cut as it is. ----
 
-at::Tensor shifted(at::TensorList copies, int64_t dim, at::IntArrayRef shifts, c10::SymInt size) {
+at::Tensor shifted(
+    at::TensorList copies, int64_t dim, at::IntArrayRef shifts, c10::SymInt size, const std::optional<at::Tensor>& /*like*/) {
   auto sizes = copies[0].sym_sizes().vec();
   const auto held = sizes[dim].guard_int(__FILE__, __LINE__), made = size.guard_int(__FILE__, __LINE__);
   sizes[dim] = made;
@@ -77,6 +78,9 @@ Rule shifted_rule(const Call& call) {
     copy.dims[dim] = rule.windows(dim, {1, 1, shift, shift});
     copy.padding = std::nullopt;
   }
+  if (call.tensors.size() > shifts.size()) {
+    rule.operands.emplace_back(dims).free = true;
+  }
   rule.results.emplace_back(dims, call.tensors[0].sym_sizes());
   rule.results[0].sizes[dim] = call.integer(3);
   rule.jointly_linear(OperandSet::first(shifts.size()));
@@ -86,7 +90,7 @@ Rule shifted_rule(const Call& call) {
 }
 
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
-  m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size) -> Tensor");
+  m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size, Tensor? like=None) -> Tensor");
   m.impl("shifted", c10::DispatchKey::CompositeExplicitAutograd, shifted);
 }
 

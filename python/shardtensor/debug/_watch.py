@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardtensor import _C
 
 
@@ -56,9 +58,10 @@ def _on_call(kind: str, size: int, mesh: _C.Mesh, mesh_dim: int) -> str | None:
 
 
 def _on_move(
-    op: str, argument: str, why: str, source: _C.Layout, target: _C.Layout, shape: Sequence[int], item: int, communicates: bool
+    op: str, argument: str, why: str, source: _C.Layout, target: _C.Layout, shape: Sequence[int | torch.SymInt], item: int, communicates: bool
 ) -> str | None:
-    move = Move(op, argument, why, source, target, tuple(shape), item, communicates)
+    sizes = tuple(int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in shape)  # type: ignore[arg-type]  # of this call, for a graph
+    move = Move(op, argument, why, source, target, sizes, item, communicates)
     return _first(listener(move) for listener in tuple(_moves))
 
 
