@@ -236,16 +236,16 @@ def run(
     return out
 
 
-# ---- how often a case is compiled, for several lengths ----
+# ---- how many graphs serve two lengths ----
 
-LONGER = 2, 4, 6  # times the sizes in the table
+LONGER = 2, 4  # times the sizes in the table
 
 
 class Frames(NamedTuple):
     name: str
     where: str  # the sizes that grow, and the one that is cut
-    plain: int  # graphs of plain torch
-    ours: int
+    ours: int  # graphs; 0: it raised
+    plain: int | None  # of plain torch, if ours are not 1; None: no other sizes fit
     text: str = ""
 
 
@@ -263,7 +263,7 @@ def _longer(case: Any, grown: set[int], times: int) -> list[torch.Tensor]:
 
 
 def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any) -> int:
-    """How many graphs serve all lengths: of plain torch, or of tensors with the dims of size `cut` sharded."""
+    """How many graphs serve all lengths: of plain torch, or of tensors sharded on their first dim of size `cut`."""
     from oracle import EVEN, arguments_of, differentiable, place
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -273,48 +273,56 @@ def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any) -> int:
     table = arguments_of(case)
     for times in LONGER:
         arguments = _longer(case, grown, times)
-        if cut is not None:
-            for i, t in enumerate(table):
+        for i, t in enumerate(table):
+            if cut is not None and i not in case.plain:
                 d = next((d for d, s in enumerate(t.shape) if s == cut and f"S({d})" in (case.only or (f"S({d})",))), None)
-                if i not in case.plain:
-                    where = "R" if d is None or i in case.replicated else f"S({d})"
-                    arguments[i] = place(arguments[i], mesh, (where, *("R",) * (mesh.ndim - 1)), EVEN)
+                where = "R" if d is None or i in case.replicated else f"S({d})"
+                arguments[i] = place(arguments[i], mesh, (where, *("R",) * (mesh.ndim - 1)), EVEN)
         for t in arguments:
             t.requires_grad_(case.backward and t.is_floating_point())
         torch.manual_seed(1)
         results = differentiable(compiled(*arguments))
         if case.backward and results:
-            sum(t.abs().sum() if cut is None else t.abs().sum().full_tensor() for t in results).backward()
+            losses = [t.abs().sum() for t in results]
+            sum(loss if cut is None else loss.full_tensor() for loss in losses).backward()
     return counter.frame_count
 
 
-def frames(family: str, names: list[str], mesh_shape: tuple[int, ...]) -> list[Frames]:
-    """Called on every rank: for each size that can be longer, the graphs with it cut."""
+def frames(family: str, names: list[str], mesh_shape: tuple[int, ...], every_cut: bool = False) -> list[Frames]:
+    """Called on every rank: the graphs for two lengths, with the first dim that can be longer cut, or each in turn."""
     from oracle import arguments_of, mesh_of
 
     mesh, out = mesh_of(mesh_shape), []
     cases = {c.name: c for c in getattr(importlib.import_module(f"test_{family}"), "CASES", ())}
     for case in (cases[name] for name in names if name in cases):
         table = arguments_of(case)
-        sizes = sorted({s for t in table for s in t.shape if s > 1})
+        sizes = list(dict.fromkeys(s for t in table for s in t.shape if s > 1))
         for grown in [set(sizes), *({s} for s in sizes)] if len(sizes) > 1 else [set(sizes)]:
-            try:
-                plain = _graphs(case, grown, None, mesh)
-            except Exception:  # torch itself takes no other sizes
-                continue
-            cuts = dict.fromkeys(s for i, t in enumerate(table) if i not in (*case.plain, *case.replicated) for s in t.shape if s in grown)
-            for cut in cuts:
-                try:
-                    ours, text = _graphs(case, grown, cut, mesh), ""
-                except dist.DistBackendError:
-                    raise
-                except Exception as error:
-                    ours, text = 0, f"{type(error).__name__}: {error}"
-                _agree(f"{case.name}: {ours}", text)
-                out.append(Frames(case.name, f"{sorted(grown)} longer, {cut} cut", plain, ours, text))
-            if plain == 1:
+            cuts = [s for s in sizes if s in grown]
+            tried = [_frames_of(case, grown, cut, mesh) for cut in (cuts if every_cut else cuts[:1])]
+            fitting = [f for f in tried if f.ours or f.plain]
+            out += fitting
+            if fitting:
                 break
     return out
+
+
+def _frames_of(case: Any, grown: set[int], cut: int, mesh: Any) -> Frames:
+    ours, plain, text = 0, None, ""
+    try:
+        ours = _graphs(case, grown, cut, mesh)
+    except dist.DistBackendError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    counts = _on_all_ranks(ours)  # a rank may compile again alone, if only its piece's sizes have become numbers
+    ours = max(counts) if all(counts) else 0
+    if ours != 1:
+        try:
+            plain = _graphs(case, grown, None, mesh)
+        except Exception:  # torch itself takes no other sizes
+            ours = 0
+    return Frames(case.name, f"{sorted(grown)} longer, {cut} cut", ours, plain, text)
 
 
 def run_placed(family: str, name: str, where: str, mesh_shape: tuple[int, ...]) -> Outcome:
@@ -332,12 +340,18 @@ def run_placed(family: str, name: str, where: str, mesh_shape: tuple[int, ...]) 
 _apart: list[Any] = []
 
 
-def _agree(mine: str, more: str) -> None:
-    """Raises if the ranks disagree. It has its own group: a rank that raised may have left its peers in a collective."""
+def _on_all_ranks(mine: Any) -> list[Any]:
+    """It has its own group: a rank that raised may have left its peers in a collective."""
     if not _apart:
         _apart.append(dist.new_group())
     theirs: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(theirs, mine, group=_apart[0])
+    return theirs
+
+
+def _agree(mine: str, more: str) -> None:
+    """Raises if the ranks disagree."""
+    theirs = _on_all_ranks(mine)
     assert theirs == [mine] * len(theirs), f"the ranks disagree: {theirs}; here: {more}"
 
 
@@ -365,7 +379,7 @@ def main() -> None:
                 for f in pool.run("compiled:frames", family, [case], shape, seconds=100)[0]:
                     counts["one graph" if f.ours == 1 else "as plain" if f.ours == f.plain else "more graphs" if f.ours else RAISES] += 1
                     if f.ours not in (1, f.plain):
-                        print(f"{family}.{f.name}: {f.where}: plain {f.plain}, ours {f.ours} {' '.join(f.text.split())[:600]}", flush=True)
+                        print(f"{family}.{f.name}: {f.where}: ours {f.ours}, plain {f.plain} {' '.join(f.text.split())[:600]}", flush=True)
                 continue
             try:
                 arguments = family, [case], shape, options.first, options.count, options.backend, 1, (), options.dynamic

@@ -8,6 +8,7 @@
 #include <ATen/TensorUtils.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace shardtensor {
 
@@ -107,7 +108,9 @@ FormIn<In> form_of(const rules::Geometry& geometry, const at::Tensor& base, cons
     form.strides.push_back(plus < 0 ? stride : stride + strides[plus]);
   }
   for (const auto& [dim, times, plus] : geometry.offset) {
-    form.offset = form.offset + strides[dim] * In::of(times);
+    if (const auto n = In::of(times); !In::is_zero(n)) {
+      form.offset = In::is_zero(form.offset) ? strides[dim] * n : form.offset + strides[dim] * n;
+    }
   }
   return form;
 }
@@ -173,7 +176,10 @@ at::Tensor wrap_symbolic_result(
   if (base && !moved) {
     const auto found = form ? FormIn<Symbols>{symbols(form->strides), form->offset}
                             : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
-    return wrap_symbolic(std::move(local), layout, sizes, found.strides, base, found.offset);
+    // Torch's record of a graph's tensors has no room for a symbol as an offset, so one would become a number. A gradient's
+    // offset matters to nobody.
+    const bool drop = found.offset.is_symbolic() && torch::autograd::get_current_graph_task_id() != -1;
+    return wrap_symbolic(std::move(local), layout, sizes, found.strides, base, drop ? c10::SymInt(0) : found.offset);
   }
   if (result && !result->strides.empty()) {
     strides = result->strides;

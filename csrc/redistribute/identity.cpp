@@ -1,5 +1,6 @@
 #include "redistribute/identity.h"
 
+#include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
 #include <limits>
@@ -67,6 +68,16 @@ at::Scalar identity(ReduceOp op, at::ScalarType type, double norm_order) {
       break;
   }
   TORCH_INTERNAL_ASSERT(false, name_of(op), " has no identity");
+}
+
+// Half precision is widened: a norm may fit although its square does not.
+at::Tensor norm_power(const at::Tensor& t, double order) {
+  const bool half = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
+  const auto x = (half ? t.to(at::kFloat) : t).contiguous();
+  return order == 2.0 ? x * x : at::pow(at::abs(x), order);
+}
+at::Tensor norm_root(const at::Tensor& sum, double order, at::ScalarType type) {
+  return (order == 2.0 ? at::sqrt(sum) : at::pow(sum, 1.0 / order)).to(type);
 }
 
 } // namespace shardtensor

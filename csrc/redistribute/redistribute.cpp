@@ -202,15 +202,9 @@ Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64
   return out;
 }
 
-// Half precision is widened: a norm may fit although its square does not.
-at::Tensor norm_power(const at::Tensor& t, double order) {
-  const bool half = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
-  const auto x = (half ? t.to(at::kFloat) : t).contiguous();
-  return order == 2.0 ? x * x : at::pow(at::abs(x), order);
-}
 void take_root(State& s, double order, const at::TensorOptions& options) {
   auto out = at::empty(s.local.sizes(), options);
-  then(s, out, [sum = s.local, out, order]() mutable { out.copy_(order == 2.0 ? at::sqrt(sum) : at::pow(sum, 1.0 / order)); });
+  then(s, out, [sum = s.local, out, order]() mutable { out.copy_(norm_root(sum, order, out.scalar_type())); });
 }
 
 void reduce_everywhere(State& s, int64_t m) {

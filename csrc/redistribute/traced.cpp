@@ -195,7 +195,11 @@ std::optional<at::Tensor> traced_step(
   const auto &p = now.placement(m), &q = next.placement(m);
   switch (step.kind) {
     case StepKind::AllReduce:
-      return p.reduce == ReduceOp::Norm ? std::nullopt : std::optional(graph::all_reduce(local, mesh, m, p.reduce));
+      if (p.reduce == ReduceOp::Norm) {
+        const auto sum = graph::all_reduce(norm_power(local, p.norm_order), mesh, m, p.reduce);
+        return norm_root(sum, p.norm_order, local.scalar_type());
+      }
+      return graph::all_reduce(local, mesh, m, p.reduce);
     case StepKind::ReduceScatter:
       if (graph::adds_up(p.reduce, local.scalar_type())) {
         if (const auto lengths = lengths_along(next, m, sizes)) {

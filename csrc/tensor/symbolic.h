@@ -23,6 +23,9 @@ inline bool has_symbols(const at::TensorBase& t) {
 // Sizes, strides and offsets as numbers, or as a graph's symbols: the type parameter of code that takes either.
 struct Numbers {
   using List = Sizes;
+  static bool is_zero(int64_t n) {
+    return n == 0;
+  }
   static c10::IntArrayRef sizes(const at::Tensor& t) {
     return t.sizes();
   }
@@ -42,6 +45,11 @@ struct Numbers {
 };
 struct Symbols {
   using List = SymSizes;
+  // Not if a symbol may be 0. (To torch's tracer a symbol plus the number 0 is a sum of itself, without an end.)
+  static bool is_zero(const c10::SymInt& n) {
+    const auto number = n.maybe_as_int();
+    return number && *number == 0;
+  }
   static c10::SymIntArrayRef sizes(const at::Tensor& t) {
     return t.sym_sizes();
   }
