@@ -39,6 +39,7 @@ from shardtensor.tensor._pieces import _nothing_of, has_shards, holds_shards
 if TYPE_CHECKING:  # folders that add methods
     from shardtensor import _conversions
     from shardtensor.checkpoint import _boxes
+    from shardtensor.data import _balance
     from shardtensor.debug import _explain
     from shardtensor.shards import _shards
 
@@ -488,6 +489,7 @@ class ShardTensor(DTensor):
 
     if TYPE_CHECKING:
         explain = _explain.explain
+        rebalance = _balance.rebalance
         local_shards = _shards.as_shards
         from_sharded_tensor = staticmethod(_conversions.from_sharded_tensor)
         to_sharded_tensor = _conversions.to_sharded_tensor
