@@ -147,7 +147,14 @@ def nothing(number, names):
     pass
 
 
-PAGES = {"README.md": readme, "docs/compile.md": compiling, "docs/data.md": data, "docs/debugging.md": debugging, "docs/from-dtensor.md": nothing}
+PAGES = {
+    "README.md": readme,
+    "docs/compile.md": compiling,
+    "docs/data.md": data,
+    "docs/debugging.md": debugging,
+    "docs/from-dtensor.md": nothing,
+    "docs/points.md": nothing,
+}
 # What these need is in the tests of their subject.
 ELSEWHERE = {"docs/checkpoints.md", "docs/local_shards.md", "docs/sharded_tensor.md"}
 
@@ -205,7 +212,7 @@ def test_readme_installs_what_the_examples_import():
     assert imported & {"matplotlib", "numpy", "tqdm"} <= set(extras[named]) and "numpy" in extras[named]
 
 
-MODULES = ["", ".data", ".debug", ".experimental", ".parallel", ".random"]
+MODULES = ["", ".data", ".debug", ".experimental", ".parallel", ".points", ".random"]
 
 
 def public(module):
