@@ -153,6 +153,7 @@ PAGES = {
     "docs/data.md": data,
     "docs/debugging.md": debugging,
     "docs/from-dtensor.md": nothing,
+    "docs/from-physicsnemo.md": nothing,
     "docs/points.md": nothing,
 }
 # What these need is in the tests of their subject.
@@ -160,7 +161,9 @@ ELSEWHERE = {"docs/checkpoints.md", "docs/local_shards.md", "docs/sharded_tensor
 
 
 def run_page(page, folder):
-    before, stock = Path.cwd(), torch.compile
+    import shardtensor as st
+
+    before, stock, mode = Path.cwd(), torch.compile, st.get_promotion_mode()
     (folder / str(dist.get_rank())).mkdir()
     os.chdir(folder / str(dist.get_rank()))  # debugging.md writes a file
     try:
@@ -171,6 +174,7 @@ def run_page(page, folder):
         PAGES[page](count, names)
     finally:
         torch.compile = stock
+        st.set_promotion_mode(mode)  # importing domain_parallel changes it
         os.chdir(before)
 
 
@@ -212,11 +216,15 @@ def test_readme_installs_what_the_examples_import():
     assert imported & {"matplotlib", "numpy", "tqdm"} <= set(extras[named]) and "numpy" in extras[named]
 
 
-MODULES = ["", ".data", ".debug", ".experimental", ".parallel", ".points", ".random"]
+MODULES = ["", ".data", ".debug", ".domain_parallel", ".experimental", ".parallel", ".points", ".random"]
 
 
 def public(module):
+    import shardtensor as st
+
+    mode = st.get_promotion_mode()
     found = importlib.import_module(f"shardtensor{module}")
+    st.set_promotion_mode(mode)  # importing domain_parallel changes it
     return {name: getattr(found, name) for name in found.__all__}
 
 
