@@ -37,10 +37,13 @@ def test_cut_is_the_best_and_moves_least():
 
     for number in range(1000):
         costs, before, tolerance = draw(number)
-        got = balanced_cut(costs, before, tolerance)
+        step = 1 + number % 2 * (number // 2 % 3)
+        costs = costs[: len(costs) // step * step]
+        before = [min(b, len(costs)) - min(a, len(costs)) for a, b in itertools.pairwise(ends_of(before))]
+        got = balanced_cut(costs, before, tolerance, step)
         all_cuts = [
             [b - a for a, b in itertools.pairwise([0, *ends, len(costs)])]
-            for ends in itertools.combinations_with_replacement(range(len(costs) + 1), len(before) - 1)
+            for ends in itertools.combinations_with_replacement(range(0, len(costs) + 1, step), len(before) - 1)
         ]
         most = min(dearest(costs, cut) for cut in all_cuts) * (1 + tolerance) * (1 + 1e-9)
         assert got in all_cuts and dearest(costs, got) <= most, (costs, before, tolerance, got)
@@ -77,6 +80,8 @@ def run_rebalance(before):
     for given in (times, times[rank]):
         assert [s[1] for s in x.rebalance(times=given).sharding_shapes()[0]] == want
     assert x.rebalance(costs=[0.0] * rows) is x  # nothing to gain
+    cut = [s[1] for s in x.rebalance(times=times, multiple_of=4).sharding_shapes()[0]]
+    assert sum(cut) == rows and all(end % 4 == 0 or end == rows for end in ends_of(cut))
 
 
 @pytest.mark.parametrize("before", [[10, 7], [0, 17], [6, 6, 6], [1, 0, 16]], ids=str)
@@ -123,7 +128,8 @@ def run_refused():
         ({"costs": [1, 2, 3, -1]}, ValueError, "on rank 0 that is negative or not finite"),
         ({"times": float("nan") if rank else 1.0}, ValueError, "on rank 1 that is negative or not finite"),
         ({"times": [1.0]}, ValueError, "has 1 entries; mesh dim 0 has 2 ranks"),
-        ({"times": 1.0, "tolerance": -1}, ValueError, "must not be negative"),
+        ({"times": 1.0, "tolerance": -1}, ValueError, "'tolerance' -1 and 'multiple_of' 1"),
+        ({"times": 1.0, "multiple_of": 0}, ValueError, "'multiple_of' 0"),
     ):
         with pytest.raises(error, match=text):
             x.rebalance(**options)

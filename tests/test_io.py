@@ -57,6 +57,7 @@ def sources(folder: Path, whole: torch.Tensor) -> dict[str, Any]:
         "path": str(folder / "a.npy"),
         "memmap": numpy.load(folder / "a.npy", mmap_mode="r"),
         "array": whole.numpy(),
+        "big-endian": whole.numpy().astype(">f4"),
         "tensor": torch.load(folder / "a.pt", mmap=True),
         "safetensors": safe_open(folder / "a.safetensors", "pt").__enter__().get_slice("a"),
     }

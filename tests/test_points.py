@@ -199,6 +199,31 @@ def test_rows(pools, shape):
     pools(math.prod(shape)).run(f"{__name__}:run_rows", shape)
 
 
+def run_segments(shape: tuple[int, ...]) -> None:
+    from oracle import mesh_of
+    from shardtensor import points
+
+    mesh, draw = mesh_of(shape), random.Random(f"segments {shape}")
+    for number in range(CALLS):
+        lengths = torch.tensor([draw.choice([0, 1, 2, 5]) for _ in range(draw.randint(1, 9))])
+        data = numbers(draw, int(lengths.sum()), 2).requires_grad_()
+        ours, where = put(draw, data, mesh), put(draw, lengths, mesh)
+        reduce = draw.choice(["sum", "mean", "amax", "amin"])
+        got, want = points.segment_reduce(ours, reduce, lengths=where), points.segment_reduce(data, reduce, lengths=lengths)
+        text = f"{number}: {reduce} of {[t._layout for t in (ours, where)]}"
+        same(got, want.detach(), text)
+        for i, n in enumerate(lengths.tolist()):  # against plain torch
+            run = data[(a := int(lengths[:i].sum())) : a + n]
+            assert not n or torch.allclose(want[i], getattr(run, reduce)(0)), text
+        seed = numbers(draw, *want.shape)
+        same(*gradients([got], [ours], [seed], mesh), *gradients([want], [data], [seed]), f"{text}: gradient")
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_segments(pools, shape):
+    pools(math.prod(shape)).run(f"{__name__}:run_segments", shape)
+
+
 def run_bytes() -> None:
     """Of the rows that a rank lacks each comes once, and nothing else; each other rank's row goes home once."""
     from oracle import mesh_here
@@ -324,6 +349,8 @@ def run_refused() -> None:
     raises(ValueError, "the routes are for 5 rows", points.take, x[:4], routes)
     raises(TypeError, "leave out 'size'", points.scatter, x[:4], routes, 4)
     raises(ValueError, r"sizes \[5, 3\], the index \[4\]", points.scatter, x, routes)
+    raises(ValueError, "adds up to 2, but the data have 5 rows", points.segment_reduce, x, lengths=bad.clamp(max=1))
+    raises(ValueError, "negative entry", points.segment_reduce, x, lengths=bad - 5)
     raises(ValueError, "'count' 6 and 'start' 0", points.farthest_points, x, 6)
     with st.implicit_replication():
         assert torch.equal(points.take(x, torch.tensor([4, 0])).full_tensor(), x.full_tensor()[[4, 0]])

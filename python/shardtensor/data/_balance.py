@@ -7,6 +7,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from math import ceil, floor
 from typing import Any, NamedTuple
 
 import torch
@@ -21,22 +22,30 @@ from shardtensor.tensor._tensor import ShardTensor, add_methods
 # ---- where to cut ----
 
 
-def balanced_cut(costs: Sequence[float], before: Sequence[int], tolerance: float = 0.0) -> list[int]:
+def balanced_cut(costs: Sequence[float], before: Sequence[int], tolerance: float = 0.0, multiple_of: int = 1) -> list[int]:
     """The lengths of the ranks' runs of rows, in order, so that no run costs more than it has to (times 1 + tolerance). Of all such
     cuts the one that moves the fewest rows.
 
-    costs: of each row. before: the lengths now.
+    costs: of each row. before: the lengths now. multiple_of: runs begin at multiples of it.
     """
     n, rows = len(before), len(costs)
-    total = [0.0, *accumulate(map(float, costs))]
-    held = [0, *accumulate(before)]
+    places = [*range(0, rows, multiple_of), rows]  # where a run may begin or end; from here on, counted by their numbers
+    sums = [0.0, *accumulate(map(float, costs))]
+    total = [sums[p] for p in places]
+    held = [_number_of(row, places) for row in accumulate(before, initial=0)]
     most = _least_bottleneck(total, n) * (1 + tolerance)
     # Between these every rank must end, so that the ranks before it and those after it are enough.
-    latest, earliest = [0], [rows]
+    latest, earliest = [0], [len(places) - 1]
     for _ in range(n):
         latest.append(_end_after(total, latest[-1], most))
         earliest.insert(0, _start_before(total, earliest[0], most))
-    return [b - a for a, b in pairwise(_fewest_moved(total, held, earliest, latest, most))]
+    return [places[b] - places[a] for a, b in pairwise(_fewest_moved(total, held, earliest, latest, most))]
+
+
+def _number_of(row: int, places: list[int]) -> float:
+    """Between two places, a fraction."""
+    at = bisect_right(places, row) - 1
+    return at + (row - places[at]) / (places[at + 1] - places[at]) if at + 1 < len(places) and row > places[at] else float(at)
 
 
 _SAME = 1 + 1e-9  # sums of costs that differ by less are equal
@@ -68,23 +77,23 @@ def _ends(total: list[float], most: float, n: int) -> list[int]:
     return ends
 
 
-def _fewest_moved(total: list[float], held: list[int], earliest: list[int], latest: list[int], most: float) -> list[int]:
+def _fewest_moved(total: list[float], held: list[float], earliest: list[int], latest: list[int], most: float) -> list[int]:
     """The ends that move the fewest rows: the cheapest path from end to end. Where a rank may end at many rows, only some are looked at:
     those where a rank begins or ends now, and what follows from such a place if the runs after or before it are as long as allowed.
     (Rows of different costs could be exchanged for fewer others there.)"""
     n = len(held) - 1
     candidates: list[set[int]] = []
     for r in range(n + 1):
-        near = held[max(0, r - _NEAR) : r + _NEAR + 1]
+        near = [f(h) for h in held[max(0, r - _NEAR) : r + _NEAR + 1] for f in (floor, ceil)]
         few = range(earliest[r], latest[r] + 1) if latest[r] - earliest[r] <= _FEW else ()
         candidates.append({earliest[r], latest[r], *near, *few})
     for r in range(n):
         candidates[r + 1] |= set(sorted((_end_after(total, at, most) for at in candidates[r]), key=lambda at: abs(at - held[r + 1]))[:_MOST])
     for r in range(n, 0, -1):
         candidates[r - 1] |= set(sorted((_start_before(total, at, most) for at in candidates[r]), key=lambda at: abs(at - held[r - 1]))[:_MOST])
-    paths: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # for each rank and end: rows moved so far, the end before
+    paths: list[dict[int, tuple[float, int]]] = [{0: (0, 0)}]  # for each rank and end: rows moved so far, the end before
     for r in range(1, n + 1):
-        now: dict[int, tuple[int, int]] = {}
+        now: dict[int, tuple[float, int]] = {}
         for end in candidates[r]:
             if not earliest[r] <= end <= latest[r]:
                 continue
@@ -116,6 +125,7 @@ def rebalance(
     times: float | Sequence[float] | None = None,
     mesh_dim: int | None = None,
     tolerance: float = 0.02,
+    multiple_of: int = 1,
 ) -> ShardTensor:
     """The same tensor with its cuts moved so that all ranks have the same work, as nearly as whole rows allow. Rows keep their
     order, and of all cuts that are as good (to `tolerance`) the one that moves the fewest bytes is taken. Differentiable.
@@ -123,7 +133,8 @@ def rebalance(
     costs: what each row costs, along the dim that is cut: a list or a plain tensor, the same on all ranks, or a ShardTensor.
     times: what this rank's rows took in all, measured (the ranks exchange their times); or a list of all ranks' times along the
     mesh dim. Each row of a rank then counts the same. One of the two must be given.
-    mesh_dim: whose cut moves; needed only if several mesh dims cut.
+    mesh_dim: whose cut moves; needed only if several mesh dims cut. multiple_of: pieces begin at multiples of it, such as a network's
+    strides together, whose halos are smaller then.
 
     Tensors that belong together are moved alike by `y.redistribute(placements=y.placements, sharding_shapes=...)`.
     """
@@ -131,11 +142,11 @@ def rebalance(
     mesh_dim = _mesh_dim_of(x, mesh_dim, who)
     if (costs is None) == (times is None):
         raise TypeError(f"{who}: give one of the arguments 'costs' (of each row) and 'times' (of each rank)")
-    if tolerance < 0:
-        raise ValueError(f"{who}: argument 'tolerance' is {tolerance}; it must not be negative")
+    if tolerance < 0 or multiple_of < 1:
+        raise ValueError(f"{who}: arguments 'tolerance' {tolerance} and 'multiple_of' {multiple_of}: not below 0, and not below 1")
     before = _lengths(x, mesh_dim)
     values = _row_costs(x, costs, mesh_dim, who) if times is None else _row_costs_of_times(x, times, mesh_dim, before, who)
-    cut = balanced_cut(values, before, tolerance)
+    cut = balanced_cut(values, before, tolerance, multiple_of)
     if cut == before:
         return x
     return x.redistribute(placements=x.placements, sharding_shapes={**x.sharding_shapes(), mesh_dim: cut})
@@ -291,10 +302,10 @@ class BalanceMonitor:
         """Forgets the steps so far: after cuts have moved they say nothing."""
         self._steps = []
 
-    def verdict(self, x: ShardTensor, *, mesh_dim: int | None = None, extra_bytes: int = 0, tolerance: float = 0.02) -> Verdict:
+    def verdict(self, x: ShardTensor, *, mesh_dim: int | None = None, extra_bytes: int = 0, tolerance: float = 0.02, multiple_of: int = 1) -> Verdict:
         """Whether `x.rebalance(times=...)` pays. All ranks of the mesh call it; they exchange one number each.
 
-        extra_bytes: per row of `x`, of other tensors that move along.
+        extra_bytes: per row of `x`, of other tensors that move along. The rest as in `rebalance`.
         """
         who = "BalanceMonitor.verdict"
         mesh_dim = _mesh_dim_of(x, mesh_dim, who)
@@ -302,7 +313,7 @@ class BalanceMonitor:
         times = times_of_ranks(x, median, mesh_dim, who)
         before = _lengths(x, mesh_dim)
         costs = costs_of_rows(times, before)
-        cut = balanced_cut(costs, before, tolerance)
+        cut = balanced_cut(costs, before, tolerance, multiple_of)
         total = [0.0, *accumulate(costs)]
         ends = [0, *accumulate(cut)]
         step, balanced = max(times), max(total[b] - total[a] for a, b in pairwise(ends))

@@ -70,7 +70,8 @@ def write(x: torch.Tensor, target: Any, *, in_turn: bool = False) -> None:
     in_turn: one rank after the other opens the target by the function, writes and closes it. For files that only one process at
     a time may write to (HDF5 without MPI), and for zarr Arrays with chunks that several ranks write to.
 
-    When it returns, all ranks have written. If writing fails on a rank, all raise.
+    When it returns, all ranks have written. If writing fails on a rank, all raise. numpy has no bfloat16: such values are written as
+    float32.
     """
     who = "data.write"
     x = _whole_summands_refused(x, who)
@@ -199,7 +200,8 @@ def _as_tensor(part: Any) -> torch.Tensor:
         return part.detach().clone()
     import numpy  # noqa: PLC0415  optional
 
-    return torch.from_numpy(numpy.array(part, copy=True, order="C"))
+    array = numpy.array(part, copy=True, order="C")
+    return torch.from_numpy(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))  # weather data are often big-endian
 
 
 def _for_target(box: torch.Tensor, array: Any) -> Any:

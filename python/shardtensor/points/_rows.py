@@ -51,17 +51,19 @@ def as_sharded(who: str, **tensors: torch.Tensor) -> list[ShardTensor]:
     return out
 
 
-def with_whole(t: ShardTensor, dims: int, who: str) -> ShardTensor:
-    """The tensor, cut along its first `dims` dims at most; what is cut elsewhere or in summands becomes whole."""
+def leading_layout(t: ShardTensor, dims: int, who: str) -> _C.Layout:
+    """How the first dims of a tensor are cut."""
     layout = t._layout
     placements = [p if p[0] == _SHARD and p[1] < dims else _UNCUT for p in layout.placements]
-    for p in placements:
-        if p[2] > 1:
-            raise NotImplementedError(f"{who}: {layout} cuts in strides; redistribute it to Shard first (rank {layout.mesh.rank})")
-    if placements == layout.placements:
-        return t
-    cuts = [cut if a == b else None for cut, a, b in zip(layout.cuts, layout.placements, placements, strict=True)]
-    return _C.redistribute(t, _C.Layout(layout.mesh, placements, cuts))
+    if any(p[2] > 1 for p in placements):
+        raise NotImplementedError(f"{who}: {layout} cuts in strides; redistribute it to Shard first (rank {layout.mesh.rank})")
+    return _C.Layout(layout.mesh, placements, [cut if a == b else None for cut, a, b in zip(layout.cuts, layout.placements, placements, strict=True)])
+
+
+def with_whole(t: ShardTensor, dims: int, who: str) -> ShardTensor:
+    """The tensor, cut along its first `dims` dims at most; what is cut elsewhere or in summands becomes whole."""
+    layout = leading_layout(t, dims, who)
+    return t if layout == t._layout else _C.redistribute(t, layout)
 
 
 def made(local: torch.Tensor, layout: _C.Layout, sizes: Sequence[int]) -> ShardTensor:
@@ -86,6 +88,20 @@ def starts_of(layout: _C.Layout, size: int) -> list[tuple[int, int, int]]:
     return out
 
 
+def lengths_as_cuts(layout: _C.Layout, placements: list[tuple[int, int, int, str, float]], lengths: list[int]) -> tuple[_C.Layout, int]:
+    """The layout in which the rank at index i of the mesh has lengths[i] along the dim that `placements` cut, and their sum."""
+    shape = layout.mesh.shape
+    along = torch.tensor(lengths).view(shape)
+    for m, p in enumerate(placements):
+        if p[0] != _SHARD:
+            along = along.narrow(m, 0, 1)  # the same on all ranks along it
+    cuts: list[list[int] | None] = []
+    for m, p in enumerate(placements):
+        inner = list(range(m + 1, len(shape)))
+        cuts.append((along.sum(inner) if inner else along).flatten().tolist() if p[0] == _SHARD else None)
+    return _C.Layout(layout.mesh, placements, cuts), int(along.sum())
+
+
 # ---- routes ----
 
 
@@ -107,7 +123,7 @@ class Routes:
             raise TypeError(f"{who}: argument 'index' is {index.dtype} of {index.ndim} dims; use int64 or int32 and a dim or more")
         if not rows.ndim:
             raise ValueError(f"{who}: argument 'rows' has no dims")
-        self.rows, self.layout = rows.shape[0], _rows_layout(rows, who)
+        self.rows, self.layout = rows.shape[0], leading_layout(rows, 1, who)
         self.shape = index.shape
         index = with_whole(index.detach(), index.ndim, who)  # type: ignore[arg-type]
         self._asked = index._layout
@@ -217,14 +233,6 @@ class Routes:
         return _C.Layout(self.layout.mesh, [a if a[0] == _SHARD else summands if b[0] == _SHARD else _UNCUT for a, b in pairs], self.layout.cuts)
 
 
-def _rows_layout(rows: ShardTensor, who: str) -> _C.Layout:
-    layout = rows._layout
-    placements = [p if p[:2] == (_SHARD, 0) else _UNCUT for p in layout.placements]
-    if any(p[2] > 1 for p in placements):
-        raise NotImplementedError(f"{who}: {layout} cuts rows in strides; redistribute it to Shard first (rank {layout.mesh.rank})")
-    return _C.Layout(layout.mesh, placements, [cut if p[0] == _SHARD else None for cut, p in zip(layout.cuts, placements, strict=True)])
-
-
 def _reduced(start: torch.Tensor, names: torch.Tensor, entries: torch.Tensor, reduce: Reduction, include_self: bool = True) -> torch.Tensor:
     index = names.view(-1, *(1 for _ in range(entries.ndim - 1))).expand_as(entries)
     return start.scatter_reduce(0, index, entries, reduce, include_self=include_self)
@@ -303,6 +311,9 @@ def scatter(
         src, index, like = as_sharded(who, src=src, index=index, like=like)
     else:
         src, index = as_sharded(who, src=src, index=index)
+    if src.shape[: index.ndim] == index.shape:  # numbers are smaller than entries: they move
+        index = _C.redistribute(index.detach(), leading_layout(src, index.ndim, who))
+    if like is None:
         placements = [_ROWS if p[0] == _SHARD else _UNCUT for p in index._layout.placements]
         layout = _C.Layout(index._layout.mesh, placements)
         local = torch.empty(layout.local_sizes([rows]), device="meta")
@@ -329,3 +340,29 @@ def index_add(x: torch.Tensor, index: torch.Tensor | Routes, src: torch.Tensor, 
     """`x.index_add(0, index, src)`, with rows by global number and `x`, `index` and `src` cut in any way: see `scatter`."""
     added = scatter(src, index, reduce="sum", **({} if isinstance(index, Routes) else {"like": x}))  # type: ignore[arg-type]
     return x + added * alpha if alpha != 1 else x + added
+
+
+@outside_graphs
+def segment_reduce(data: torch.Tensor, reduce: Reduction = "sum", *, lengths: torch.Tensor) -> torch.Tensor:
+    """Reduces runs of rows: the first lengths[0] rows to the first row of the result, the next lengths[1] to the second, and so on. The
+    result is cut as `lengths`; a run without rows gives 0. `data` and `lengths` may be cut in any way: see `scatter`."""
+    who = "points.segment_reduce"
+    if lengths.ndim != 1 or lengths.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{who}: argument 'lengths' is {lengths.dtype} of {lengths.ndim} dims; use int64 or int32 and one dim")
+    if not any(isinstance(t, DTensor) for t in (data, lengths)):
+        index = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        return scatter(data, index, len(lengths), reduce)
+    data, lengths = as_sharded(who, data=data, lengths=lengths)
+    layout = leading_layout(lengths, 1, who)
+    lengths = _C.redistribute(lengths, layout)
+    ((start, held),) = layout.intervals(0, len(lengths))
+    local = lengths._local_tensor
+    bad = bool((local < 0).any())
+    index = torch.arange(start, start + held, device=local.device).repeat_interleave(local.clamp(min=0))
+    told = from_everyone([len(index), bad], layout.mesh, local.device)
+    if any(wrong for _, wrong in told):
+        raise ValueError(f"{who}: argument 'lengths' has a negative entry (rank {layout.mesh.rank})")
+    where, rows = lengths_as_cuts(layout, layout.placements, [n for n, _ in told])
+    if rows != len(data):
+        raise ValueError(f"{who}: argument 'lengths' adds up to {rows}, but the data have {len(data)} rows (rank {layout.mesh.rank})")
+    return scatter(data, made(index, where, [rows]), reduce=reduce, like=lengths)

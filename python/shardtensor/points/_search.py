@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardtensor import _C
-from shardtensor.points._rows import as_sharded, made, outside_graphs, take, with_gradient_of, with_whole
+from shardtensor.points._rows import as_sharded, lengths_as_cuts, made, outside_graphs, take, with_gradient_of, with_whole
 from shardtensor.tensor._from_local import from_everyone
 from shardtensor.tensor._layout import _SHARD
 from shardtensor.tensor._tensor import ShardTensor
@@ -241,20 +241,6 @@ def _pairs(points: torch.Tensor, queries: torch.Tensor, radius: float) -> tuple[
     index = torch.stack([of + start, numbers])
     told = from_everyone([len(of)], layout.mesh, of.device)
     shards = [p if p[0] != _SHARD else (_SHARD, 1, *p[2:]) for p in layout.placements]
-    along_pairs, along_rows = (_lengths_as_cuts(layout, placements, [n for n, in told]) for placements in (shards, layout.placements))
+    along_pairs, along_rows = (lengths_as_cuts(layout, placements, [n for n, in told]) for placements in (shards, layout.placements))
     total = along_pairs[1]
     return made(index, along_pairs[0], [2, total]), made(distances, along_rows[0], [total])
-
-
-def _lengths_as_cuts(layout: _C.Layout, placements: list[tuple[int, int, int, str, float]], lengths: list[int]) -> tuple[_C.Layout, int]:
-    """The layout in which the rank at index i of the mesh has lengths[i] along the dim that `placements` cut, and their sum."""
-    shape = layout.mesh.shape
-    along = torch.tensor(lengths).view(shape)
-    for m, p in enumerate(placements):
-        if p[0] != _SHARD:
-            along = along.narrow(m, 0, 1)  # the same on all ranks along it
-    cuts: list[list[int] | None] = []
-    for m, p in enumerate(placements):
-        inner = list(range(m + 1, len(shape)))
-        cuts.append((along.sum(inner) if inner else along).flatten().tolist() if p[0] == _SHARD else None)
-    return _C.Layout(layout.mesh, placements, cuts), int(along.sum())
