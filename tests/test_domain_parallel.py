@@ -137,6 +137,20 @@ def run_class():
             kind.set_promotion_mode("loud")
 
 
+        class Mine(module.ShardTensor):
+            pass
+
+        assert not isinstance(x, Mine) and not issubclass(st.ShardTensor, Mine) and issubclass(Mine, module.ShardTensor)
+
+        def as_models_ask(x, w):
+            return F.relu(x) * w if isinstance(x, module.ShardTensor) else x
+
+        torch._dynamo.reset()
+        compiled = torch.compile(as_models_ask, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, torch.ones(3)).full_tensor(), x.full_tensor())
+        assert torch.equal(compiled(mine, torch.ones(3)), mine)
+
+
 def test_class(pools):
     pools(2).run(f"{__name__}:run_class")
 

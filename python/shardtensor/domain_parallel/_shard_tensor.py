@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,19 +34,17 @@ _OURS: dict[TensorPromotionMode, _modes.Mode] = {
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 
 
-class _AnyShardTensor(type(_tensor.ShardTensor)):  # type: ignore[misc]
-    """Every ShardTensor is an instance."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _tensor.ShardTensor)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _tensor.ShardTensor)
+class _Kind(abc.ABCMeta, type(_tensor.ShardTensor)):  # type: ignore[misc]
+    """ABCMeta's way to have other classes' objects as instances is the one that torch.compile knows."""
 
 
-class ShardTensor(_tensor.ShardTensor, metaclass=_AnyShardTensor):
+class ShardTensor(_tensor.ShardTensor, metaclass=_Kind):  # type: ignore[metaclass]
     """shardtensor.ShardTensor, with the defaults and the promotion modes of PhysicsNeMo's class. What it makes are
-    shardtensor.ShardTensors; these are its instances."""
+    shardtensor.ShardTensors; all of these are its instances."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        return issubclass(other, _tensor.ShardTensor) or NotImplemented if cls is ShardTensor else NotImplemented
 
     @staticmethod
     def from_local(  # type: ignore[override]
