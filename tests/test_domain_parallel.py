@@ -99,6 +99,41 @@ def test_script(pools, world):
     pools(world).run(f"{__name__}:run_script")
 
 
+def run_two_dims(how):
+    """Two samples on one mesh dim, by DDP or FSDP2; each cut in space along the other."""
+    import shardtensor as st
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    with theirs() as module:
+        mesh = st.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "domain"))
+        torch.manual_seed(dist.get_rank())
+        model = Net().double()
+        module.sync_module_over_mesh(model, mesh["domain"])
+        # DDP does this along its own dim, FSDP2 does not.
+        module.sync_module_over_mesh(model, mesh["ddp"])
+        plain = Net().double()
+        plain.load_state_dict(model.state_dict())
+        model = DistributedDataParallel(model, process_group=mesh["ddp"].get_group()) if how == "ddp" else fully_shard(model, mesh=mesh["ddp"])
+        torch.manual_seed(0)
+        whole = torch.randn(2, 1, 2, 12, 6, dtype=torch.float64)
+        sample, source = mesh.get_coordinate()[0], mesh.get_coordinate()[1] == 0
+        first = mesh["domain"].mesh.tolist()[0]
+        x = module.scatter_tensor(whole[sample] if source else None, first, mesh["domain"], (module.Shard(2),), sharding_shapes={0: [8, 4]})
+        loss = (model(x) ** 2).mean()
+        loss.backward()
+        want = (plain(whole.flatten(0, 1)) ** 2).mean()
+        want.backward()
+        for (name, got), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            grad = got.grad.full_tensor() if isinstance(got.grad, torch.distributed.tensor.DTensor) else got.grad
+            torch.testing.assert_close(grad, other.grad, msg=lambda m, name=name: f"{how} {name}: {m}")
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_with_data_parallelism(pools, how):
+    pools(4).run(f"{__name__}:run_two_dims", how)
+
+
 # ---- the class ----
 
 

@@ -13,7 +13,7 @@ from oracle import compare
 from test_spatial import draw_cut, numbers, place
 
 MESHES = [(2,), (3,), (2, 2)]
-CALLS = 12
+CALLS = 8
 
 
 def draw_placements(draw: random.Random, mesh: Any, size: int, ndim: int) -> tuple[list[Any], list[list[int] | None]]:
