@@ -321,6 +321,12 @@ def test_farthest_in_plain_torch():
     assert points.farthest_points(p, 8, 4).tolist() == chosen
 
 
+def on_four_ranks() -> None:
+    """For test_nccl_like.py."""
+    run_rows((2, 2))
+    run_search((2, 2))
+
+
 # ---- refusals ----
 
 

@@ -128,7 +128,8 @@ def rebalance(
     multiple_of: int = 1,
 ) -> ShardTensor:
     """The same tensor with its cuts moved so that all ranks have the same work, as nearly as whole rows allow. Rows keep their
-    order, and of all cuts that are as good (to `tolerance`) the one that moves the fewest bytes is taken. Differentiable.
+    order, and of all cuts that are as good (to `tolerance`) the one that moves the fewest bytes is taken; if a cut may be at more than
+    32 rows and these cost differently, one that moves few. Differentiable.
 
     costs: what each row costs, along the dim that is cut: a list or a plain tensor, the same on all ranks, or a ShardTensor.
     times: what this rank's rows took in all, measured (the ranks exchange their times); or a list of all ranks' times along the

@@ -91,7 +91,7 @@ def knn(points: torch.Tensor, queries: torch.Tensor, k: int) -> tuple[torch.Tens
     """The k nearest of `points` [P, D] to each of `queries` [Q, D], nearest first: their global numbers and distances, both [Q, k] and
     cut as the queries. Of points at the same distance those with smaller numbers come first.
 
-    Both sets may be cut in any way; no rank ever holds more than two pieces of `points`, and a block of distances. The distances are
+    Both sets may be cut in any way; besides its own pieces a rank holds at most two others of `points`, and a block of distances. The distances are
     differentiable with respect to both sets. Plain tensors give plain ones, with the same values.
     """
     points, queries = _prepared(points, queries, "points.knn")
