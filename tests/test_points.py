@@ -353,11 +353,16 @@ def run_refused() -> None:
     raises(TypeError, "one of the arguments 'size' and 'like'", points.scatter, x, bad)
     routes = points.Routes(bad.clamp(max=4), x)
     raises(ValueError, "the routes are for 5 rows", points.take, x[:4], routes)
+    elsewhere = x.redistribute(st.DeviceMesh("cpu", [1, 0]), [Shard(0)])
+    raises(ValueError, "the routes are for cpu mesh", points.take, elsewhere, routes)
     raises(TypeError, "leave out 'size'", points.scatter, x[:4], routes, 4)
     raises(ValueError, r"sizes \[5, 3\], the index \[4\]", points.scatter, x, routes)
     raises(ValueError, "adds up to 2, but the data have 5 rows", points.segment_reduce, x, lengths=bad.clamp(max=1))
     raises(ValueError, "negative entry", points.segment_reduce, x, lengths=bad - 5)
     raises(ValueError, "'count' 6 and 'start' 0", points.farthest_points, x, 6)
+    for t in (x, torch.randn(5, 3)):  # negative numbers name no row, on one process neither
+        with pytest.raises((IndexError, RuntimeError), match=r"not in 0 to 4|out of range"):
+            points.take(t, bad - 5 if t is x else torch.tensor([-1]))
     with st.implicit_replication():
         assert torch.equal(points.take(x, torch.tensor([4, 0])).full_tensor(), x.full_tensor()[[4, 0]])
 

@@ -173,7 +173,12 @@ class Routes:
         out = rows.index_select(0, self._place).reshape(*self.index.local_sizes(list(self.shape)), *features)
         return made(out, self.index, [*self.shape, *features])
 
+    def _check_mesh(self, t: ShardTensor, who: str) -> None:
+        if t._layout.mesh != self.layout.mesh:
+            raise ValueError(f"{who}: the tensor is on {t._layout.mesh}, the routes are for {self.layout.mesh}; redistribute it (rank {self.layout.mesh.rank})")
+
     def _as_rows(self, x: ShardTensor, who: str) -> ShardTensor:
+        self._check_mesh(x, who)
         if x.shape[:1] != (self.rows,):
             raise ValueError(f"{who}: the tensor has sizes {list(x.shape)}, the routes are for {self.rows} rows (rank {self.layout.mesh.rank})")
         return x if x._layout == self.layout else _C.redistribute(x, self.layout)
@@ -181,6 +186,7 @@ class Routes:
     # ---- reductions of what the index names to where the rows are ----
 
     def _scatter(self, src: ShardTensor, reduce: Reduction, who: str) -> ShardTensor:
+        self._check_mesh(src, who)
         n = len(self.shape)
         if src.shape[:n] != self.shape:
             raise ValueError(f"{who}: argument 'src' has sizes {list(src.shape)}, the index {list(self.shape)} (rank {self.layout.mesh.rank})")
@@ -207,7 +213,7 @@ class Routes:
         added = local.new_zeros(self._unique, *features).index_add(0, self._place, local)
         arrived = swap(added, self._asks, self._gives, self.layout.mesh)
         out = local.new_zeros(self._held(), *features).index_add(0, self._given, arrived)
-        return made(out, self._reduced(_SUMMANDS), [self.rows, *features])
+        return made(out, self._result_layout(_SUMMANDS), [self.rows, *features])
 
     def _best(self, src: ShardTensor, reduce: Literal["amax", "amin"]) -> ShardTensor:
         features = src.shape[len(self.shape) :]
@@ -216,7 +222,7 @@ class Routes:
         best = _reduced(local.new_full((self._unique, *features), least), self._place, local, reduce)
         arrived = swap(best, self._asks, self._gives, self.layout.mesh)
         out = _reduced(local.new_full((self._held(), *features), least), self._given, arrived, reduce)
-        return made(out, self._reduced((_PARTIAL, -1, 1, reduce.removeprefix("a"), 2.0)), [self.rows, *features])
+        return made(out, self._result_layout((_PARTIAL, -1, 1, reduce.removeprefix("a"), 2.0)), [self.rows, *features])
 
     def _counts(self, src: ShardTensor, features: int) -> ShardTensor:
         """How many entries of the index name each row, with a dim of size 1 for each feature dim."""
@@ -228,7 +234,7 @@ class Routes:
         ((_, length),) = self.layout.intervals(0, self.rows)
         return length
 
-    def _reduced(self, summands: Any) -> _C.Layout:
+    def _result_layout(self, summands: Any) -> _C.Layout:
         pairs = zip(self.layout.placements, self.index.placements, strict=True)
         return _C.Layout(self.layout.mesh, [a if a[0] == _SHARD else summands if b[0] == _SHARD else _UNCUT for a, b in pairs], self.layout.cuts)
 
@@ -276,7 +282,7 @@ def take(x: torch.Tensor, index: torch.Tensor | Routes) -> torch.Tensor:
         (x,) = as_sharded(who, x=x)
         return index._take(x, who)
     if not any(isinstance(t, DTensor) for t in (x, index)):
-        return x[index]
+        return x.index_select(0, index.reshape(-1)).reshape(*index.shape, *x.shape[1:])
     x, index = as_sharded(who, x=x, index=index)
     return Routes(index, x)._take(x, who)
 
