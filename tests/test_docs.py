@@ -140,19 +140,30 @@ def data(number, names):
     if number == 3:
         whole = [p.grad.full_tensor() for p in names["model"].parameters()]
         assert all(g.isfinite().all() for g in whole)
+        os.chdir("..")  # files that all ranks see
 
 
 def nothing(number, names):
     pass
 
 
-PAGES = {"README.md": readme, "docs/compile.md": compiling, "docs/data.md": data, "docs/debugging.md": debugging, "docs/from-dtensor.md": nothing}
+PAGES = {
+    "README.md": readme,
+    "docs/compile.md": compiling,
+    "docs/data.md": data,
+    "docs/debugging.md": debugging,
+    "docs/from-dtensor.md": nothing,
+    "docs/from-physicsnemo.md": nothing,
+    "docs/points.md": nothing,
+}
 # What these need is in the tests of their subject.
 ELSEWHERE = {"docs/checkpoints.md", "docs/local_shards.md", "docs/sharded_tensor.md"}
 
 
 def run_page(page, folder):
-    before, stock = Path.cwd(), torch.compile
+    import shardtensor as st
+
+    before, stock, mode = Path.cwd(), torch.compile, st.get_promotion_mode()
     (folder / str(dist.get_rank())).mkdir()
     os.chdir(folder / str(dist.get_rank()))  # debugging.md writes a file
     try:
@@ -163,6 +174,7 @@ def run_page(page, folder):
         PAGES[page](count, names)
     finally:
         torch.compile = stock
+        st.set_promotion_mode(mode)  # importing domain_parallel changes it
         os.chdir(before)
 
 
@@ -204,11 +216,15 @@ def test_readme_installs_what_the_examples_import():
     assert imported & {"matplotlib", "numpy", "tqdm"} <= set(extras[named]) and "numpy" in extras[named]
 
 
-MODULES = ["", ".data", ".debug", ".experimental", ".parallel", ".random"]
+MODULES = ["", ".data", ".debug", ".domain_parallel", ".experimental", ".parallel", ".points", ".random"]
 
 
 def public(module):
+    import shardtensor as st
+
+    mode = st.get_promotion_mode()
     found = importlib.import_module(f"shardtensor{module}")
+    st.set_promotion_mode(mode)  # importing domain_parallel changes it
     return {name: getattr(found, name) for name in found.__all__}
 
 

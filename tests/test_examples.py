@@ -105,6 +105,26 @@ def test_compiled_by_inductor(pools, plain):
         assert graphs == 1
 
 
+def losses_in_space(device, **options):
+    import shardtensor as st
+    import torch
+
+    mode = st.get_promotion_mode()
+    try:
+        return example("space_parallel").train(device, dtype=torch.float64, steps=6, **options)
+    finally:
+        st.set_promotion_mode(mode)  # the example allows plain weights
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_space(pools, tmp_path, ranks):
+    pytest.importorskip("numpy")
+    (want, *_) = pools(ranks).run("test_examples:losses_in_space", None)
+    assert want[-1] < want[0]
+    for got in pools(ranks).run("test_examples:losses_in_space", "cpu", folder=tmp_path):
+        assert got == pytest.approx(want, abs=1e-9)
+
+
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
 def test_resumed_on_other_ranks(pools, plain, tmp_path, before, after):
     first = pools(before).run("test_examples:losses_of", "checkpoint_resume", folder=tmp_path, steps=2)
@@ -125,7 +145,7 @@ def test_compile_option(monkeypatch, tmp_path, words, backend):
 def test_all_are_tested():
     """Every script here is one of those above."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"train_transformer", "checkpoint_resume"} | {name for name, *_ in (*PARALLEL, *BY_COMMAND)}
+    assert names == {"train_transformer", "checkpoint_resume", "space_parallel"} | {name for name, *_ in (*PARALLEL, *BY_COMMAND)}
 
 
 @pytest.mark.timeout(200)

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from shardtensor import _C, _conversions, patches, random  # noqa: F401  _conversions adds methods to ShardTensor
 from shardtensor._replace import Replacement, replace_dtensor
 from shardtensor.checkpoint import _boxes  # noqa: F401  adds methods to ShardTensor
+from shardtensor.data import _balance  # noqa: F401  adds methods to ShardTensor
 from shardtensor.debug import _checking, _gathers, _logging
 from shardtensor.debug._explain import Explanation, explain
 from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 KEY = "PrivateUse2"
 
 _libraries: dict[str, torch.library.Library] = {}
 _functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+_named: dict[str, Callable[..., Any]] = {}  # as "namespace.op.overload"
 _version = 0
 _take_functions: Callable[[bool], None]  # when_switched() sets it
 
@@ -22,7 +23,7 @@ def version() -> int:
 
 
 def any_registered() -> bool:
-    return bool(_libraries or _functions)
+    return bool(_libraries or _functions or _named)
 
 
 def overrides(name: str) -> bool:
@@ -39,7 +40,10 @@ def _override(qualified: str, handler: Callable[..., Any]) -> None:
     # One library per op: dropping it restores the previous kernel.
     namespace, _, name = qualified.partition("::")
     if not name:
-        raise ValueError(f"register_named_function_handler: argument 'name' is {qualified!r}; use 'namespace::op' or 'namespace::op.overload'")
+        raise ValueError(
+            f"register_named_function_handler: argument 'name' is {qualified!r}; use 'namespace::op' or 'namespace::op.overload', or "
+            "'namespace.op.default' for a handler above autograd"
+        )
     _libraries.pop(qualified, None)
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     library.impl(name, handler, KEY, allow_override=True)  # type: ignore[no-untyped-call]
@@ -65,8 +69,15 @@ def register_dispatch_handler(op: OpOverload, handler: Callable[..., Any]) -> No
 
 
 def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
-    """The same for an op of torch.library by name ("mylib::op"), even before it is defined."""
-    _override(name, handler)
+    """The same for an op of torch.library by name ("mylib::op"), even before it is defined.
+
+    With dots ("mylib.op.default"), as register_function_handler: above autograd, handler(func, types, args, kwargs).
+    """
+    if "::" not in name and name.count(".") in (1, 2):
+        _named[name.removesuffix(".default")] = handler
+        _switch()
+    else:
+        _override(name, handler)
 
 
 def register_function_handler(func: Callable[..., Any], handler: Callable[..., Any]) -> None:
@@ -81,6 +92,8 @@ def unregister_handler(target: Any) -> None:
     _changed()
     if isinstance(target, str):
         _libraries.pop(target, None)
+        if _named.pop(target.removesuffix(".default"), None):
+            _switch()
     elif isinstance(target, OpOverload):
         _libraries.pop(_name_of(target), None)
     else:
@@ -90,6 +103,8 @@ def unregister_handler(target: Any) -> None:
 
 def call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     handler = _functions.get(func)
+    if handler is None and _named and isinstance(func, (OpOverload, OpOverloadPacket)):
+        handler = _named.get(str(func).removesuffix(".default"))
     with torch._C.DisableTorchFunctionSubclass():
         if handler is None:
             return func(*args, **(kwargs or {}))
@@ -100,9 +115,9 @@ def when_switched(take_functions: Callable[[bool], None]) -> None:
     """Calls `take_functions` with whether Python-level functions have handlers: now, and whenever that may have changed."""
     global _take_functions
     _take_functions = take_functions
-    take_functions(bool(_functions))
+    take_functions(bool(_functions or _named))
 
 
 def _switch() -> None:
     _changed()
-    _take_functions(bool(_functions))
+    _take_functions(bool(_functions or _named))

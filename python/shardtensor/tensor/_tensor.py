@@ -39,6 +39,7 @@ from shardtensor.tensor._pieces import _nothing_of, has_shards, holds_shards
 if TYPE_CHECKING:  # folders that add methods
     from shardtensor import _conversions
     from shardtensor.checkpoint import _boxes
+    from shardtensor.data import _balance
     from shardtensor.debug import _explain
     from shardtensor.shards import _shards
 
@@ -92,12 +93,26 @@ class ShardTensorSpec(DTensorSpec):
     def __reduce__(self) -> Any:
         return _rebuild_spec, (self.mesh, self.placements, self.tensor_meta, self._layout.cuts)
 
-    def sharding_shapes(self) -> dict[int, tuple[torch.Size, ...]]:
-        """Every rank's shape along each mesh dim that shards: {mesh_dim: one shape per coordinate}."""
+    def sharding_shapes(self, mesh_dim: int | None = None) -> Any:
+        """Every rank's shape along each mesh dim that shards: {mesh_dim: one shape per coordinate}; or those along one mesh dim."""
         assert self.tensor_meta is not None
         layout, sizes = self._layout, list(self.tensor_meta.shape)
         mine = layout.mesh.coordinate
-        return {m: tuple(shapes_along(layout, m, sizes, mine)) for m, (kind, *_) in enumerate(layout.placements) if kind == _SHARD}
+        shapes = {m: tuple(shapes_along(layout, m, sizes, mine)) for m, (kind, *_) in enumerate(layout.placements) if kind == _SHARD}
+        return shapes if mesh_dim is None else shapes[mesh_dim]
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of this rank's piece."""
+        assert self.tensor_meta is not None
+        return torch.Size(self._layout.local_sizes(list(self.tensor_meta.shape)))
+
+    def offsets(self, mesh_dim: int | None = None) -> Any:
+        """For each mesh dim, where this rank's piece begins along the tensor dim that it shards, or 0; or for one mesh dim."""
+        assert self.tensor_meta is not None
+        sizes = self.tensor_meta.shape
+        starts = [self._layout.intervals(dim, sizes[dim])[0][0] if kind == _SHARD else 0 for kind, dim, *_ in self._layout.placements]
+        return tuple(starts) if mesh_dim is None else starts[mesh_dim]
 
 
 def _refuse_storage(name: str) -> Callable[..., Any]:
@@ -488,6 +503,7 @@ class ShardTensor(DTensor):
 
     if TYPE_CHECKING:
         explain = _explain.explain
+        rebalance = _balance.rebalance
         local_shards = _shards.as_shards
         from_sharded_tensor = staticmethod(_conversions.from_sharded_tensor)
         to_sharded_tensor = _conversions.to_sharded_tensor
