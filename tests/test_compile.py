@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -685,6 +686,44 @@ def test_one_graph_for_all_lengths_without_gradients(pools, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_ops_are_compiled_for_each_length(pools, world):
     pools(world).run(f"{__name__}:dynamic", "SPECIALISED", False, seconds=110)
+
+
+# The families whose every case is compiled once for all lengths, but for those below.
+ONE_GRAPH = ["attention", "indexing", "joins", "losses", "reductions", "views"]
+SEVERAL_GRAPHS = {
+    "a layout's cuts are numbers, if they are not even: a part of a cut dim, or what is longer than it": [
+        "cat", "cat_legacy_empty", "cat_mixed_dtypes", "cat_of_swapped_halves", "cat_three", "chunk", "chunk_cat", "chunk_cat_rows",
+        "diagonal", "diagonal_batch", "diagonal_below", "diagonal_copy", "diagonal_none", "diagonal_scatter", "diagonal_scatter_batch",
+        "diagonal_scatter_below", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "list_and_slice", "narrow", "narrow_copy",
+        "narrow_copy_end", "pad", "pad_negative", "pad_replicate", "pad_value", "prod", "prod_dim", "select_scatter", "setitem_element",
+        "setitem_ellipsis", "setitem_row", "setitem_slice", "slice", "slice_both", "slice_empty", "slice_negative", "slice_scatter",
+        "slice_step", "split_sizes", "split_used", "tensor_split_at", "trace", "write_nested", "write_slices", "write_slices_any",
+    ],
+    "an offset, strides or an order of dims as numbers": [
+        "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole", "real_imag",
+        "select_negative", "t_", "transpose_", "unsqueeze_", "view_as_complex", "view_as_real", "view_dtype_narrower", "view_dtype_same",
+        "view_dtype_wider", "view_minus_one",
+    ],
+    "out= tensors have sizes as numbers": [
+        "aminmax_out", "all_out", "amax_out", "any_out", "max_dim_out", "mean_out", "prod_out", "sum_out", "sum_out_keepdim", "vector_norm_out",
+    ],
+    "a rule or a kernel reads sizes": [
+        "cross_entropy_one_mean", "cross_entropy_one_none", "cross_entropy_one_sum", "cross_entropy_smoothed_mean",
+        "cross_entropy_smoothed_none", "dist", "masked_scatter", "multi_margin_loss_mean", "multi_margin_loss_sum", "multi_margin_one_mean",
+        "multi_margin_one_sum", "multi_margin_weight_mean", "multi_margin_weight_sum", "multilabel_margin_loss_mean",
+        "multilabel_margin_loss_sum", "multilabel_margin_one_mean", "multilabel_margin_one_sum", "nll_loss_one_mean", "nll_loss_one_none",
+        "nll_loss_one_sum", "normalize", "pad_reflect", "renorm_", "triu_", "unsafe_masked_index", "unsafe_masked_put", "vector_norm_twice",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ONE_GRAPH)
+def test_one_graph_for_two_lengths_of_each_case(pools, family):
+    """A part of the table's cases; `python tests/compiled.py --frames` takes all."""
+    names = [n for n in pools(2).run("compiled:names_of", family, (2,))[0] if not _listed(family, n, LEFT_OUT)]
+    names = [n for n in names if _expected(family, n) != RAISES and not any(n in listed for listed in SEVERAL_GRAPHS.values())]
+    counted = pools(2).run("compiled:frames", family, names[:: 1 if os.environ.get("SHARDTENSOR_TEST_ALL") else 6], (2,), seconds=110)[0]
+    assert counted and not [f for f in counted if f.ours not in (1, f.plain)], counted
 
 
 # On uneven pieces too. Of these, some wrote, some raised, and in others the ranks chose different layouts.

@@ -700,7 +700,7 @@ at::Tensor redistribute(
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   const auto& plan = plan_for(from, to, bytes);
   const auto& steps = plan.steps;
-  if (!std::exchange(plan.agreed, true)) {
+  if (plan.communicates() && !std::exchange(plan.agreed, true)) {
     in_step(
         from, to, steps.front(), [&] { check_agreed(from, to, sizes, local.scalar_type()); }, [&] { return dims_of(steps); });
   }
