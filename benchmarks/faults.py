@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py [--ranks 3] [--time-out 15]
 
-Each row starts its ranks anew. Rank 1 fails as the row says and lives on without coming back (or dies, or is stopped); the others
+Each row starts its ranks anew. Rank 1 does as the row says and lives on without coming back (or dies, ends, is stopped); the others
 make the collective. Shown are the longest time until one of those that wait raises, and how many of their errors name rank 1.
 """
 
@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-import shardtensor
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -34,7 +35,6 @@ class Collectives:
     """One of each kind; each has been made once, as in a job that has run for a while."""
 
     def __init__(self) -> None:
-        shardtensor.set_fault_notice(True)
         n = dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (n,))
         self.x = distribute_tensor(torch.randn(4 * n + 1, 2 * n + 1), self.mesh, [Shard(0)])
@@ -77,6 +77,18 @@ def fail(how: str, here: Collectives, call: str, backward: Callable[[], None]) -
     elif how == "runs out of memory in the move":
         _C.set_comm_listener(lambda *_: "not enough memory")
         here.calls()[call]()
+    elif how == "ends its script":
+        util._run_finalizers(0)  # as at the end of a process that multiprocessing has started
+        os._exit(0)
+    elif how == "raises and ends":
+        sys.excepthook(ValueError, ValueError("the user's"), None)
+        util._run_finalizers(0)
+        os._exit(1)
+    elif how == "destroys its groups":
+        dist.destroy_process_group()
+        raise InterruptedError
+    elif how == "waits at a barrier":
+        dist.barrier()
     elif how == "raises in a kernel":
         torch.gather(here.x, 1, torch.full_like(here.x, 99, dtype=torch.long))
     elif how == "raises in a hook of its backward":
@@ -115,13 +127,17 @@ HOWS = [
     "raises in a kernel",
     "raises in a hook of its backward",
     "raises in its optimizer",
+    "raises and ends",
+    "ends its script",
+    "destroys its groups",
+    "waits at a barrier",
     "is killed",
     "is stopped",
 ]
 CALLS = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "scatter", "broadcast", "a training step"]
 
 
-def row(context: Any, world: int, seconds: float, how: str, call: str) -> tuple[float, int, int, str]:
+def row(context: Any, world: int, seconds: float, how: str, call: str) -> tuple[float | None, int, int, str]:
     answers, told = context.Queue(), context.Event()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -134,8 +150,9 @@ def row(context: Any, world: int, seconds: float, how: str, call: str) -> tuple[
             process.kill()
             process.join()
     got = [answer for answer in got if answer[2] != "no error"]  # a rank that sends need not wait
-    named = sum(f"rank {BAD} failed" in text or f"from rank {BAD}" in text for _, _, text in got)
-    return max(after for _, after, _ in got), named, len(got), got[0][2]
+    signs = (f"rank {BAD} failed", f"from rank {BAD}", f"rank {BAD} has", f"rank {BAD}:")
+    named = sum(any(sign in text for sign in signs) for _, _, text in got)
+    return max((after for _, after, _ in got), default=None), named, len(got), got[0][2] if got else ""
 
 
 def main() -> None:
@@ -151,7 +168,7 @@ def main() -> None:
     for how in HOWS:
         for call in CALLS:
             after, named, n, text = row(context, options.ranks, options.time_out, how, call)
-            print(f"| {how} | {call} | {after:.1f} s | {named} of {n} |", flush=True)
+            print(f"| {how} | {call} | " + ("need not wait | |" if after is None else f"{after:.1f} s | {named} of {n} |"), flush=True)
             if options.texts:
                 print(f"\n{text}\n")
 

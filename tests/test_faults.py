@@ -5,7 +5,9 @@ The groups' time-out is 40 s. A test's ranks must all have answered long before.
 
 import os
 import signal
+import sys
 import time
+from multiprocessing import util
 from multiprocessing.connection import wait
 
 import pool
@@ -249,6 +251,27 @@ def test_what_all_ranks_raise_alike_breaks_nothing():
         assert got == right
 
 
+def alike_on_a_grid():
+    """Each rank hears of failures of ranks that are not in its groups."""
+    from shardtensor import Replicate, Shard, distribute_tensor
+
+    whole = torch.arange(24.0).reshape(6, 4)
+    x = distribute_tensor(whole, mesh(2, 2), [Replicate(), Shard(1)], src_data_rank=None)
+    got = []
+    for _ in range(4):
+        for _ in range(20):
+            x.full_tensor()
+        text = outcome(lambda: torch.gather(x, 0, torch.full_like(x, 7, dtype=torch.long)).to_local())
+        got.append(outcome(x.full_tensor))
+    return text, got, whole.tolist()
+
+
+def test_ranks_that_fail_alike_again_and_again_find_each_other():
+    for text, got, right in ask(4, "alike_on_a_grid"):
+        assert "index 7 is out of bounds" in text
+        assert got == [right] * 4
+
+
 def alone():
     x, whole = cut(6)
     if me() == 1:
@@ -383,3 +406,163 @@ def test_only_the_last_errors_are_kept():
         assert told == [0, 0]
         assert "out of memory" in first
         assert "DistBackendError" in second
+
+
+# ---- one rank does what it cannot do alone ----
+
+
+def only_here(others):
+    """Rank 0 gathers a tensor; the others do something else."""
+    import torch.distributed as dist
+
+    x, _ = cut(6)
+    if me() == 0:
+        return outcome(x.full_tensor)
+    if others == "wait at a barrier":
+        try:
+            dist.barrier()
+        except RuntimeError:  # rank 0 has gone
+            return None
+    elif others == "have destroyed their groups":
+        dist.destroy_process_group()
+        time.sleep(2)
+    elif others == "have raised":
+        sys.excepthook(ValueError, ValueError("the user's"), None)
+    elif others == "have ended":
+        util._run_finalizers(0)  # as at the end of a process that multiprocessing has started
+        os._exit(0)
+    return None
+
+
+def is_gone(rank, others):
+    return rank > 0 and others in ("have ended", "wait at a barrier")
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ("wait at a barrier", "rank 1: torch.distributed.barrier()"),
+        ("have destroyed their groups", "rank 1 has destroyed its process groups"),
+        ("have raised", "rank 1 failed in its script: ValueError: the user's"),
+        ("have ended", "rank 1 has ended its script"),
+    ],
+)
+def test_what_one_rank_cannot_do_alone_raises_there(others, reason):
+    text = ask(2, "only_here", others, gone=[rank for rank in range(2) if is_gone(rank, others)])[0]
+    assert text.startswith("DistBackendError: all_gather along mesh dim 0, rank 0") and reason in text
+
+
+def along_another_mesh_dim():
+    from shardtensor import Replicate, Shard, distribute_tensor
+
+    grid = mesh(2, 2)
+    whole = torch.arange(1600.0).reshape(40, 40)
+    x, y = (distribute_tensor(whole, grid, [p, Shard(1)], src_data_rank=None) for p in (Shard(0), Replicate()))
+    x.full_tensor(), y.full_tensor()  # a transfer between all ranks, and a gather along the second mesh dim
+    got = outcome((x if me() == 0 else y).full_tensor)
+    time.sleep(1)
+    return got
+
+
+def test_ranks_that_wait_for_each_other_along_different_mesh_dims():
+    texts = ask(4, "along_another_mesh_dim")
+    assert all("DistBackendError" in str(text) for text in texts[:2]), texts
+    assert any("the ranks wait for each other. Rank" in str(text) for text in texts[:2]), texts
+    assert texts[2] == texts[3] and len(texts[2]) == 40, texts  # they had all they needed
+
+
+def late_at_a_barrier():
+    import torch.distributed as dist
+
+    x, whole = cut(6)
+    work = dist.barrier(async_op=True) if me() == 0 else None
+    if me() == 2:
+        time.sleep(1)
+    if me() > 0:
+        dist.barrier()
+    got = outcome(x.full_tensor)
+    if work:
+        work.wait()
+    if me() == 1:
+        time.sleep(1)
+    dist.barrier()
+    return got, whole.tolist(), outcome((x * 2).full_tensor)
+
+
+def test_a_barrier_that_all_reach_is_no_fault():
+    for got, right, twice in ask(3, "late_at_a_barrier"):
+        assert got == right and "Error" not in str(twice)
+
+
+def late_after_a_fork():
+    x, whole = cut(6)
+    if me() == 0:
+        child = os.fork()
+        if child == 0:  # as a worker of a DataLoader begins and ends
+            util._run_after_forkers()
+            sys.excepthook(ValueError, ValueError("the worker's"), None)
+            util._run_finalizers(0)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(1)
+    return outcome(x.full_tensor), whole.tolist()
+
+
+def test_the_end_of_a_child_is_not_the_end_of_its_rank():
+    for got, right in ask(2, "late_after_a_fork"):
+        assert got == right
+
+
+# ---- after a fault ----
+
+
+def made_anew(store):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    x, whole = cut(6)
+    with Fails(1, rank=1):
+        first = outcome(x.full_tensor)
+    if me() == 1:
+        after(SECONDS, lambda: count_of_failures() >= dist.get_world_size())
+    rank, world = me(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    old = outcome(x.full_tensor)
+    here = init_device_mesh("cpu", (world,))
+    y, _ = cut(6, here)
+    return first, old, outcome(y.full_tensor), outcome((y @ y.T).full_tensor), whole.tolist(), (whole @ whole.T).tolist()
+
+
+def test_process_groups_can_be_made_anew_after_a_fault(tmp_path):
+    for first, old, got, product, right, right_product in ask(3, "made_anew", str(tmp_path / "store")):
+        assert "out of memory" in first
+        assert old == got == right and product == right_product
+
+
+def parted(path):
+    from oracle import checking
+
+    x, whole = cut(6)
+    torch.manual_seed(5)
+    torch.nn.functional.dropout(x, 0.5)
+    if me() == 1:
+        torch.rand(1)
+    torch.nn.functional.dropout(x, 0.5)
+    if me() == 0:
+        time.sleep(0.6)
+    with open(f"{path}/{me()}", "w") as errors:  # warnings of C++ go past Python's
+        before = os.dup(2)
+        os.dup2(errors.fileno(), 2)
+        got = outcome(x.full_tensor)
+        os.dup2(before, 2)
+    with checking(True):
+        checked = outcome(lambda: torch.nn.functional.dropout(x, 0.5).to_local())
+    return got, whole.tolist(), checked
+
+
+def test_random_generators_that_have_parted_are_noticed(tmp_path):
+    for got, right, checked in ask(2, "parted", str(tmp_path)):
+        assert got == right
+        assert "the default random generators of the ranks along mesh dim 0 have parted" in checked, checked
+    assert any("default random generators have parted" in (tmp_path / str(rank)).read_text() for rank in range(2))

@@ -64,7 +64,10 @@ void register_comm(py::module& m) {
   });
   m.def("failed_in_part", &comm::faults::failed_in_part, py::call_guard<py::gil_scoped_release>());
   m.def("set_fault_notice", &comm::faults::set_notice);
-  m.def("fault_notice", &comm::faults::notice);
+  m.def("ended", &comm::faults::ended, py::call_guard<py::gil_scoped_release>());
+  m.def("destroyed_groups", &comm::faults::destroyed_groups, py::call_guard<py::gil_scoped_release>());
+  m.def("begin_barrier", &comm::faults::begin_barrier);
+  py::class_<comm::faults::InBarrier>(m, "InBarrier").def(py::init<std::string>()).def("leave", &comm::faults::InBarrier::leave);
   m.def("set_fault_grace", &comm::faults::set_grace);
   m.def("set_watcher", [](py::object f) {
     ear_for<Watcher>().set(std::move(f));

@@ -146,8 +146,11 @@ struct Where {
   faults::Ticket ticket;
 
   Where(Kind k, const Mesh& mesh, int64_t m) : kind(k), mesh_dim(m), rank(mesh.rank()) {}
+  std::string call() const {
+    return c10::str(name_of(kind), mesh_dim < 0 ? " between meshes" : c10::str(" along mesh dim ", mesh_dim));
+  }
   std::string str() const {
-    return c10::str(name_of(kind), mesh_dim < 0 ? " between meshes" : c10::str(" along mesh dim ", mesh_dim), ", rank ", rank);
+    return c10::str(call(), ", rank ", rank);
   }
 };
 
@@ -168,13 +171,14 @@ auto guarded(const Where& where, F&& run) {
   }
 }
 
-// All ranks of the group are about to make this call. facts(): a hash of what all of them know about it.
+// All ranks of the group are about to make this call. facts(): a hash of what all of them know about it. `needs_all`: none of
+// them gets a result before all have begun.
 template <typename Facts>
-void enter(Where& where, const GroupPtr& group, c10::Device device, const Mesh& mesh, const Facts& facts) {
-  if (C10_UNLIKELY(faults::notice()) && backend_of(*group, device).blocks) {
-    const WithoutGil released; // another rank may be late
+void enter(
+    Where& where, const GroupPtr& group, const Backend& backend, const Mesh& mesh, const Facts& facts, bool needs_all = true) {
+  if (C10_LIKELY(backend.blocks && faults::notice())) {
     where.ticket = faults::enter(
-        group, mesh, where.mesh_dim, c10::get_hash(where.kind, where.mesh_dim, facts()), [&] { return where.str(); });
+        group, mesh, where.mesh_dim, c10::get_hash(where.kind, where.mesh_dim, facts()), needs_all, [&] { return where.str(); });
   }
 }
 
@@ -449,7 +453,7 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
   auto buffer = reducible(tensor, op);
   count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()), mesh, mesh_dim);
   const auto backend = backend_of(*group, tensor.device());
-  enter(where, group, tensor.device(), mesh, [&] { return c10::get_hash(op, tensor.scalar_type(), tensor.numel()); });
+  enter(where, group, backend, mesh, [&] { return c10::get_hash(op, tensor.scalar_type(), tensor.numel()); });
   const auto how = op_for(op, tensor.scalar_type());
   const bool gathers = (is_bitwise(op) && tensor.scalar_type() != at::kBool && !backend.bitwise) ||
                        static_cast<int64_t>(buffer.nbytes()) * mesh.size(mesh_dim) <= backend.latency;
@@ -525,14 +529,17 @@ Completion start_all_gather(
   if (std::all_of(pieces.begin(), pieces.end(), [](const auto& p) { return p.numel() == 0; })) {
     return nothing();
   }
-  enter(where, group, mine.device(), mesh, [&] {
-    auto facts = c10::get_hash(mine.scalar_type());
+  const bool all_send = std::all_of(pieces.begin(), pieces.end(), [](const auto& p) { return p.numel() != 0; });
+  const auto facts = [&] {
+    auto out = c10::get_hash(mine.scalar_type());
     for (const auto& piece : pieces) {
-      facts = c10::hash_combine(facts, piece.numel());
+      out = c10::hash_combine(out, piece.numel());
     }
-    return facts;
-  });
-  return gather_from(where, *group, pieces, mesh, as_one, backend_of(*group, mine.device()));
+    return out;
+  };
+  const auto backend = backend_of(*group, mine.device());
+  enter(where, group, backend, mesh, facts, all_send);
+  return gather_from(where, *group, pieces, mesh, as_one, backend);
 }
 
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
@@ -604,7 +611,7 @@ Completion start_all_to_all(
   auto output = as_bytes(out), input = as_bytes(in);
   count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
   Where where(kind, mesh, mesh_dim);
-  enter(where, group, in.device(), mesh, [&] { return c10::get_hash(in.scalar_type()); });
+  enter(where, group, backend_of(*group, in.device()), mesh, [&] { return c10::get_hash(in.scalar_type()); });
   if (mesh.is_reordered(mesh_dim)) {
     return exchange_reordered(where, *group, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
   }
@@ -641,7 +648,8 @@ Completion start_reduce_scatter(
   auto input = in.view(-1), output = out.view(-1);
   count(Kind::ReduceScatter, static_cast<int64_t>(in.nbytes() - out.nbytes()), mesh, mesh_dim);
   Where where(Kind::ReduceScatter, mesh, mesh_dim);
-  enter(where, group, in.device(), mesh, [&] { return c10::get_hash(op, in.scalar_type(), in.numel()); });
+  const auto facts = [&] { return c10::get_hash(op, in.scalar_type(), in.numel()); };
+  enter(where, group, backend_of(*group, in.device()), mesh, facts);
   WorkPtr work;
   if (std::equal(in_sizes.begin() + 1, in_sizes.end(), in_sizes.begin())) {
     work = guarded(where, [&] { return ((*group).*kReduce)(output, input, options); });
@@ -764,7 +772,7 @@ Completion start_send_receive(
   count(Kind::AllToAll, input.numel(), mesh, -1);
   const auto backend = backend_of(*group, out.device());
   if (all) {
-    enter(where, group, out.device(), mesh, [&] { return c10::get_hash(out.scalar_type()); });
+    enter(where, group, backend, mesh, [&] { return c10::get_hash(out.scalar_type()); });
     return exchange_with_all(where, *group, output, out_bytes, input, in_bytes, peers);
   }
   if (backend.blocks) {
@@ -789,7 +797,7 @@ template <typename F>
 void whole(Kind kind, const Mesh& mesh, int64_t mesh_dim, const F& run) {
   const auto before = begun();
   doing(
-      mesh, [&] { return Where(kind, mesh, mesh_dim).str(); }, run,
+      mesh, [&] { return Where(kind, mesh, mesh_dim).call(); }, run,
       [&] { return begun() == before ? uint64_t{1} << mesh_dim : 0; });
 }
 
@@ -802,8 +810,8 @@ void broadcast_now(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64
       Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0, mesh,
       mesh_dim);
   Where where(Kind::Broadcast, mesh, mesh_dim);
-  enter(
-      where, group, tensor.device(), mesh, [&] { return c10::get_hash(from_coordinate, tensor.scalar_type(), tensor.numel()); });
+  const auto facts = [&] { return c10::get_hash(from_coordinate, tensor.scalar_type(), tensor.numel()); };
+  enter(where, group, backend_of(*group, tensor.device()), mesh, facts, /*needs_all=*/false);
   wait(where, guarded(where, [&] { return group->broadcast(tensors, options); }));
 }
 } // namespace
@@ -890,7 +898,8 @@ void scatter_now(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& 
   count(Kind::Scatter, sent, mesh, mesh_dim);
   const auto backend = backend_of(*group, mine.device());
   Where where(Kind::Scatter, mesh, mesh_dim);
-  enter(where, group, mine.device(), mesh, [&] { return c10::get_hash(from_coordinate, mine.scalar_type()); });
+  const auto facts = [&] { return c10::get_hash(from_coordinate, mine.scalar_type()); };
+  enter(where, group, backend, mesh, facts, /*needs_all=*/false);
   where.ticket.by_messages = backend.sends;
   std::vector<at::Tensor> by_rank;
   for (auto c : coordinates_by_group_rank(mesh, mesh_dim)) {

@@ -40,14 +40,15 @@ void tell_failure(const std::string& doing, const Mesh& mesh, uint64_t due) noex
 // How many collectives this thread has begun.
 int64_t begun();
 
-// Runs `run`, which communicates. If it fails, the error gets the text as its context and keeps its class. due(): see above.
+// Runs `run`, which communicates. If it fails, the error gets the text and the rank as its context and keeps its class. The text
+// is the same on all ranks: those that fail alike need not wait for each other. due(): see above.
 template <typename Run, typename Text, typename Due>
 decltype(auto) doing(const Mesh& mesh, const Text& text, const Run& run, const Due& due) {
   const Frame frame(text);
   try {
     return run();
   } catch (c10::Error& e) {
-    e.add_context(text());
+    e.add_context(c10::str(text(), ", rank ", mesh.rank()));
     tell_failure(doing_now(), mesh, due());
     throw;
   } catch (...) {

@@ -1,10 +1,12 @@
 #include "comm/faults.h"
 
 #include "comm/doing.h"
+#include "comm/gil.h"
 #include "comm/news.h"
 #include "comm/values.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
@@ -24,8 +26,9 @@ constexpr auto kSlice = 250ms; // a wait looks for news this often
 constexpr auto kShort = 50ms;  // so does a rank that waits for the others' claims
 constexpr auto kSigns = 700ms; // how long the ranks that survive a broken group wait for each other's signs
 
-std::atomic<bool> g_on{false};
+std::atomic<bool> g_on{true};
 std::atomic<std::chrono::milliseconds> g_grace{600ms};
+std::atomic<int64_t> g_epoch{0};
 
 // What belongs to a process group. A group that is destroyed and made again is another one, also if it has the same name.
 template <typename T>
@@ -41,9 +44,15 @@ class ByGroup {
     for (auto i = all_.begin(); i != all_.end();) {
       i = i->second.first.expired() ? all_.erase(i) : std::next(i);
     }
+    const WithoutGil released; // it may ask the store
     auto made = make();
     all_.emplace(group.get(), std::pair(c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), made));
     return made;
+  }
+  std::shared_ptr<T> find(const GroupPtr& group) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = all_.find(group.get());
+    return it == all_.end() || it->second.first.expired() ? nullptr : it->second.second;
   }
   std::vector<std::shared_ptr<T>> alive() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -75,13 +84,26 @@ std::shared_ptr<World> world_of(const Mesh& mesh) {
   return world->has_store() ? world : nullptr;
 }
 
+// This process's, if it has made a collective.
+std::shared_ptr<World> any_world() {
+  for (auto& world : worlds().alive()) {
+    if (world->has_store()) {
+      return world;
+    }
+  }
+  return nullptr;
+}
+
 struct Watched {
   std::shared_ptr<World> world;
   std::shared_ptr<Group> group;
 };
+ByGroup<Watched>& all_watched() {
+  static auto* all = new ByGroup<Watched>();
+  return *all;
+}
 std::shared_ptr<Watched> watched(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim) {
-  static auto* groups = new ByGroup<Watched>();
-  return groups->get(group, [&] {
+  return all_watched().get(group, [&] {
     auto out = std::make_shared<Watched>();
     out->world = world_of(mesh);
     if (out->world) {
@@ -126,6 +148,21 @@ std::string differ(int64_t rank, const std::string& mine, const Claim& other) {
   return c10::str("the ranks make different collectives. Rank ", rank, ": ", mine, "; rank ", other.rank, ": ", other.text);
 }
 
+void compare_draws(Group& group, int64_t number, int64_t rank, const Claim& other) {
+  uint64_t mine = 0;
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    mine = group.draws_before[number % kKept];
+  }
+  if (mine != other.draws) {
+    TORCH_WARN_ONCE(
+        "shardtensor: on ranks ", rank, " and ", other.rank,
+        " the default random generators have parted: random ops on ShardTensors have not had the same keys, so values that "
+        "ranks hold alike may differ. Seed all ranks alike (shardtensor.random.manual_seed), and let all draw alike; "
+        "SHARDTENSOR_CHECK=1 finds the op");
+  }
+}
+
 // A rank that is late: what it does for one ticket until the others come.
 class Late {
  public:
@@ -133,7 +170,7 @@ class Late {
 
   // Why waiting is in vain; empty if the others may still come. `text` says what this rank does.
   std::string look(Text text) {
-    const auto& [world, group, number, peers, by_messages] = ticket_;
+    const auto& [world, group, number, peers, by_messages, needs_all] = ticket_;
     if (group && !std::exchange(claimed_, true)) {
       const auto facts = facts_of(*group, number).value_or(0);
       const auto mine = text();
@@ -141,9 +178,27 @@ class Late {
       if (first.facts != facts) {
         return differ(world->rank(), mine, first);
       }
+      compare_draws(*group, number, world->rank(), first);
     }
-    const auto f = world->in_vain(group.get(), group ? group->ranks : peers, number, since_, g_grace);
-    return f ? f->str() : "";
+    if (const auto f = world->in_vain(group.get(), group ? group->ranks : peers, number, since_, g_grace)) {
+      return f->str();
+    }
+    if (needs_all && world->one_thread()) {
+      if (nth_look_++ == 0) {
+        world->tell_stuck(false, group->name, number, text());
+      }
+      if (const auto other = world->waits_for_me(*group, number, nth_look_)) {
+        return c10::str(
+            "the ranks wait for each other. Rank ", world->rank(), ": ", text(), "; rank ", other->rank, ": ", other->text);
+      }
+    }
+    return "";
+  }
+  // It raises. Else what it has told stays true until this rank begins the next collective.
+  void gives_up() {
+    if (nth_look_) {
+      ticket_.world->not_stuck();
+    }
   }
   Clock::time_point since() const {
     return since_;
@@ -153,22 +208,26 @@ class Late {
   const Ticket& ticket_;
   const Clock::time_point since_;
   bool claimed_ = false;
+  int64_t nth_look_ = 0;
 };
 
 // This rank has failed since its last collective in the group. It makes the next only when all have claimed it.
 void agree(const Ticket& ticket, c10d::ProcessGroup& process_group, Text text) {
-  const auto& [world, group, number, peers, by_messages] = ticket;
+  const auto& [world, group, number, peers, by_messages, needs_all] = ticket;
+  const WithoutGil released;
   const auto longest = process_group.getDefaultBackend()->getBackendOptions()->timeout;
   world->come_back();
   Late late(ticket);
   for (std::chrono::milliseconds pause = 1ms;; pause = std::min<std::chrono::milliseconds>(2 * pause, kShort)) {
     if (const auto why = late.look([&] { return c10::str(text(), ", ", doing_now()); }); !why.empty()) {
+      late.gives_up();
       part(ticket, c10::str(text(), ": ", why));
     }
     if (world->claims(*group, number) >= static_cast<int64_t>(group->ranks.size())) {
       return;
     }
     if (Clock::now() - late.since() > longest) {
+      late.gives_up();
       part(ticket, c10::str(text(), ": not all ranks came within the time-out of ", longest.count(), " ms"));
     }
     std::this_thread::sleep_for(pause);
@@ -177,7 +236,7 @@ void agree(const Ticket& ticket, c10d::ProcessGroup& process_group, Text text) {
 
 } // namespace
 
-Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, uint64_t facts, Text text) {
+Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, uint64_t facts, bool needs_all, Text text) {
   if (!g_on.load(std::memory_order_relaxed)) {
     return {};
   }
@@ -186,13 +245,15 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
     return {};
   }
   auto& group = *all->group;
-  Ticket ticket{all->world, all->group, 0, {}, false};
+  Ticket ticket{all->world, all->group, 0, {}, false, needs_all};
+  all->world->note_thread();
   bool others_wait = false; // perhaps; then they have claimed the number
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), text(), ": the process group broke before: ", group.broken);
     ticket.number = ++group.number;
     group.facts[ticket.number % kKept] = facts;
+    group.draws_before[ticket.number % kKept] = group.draws;
     const auto now = Clock::now();
     others_wait = now - std::exchange(group.last, now) > kSlice;
   }
@@ -200,9 +261,13 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
     agree(ticket, *process_group, text);
     group.checked = failures;
   } else if (C10_UNLIKELY(others_wait)) {
+    const WithoutGil released;
     const auto other = all->world->claimed(group, ticket.number);
     if (other && other->facts != facts) {
       part(ticket, c10::str(text(), ": ", differ(all->world->rank(), c10::str(text(), ", ", doing_now()), *other)));
+    }
+    if (other) {
+      compare_draws(group, ticket.number, all->world->rank(), *other);
     }
   }
   ++t_begun;
@@ -212,9 +277,11 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
 Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers) {
   auto world = g_on.load(std::memory_order_relaxed) ? world_of(mesh) : nullptr;
   if (world) {
+    world->note_thread();
+    const WithoutGil released;
     world->come_back();
   }
-  return {std::move(world), nullptr, 0, peers.vec(), true};
+  return {std::move(world), nullptr, 0, peers.vec(), true, false};
 }
 
 namespace {
@@ -227,18 +294,21 @@ void wait_for_all(c10d::Work& work, const Ticket& ticket, Text text) {
       return;
     } catch (...) {
       if (work.isCompleted()) {
+        if (work.exception()) {
+          late.gives_up();
+        }
         work.wait(); // raises the backend's error, if there is one
         return;
       }
     }
     if (const auto why = late.look([&] { return c10::str(text(), ", ", doing_now()); }); !why.empty()) {
+      late.gives_up();
       part(ticket, c10::str(text(), ": ", why));
     }
   }
 }
 
-// Gloo's messages cannot be waited for a while and then again: a wait that has timed out closes the connection. So another thread
-// looks for news, and ends waits that are in vain.
+// Another thread, which looks after waits that this one cannot look after itself.
 class Watcher {
  public:
   static Watcher& get() {
@@ -246,45 +316,30 @@ class Watcher {
     return *watcher;
   }
 
-  void wait(c10d::Work& work, const Ticket& ticket, Text text) {
-    const auto entry = std::make_shared<Entry>(work, ticket, text);
+  // A wait. look() is called every now and then once it is late; not after leave().
+  struct Entry {
+    explicit Entry(std::function<void()> l) : look(std::move(l)) {}
+    const std::function<void()> look;
+    const Clock::time_point since = Clock::now();
+    std::mutex mutex;
+    bool over = false;
+  };
+  std::shared_ptr<Entry> enter(std::function<void()> look) {
+    auto entry = std::make_shared<Entry>(std::move(look));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entries_.push_back(entry);
+    return entry;
+  }
+  void leave(const std::shared_ptr<Entry>& entry) {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      entries_.push_back(entry);
-    }
-    std::exception_ptr error;
-    try {
-      work.wait();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    {
-      const std::lock_guard<std::mutex> looking(entry->mutex); // the watcher may be using the work
+      const std::lock_guard<std::mutex> looking(entry->mutex);
       entry->over = true;
     }
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      entries_.erase(std::find(entries_.begin(), entries_.end(), entry));
-    }
-    if (!entry->why.empty()) {
-      part(ticket, c10::str(text(), ": ", entry->why));
-    }
-    if (error) {
-      std::rethrow_exception(error);
-    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entries_.erase(std::find(entries_.begin(), entries_.end(), entry));
   }
 
  private:
-  struct Entry {
-    Entry(c10d::Work& w, const Ticket& ticket, Text t) : work(w), late(ticket), text(t) {}
-    c10d::Work& work;
-    Late late;
-    Text text;
-    std::mutex mutex;
-    bool over = false;
-    std::string why; // it waits in vain
-  };
-
   Watcher() {
     std::thread([this] { run(); }).detach();
   }
@@ -294,16 +349,13 @@ class Watcher {
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         std::copy_if(entries_.begin(), entries_.end(), std::back_inserter(late), [](const auto& entry) {
-          return Clock::now() - entry->late.since() >= kSlice;
+          return Clock::now() - entry->since >= kSlice;
         });
       }
       for (const auto& entry : late) {
         const std::lock_guard<std::mutex> looking(entry->mutex);
-        if (!entry->over && entry->why.empty()) {
-          entry->why = entry->late.look(entry->text);
-          if (!entry->why.empty()) {
-            entry->work.abort();
-          }
+        if (!entry->over) {
+          entry->look();
         }
       }
     }
@@ -313,13 +365,41 @@ class Watcher {
   std::vector<std::shared_ptr<Entry>> entries_;
 };
 
+// Gloo's messages cannot be waited for a while and then again: a wait that has timed out closes the connection. So the watcher
+// looks for news, and ends waits that are in vain.
+void wait_for_messages(c10d::Work& work, const Ticket& ticket, Text text) {
+  std::string why; // it waits in vain
+  Late late(ticket);
+  const auto entry = Watcher::get().enter([&] {
+    if (why.empty()) {
+      why = late.look(text);
+      if (!why.empty()) {
+        work.abort();
+      }
+    }
+  });
+  std::exception_ptr error;
+  try {
+    work.wait();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  Watcher::get().leave(entry);
+  if (!why.empty()) {
+    part(ticket, c10::str(text(), ": ", why));
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
 } // namespace
 
 void wait(c10d::Work& work, const Ticket& ticket, Text text) {
   if (!ticket.world) {
     work.wait();
   } else if (ticket.by_messages) {
-    Watcher::get().wait(work, ticket, text);
+    wait_for_messages(work, ticket, text);
   } else {
     wait_for_all(work, ticket, text);
   }
@@ -330,17 +410,22 @@ std::string broke(const Ticket& ticket, const std::string& error) {
     return "";
   }
   c10::IntArrayRef ranks = ticket.peers;
+  auto since = Clock::now();
   if (ticket.group) {
     const std::lock_guard<std::mutex> lock(ticket.group->mutex);
     ticket.group->broken = one_line(error);
     ranks = ticket.group->ranks;
+    since = ticket.group->last;
   }
   ticket.world->tell(doing_now(), error);
   t_told = std::current_exception();
-  auto silent = ticket.world->silent(ranks);
+  auto silent = ticket.world->silent(ranks, since);
   for (const auto end = Clock::now() + kSigns; !silent.empty() && Clock::now() < end;) {
     std::this_thread::sleep_for(kShort);
-    silent = ticket.world->silent(ranks);
+    silent = ticket.world->silent(ranks, since);
+  }
+  if (const auto gone = ticket.world->ended(ranks)) {
+    return gone->str();
   }
   return silent.empty() ? "" : c10::str("no sign of life from rank ", c10::Join(", ", silent));
 }
@@ -380,6 +465,87 @@ void failed_in_part(const std::string& doing, const std::string& error) {
   }
 }
 
+namespace {
+std::shared_ptr<Group> group_along(const Mesh& mesh, int64_t mesh_dim) {
+  if (mesh.size(mesh_dim) == 1 || mesh.group(mesh_dim).empty()) {
+    return nullptr;
+  }
+  const auto all = all_watched().find(c10d::resolve_process_group(mesh.group(mesh_dim)));
+  return all ? all->group : nullptr;
+}
+} // namespace
+
+void note_draw(const Mesh& mesh, uint64_t key) {
+  for (int64_t m = 0; g_on.load(std::memory_order_relaxed) && mesh.has_me() && m < mesh.ndim(); ++m) {
+    if (const auto group = group_along(mesh, m)) {
+      const std::lock_guard<std::mutex> lock(group->mutex);
+      group->draws = c10::hash_combine(group->draws, key);
+    }
+  }
+}
+
+uint64_t draws(const Mesh& mesh, int64_t mesh_dim) {
+  const auto group = group_along(mesh, mesh_dim);
+  if (!group) {
+    return 0;
+  }
+  const std::lock_guard<std::mutex> lock(group->mutex);
+  return group->draws;
+}
+
+void ended(const std::string& done) {
+  if (g_on.load(std::memory_order_relaxed)) {
+    for (const auto& world : worlds().alive()) {
+      if (world->has_store()) {
+        world->tell(done, "", /*ended=*/true);
+      }
+    }
+  }
+}
+
+void destroyed_groups() {
+  ended("destroyed its process groups");
+  forget_barriers();
+  ++g_epoch;
+}
+
+struct InBarrier::Wait {
+  std::shared_ptr<World> world;
+  std::shared_ptr<Watcher::Entry> entry;
+  bool told = false;
+};
+
+InBarrier::InBarrier(const std::string& group) {
+  const auto number = begin_barrier(group);
+  const auto world = g_on.load(std::memory_order_relaxed) ? any_world() : nullptr;
+  if (!world) {
+    return;
+  }
+  world->note_thread();
+  if (world->one_thread()) {
+    wait_ = std::make_unique<Wait>(Wait{world, nullptr});
+    wait_->entry = Watcher::get().enter([world, group, number, wait = wait_.get()] {
+      if (!std::exchange(wait->told, true)) {
+        world->tell_stuck(true, group, number, "torch.distributed.barrier()");
+      }
+    });
+  }
+}
+
+InBarrier::~InBarrier() {
+  leave();
+}
+
+void InBarrier::leave() {
+  if (const auto wait = std::move(wait_)) {
+    const WithoutGil released;
+    Watcher::get().leave(wait->entry);
+    if (wait->told) {
+      wait->world->not_stuck();
+    }
+  }
+}
+
 void set_notice(bool on) {
   g_on = on;
 }
@@ -394,6 +560,10 @@ void set_grace(double seconds) {
 
 int64_t begun() {
   return faults::t_begun;
+}
+
+int64_t epoch() {
+  return faults::g_epoch;
 }
 
 void tell_failure(const std::string& doing, const Mesh& mesh, uint64_t due) noexcept {

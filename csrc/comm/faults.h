@@ -5,16 +5,21 @@
 // - A rank that fails tells so, with its counts.
 // - A rank that waits long claims its collective's number for the collective that it makes, and reads who has failed.
 // - A rank that comes to a collective after a pause looks whether another has claimed the number for a different one.
+// - A rank that waits long in something that needs all ranks says so. Another that waits for it raises if each of the two waits
+// for
+//   the other. It also raises if a rank that it needs has ended.
 // - A rank that has failed before makes its next collective only after all others have claimed that number for the same one.
 // So an error that all ranks raise alike costs some requests to the store; one that a rank raises alone costs the others a wait.
 #pragma once
 
+#include "comm/epoch.h"
 #include "layout/mesh.h"
 
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
+#include <string>
 
 namespace shardtensor::comm::faults {
 
@@ -31,11 +36,12 @@ struct Ticket {
   int64_t number = 0;
   std::vector<int64_t> peers; // global ranks
   bool by_messages = false;   // its works are messages between two ranks
+  bool needs_all = false;     // no rank gets a result before all have begun
 };
 
 // Before a collective of all ranks along the mesh dim (-1: of all ranks of the default group). `facts`: a hash of what all of
 // them know about it. Raises if the group has broken, or if the ranks turn out to make different collectives.
-Ticket enter(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim, uint64_t facts, Text text);
+Ticket enter(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim, uint64_t facts, bool needs_all, Text text);
 // Before messages between this rank and `peers` (global ranks).
 Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers);
 
@@ -47,6 +53,30 @@ std::string broke(const Ticket& ticket, const std::string& error);
 // This rank fails in something that may have many collectives, a backward for example; it may have made any of them. (doing.h has
 // tell_failure() for a single call.)
 void failed_in_part(const std::string& doing, const std::string& error);
+// A random op of all ranks of the mesh has this key. Ranks that look at each other's claims warn if their keys have parted.
+void note_draw(const Mesh& mesh, uint64_t key);
+// A hash of those keys, the same for all ranks along the mesh dim.
+uint64_t draws(const Mesh& mesh, int64_t mesh_dim);
+
+// This rank takes no part in anything any more: it has `done`. If it destroys its process groups, it may make others.
+void ended(const std::string& done);
+void destroyed_groups();
+
+// Counts a barrier of torch.distributed that is not waited for at once.
+int64_t begin_barrier(const std::string& group);
+// This thread is in a barrier of torch.distributed.
+class InBarrier {
+ public:
+  explicit InBarrier(const std::string& group);
+  ~InBarrier();
+  void leave(); // before its end
+  InBarrier(const InBarrier&) = delete;
+  InBarrier& operator=(const InBarrier&) = delete;
+
+ private:
+  struct Wait;
+  std::unique_ptr<Wait> wait_;
+};
 
 // For the process. `grace`: seconds that a rank which has failed may take to come to its next collective.
 void set_notice(bool on);

@@ -1,6 +1,9 @@
 #include "comm/news.h"
 
+#include "comm/faults.h"
+
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <sstream>
@@ -9,8 +12,7 @@ namespace shardtensor::comm::faults {
 
 namespace {
 
-constexpr size_t kClaims = 8; // claims that a rank leaves in the store
-constexpr size_t kTold = 256; // failures that a rank knows of; older ones are of no matter
+constexpr int64_t kTold = 256; // failures that a rank knows of; older ones are of no matter
 constexpr char kPart = '\x1f', kItem = '\x1e';
 
 template <typename List, typename T>
@@ -19,9 +21,9 @@ bool contains(const List& list, const T& value) {
 }
 
 template <typename T>
-void push(std::deque<T>& list, T value, size_t most) {
+void push(std::deque<T>& list, T value, int64_t most) {
   list.push_back(std::move(value));
-  if (list.size() > most) {
+  if (static_cast<int64_t>(list.size()) > most) {
     list.pop_front();
   }
 }
@@ -37,7 +39,7 @@ std::vector<std::string> split(const std::string& text, char at) {
 
 std::string written(const Failure& f) {
   std::ostringstream out;
-  out << f.rank << kPart << f.doing << kPart << f.error << kPart;
+  out << f.rank << kPart << f.doing << kPart << f.error << kPart << f.ended << kPart;
   for (const auto& [name, count] : f.groups) {
     out << name << kItem << count.number << kItem << count.broken;
     for (const auto n : count.skipped) {
@@ -50,8 +52,8 @@ std::string written(const Failure& f) {
 
 Failure read(const std::string& text, int64_t nth) {
   const auto parts = split(text, kPart);
-  Failure out{std::stoll(parts.at(0)), parts.at(1), parts.at(2), {}, Clock::now(), nth};
-  for (size_t i = 3; i < parts.size(); ++i) {
+  Failure out{std::stoll(parts.at(0)), parts.at(1), parts.at(2), parts.at(3) == "1", {}, Clock::now(), nth};
+  for (size_t i = 4; i < parts.size(); ++i) {
     const auto items = split(parts[i], kItem);
     Count count{std::stoll(items.at(1)), items.at(2) == "1", {}};
     for (size_t k = 3; k < items.size(); ++k) {
@@ -64,7 +66,32 @@ Failure read(const std::string& text, int64_t nth) {
 
 Claim read_claim(const std::string& text) {
   const auto parts = split(text, kPart);
-  return {std::stoull(parts.at(0)), std::stoll(parts.at(1)), parts.at(2)};
+  return {std::stoull(parts.at(0)), std::stoull(parts.at(1)), std::stoll(parts.at(2)), parts.at(3)};
+}
+
+std::string written(const Stuck& s) {
+  std::ostringstream out;
+  out << s.rank << kPart << s.barrier << kPart << s.group << kPart << s.number << kPart << s.text << kPart;
+  for (const auto& [name, number] : s.begun) {
+    out << name << kItem << number << kPart;
+  }
+  return out.str();
+}
+
+Stuck read_stuck(const std::string& text) {
+  const auto parts = split(text, kPart);
+  Stuck out{std::stoll(parts.at(0)), parts.at(1) == "1", parts.at(2), std::stoll(parts.at(3)), {}, parts.at(4)};
+  for (size_t i = 5; i < parts.size(); ++i) {
+    const auto items = split(parts[i], kItem);
+    out.begun.emplace(items.at(0), std::stoll(items.at(1)));
+  }
+  return out;
+}
+
+std::mutex g_barriers_mutex;
+std::map<std::string, int64_t>& all_barriers() {
+  static auto* all = new std::map<std::string, int64_t>();
+  return *all;
 }
 
 template <typename F>
@@ -77,13 +104,27 @@ void ask(const F& f) {
 
 } // namespace
 
+int64_t barriers(const std::string& group) {
+  const std::lock_guard<std::mutex> lock(g_barriers_mutex);
+  const auto it = all_barriers().find(group);
+  return it == all_barriers().end() ? 0 : it->second;
+}
+int64_t begin_barrier(const std::string& group) {
+  const std::lock_guard<std::mutex> lock(g_barriers_mutex);
+  return ++all_barriers()[group];
+}
+void forget_barriers() {
+  const std::lock_guard<std::mutex> lock(g_barriers_mutex);
+  all_barriers().clear();
+}
+
 const Count* Failure::count(const std::string& group) const {
   const auto it = groups.find(group);
   return it == groups.end() ? nullptr : &it->second;
 }
 
 std::string Failure::str() const {
-  return c10::str("rank ", rank, " failed in ", doing, ": ", error);
+  return c10::str("rank ", rank, ended ? " has " : " failed in ", doing, error.empty() ? "" : ": ", error);
 }
 
 std::string one_line(std::string text) {
@@ -135,8 +176,11 @@ std::vector<std::shared_ptr<Group>> World::groups() {
   return out;
 }
 
-void World::tell(const std::string& doing, const std::string& error) {
-  Failure mine{rank_, one_line(doing), one_line(error), {}, Clock::now(), 0};
+void World::tell(const std::string& doing, const std::string& error, bool ended) {
+  if (ended) {
+    read_news(); // others may wait for this rank's answer
+  }
+  Failure mine{rank_, one_line(doing), one_line(error), ended, {}, Clock::now(), 0};
   for (const auto& group : groups()) {
     const std::lock_guard<std::mutex> lock(group->mutex);
     mine.groups[group->name] = {group->number, !group->broken.empty(), {group->skipped.begin(), group->skipped.end()}};
@@ -148,7 +192,7 @@ void World::tell(const std::string& doing, const std::string& error) {
     const std::lock_guard<std::mutex> lock(mutex_);
     absent_.push_back(mine.nth);
     own_.push_back(std::move(mine));
-    if (own_.size() > kTold) {
+    if (static_cast<int64_t>(own_.size()) > kTold) {
       store_->set(key(own_.front().nth), std::string()); // others may still count on the key
       store_->deleteKey(key(own_.front().nth) + "/back");
       own_.pop_front();
@@ -168,16 +212,16 @@ void World::come_back() {
 }
 
 Claim World::claim(Group& group, int64_t number, uint64_t facts, const std::string& text) {
-  const auto mine = c10::str(facts, kPart, rank_, kPart, one_line(text));
   bool again = false;
+  uint64_t draws = 0;
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
-    again = contains(group.claimed, number);
-    if (!again) {
-      push(group.claimed, number, 2 * kKept);
-    }
+    draws = group.draws_before[number % kKept];
+    again = !group.claimed.insert(number).second;
+    group.claimed.erase(group.claimed.begin(), group.claimed.upper_bound(*group.claimed.rbegin() - 2 * kKept));
   }
-  Claim first{facts, rank_, text};
+  const auto mine = c10::str(facts, kPart, draws, kPart, rank_, kPart, one_line(text));
+  Claim first{facts, draws, rank_, text};
   ask([&] {
     const auto found = store_->compareSet(claim_key(group, number), std::string(), mine);
     first = read_claim(found);
@@ -187,7 +231,7 @@ Claim World::claim(Group& group, int64_t number, uint64_t facts, const std::stri
     if (found == mine && !again) {
       {
         const std::lock_guard<std::mutex> lock(group.mutex);
-        group.first.push_back(number);
+        group.first.insert(number);
       }
       forget_older_claims(group);
     }
@@ -216,7 +260,7 @@ std::optional<Failure> World::in_vain(
   read_news();
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& f : news_) {
-    if (f.rank == rank_ || !contains(ranks, f.rank)) {
+    if (f.rank == rank_ || !contains(ranks, f.rank) || (f.ended && !group)) { // it may have sent its message before
       continue;
     }
     const auto* count = group ? f.count(group->name) : nullptr;
@@ -224,55 +268,127 @@ std::optional<Failure> World::in_vain(
       return f;
     }
     const bool has_begun = count && count->number >= number;
-    if (!has_begun && !failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace && !is_back(f.nth)) {
+    if (has_begun) {
+      continue;
+    }
+    if (f.ended || (!failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace && !is_back(f.nth))) {
       return f;
     }
   }
   return std::nullopt;
 }
 
-std::vector<int64_t> World::silent(c10::IntArrayRef ranks) {
+std::vector<int64_t> World::silent(c10::IntArrayRef ranks, Clock::time_point since) {
   read_news();
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<int64_t> out;
   for (const auto r : ranks) {
-    if (r != rank_ && std::none_of(news_.begin(), news_.end(), [&](const Failure& f) { return f.rank == r; })) {
+    const auto gives_a_sign = [&](const Failure& f) { return f.rank == r && (f.ended || f.seen >= since); };
+    if (r != rank_ && std::none_of(news_.begin(), news_.end(), gives_a_sign)) {
       out.push_back(r);
     }
   }
   return out;
 }
 
+std::optional<Failure> World::ended(c10::IntArrayRef ranks) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = std::find_if(news_.begin(), news_.end(), [&](const Failure& f) { return f.ended && contains(ranks, f.rank); });
+  return it == news_.end() ? std::nullopt : std::optional(*it);
+}
+
+void World::note_thread() {
+  static thread_local const char here = 0;
+  const void* known = nullptr;
+  if (C10_UNLIKELY(thread_.load(std::memory_order_relaxed) != &here) && !thread_.compare_exchange_strong(known, &here)) {
+    many_threads_ = true;
+  }
+}
+
+void World::tell_stuck(bool barrier, const std::string& group, int64_t number, const std::string& text) {
+  Stuck mine{rank_, barrier, group, number, {}, one_line(text)};
+  for (const auto& g : groups()) {
+    const std::lock_guard<std::mutex> lock(g->mutex);
+    mine.begun[g->name] = g->number;
+  }
+  ask([&] { store_->set(stuck_key(rank_), written(mine)); });
+}
+
+void World::not_stuck() {
+  ask([&] { store_->deleteKey(stuck_key(rank_)); });
+}
+
+std::optional<Stuck> World::waits_for_me(const Group& group, int64_t number, int64_t nth_look) {
+  constexpr int64_t kAtOnce = 4;
+  const auto n = static_cast<int64_t>(group.ranks.size());
+  const auto me = std::find(group.ranks.begin(), group.ranks.end(), rank_) - group.ranks.begin();
+  std::optional<Stuck> out;
+  for (int64_t i = 0; i < std::min(kAtOnce, n - 1) && !out; ++i) {
+    const auto rank = group.ranks[(me + 1 + (nth_look * kAtOnce + i) % (n - 1)) % n];
+    ask([&] {
+      if (store_->check({stuck_key(rank)})) {
+        auto other = read_stuck(store_->get_to_str(stuck_key(rank)));
+        const auto begun = other.begun.find(group.name);
+        if ((begun == other.begun.end() || begun->second < number) && !has_begun(other)) {
+          out = std::move(other);
+        }
+      }
+    });
+  }
+  return out;
+}
+
+// Whether this rank has begun what the other waits for, or takes no part in it.
+bool World::has_begun(const Stuck& other) {
+  try {
+    c10d::resolve_process_group(other.group);
+  } catch (const std::exception&) {
+    return true; // it is not in the group
+  }
+  if (other.barrier) {
+    return barriers(other.group) >= other.number;
+  }
+  for (const auto& group : groups()) {
+    if (group->name == other.group) {
+      const std::lock_guard<std::mutex> lock(group->mutex);
+      return group->number >= other.number;
+    }
+  }
+  return false;
+}
+
 std::string World::key(int64_t nth) const {
   return c10::str(prefix_, nth);
+}
+std::string World::stuck_key(int64_t rank) const {
+  return c10::str(prefix_, "stuck/", rank);
 }
 std::string World::claim_key(const Group& group, int64_t number) const {
   return c10::str(prefix_, group.name, "/", number);
 }
 
+// By their numbers: this rank may have just been the first to claim an old one, while others still look at a newer claim.
 void World::forget_older_claims(Group& group) {
-  int64_t old = 0;
+  std::vector<int64_t> old;
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
-    if (group.first.size() > kClaims) {
-      old = group.first.front();
-      group.first.pop_front();
-    }
+    auto& first = group.first;
+    const auto kept = first.upper_bound(*first.rbegin() - kKept);
+    old.assign(first.begin(), kept);
+    first.erase(first.begin(), kept);
   }
-  if (old) {
-    store_->deleteKey(claim_key(group, old));
-    store_->deleteKey(claim_key(group, old) + "/count");
+  for (const auto n : old) {
+    store_->deleteKey(claim_key(group, n));
+    store_->deleteKey(claim_key(group, n) + "/count");
   }
 }
 
-// A rank that has failed waits until all others have claimed its next number in each group. This rank may have begun that
-// collective without waiting for it, so it answers here.
 void World::read_news() {
   std::vector<Failure> fresh;
   ask([&] {
     const auto n = store_->add(prefix_ + "count", 0);
     const std::lock_guard<std::mutex> lock(mutex_);
-    next_ = std::max(next_, n - static_cast<int64_t>(kTold));
+    next_ = std::max(next_, n - kTold);
     for (; next_ < n && store_->check({key(next_)}); ++next_) {
       if (const auto text = store_->get_to_str(key(next_)); !text.empty()) {
         fresh.push_back(read(text, next_));
@@ -282,16 +398,30 @@ void World::read_news() {
   });
   for (const auto& f : fresh) {
     for (const auto& group : f.rank == rank_ ? std::vector<std::shared_ptr<Group>>() : groups()) {
-      const auto* count = f.count(group->name);
-      int64_t last = 0;
-      if (count) {
+      if (contains(group->ranks, f.rank)) {
+        const auto* count = f.count(group->name);
         const std::lock_guard<std::mutex> lock(group->mutex);
-        last = group->number;
+        group->wanted.insert(count ? count->number + 1 : 1);
       }
-      for (auto n = std::max(last - static_cast<int64_t>(kKept), count ? count->number : 0) + 1; n <= last; ++n) {
-        if (const auto facts = facts_of(*group, n)) {
-          claim(*group, n, *facts, "a collective that it has begun");
-        }
+    }
+  }
+  answer();
+}
+
+// A rank that has failed makes its next collective in a group when all others have claimed it. This rank may have begun that one
+// without waiting for it, so it answers whenever it looks.
+void World::answer() {
+  for (const auto& group : groups()) {
+    std::vector<int64_t> begun;
+    {
+      const std::lock_guard<std::mutex> lock(group->mutex);
+      const auto later = group->wanted.upper_bound(group->number);
+      begun.assign(group->wanted.upper_bound(group->number - kKept), later);
+      group->wanted.erase(group->wanted.begin(), later);
+    }
+    for (const auto n : begun) {
+      if (const auto facts = facts_of(*group, n)) {
+        claim(*group, n, *facts, "a collective that it has begun");
       }
     }
   }

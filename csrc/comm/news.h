@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/util/ArrayRef.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -14,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -21,7 +23,7 @@ namespace shardtensor::comm::faults {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kKept = 64; // collectives of a group that a rank remembers
+constexpr int64_t kKept = 64; // collectives of a group that a rank remembers; claims of older ones leave the store
 
 // How far a rank was in a group's collectives when it failed.
 struct Count {
@@ -30,10 +32,11 @@ struct Count {
   std::vector<int64_t> skipped; // it has left these out
 };
 
-// One rank's failure.
+// One rank's failure, or its end.
 struct Failure {
   int64_t rank = 0;
   std::string doing, error;
+  bool ended = false;                  // `doing` says how; it begins nothing any more
   std::map<std::string, Count> groups; // by name
   Clock::time_point seen;
   int64_t nth = 0; // of all failures
@@ -50,10 +53,12 @@ struct Group {
   std::mutex mutex;
   int64_t number = 0;     // collectives begun
   Clock::time_point last; // when the last one began
-  std::array<uint64_t, kKept> facts{};
-  std::deque<int64_t> skipped;        // left out
-  std::deque<int64_t> claimed, first; // numbers that this rank has claimed, and of them those that it was the first to claim
-  std::string broken;                 // says why; empty if it is whole
+  std::array<uint64_t, kKept> facts{}, draws_before{};
+  uint64_t draws = 0;               // a hash of the keys of all random ops so far
+  std::deque<int64_t> skipped;      // left out
+  std::set<int64_t> claimed, first; // numbers that this rank has claimed, and of them those that it was the first to claim
+  std::set<int64_t> wanted;         // numbers that ranks which have failed wait for, and that this rank has not begun
+  std::string broken;               // says why; empty if it is whole
 };
 
 // A collective that all others make is left out here.
@@ -63,8 +68,19 @@ std::optional<uint64_t> facts_of(Group& group, int64_t number);
 
 // The first rank that claimed a number for its collective.
 struct Claim {
-  uint64_t facts;
+  uint64_t facts, draws;
   int64_t rank;
+  std::string text;
+};
+
+// What a rank waits for that needs all ranks: a collective, or a barrier of torch.distributed. It cannot go on until each of the
+// others has begun it, so this stays true until then.
+struct Stuck {
+  int64_t rank = 0;
+  bool barrier = false;
+  std::string group;                    // by name
+  int64_t number = 0;                   // in the group; barriers are counted by themselves
+  std::map<std::string, int64_t> begun; // the rank's collectives by group
   std::string text;
 };
 
@@ -76,8 +92,9 @@ class World {
   int64_t rank() const {
     return rank_;
   }
+  // Not in a process that was forked off the rank.
   bool has_store() const {
-    return store_ != nullptr;
+    return store_ && process_ == getpid();
   }
   // How often this rank has failed.
   int64_t failures() const {
@@ -86,8 +103,8 @@ class World {
   void add(const std::shared_ptr<Group>& group);
   std::vector<std::shared_ptr<Group>> groups();
 
-  // This rank has failed.
-  void tell(const std::string& doing, const std::string& error);
+  // This rank has failed, or ends.
+  void tell(const std::string& doing, const std::string& error, bool ended = false);
   // It goes on with communication.
   void come_back();
 
@@ -102,27 +119,50 @@ class World {
   // `ranks`. `grace`: how long a rank that has failed may take to come back.
   std::optional<Failure> in_vain(
       const Group* group, c10::IntArrayRef ranks, int64_t number, Clock::time_point since, std::chrono::milliseconds grace);
-  // Those of `ranks` from which there is no news.
-  std::vector<int64_t> silent(c10::IntArrayRef ranks);
+  // Those of `ranks` from which no news has come since then.
+  std::vector<int64_t> silent(c10::IntArrayRef ranks, Clock::time_point since);
+  // One of `ranks` that has ended.
+  std::optional<Failure> ended(c10::IntArrayRef ranks);
+
+  // A thread begins something that needs other ranks. While only one does, what this rank waits for says all about it.
+  void note_thread();
+  bool one_thread() const {
+    return !many_threads_.load(std::memory_order_relaxed);
+  }
+  void tell_stuck(bool barrier, const std::string& group, int64_t number, const std::string& text);
+  void not_stuck();
+  // This rank waits for collective `number` of the group, which needs all of its ranks. One of them that waits for this rank in
+  // something else, which this rank has not begun. `nth_look`: of a few ranks at a time.
+  std::optional<Stuck> waits_for_me(const Group& group, int64_t number, int64_t nth_look);
 
  private:
   std::string key(int64_t nth) const;
   std::string claim_key(const Group& group, int64_t number) const;
   void forget_older_claims(Group& group);
   void read_news();
+  void answer();
   bool failed_alike(const Failure& f, const Group* group) const;
   bool is_back(int64_t nth);
+  std::string stuck_key(int64_t rank) const;
+  bool has_begun(const Stuck& other);
 
   const int64_t rank_;
+  const pid_t process_ = getpid();
   c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_;
   std::atomic<int64_t> failures_{0};
+  std::atomic<const void*> thread_{nullptr};
+  std::atomic<bool> many_threads_{false};
   std::mutex mutex_; // of what follows
   std::map<std::string, std::weak_ptr<Group>> groups_;
   std::deque<Failure> news_, own_;
   int64_t next_ = 0;            // the failure to read next
   std::vector<int64_t> absent_; // this rank's failures since it last communicated
 };
+
+// Barriers of torch.distributed in a group that this process has begun.
+int64_t barriers(const std::string& group);
+void forget_barriers();
 
 // For people: short, and without the signs that part a record.
 std::string one_line(std::string text);

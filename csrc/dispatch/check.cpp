@@ -3,6 +3,7 @@
 #include "comm/alike.h"
 #include "comm/comm.h"
 #include "comm/doing.h"
+#include "comm/faults.h"
 #include "comm/values.h"
 #include "redistribute/redistribute.h"
 
@@ -103,9 +104,15 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
   int64_t failed = !end.error.empty(), went_on = end.error.empty(), wrong = !end.fault.empty();
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     const auto same = static_cast<int64_t>(end.same[m] >> 1);
-    const auto seen = comm::largest<5>(mesh, {failed, went_on, wrong, same, -same}, uint64_t{1} << m);
-    const bool differ = seen[3] != -seen[4] && !seen[0];
-    failed = seen[0], went_on = seen[1], wrong = seen[2] || differ;
+    const auto draws = static_cast<int64_t>(comm::faults::draws(mesh, m) >> 1);
+    const auto seen = comm::largest<7>(mesh, {failed, went_on, wrong, same, -same, draws, -draws}, uint64_t{1} << m);
+    const bool differ = seen[3] != -seen[4] && !seen[0], parted = seen[5] != -seen[6] && !seen[0];
+    failed = seen[0], went_on = seen[1], wrong = seen[2] || differ || parted;
+    if (parted && end.fault.empty()) {
+      end.fault = c10::str(
+          "the default random generators of the ranks along mesh dim ", m,
+          " have parted; seed all ranks alike (shardtensor.random.manual_seed), and let all draw alike");
+    }
     if (differ && end.fault.empty()) {
       end.fault = c10::str(
           end.replicated, ": its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");

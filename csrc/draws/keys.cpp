@@ -1,6 +1,8 @@
 #include "draws/keys.h"
 
 #include "comm/comm.h"
+#include "comm/epoch.h"
+#include "comm/faults.h"
 #include "draws/graph.h"
 
 #include <ATen/ATen.h>
@@ -8,6 +10,7 @@
 
 #include <mutex>
 #include <unordered_set>
+#include <utility>
 
 namespace shardtensor::draws {
 
@@ -17,6 +20,10 @@ std::mutex g_mutex;
 
 std::unordered_set<int64_t>& agreed() {
   static auto* meshes = new std::unordered_set<int64_t>();
+  static int64_t epoch = 0;
+  if (std::exchange(epoch, comm::epoch()) != comm::epoch()) {
+    meshes->clear();
+  }
   return *meshes;
 }
 
@@ -72,7 +79,11 @@ uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generato
   auto source = given ? *generator : at::detail::getDefaultCPUGenerator();
   std::lock_guard<std::mutex> lock(source.mutex());
   if (source.device().is_cpu()) {
-    return at::check_generator<at::CPUGeneratorImpl>(source)->random64();
+    const auto key = at::check_generator<at::CPUGeneratorImpl>(source)->random64();
+    if (!given) {
+      comm::faults::note_draw(mesh, key);
+    }
+    return key;
   }
   // A device's generator counts from its seed; take one step of it.
   const auto offset = source.get_offset();

@@ -34,7 +34,7 @@ LayoutPtr transfer_target(const Layout& now, const Layout& to);
 struct Plan {
   c10::SmallVector<Step, 4> steps;
   double cost = 0;
-  mutable bool agreed = false; // check_agreed() knows of this plan
+  mutable int64_t agreed = -1; // the epoch in which check_agreed() was asked
 
   bool communicates() const {
     return cost > 0;

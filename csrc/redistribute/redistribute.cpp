@@ -2,6 +2,7 @@
 
 #include "comm/comm.h"
 #include "comm/doing.h"
+#include "comm/epoch.h"
 #include "comm/traced.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
@@ -552,8 +553,7 @@ template <typename F, typename Due>
 void in_step(const Layout& from, const Layout& to, const Step& step, const F& run, const Due& due) {
   const auto text = [&] {
     const auto along = step.mesh_dim < 0 ? std::string() : c10::str(" along mesh dim ", step.mesh_dim);
-    return c10::str(
-        "redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along, ", rank ", from.mesh().rank());
+    return c10::str("redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along);
   };
   comm::doing(from.mesh(), text, run, due);
 }
@@ -700,7 +700,7 @@ at::Tensor redistribute(
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   const auto& plan = plan_for(from, to, bytes);
   const auto& steps = plan.steps;
-  if (plan.communicates() && !std::exchange(plan.agreed, true)) {
+  if (const auto now = comm::epoch(); plan.communicates() && std::exchange(plan.agreed, now) != now) {
     in_step(
         from, to, steps.front(), [&] { check_agreed(from, to, sizes, local.scalar_type()); }, [&] { return dims_of(steps); });
   }

@@ -13,6 +13,7 @@ from shardtensor.patches import (
     ddp,
     decompositions,
     dtensor,
+    ending,
     flops,
     fsdp,
     meta_kernels,
@@ -26,7 +27,7 @@ from shardtensor.patches import (
 
 def install() -> None:
     """Called once."""
-    for module in (backward, checkpoints, clipping, dtensor, fsdp, optimizers, pipelines, saved_tensors):
+    for module in (backward, checkpoints, clipping, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors):
         module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)

@@ -154,9 +154,9 @@ def set_reduce_ahead(on: bool) -> None:
 
 
 def set_fault_notice(on: bool, *, grace: float = 0.6) -> None:
-    """Whether a rank on which an op, a move or a backward fails tells the others, so that they raise soon and need not wait for
-    the time-out. A rank that goes on after an error of its own has `grace` seconds to come to the next collective. At first False,
-    or what the environment variable SHARDTENSOR_FAULT_NOTICE (0 or 1) says. For all threads; call it on all ranks alike. With
+    """Whether a rank on which an op, a move or a backward fails, or whose script ends, tells the others, so that they raise soon and
+    need not wait for the time-out. A rank that goes on after an error of its own has `grace` seconds to come to the next collective.
+    At first True, or what the environment variable SHARDTENSOR_FAULT_NOTICE (0 or 1) says. For all threads; call it on all ranks alike. With
     Gloo; docs/reliability.md says what it does."""
     _C.set_fault_grace(grace)
     _C.set_fault_notice(on)
@@ -170,7 +170,7 @@ def _asked(variable: str, default: str) -> bool:
 
 
 set_reduce_ahead(_asked("SHARDTENSOR_REDUCE_AHEAD", "1"))
-set_fault_notice(_asked("SHARDTENSOR_FAULT_NOTICE", "0"))
+set_fault_notice(_asked("SHARDTENSOR_FAULT_NOTICE", "1"))
 
 
 @contextmanager

@@ -1,0 +1,74 @@
+"""The end of a script, the end of process groups, and barriers: what tells the other ranks why this one does not come. All versions.
+
+A rank that waits for this one reads it in the store (csrc/comm/faults.h).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from multiprocessing import util
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.compiler import is_compiling
+
+from shardtensor import _C
+
+
+def _tell_error() -> None:
+    """An error that ends the script is told at once: other threads may keep the process alive."""
+    show = sys.excepthook
+
+    def tell_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            _C.failed_in_part("its script", f"{kind.__name__}: {error}")
+        finally:
+            show(kind, error, trace)
+
+    sys.excepthook = tell_and_show
+
+
+def _tell_end(_: object = None) -> None:
+    """At the end of the process, also of one that multiprocessing has started, which runs no atexit functions."""
+    util.Finalize(None, _C.ended, args=("ended its script",), exitpriority=0)
+
+
+def _destroys(destroy: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(destroy)
+    def run(group: Any = None) -> None:
+        if group is None or group == dist.GroupMember.WORLD:
+            _C.destroyed_groups()
+        destroy(group)
+
+    return run
+
+
+def _waits(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(barrier)
+    def run(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        of = group or dist.GroupMember.WORLD
+        if is_compiling() or not isinstance(of, dist.ProcessGroup):
+            return barrier(group, async_op, *args, **kwargs)
+        if async_op:
+            _C.begin_barrier(of.group_name)
+            return barrier(group, async_op, *args, **kwargs)
+        wait = _C.InBarrier(of.group_name)
+        try:
+            return barrier(group, async_op, *args, **kwargs)
+        finally:
+            wait.leave()
+
+    return run
+
+
+def install() -> None:
+    _tell_error()
+    _tell_end()
+    util.register_after_fork(_tell_end, _tell_end)
+    for name, wrap in (("destroy_process_group", _destroys), ("barrier", _waits)):
+        wrapped = wrap(getattr(dist, name))
+        setattr(dist, name, wrapped)
+        setattr(dist.distributed_c10d, name, wrapped)
