@@ -396,6 +396,7 @@ def many_errors():
         outcome(lambda: x @ x)
     store = dist.distributed_c10d._get_default_store()
     told = [len(store.get(f"shardtensor/faults/1/{n}")) for n in (0, 600)]
+    dist.barrier()  # a rank that waits for another asks what has failed there
     with Fails(1, rank=1):
         first = outcome(x.full_tensor)
     return told, first, outcome(x.full_tensor)
