@@ -87,21 +87,21 @@ def test_equals_torch(pools, shape):
 
 # ---- the choice, from sizes alone ----
 
-# sizes of queries and keys, causal; what a forward calls on two ranks
+# ranks, sizes of queries and keys, causal; what a forward calls
 CHOICES = {
-    "heads": ((1, 4, 256, 8), (1, 4, 256, 8), True, {"all_to_all": 4}),  # there and back
-    "batch": ((2, 1, 256, 8), (2, 1, 256, 8), True, {"all_to_all": 4}),
-    "ring, causal": ((1, 1, 1024, 16), (1, 1, 1024, 16), True, {"all_to_all": 2}),  # some queries travel, and come back
-    "ring": ((1, 8, 1024, 16), (1, 1, 1024, 16), False, {"all_to_all": 1}),
-    "few keys": ((1, 8, 1024, 16), (1, 8, 8, 16), False, {"all_gather": 2}),
+    "heads": (3, (1, 6, 1024, 16), (1, 6, 1024, 16), False, {"all_to_all": 4}),  # there and back
+    "batch": (3, (3, 1, 1024, 16), (3, 1, 1024, 16), False, {"all_to_all": 4}),
+    "ring, causal": (2, (1, 4, 1024, 16), (1, 4, 1024, 16), True, {"all_to_all": 2}),  # some queries travel, and come back
+    "ring": (3, (1, 8, 1024, 16), (1, 2, 1024, 16), False, {"all_to_all": 2}),
+    "few keys": (3, (1, 8, 1024, 16), (1, 8, 8, 16), False, {"all_gather": 2}),
 }
 
 
-def run_choice(q: tuple[int, ...], k: tuple[int, ...], causal: bool, calls: dict[str, int]) -> None:
+def run_choice(ranks: int, q: tuple[int, ...], k: tuple[int, ...], causal: bool, calls: dict[str, int]) -> None:
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (ranks,))
     draw = random.Random(1)
     whole = [numbers(draw, *sizes).float() for sizes in (q, k, k)]
     given = [place(t, mesh, [Shard(2)], [None]) for t in whole]
@@ -109,13 +109,14 @@ def run_choice(q: tuple[int, ...], k: tuple[int, ...], causal: bool, calls: dict
     for inference in (False, True):
         with torch.inference_mode(inference):
             y, sent = counted(lambda: F.scaled_dot_product_attention(*given, **how))
-        assert {kind: n for kind, (n, _) in sent.items()} == calls and y.placements == (Shard(2),)
+        assert {kind: n for kind, (n, _) in sent.items()} == calls, sent
+        assert y.placements == (Shard(2),)
         compare(y, F.scaled_dot_product_attention(*whole, **how), 1e-5, "result")
 
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice(pools, case):
-    pools(2).run(f"{__name__}:run_choice", *CHOICES[case])
+    pools(CHOICES[case][0]).run(f"{__name__}:run_choice", *CHOICES[case])
 
 
 # ---- modules and graphs ----
@@ -148,9 +149,8 @@ def run_block(heads: int, cut: list[int], compiled: bool) -> None:
     ours = distribute_module(block, mesh)
     x = place(whole, mesh, [Shard(1)], [cut]).requires_grad_()
     torch._dynamo.reset()
-    y, sent = counted(lambda: (torch.compile(ours, backend="aot_eager") if compiled else ours)(x))
+    y = (torch.compile(ours, backend="aot_eager") if compiled else ours)(x)
     assert y.placements == (Shard(1),)
-    assert compiled or heads == 1 or "all_gather" not in sent, sent
     compare(y, want.detach(), 1e-9, "result")
     grads = torch.autograd.grad(y.square().sum(), [x, *ours.parameters()])
     for i, (g, w) in enumerate(zip(grads, expected, strict=True)):

@@ -117,7 +117,7 @@ struct Sampling {
 // What a result reads. Positions are computed in floats, so there is a margin.
 Reach reach_of(const Sampling& s, int64_t in, int64_t out, bool aligned, const c10::IValue& scale) {
   if (in == 1 || (aligned && out == 1)) {
-    return {1, 1, 0, 0};
+    return {1, out + 1, 0, 0}; // the first element
   }
   constexpr int64_t kFine = 1 << 20;
   const bool by_scale = !aligned && scale.isDouble() && scale.toDouble() > 0;
