@@ -202,6 +202,33 @@ def draw_turn(draw: random.Random) -> Call | None:
     return Call(f"circular {list(x.shape)} by {pad}", lambda x: F.pad(x, pad, "circular"), x, [], [])
 
 
+def draw_move(draw: random.Random) -> Call | None:
+    """flip, patches, and windows as views."""
+    kind = draw.choice(("flip", "patches", "fold", "windows"))
+    if kind == "flip":
+        _, sizes = draw_space(draw)
+        x = numbers(draw, draw.randint(1, 3), 2, *sizes)
+        dims = draw.sample(range(x.ndim), draw.randint(1, x.ndim))
+        return Call(f"flip {list(x.shape)} {dims}", lambda x: torch.flip(x, dims), x, [], [])
+    if kind == "windows":
+        x = numbers(draw, draw.randint(1, 3), 2, *(draw.randint(1, 12) for _ in range(2)))
+        dim, step = draw.choice((2, 3)), draw.randint(1, 4)
+        size = draw.randint(1, x.shape[dim])
+        return Call(f"windows {list(x.shape)} {dim} {size} {step}", lambda x: x.unfold(dim, size, step), x, [], [])
+    k, s, d = ([draw.randint(1, most) for _ in range(2)] for most in (4, 3, 2))
+    p = [draw.randint(0, (a - 1) * b) for a, b in zip(k, d, strict=True)]
+    sizes = [draw.randint(1, 12) for _ in range(2)]
+    blocks = [(a + 2 * b - (c - 1) * e - 1) // f + 1 for a, b, c, e, f in zip(sizes, p, k, d, s, strict=True)]
+    if min(blocks) < 1:
+        return None
+    how = f"{sizes} k {k} s {s} p {p} d {d}"
+    if kind == "patches":
+        x = numbers(draw, draw.randint(1, 3), 2, *sizes)
+        return Call(f"unfold {how}", lambda x: F.unfold(x, k, d, p, s), x, [], [])
+    x = numbers(draw, draw.randint(1, 3), 2 * math.prod(k), math.prod(blocks))
+    return Call(f"fold {how}", lambda x: F.fold(x, sizes, k, d, p, s), x, [], [])
+
+
 DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
     "conv": lambda draw: draw_conv(draw, False),
     "conv_transpose": lambda draw: draw_conv(draw, True),
@@ -214,6 +241,7 @@ DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
     "resample": draw_resample,
     "pad": draw_pad,
     "turn": draw_turn,
+    "move": draw_move,
 }
 
 

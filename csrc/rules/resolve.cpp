@@ -214,8 +214,11 @@ class Resolver {
       Stretches out;
       for (size_t d = 0; d < dims.size(); ++d) {
         if (factors[d]) {
-          const auto all = read(rule_.reaches[dims[d].reach], run_at(*factors[d], dims[d].factor, at), sizes[d]);
-          out.push_back(rule_.operands[i].padding ? all : Stretch{0, all.inside, 0});
+          const auto each = dims[d].inner.guard_int(__FILE__, __LINE__); // a reach counts in units of it
+          const auto all = read(rule_.reaches[dims[d].reach], run_at(*factors[d], dims[d].factor, at), sizes[d] / each);
+          const Interval inside{all.inside.start * each, all.inside.length * each};
+          const bool padded = rule_.operands[i].padding.has_value();
+          out.push_back({padded ? all.before * each : 0, inside, padded ? all.after * each : 0});
         } else {
           out.push_back({0, plain->intervals(static_cast<int64_t>(d), sizes[d], at)[0], 0});
         }
