@@ -453,6 +453,23 @@ def test_kernel_too_wide_raises_on_all_ranks(pools):
     pools(3).run(f"{__name__}:run_kernel_too_wide")
 
 
+def run_circular_in_inference_mode() -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = numbers(random.Random(1), 1, 2, 9, 4)
+    x = place(whole, mesh, [Shard(2)], [[5, 0, 4]])
+    with torch.inference_mode():
+        y, sent = counted(lambda: F.pad(x, (1, 2, 3, 1), "circular"))
+    assert set(sent) == {"all_to_all"} and y.placements == (Shard(2),)
+    compare(y, F.pad(whole, (1, 2, 3, 1), "circular"), 0, "result")
+
+
+def test_circular_in_inference_mode(pools):
+    pools(3).run(f"{__name__}:run_circular_in_inference_mode")
+
+
 # ---- the choice: halo, recut to the batch, or gather ----
 
 # sizes of the input, rows of the kernel, mesh dims' placements of the result: four ranks, the rows cut evenly
