@@ -103,7 +103,8 @@ class Placing {
 
   // Whether mesh dim m cuts the keys or the values along the sequence.
   bool cuts(int64_t m) const {
-    return layout(key_).placement(m).is_shard(sequence_) || layout(value_).placement(m).is_shard(sequence_);
+    return layout(key_).mesh().size(m) > 1 &&
+           (layout(key_).placement(m).is_shard(sequence_) || layout(value_).placement(m).is_shard(sequence_));
   }
   bool any_cut() const {
     for (int64_t m = 0; m < layout(key_).ndim(); ++m) {

@@ -43,7 +43,7 @@ bool cut_together(const TensorArg& q, const TensorArg& k, const TensorArg& v) {
                 !same_cut(k.layout->cut(m), v.layout->cut(m)))) {
       return false;
     }
-    any = any || cut;
+    any = any || (cut && q.layout->mesh().size(m) > 1);
   }
   return any && q.size(2) > 0 && k.size(2) > 0;
 }
