@@ -319,7 +319,7 @@ REFUSED = {
 # Whole, or cut along another dim, where torch takes the op apart before it comes here.
 LAID_OUT_OTHERWISE = [
     "diagonal", "diagonal_batch", "diagonal_below", "einsum_diagonal", "safe_softmax", "safe_softmax_masked", "sdpa_broadcast_causal",
-    *(["sdpa_3d"] if torch.__version__ < "2.14" else []), "sdpa_math", "sdpa_math_causal", "sdpa_no_batch",
+    *(["sdpa_3d"] if torch.__version__ < "2.14" else []), "sdpa_no_batch",
     "sdpa_no_keys", "sdpa_no_keys_mask_bool", "slice_empty",
     "uneven_list.diagonal_columns", "uneven_list.diagonal_rows", "uneven_list.reshape", "uneven_list.unfold_columns",
 ]
@@ -696,8 +696,9 @@ SEVERAL_GRAPHS = {
         "diagonal", "diagonal_batch", "diagonal_below", "diagonal_copy", "diagonal_none", "diagonal_scatter", "diagonal_scatter_batch",
         "diagonal_scatter_below", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "list_and_slice", "narrow", "narrow_copy",
         "narrow_copy_end", "pad", "pad_negative", "pad_replicate", "pad_value", "prod", "prod_dim", "select_scatter", "setitem_element",
-        "setitem_ellipsis", "setitem_list_of", "setitem_row", "setitem_slice", "slice", "slice_both", "slice_empty", "slice_negative", "slice_scatter",
-        "slice_step", "split_sizes", "split_used", "tensor_split_at", "trace", "write_nested", "write_slices", "write_slices_any",
+        "setitem_ellipsis", "setitem_list_of", "setitem_row", "setitem_slice", "slice", "slice_both", "slice_empty", "slice_negative",
+        "slice_scatter", "slice_step", "split_sizes", "split_used", "tensor_split_at", "trace", "write_nested", "write_slices",
+        "write_slices_any",
     ],
     "an offset, strides or an order of dims as numbers": [
         "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole", "real_imag",
@@ -705,15 +706,18 @@ SEVERAL_GRAPHS = {
         "view_dtype_wider", "view_minus_one",
     ],
     "out= tensors have sizes as numbers": [
-        "aminmax_out", "all_out", "amax_out", "any_out", "max_dim_out", "mean_out", "mul_out", "prod_out", "sum_out", "sum_out_keepdim", "var_out", "vector_norm_out",
+        "aminmax_out", "all_out", "amax_out", "any_out", "max_dim_out", "mean_out", "mul_out", "prod_out", "sum_out", "sum_out_keepdim",
+        "var_out", "vector_norm_out",
     ],
     "a rule or a kernel reads sizes": [
         "cross_entropy_one_mean", "cross_entropy_one_none", "cross_entropy_one_sum", "cross_entropy_smoothed_mean",
-        "cross_entropy_smoothed_none", "cross_entropy_smoothed_sum", "dist", "masked_scatter", "multi_margin_loss_mean", "multi_margin_loss_sum", "multi_margin_one_mean",
-        "multi_margin_one_sum", "multi_margin_weight_mean", "multi_margin_weight_sum", "multilabel_margin_loss_mean",
-        "multilabel_margin_loss_sum", "multilabel_margin_one_mean", "multilabel_margin_one_sum", "nll_loss_one_mean", "nll_loss_one_none",
-        "nll_loss_one_sum", "normalize", "pad_reflect", "renorm_", "triu_", "unsafe_masked_index", "unsafe_masked_put", "var_complex", "vector_norm_twice",
+        "cross_entropy_smoothed_none", "cross_entropy_smoothed_sum", "dist", "masked_scatter", "multi_margin_loss_mean",
+        "multi_margin_loss_sum", "multi_margin_one_mean", "multi_margin_one_sum", "multi_margin_weight_mean", "multi_margin_weight_sum",
+        "multilabel_margin_loss_mean", "multilabel_margin_loss_sum", "multilabel_margin_one_mean", "multilabel_margin_one_sum",
+        "nll_loss_one_mean", "nll_loss_one_none", "nll_loss_one_sum", "normalize", "pad_reflect", "renorm_", "triu_",
+        "unsafe_masked_index", "unsafe_masked_put", "var_complex", "vector_norm_twice",
     ],
+    "written views that had to move data raise": ["write_row_add", "write_row_sigmoid"],
 }  # fmt: skip
 
 

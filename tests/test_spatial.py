@@ -157,6 +157,33 @@ def draw_interpolate(draw: random.Random, mode: str) -> Call | None:
     return Call(f"{mode} {list(x.shape)} to {size} {more}", lambda x: F.interpolate(x, size, mode=mode, **more), x, [], [])
 
 
+def draw_resample(draw: random.Random) -> Call | None:
+    """Ratios that no piece has: by weights."""
+    n = draw.choice((1, 2, 2, 3))
+    most = {1: 24, 2: 10, 3: 6}[n]
+    x = numbers(draw, draw.randint(1, 2), 2, *(draw.randint(1, most) for _ in range(n)))
+    size = [draw.randint(1, 2 * most) for _ in range(n)]
+    kind = draw.choice(("aligned", "antialiased", "nearest", "scale", "adaptive"))
+    if kind == "adaptive":
+        op = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[n - 1]
+        return Call(f"{op.__name__} {list(x.shape)} to {size}", lambda x: op(x, size), x, [], [])
+    linear = ("linear", "bilinear", "trilinear")[n - 1]
+    how: dict[str, Any] = {"mode": linear if n != 2 else draw.choice((linear, "bicubic")), "align_corners": True, "size": size}
+    if kind == "antialiased":
+        x = numbers(draw, 1, 2, *(draw.randint(1, 12) for _ in range(2)))
+        how = {"mode": draw.choice(("bilinear", "bicubic")), "antialias": True, "size": [draw.randint(2, 20) for _ in range(2)]}
+        how["align_corners"] = draw.random() < 0.2
+    elif kind == "nearest":
+        how = {"mode": draw.choice(("nearest", "nearest-exact")), "size": size}
+    elif kind == "scale":
+        how = {"mode": linear, "scale_factor": [draw.choice((0.4, 0.7, 1.3, 2.5)) for _ in range(n)]}
+        size = [int(a * b) for a, b in zip(x.shape[2:], how["scale_factor"], strict=True)]
+    # With a scale and equal sizes, torch's gradient is not that of its own results.
+    if any(a < 1 or (kind == "scale" and a == b) for a, b in zip(size, x.shape[2:], strict=False)):
+        return None
+    return Call(f"{kind} {list(x.shape)} {how}", lambda x: F.interpolate(x, **how), x, [], [])
+
+
 def draw_pad(draw: random.Random) -> Call | None:
     _, sizes = draw_space(draw)
     mode = draw.choice(("reflect", "replicate"))
@@ -175,6 +202,33 @@ def draw_turn(draw: random.Random) -> Call | None:
     return Call(f"circular {list(x.shape)} by {pad}", lambda x: F.pad(x, pad, "circular"), x, [], [])
 
 
+def draw_move(draw: random.Random) -> Call | None:
+    """flip, patches, and windows as views."""
+    kind = draw.choice(("flip", "patches", "fold", "windows"))
+    if kind == "flip":
+        _, sizes = draw_space(draw)
+        x = numbers(draw, draw.randint(1, 3), 2, *sizes)
+        dims = draw.sample(range(x.ndim), draw.randint(1, x.ndim))
+        return Call(f"flip {list(x.shape)} {dims}", lambda x: torch.flip(x, dims), x, [], [])
+    if kind == "windows":
+        x = numbers(draw, draw.randint(1, 3), 2, *(draw.randint(1, 12) for _ in range(2)))
+        dim, step = draw.choice((2, 3)), draw.randint(1, 4)
+        size = draw.randint(1, x.shape[dim])
+        return Call(f"windows {list(x.shape)} {dim} {size} {step}", lambda x: x.unfold(dim, size, step), x, [], [])
+    k, s, d = ([draw.randint(1, most) for _ in range(2)] for most in (4, 3, 2))
+    p = [draw.randint(0, (a - 1) * b) for a, b in zip(k, d, strict=True)]
+    sizes = [draw.randint(1, 12) for _ in range(2)]
+    blocks = [(a + 2 * b - (c - 1) * e - 1) // f + 1 for a, b, c, e, f in zip(sizes, p, k, d, s, strict=True)]
+    if min(blocks) < 1:
+        return None
+    how = f"{sizes} k {k} s {s} p {p} d {d}"
+    if kind == "patches":
+        x = numbers(draw, draw.randint(1, 3), 2, *sizes)
+        return Call(f"unfold {how}", lambda x: F.unfold(x, k, d, p, s), x, [], [])
+    x = numbers(draw, draw.randint(1, 3), 2 * math.prod(k), math.prod(blocks))
+    return Call(f"fold {how}", lambda x: F.fold(x, sizes, k, d, p, s), x, [], [])
+
+
 DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
     "conv": lambda draw: draw_conv(draw, False),
     "conv_transpose": lambda draw: draw_conv(draw, True),
@@ -184,8 +238,10 @@ DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
     "nearest": lambda draw: draw_interpolate(draw, draw.choice(("nearest", "nearest-exact"))),
     "linear": lambda draw: draw_interpolate(draw, "linear"),
     "bicubic": lambda draw: draw_interpolate(draw, "bicubic"),
+    "resample": draw_resample,
     "pad": draw_pad,
     "turn": draw_turn,
+    "move": draw_move,
 }
 
 
@@ -371,8 +427,7 @@ def run_recut(sizes: tuple[int, ...], to: int | None) -> None:
     mesh = init_device_mesh("cpu", (3,))
     whole = numbers(random.Random(1), *sizes).requires_grad_()
     x = place(whole, mesh, [Shard(2)], [[5, 0, 3]]).requires_grad_()
-    y = F.interpolate(x, size=(5, 5), mode="bicubic", align_corners=True)
-    want = F.interpolate(whole, size=(5, 5), mode="bicubic", align_corners=True)
+    y, want = F.adaptive_max_pool2d(x, 5), F.adaptive_max_pool2d(whole, 5)
     assert y.placements == ((Replicate() if to is None else Shard(to)),)
     compare(y, want.detach(), 1e-9, "result")
     compare(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(want.sum(), whole)[0], 1e-9, "gradient")
@@ -396,6 +451,23 @@ def run_kernel_too_wide() -> None:
 
 def test_kernel_too_wide_raises_on_all_ranks(pools):
     pools(3).run(f"{__name__}:run_kernel_too_wide")
+
+
+def run_circular_in_inference_mode() -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = numbers(random.Random(1), 1, 2, 9, 4)
+    x = place(whole, mesh, [Shard(2)], [[5, 0, 4]])
+    with torch.inference_mode():
+        y, sent = counted(lambda: F.pad(x, (1, 2, 3, 1), "circular"))
+    assert set(sent) == {"all_to_all"} and y.placements == (Shard(2),)
+    compare(y, F.pad(whole, (1, 2, 3, 1), "circular"), 0, "result")
+
+
+def test_circular_in_inference_mode(pools):
+    pools(3).run(f"{__name__}:run_circular_in_inference_mode")
 
 
 # ---- the choice: halo, recut to the batch, or gather ----

@@ -11,20 +11,17 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/_scaled_dot_product_attention_math_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/_to_copy_ops.h>
 #include <ATen/ops/embedding_ops.h>
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul_ops.h>
-#include <ATen/ops/scaled_dot_product_attention_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/tensor_split_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <numeric>
 
 namespace shardtensor {
@@ -339,48 +336,6 @@ at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sym_sizes)
   return at::diagonal_backward(grad.expand({std::min(sizes[0], sizes[1])}), sizes, 0, 0, 1);
 }
 
-// torch's version makes a plain causal mask.
-std::tuple<at::Tensor, at::Tensor> attention_math(
-    const at::Tensor& query,
-    const at::Tensor& key,
-    const at::Tensor& value,
-    const std::optional<at::Tensor>& given_mask,
-    double dropout_p,
-    bool is_causal,
-    const std::optional<at::Tensor>& dropout_mask,
-    std::optional<double> scale,
-    bool enable_gqa) {
-  auto mask = given_mask;
-  const auto* impl = as_shard_tensor(query);
-  if (is_causal && impl && !(mask && mask->defined())) {
-    // The mask is added to the scores: the public op converts a mask of bools, this one does not.
-    const auto infinity = std::numeric_limits<double>::infinity();
-    const auto later = at::full({query.size(-2), key.size(-2)}, -infinity, impl->local().options()).triu(1);
-    mask = from_local(later, Layout::replicated(impl->layout().mesh_ptr()), later.sizes(), later.strides());
-    is_causal = false;
-  }
-  return at::compositeimplicitautograd::_scaled_dot_product_attention_math(
-      query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
-}
-
-// torch's version makes plain zeros if there are no queries or no keys.
-at::Tensor attention(
-    const at::Tensor& query,
-    const at::Tensor& key,
-    const at::Tensor& value,
-    const std::optional<at::Tensor>& mask,
-    double dropout_p,
-    bool is_causal,
-    std::optional<double> scale,
-    bool enable_gqa) {
-  const bool no_scores = query.sym_numel() == 0 || key.sym_numel() == 0;
-  if (no_scores && query.dim() > 1 && query.sym_size(-1) != 0) {
-    return std::get<0>(attention_math(query, key, value, {}, 0, false, {}, scale, enable_gqa));
-  }
-  return at::compositeimplicitautograd::scaled_dot_product_attention(
-      query, key, value, mask, dropout_p, is_causal, scale, enable_gqa);
-}
-
 // torch's version writes through a stride that a cut tensor cannot have.
 at::Tensor& fill_diagonal_(at::Tensor& self, const at::Scalar& value, bool wrap) {
   TORCH_CHECK(self.dim() >= 2, "dimensions must larger than 1");
@@ -532,8 +487,6 @@ void take_composites(torch::Library& m) {
   for (const char* name : {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<loss_of_labels>());
   }
-  m.impl("_scaled_dot_product_attention_math", attention_math);
-  m.impl("scaled_dot_product_attention", attention);
   m.impl("fill_diagonal_", fill_diagonal_);
   m.impl("nanquantile", quantile<true>);
   m.impl("nanquantile.scalar", quantile_number<true>);

@@ -1,7 +1,8 @@
-// Scaled dot product attention: batch and heads may be cut, queries too unless the mask depends on their positions; keys stay
-// whole.
+// Scaled dot product attention: batch and heads may be cut, queries too. Keys may be cut together with the queries, where torch's
+// kernel gives the logs of the sums (ring.h).
 #include "rules/empties.h"
 #include "rules/registry.h"
+#include "rules/ring.h"
 
 #include <ATen/ATen.h>
 
@@ -29,6 +30,24 @@ struct Attention {
   }
 };
 
+// Whether queries and keys are cut along the sequence on the same mesh dims, and keys and values alike.
+bool cut_together(const TensorArg& q, const TensorArg& k, const TensorArg& v) {
+  bool any = false;
+  for (int64_t m = 0; m < q.layout->ndim(); ++m) {
+    const auto &of_q = q.layout->placement(m), &of_k = k.layout->placement(m), &of_v = v.layout->placement(m);
+    const bool cut = of_q.is_shard(2);
+    if (of_k.is_shard(2) != cut || of_v.is_shard(2) != cut) {
+      return false;
+    }
+    if (cut && (of_q.split_factor > 1 || of_k.split_factor > 1 || of_v.split_factor > 1 ||
+                !same_cut(k.layout->cut(m), v.layout->cut(m)))) {
+      return false;
+    }
+    any = any || (cut && q.layout->mesh().size(m) > 1);
+  }
+  return any && q.size(2) > 0 && k.size(2) > 0;
+}
+
 enum class Fused {
   Flash,
   Padded, // its statistics are padded along s, so that the queries stay whole
@@ -36,19 +55,27 @@ enum class Fused {
 };
 
 // query [b, h, s, d], key and value [b, h / repeats, t, d].
-Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
+Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kernel) {
   check_dropout(call);
   const auto& q = call.tensor(call.position("query"));
   const auto& k = call.tensor(call.position("key"));
+  const bool causal = call.flag(call.position("is_causal"));
+  const bool ring = fused == Fused::Flash && cut_together(q, k, call.tensor(call.position("value")));
   Factor queries;
-  queries.whole = fused != Fused::Flash || call.flag(call.position("is_causal"));
+  queries.whole = fused != Fused::Flash;
+  queries.kernel = ring || causal;
+  if (ring) {
+    queries.size = q.size(2);
+  }
   queries.reduce = ReduceOp::Sum;                                              // for the keys' gradients
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // for a mask's gradient
   const auto s = rule.factor(queries);
   const auto repeats = std::max<int64_t>(q.size(1) / std::max<int64_t>(k.size(1), 1), 1);
   Attention a;
   a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
-  a.key = {Dim(b), Dim(h), Dim(kNone), Dim(kNone)};
+  const auto keys = ring ? k.size(2) : 0; // a query reads all of them, or those up to its own place
+  a.key = {
+      Dim(b), Dim(h), ring ? rule.windows(s, causal ? Reach{1, 1, -keys, 0} : Reach{0, 1, 0, keys - 1}) : Dim(kNone), Dim(kNone)};
   a.statistics = {Dim(b), Dim(h, repeats), Dim(s)};
   if (fused == Fused::Cudnn) {
     a.statistics.emplace_back(kNone);
@@ -58,6 +85,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
     if (name != "attn_mask" && name != "attn_bias") {
       const auto& dims = a.of(name);
       rule.operands.emplace_back(t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim(kNone)));
+      rule.operands.back().kept_cut = ring;
       continue;
     }
     Dims mask; // right-aligned to [b, h, s, t]
@@ -69,15 +97,16 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused) {
     a.mask = mask;
     rule.operands.emplace_back(mask);
   }
-  rule.kernel = call_op_nonempty;
-  rule.kernel_if = is_empty;
+  rule.kernel = queries.kernel ? kernel : call_op_nonempty;
+  rule.always_kernel = queries.kernel;
+  rule.kernel_if = queries.kernel ? nullptr : is_empty;
   return a;
 }
 
 template <Fused fused>
 Rule attention(const Call& call) {
   Rule rule;
-  const auto a = attention_dims(call, rule, fused);
+  const auto a = attention_dims(call, rule, fused, attend);
   rule.results = {Result(a.query), Result(a.statistics)};
   return rule; // further results, such as seeds, are whole
 }
@@ -85,7 +114,7 @@ Rule attention(const Call& call) {
 template <Fused fused>
 Rule attention_backward(const Call& call) {
   Rule rule;
-  const auto a = attention_dims(call, rule, fused);
+  const auto a = attention_dims(call, rule, fused, attend_backward);
   rule.results = {Result(a.query), Result(a.key), Result(a.key), Result(a.mask)};
   rule.linear_in({0});
   return rule;

@@ -235,13 +235,17 @@ class Chooser {
     const auto size = t.size(d), donor_size = donor.size(c.donor_dim);
     const auto count = cutting_.factor_size(c.factor).guard_int(__FILE__, __LINE__);
     const auto* donor_reach = reach_of(c.donor, c.donor_dim);
+    const auto each = rule_.operands[i].dims[d].inner.guard_int(__FILE__, __LINE__); // a reach counts in units of it
+    const auto donor_each = rule_.operands[c.donor].dims[c.donor_dim].inner.guard_int(__FILE__, __LINE__);
     int64_t most = 0;
     Coordinate at(mesh_.ndim(), 0);
     for (; at[m] < mesh_.size(m); ++at[m]) {
       const auto mine = t.layout->intervals(d, size, at)[0];
       auto run = donor.layout->intervals(c.donor_dim, donor_size, at)[0];
-      run = donor_reach ? cut_through(*donor_reach, run, donor_size, count) : run;
-      const auto inside = read(*reach_of(static_cast<int64_t>(i), d), run, size).inside;
+      run = in_units(run, donor_each);
+      run = donor_reach ? cut_through(*donor_reach, run, donor_size / donor_each, count) : run;
+      auto inside = read(*reach_of(static_cast<int64_t>(i), d), run, size / each).inside;
+      inside = {inside.start * each, inside.length * each};
       const auto common = std::min(mine.start + mine.length, inside.start + inside.length) - std::max(mine.start, inside.start);
       most = std::max(most, inside.length - std::max<int64_t>(common, 0));
     }

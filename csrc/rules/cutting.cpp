@@ -108,10 +108,12 @@ Cut Cutting::cut_of_readers(const Choice& c, int64_t m) const {
   const auto& t = call_.tensors[c.donor];
   const auto& reach = rule_.reaches[rule_.operands[c.donor].dims[c.donor_dim].reach];
   const auto size = t.size(c.donor_dim), count = factor_size(c.factor).guard_int(__FILE__, __LINE__);
+  const auto each = rule_.operands[c.donor].dims[c.donor_dim].inner.guard_int(__FILE__, __LINE__);
   std::vector<int64_t> out;
   each_row(*t.layout, c.donor_dim, m, [&](Coordinate& at) {
     for (at[m] = 0; at[m] < mesh_.size(m); ++at[m]) {
-      out.push_back(cut_through(reach, piece_of(*t.layout, c.donor_dim, size, at, m + 1), size, count).length);
+      const auto piece = in_units(piece_of(*t.layout, c.donor_dim, size, at, m + 1), each);
+      out.push_back(cut_through(reach, piece, size / each, count).length);
     }
   });
   return std::make_shared<const std::vector<int64_t>>(std::move(out));

@@ -5,6 +5,12 @@
 
 namespace shardtensor::rules {
 
+// A piece of a dim, in units of so many indices; what is left over counts to the next piece.
+inline Interval in_units(const Interval& piece, int64_t each) {
+  const auto start = piece.start / each;
+  return {start, (piece.start + piece.length) / each - start};
+}
+
 class Cutting {
  public:
   explicit Cutting(const Choices& choices)

@@ -1,7 +1,9 @@
 // Sampling of images and volumes, patches, distances, and a few other ops whose batch may be cut.
 #include "rules/batched.h"
+#include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
+#include "rules/windows.h"
 
 #include <ATen/ATen.h>
 
@@ -39,11 +41,132 @@ Rule affine_grid(const Call& call) {
 }
 
 // [n, c, h, w] or [c, h, w], and columns [n, c * k * k, blocks].
-Rule im2col(const Call& call) {
-  return linear(batched(call, call.tensors[0].dim() == 4 ? "N...->N.." : "...->.."), {0});
+// The height may be cut, where the blocks are cut in whole rows of blocks.
+struct Patches {
+  int64_t lead;       // dims before the channels
+  Taps rows, columns; // the blocks' places
+  int64_t height, width;
+
+  int64_t block_rows() const {
+    return rows.results(height);
+  }
+  int64_t block_columns() const {
+    return columns.results(width);
+  }
+};
+
+// Nothing if torch refuses the call.
+std::optional<Patches> patches_of(const Call& call, int64_t lead, int64_t height, int64_t width) {
+  const auto list = [&](const char* name) { return call.ints(call.position(name)); };
+  const auto kernel = list("kernel_size"), dilation = list("dilation"), padding = list("padding"), stride = list("stride");
+  for (const auto* l : {&kernel, &dilation, &padding, &stride}) {
+    if (l->size() != 2) {
+      return std::nullopt;
+    }
+  }
+  const auto taps = [&](int64_t i) { return Taps{kernel[i], stride[i], padding[i], dilation[i]}; };
+  const Patches p{lead, taps(0), taps(1), height, width};
+  for (const auto& t : {p.rows, p.columns}) {
+    if (t.count < 1 || t.stride < 1 || t.dilation < 1 || t.padding < 0) {
+      return std::nullopt;
+    }
+  }
+  return height < 1 || width < 1 || p.block_rows() < 1 || p.block_columns() < 1 ? std::nullopt : std::optional(p);
 }
+
+void no_padding_of_rows(const Run& run, const Patches& p) {
+  run.arg(argument(run, "padding")) = c10::List<int64_t>(c10::IntArrayRef({0, p.columns.padding}));
+}
+
+void im2col_kernel(Run& run) {
+  const auto& p = noted<Patches>(run.solution);
+  const auto x = run.arg(0).toTensor();
+  const auto sizes = guarded(sizes_of_piece(run));
+  if (!run.solution.halo(0)) {
+    return call_op_nonempty(run);
+  }
+  if (x.numel() == 0 || sizes.back() == 0) {
+    return run.returns({x.new_zeros(sizes)});
+  }
+  no_padding_of_rows(run, p);
+  run.call_op();
+}
+
+Rule im2col(const Call& call) {
+  const auto& x = call.tensors[0];
+  auto rule = linear(batched(call, x.dim() == 4 ? "N...->N.." : "...->.."), {0});
+  const auto lead = x.dim() - 3;
+  const auto p = lead < 0 || lead > 1 || !x.layout->shards(lead + 1) ? std::nullopt
+                                                                     : patches_of(call, lead, x.size(lead + 1), x.size(lead + 2));
+  if (!p) {
+    return rule;
+  }
+  Factor f;
+  f.size = p->block_rows();
+  const auto row = rule.factor(f);
+  rule.operands[0].dims[lead + 1] = rule.windows(row, p->rows.reach());
+  auto& result = rule.results[0];
+  result.dims[lead + 1] = Dim(row, p->block_columns());
+  result.sizes = lead ? SymSizes{x.sym_size(0)} : SymSizes();
+  result.sizes.push_back(x.sym_size(lead) * p->rows.count * p->columns.count);
+  result.sizes.push_back(p->block_rows() * p->block_columns());
+  rule.notes = *p;
+  rule.kernel = im2col_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+void col2im_kernel(Run& run) {
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return call_op_nonempty(run);
+  }
+  const auto& p = noted<Patches>(run.solution);
+  const auto blocks = run.arg(0).toTensor();
+  const auto sizes = guarded(sizes_of_piece(run));
+  const auto mine = run.solution.results[0].layout->intervals(p.lead + 1, p.height, run.mesh().coordinate())[0];
+  const auto& read = halo->fetch.mine()[p.lead + 1].inside;
+  if (blocks.numel() == 0 || mine.length == 0) {
+    return run.returns({blocks.new_zeros(sizes)});
+  }
+  const auto first = read.start / p.block_columns(), rows = read.length / p.block_columns();
+  const auto begin = first * p.rows.stride - p.rows.padding; // the first row that these blocks hold
+  const auto height = (rows - 1) * p.rows.stride + p.rows.span();
+  run.arg(1) = c10::List<int64_t>(c10::IntArrayRef({height, p.width}));
+  no_padding_of_rows(run, p);
+  run.call_op();
+  const std::vector<int64_t> crop{0, 0, begin - mine.start, mine.start + mine.length - begin - height};
+  run.stack.back() = at::constant_pad_nd(run.stack.back().toTensor(), crop);
+}
+
 Rule col2im(const Call& call) {
-  return linear(batched(call, call.tensors[0].dim() == 3 ? "N..->N..." : "..->..."), {0});
+  const auto& x = call.tensors[0];
+  auto rule = linear(batched(call, x.dim() == 3 ? "N..->N..." : "..->..."), {0});
+  const auto lead = x.dim() - 2;
+  const auto size = call.ints(1);
+  const auto p = lead < 0 || lead > 1 || !x.layout->shards(lead + 1) || size.size() != 2
+                     ? std::nullopt
+                     : patches_of(call, lead, size[0], size[1]);
+  if (!p || x.size(lead + 1) != p->block_rows() * p->block_columns() || x.size(lead) % (p->rows.count * p->columns.count)) {
+    return rule;
+  }
+  Factor f;
+  f.size = p->height;
+  const auto row = rule.factor(f);
+  auto& dim = rule.operands[0].dims[lead + 1];
+  dim = rule.windows(row, mirror(p->rows.reach(), -1));
+  dim.inner = p->block_columns();
+  rule.operands[0].padding = std::nullopt;
+  auto& result = rule.results[0];
+  result.dims[lead + 1] = row;
+  result.sizes = lead ? SymSizes{x.sym_size(0)} : SymSizes();
+  result.sizes.push_back(x.sym_size(lead) / (p->rows.count * p->columns.count));
+  result.sizes.push_back(p->height);
+  result.sizes.push_back(p->width);
+  rule.notes = *p;
+  rule.kernel = col2im_kernel;
+  rule.always_kernel = true;
+  return rule;
 }
 
 // A distance for each pair of rows, so rows stay whole; features may be cut, over which it is a norm.

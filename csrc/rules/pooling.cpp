@@ -1,5 +1,6 @@
-// Pooling. Space may be cut where windows lie on a regular grid: max and average pooling, and adaptive pooling whose windows are
-// all of one size. Other pools need whole planes.
+// Pooling. Space may be cut where windows lie on a regular grid (max and average pooling, and adaptive pooling whose windows are
+// all of one size), and for adaptive average pooling to any size. Other pools need whole planes.
+#include "rules/bands.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -381,11 +382,42 @@ Rule max_pool_backward(const Call& call) {
   return rule;
 }
 
+// ---- adaptive average pooling to sizes that do not divide ----
+
+at::Tensor average_combs(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t) {
+  std::vector<c10::IValue> stack{input, c10::List<int64_t>(out)};
+  forward_op(run).callBoxed(&stack);
+  return stack[0].toTensor();
+}
+
+// Nothing if torch refuses the call.
+std::optional<Bands> averages(const TensorArg& input, c10::IntArrayRef out, int64_t space) {
+  Bands bands{input.dim() - space, {}, {}, {}, average_combs};
+  if (bands.lead < 1 || !c10::isFloatingType(input.dtype)) {
+    return std::nullopt;
+  }
+  for (int64_t i = 0; i < space; ++i) {
+    const auto size = input.size(bands.lead + i), count = integer_at(out, i);
+    if (size < 1 || count < 1) {
+      return std::nullopt;
+    }
+    bands.in.push_back(size);
+    bands.out.push_back(count);
+    bands.reaches.push_back({size, count, 0, size - 1});
+  }
+  return bands;
+}
+
 template <int64_t space, bool adaptive = false>
 Rule average_pool(const Call& call) {
   auto rule = planes(call, space);
   rule.linear_in({0});
   cut_forward<adaptive>(call, rule, space, ReduceOp::Sum, average_kernel);
+  if (adaptive && !rule.notes.has_value() && cut_in_space(call, space)) {
+    if (const auto bands = averages(call.tensors[0], listed(call, "output_size"), space)) {
+      band_forward(rule, call.tensors[0].sym_sizes(), *bands);
+    }
+  }
   return rule;
 }
 
@@ -394,6 +426,14 @@ Rule average_pool_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.linear_in({0});
   cut_backward<adaptive>(call, rule, space, average_backward_kernel);
+  if (adaptive && !rule.notes.has_value() && cut_in_space(call, space)) {
+    const auto &grad = call.tensors[0], &input = call.tensors[1];
+    if (const auto bands = averages(input, grad.sizes().slice(grad.dim() - space), space)) {
+      band_backward(rule, input.sym_sizes(), *bands);
+      rule.operands[1] = Operand(rule.results[0].dims); // only its sizes are read
+      rule.operands[1].free = true;
+    }
+  }
   return rule;
 }
 

@@ -1,4 +1,5 @@
 // Resampling: interpolation, pixel shuffles.
+#include "rules/bands.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -7,18 +8,12 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <numeric>
 
 namespace shardtensor::rules {
 
 namespace {
-
-template <int64_t space>
-Rule linear_planes(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  return rule;
-}
 
 // ---- interpolation: space may be cut where a size is an exact multiple of the ratio's terms ----
 
@@ -96,6 +91,114 @@ Reach from_such_a_place(const Ratio& ratio, Kind kind) {
 void forward_kernel(Run& run);
 void backward_kernel(Run& run);
 
+// Whether nearest picks can be made on pieces, along the dims that are cut.
+bool fits(const std::optional<Resampled>& made, const Layout& layout) {
+  if (!made || made->kind != Kind::Nearest) {
+    return made.has_value();
+  }
+  for (size_t i = 0; i < made->ratios.size(); ++i) {
+    const auto& ratio = made->ratios[i];
+    if (layout.shards(made->lead + static_cast<int64_t>(i)) && !repeats(ratio) && !picks(ratio)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// ---- by weights: any ratio ----
+
+// How a result is made along each dim.
+struct Sampling {
+  double radius; // in elements, around a result's position: of the results' size, if they are fewer and it is antialiased
+  bool antialiased;
+  enum class Position : uint8_t { Middle, Start } position; // Start: of `nearest`
+};
+
+// What a result reads. Positions are computed in floats, so there is a margin.
+Reach reach_of(const Sampling& s, int64_t in, int64_t out, bool aligned, const c10::IValue& scale) {
+  if (in == 1 || (aligned && out == 1)) {
+    return {1, out + 1, 0, 0}; // the first element
+  }
+  constexpr int64_t kFine = 1 << 20;
+  const bool by_scale = !aligned && scale.isDouble() && scale.toDouble() > 0;
+  const auto num = aligned ? in - 1 : by_scale ? std::max<int64_t>(std::llround(kFine / scale.toDouble()), 1) : in;
+  const auto den = aligned ? out - 1 : by_scale ? kFine : out;
+  const auto unit = 2 * den; // the position is (2 * num * o + start) / unit
+  const auto margin = s.antialiased && aligned ? unit : std::max<int64_t>(unit / 16, 1);
+  if (s.antialiased) {
+    const auto radius = static_cast<int64_t>(2 * s.radius) * std::max(num, den);
+    return {2 * num, unit, num - radius + den - margin, num + radius - den + margin};
+  }
+  const auto start = s.position == Sampling::Position::Start ? 0 : aligned ? 0 : num - den;
+  const auto radius = static_cast<int64_t>(s.radius) * unit;
+  return {2 * num, unit, start - radius + unit - margin, start + radius + margin};
+}
+
+at::Tensor resample_combs(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) {
+  const auto op = forward_op(run);
+  const auto space = static_cast<int64_t>(out.size());
+  std::vector<c10::IValue> stack{input, c10::List<int64_t>(out)};
+  const auto aligned = argument(run, "align_corners");
+  if (aligned >= 0) {
+    stack.push_back(run.arg(aligned));
+  }
+  for (int64_t i = 0; i < space; ++i) {
+    stack.push_back(i == along ? run.arg(first_scale(run.op.schema(), space) + i) : c10::IValue());
+  }
+  op.callBoxed(&stack);
+  return stack[0].toTensor();
+}
+
+// Nothing if torch refuses the call, if nothing is resampled, or if numbers are no floats.
+std::optional<Bands> bands_of(const Call& call, c10::IntArrayRef in, c10::IntArrayRef out, int64_t space, const Sampling& s) {
+  Bands bands{static_cast<int64_t>(in.size()) - space, {}, {}, {}, resample_combs};
+  if (static_cast<int64_t>(out.size()) != space || bands.lead < 1 || !c10::isFloatingType(call.tensors[0].dtype)) {
+    return std::nullopt;
+  }
+  const auto aligned = argument(call, "align_corners");
+  const bool align = aligned >= 0 && call.flag(aligned);
+  bool any = false;
+  for (int64_t i = 0; i < space; ++i) {
+    const auto a = in[bands.lead + i], b = out[i];
+    const auto& scale = call.arg(first_scale(call.schema, space) + i);
+    if (a < 1 || b < 1 || !(scale.isDouble() || scale.isNone())) {
+      return std::nullopt;
+    }
+    any = any || a != b;
+    bands.in.push_back(a);
+    bands.out.push_back(b);
+    bands.reaches.push_back(reach_of(s, a, b, align, scale));
+  }
+  return any ? std::optional(bands) : std::nullopt;
+}
+
+Sampling sampling_of(Kind kind) {
+  using Position = Sampling::Position;
+  // `nearest` picks one of the elements around a position.
+  return kind == Kind::Nearest ? Sampling{2, false, Position::Start}
+                               : Sampling{kind == Kind::Linear ? 1.0 : 2.0, false, Position::Middle};
+}
+
+template <int64_t space>
+void resample_by_weights(const Call& call, Rule& rule, const Sampling& s) {
+  const auto& input = call.tensors[0];
+  if (const auto bands = bands_of(call, input.sizes(), call.ints(call.position("output_size")), space, s)) {
+    band_forward(rule, input.sym_sizes(), *bands);
+  }
+}
+
+template <int64_t space>
+void resample_backward_by_weights(const Call& call, Rule& rule, const Sampling& s) {
+  const auto& grad = call.tensors[0];
+  const auto in = call.ints(call.position("input_size"));
+  if (static_cast<int64_t>(in.size()) != grad.dim()) {
+    return;
+  }
+  if (const auto bands = bands_of(call, in, grad.sizes().slice(grad.dim() - space), space, s)) {
+    band_backward(rule, grad.sym_sizes(), *bands);
+  }
+}
+
 template <int64_t space, Kind kind>
 Rule resample(const Call& call) {
   auto rule = planes(call, space);
@@ -106,7 +209,8 @@ Rule resample(const Call& call) {
   }
   const auto out = call.ints(call.position("output_size"));
   const auto made = static_cast<int64_t>(out.size()) == space ? resampled(call, input.sizes(), out, space, kind) : std::nullopt;
-  if (!made) {
+  if (!fits(made, *input.layout)) {
+    resample_by_weights<space>(call, rule, sampling_of(kind));
     return rule;
   }
   auto& result = rule.results[0];
@@ -146,7 +250,8 @@ Rule resample_backward(const Call& call) {
   const auto lead = grad.dim() - space;
   const auto made =
       static_cast<int64_t>(in.size()) == grad.dim() ? resampled(call, in, grad.sizes().slice(lead), space, kind) : std::nullopt;
-  if (!made) {
+  if (!fits(made, *grad.layout)) {
+    resample_backward_by_weights<space>(call, rule, sampling_of(kind));
     return rule;
   }
   auto& result = rule.results[0];
@@ -169,12 +274,26 @@ Rule resample_backward(const Call& call) {
   return rule;
 }
 
-template <int64_t space>
+// radius: 1 linear, 2 cubic, 3 lanczos
+template <int64_t space, int radius>
+Rule antialiased(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  if (cut_in_space(call, space)) {
+    resample_by_weights<space>(call, rule, {radius, true, Sampling::Position::Middle});
+  }
+  return rule;
+}
+
+template <int64_t space, int radius>
 Rule antialiased_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.kernel = backward_kernel;
   rule.always_kernel = true;
   rule.linear_in({0});
+  if (cut_in_space(call, space)) {
+    resample_backward_by_weights<space>(call, rule, {radius, true, Sampling::Position::Middle});
+  }
   return rule;
 }
 
@@ -370,10 +489,12 @@ void register_resampling(Registry& r) {
   const Options symbols{.symbols = true};
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
   r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);
-  r.add("resampling", {"_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa"}, linear_planes<2>, symbols);
-  r.add(
-      "resampling", {"_upsample_bicubic2d_aa_backward", "_upsample_bilinear2d_aa_backward", "_upsample_lanczos2d_aa_backward"},
-      antialiased_backward<2>, symbols);
+  r.add("resampling", {"_upsample_bicubic2d_aa"}, antialiased<2, 2>, symbols);
+  r.add("resampling", {"_upsample_bicubic2d_aa_backward"}, antialiased_backward<2, 2>, symbols);
+  r.add("resampling", {"_upsample_bilinear2d_aa"}, antialiased<2, 1>, symbols);
+  r.add("resampling", {"_upsample_bilinear2d_aa_backward"}, antialiased_backward<2, 1>, symbols);
+  r.add("resampling", {"_upsample_lanczos2d_aa"}, antialiased<2, 3>, symbols);
+  r.add("resampling", {"_upsample_lanczos2d_aa_backward"}, antialiased_backward<2, 3>, symbols);
   r.add("resampling", {"_upsample_nearest_exact1d", "upsample_nearest1d"}, resample<1, Kind::Nearest>, symbols);
   r.add("resampling", {"_upsample_nearest_exact2d", "upsample_nearest2d"}, resample<2, Kind::Nearest>, symbols);
   r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d"}, resample<3, Kind::Nearest>, symbols);

@@ -140,12 +140,28 @@ class Resolver {
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
       placements.push_back(choices_.placement_of(i, choices_.made[m]));
       if (placements[m].is_shard() && operand.dims[placements[m].dim].reach != kNone) {
-        placements[m] = Placement::replicate(); // fetch() cuts this dim
+        if (operand.kept_cut) {
+          cuts[m] = kept_cut(i, m);
+        } else {
+          placements[m] = Placement::replicate(); // fetch() cuts this dim
+        }
       } else if (placements[m].is_shard()) {
         cuts[m] = cutting_.dim_cut(operand.dims[placements[m].dim], m);
       }
     }
     return Layout::make(call_.tensors[i].layout->mesh_ptr(), std::move(placements), std::move(cuts));
+  }
+
+  // Operand i's own cut, where it is cut along a dim that is read through windows.
+  Cut kept_cut(size_t i, int64_t m) const {
+    const auto& have = *call_.tensors[i].layout;
+    for (int64_t k = 0; k <= m; ++k) {
+      const auto want = choices_.placement_of(i, choices_.made[m]);
+      if ((have.placement(k) == want) != (choices_.placement_of(i, choices_.made[k]) == want)) {
+        return nullptr; // it is not cut there yet
+      }
+    }
+    return have.cut(m);
   }
 
   bool is_sharded(int64_t factor) const {
@@ -157,7 +173,8 @@ class Resolver {
   // Whether operand i is read through windows along a sharded factor.
   bool has_halo(size_t i) const {
     const auto& dims = rule_.operands[i].dims;
-    return std::any_of(dims.begin(), dims.end(), [&](const Dim& d) { return d.reach != kNone && is_sharded(d.factor); });
+    return !rule_.operands[i].kept_cut &&
+           std::any_of(dims.begin(), dims.end(), [&](const Dim& d) { return d.reach != kNone && is_sharded(d.factor); });
   }
 
   // Where operand i's pieces must be so that a fetch can bring every rank what it reads: as they are, but with summands only
@@ -197,8 +214,11 @@ class Resolver {
       Stretches out;
       for (size_t d = 0; d < dims.size(); ++d) {
         if (factors[d]) {
-          const auto all = read(rule_.reaches[dims[d].reach], run_at(*factors[d], dims[d].factor, at), sizes[d]);
-          out.push_back(rule_.operands[i].padding ? all : Stretch{0, all.inside, 0});
+          const auto each = dims[d].inner.guard_int(__FILE__, __LINE__); // a reach counts in units of it
+          const auto all = read(rule_.reaches[dims[d].reach], run_at(*factors[d], dims[d].factor, at), sizes[d] / each);
+          const Interval inside{all.inside.start * each, all.inside.length * each};
+          const bool padded = rule_.operands[i].padding.has_value();
+          out.push_back({padded ? all.before * each : 0, inside, padded ? all.after * each : 0});
         } else {
           out.push_back({0, plain->intervals(static_cast<int64_t>(d), sizes[d], at)[0], 0});
         }
@@ -228,7 +248,8 @@ class Resolver {
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
       placements.push_back(choices_.placement_of(r, m));
       if (placements[m].is_shard()) {
-        cuts[m] = cutting_.dim_cut(r.dims[placements[m].dim], m);
+        const auto& dim = r.dims[placements[m].dim];
+        cuts[m] = dim.reach == kNone ? cutting_.dim_cut(dim, m) : kept_cut(reader_of(dim).operand, m);
         sharded = true;
       }
     }
@@ -250,7 +271,21 @@ class Resolver {
     return out;
   }
 
+  // The operand that a result's dim with a reach is cut like.
+  Solution::SizeSource reader_of(const Dim& dim) const {
+    for (size_t i = 0; i < rule_.operands.size(); ++i) {
+      const auto d = dim_of(rule_.operands[i].dims, dim.factor);
+      if (d >= 0 && rule_.operands[i].dims[d].reach == dim.reach) {
+        return {static_cast<int32_t>(i), static_cast<int16_t>(d), 0};
+      }
+    }
+    TORCH_INTERNAL_ASSERT(false, "the rule of ", call_.schema.name(), ": a result has a reach that no operand has");
+  }
+
   Solution::SizeSource source_of(const Dim& dim, bool sharded) const {
+    if (sharded && dim.reach != kNone) {
+      return reader_of(dim);
+    }
     if (sharded) {
       for (size_t i = 0; i < rule_.operands.size(); ++i) {
         const auto d = dim_of(rule_.operands[i].dims, dim.factor);

@@ -67,8 +67,8 @@ struct Dim {
   int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
   // In an operand: each index of the factor reads a run of the dim's indices (a window), Rule::reaches[reach]. If the factor is
   // sharded, each rank gets its piece with a halo, and with cells of padding at the edges of the whole. Then the factor has a
-  // size (Factor::size), and its kernel runs. A result has no reach: a gradient's factor is the index of what it is the gradient
-  // of.
+  // size (Factor::size), and its kernel runs. A result's dim with a reach is cut like the operand's (Operand::kept_cut); others
+  // have none: a gradient's factor is the index of what it is the gradient of.
   int16_t reach = kNone;
   c10::SymInt inner = 1; // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
   // A dim with only part of the factor: `length` indices start, start + step, ... In a result: a slice. In an operand (cat,
@@ -101,6 +101,8 @@ struct Operand {
   // The op adds this operand to its sum (addmm's self), or writes the sum into it (out=). If a factor that is summed over is
   // sharded, the operand holds summands, like the result.
   bool summand = false;
+  // Along dims that it reads through windows it stays cut as it is: the kernel brings what a rank reads.
+  bool kept_cut = false;
   // Where it is read with a halo: the neutral value of this reduction is in the cells beyond the edges. None: there are no cells.
   std::optional<ReduceOp> padding = ReduceOp::Sum;
   // For a written operand, as Result::reduce: if the operand lacks a sharded factor that reduces, it holds summands.

@@ -2,6 +2,7 @@
 #include "rules/views.h"
 
 #include "rules/registry.h"
+#include "rules/windows.h"
 
 #include <ATen/ATen.h>
 
@@ -394,10 +395,41 @@ Rule diag_embed(const Call& call) {
   return rule;
 }
 
+// Along a cut dim each rank makes some of the windows, of a copy of what they read.
+void unfold_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto sizes = guarded(sizes_of_piece(run));
+  if (run.solution.halos.empty() || x.numel() != 0) {
+    return run.call_op();
+  }
+  run.returns({x.new_zeros(sizes)});
+}
+
 Rule unfold(const Call& call) {
   Rule rule;
   const auto n = call.tensors[0].dim();
   const auto dim = call.dim(1, n);
+  if (n > 0 && call.tensors[0].layout->shards(dim)) {
+    const auto& x = call.tensors[0];
+    const auto size = call.integer(2), step = call.integer(3);
+    if (size >= 1 && size <= x.size(dim) && step >= 1) {
+      auto dims = fresh_dims(rule, n);
+      const auto count = (x.size(dim) - size) / step + 1;
+      rule.factors[dim].size = count;
+      rule.operands.emplace_back(dims);
+      rule.operands[0].dims[dim] = rule.windows(dim, {step, 1, 0, size - 1});
+      rule.operands[0].padding = std::nullopt;
+      dims.emplace_back(kNone);
+      auto sizes = x.sym_sizes();
+      sizes[dim] = count;
+      sizes.emplace_back(size);
+      rule.results.emplace_back(std::move(dims), std::move(sizes));
+      rule.kernel = unfold_kernel;
+      rule.always_kernel = true;
+      rule.passes_partial();
+      return rule;
+    }
+  }
   Dims in;
   for (int64_t d = 0; d < n; ++d) {
     in.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
@@ -488,11 +520,59 @@ Rule diagonal_backward(const Call& call) {
   return rule;
 }
 
+// Windows of `size`, each `step` after the one before, along a dim.
+struct Unfolded {
+  int64_t dim, size, step;
+};
+
+void unfold_backward_kernel(Run& run) {
+  const auto& [dim, size, step] = noted<Unfolded>(run.solution);
+  const auto grad = run.arg(0).toTensor();
+  auto sizes = guarded(sizes_of_piece(run));
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return run.call_op();
+  }
+  const auto mine = *cut_run(run, dim);
+  const auto& read = halo->fetch.mine()[dim].inside;
+  if (grad.numel() == 0 || mine.length == 0) {
+    return run.returns({grad.new_zeros(sizes)});
+  }
+  const auto begin = read.start * step, length = (read.length - 1) * step + size;
+  sizes[dim] = length;
+  run.arg(1) = c10::List<int64_t>(c10::IntArrayRef(sizes));
+  run.call_op();
+  std::vector<int64_t> crop(2 * sizes.size(), 0); // the last dim first
+  const auto at = 2 * (sizes.size() - 1 - static_cast<size_t>(dim));
+  crop[at] = begin - mine.start;
+  crop[at + 1] = mine.start + mine.length - begin - length;
+  run.stack.back() = at::constant_pad_nd(run.stack.back().toTensor(), crop);
+}
+
 Rule unfold_backward(const Call& call) {
   Rule rule;
   auto sizes = call.sym_ints(1);
   const auto n = static_cast<int64_t>(sizes.size());
   const auto dim = call.dim(2, n);
+  const auto& grad = call.tensors[0];
+  if (n > 0 && grad.dim() == n + 1 && grad.layout->shards(dim)) {
+    const auto size = call.integer(3), step = call.integer(4), whole = sizes[dim].guard_int(__FILE__, __LINE__);
+    if (size >= 1 && step >= 1 && whole >= size && grad.size(dim) == (whole - size) / step + 1) {
+      auto dims = fresh_dims(rule, n);
+      rule.factors[dim].size = whole;
+      rule.results.emplace_back(dims, sizes);
+      dims.emplace_back(kNone);
+      rule.operands.emplace_back(dims);
+      rule.operands[0].dims[dim] = rule.windows(dim, mirror(Reach{step, 1, 0, size - 1}, -1));
+      rule.operands[0].padding = std::nullopt;
+      rule.size_args.push_back({1, 0});
+      rule.notes = Unfolded{dim, size, step};
+      rule.kernel = unfold_backward_kernel;
+      rule.always_kernel = true;
+      rule.linear_in({0});
+      return rule;
+    }
+  }
   Dims out;
   for (int64_t d = 0; d < n; ++d) {
     out.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));

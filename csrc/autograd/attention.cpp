@@ -1,0 +1,327 @@
+// scaled_dot_product_attention and its form by matrix products, which torch would decompose. If the sequence is cut, decides by
+// cost where queries, keys and values go. Uses redistribute/ and tensor/. Registers itself at AutogradPrivateUse2.
+#include "autograd/functions.h"
+#include "comm/values.h"
+#include "redistribute/plan.h"
+#include "redistribute/watch.h"
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ops/_scaled_dot_product_attention_math_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/scaled_dot_product_attention_compositeimplicitautograd_dispatch.h>
+#include <torch/library.h>
+
+#include <limits>
+
+namespace shardtensor {
+
+namespace {
+
+// torch's version makes a plain causal mask.
+std::tuple<at::Tensor, at::Tensor> attention_math(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& given_mask,
+    double dropout_p,
+    bool is_causal,
+    const std::optional<at::Tensor>& dropout_mask,
+    std::optional<double> scale,
+    bool enable_gqa) {
+  auto mask = given_mask;
+  const auto* impl = as_shard_tensor(query);
+  if (is_causal && impl && !(mask && mask->defined())) {
+    // The mask is added to the scores: the public op converts a mask of bools, this one does not.
+    const auto infinity = std::numeric_limits<double>::infinity();
+    const auto later = at::full({query.size(-2), key.size(-2)}, -infinity, impl->local().options()).triu(1);
+    mask = from_local(later, Layout::replicated(impl->layout().mesh_ptr()), later.sizes(), later.strides());
+    is_causal = false;
+  }
+  return at::compositeimplicitautograd::_scaled_dot_product_attention_math(
+      query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
+}
+
+// ---- where a cut sequence goes ----
+
+// The layouts that queries, keys and values are moved to.
+struct Places {
+  LayoutPtr query, key, value;
+  const char* why;
+};
+
+// What a cost is counted in: bytes sent by a rank. So much arithmetic takes as long as sending a byte.
+constexpr double kFlopsPerByte = 64;
+
+// Decides for one call. Without sizes (in a graph, where they may be symbols on some ranks only), the number of heads decides.
+class Placing {
+ public:
+  Placing(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool causal)
+      : query_(query),
+        key_(key),
+        value_(value),
+        causal_(causal),
+        traced_(is_traced(as_shard_tensor(query)->local())),
+        sequence_(query.dim() - 2) {}
+
+  // Nothing if the tensors stay where they are: then keys and queries travel piece by piece (rules/ring.h).
+  std::optional<Places> decide() const {
+    if (!any_cut()) {
+      return std::nullopt;
+    }
+    std::optional<Places> best;
+    double least = std::numeric_limits<double>::infinity();
+    const auto offer = [&](std::optional<Places> places, double cost) {
+      if (places && cost < least) {
+        least = cost;
+        best = std::move(places);
+      }
+    };
+    const Places stay{
+        as_shard_tensor(query_)->layout_ptr(), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), ""};
+    if (traced_) {
+      return spread(sequence_ - 1);
+    }
+    for (int64_t d = sequence_ - 1; d >= 0; --d) {
+      auto places = spread(d);
+      const auto cost = places ? cost_of_spreading(*places, d) : 0;
+      offer(std::move(places), cost);
+    }
+    const auto gathered = whole(key_), with = whole(value_);
+    offer(
+        Places{stay.query, gathered, with, "the whole of it costs less than its pieces, one after the other"},
+        cost_of_gathering());
+    if (query_.dim() == 4 && cut_together()) {
+      offer(stay, cost_of_ring());
+    }
+    return best;
+  }
+
+ private:
+  const Layout& layout(const at::Tensor& t) const {
+    return as_shard_tensor(t)->layout();
+  }
+
+  // Whether mesh dim m cuts the keys or the values along the sequence.
+  bool cuts(int64_t m) const {
+    return layout(key_).mesh().size(m) > 1 &&
+           (layout(key_).placement(m).is_shard(sequence_) || layout(value_).placement(m).is_shard(sequence_));
+  }
+  bool any_cut() const {
+    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
+      if (cuts(m)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // All of them cut along dim d instead of the sequence; nothing if there are too few indices, so that ranks would be idle.
+  std::optional<Places> spread(int64_t d) const {
+    const auto count = key_.sym_size(d).guard_int(__FILE__, __LINE__), more = query_.sym_size(d).guard_int(__FILE__, __LINE__);
+    if (count == 0 || more % count || value_.sym_size(d) != count) {
+      return std::nullopt; // broadcast
+    }
+    Places out{along(query_, d, count), along(key_, d, count), along(value_, d, count), "attention needs whole sequences"};
+    return imbalance(*out.key, d, count) <= 1.5 ? std::optional(out) : std::nullopt;
+  }
+
+  // The layout of `t` with dim d in place of the cut sequence, its `count` groups of indices spread as evenly as possible.
+  LayoutPtr along(const at::Tensor& t, int64_t d, int64_t count) const {
+    const auto& have = layout(t);
+    auto placements = have.placements();
+    auto sizes = have.cuts();
+    const auto group = t.sym_size(d).guard_int(__FILE__, __LINE__) / count;
+    bool nested = false;
+    for (int64_t m = 0; m < have.ndim(); ++m) {
+      if (cuts(m)) {
+        placements[m] = Placement::shard(d);
+        sizes[m] = nested ? nullptr : evenly(count, have.mesh().size(m), group);
+      } else if (nested && placements[m].is_shard(d)) {
+        sizes[m] = nullptr;
+      }
+      nested = nested || placements[m].is_shard(d);
+    }
+    return Layout::make(have.mesh_ptr(), std::move(placements), std::move(sizes));
+  }
+
+  static Cut evenly(int64_t count, int64_t pieces, int64_t group) {
+    std::vector<int64_t> sizes;
+    for (int64_t i = 0; i < pieces; ++i) {
+      sizes.push_back(((i + 1) * count / pieces - i * count / pieces) * group);
+    }
+    return std::make_shared<const std::vector<int64_t>>(std::move(sizes));
+  }
+
+  // The work of the rank with the most, over what it has if all have the same.
+  static double imbalance(const Layout& to, int64_t d, int64_t count) {
+    const auto& mesh = to.mesh();
+    int64_t most = 0;
+    double ranks = 1;
+    for (int64_t m = 0; m < mesh.ndim(); ++m) {
+      ranks *= to.placement(m).is_shard(d) ? static_cast<double>(mesh.size(m)) : 1;
+    }
+    for (int64_t i = 0; i < mesh.size(); ++i) {
+      most = std::max(most, to.local_size(d, count, mesh.coordinate_at(i)));
+    }
+    return static_cast<double>(most) * ranks / static_cast<double>(count);
+  }
+
+  static double bytes(const at::Tensor& t) {
+    return static_cast<double>(t.numel() * static_cast<int64_t>(t.element_size()));
+  }
+  static double cost(const Layout& from, const Layout& to, double bytes) {
+    return &from == &to ? 0 : plan_for(from, to, bytes).cost;
+  }
+  double flops() const {
+    const auto pairs =
+        static_cast<double>(query_.numel() / std::max<int64_t>(query_.size(-1), 1)) * static_cast<double>(key_.size(-2));
+    const auto features = static_cast<double>(query_.size(-1) + value_.size(-1));
+    return 3.5 * 2 * pairs * features * (causal_ ? 0.5 : 1); // forward and backward
+  }
+  // Over what a rank does if all do the same, in bytes.
+  double cost_of_excess(double imbalance) const {
+    return (imbalance - 1) * flops() / static_cast<double>(layout(query_).mesh().size()) / kFlopsPerByte;
+  }
+
+  // What moves forward moves back in the backward.
+  double cost_of_spreading(const Places& to, int64_t d) const {
+    const auto moves = cost(layout(query_), *to.query, bytes(query_)) + cost(layout(key_), *to.key, bytes(key_)) +
+                       cost(layout(value_), *to.value, bytes(value_)) +
+                       cost(*to.query, layout(query_), bytes(query_) / std::max<double>(query_.size(-1), 1) * value_.size(-1));
+    return 2 * moves + cost_of_excess(imbalance(*to.key, d, key_.size(d)));
+  }
+
+  // The rank with the last queries has the most work, if it is causal.
+  double cost_of_gathering() const {
+    const auto& queries = layout(query_);
+    double idle = 1;
+    for (int64_t m = 0; m < queries.ndim(); ++m) {
+      const auto n = static_cast<double>(queries.mesh().size(m));
+      const bool shared = queries.placement(m).is_shard();
+      idle *= !cuts(m) ? 1 : !shared ? n : causal_ ? (2 * n - 1) / n : 1;
+    }
+    return 2 * (cost(layout(key_), *whole(key_), bytes(key_)) + cost(layout(value_), *whole(value_), bytes(value_))) +
+           cost_of_excess(idle);
+  }
+
+  // Keys and values travel in the forward and again in the backward, and their gradients come back. If it is causal, half of them
+  // do, and some queries (ring.h balances the work). About half of that time passes while blocks are computed.
+  double cost_of_ring() const {
+    double n = 1, others = 1; // ranks of a ring; rings
+    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
+      const auto size = static_cast<double>(layout(key_).mesh().size(m));
+      n *= cuts(m) ? size : 1;
+      others *= !cuts(m) && layout(key_).placement(m).is_shard() ? size : 1;
+    }
+    const auto keys = 3 * (bytes(key_) + bytes(value_));
+    const auto sent = causal_ ? keys / 2 + 1.5 * bytes(query_) : keys;
+    return 2 * n * kLatency + sent * (n - 1) / n / others / 2;
+  }
+
+  // Whether rules/attention.cpp can send pieces of keys round.
+  bool cut_together() const {
+    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
+      const auto &q = layout(query_).placement(m), &k = layout(key_).placement(m), &v = layout(value_).placement(m);
+      const bool cut = k.is_shard(sequence_);
+      if (q.is_shard(sequence_) != cut || v.is_shard(sequence_) != cut ||
+          (cut && !same_cut(layout(key_).cut(m), layout(value_).cut(m)))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  LayoutPtr whole(const at::Tensor& t) const {
+    const auto& have = layout(t);
+    auto placements = have.placements();
+    auto sizes = have.cuts();
+    for (int64_t m = 0; m < have.ndim(); ++m) {
+      if (placements[m].is_shard(sequence_)) {
+        placements[m] = Placement::replicate();
+        sizes[m] = nullptr;
+      }
+    }
+    return Layout::make(have.mesh_ptr(), std::move(placements), std::move(sizes));
+  }
+
+  const at::Tensor &query_, &key_, &value_;
+  bool causal_, traced_;
+  int64_t sequence_;
+};
+
+bool is_placed(const at::Tensor& t, int64_t ndim, const MeshPtr& mesh) {
+  const auto* impl = as_shard_tensor(t);
+  return impl && t.dim() == ndim && impl->layout().mesh_ptr() == mesh && !t._fw_grad(0).defined();
+}
+
+at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const char* argument, const char* why) {
+  const auto* impl = as_shard_tensor(t);
+  if (impl->layout_ptr() == to) {
+    return t;
+  }
+  static const std::string op = "aten::scaled_dot_product_attention";
+  tell_watcher(op, argument, why, impl->layout(), *to, t);
+  return redistribute(t, to);
+}
+
+// The result comes back to where the queries were.
+LayoutPtr home(const at::Tensor& query) {
+  const auto& have = as_shard_tensor(query)->layout();
+  auto placements = have.placements();
+  auto cuts = have.cuts();
+  for (int64_t m = 0; m < have.ndim(); ++m) {
+    if (placements[m].is_partial() || placements[m].is_shard(query.dim() - 1)) {
+      placements[m] = Placement::replicate();
+      cuts[m] = nullptr;
+    }
+  }
+  return Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts));
+}
+
+at::Tensor attention(
+    const at::Tensor& query,
+    const at::Tensor& key,
+    const at::Tensor& value,
+    const std::optional<at::Tensor>& mask,
+    double dropout_p,
+    bool is_causal,
+    std::optional<double> scale,
+    bool enable_gqa) {
+  // torch's version makes plain zeros if there are no queries or no keys.
+  const bool no_scores = query.sym_numel() == 0 || key.sym_numel() == 0;
+  if (no_scores && query.dim() > 1 && query.sym_size(-1) != 0) {
+    return std::get<0>(attention_math(query, key, value, {}, 0, false, {}, scale, enable_gqa));
+  }
+  const auto whole_sequences = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    return at::compositeimplicitautograd::scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+  };
+  const auto* impl = as_shard_tensor(query);
+  const bool placed = impl && !no_scores && query.dim() > 2 && is_placed(query, query.dim(), impl->layout().mesh_ptr()) &&
+                      is_placed(key, query.dim(), impl->layout().mesh_ptr()) &&
+                      is_placed(value, query.dim(), impl->layout().mesh_ptr());
+  const auto places = placed ? Placing(query, key, value, is_causal).decide() : std::nullopt;
+  if (!places) {
+    return whole_sequences(query, key, value);
+  }
+  const auto out = whole_sequences(
+      moved(query, places->query, "query", places->why), moved(key, places->key, "key", places->why),
+      moved(value, places->value, "value", places->why));
+  return moved(out, home(query), "output", "it is placed as the queries were");
+}
+
+void take(torch::Library& m) {
+  m.impl("_scaled_dot_product_attention_math", attention_math);
+  m.impl("scaled_dot_product_attention", attention);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  take(m);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
+  take(m);
+}
+
+} // namespace shardtensor

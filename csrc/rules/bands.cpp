@@ -1,0 +1,165 @@
+#include "rules/bands.h"
+
+#include "rules/empties.h"
+#include "rules/pieces.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace shardtensor::rules {
+
+namespace {
+
+// Of results `of` along one dim: the first element that each reads, and its weights, one column per element of a run.
+struct Band {
+  at::Tensor first;   // [n], indices of the whole
+  at::Tensor weights; // [n, taps]
+};
+
+at::Tensor lines(const at::Tensor& results, int64_t num, int64_t offset, int64_t den) {
+  return at::div(results.mul(num).add(offset), den, "floor");
+}
+
+// The op is linear and reads no more than `taps` neighbours for a result. So of a comb with a one at every taps-th place, a
+// result shows the weight of the one tooth that it reads. All combs are the rows of one input.
+Band band_of(const Run& run, const Bands& bands, int64_t i, const Interval& of, const at::TensorOptions& options) {
+  const auto& r = bands.reaches[i];
+  const auto size = bands.in[i], count = bands.out[i];
+  int64_t taps = 1;
+  for (int64_t o = 0; o < count; ++o) {
+    taps = std::max(taps, std::min(r.hi(o), size) - std::max<int64_t>(r.lo(o), 0));
+  }
+  const auto numbers = at::TensorOptions(at::kLong).device(options.device());
+  const auto space = static_cast<int64_t>(bands.in.size());
+  constexpr int64_t kBroad = 2; // torch's antialiased kernels are wrong for one column, and as many results would be a copy
+  std::vector<int64_t> sizes(bands.lead + space, 1), out(space, kBroad + 1);
+  std::fill(sizes.begin() + bands.lead, sizes.end(), kBroad);
+  sizes[0] = taps;
+  sizes[bands.lead + i] = size;
+  out[i] = count;
+  std::vector<int64_t> row(sizes.size(), 1), column(sizes.size(), 1);
+  row[0] = taps;
+  column[bands.lead + i] = size;
+  const auto comb = at::eq(at::arange(size, numbers).remainder(taps).view(column), at::arange(taps, numbers).view(row));
+  auto shown = bands.op(run, comb.to(options.dtype()).expand(sizes).contiguous(), out, i);
+  for (int64_t d = 0; d < bands.lead + space; ++d) { // [taps, count]
+    if (d != 0 && d != bands.lead + i) {
+      shown = shown.narrow(d, 0, 1);
+    }
+  }
+  shown = shown.reshape({taps, count}).narrow(1, of.start, of.length).t();
+  const auto results = at::arange(of.start, of.start + of.length, numbers);
+  const auto first = lines(results, r.num, r.first, r.den).clamp_min(0);
+  const auto end = lines(results, r.num, r.last, r.den).add(1).clamp_max(size);
+  const auto read = first.unsqueeze(1).add(at::arange(taps, numbers));
+  const auto weights = shown.gather(1, read.remainder(taps)).mul(at::lt(read, end.unsqueeze(1)));
+  return {first, weights};
+}
+
+at::Tensor column_of(const at::Tensor& weights, int64_t tap, int64_t dim, int64_t ndim) {
+  std::vector<int64_t> sizes(ndim, 1);
+  sizes[dim] = weights.size(0);
+  return weights.select(1, tap).view(sizes);
+}
+
+// What a rank has of operand 0 along dim d, and what it makes.
+Interval read_of(const Run& run, int64_t d, int64_t size) {
+  const auto* halo = run.solution.halo(0);
+  return halo && cut_run(run, d) ? halo->fetch.mine()[d].inside : Interval{0, size};
+}
+Interval made_of(const Run& run, int64_t d, int64_t size) {
+  const auto* mine = cut_run(run, d);
+  return mine ? *mine : Interval{0, size};
+}
+
+void forward_kernel(Run& run) {
+  const auto& bands = noted<Bands>(run.solution);
+  const auto x = run.arg(0).toTensor();
+  const auto sizes = guarded(sizes_of_piece(run));
+  auto out = x.to(accumulate_type(x.scalar_type()));
+  if (x.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    return run.returns({x.new_zeros(sizes)});
+  }
+  for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
+    const auto d = bands.lead + i;
+    const auto made = made_of(run, d, bands.out[i]), read = read_of(run, d, bands.in[i]);
+    const auto band = band_of(run, bands, i, made, out.options());
+    at::Tensor sum;
+    for (int64_t tap = 0; tap < band.weights.size(1); ++tap) {
+      const auto at = band.first.add(tap - read.start).clamp(0, read.length - 1);
+      const auto part = out.index_select(d, at).mul(column_of(band.weights, tap, d, out.dim()));
+      sum = sum.defined() ? sum.add(part) : part;
+    }
+    out = sum;
+  }
+  run.returns({out.to(x.scalar_type())});
+}
+
+// The transposed map: each result's gradient goes to the elements that it read.
+void backward_kernel(Run& run) {
+  const auto& bands = noted<Bands>(run.solution);
+  const auto grad = run.arg(0).toTensor();
+  const auto sizes = guarded(sizes_of_piece(run));
+  auto out = grad.to(accumulate_type(grad.scalar_type()));
+  if (grad.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    return run.returns({grad.new_zeros(sizes)});
+  }
+  for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
+    const auto d = bands.lead + i;
+    const auto mine = made_of(run, d, bands.in[i]), read = read_of(run, d, bands.out[i]);
+    const auto band = band_of(run, bands, i, read, out.options());
+    auto sum_sizes = out.sizes().vec();
+    sum_sizes[d] = mine.length;
+    auto sum = out.new_zeros(sum_sizes);
+    for (int64_t tap = 0; tap < band.weights.size(1); ++tap) {
+      const auto at = band.first.add(tap - mine.start);
+      const auto here = at::logical_and(at::ge(at, 0), at::lt(at, mine.length)).unsqueeze(1);
+      const auto weights = column_of(band.weights.narrow(1, tap, 1).mul(here), 0, d, out.dim());
+      sum = sum.index_add(d, at.clamp(0, mine.length - 1), out.mul(weights));
+    }
+    out = sum;
+  }
+  run.returns({out.to(grad.scalar_type())});
+}
+
+void add(Rule& rule, const SymSizes& sizes, Bands bands, bool backward, Kernel kernel) {
+  auto& result = rule.results[0];
+  result.sizes = sizes;
+  for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
+    const auto d = bands.lead + i;
+    const auto& made = backward ? bands.in : bands.out;
+    while (static_cast<int64_t>(rule.factors.size()) <= d) {
+      rule.factor(); // factor d is dim d
+    }
+    rule.factors[d].size = made[i];
+    result.sizes[d] = made[i];
+    rule.operands[0].dims[d] = rule.windows(d, backward ? mirror(bands.reaches[i], bands.in[i]) : bands.reaches[i]);
+    result.dims[d] = d;
+  }
+  rule.operands[0].padding = std::nullopt;
+  rule.notes = std::move(bands);
+  rule.kernel = kernel;
+  rule.kernel_if = nullptr;
+  rule.always_kernel = true;
+}
+
+} // namespace
+
+c10::OperatorHandle forward_op(const Run& run) {
+  const std::string suffix = "_backward";
+  auto name = run.op.schema().name();
+  if (name.size() > suffix.size() && name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0) {
+    name.resize(name.size() - suffix.size());
+  }
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+}
+
+void band_forward(Rule& rule, const SymSizes& sizes, Bands bands) {
+  add(rule, sizes, std::move(bands), false, forward_kernel);
+}
+
+void band_backward(Rule& rule, const SymSizes& sizes, Bands bands) {
+  add(rule, sizes, std::move(bands), true, backward_kernel);
+}
+
+} // namespace shardtensor::rules

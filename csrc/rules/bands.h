@@ -1,0 +1,26 @@
+// Ops that make each result along a dim a weighted sum of a run of elements, whatever the ratio of their sizes: resampling with
+// aligned corners, antialiased or by any factor, adaptive average pooling. torch's kernels take the positions from the sizes, so
+// on a piece they would be wrong. Here torch's op itself says what the whole's weights are; pieces are then added up with them.
+#pragma once
+
+#include "rules/windows.h"
+
+namespace shardtensor::rules {
+
+// Noted by rules whose space is cut: per dim of space, what a result reads of the input.
+struct Bands {
+  int64_t lead; // dims before space
+  std::vector<Reach> reaches;
+  std::vector<int64_t> in, out; // sizes of space
+  // Calls the forward op on `input`, with results of these sizes along the dims of space; those along dim `along` as in the call.
+  at::Tensor (*op)(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along);
+};
+
+// Adds the windows, sizes and kernel to a rule of planes(). `sizes`: of operand 0 in a forward, of the result in a backward.
+void band_forward(Rule& rule, const SymSizes& sizes, Bands bands);
+void band_backward(Rule& rule, const SymSizes& sizes, Bands bands);
+
+// The op itself, or the one whose gradient it is.
+c10::OperatorHandle forward_op(const Run& run);
+
+} // namespace shardtensor::rules

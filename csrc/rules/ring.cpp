@@ -1,0 +1,777 @@
+#include "rules/ring.h"
+
+#include "comm/comm.h"
+#include "comm/values.h"
+#include "redistribute/redistribute.h"
+#include "rules/empties.h"
+#include "rules/pieces.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+#include <map>
+
+namespace shardtensor::rules {
+
+namespace {
+
+int64_t end(const Interval& i) {
+  return i.start + i.length;
+}
+
+// From `from` on, and up to `to`.
+Interval between(int64_t from, int64_t to) {
+  return {from, std::max<int64_t>(to - from, 0)};
+}
+
+// How many scores count.
+int64_t work(Interval q, Interval k, bool causal) {
+  int64_t sum = 0;
+  for (const auto& b : blocks_of(q, k, causal)) {
+    const auto short_rows = std::min(b.q.length, b.k.length); // of 1, 2, 3, ... keys
+    sum += b.causal ? short_rows * (short_rows + 1) / 2 + (b.q.length - short_rows) * b.k.length : b.q.length * b.k.length;
+  }
+  return sum;
+}
+
+} // namespace
+
+c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal) {
+  c10::SmallVector<Block, 2> out;
+  const auto add = [&](Interval queries, Interval keys, bool later) {
+    if (queries.length > 0 && keys.length > 0) {
+      out.push_back({queries, keys, later});
+    }
+  };
+  if (!causal) {
+    add(q, k, false);
+    return out;
+  }
+  q = between(std::max(q.start, k.start), end(q)); // queries before all keys see none
+  const auto seen = between(k.start, std::min(end(k), end(q)));
+  if (end(seen) <= q.start + 1) {
+    add(q, seen, false);
+  } else {
+    add(q, between(seen.start, q.start), false);
+    add(q, between(q.start, end(seen)), true);
+  }
+  return out;
+}
+
+Shares::Shares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bool causal, bool balance)
+    : queries_(queries.begin(), queries.end()), rows_(queries.size() * queries.size(), 0) {
+  const auto n = queries.size();
+  if (!balance) {
+    return;
+  }
+  std::vector<int64_t> pairs(n * n), lent(n * n, 0), loads(n, 0);
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t j = 0; j < n; ++j) {
+      auto& pair = pairs[i * n + j];
+      pair = work(queries[i], keys[j], causal);
+      lent[i * n + j] = causal && i != j ? pair / 2 : 0; // balances even cuts
+      loads[i] += pair - lent[i * n + j];
+      loads[j] += lent[i * n + j];
+    }
+  }
+  constexpr int kSweeps = 8;
+  for (int sweep = 0; sweep < kSweeps; ++sweep) {
+    for (size_t i = 0; i < n; ++i) {
+      for (size_t j = 0; j < n; ++j) {
+        auto& now = lent[i * n + j];
+        const auto more = i == j ? 0 : std::clamp((loads[i] - loads[j]) / 2, -now, pairs[i * n + j] - now);
+        now += more;
+        loads[i] -= more;
+        loads[j] += more;
+      }
+    }
+  }
+  constexpr int64_t kLeast = 16; // less than one such part is not worth a message
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t j = 0; j < n; ++j) {
+      const auto pair = pairs[i * n + j], want = lent[i * n + j];
+      if (want * kLeast < pair || want == 0) {
+        continue;
+      }
+      int64_t least = 0, most = queries[i].length; // the fewest rows with as much work
+      while (least < most) {
+        const auto middle = (least + most) / 2;
+        const auto got = work({end(queries[i]) - middle, middle}, keys[j], causal);
+        got < want ? least = middle + 1 : most = middle;
+      }
+      rows(i, j) = least;
+    }
+  }
+}
+
+Interval Shares::lent(size_t i, size_t j) const {
+  const auto n = rows_[i * queries_.size() + j];
+  return {end(queries_[i]) - n, n};
+}
+
+Interval Shares::kept(size_t i, size_t j) const {
+  return {queries_[i].start, queries_[i].length - rows_[i * queries_.size() + j]};
+}
+
+namespace {
+
+constexpr int64_t kSequence = 2; // of queries, keys and values [batch, heads, sequence, features]
+
+// ---- messages of several tensors ----
+
+class Mail {
+ public:
+  void send(size_t to, const at::Tensor& t) {
+    sent_[to].push_back(t);
+  }
+  // `into` has its sizes and dtype now; its values are there once start()'s completion has been called.
+  void receive(size_t from, at::Tensor& into) {
+    received_[from].push_back(&into);
+  }
+
+  // `ranks`: global ranks of the numbers above.
+  comm::Completion start(c10::ArrayRef<int64_t> ranks, const Mesh& mesh, const at::TensorOptions& options) {
+    struct Parts {
+      std::vector<at::Tensor> sent;
+      std::vector<at::Tensor*> received;
+    };
+    std::map<int64_t, Parts> by_rank; // in an order that all know
+    for (auto& [at, parts] : sent_) {
+      by_rank[ranks[at]].sent = std::move(parts);
+    }
+    for (auto& [at, parts] : received_) {
+      by_rank[ranks[at]].received = std::move(parts);
+    }
+    std::vector<int64_t> peers, in_sizes, out_sizes;
+    for (const auto& [rank, parts] : by_rank) {
+      int64_t in = 0, out = 0;
+      for (const auto& t : parts.sent) {
+        in += room(t);
+      }
+      for (const auto* t : parts.received) {
+        out += room(*t);
+      }
+      peers.push_back(rank);
+      in_sizes.push_back(in);
+      out_sizes.push_back(out);
+    }
+    const auto bytes = options.dtype(at::kByte);
+    auto in = at::empty({c10::sum_integers(in_sizes)}, bytes), out = at::empty({c10::sum_integers(out_sizes)}, bytes);
+    int64_t in_at = 0, out_at = 0;
+    const auto slot = [](const at::Tensor& buffer, int64_t& at, const at::Tensor& like) {
+      auto part = buffer.narrow(0, at, like.numel() * like.element_size()).view(like.scalar_type()).view(like.sizes());
+      at += room(like);
+      return part;
+    };
+    for (auto& [rank, parts] : by_rank) {
+      for (const auto& t : parts.sent) {
+        slot(in, in_at, t).copy_(t);
+      }
+      for (auto* t : parts.received) {
+        *t = slot(out, out_at, *t);
+      }
+    }
+    return comm::start_send_receive(out, out_sizes, in, in_sizes, peers, mesh, mesh.size());
+  }
+
+ private:
+  static int64_t room(const at::Tensor& t) {
+    constexpr int64_t kAligned = 16;
+    return (t.numel() * static_cast<int64_t>(t.element_size()) + kAligned - 1) / kAligned * kAligned;
+  }
+  std::map<size_t, std::vector<at::Tensor>> sent_;
+  std::map<size_t, std::vector<at::Tensor*>> received_;
+};
+
+// ---- one call ----
+
+// The rows of `t`, a piece that begins at `start`, at places `at` of the sequence.
+at::Tensor rows(const at::Tensor& t, const Interval& at, int64_t start) {
+  return at.length == t.size(kSequence) ? t : t.narrow(kSequence, at.start - start, at.length);
+}
+
+at::Tensor resized(const at::Tensor& like, int64_t length) {
+  auto sizes = like.sizes().vec();
+  sizes[kSequence] = length;
+  return like.new_empty(sizes);
+}
+
+// The sum of parts, each of some rows, in float32 at least.
+class Sum {
+ public:
+  Sum(at::Tensor like, int64_t start) : like_(std::move(like)), start_(start) {}
+
+  void add(const at::Tensor& part, const Interval& at) {
+    const auto wide = accumulate_type(like_.scalar_type());
+    if (!sum_.defined() && at.length == like_.size(kSequence)) {
+      sum_ = part.to(wide);
+      return;
+    }
+    if (!sum_.defined()) {
+      sum_ = at::zeros(like_.sizes(), like_.options().dtype(wide));
+    }
+    rows(sum_, at, start_).add_(part);
+  }
+  at::Tensor get() {
+    return sum_.defined() ? sum_.to(like_.scalar_type()) : at::zeros(like_.sizes(), like_.options());
+  }
+
+ private:
+  at::Tensor like_;
+  int64_t start_;
+  at::Tensor sum_;
+};
+
+// Attention of some queries to one block of keys after the other: the mean of the results, weighted by the sums of exponentials.
+class Mean {
+ public:
+  explicit Mean(const Interval& rows) : rows_(rows) {}
+
+  void add(const at::Tensor& part, const at::Tensor& log_sum, const Interval& at) {
+    const auto wide = accumulate_type(part.scalar_type());
+    if (!mean_.defined() && at.length == rows_.length) {
+      mean_ = part.to(wide);
+      log_ = log_sum;
+      return;
+    }
+    if (!mean_.defined()) {
+      mean_ = at::zeros(resized(part, rows_.length).sizes(), part.options().dtype(wide));
+      log_ = at::full(resized(log_sum, rows_.length).sizes(), -std::numeric_limits<double>::infinity(), log_sum.options());
+    }
+    const auto before = rows(log_, at, rows_.start);
+    const auto now = at::logaddexp(before, log_sum);
+    const auto weight = [&](const at::Tensor& log) { return (log - now).exp_().nan_to_num_(0).unsqueeze(-1).to(wide); };
+    rows(mean_, at, rows_.start).mul_(weight(before)).addcmul_(part.to(wide), weight(log_sum));
+    before.copy_(now);
+  }
+  const at::Tensor& mean() const {
+    return mean_;
+  }
+  const at::Tensor& log() const {
+    return log_;
+  }
+
+ private:
+  Interval rows_;
+  at::Tensor mean_, log_;
+};
+
+// The call and all ranks' pieces.
+class Ring {
+ public:
+  explicit Ring(Run& run)
+      : run_(run),
+        q_(tensor("query")),
+        k_(tensor("key")),
+        v_(tensor("value")),
+        mask_(tensor("attn_mask")),
+        causal_(run.arg(argument(run, "is_causal")).toBool()) {
+    const auto &queries = operand("query"), &keys = operand("key");
+    const auto& mesh = run.mesh();
+    uint64_t around = 0;
+    for (int64_t m = 0; m < mesh.ndim(); ++m) {
+      const bool both = keys.layout->placement(m).is_shard(kSequence) && queries.layout->placement(m).is_shard(kSequence);
+      around |= static_cast<uint64_t>(both) << m;
+    }
+    for (int64_t i = 0; i < mesh.size(); ++i) {
+      const auto at = mesh.coordinate_at(i);
+      bool together = true;
+      for (int64_t m = 0; m < mesh.ndim(); ++m) {
+        together = together && (at[m] == mesh.coordinate()[m] || (around >> m & 1));
+      }
+      if (!together) {
+        continue;
+      }
+      if (at == mesh.coordinate()) {
+        me_ = ranks_.size();
+      }
+      ranks_.push_back(mesh.rank_at(at));
+      queries_.push_back(piece(*queries.layout, queries.size(kSequence), at));
+      keys_.push_back(piece(*keys.layout, keys.size(kSequence), at));
+    }
+    gather_if_traced();
+  }
+
+  size_t size() const {
+    return ranks_.size();
+  }
+  size_t me() const {
+    return me_;
+  }
+  const std::vector<int64_t>& ranks() const {
+    return ranks_;
+  }
+  const Mesh& mesh() const {
+    return run_.mesh();
+  }
+  Interval queries(size_t i) const {
+    return queries_[i];
+  }
+  Interval keys(size_t i) const {
+    return keys_[i];
+  }
+  bool causal() const {
+    return causal_;
+  }
+  const at::Tensor& q() const {
+    return q_;
+  }
+  const at::Tensor& k() const {
+    return k_;
+  }
+  const at::Tensor& v() const {
+    return v_;
+  }
+  at::Tensor tensor(const char* name) const {
+    const auto at = argument(run_, name);
+    const auto found = at < 0 ? at::Tensor() : run_.arg(at).toOptional<at::Tensor>().value_or(at::Tensor());
+    return found;
+  }
+  // A mask has rows for this rank's queries only.
+  Shares shares() const {
+    return {queries_, keys_, causal_, !mask_.defined()};
+  }
+  // The keys of rank j that these queries see.
+  Interval seen(const Interval& q, size_t j) const {
+    const auto blocks = blocks_of(q, keys_[j], causal_);
+    return blocks.empty() ? Interval{keys_[j].start, 0} : between(blocks.front().k.start, end(blocks.back().k));
+  }
+
+  // Whether the sequence of the queries is cut.
+  bool is_cut() const {
+    return operand("query").layout->shards(kSequence);
+  }
+
+  // Runs the op on a block, with these tensors in place of its arguments. Returns its results.
+  std::vector<c10::IValue> call(const std::map<std::string, at::Tensor>& tensors, const Block& b) const {
+    std::vector<c10::IValue> stack;
+    const auto& arguments = run_.op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto& name = arguments[i].name();
+      const auto found = tensors.find(name);
+      if (found != tensors.end()) {
+        stack.emplace_back(found->second.defined() ? c10::IValue(not_empty(found->second)) : c10::IValue());
+      } else if (name == "is_causal") {
+        stack.emplace_back(b.causal);
+      } else if (name == "max_q" || name == "max_k") {
+        stack.emplace_back((name == "max_q" ? b.q : b.k).length);
+      } else if (name == "attn_mask" && mask_.defined()) {
+        const auto mask = mask_of(b);
+        stack.emplace_back(mask.dim() == 4 ? not_empty(mask) : mask);
+      } else {
+        stack.push_back(run_.arg(i));
+      }
+    }
+    run_.op.callBoxed(&stack);
+    for (auto& value : stack) {
+      if (q_.numel() == 0 && value.isTensor() && value.toTensor().dim() > 2) {
+        value = as_empty(value.toTensor());
+      }
+    }
+    return stack;
+  }
+
+  // Queries that see no key of a block, as rows of the mask; undefined without a mask. torch's kernel says nothing sensible of
+  // them.
+  at::Tensor blind(const Block& b) const {
+    if (!mask_.defined()) {
+      return {};
+    }
+    const auto mask = mask_of(b);
+    return (mask.scalar_type() == at::kBool ? mask.logical_not() : mask.isneginf()).all(-1);
+  }
+
+  // Brings this rank's part of a sum over all ranks, if this one had all keys (in a graph).
+  at::Tensor at_home(const at::Tensor& grad) const {
+    if (!gathered_) {
+      return grad;
+    }
+    auto placements = operand("key").layout->placements();
+    auto cuts = operand("key").layout->cuts();
+    for (auto& p : placements) {
+      p = p.is_shard(kSequence) ? Placement::partial(ReduceOp::Sum) : p;
+    }
+    for (size_t m = 0; m < placements.size(); ++m) {
+      cuts[m] = placements[m].is_shard() ? cuts[m] : nullptr;
+    }
+    const auto from = Layout::make(mesh_ptr(), std::move(placements), std::move(cuts));
+    return redistribute(grad, *from, *operand("key").layout, operand("key").sizes());
+  }
+
+ private:
+  const MeshPtr& mesh_ptr() const {
+    return run_.operands[0].layout->mesh_ptr();
+  }
+  static Interval piece(const Layout& layout, int64_t size, const Coordinate& at) {
+    return layout.intervals(kSequence, size, at)[0];
+  }
+
+  const Run::At& operand(const std::string& wanted) const {
+    size_t nth = 0;
+    const auto& arguments = run_.op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].name() == wanted) {
+        return run_.operands[nth];
+      }
+      const auto& value = run_.arg(i);
+      nth += value.isTensor() && value.toTensor().defined();
+    }
+    TORCH_INTERNAL_ASSERT(false, run_.op.schema().name(), " has no argument ", wanted);
+  }
+
+  // In a graph, single messages are no ops, so every rank gets all keys.
+  void gather_if_traced() {
+    if (!is_traced(q_) || size() == 1) {
+      return;
+    }
+    gathered_ = true;
+    const auto& keys = operand("key");
+    auto placements = keys.layout->placements();
+    auto cuts = keys.layout->cuts();
+    for (size_t m = 0; m < placements.size(); ++m) {
+      if (placements[m].is_shard(kSequence)) {
+        placements[m] = Placement::replicate();
+        cuts[m] = nullptr;
+      }
+    }
+    const auto whole = Layout::make(mesh_ptr(), std::move(placements), std::move(cuts));
+    k_ = redistribute(k_, *keys.layout, *whole, keys.sizes());
+    v_ = redistribute(v_, *keys.layout, *whole, operand("value").sizes());
+    queries_ = {queries_[me_]};
+    ranks_ = {ranks_[me_]};
+    keys_ = {{0, keys.size(kSequence)}};
+    me_ = 0;
+  }
+
+  at::Tensor mask_of(const Block& b) const {
+    const auto rows = mask_.size(-2) == 1 ? mask_ : mask_.narrow(-2, b.q.start - queries_[me_].start, b.q.length);
+    return rows.size(-1) == 1 ? rows : rows.narrow(-1, b.k.start, b.k.length);
+  }
+
+  // The op refuses tensors without a batch or heads; all ranks of the ring have none then.
+  static at::Tensor not_empty(const at::Tensor& t) {
+    auto sizes = t.sizes().vec();
+    if (sizes[0] && sizes[1]) {
+      return t;
+    }
+    sizes[0] = std::max<int64_t>(sizes[0], 1);
+    sizes[1] = std::max<int64_t>(sizes[1], 1);
+    return t.new_zeros(sizes);
+  }
+  at::Tensor as_empty(const at::Tensor& t) const {
+    return t.narrow(0, 0, std::min(t.size(0), q_.size(0))).narrow(1, 0, std::min(t.size(1), q_.size(1)));
+  }
+
+  Run& run_;
+  at::Tensor q_, k_, v_, mask_;
+  bool causal_, gathered_ = false;
+  size_t me_ = 0;
+  std::vector<int64_t> ranks_; // of those that have other pieces of the same sequences
+  std::vector<Interval> queries_, keys_;
+};
+
+// What the ranks attend with in one step: keys of one rank ahead, queries of one rank behind. In step s, rank r sends to rank r +
+// s and receives from rank r - s. Results go back two messages later: one is on its way while they are computed.
+struct Step {
+  size_t to, from;
+  // Keys that this rank sends (to queries that `to` keeps), and that it gets; queries that it lends, and that it gets.
+  Interval keys_out, keys_in, queries_out, queries_in;
+};
+
+Step step_of(const Ring& ring, const Shares& shares, size_t rank, size_t step) {
+  const auto n = ring.size();
+  Step s;
+  s.to = (rank + step) % n;
+  s.from = (rank + n - step) % n;
+  s.keys_out = ring.seen(shares.kept(s.to, rank), rank);
+  s.keys_in = ring.seen(shares.kept(rank, s.from), s.from);
+  s.queries_out = shares.lent(rank, s.to);
+  s.queries_in = shares.lent(s.from, rank);
+  return s;
+}
+
+// Whether any rank sends anything in a step. All ranks of a mesh take part in a call, also those of other rings, which are alike.
+bool travels(const Ring& ring, const Shares& shares, size_t step) {
+  for (size_t i = 0; i < ring.size(); ++i) {
+    const auto s = step_of(ring, shares, i, step);
+    if (s.keys_out.length || s.queries_out.length) {
+      return true;
+    }
+  }
+  return false;
+}
+bool comes_back(const Ring& ring, const Shares& shares, size_t step, bool gradients) {
+  for (size_t i = 0; i < ring.size(); ++i) {
+    const auto s = step_of(ring, shares, i, step);
+    if (s.queries_out.length || (gradients && s.keys_out.length)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// A pass of the ring: `Pass` says what is sent, computed and returned in a step.
+template <typename Pass>
+void go_round(const Ring& ring, const Shares& shares, Pass& pass) {
+  const auto n = ring.size();
+  const auto mine = [&](size_t step) { return step_of(ring, shares, ring.me(), step); };
+  for (size_t now = 0; now <= n; ++now) {
+    const bool sends = now + 1 < n && travels(ring, shares, now + 1);
+    const bool returns = now > 1 && comes_back(ring, shares, now - 1, Pass::kGradients);
+    Mail mail;
+    if (sends) {
+      pass.send(mail, mine(now + 1));
+    }
+    if (returns) {
+      pass.send_back(mail, mine(now - 1));
+    }
+    const auto arrive = sends || returns ? mail.start(ring.ranks(), ring.mesh(), ring.q().options()) : comm::Completion();
+    if (now < n) {
+      pass.work(mine(now));
+    }
+    if (arrive) {
+      arrive();
+    }
+    if (returns) {
+      pass.take_back(mine(now - 1));
+    }
+    pass.turn();
+  }
+}
+
+// What travels to the rank that works with it. Undefined: nothing.
+struct Guests {
+  at::Tensor k, v;              // keys, for this rank's queries
+  at::Tensor q, grad, out, log; // another rank's queries, for this rank's keys
+};
+
+class Pass {
+ public:
+  Pass(const Ring& ring, const Shares& shares)
+      : ring_(ring), shares_(shares), queries_(ring.queries(ring.me())), keys_(ring.keys(ring.me())) {}
+
+  void turn() {
+    now_ = std::exchange(next_, {});
+  }
+
+ protected:
+  void send_keys(Mail& mail, const Step& s) {
+    for (const auto* t : {&ring_.k(), &ring_.v()}) {
+      send_rows(mail, s.to, *t, s.keys_out, keys_.start);
+    }
+    receive(mail, s.from, s.keys_in, ring_.k(), next_.k);
+    receive(mail, s.from, s.keys_in, ring_.v(), next_.v);
+  }
+  void send_queries(Mail& mail, const Step& s, const at::Tensor& t, at::Tensor& into) {
+    send_rows(mail, s.to, t, s.queries_out, queries_.start);
+    receive(mail, s.from, s.queries_in, t, into);
+  }
+  static void send_rows(Mail& mail, size_t to, const at::Tensor& t, const Interval& at, int64_t start) {
+    if (at.length) {
+      mail.send(to, rows(t, at, start));
+    }
+  }
+  static void receive(Mail& mail, size_t from, const Interval& at, const at::Tensor& like, at::Tensor& into) {
+    if (at.length) {
+      into = resized(like, at.length);
+      mail.receive(from, into);
+    }
+  }
+
+  const Ring& ring_;
+  const Shares& shares_;
+  Interval queries_, keys_;
+  Guests now_, next_;
+};
+
+class Forward : public Pass {
+ public:
+  static constexpr bool kGradients = false;
+  Forward(const Ring& ring, const Shares& shares) : Pass(ring, shares), mean_(queries_) {}
+
+  void send(Mail& mail, const Step& s) {
+    send_keys(mail, s);
+    send_queries(mail, s, ring_.q(), next_.q);
+  }
+
+  void work(const Step& s) {
+    if (s.from == ring_.me()) {
+      attend(mean_, ring_.q(), queries_, ring_.k(), ring_.v(), keys_);
+      return;
+    }
+    if (s.keys_in.length) {
+      const auto kept = shares_.kept(ring_.me(), s.from);
+      attend(mean_, rows(ring_.q(), kept, queries_.start), kept, now_.k, now_.v, s.keys_in);
+    }
+    if (s.queries_in.length) {
+      attend(lent_.emplace(s.queries_in), now_.q, s.queries_in, ring_.k(), ring_.v(), keys_);
+    }
+  }
+
+  void send_back(Mail& mail, const Step& s) {
+    if (s.queries_in.length) {
+      mail.send(s.from, lent_->mean().to(ring_.q().scalar_type()));
+      mail.send(s.from, lent_->log());
+    }
+    if (s.queries_out.length) {
+      auto sizes = resized(ring_.q(), s.queries_out.length).sizes().vec();
+      sizes.back() = ring_.v().size(-1);
+      part_ = ring_.q().new_empty(sizes);
+      sizes.pop_back();
+      log_ = ring_.q().new_empty(sizes, at::TensorOptions().dtype(accumulate_type(part_.scalar_type())));
+      mail.receive(s.to, part_);
+      mail.receive(s.to, log_);
+    }
+  }
+  void take_back(const Step& s) {
+    if (s.queries_out.length) {
+      mean_.add(part_, log_, s.queries_out);
+    }
+  }
+
+  std::vector<c10::IValue> results() {
+    if (rest_.empty()) { // the op knows what else it returns
+      const auto one = [](const at::Tensor& t) { return resized(t, 1).zero_(); };
+      rest_ = ring_.call(
+          {{"query", one(ring_.q())}, {"key", one(ring_.k())}, {"value", one(ring_.v())}, {"attn_mask", {}}},
+          {{0, 1}, {0, 1}, false});
+    }
+    const auto none = [&](size_t i) { return rest_[i].toTensor().narrow(kSequence, 0, 0); };
+    rest_[0] = queries_.length ? mean_.mean().to(ring_.q().scalar_type()) : none(0);
+    rest_[1] = queries_.length ? mean_.log() : none(1);
+    return std::move(rest_);
+  }
+
+ private:
+  void attend(
+      Mean& mean, const at::Tensor& q, const Interval& at_q, const at::Tensor& k, const at::Tensor& v, const Interval& at_k) {
+    for (const auto& b : blocks_of(at_q, at_k, ring_.causal())) {
+      rest_ = ring_.call(
+          {{"query", rows(q, b.q, at_q.start)}, {"key", rows(k, b.k, at_k.start)}, {"value", rows(v, b.k, at_k.start)}}, b);
+      auto part = rest_[0].toTensor(), log = rest_[1].toTensor();
+      if (const auto blind = ring_.blind(b); blind.defined()) {
+        part = part.masked_fill(blind.unsqueeze(-1), 0);
+        log = log.masked_fill(blind, -std::numeric_limits<double>::infinity());
+      }
+      mean.add(part, log, b.q);
+    }
+  }
+
+  Mean mean_;
+  std::optional<Mean> lent_;
+  at::Tensor part_, log_; // of lent queries, on their way back
+  std::vector<c10::IValue> rest_;
+};
+
+class Backward : public Pass {
+ public:
+  static constexpr bool kGradients = true;
+  Backward(const Ring& ring, const Shares& shares)
+      : Pass(ring, shares),
+        grad_(ring.tensor("grad_out")),
+        out_(ring.tensor("out")),
+        log_(ring.tensor("logsumexp")),
+        of_q_(ring.q(), queries_.start),
+        of_k_(ring.k(), keys_.start),
+        of_v_(ring.v(), keys_.start) {}
+
+  void send(Mail& mail, const Step& s) {
+    send_keys(mail, s);
+    send_queries(mail, s, ring_.q(), next_.q);
+    send_queries(mail, s, grad_, next_.grad);
+    send_queries(mail, s, out_, next_.out);
+    send_queries(mail, s, log_, next_.log);
+  }
+
+  void work(const Step& s) {
+    const Guests own{ring_.k(), ring_.v(), ring_.q(), grad_, out_, log_};
+    if (s.from == ring_.me()) {
+      differentiate(own, queries_, own, keys_, of_q_, of_k_, of_v_);
+      return;
+    }
+    if (s.keys_in.length) {
+      const auto kept = shares_.kept(ring_.me(), s.from);
+      auto& k = k_guest_.emplace(now_.k, s.keys_in.start);
+      auto& v = v_guest_.emplace(now_.v, s.keys_in.start);
+      differentiate(own, kept, now_, s.keys_in, of_q_, k, v);
+    }
+    if (s.queries_in.length) {
+      differentiate(now_, s.queries_in, own, keys_, q_guest_.emplace(now_.q, s.queries_in.start), of_k_, of_v_);
+    }
+  }
+
+  void send_back(Mail& mail, const Step& s) {
+    if (s.keys_in.length) {
+      mail.send(s.from, k_guest_->get());
+      mail.send(s.from, v_guest_->get());
+    }
+    if (s.queries_in.length) {
+      mail.send(s.from, q_guest_->get());
+    }
+    receive(mail, s.to, s.keys_out, ring_.k(), back_.k);
+    receive(mail, s.to, s.keys_out, ring_.v(), back_.v);
+    receive(mail, s.to, s.queries_out, ring_.q(), back_.q);
+  }
+  void take_back(const Step& s) {
+    if (s.keys_out.length) {
+      of_k_.add(back_.k, s.keys_out);
+      of_v_.add(back_.v, s.keys_out);
+    }
+    if (s.queries_out.length) {
+      of_q_.add(back_.q, s.queries_out);
+    }
+  }
+
+  std::vector<c10::IValue> results() {
+    return {of_q_.get(), ring_.at_home(of_k_.get()), ring_.at_home(of_v_.get())};
+  }
+
+ private:
+  // Adds what the queries of `a` and the keys of `b` give.
+  void differentiate(const Guests& a, const Interval& at_q, const Guests& b, const Interval& at_k, Sum& q, Sum& k, Sum& v) {
+    const auto start = &a == &now_ ? at_q.start : queries_.start;
+    for (const auto& block : blocks_of(at_q, at_k, ring_.causal())) {
+      const auto of = [&](const at::Tensor& t) { return rows(t, block.q, start); };
+      const auto grads = ring_.call(
+          {{"grad_out", of(a.grad)},
+           {"query", of(a.q)},
+           {"key", rows(b.k, block.k, at_k.start)},
+           {"value", rows(b.v, block.k, at_k.start)},
+           {"out", of(a.out)},
+           {"logsumexp", of(a.log).contiguous()}},
+          block);
+      q.add(grads[0].toTensor(), block.q);
+      k.add(grads[1].toTensor(), block.k);
+      v.add(grads[2].toTensor(), block.k);
+    }
+  }
+
+  at::Tensor grad_, out_, log_;
+  Sum of_q_, of_k_, of_v_;
+  std::optional<Sum> q_guest_, k_guest_, v_guest_;
+  Guests back_;
+};
+
+template <typename Pass>
+void run_pass(Run& run) {
+  const Ring ring(run);
+  if (!ring.is_cut()) {
+    return call_op_nonempty(run);
+  }
+  const auto shares = ring.shares();
+  Pass pass(ring, shares);
+  go_round(ring, shares, pass);
+  run.returns(pass.results());
+}
+
+} // namespace
+
+void attend(Run& run) {
+  run_pass<Forward>(run);
+}
+
+void attend_backward(Run& run) {
+  run_pass<Backward>(run);
+}
+
+} // namespace shardtensor::rules

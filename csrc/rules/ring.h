@@ -1,0 +1,41 @@
+// Kernels of fused attention whose queries are cut along the sequence. Each rank has some queries and some keys, the pieces of
+// two layouts, in any sizes. Blocks of scores are computed by torch's own kernel, and joined by the logs of their sums.
+#pragma once
+
+#include "rules/rule.h"
+
+namespace shardtensor::rules {
+
+void attend(Run& run);
+void attend_backward(Run& run);
+
+// ---- who computes what: integer arithmetic on every rank's pieces ----
+
+// Queries `q` and keys `k`, by their places in the sequence. Causal: both begin at one place, and no query sees a later key.
+struct Block {
+  Interval q, k;
+  bool causal;
+};
+// The blocks with the scores of queries `q` and keys `k` that count: at most two.
+c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal);
+
+// How many of the queries of a rank, its last ones, the holder of the keys attends with instead of the rank itself. Then queries
+// travel to the keys, and results back.
+class Shares {
+ public:
+  // So that all ranks have the same work, as far as pieces of queries and keys allow. `balance`: else no rank attends for others.
+  Shares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bool causal, bool balance);
+
+  // Of the queries of rank i, those that rank j attends with to the keys of rank j, and those that rank i attends with.
+  Interval lent(size_t i, size_t j) const;
+  Interval kept(size_t i, size_t j) const;
+
+ private:
+  int64_t& rows(size_t i, size_t j) {
+    return rows_[i * queries_.size() + j];
+  }
+  std::vector<Interval> queries_;
+  std::vector<int64_t> rows_;
+};
+
+} // namespace shardtensor::rules

@@ -1,0 +1,164 @@
+"""scaled_dot_product_attention with queries, keys and values cut along the sequence: values are the whole's, and the cheapest way is taken.
+
+Random calls are compared with plain torch, forward and backward: even, uneven, thin and empty pieces, on meshes of one and two dims.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import compare
+from test_spatial import counted, draw_cut, numbers, place
+
+MESHES = [(2,), (3,), (2, 2)]
+CALLS = 30  # per mesh
+
+
+def draw_call(draw: random.Random) -> tuple[str, list[torch.Tensor], dict[str, Any]]:
+    batch, kv_heads, groups = draw.randint(1, 4), draw.choice((1, 2, 3, 5)), draw.choice((1, 1, 2))
+    length = draw.randint(1, 40)
+    keys = length if draw.random() < 0.6 else draw.randint(1, 40)
+    q = numbers(draw, batch, kv_heads * groups, length, 3)
+    k, v = numbers(draw, batch, kv_heads, keys, 3), numbers(draw, batch, kv_heads, keys, 3)
+    how: dict[str, Any] = {"enable_gqa": groups > 1, "scale": draw.choice((None, 0.3))}
+    kind = draw.choice(("causal", "causal", "all", "mask"))
+    if kind == "causal":
+        how["is_causal"] = True
+    elif kind == "mask":
+        mask = numbers(draw, *draw.choice(((length, keys), (batch, 1, length, keys), (batch, 1, 1, keys)))) > 0
+        mask[..., 0] = True  # no row without a key
+        how["attn_mask"] = mask
+    return f"{kind} {list(q.shape)} {list(k.shape)} {how}", [q, k, v], how
+
+
+def place_sequences(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -> list[Any]:
+    from shardtensor import Replicate, Shard
+
+    placements: list[Any] = [Shard(2), *(draw.choice((Shard(0), Shard(1), Shard(2), Replicate())) for _ in range(1, mesh.ndim))]
+    draw.shuffle(placements)
+    alike = draw.random() < 0.5
+    out: list[Any] = []
+    for t in whole:
+        cuts: list[Any] = []
+        for m, p in enumerate(placements):
+            cut = draw_cut(draw, t.shape[2], mesh.size(m)) if p == Shard(2) and p not in placements[:m] else None
+            same = out and alike and t.shape[2] == whole[0].shape[2]
+            cuts.append(out[0]._layout.cuts[m] if same and p == Shard(2) else cut)
+        if len(out) == 2:  # values are where the keys are
+            cuts = list(out[1]._layout.cuts)
+        out.append(place(t, mesh, placements, cuts))
+    return out
+
+
+def run_drawn(shape: tuple[int, ...], seed: int, calls: int) -> None:
+    from shardtensor import Replicate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    draw = random.Random(f"{shape} {seed}")
+    for _ in range(calls):
+        text, whole, how = draw_call(draw)
+        given = place_sequences(draw, whole, mesh)
+        text += f" {[t._layout for t in given]}"
+        plain = [t.requires_grad_() for t in whole]
+        leaves = [t.requires_grad_() for t in given]
+        ours = dict(how)
+        if "attn_mask" in how:
+            ours["attn_mask"] = place(how["attn_mask"], mesh, [Replicate()] * mesh.ndim, [None] * mesh.ndim)
+        want = F.scaled_dot_product_attention(*plain, **how)
+        y = F.scaled_dot_product_attention(*leaves, **ours)
+        assert y.placements == given[0].placements, text
+        compare(y, want.detach(), 1e-9, f"result of {text}")
+        upstream = numbers(draw, *want.shape)
+        grads = torch.autograd.grad(y, leaves, place(upstream, mesh, y.placements, y._layout.cuts))
+        for name, g, w in zip("qkv", grads, torch.autograd.grad(want, plain, upstream), strict=True):
+            compare(g, w, 1e-9, f"gradient of {name} of {text}")
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
+def test_equals_torch(pools, shape):
+    pools(math.prod(shape)).run(f"{__name__}:run_drawn", shape, 0, CALLS)
+
+
+# ---- the choice, from sizes alone ----
+
+# ranks, sizes of queries and keys, causal; what a forward calls
+CHOICES = {
+    "heads": (3, (1, 6, 1024, 16), (1, 6, 1024, 16), False, {"all_to_all": 4}),  # there and back
+    "batch": (3, (3, 1, 1024, 16), (3, 1, 1024, 16), False, {"all_to_all": 4}),
+    "ring, causal": (2, (1, 4, 1024, 16), (1, 4, 1024, 16), True, {"all_to_all": 2}),  # some queries travel, and come back
+    "ring": (3, (1, 8, 1024, 16), (1, 2, 1024, 16), False, {"all_to_all": 2}),
+    "few keys": (3, (1, 8, 1024, 16), (1, 8, 8, 16), False, {"all_gather": 2}),
+}
+
+
+def run_choice(ranks: int, q: tuple[int, ...], k: tuple[int, ...], causal: bool, calls: dict[str, int]) -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    draw = random.Random(1)
+    whole = [numbers(draw, *sizes).float() for sizes in (q, k, k)]
+    given = [place(t, mesh, [Shard(2)], [None]) for t in whole]
+    how = {"is_causal": causal, "enable_gqa": True}
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            y, sent = counted(lambda: F.scaled_dot_product_attention(*given, **how))
+        assert {kind: n for kind, (n, _) in sent.items()} == calls, sent
+        assert y.placements == (Shard(2),)
+        compare(y, F.scaled_dot_product_attention(*whole, **how), 1e-5, "result")
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_choice(pools, case):
+    pools(CHOICES[case][0]).run(f"{__name__}:run_choice", *CHOICES[case])
+
+
+# ---- modules and graphs ----
+
+
+class Block(torch.nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(12, heads, batch_first=True)
+        self.norm, self.up, self.down = torch.nn.LayerNorm(12), torch.nn.Linear(12, 20), torch.nn.Linear(20, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def run_block(heads: int, cut: list[int], compiled: bool) -> None:
+    from shardtensor import Replicate, Shard, distribute_module
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (len(cut),))
+    torch.manual_seed(3)
+    block = Block(heads).double()
+    whole = numbers(random.Random(1), 2, sum(cut), 12)
+    plain = whole.clone().requires_grad_()
+    want = block(plain)
+    parameters = list(block.parameters())
+    expected = torch.autograd.grad(want.square().sum(), [plain, *parameters])
+    ours = distribute_module(block, mesh)
+    x = place(whole, mesh, [Shard(1)], [cut]).requires_grad_()
+    torch._dynamo.reset()
+    y = (torch.compile(ours, backend="aot_eager") if compiled else ours)(x)
+    assert y.placements == (Shard(1),)
+    compare(y, want.detach(), 1e-9, "result")
+    grads = torch.autograd.grad(y.square().sum(), [x, *ours.parameters()])
+    for i, (g, w) in enumerate(zip(grads, expected, strict=True)):
+        compare(g.redistribute(placements=[Replicate()]), w, 1e-9, f"gradient {i}")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("heads", [1, 4])  # too few to exchange; enough
+def test_block(pools, heads, compiled):
+    for cut in ([3, 4], [5, 0, 4]):
+        pools(len(cut)).run(f"{__name__}:run_block", heads, cut, compiled, seconds=120)
