@@ -663,7 +663,8 @@ def dynamic(functions, one_graph, grad=True):
                     _whole(out.sum()).backward()
                 results.append((_form(out), _whole(out.detach()), _whole(x.grad) if grad else None))
             assert results[0][0] == results[1][0], f"{name}, {n} rows: {results[1][0]} instead of {results[0][0]}"
-            torch.testing.assert_close(results[1][1:], results[0][1:], msg=lambda m, name=name: f"{name}: {m}")
+            # Eager and compiled attention add in another order.
+            torch.testing.assert_close(results[1][1:], results[0][1:], rtol=1e-5, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
         if counter.frame_count > 1:
             several.append((name, counter.frame_count))
     assert not (one_graph and several), several
@@ -714,7 +715,7 @@ SEVERAL_GRAPHS = {
         "cross_entropy_smoothed_none", "cross_entropy_smoothed_sum", "dist", "masked_scatter", "multi_margin_loss_mean",
         "multi_margin_loss_sum", "multi_margin_one_mean", "multi_margin_one_sum", "multi_margin_weight_mean", "multi_margin_weight_sum",
         "multilabel_margin_loss_mean", "multilabel_margin_loss_sum", "multilabel_margin_one_mean", "multilabel_margin_one_sum",
-        "nll_loss_one_mean", "nll_loss_one_none", "nll_loss_one_sum", "normalize", "pad_reflect", "renorm_", "triu_",
+        "nll_loss_one_mean", "nll_loss_one_none", "nll_loss_one_sum", "normalize", "pad_reflect", "renorm_", "sdpa_no_batch", "triu_",
         "unsafe_masked_index", "unsafe_masked_put", "var_complex", "vector_norm_twice",
     ],
     "written views that had to move data raise": ["write_row_add", "write_row_sigmoid"],

@@ -301,6 +301,18 @@ def test_a_rank_that_is_only_late_is_waited_for():
 # ---- ranks that disagree about a tensor ----
 
 
+def cut_alone():
+    """A move that sends nothing asks nothing of the others, the first of its kind either: rank 0 does it alone."""
+    from shardtensor import Replicate, Shard, ShardTensor
+
+    x = ShardTensor.from_local(torch.arange(5.0), mesh(torch.distributed.get_world_size()), [Replicate()])
+    return outcome(lambda: x.redistribute(placements=[Shard(0)]).to_local()) if me() == 0 else None
+
+
+def test_a_move_that_sends_nothing_needs_no_other_rank():
+    assert ask(2, "cut_alone") == [[0.0, 1.0, 2.0], None]
+
+
 def unequal(how):
     from shardtensor import Partial, Shard, ShardTensor
 

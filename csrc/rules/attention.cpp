@@ -70,7 +70,8 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   queries.reduce = ReduceOp::Sum;                                              // for the keys' gradients
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // for a mask's gradient
   const auto s = rule.factor(queries);
-  const auto repeats = std::max<int64_t>(q.size(1) / std::max<int64_t>(k.size(1), 1), 1);
+  const bool alike = q.sym_size(1) == k.sym_size(1); // as symbols they stay symbols
+  const auto repeats = alike ? 1 : std::max<int64_t>(q.size(1) / std::max<int64_t>(k.size(1), 1), 1);
   Attention a;
   a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
   const auto keys = ring ? k.size(2) : 0; // a query reads all of them, or those up to its own place

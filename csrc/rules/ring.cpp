@@ -256,6 +256,19 @@ class Mean {
   at::Tensor mean_, log_;
 };
 
+const Run::At& operand_of(const Run& run, const std::string& wanted) {
+  size_t nth = 0;
+  const auto& arguments = run.op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == wanted) {
+      return run.operands[nth];
+    }
+    const auto& value = run.arg(i);
+    nth += value.isTensor() && value.toTensor().defined();
+  }
+  TORCH_INTERNAL_ASSERT(false, run.op.schema().name(), " has no argument ", wanted);
+}
+
 // The call and all ranks' pieces.
 class Ring {
  public:
@@ -338,10 +351,6 @@ class Ring {
   }
 
   // Whether the sequence of the queries is cut.
-  bool is_cut() const {
-    return operand("query").layout->shards(kSequence);
-  }
-
   // Runs the op on a block, with these tensors in place of its arguments. Returns its results.
   std::vector<c10::IValue> call(const std::map<std::string, at::Tensor>& tensors, const Block& b) const {
     std::vector<c10::IValue> stack;
@@ -407,16 +416,7 @@ class Ring {
   }
 
   const Run::At& operand(const std::string& wanted) const {
-    size_t nth = 0;
-    const auto& arguments = run_.op.schema().arguments();
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (arguments[i].name() == wanted) {
-        return run_.operands[nth];
-      }
-      const auto& value = run_.arg(i);
-      nth += value.isTensor() && value.toTensor().defined();
-    }
-    TORCH_INTERNAL_ASSERT(false, run_.op.schema().name(), " has no argument ", wanted);
+    return operand_of(run_, wanted);
   }
 
   // In a graph, single messages are no ops, so every rank gets all keys.
@@ -754,10 +754,10 @@ class Backward : public Pass {
 
 template <typename Pass>
 void run_pass(Run& run) {
-  const Ring ring(run);
-  if (!ring.is_cut()) {
+  if (!operand_of(run, "query").layout->shards(kSequence)) {
     return call_op_nonempty(run);
   }
+  const Ring ring(run);
   const auto shares = ring.shares();
   Pass pass(ring, shares);
   go_round(ring, shares, pass);
