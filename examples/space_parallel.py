@@ -63,10 +63,11 @@ def train(
         fields = simulate(steps + 1).to(dtype)
     else:
         import numpy
-        from shardtensor import Shard, init_device_mesh
+        from shardtensor import Shard, init_device_mesh, set_promotion_mode
         from shardtensor.data import read
-        from shardtensor.domain_parallel import sync_module_over_mesh  # this import allows plain weights among ShardTensors
+        from shardtensor.domain_parallel import sync_module_over_mesh
 
+        set_promotion_mode("replicate")  # plain weights among ShardTensors
         file = Path(folder) / "fields.npy"
         if dist.get_rank() == 0:
             numpy.save(file, simulate(steps + 1).numpy())
