@@ -115,6 +115,7 @@ LIE_OTHERWISE = {
         "normal": "it draws one tensor's worth",
         "quantile": "it is made by other ops on the way",
         "nanquantile": "it is made by other ops on the way",
+        "nn.functional.scaled_dot_product_attention": _MOVED,
         "select": _MOVED,
         "unbind": _MOVED,
         "unfold": _MOVED,

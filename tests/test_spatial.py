@@ -374,7 +374,8 @@ def check(call: Call, mesh: Any, x: Any) -> bool:
     if kept and call.windows:
         check_halo(sent, bytes_of_halo(mesh, x, reads), 1, "forward")
     upstream = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
-    grad = place(laid_like(upstream, want), mesh, y.placements, y._layout.cuts)
+    held = [Replicate() if p.is_partial() else p for p in y.placements]
+    grad = place(laid_like(upstream, want), mesh, held, y._layout.cuts)
     got, sent = counted(lambda: torch.autograd.grad(y, inputs, grad))
     expected = torch.autograd.grad(want, plain, upstream)
     for name, g, w in zip(("input", "weight", "bias"), got, expected, strict=False):

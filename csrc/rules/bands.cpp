@@ -78,6 +78,7 @@ void forward_kernel(Run& run) {
   const auto sizes = guarded(sizes_of_piece(run));
   auto out = x.to(accumulate_type(x.scalar_type()));
   if (x.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    band_of(run, bands, 0, {0, 0}, out.options()); // raises what other ranks raise
     return run.returns({x.new_zeros(sizes)});
   }
   for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
@@ -102,6 +103,7 @@ void backward_kernel(Run& run) {
   const auto sizes = guarded(sizes_of_piece(run));
   auto out = grad.to(accumulate_type(grad.scalar_type()));
   if (grad.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    band_of(run, bands, 0, {0, 0}, out.options());
     return run.returns({grad.new_zeros(sizes)});
   }
   for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {

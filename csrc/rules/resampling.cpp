@@ -172,11 +172,13 @@ std::optional<Bands> bands_of(const Call& call, c10::IntArrayRef in, c10::IntArr
   return any ? std::optional(bands) : std::nullopt;
 }
 
-Sampling sampling_of(Kind kind) {
+Sampling sampling_of(const Call& call, Kind kind) {
   using Position = Sampling::Position;
-  // `nearest` picks one of the elements around a position.
-  return kind == Kind::Nearest ? Sampling{2, false, Position::Start}
-                               : Sampling{kind == Kind::Linear ? 1.0 : 2.0, false, Position::Middle};
+  if (kind == Kind::Nearest) { // picks one of the elements around a position
+    const bool exact = call.schema.name().find("exact") != std::string::npos;
+    return {2, false, exact ? Position::Middle : Position::Start};
+  }
+  return {kind == Kind::Linear ? 1.0 : 2.0, false, Position::Middle};
 }
 
 template <int64_t space>
@@ -210,7 +212,7 @@ Rule resample(const Call& call) {
   const auto out = call.ints(call.position("output_size"));
   const auto made = static_cast<int64_t>(out.size()) == space ? resampled(call, input.sizes(), out, space, kind) : std::nullopt;
   if (!fits(made, *input.layout)) {
-    resample_by_weights<space>(call, rule, sampling_of(kind));
+    resample_by_weights<space>(call, rule, sampling_of(call, kind));
     return rule;
   }
   auto& result = rule.results[0];
@@ -251,7 +253,9 @@ Rule resample_backward(const Call& call) {
   const auto made =
       static_cast<int64_t>(in.size()) == grad.dim() ? resampled(call, in, grad.sizes().slice(lead), space, kind) : std::nullopt;
   if (!fits(made, *grad.layout)) {
-    resample_backward_by_weights<space>(call, rule, sampling_of(kind));
+    if (kind != Kind::Nearest) { // torch's backward of a position between two elements may name another one than its forward
+      resample_backward_by_weights<space>(call, rule, sampling_of(call, kind));
+    }
     return rule;
   }
   auto& result = rule.results[0];
