@@ -78,8 +78,9 @@ class Placing {
     };
     const Places stay{
         as_shard_tensor(query_)->layout_ptr(), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), ""};
-    if (traced_) {
-      return spread(sequence_ - 1);
+    if (traced_) { // a graph has no messages between single ranks
+      auto places = spread(sequence_ - 1);
+      return places ? places : Places{stay.query, whole(key_), whole(value_), "a graph has no ring"};
     }
     for (int64_t d = sequence_ - 1; d >= 0; --d) {
       auto places = spread(d);

@@ -5,6 +5,7 @@
 #include "redistribute/redistribute.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
+#include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
 
@@ -338,7 +339,7 @@ class Ring {
   at::Tensor tensor(const char* name) const {
     const auto at = argument(run_, name);
     const auto found = at < 0 ? at::Tensor() : run_.arg(at).toOptional<at::Tensor>().value_or(at::Tensor());
-    return found;
+    return found.defined() && has_symbols(found) ? in_numbers(found) : found;
   }
   // A mask has rows for this rank's queries only.
   Shares shares() const {
