@@ -715,8 +715,9 @@ SEVERAL_GRAPHS = {
         "cross_entropy_smoothed_none", "cross_entropy_smoothed_sum", "dist", "masked_scatter", "multi_margin_loss_mean",
         "multi_margin_loss_sum", "multi_margin_one_mean", "multi_margin_one_sum", "multi_margin_weight_mean", "multi_margin_weight_sum",
         "multilabel_margin_loss_mean", "multilabel_margin_loss_sum", "multilabel_margin_one_mean", "multilabel_margin_one_sum",
-        "nll_loss_one_mean", "nll_loss_one_none", "nll_loss_one_sum", "normalize", "pad_reflect", "renorm_", "sdpa_no_batch", "triu_",
-        "unsafe_masked_index", "unsafe_masked_put", "var_complex", "vector_norm_twice",
+        "nll_loss_one_mean", "nll_loss_one_none", "nll_loss_one_sum", "normalize", "pad_reflect", "renorm_", "sdpa_broadcast_causal",
+        "sdpa_gqa", "sdpa_gqa_even", "sdpa_math", "sdpa_math_causal", "sdpa_no_batch", "sdpa_no_keys", "sdpa_no_queries",
+        "sdpa_no_keys_mask_bool", "sdpa_query", "triu_", "unsafe_masked_index", "unsafe_masked_put", "var_complex", "vector_norm_twice",
     ],
     "written views that had to move data raise": ["write_row_add", "write_row_sigmoid"],
 }  # fmt: skip
