@@ -69,6 +69,7 @@ void register_comm(py::module& m) {
   m.def("begin_barrier", &comm::faults::begin_barrier);
   py::class_<comm::faults::InBarrier>(m, "InBarrier").def(py::init<std::string>()).def("leave", &comm::faults::InBarrier::leave);
   m.def("set_fault_grace", &comm::faults::set_grace);
+  m.def("set_fault_comparison", &comm::faults::set_between);
   m.def("set_watcher", [](py::object f) {
     ear_for<Watcher>().set(std::move(f));
     set_watcher(ear_for<Watcher>().listens() ? &tell_of_move : nullptr);

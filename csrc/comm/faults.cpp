@@ -28,6 +28,7 @@ constexpr auto kSigns = 700ms; // how long the ranks that survive a broken group
 
 std::atomic<bool> g_on{true};
 std::atomic<std::chrono::milliseconds> g_grace{600ms};
+std::atomic<std::chrono::milliseconds> g_between{1s}; // between two comparisons with the next rank
 std::atomic<int64_t> g_epoch{0};
 
 // What belongs to a process group. A group that is destroyed and made again is another one, also if it has the same name.
@@ -152,9 +153,9 @@ void compare_draws(Group& group, int64_t number, int64_t rank, const Claim& othe
   uint64_t mine = 0;
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
-    mine = group.draws_before[number % kKept];
+    mine = group.drawn_before[number % kKept];
   }
-  if (mine != other.draws) {
+  if (mine != other.drawn) {
     TORCH_WARN_ONCE(
         "shardtensor: on ranks ", rank, " and ", other.rank,
         " the default random generators have parted: random ops on ShardTensors have not had the same keys, so values that "
@@ -248,14 +249,17 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   Ticket ticket{all->world, all->group, 0, {}, false, needs_all};
   all->world->note_thread();
   bool others_wait = false; // perhaps; then they have claimed the number
+  bool compares = false;    // with the next rank: so that what went wrong within a slice does not stay unnoticed
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), text(), ": the process group broke before: ", group.broken);
-    ticket.number = ++group.number;
-    group.facts[ticket.number % kKept] = facts;
-    group.draws_before[ticket.number % kKept] = group.draws;
+    ticket.number = group.begin(facts);
     const auto now = Clock::now();
     others_wait = now - std::exchange(group.last, now) > kSlice;
+    if (ticket.number % kMark == 0 && now - group.marked >= g_between.load(std::memory_order_relaxed)) {
+      group.marked = now;
+      compares = true;
+    }
   }
   if (const auto failures = all->world->failures(); C10_UNLIKELY(group.checked != failures)) {
     agree(ticket, *process_group, text);
@@ -268,6 +272,17 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
     }
     if (other) {
       compare_draws(group, ticket.number, all->world->rank(), *other);
+    }
+  }
+  if (C10_UNLIKELY(compares)) {
+    const WithoutGil released;
+    if (const auto other = all->world->differs_from_next(group)) {
+      part(
+          ticket, c10::str(
+                      text(), ", ", doing_now(), ": ranks ", all->world->rank(), " and ", *other,
+                      " have made different collectives among their first ", ticket.number,
+                      " in this process group, so one may have taken the other's data for its own, and "
+                      "results of the last second may be wrong. SHARDTENSOR_CHECK=1 finds the op"));
     }
   }
   ++t_begun;
@@ -479,18 +494,18 @@ void note_draw(const Mesh& mesh, uint64_t key) {
   for (int64_t m = 0; g_on.load(std::memory_order_relaxed) && mesh.has_me() && m < mesh.ndim(); ++m) {
     if (const auto group = group_along(mesh, m)) {
       const std::lock_guard<std::mutex> lock(group->mutex);
-      group->draws = c10::hash_combine(group->draws, key);
+      group->drawn += key;
     }
   }
 }
 
-uint64_t draws(const Mesh& mesh, int64_t mesh_dim) {
+uint64_t drawn(const Mesh& mesh, int64_t mesh_dim) {
   const auto group = group_along(mesh, mesh_dim);
   if (!group) {
     return 0;
   }
   const std::lock_guard<std::mutex> lock(group->mutex);
-  return group->draws;
+  return group->drawn;
 }
 
 void ended(const std::string& done) {
@@ -551,6 +566,9 @@ void set_notice(bool on) {
 }
 bool notice() {
   return g_on;
+}
+void set_between(double seconds) {
+  g_between = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 void set_grace(double seconds) {
   g_grace = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));

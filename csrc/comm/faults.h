@@ -1,10 +1,11 @@
 // Ranks that part: one fails and the others wait for it, or two make different collectives. Through the store of the default
 // process group, ranks tell each other, so that all raise soon and no data of one collective is taken for another's.
 //
-// Each rank counts its collectives along a mesh dim. Nothing is sent until a rank fails or waits long; then:
+// Each rank counts its collectives along a mesh dim. Little is sent until a rank fails or waits long:
 // - A rank that fails tells so, with its counts.
 // - A rank that waits long claims its collective's number for the collective that it makes, and reads who has failed.
 // - A rank that comes to a collective after a pause looks whether another has claimed the number for a different one.
+// - Once a second a rank tells the others what its collectives have been so far, as a hash, and compares with the next rank.
 // - A rank that waits long in something that needs all ranks says so. Another that waits for it raises if each of the two waits
 // for
 //   the other. It also raises if a rank that it needs has ended.
@@ -55,8 +56,8 @@ std::string broke(const Ticket& ticket, const std::string& error);
 void failed_in_part(const std::string& doing, const std::string& error);
 // A random op of all ranks of the mesh has this key. Ranks that look at each other's claims warn if their keys have parted.
 void note_draw(const Mesh& mesh, uint64_t key);
-// A hash of those keys, the same for all ranks along the mesh dim.
-uint64_t draws(const Mesh& mesh, int64_t mesh_dim);
+// The sum of those keys, modulo 2^64: the same for all ranks along the mesh dim.
+uint64_t drawn(const Mesh& mesh, int64_t mesh_dim);
 
 // This rank takes no part in anything any more: it has `done`. If it destroys its process groups, it may make others.
 void ended(const std::string& done);
@@ -78,9 +79,11 @@ class InBarrier {
   std::unique_ptr<Wait> wait_;
 };
 
-// For the process. `grace`: seconds that a rank which has failed may take to come to its next collective.
+// For the process. `grace`: seconds that a rank which has failed may take to come to its next collective. `between`: seconds from
+// one comparison with the next rank to another.
 void set_notice(bool on);
 bool notice();
 void set_grace(double seconds);
+void set_between(double seconds);
 
 } // namespace shardtensor::comm::faults

@@ -3,6 +3,7 @@
 #include "comm/faults.h"
 
 #include <c10/util/StringUtil.h>
+#include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
@@ -135,12 +136,26 @@ std::string one_line(std::string text) {
     c = c == kPart || c == kItem || c == '\n' ? ' ' : c;
   }
   constexpr size_t kMost = 1000;
-  return text.size() > kMost ? text.substr(0, kMost) + "..." : text;
+  if (text.size() > kMost) {
+    text.resize(kMost);
+    text += "...";
+  }
+  return text;
+}
+
+int64_t Group::begin(uint64_t what) {
+  facts[++number % kKept] = what;
+  drawn_before[number % kKept] = drawn;
+  history = c10::hash_combine(history, what);
+  if (number % kMark == 0) {
+    marks[number / kMark % kMarks] = history;
+  }
+  return number;
 }
 
 void skip(Group& group) {
   const std::lock_guard<std::mutex> lock(group.mutex);
-  push(group.skipped, ++group.number, kKept);
+  push(group.skipped, group.begin(0), kKept);
 }
 
 std::optional<uint64_t> facts_of(Group& group, int64_t number) {
@@ -213,15 +228,15 @@ void World::come_back() {
 
 Claim World::claim(Group& group, int64_t number, uint64_t facts, const std::string& text) {
   bool again = false;
-  uint64_t draws = 0;
+  uint64_t drawn = 0;
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
-    draws = group.draws_before[number % kKept];
+    drawn = group.drawn_before[number % kKept];
     again = !group.claimed.insert(number).second;
     group.claimed.erase(group.claimed.begin(), group.claimed.upper_bound(*group.claimed.rbegin() - 2 * kKept));
   }
-  const auto mine = c10::str(facts, kPart, draws, kPart, rank_, kPart, one_line(text));
-  Claim first{facts, draws, rank_, text};
+  const auto mine = c10::str(facts, kPart, drawn, kPart, rank_, kPart, one_line(text));
+  Claim first{facts, drawn, rank_, text};
   ask([&] {
     const auto found = store_->compareSet(claim_key(group, number), std::string(), mine);
     first = read_claim(found);
@@ -253,6 +268,33 @@ int64_t World::claims(const Group& group, int64_t number) {
   int64_t n = 0;
   ask([&] { n = store_->add(claim_key(group, number) + "/count", 0); });
   return n;
+}
+
+std::optional<int64_t> World::differs_from_next(Group& group) {
+  const auto at = [&](int64_t number) { return group.marks[number / kMark % kMarks]; };
+  const auto key_of = [&](int64_t rank) { return c10::str(prefix_, group.name, "/mark/", rank); };
+  const auto me = std::find(group.ranks.begin(), group.ranks.end(), rank_) - group.ranks.begin();
+  const auto next = group.ranks[(me + 1) % group.ranks.size()];
+  std::vector<std::string> theirs;
+  ask([&] {
+    std::string mine;
+    {
+      const std::lock_guard<std::mutex> lock(group.mutex);
+      const auto number = group.number / kMark * kMark;
+      mine = c10::str(number, kPart, at(number));
+    }
+    store_->set(key_of(rank_), mine);
+    if (store_->check({key_of(next)})) {
+      theirs = split(store_->get_to_str(key_of(next)), kPart);
+    }
+  });
+  if (theirs.size() != 2) {
+    return std::nullopt;
+  }
+  const auto number = std::stoll(theirs[0]);
+  const std::lock_guard<std::mutex> lock(group.mutex);
+  const bool kept = number <= group.number && number > group.number - kMark * (kMarks - 1);
+  return kept && at(number) != std::stoull(theirs[1]) ? std::optional(next) : std::nullopt;
 }
 
 std::optional<Failure> World::in_vain(

@@ -23,7 +23,8 @@ namespace shardtensor::comm::faults {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kKept = 64; // collectives of a group that a rank remembers; claims of older ones leave the store
+constexpr int64_t kKept = 64;               // collectives of a group that a rank remembers; claims of older ones leave the store
+constexpr int64_t kMark = 8, kMarks = 1024; // every 8th one has a mark, and a rank keeps that many
 
 // How far a rank was in a group's collectives when it failed.
 struct Count {
@@ -53,12 +54,18 @@ struct Group {
   std::mutex mutex;
   int64_t number = 0;     // collectives begun
   Clock::time_point last; // when the last one began
-  std::array<uint64_t, kKept> facts{}, draws_before{};
-  uint64_t draws = 0;               // a hash of the keys of all random ops so far
-  std::deque<int64_t> skipped;      // left out
-  std::set<int64_t> claimed, first; // numbers that this rank has claimed, and of them those that it was the first to claim
-  std::set<int64_t> wanted;         // numbers that ranks which have failed wait for, and that this rank has not begun
-  std::string broken;               // says why; empty if it is whole
+  std::array<uint64_t, kKept> facts{}, drawn_before{};
+  uint64_t history = 0;                 // a hash of the facts of all collectives begun
+  std::array<uint64_t, kMarks> marks{}; // the history up to each number that is a multiple of kMark
+  Clock::time_point marked;             // when this rank last told others of a mark
+  uint64_t drawn = 0;                   // the sum of the keys of all random ops so far
+  std::deque<int64_t> skipped;          // left out
+  std::set<int64_t> claimed, first;     // numbers that this rank has claimed, and of them those that it was the first to claim
+  std::set<int64_t> wanted;             // numbers that ranks which have failed wait for, and that this rank has not begun
+  std::string broken;                   // says why; empty if it is whole
+
+  // The next collective. With the mutex held.
+  int64_t begin(uint64_t facts);
 };
 
 // A collective that all others make is left out here.
@@ -68,7 +75,7 @@ std::optional<uint64_t> facts_of(Group& group, int64_t number);
 
 // The first rank that claimed a number for its collective.
 struct Claim {
-  uint64_t facts, draws;
+  uint64_t facts, drawn;
   int64_t rank;
   std::string text;
 };
@@ -114,6 +121,10 @@ class World {
   std::optional<Claim> claimed(const Group& group, int64_t number);
   // How many ranks have claimed it.
   int64_t claims(const Group& group, int64_t number);
+
+  // The rank next to this one in the group, if up to the last mark that it has told of it has begun other collectives than this
+  // one. Tells of this rank's last mark.
+  std::optional<int64_t> differs_from_next(Group& group);
 
   // Why a wait that began at `since` is in vain: for collective `number` of the group, or, without a group, for messages of
   // `ranks`. `grace`: how long a rank that has failed may take to come back.

@@ -67,11 +67,20 @@ std::string fault_of(const at::Tensor& t, const ShardTensorImpl& impl) {
 
 // The outcome of a call on this rank.
 struct End {
-  std::string error;        // the error that it raised
-  std::string fault;        // describes a wrong result
-  std::string replicated;   // sizes and layouts of the results that several ranks hold alike
-  std::vector<size_t> same; // by mesh dim: a hash of the pieces that all ranks along it hold alike
+  std::string error;                  // the error that it raised
+  std::string fault;                  // describes a wrong result
+  std::string replicated;             // sizes and layouts of the results that several ranks hold alike
+  std::vector<size_t> same;           // by mesh dim: a hash of the pieces that all ranks along it hold alike
+  std::vector<uint64_t> drawn_before; // by mesh dim: faults::drawn() before the call; empty for what draws nothing
 };
+
+std::vector<uint64_t> drawn(const Mesh& mesh) {
+  std::vector<uint64_t> out;
+  for (int64_t m = 0; m < mesh.ndim(); ++m) {
+    out.push_back(comm::faults::drawn(mesh, m));
+  }
+  return out;
+}
 
 void add_result(End& end, const at::Tensor& tensor, bool has_values) {
   const auto* impl = tensor.defined() ? as_shard_tensor(tensor) : nullptr;
@@ -104,7 +113,8 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
   int64_t failed = !end.error.empty(), went_on = end.error.empty(), wrong = !end.fault.empty();
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     const auto same = static_cast<int64_t>(end.same[m] >> 1);
-    const auto draws = static_cast<int64_t>(comm::faults::draws(mesh, m) >> 1);
+    const auto draws =
+        end.drawn_before.empty() ? 0 : static_cast<int64_t>((comm::faults::drawn(mesh, m) - end.drawn_before[m]) >> 1);
     const auto seen = comm::largest<7>(mesh, {failed, went_on, wrong, same, -same, draws, -draws}, uint64_t{1} << m);
     const bool differ = seen[3] != -seen[4] && !seen[0], parted = seen[5] != -seen[6] && !seen[0];
     failed = seen[0], went_on = seen[1], wrong = seen[2] || differ || parted;
@@ -255,6 +265,7 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
     given.assign(stack->begin() + static_cast<int64_t>(base), stack->end());
   }
   End end;
+  end.drawn_before = drawn(*mesh);
   std::exception_ptr failed;
   try {
     run();

@@ -153,12 +153,14 @@ def set_reduce_ahead(on: bool) -> None:
     _C.set_reduces_ahead(on)
 
 
-def set_fault_notice(on: bool, *, grace: float = 0.6) -> None:
+def set_fault_notice(on: bool, *, grace: float = 0.6, compare_every: float = 1.0) -> None:
     """Whether a rank on which an op, a move or a backward fails, or whose script ends, tells the others, so that they raise soon and
     need not wait for the time-out. A rank that goes on after an error of its own has `grace` seconds to come to the next collective.
-    At first True, or what the environment variable SHARDTENSOR_FAULT_NOTICE (0 or 1) says. For all threads; call it on all ranks alike. With
-    Gloo; docs/reliability.md says what it does."""
+    Every `compare_every` seconds a rank compares a hash of its collectives with the next rank's. At first True, or what the
+    environment variable SHARDTENSOR_FAULT_NOTICE (0 or 1) says. For all threads; call it on all ranks alike. With Gloo;
+    docs/reliability.md says what it does."""
     _C.set_fault_grace(grace)
+    _C.set_fault_comparison(compare_every)
     _C.set_fault_notice(on)
 
 
