@@ -21,7 +21,10 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # What takes ranks long to import, the same for all of them.
-_PRELOAD = ["torch.distributed.tensor", "torch._dynamo", "torch.testing._internal.common_methods_invocations", "shardtensor"]
+_PRELOAD = [
+    "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "torch.testing._internal.common_methods_invocations",
+    "shardtensor",
+]  # fmt: skip
 
 
 # The cases gather thousands of times. Ranks and other programs of the tests inherit this.

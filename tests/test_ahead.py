@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from forks import Run, run_each
 from test_api import numbers
 
 LOSSES: dict[str, Callable] = {
@@ -233,10 +231,9 @@ def test_nobody_reads(ranks):
     ranks.run("test_ahead:nobody_reads")
 
 
-@pytest.mark.parametrize(("asked", "told"), [(None, "True"), ("", "True"), ("1", "True"), ("0", "False"), ("no", "use 0 or 1")])
-def test_environment(asked, told):
-    environment = {k: v for k, v in os.environ.items() if k != "SHARDTENSOR_REDUCE_AHEAD"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    environment |= {} if asked is None else {"SHARDTENSOR_REDUCE_AHEAD": asked}
+def test_environment():
+    told = {None: "True", "": "True", "1": "True", "0": "False", "no": "use 0 or 1"}
     program = "from shardtensor import _C; print(_C.reduces_ahead())"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert told in (done.stdout or done.stderr)
+    runs = run_each(program, [Run(environment={"SHARDTENSOR_REDUCE_AHEAD": asked}) for asked in told])
+    for says, run in zip(told.values(), runs, strict=True):
+        assert says in (run.stdout or run.stderr)

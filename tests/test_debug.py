@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forks import Run, run_each
 from torch import nn
 
 ITEM = 8  # bytes of a double
@@ -349,18 +350,14 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(
-    ("often", "told"),
-    [(None, 2), ("", 2), ("once", 2), ("ONCE,all_ranks", 2), ("off", 0), ("every", 4), ("always", "use off, once or every")],
-)
-def test_gathers_by_environment(often, told):
-    environment = {k: v for k, v in os.environ.items() if k != "SHARDTENSOR_GATHERS"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    environment |= {} if often is None else {"SHARDTENSOR_GATHERS": often}
-    done = subprocess.run([sys.executable, "-c", GATHERS], capture_output=True, text=True, timeout=100, env=environment)
-    if isinstance(told, str):
-        assert done.returncode == 1 and told in done.stderr.splitlines()[-1]
-    else:
-        assert done.returncode == 0 and done.stderr.count(" gathers its argument ") == told, done.stderr
+def test_gathers_by_environment():
+    told = {None: 2, "": 2, "once": 2, "ONCE,all_ranks": 2, "off": 0, "every": 4, "always": "use off, once or every"}
+    runs = run_each(GATHERS, [Run(environment={"SHARDTENSOR_GATHERS": often}) for often in told])
+    for says, run in zip(told.values(), runs, strict=True):
+        if isinstance(says, str):
+            assert run.returncode == 1 and says in run.stderr.splitlines()[-1]
+        else:
+            assert run.returncode == 0 and run.stderr.count(" gathers its argument ") == says, run.stderr
 
 
 # ---- pictures ----

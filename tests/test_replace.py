@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import Run, run_each
 from test_fsdp import needs_uneven_columns
 from torch import nn
 
@@ -160,22 +161,22 @@ def _run_by_name(folder, *arguments):
     )
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        (["nofile.py"], "there is no script 'nofile.py' to run, in {}"),
-        (["empty"], "there is no script 'empty' to run, in {}"),
-        (["-m", "nomodule"], "there is no module 'nomodule' to run, in {} or installed"),
-        (["-m", "empty.nomodule"], "there is no module 'empty.nomodule' to run, in {} or installed"),
-        (["-m", "empty"], "there is no module 'empty' to run, in {} or installed"),
-    ],
-)
-def test_nothing_to_run(tmp_path, what, says):
+NOTHING = [
+    (["nofile.py"], "there is no script 'nofile.py' to run, in {}"),
+    (["empty"], "there is no script 'empty' to run, in {}"),
+    (["-m", "nomodule"], "there is no module 'nomodule' to run, in {} or installed"),
+    (["-m", "empty.nomodule"], "there is no module 'empty.nomodule' to run, in {} or installed"),
+    (["-m", "empty"], "there is no module 'empty' to run, in {} or installed"),
+]
+
+
+def test_nothing_to_run(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "__init__.py").touch()
-    done = _run_by_name(tmp_path, *what)
-    assert done.returncode == 2
-    assert done.stderr.strip() == f"python -m shardtensor: {says.format(tmp_path)}"
+    runs = run_each("from shardtensor.__main__ import main; main()", [Run(what) for what, _ in NOTHING], tmp_path)
+    for (_, says), run in zip(NOTHING, runs, strict=True):
+        assert run.returncode == 2
+        assert run.stderr.strip() == f"python -m shardtensor: {says.format(tmp_path)}"
 
 
 def test_a_missing_import_is_not_a_missing_module(tmp_path):
