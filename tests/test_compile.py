@@ -650,7 +650,10 @@ def _with_row(x):
 
 def dynamic(functions, one_graph, grad=True):
     several = []
-    for name, function in globals()[functions].items():
+    tried = list(globals()[functions].items())
+    if mesh_here().size() > 2 and not os.environ.get("SHARDTENSOR_TEST_ALL"):
+        tried = tried[::3]
+    for name, function in tried:
         compiled, counter = _counting(function, dynamic=True)
         for pieces in (4, 6, 10):
             n = pieces * mesh_here().size()

@@ -15,7 +15,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "train_transformer.py"
 # Scripts that know a library alone; they are started as they say.
-BY_COMMAND = [("with_lightning", "lightning", 3), ("with_lightning", "lightning", 4), ("with_accelerate", "accelerate", 3)]
+BY_COMMAND = [("with_lightning", "lightning", 4), ("with_accelerate", "accelerate", 3)]
 SIZES = {"steps": 6, "context": 8}
 # Examples, and the numbers of ranks that they run on.
 PARALLEL = [("tensor_parallel", 2), ("tensor_parallel", 3), ("sequence_parallel", 3), ("fsdp_tensor_parallel", 3), ("fsdp_tensor_parallel", 4)]
