@@ -70,7 +70,7 @@ inline TileRows rows_of(const Moves& moves, int64_t tile) {
 template <typename Use>
 void for_parts(const Moves& moves, int64_t parts, const Use& use) {
   constexpr int64_t kParallelBytes = 1 << 18; // less is not worth waking a thread
-  at::parallel_for(0, parts, std::max<int64_t>(1, kParallelBytes * parts / moves.bytes), use);
+  at::parallel_for(0, parts, kParallelBytes * parts / std::max<int64_t>(1, moves.bytes) + 1, use);
 }
 
 // Calls use(Rows) for all rows.
