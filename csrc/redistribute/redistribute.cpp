@@ -562,10 +562,6 @@ uint64_t nothing_due() {
   return 0;
 }
 
-bool is_lazy(const at::Tensor& t) {
-  return t.is_conj() || t.is_neg();
-}
-
 std::optional<c10::Stream> stream_of(const at::Tensor& t) {
   if (t.device().is_cpu()) {
     return std::nullopt;
@@ -622,7 +618,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
   if (&from == &to || !from.mesh().has_me()) {
     return local;
   }
-  State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), {}};
+  State s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), {}};
   Sizes numbers;
   for (const auto& step : plan_in_graph(from, to, sizes, local.element_size()).steps) {
     const auto trace = [&] {
@@ -695,8 +691,7 @@ at::Tensor redistribute(
   if (!from.mesh().has_me()) {
     return local;
   }
-  // Bytes travel, so a lazy conjugate or negative is computed first.
-  State s{{is_lazy(local) ? local.resolve_conj().resolve_neg() : local}, LayoutPtr::reclaim_copy(&from), sizes};
+  State s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
   const auto& plan = plan_for(from, to, bytes);
   const auto& steps = plan.steps;

@@ -1,5 +1,6 @@
 #include "redistribute/route.h"
 
+#include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -105,7 +106,7 @@ Moving redistribute_across(const at::Tensor& local, const Layout& from, const La
       to.str(), ": the target mesh has another device type (rank ", to.mesh().rank(), "); move the local tensors first");
   const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
   const auto there = transfer_target(*by, to);
-  const auto sums = redistribute(local.resolve_conj().resolve_neg(), from, *by, sizes);
+  const auto sums = redistribute(kernels::resolved(local), from, *by, sizes);
   auto out = transfer(sums, *by, *there, sizes, later);
   out.local = redistribute(out.local, *there, to, sizes); // makes new summands locally: nothing is sent
   return out;
