@@ -25,6 +25,9 @@ struct Step {
   StepKind kind;
   int64_t mesh_dim; // -1: all
 };
+inline bool communicates(const Step& step) {
+  return step.kind != StepKind::Slice && step.kind != StepKind::MakePartial && step.kind != StepKind::Pad;
+}
 
 // The layout after a step on the way to `to`.
 LayoutPtr layout_after(const Step& step, const Layout& now, const Layout& to);

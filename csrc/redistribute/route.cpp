@@ -100,10 +100,14 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
              : LayoutPtr();
 }
 
-Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
+void check_devices(const Layout& from, const Layout& to) {
   TORCH_CHECK_VALUE(
       from.mesh().description().device_type == to.mesh().description().device_type, "redistribute: from ", from.str(), " to ",
       to.str(), ": the target mesh has another device type (rank ", to.mesh().rank(), "); move the local tensors first");
+}
+
+Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
+  check_devices(from, to);
   const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
   const auto there = transfer_target(*by, to);
   const auto sums = redistribute(kernels::resolved(local), from, *by, sizes);

@@ -13,6 +13,8 @@ namespace shardtensor {
 // Otherwise null.
 LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh);
 
+// Raises if the meshes are of different device types.
+void check_devices(const Layout& from, const Layout& to);
 // redistribute() between two meshes with different ranks or places. Every rank of either mesh calls it.
 Moving redistribute_across(
     const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
