@@ -554,6 +554,28 @@ Completion start_all_gather(
   return gather_from(where, *group, pieces, mesh, as_one, backend);
 }
 
+Completion start_all_gather(
+    at::Tensor& whole, at::IntArrayRef sizes, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
+  const auto me = mesh.coordinate()[mesh_dim];
+  const auto flat = whole.view(-1);
+  const bool of_one_size = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
+  if (!of_one_size || mine.numel() == 0 || Together::open() || !gathers_as_one(mine, mesh, mesh_dim)) {
+    auto pieces = flat.split_with_sizes(sizes);
+    pieces[me] = pieces[me].view(mine.sizes());
+    return start_all_gather(pieces, mine, mesh, mesh_dim, /*as_one=*/true);
+  }
+  const auto own = flat.narrow(0, me * sizes[me], sizes[me]);
+  if (own.data_ptr() != mine.data_ptr()) {
+    own.view(mine.sizes()).copy_(mine);
+  }
+  auto group = group_of(mesh, mesh_dim, "all_gather");
+  Where where(Kind::AllGather, mesh, mesh_dim);
+  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
+  enter(where, group, backend_of(*group, mine.device()), mesh, [&] { return c10::get_hash(mine.scalar_type(), whole.numel()); });
+  auto out = as_bytes(flat), in = as_bytes(own);
+  return waiting_for(where, {guarded(where, [&] { return ((*group).*kGather)(out, in, {}); })}, {out, in});
+}
+
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
   start_all_gather(pieces, mine, mesh, mesh_dim)();
 }

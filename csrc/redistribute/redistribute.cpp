@@ -55,11 +55,11 @@ bool alike(const Plan& a, const Plan& b) {
 
 // A symbol of one rank may be a number on another, and the ranks must plan alike. Costs are linear in the bytes: a plan that is
 // the cheapest for few and for many is so for any number. Otherwise the graph is guarded to have these sizes.
-Plan plan_in_graph(const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
+std::shared_ptr<const Plan> plan_in_graph(const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
   constexpr double kMany = 1e15;
   const bool transfers = may_transfer_in_graph(from.mesh());
   const auto few = plan_for(from, to, 1, transfers), many = plan_for(from, to, kMany, transfers);
-  if (alike(few, many)) {
+  if (alike(*few, *many)) {
     return many;
   }
   return plan_for(from, to, static_cast<double>(c10::multiply_integers(guarded(sizes))) * static_cast<double>(item), transfers);
@@ -81,7 +81,8 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
   }
   State s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), {}};
   Sizes numbers;
-  for (const auto& step : plan_in_graph(from, to, sizes, local.element_size()).steps) {
+  const auto plan = plan_in_graph(from, to, sizes, local.element_size());
+  for (const auto& step : plan->steps) {
     const auto trace = [&] {
       auto next = layout_after(step, *s.layout, to);
       if (auto short_way = traced_step(s.local, step, *s.layout, *next, sizes)) {
@@ -93,7 +94,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
         s.sizes = numbers = guarded(sizes);
         s.local = s.local.view_symint(symbols(guarded(s.local.sym_sizes())));
       }
-      take_step(s, step, to);
+      take_step(s, step, next);
     };
     in_step(from, to, step, trace, nothing_due);
   }
@@ -139,16 +140,16 @@ at::Tensor redistribute(
   }
   State s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), sizes};
   const auto bytes = static_cast<double>(c10::multiply_integers(sizes)) * static_cast<double>(local.element_size());
-  const auto& plan = plan_for(from, to, bytes);
-  const auto& steps = plan.steps;
-  agree(plan, from, to, sizes, local.scalar_type());
+  const auto plan = plan_for(from, to, bytes);
+  const auto& steps = plan->steps;
+  agree(*plan, from, to, sizes, local.scalar_type());
   const auto last = std::find_if(steps.rbegin(), steps.rend(), communicates);
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto& step = steps[i];
     s.later = completion && last != steps.rend() && &step == &*last;
     const auto begun = comm::begun();
     in_step(
-        from, to, step, [&] { take_step(s, step, to); },
+        from, to, step, [&] { take_step(s, step, plan->after(i, to)); },
         [&] { return dims_of(c10::ArrayRef<Step>(steps).slice(i + 1)) | (comm::begun() == begun ? dims_of(step) : 0); });
   }
   TORCH_INTERNAL_ASSERT(

@@ -81,7 +81,7 @@ void agree(const Traveller& t) {
   }
   const auto& start = t.legs[0].before;
   if (start != end && start->mesh().has_me()) {
-    agree(plan_for(*start, *end, t.bytes), *start, *end, t.moved.sizes, t.state.local.scalar_type());
+    agree(*plan_for(*start, *end, t.bytes), *start, *end, t.moved.sizes, t.state.local.scalar_type());
   }
 }
 
@@ -126,7 +126,7 @@ void take(const Travellers& all, Traveller& t, bool later) {
   s.layout = leg.before;
   s.later = later;
   if (takes_part(leg)) {
-    in_leg(all, t, [&] { take_step(s, leg.step, *leg.after); });
+    in_leg(all, t, [&] { take_step(s, leg.step, leg.after); });
     TORCH_INTERNAL_ASSERT(s.layout == leg.after, "redistribute: ended at ", s.layout->str(), ", not ", leg.after->str());
   }
 }

@@ -38,7 +38,11 @@ void in_step(const Layout& from, const Layout& to, const Step& step, const F& ru
   comm::doing(from.mesh(), text, run, due);
 }
 
-// Every rank of the mesh calls it; for a transfer between meshes, those of either.
-void take_step(State& s, const Step& step, const Layout& to);
+// `next`: the layout after the step. Every rank of the mesh calls it; for a transfer between meshes, those of either.
+// What it sends is found once for each pair of layouts and size (kept.h).
+void take_step(State& s, const Step& step, const LayoutPtr& next);
+// Finds what this rank sends and receives in the step, and nothing else. Returns the number of ranks that it sends to or receives
+// from.
+int64_t prepare_step(const Step& step, const Layout& before, const Layout& next, c10::IntArrayRef sizes);
 
 } // namespace shardtensor

@@ -28,7 +28,7 @@ def _home(t: torch.Tensor) -> Any:
     plain tensors."""
     if isinstance(t, ShardTensor):
         layout = t._layout
-        return layout.mesh, tuple(kind == _SHARD for kind, *_ in layout.placements)
+        return layout.mesh, tuple(n > 1 and kind == _SHARD for n, (kind, *_) in zip(layout.mesh.shape, layout.placements, strict=True))
     return t.device_mesh if isinstance(t, DTensor) else None
 
 
