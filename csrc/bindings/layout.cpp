@@ -207,6 +207,7 @@ void register_layout(py::module& m) {
       },
       py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("item"));
   m.def("kept", &how_much_is_kept);
+  m.def("alive", [] { return std::make_pair(Layout::count(), Mesh::count()); });
   m.def(
       "transfer_of",
       [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, const std::vector<int64_t>& sizes,
