@@ -132,7 +132,7 @@ def large_ones_go_alone():
     from oracle import mesh_of, place
 
     mesh = mesh_of((dist.get_world_size(),))
-    xs = [place(torch.ones(n), mesh, ["P"], "even") for n in (5, 2**22 + 1, 7)]
+    xs = [place(torch.ones(n), mesh, ["P"], "even") for n in (5, 2**19 + 1, 7)]
     st.redistribute(xs, [st.Replicate()])
     _C.reset_comm_counts()
     for y in st.redistribute(xs, [st.Replicate()]):

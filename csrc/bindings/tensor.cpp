@@ -43,10 +43,13 @@ bool cut_alike(const Tensors& tensors) {
            if (!impl || &impl->layout().mesh() != &first->layout().mesh()) {
              return false;
            }
-           const auto &a = impl->layout().placements(), &b = first->layout().placements();
-           return std::equal(a.begin(), a.end(), b.begin(), [](const Placement& x, const Placement& y) {
-             return x.is_shard() == y.is_shard();
-           });
+           for (int64_t m = 0; m < impl->layout().ndim(); ++m) {
+             if (impl->layout().placement(m).is_shard() != first->layout().placement(m).is_shard() &&
+                 impl->layout().mesh().size(m) > 1) {
+               return false;
+             }
+           }
+           return true;
          });
 }
 

@@ -22,6 +22,9 @@ class Parts {
   // Of a tensor of these sizes.
   Parts(c10::IntArrayRef sizes, int64_t dim) : sizes_(sizes.begin(), sizes.end()), dim_(dim) {}
 
+  void reserve(int64_t parts) {
+    rows_.reserve(parts);
+  }
   // The next part. Call close() after the last one.
   void add(const Interval& run) {
     if (run.length == 0) {

@@ -16,10 +16,10 @@ namespace shardtensor {
 
 namespace {
 
-// Bytes of the whole tensor, which all ranks know. A larger one moves alone.
-constexpr double kAlone = 1 << 24;
+// Bytes of the whole tensor, which all ranks know. A larger one moves alone: over Gloo, copying it costs more than a call.
+constexpr double kAlone = 1 << 21;
 // Of all that move together: their staging buffers.
-constexpr double kTogether = 1 << 26;
+constexpr double kTogether = 1 << 24;
 
 struct Traveller {
   const Moved& moved;

@@ -38,6 +38,12 @@ class Cutting {
         at_(layout.mesh().coordinate()) {
     if (!strided_ && !layout.cut(m)) {
       full_ = (extent + n_ - 1) / n_;
+    } else if (!strided_) { // the row of sizes for this rank's coordinates along the earlier mesh dims
+      int64_t row = 0;
+      for (int64_t i = 0; i < m; ++i) {
+        row = layout.placement(i).is_shard(layout.placement(m).dim) ? row * layout.mesh().size(i) + at_[i] : row;
+      }
+      sizes_ = layout.cut(m)->data() + row * n_;
     }
   }
 
@@ -62,7 +68,7 @@ class Cutting {
   std::vector<int64_t> numels(int64_t each) const {
     std::vector<int64_t> out(n_);
     for (int64_t c = 0; c < n_; ++c) {
-      out[c] = each * (strided_ ? length(c) : run(c).length);
+      out[c] = each * (sizes_ ? sizes_[c] : strided_ ? length(c) : run(c).length);
     }
     return out;
   }
@@ -91,16 +97,16 @@ class Cutting {
       if (whole < n_ && whole != without) {
         out.add(run(whole));
       }
-    } else {
+    } else if (sizes_) {
+      out.reserve(n_);
+      for (int64_t c = 0, at = 0; c < n_; at += sizes_[c++]) {
+        if (c != without) {
+          out.add({at, sizes_[c]});
+        }
+      }
+    } else if (strided_) {
       for (int64_t c = 0; c < n_; ++c) {
-        if (c == without) {
-          continue;
-        }
-        if (!strided_) {
-          out.add(run(c));
-          continue;
-        }
-        for (const auto& r : runs(c)) {
+        for (const auto& r : c == without ? Intervals() : runs(c)) {
           out.add(r);
         }
       }
@@ -117,7 +123,8 @@ class Cutting {
   const Layout& layout_;
   int64_t m_, extent_, n_;
   bool strided_;
-  int64_t full_ = -1; // of an even cut
+  int64_t full_ = -1;              // of an even cut
+  const int64_t* sizes_ = nullptr; // of an uneven one
   mutable Coordinate at_;
 };
 

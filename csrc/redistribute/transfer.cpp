@@ -163,12 +163,14 @@ class Candidates {
 };
 
 // Calls f(coordinate, overlaps per dim) for every piece of `other` that overlaps the piece with the intervals `mine`. Only the
-// mesh dims that cut are set in the coordinate.
-template <typename F>
-void each_overlapping(const std::vector<Intervals>& mine, const Side& other, IntArrayRef sizes, F f) {
+// mesh dims that cut are set in the coordinate. Before that, expect() is told how many they are.
+template <typename Expect, typename F>
+void each_overlapping(
+    const std::vector<Intervals>& mine, const Side& other, IntArrayRef sizes, const Expect& expect, const F& f) {
   const auto ndim = sizes.size();
   std::vector<std::vector<Candidate>> candidates(ndim);
   c10::SmallVector<MeshDims, 5> cutting(ndim);
+  size_t count = 1;
   for (size_t d = 0; d < ndim; ++d) {
     const auto dim = static_cast<int64_t>(d);
     cutting[d] = other.cutting(dim);
@@ -176,7 +178,9 @@ void each_overlapping(const std::vector<Intervals>& mine, const Side& other, Int
     if (candidates[d].empty()) {
       return;
     }
+    count *= candidates[d].size();
   }
+  expect(count);
   c10::SmallVector<size_t, 5> pick(ndim, 0);
   c10::SmallVector<const Overlaps*, 5> overlaps(ndim);
   Coordinate at(other.mesh.ndim(), 0);
@@ -273,14 +277,20 @@ class Match {
         parts.back().boxes = boxes.size() - parts.back().first;
       };
     };
+    const auto room = [&](std::vector<Box>& boxes) {
+      return [&](size_t count) {
+        parts.reserve(count);
+        boxes.reserve(count);
+      };
+    };
     if (before >= 0) {
-      each_sent(rank, from_.mesh.coordinate_at(before), add(out.packed));
+      each_sent(rank, from_.mesh.coordinate_at(before), room(out.packed), add(out.packed));
       put_in_order(parts, out.sent, out.packed);
     }
     parts.clear();
     if (after >= 0) {
       const auto keep = [&](c10::ArrayRef<const Overlaps*> overlaps) { append_boxes(overlaps, &out.kept_to, &out.kept_from); };
-      each_received(to_.mesh.coordinate_at(after), held_by(rank), keep, add(out.unpacked));
+      each_received(to_.mesh.coordinate_at(after), held_by(rank), room(out.unpacked), keep, add(out.unpacked));
       put_in_order(parts, out.received, out.unpacked);
     }
     return out;
@@ -290,9 +300,9 @@ class Match {
     Traffic out;
     const auto before = from_.mesh.index_of_rank(rank), after = to_.mesh.index_of_rank(rank);
     if (before >= 0) {
-      each_sent(rank, from_.mesh.coordinate_at(before), [&](int64_t, c10::ArrayRef<const Overlaps*> overlaps) {
-        out.sent += numel_of(overlaps);
-      });
+      each_sent(
+          rank, from_.mesh.coordinate_at(before), [](size_t) {},
+          [&](int64_t, c10::ArrayRef<const Overlaps*> overlaps) { out.sent += numel_of(overlaps); });
     }
     if (after >= 0) { // everything that it lacks, once
       const auto me = to_.mesh.coordinate_at(after);
@@ -346,33 +356,37 @@ class Match {
   }
 
   // Calls get(rank, overlaps) for what comes from each holder, and keep(overlaps) for what the rank holds itself.
-  template <typename Keep, typename Get>
-  void each_received(const Coordinate& me, const std::optional<Coordinate>& holds, const Keep& keep, const Get& get) const {
-    each_overlapping(intervals(to_, me), from_, sizes_, [&](const Coordinate& piece, c10::ArrayRef<const Overlaps*> overlaps) {
-      if (holds && agree(piece, *holds, from_.cuts)) {
-        return keep(overlaps);
-      }
-      auto holder = piece;
-      set_server(holder, me, holds);
-      get(from_.mesh.rank_at(holder), overlaps);
-    });
+  template <typename Expect, typename Keep, typename Get>
+  void each_received(
+      const Coordinate& me, const std::optional<Coordinate>& holds, const Expect& expect, const Keep& keep, const Get& get)
+      const {
+    each_overlapping(
+        intervals(to_, me), from_, sizes_, expect, [&](const Coordinate& piece, c10::ArrayRef<const Overlaps*> overlaps) {
+          if (holds && agree(piece, *holds, from_.cuts)) {
+            return keep(overlaps);
+          }
+          auto holder = piece;
+          set_server(holder, me, holds);
+          get(from_.mesh.rank_at(holder), overlaps);
+        });
   }
 
   // Calls send(rank, overlaps) for what goes to each receiver.
-  template <typename Send>
-  void each_sent(int64_t rank, const Coordinate& me, const Send& send) const {
-    each_overlapping(intervals(from_, me), to_, sizes_, [&](const Coordinate& piece, c10::ArrayRef<const Overlaps*> overlaps) {
-      auto receiver = piece;
-      for (auto m : to_.summands) {
-        receiver[m] = me[m];
-      }
-      do {
-        const auto to_rank = to_.mesh.rank_at(receiver);
-        if (to_rank != rank && serves(me, receiver, to_rank)) {
-          send(to_rank, overlaps);
-        }
-      } while (advance(receiver, to_.copies, to_.mesh));
-    });
+  template <typename Expect, typename Send>
+  void each_sent(int64_t rank, const Coordinate& me, const Expect& expect, const Send& send) const {
+    each_overlapping(
+        intervals(from_, me), to_, sizes_, expect, [&](const Coordinate& piece, c10::ArrayRef<const Overlaps*> overlaps) {
+          auto receiver = piece;
+          for (auto m : to_.summands) {
+            receiver[m] = me[m];
+          }
+          do {
+            const auto to_rank = to_.mesh.rank_at(receiver);
+            if (to_rank != rank && serves(me, receiver, to_rank)) {
+              send(to_rank, overlaps);
+            }
+          } while (advance(receiver, to_.copies, to_.mesh));
+        });
   }
 
   bool serves(const Coordinate& me, const Coordinate& receiver, int64_t to_rank) const {

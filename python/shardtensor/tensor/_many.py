@@ -29,9 +29,9 @@ def redistribute(
 
     `placements` are those of all tensors, or a list with one sequence of them for each; so is `sharding_shapes`. The tensors may have
     any sizes, dtypes, layouts and meshes. Steps of one kind along one mesh dim are one collective for all tensors: sums and other
-    reductions one for each dtype and reduction, everything else one whatever the dtypes. Tensors of more than 16 MiB move by
-    themselves, because copying them into a common buffer would cost more than a call. The gradients move back together, once all of
-    them have arrived.
+    reductions one for each dtype and reduction, everything else one whatever the dtypes. Tensors of more than 2 MiB move by
+    themselves, because copying them into a common buffer would cost more than a call; of smaller ones, each collective has up to
+    16 MiB. The gradients move back together, once all of them have arrived.
 
     All ranks of the meshes call it, with the same tensors in the same order. A sum may differ from that of `x.redistribute` in its
     last bits, since a backend may add up a longer buffer in another order; it is the same on all ranks.
