@@ -192,3 +192,34 @@ def in_a_graph():
 
 def test_in_a_graph(pools):
     pools(2).run(f"{__name__}:in_a_graph")
+
+
+def many_ranks():
+    """More ranks than a few: equal pieces next to each other are one copy."""
+    import test_redistribute as base
+    from shardtensor.tensor._mesh import as_mesh
+
+    n = dist.get_world_size()
+    mesh = as_mesh(base.device_mesh((n,)))
+    for sizes in ((2 * n + 3, 3 * n + 1), (3, 2 * n, 4)):
+        whole = numbers(sizes, torch.float64, torch.Generator().manual_seed(0))
+        uneven = [i % 2 for i in range(n - 1)]
+        cut = layout(mesh, S1, cuts=[[*uneven, sizes[1] - sum(uneven)]])
+        ends = [layout(mesh, S0), layout(mesh, S1), cut]
+        for source, target in [*itertools.permutations(ends, 2), *((end, layout(mesh, R)) for end in ends)]:
+            base.check_move(whole, source, target)
+        for target in ends:
+            x = summands(whole, layout(mesh, P))
+            for y in _C.redistribute_all([x, x], [target, target]):
+                close(y._local_tensor, put(whole, target)._local_tensor)
+            close(_C.redistribute(x, target)._local_tensor, put(whole, target)._local_tensor)
+
+
+def test_many_ranks():
+    from pool import Pool
+
+    pool = Pool(18)
+    try:
+        pool.run(f"{__name__}:many_ranks")
+    finally:
+        pool.stop()
