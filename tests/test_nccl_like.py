@@ -19,6 +19,7 @@ MORE = [
     *(("async", name) for name in ["all_pairs", "not_done_at_once", "chains", "writes", "gradients", "threads"]),
     *(("comm", name) for name in ["scatters", "strided"]),
     ("points", "on_four_ranks"),
+    ("many", "as_one"),
 ]  # fmt: skip
 
 

@@ -49,15 +49,15 @@ def step_equals_torch(name, how, options):
     return len(ours)
 
 
-def one_reduction_per_gradient(how):
-    """A gradient moves to its parameter's layout once. The step itself does not communicate."""
+def gradients_move_together(how):
+    """Gradients move to their parameters' layouts in as few collectives as one needs. The step itself does not communicate."""
     import torch.distributed as dist
     from oracle import UNEVEN, mesh_of, place
     from shardtensor import _C
 
     mesh = mesh_of((dist.get_world_size(),))
     flags = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}[how]
-    ours = [torch.nn.Parameter(place(torch.randn(5, 4, dtype=torch.float64), mesh, (p,), UNEVEN)) for p in PLACEMENTS]
+    ours = [torch.nn.Parameter(place(torch.randn(5, 4, dtype=torch.float64), mesh, (p,), UNEVEN)) for p in PLACEMENTS * 2]
     optimizer = torch.optim.AdamW(ours, lr=0.01, **flags)
     seen = []
     for gradient in ("P", "S(0)"):
@@ -72,15 +72,14 @@ def one_reduction_per_gradient(how):
 
 
 def beside_plain_parameters(name, how, options):
-    """Plain parameters between ShardTensors, and gradients in summands: the small ones are reduced in one call."""
+    """Plain parameters between ShardTensors, and gradients in summands: they are reduced together."""
     import torch.distributed as dist
     from oracle import EVEN, UNEVEN, compare, mesh_of, place
     from shardtensor import _C
-    from shardtensor.patches import optimizers
 
     mesh = mesh_of((dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)
-    large = optimizers._SMALL // 8 + 1
+    large = 2**15 + 1
     plain, ours = [], []
     for place_of_p, place_of_g, sizes in [
         (None, None, (3,)), ("R", "P", (5, 4)), ("S(0)", "S(0)", (5, 4)), ("R", "P", (7,)), (None, None, (2, 3)), ("R", "P", (large,)),
@@ -145,6 +144,13 @@ def norms_of_lists(foreach):
         total = torch.nn.utils.get_total_norm(ours, order, foreach=foreach)
         compare(total, torch.nn.utils.get_total_norm(plain, order, foreach=foreach), 1e-9, f"total norm {order}")
         assert {kind: calls for kind, (calls, _) in _C.comm_counts().items()} == {"all_reduce": 1}
+    summands = [place(t, mesh, ("P",), "even") for t in plain]
+    for order in (2.0, float("inf")):
+        _C.reset_comm_counts()
+        total = torch.nn.utils.get_total_norm([*ours, *summands], order, foreach=foreach)
+        calls = {kind: calls for kind, (calls, _) in _C.comm_counts().items()}
+        compare(total, torch.nn.utils.get_total_norm([*plain, *plain], order, foreach=foreach), 1e-9, f"total norm {order} with summands")
+        assert calls == {"all_reduce": 2 if foreach else 4}  # the summands, together in a list; then the norms
 
 
 def unscale_sees_every_rank():
@@ -172,9 +178,9 @@ def test_step(ranks, name, how):
 
 @pytest.mark.parametrize("how", ["loop", "foreach", "fused"])
 def test_communication(ranks, how):
-    # To R, S(0) and S(1), from summands and from S(0).
-    want = [{"all_reduce": 1, "reduce_scatter": 2}, {"all_gather": 1, "all_to_all": 1}]
-    assert ranks.run(f"{__name__}:one_reduction_per_gradient", how)[0] == want
+    # Two of each to R, S(0) and S(1), from summands and from S(0).
+    want = [{"all_reduce": 1, "reduce_scatter": 1}, {"all_gather": 1, "all_to_all": 1}]
+    assert ranks.run(f"{__name__}:gradients_move_together", how)[0] == want
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
@@ -197,4 +203,4 @@ def test_beside_plain_parameters(ranks, name, how):
     for calls in ranks.run(f"{__name__}:beside_plain_parameters", name, how, OPTIMIZERS[name]):
         if name == "Rprop":  # makes a state like the gradient, in another layout than a cut parameter's
             calls.pop("all_gather")
-        assert calls == {"all_reduce": 2, "reduce_scatter": 1}  # three small gradients and the large one; the cut one
+        assert calls == {"all_reduce": 1, "reduce_scatter": 1}  # four gradients together; the cut one

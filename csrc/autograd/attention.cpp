@@ -171,7 +171,7 @@ class Placing {
     return static_cast<double>(t.numel() * static_cast<int64_t>(t.element_size()));
   }
   static double cost(const Layout& from, const Layout& to, double bytes) {
-    return &from == &to ? 0 : plan_for(from, to, bytes).cost;
+    return &from == &to ? 0 : plan_for(from, to, bytes)->cost;
   }
   double flops() const {
     const auto pairs =

@@ -39,20 +39,17 @@ at::Tensor as_dtype(const at::Tensor& t, const std::optional<at::ScalarType>& dt
   return dtype && *dtype != t.scalar_type() ? t.to(*dtype) : t;
 }
 
-// Without autograd: moves the data into a new tensor.
-at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
-  const auto& self = shard_tensor(t, "redistribute");
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+void check_same_move(const at::Tensor& t, const ShardTensorImpl& self, const LayoutPtr& layout) {
   if (check::on() && &self.layout().mesh() == &layout->mesh()) {
     check::same_call(
         c10::str("redistribute(", t.scalar_type(), " ", t.sym_sizes(), " ", self.layout().str(), " to ", layout->str(), ")"),
         layout->mesh(), self.local());
   }
-  comm::Completion completion;
-  auto local = moved_once(self, layout, [&] {
-    return self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
-                              : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
-  });
+}
+
+// The tensor with its piece in another layout.
+at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout, bool async, comm::Completion completion) {
+  const auto& self = *as_shard_tensor(t);
   // Never a silent alias: writing to the result must not reach the input.
   if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
     local = local.clone();
@@ -74,6 +71,49 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   return out;
 }
 
+// Without autograd: moves the data into a new tensor.
+at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
+  const auto& self = shard_tensor(t, "redistribute");
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  check_same_move(t, self, layout);
+  comm::Completion completion;
+  auto local = moved_once(self, layout, [&] {
+    return self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
+                              : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
+  });
+  return with_piece(t, std::move(local), layout, async, std::move(completion));
+}
+
+// The same for several. Tensors of a graph move one by one.
+std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const std::vector<LayoutPtr>& layouts) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  std::vector<at::Tensor> out(tensors.size());
+  std::vector<Moved> moves;
+  std::vector<size_t> index;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& t = tensors[i];
+    const auto& self = shard_tensor(t, "redistribute");
+    if (self.traced()) {
+      out[i] = move(t, layouts[i], false);
+      continue;
+    }
+    check_same_move(t, self, layouts[i]);
+    auto known = moved_once(self, layouts[i], [] { return at::Tensor(); });
+    if (known.defined()) {
+      out[i] = with_piece(t, std::move(known), layouts[i], false, nullptr);
+      continue;
+    }
+    index.push_back(i);
+    moves.push_back({self.local(), self.layout_ptr(), layouts[i], Sizes(t.sizes().begin(), t.sizes().end())});
+  }
+  auto locals = redistribute_all(moves);
+  for (size_t n = 0; n < index.size(); ++n) {
+    const auto i = index[n];
+    out[i] = with_piece(tensors[i], std::move(locals[n]), layouts[i], false, nullptr);
+  }
+  return out;
+}
+
 // Moves the gradient of a tensor that came from one of layout `from` and of `dtype`.
 at::Tensor moved_back(
     const at::Tensor& grad,
@@ -84,32 +124,88 @@ at::Tensor moved_back(
   return as_dtype(redistribute(as_dtype(grad, backward_dtype), from, {}, {}, async), dtype);
 }
 
+std::optional<at::ScalarType> dtype_of(const c10::IValue& value) {
+  return value.isNone() ? std::nullopt : std::optional(value.toScalarType());
+}
+c10::IValue value_of(const std::optional<at::ScalarType>& dtype) {
+  return dtype ? c10::IValue(*dtype) : c10::IValue();
+}
+
 struct Redistribute : torch::autograd::Function<Redistribute> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue to, c10::IValue dtypes, bool async) {
     const auto& self = shard_tensor(t, "redistribute");
     const auto pair = dtypes.toList();
-    const auto dtype_at = [&](size_t i) {
-      const c10::IValue v = pair.get(i);
-      return v.isNone() ? std::nullopt : std::optional(v.toScalarType());
-    };
     ctx->set_materialize_grads(false);
     ctx->saved_data["from"] = hold(without_partial(self.layout_ptr()));
     ctx->saved_data["dtype"] = t.scalar_type();
     ctx->saved_data["backward_dtype"] = pair.get(1);
     ctx->saved_data["async"] = async;
-    return move(as_dtype(t, dtype_at(0)), held(to), async);
+    return move(as_dtype(t, dtype_of(pair.get(0))), held(to), async);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) {
       return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
     }
-    const auto& backward_dtype = ctx->saved_data["backward_dtype"];
     const auto grad = moved_back(
-        grads[0], held(ctx->saved_data["from"]),
-        backward_dtype.isNone() ? std::nullopt : std::optional(backward_dtype.toScalarType()),
+        grads[0], held(ctx->saved_data["from"]), dtype_of(ctx->saved_data["backward_dtype"]),
         ctx->saved_data["dtype"].toScalarType(), ctx->saved_data["async"].toBool());
     return {grad, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct HeldAll final : torch::CustomClassHolder {
+  explicit HeldAll(std::vector<LayoutPtr> l) : layouts(std::move(l)) {}
+  std::vector<LayoutPtr> layouts;
+};
+
+// Several at once; their gradients too, when all have arrived.
+struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
+  static variable_list forward(
+      AutogradContext* ctx, at::TensorList tensors, c10::IValue to, c10::IValue forward_dtype, c10::IValue backward_dtype) {
+    std::vector<LayoutPtr> from;
+    std::vector<int64_t> dtypes;
+    variable_list cast;
+    for (const auto& t : tensors) {
+      from.push_back(without_partial(shard_tensor(t, "redistribute").layout_ptr()));
+      dtypes.push_back(static_cast<int64_t>(t.scalar_type()));
+      cast.push_back(as_dtype(t, dtype_of(forward_dtype)));
+    }
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["from"] = c10::IValue::make_capsule(c10::make_intrusive<HeldAll>(std::move(from)));
+    ctx->saved_data["dtypes"] = dtypes;
+    ctx->saved_data["backward_dtype"] = backward_dtype;
+    auto out = move_all(cast, c10::static_intrusive_pointer_cast<HeldAll>(to.toCapsule())->layouts);
+    variable_list constant;
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (!tensors[i].requires_grad()) {
+        constant.push_back(out[i]);
+      }
+    }
+    ctx->mark_non_differentiable(constant);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto from = c10::static_intrusive_pointer_cast<HeldAll>(ctx->saved_data["from"].toCapsule());
+    const auto dtypes = ctx->saved_data["dtypes"].toIntVector();
+    const auto backward_dtype = dtype_of(ctx->saved_data["backward_dtype"]);
+    variable_list there;
+    std::vector<LayoutPtr> layouts;
+    std::vector<size_t> index;
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (grads[i].defined()) {
+        there.push_back(as_dtype(grads[i], backward_dtype));
+        layouts.push_back(from->layouts[i]);
+        index.push_back(i);
+      }
+    }
+    const auto back = redistribute_all(there, layouts);
+    variable_list out(grads.size() + 3);
+    for (size_t n = 0; n < index.size(); ++n) {
+      out[index[n]] = as_dtype(back[n], static_cast<at::ScalarType>(dtypes[index[n]]));
+    }
+    return out;
   }
 };
 
@@ -306,9 +402,51 @@ at::Tensor redistribute(
     return move(as_dtype(t, forward_dtype), layout, async);
   }
   c10::List<c10::IValue> dtypes(c10::AnyType::get());
-  dtypes.push_back(forward_dtype ? c10::IValue(*forward_dtype) : c10::IValue());
-  dtypes.push_back(backward_dtype ? c10::IValue(*backward_dtype) : c10::IValue());
+  dtypes.push_back(value_of(forward_dtype));
+  dtypes.push_back(value_of(backward_dtype));
   return Redistribute::apply(t, hold(std::move(layout)), c10::IValue(dtypes), async);
+}
+
+std::vector<at::Tensor> redistribute_all(
+    const std::vector<at::Tensor>& tensors,
+    const std::vector<LayoutPtr>& layouts,
+    std::optional<at::ScalarType> forward_dtype,
+    std::optional<at::ScalarType> backward_dtype) {
+  TORCH_CHECK_VALUE(tensors.size() == layouts.size(), "redistribute: ", tensors.size(), " tensors, ", layouts.size(), " layouts");
+  std::vector<at::Tensor> out(tensors.size());
+  struct Part {
+    std::vector<at::Tensor> tensors;
+    std::vector<LayoutPtr> layouts;
+    std::vector<size_t> index;
+  };
+  Part moving;
+  bool records = false;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& t = tensors[i];
+    const bool stays = shard_tensor(t, "redistribute").layout_ptr() == layouts[i];
+    if (stays && (!forward_dtype || *forward_dtype == t.scalar_type())) {
+      out[i] = redistribute(t, layouts[i], forward_dtype, backward_dtype);
+      continue;
+    }
+    records = records || (t.requires_grad() && at::GradMode::is_enabled());
+    moving.tensors.push_back(t);
+    moving.layouts.push_back(layouts[i]);
+    moving.index.push_back(i);
+  }
+  if (!records) {
+    for (auto& t : moving.tensors) {
+      t = as_dtype(t, forward_dtype);
+    }
+  }
+  auto moved = !records
+                   ? move_all(moving.tensors, moving.layouts)
+                   : RedistributeAll::apply(
+                         at::TensorList(moving.tensors), c10::IValue::make_capsule(c10::make_intrusive<HeldAll>(moving.layouts)),
+                         value_of(forward_dtype), value_of(backward_dtype));
+  for (size_t n = 0; n < moved.size(); ++n) {
+    out[moving.index[n]] = std::move(moved[n]);
+  }
+  return out;
 }
 
 at::Tensor whole(const at::Tensor& t) {

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 namespace shardtensor {
 
@@ -34,6 +35,13 @@ at::Tensor redistribute(
     std::optional<at::ScalarType> forward_dtype = std::nullopt,
     std::optional<at::ScalarType> backward_dtype = std::nullopt,
     bool async = false);
+
+// Several at once, in grouped collectives (redistribute/redistribute.h).
+std::vector<at::Tensor> redistribute_all(
+    const std::vector<at::Tensor>& tensors,
+    const std::vector<LayoutPtr>& layouts,
+    std::optional<at::ScalarType> forward_dtype = std::nullopt,
+    std::optional<at::ScalarType> backward_dtype = std::nullopt);
 
 // A layout with every Partial replaced by Replicate.
 LayoutPtr without_partial(const LayoutPtr& layout);

@@ -26,7 +26,7 @@ void tell_of_call(comm::Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh
 
 void tell_of_move(const ImplicitMove& move) {
   constexpr double kSome = 1024; // whether a move communicates does not depend on how much it moves
-  const bool communicates = &move.from.mesh() != &move.to.mesh() || plan_for(move.from, move.to, kSome).communicates();
+  const bool communicates = &move.from.mesh() != &move.to.mesh() || plan_for(move.from, move.to, kSome)->communicates();
   const auto error = ear_for<Watcher>().tell([&] {
     return py::make_tuple(
         move.op, move.argument, move.why, shared(move.from), shared(move.to), move.sizes, move.item, communicates);

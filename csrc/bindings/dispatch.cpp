@@ -46,7 +46,8 @@ void register_dispatch(py::module& m) {
   });
   m.def("cache_info", [] {
     const auto i = cache_info();
-    return py::dict(py::arg("hits") = i.hits, py::arg("misses") = i.misses, py::arg("entries") = i.entries);
+    return py::dict(
+        py::arg("hits") = i.hits, py::arg("misses") = i.misses, py::arg("entries") = i.entries, py::arg("threads") = i.threads);
   });
   m.def("clear_cache", &clear_cache);
   m.def("rules", [] {

@@ -1,8 +1,10 @@
 #include "bindings/bindings.h"
 
 #include "layout/reach.h"
+#include "redistribute/kept.h"
 #include "redistribute/plan.h"
 #include "redistribute/route.h"
+#include "redistribute/steps.h"
 #include "redistribute/transfer.h"
 
 namespace shardtensor::bindings {
@@ -193,6 +195,19 @@ void register_layout(py::module& m) {
         return out;
       },
       py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("item"));
+  m.def(
+      "prepare",
+      [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, const std::vector<int64_t>& sizes,
+         int64_t item) {
+        int64_t peers = 0;
+        for (const auto& leg : route(*from, *to, sizes, item)) {
+          peers = std::max(peers, prepare_step(leg.step, *leg.before, *leg.after, sizes));
+        }
+        return peers;
+      },
+      py::arg("source"), py::arg("target"), py::arg("sizes"), py::arg("item"));
+  m.def("kept", &how_much_is_kept);
+  m.def("alive", [] { return std::make_pair(Layout::count(), Mesh::count()); });
   m.def(
       "transfer_of",
       [](const c10::intrusive_ptr<Layout>& from, const c10::intrusive_ptr<Layout>& to, const std::vector<int64_t>& sizes,

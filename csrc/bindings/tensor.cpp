@@ -35,6 +35,24 @@ const Mesh* mesh_of(const at::Tensor& t) {
   return impl ? &impl->layout().mesh() : nullptr;
 }
 
+// Whether the same mesh dims of one mesh cut them: their norms then have one layout, or are all replicated.
+bool cut_alike(const Tensors& tensors) {
+  const auto* first = tensors.empty() ? nullptr : as_shard_tensor(tensors[0]);
+  return first && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {
+           const auto* impl = as_shard_tensor(t);
+           if (!impl || &impl->layout().mesh() != &first->layout().mesh()) {
+             return false;
+           }
+           for (int64_t m = 0; m < impl->layout().ndim(); ++m) {
+             if (impl->layout().placement(m).is_shard() != first->layout().placement(m).is_shard() &&
+                 impl->layout().mesh().size(m) > 1) {
+               return false;
+             }
+           }
+           return true;
+         });
+}
+
 bool all_on(const Mesh* mesh, const Tensors& tensors) {
   return mesh && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return mesh_of(t) == mesh; });
 }
@@ -59,9 +77,9 @@ void register_tensor(py::module& m) {
   m.def("is_shard_tensor", [](const at::Tensor& t) { return as_shard_tensor(t) != nullptr; });
   m.def("local", [](const at::Tensor& t) { return shard_tensor(t, "_local_tensor").local(); });
   m.def("set_local", [](const at::Tensor& t, const at::Tensor& local) { shard_tensor(t, "_local_tensor").set_local(local); });
-  m.def("of_one_mesh", [](const py::list& list) {
+  m.def("cut_alike", [](const py::list& list) {
     const auto tensors = tensor_list(list);
-    return tensors && !tensors->empty() && all_on(mesh_of((*tensors)[0]), *tensors);
+    return tensors && cut_alike(*tensors);
   });
   m.def("gradients_on_mesh_of", [](const at::Tensor& t, const py::list& list) {
     const auto parameters = tensor_list(list);
@@ -91,12 +109,15 @@ void register_tensor(py::module& m) {
       "laid_out_like",
       [](const py::list& parameters, const py::list& gradients) -> std::optional<py::list> {
         const auto p = tensor_list(parameters), g = tensor_list(gradients);
-        std::optional<Tensors> moved;
-        if (p && g) {
+        if (!p || !g) {
+          return std::nullopt;
+        }
+        Tensors moved;
+        {
           py::gil_scoped_release no_gil;
           moved = laid_out_like(*p, *g);
         }
-        return moved ? std::optional(as_list(*moved)) : std::nullopt;
+        return as_list(moved);
       },
       py::arg("parameters"), py::arg("gradients"));
   m.def(
@@ -149,6 +170,14 @@ void register_tensor(py::module& m) {
          bool async_op) { return redistribute(t, as_const(layout), forward_dtype, backward_dtype, async_op); },
       py::arg("tensor"), py::arg("layout"), py::arg("forward_dtype") = py::none(), py::arg("backward_dtype") = py::none(),
       py::arg("async_op") = false, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "redistribute_all",
+      [](const std::vector<at::Tensor>& tensors, const std::vector<MutableLayout>& layouts,
+         std::optional<at::ScalarType> forward_dtype, std::optional<at::ScalarType> backward_dtype) {
+        return redistribute_all(tensors, std::vector<LayoutPtr>(layouts.begin(), layouts.end()), forward_dtype, backward_dtype);
+      },
+      py::arg("tensors"), py::arg("layouts"), py::arg("forward_dtype") = py::none(), py::arg("backward_dtype") = py::none(),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 } // namespace shardtensor::bindings

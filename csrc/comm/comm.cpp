@@ -1,9 +1,11 @@
 #include "comm/comm.h"
 
+#include "comm/bytes.h"
 #include "comm/doing.h"
 #include "comm/faults.h"
 #include "comm/gil.h"
 #include "comm/reducible.h"
+#include "comm/together.h"
 #include "comm/traced.h"
 #include "comm/values.h"
 
@@ -261,12 +263,6 @@ c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
   return c10d::ReduceOp::SUM;
 }
 
-// Backends support only some dtypes, so data that is not reduced travels as bytes. `t` is contiguous (its strides along dims of
-// size 1 may be anything).
-at::Tensor as_bytes(const at::Tensor& t) {
-  return t.numel() ? at::detach(t).as_strided({t.numel()}, {1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));
-}
-
 } // namespace
 
 const char* name_of(Kind kind) {
@@ -448,6 +444,14 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
     tell(Kind::AllReduce, 0, mesh, mesh_dim);
     return nothing();
   }
+  if (auto* together = Together::open()) {
+    return together->note(
+        {.what = Together::Call::What::Reduce,
+         .mesh = MeshPtr::reclaim_copy(&mesh),
+         .mesh_dim = mesh_dim,
+         .op = op,
+         .out = tensor});
+  }
   auto group = group_of(mesh, mesh_dim, "all_reduce");
   Where where(Kind::AllReduce, mesh, mesh_dim);
   auto buffer = reducible(tensor, op);
@@ -523,6 +527,14 @@ Completion start_all_gather(
   if (is_alone(mesh, mesh_dim)) {
     return nothing();
   }
+  if (auto* together = Together::open()) {
+    Together::Call call{
+        .what = Together::Call::What::Gather, .mesh = MeshPtr::reclaim_copy(&mesh), .mesh_dim = mesh_dim, .as_one = as_one};
+    for (const auto& piece : pieces) {
+      call.pieces.push_back(as_bytes(piece));
+    }
+    return together->note(std::move(call));
+  }
   auto group = group_of(mesh, mesh_dim, "all_gather");
   Where where(Kind::AllGather, mesh, mesh_dim);
   count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
@@ -540,6 +552,28 @@ Completion start_all_gather(
   const auto backend = backend_of(*group, mine.device());
   enter(where, group, backend, mesh, facts, all_send);
   return gather_from(where, *group, pieces, mesh, as_one, backend);
+}
+
+Completion start_all_gather(
+    at::Tensor& whole, at::IntArrayRef sizes, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
+  const auto me = mesh.coordinate()[mesh_dim];
+  const auto flat = whole.view(-1);
+  const bool of_one_size = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
+  if (!of_one_size || mine.numel() == 0 || Together::open() || !gathers_as_one(mine, mesh, mesh_dim)) {
+    auto pieces = flat.split_with_sizes(sizes);
+    pieces[me] = pieces[me].view(mine.sizes());
+    return start_all_gather(pieces, mine, mesh, mesh_dim, /*as_one=*/true);
+  }
+  const auto own = flat.narrow(0, me * sizes[me], sizes[me]);
+  if (own.data_ptr() != mine.data_ptr()) {
+    own.view(mine.sizes()).copy_(mine);
+  }
+  auto group = group_of(mesh, mesh_dim, "all_gather");
+  Where where(Kind::AllGather, mesh, mesh_dim);
+  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
+  enter(where, group, backend_of(*group, mine.device()), mesh, [&] { return c10::get_hash(mine.scalar_type(), whole.numel()); });
+  auto out = as_bytes(flat), in = as_bytes(own);
+  return waiting_for(where, {guarded(where, [&] { return ((*group).*kGather)(out, in, {}); })}, {out, in});
 }
 
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
@@ -606,9 +640,20 @@ Completion start_all_to_all(
     as_bytes(out).copy_(as_bytes(in));
     return nothing();
   }
-  auto group = group_of(mesh, mesh_dim, name_of(kind));
   auto out_cut = times(out_sizes, out.element_size()), in_cut = times(in_sizes, in.element_size());
   auto output = as_bytes(out), input = as_bytes(in);
+  if (auto* together = Together::open()) {
+    return together->note(
+        {.what = Together::Call::What::Exchange,
+         .mesh = MeshPtr::reclaim_copy(&mesh),
+         .mesh_dim = mesh_dim,
+         .of_summands = of_summands,
+         .in = input,
+         .out = output,
+         .in_sizes = std::move(in_cut),
+         .out_sizes = std::move(out_cut)});
+  }
+  auto group = group_of(mesh, mesh_dim, name_of(kind));
   count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
   Where where(kind, mesh, mesh_dim);
   enter(where, group, backend_of(*group, in.device()), mesh, [&] { return c10::get_hash(in.scalar_type()); });
@@ -642,6 +687,16 @@ bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, Redu
 
 Completion start_reduce_scatter(
     at::Tensor out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+  if (auto* together = Together::open()) {
+    return together->note(
+        {.what = Together::Call::What::Scatter,
+         .mesh = MeshPtr::reclaim_copy(&mesh),
+         .mesh_dim = mesh_dim,
+         .op = op,
+         .in = in,
+         .out = out,
+         .in_sizes = in_sizes.vec()});
+  }
   auto group = group_of(mesh, mesh_dim, "reduce_scatter");
   c10d::ReduceScatterOptions options;
   options.reduceOp = op_for(op, in.scalar_type());
@@ -767,7 +822,18 @@ Completion start_send_receive(
     return nothing();
   }
   auto output = as_bytes(out), input = as_bytes(in);
-  const auto out_bytes = times(out_sizes, out.element_size()), in_bytes = times(in_sizes, in.element_size());
+  auto out_bytes = times(out_sizes, out.element_size()), in_bytes = times(in_sizes, in.element_size());
+  if (auto* together = Together::open()) {
+    return together->note(
+        {.what = Together::Call::What::Send,
+         .mesh = MeshPtr::reclaim_copy(&mesh),
+         .callers = callers,
+         .in = input,
+         .out = output,
+         .in_sizes = std::move(in_bytes),
+         .out_sizes = std::move(out_bytes),
+         .peers = peers.vec()});
+  }
   Where where(Kind::AllToAll, mesh, -1);
   count(Kind::AllToAll, input.numel(), mesh, -1);
   const auto backend = backend_of(*group, out.device());

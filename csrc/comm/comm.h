@@ -30,6 +30,9 @@ void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, R
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 Completion start_all_gather(
     std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one = false);
+// The same for pieces that lie one after the other in `whole`, which is contiguous; sizes in elements. If all have one size and
+// the backend gathers them at once, it takes no time that grows with their number.
+Completion start_all_gather(at::Tensor& whole, at::IntArrayRef sizes, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 // Whether the backend has a faster call for pieces of one size that lie `as_one`, this rank's piece included.
 bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 

@@ -3,6 +3,8 @@
 #include "dispatch/handler.h"
 
 #include <atomic>
+#include <thread>
+#include <utility>
 
 namespace shardtensor {
 
@@ -12,17 +14,38 @@ constexpr size_t kLimit = 4096;
 
 std::atomic<int64_t> g_generation{0};
 
+std::atomic<int64_t> g_alive{0}; // threads that have caches
+
 struct ThreadCaches {
   std::vector<std::unique_ptr<Cache>> by_op;
   int64_t generation = 0;
+
+  ~ThreadCaches() {
+    --g_alive;
+  }
 };
 
-// A bare pointer: access needs no guard and no call. Leaked on purpose: Python may run ops while the process ends.
+// A bare pointer: access needs no guard and no call.
 thread_local ThreadCaches* t_caches __attribute__((tls_model("initial-exec"))) = nullptr;
+
+// Frees them when their thread ends. The thread of the import, which ends with the process, keeps them: Python may run ops while
+// the process ends.
+const auto g_first = std::this_thread::get_id();
+struct AtTheEnd {
+  bool used = false;
+  ~AtTheEnd() {
+    if (std::this_thread::get_id() != g_first) {
+      delete std::exchange(t_caches, nullptr);
+    }
+  }
+};
+thread_local AtTheEnd t_end;
 
 ThreadCaches& caches() {
   if (C10_UNLIKELY(!t_caches)) {
+    t_end.used = true; // so that its destructor runs
     t_caches = new ThreadCaches();
+    ++g_alive;
   }
   return *t_caches;
 }
@@ -102,7 +125,7 @@ void Cache::grow() {
 }
 
 CacheInfo cache_info() {
-  CacheInfo info{0, 0, 0};
+  CacheInfo info{0, 0, 0, g_alive};
   for (const auto& cache : caches().by_op) {
     if (cache) {
       cache->add_to(info);

@@ -5,6 +5,7 @@
 #include "comm/doing.h"
 #include "comm/faults.h"
 #include "comm/values.h"
+#include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -32,7 +33,7 @@ void same(const std::string& call, const Mesh& mesh) {
 }
 
 uint64_t sum_of(const at::Tensor& local) {
-  auto flat = local.detach().resolve_conj().resolve_neg().reshape(-1);
+  auto flat = kernels::resolved(local.detach()).reshape(-1);
   if (checking() == Checking::Sampled && flat.numel() > kSampled) {
     flat = flat.slice(0, 0, flat.numel(), flat.numel() / kSampled);
   }

@@ -18,6 +18,7 @@ void set_fallback_log(FallbackLog log);
 
 struct CacheInfo {
   int64_t hits, misses, entries;
+  int64_t threads; // that have caches
 };
 CacheInfo cache_info(); // of this thread
 void clear_cache();

@@ -7,11 +7,13 @@
 #include "dispatch/plain.h"
 #include "dispatch/traced.h"
 #include "redistribute/redistribute.h"
+#include "redistribute/watch.h"
 #include "tensor/lists.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 
 namespace shardtensor {
 
@@ -74,18 +76,50 @@ bool stays(const Element& e) {
   return lead != nullptr;
 }
 
+// The moves of all elements, which are made together.
+class Moves {
+ public:
+  // Has `local`, of an argument, moved to another layout; `put` gets the result.
+  template <typename Put>
+  void add(
+      const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const LayoutPtr& to, Put put) {
+    if (is_symbolic(*ref.tensor)) {
+      put(move_for(op, ref, why, local, from, *to));
+      return;
+    }
+    errors::while_doing(op, [&] { tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why, from, *to, *ref.tensor); });
+    moves_.push_back({local, LayoutPtr::reclaim_copy(&from), to, Sizes(ref.tensor->sizes().begin(), ref.tensor->sizes().end())});
+    puts_.push_back(std::move(put));
+  }
+  void go(const Op& op) {
+    if (moves_.empty()) {
+      return;
+    }
+    auto moved = errors::while_doing(op, [&] { return redistribute_all(moves_); });
+    for (size_t i = 0; i < moved.size(); ++i) {
+      puts_[i](std::move(moved[i]));
+    }
+  }
+
+ private:
+  std::vector<Moved> moves_;
+  std::vector<std::function<void(at::Tensor)>> puts_;
+};
+
 // Moves the tensors of an element to the layouts of its solution, into `locals`, which has one entry per ref of the whole call.
-void move(const Op& op, const Element& e, std::vector<at::Tensor>& locals) {
+void move(const Op& op, const Element& e, Moves& moves, std::vector<at::Tensor>& locals) {
   for (size_t k = 0; k < e.refs.size(); ++k) {
     const auto& ref = e.refs[k];
     const auto& need = e.solution->operands[k];
     if (!need) {
       continue;
     }
-    const auto& have = ref.impl ? ref.impl->layout() : *e.solution->replicated;
-    auto moved = move_for(op, ref, why_moved(op), ref.impl ? ref.impl->local() : *ref.tensor, have, *need);
     const bool written = op.mutated >> ref.arg & 1;
-    locals[e.positions[k]] = written && ref.impl && moved.is_alias_of(ref.impl->local()) ? moved.clone() : std::move(moved);
+    const auto put = [&ref, &to = locals[e.positions[k]], written](at::Tensor moved) {
+      to = written && ref.impl && moved.is_alias_of(ref.impl->local()) ? moved.clone() : std::move(moved);
+    };
+    const auto& have = ref.impl ? ref.impl->layout() : *e.solution->replicated;
+    moves.add(op, ref, why_moved(op), ref.impl ? ref.impl->local() : *ref.tensor, have, need, put);
   }
 }
 
@@ -179,6 +213,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
   for (const auto& r : refs) {
     locals.push_back(r.impl ? r.impl->local() : *r.tensor);
   }
+  Moves moves;
   for (auto& e : elements) {
     if (e.plain) {
       continue;
@@ -193,7 +228,13 @@ void run_lists(const Op& op, Stack* stack_ptr) {
     if (!op.entry->options.elementwise || any_symbolic(e.refs) || !stays(e)) {
       e.solution = find_solution(op, stack, base, e.refs);
       check_alike(op, e.refs, *e.solution);
-      move(op, e, locals);
+      move(op, e, moves, locals);
+    }
+  }
+  moves.go(op);
+  for (auto& e : elements) {
+    if (e.plain) {
+      continue;
     }
     if (op.entry->options.dense) {
       make_dense(e, locals);
@@ -209,18 +250,20 @@ void run_lists(const Op& op, Stack* stack_ptr) {
   put_local(
       stack, base, refs, [&](size_t i) { return locals[i]; }, kept);
   op.handle.callBoxed(stack_ptr);
+  Moves back;
   for (const auto& e : elements) {
     for (size_t k = 0; k < e.refs.size(); ++k) {
       const auto& owner = e.refs[k];
       const auto& local = locals[e.positions[k]];
       if (e.solution && e.solution->write_back.has(k)) {
-        at::Tensor(owner.impl->local())
-            .copy_(move_for(op, owner, kWrittenBack, local, *e.solution->operands[k], owner.impl->layout()));
+        const auto put = [&owner](const at::Tensor& moved) { at::Tensor(owner.impl->local()).copy_(moved); };
+        back.add(op, owner, kWrittenBack, local, *e.solution->operands[k], owner.impl->layout_ptr(), put);
       } else if (e.copied.has(k) && (op.mutated >> owner.arg & 1)) {
         at::Tensor(owner.impl->local()).copy_(local);
       }
     }
   }
+  back.go(op);
   note_writes(op, refs);
   if (op.schema().returns().empty()) {
     return;

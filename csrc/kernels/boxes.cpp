@@ -334,10 +334,6 @@ void move(const char* function, const Side& from, const Side& to) {
   (for_cuda(target) ? cuda::move : cpu::move)(plan.moves, from.tensor, target);
 }
 
-at::Tensor resolved(const at::Tensor& source) {
-  return source.resolve_conj().resolve_neg();
-}
-
 // Between boxes of a tensor and a flat buffer, either way.
 void move_flat(const char* function, const Side& from, const Side& to) {
   const auto& flat = from.flat ? from : to;

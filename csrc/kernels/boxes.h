@@ -7,6 +7,11 @@
 
 namespace shardtensor::kernels {
 
+// With a lazy conjugate or negative computed: bytes are copied, and bytes travel.
+inline at::Tensor resolved(const at::Tensor& t) {
+  return t.is_conj() || t.is_neg() ? t.resolve_conj().resolve_neg() : t;
+}
+
 // Boxes are in the indices of the given tensor. Any strides work; a source may be expanded, a target may not. If dtypes differ,
 // values are cast. One launch on the current stream, without synchronization; also in a CUDA graph.
 

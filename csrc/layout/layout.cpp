@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <numeric>
 #include <sstream>
 #include <unordered_map>
 
@@ -160,11 +159,27 @@ LayoutPtr Layout::replicated(const MeshPtr& mesh) {
   return make(mesh, Placements(mesh->ndim(), Placement::replicate()));
 }
 
+size_t Layout::count() {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  return t.layouts.size();
+}
+
 Layout::Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int64_t id)
     : mesh_(std::move(mesh)), placements_(std::move(placements)), cuts_(std::move(cuts)), hash_(hash), id_(id) {
+  starts_.resize(placements_.size());
   for (size_t m = 0; m < placements_.size(); ++m) {
     const auto& p = placements_[m];
     partial_ |= p.is_partial();
+    if (cuts_[m]) {
+      const auto row = sizes_per_row(*mesh_, p, static_cast<int64_t>(m));
+      int64_t at = 0;
+      for (size_t i = 0; i < cuts_[m]->size(); ++i) {
+        at = static_cast<int64_t>(i) % row == 0 ? 0 : at;
+        starts_[m].push_back(at);
+        at += (*cuts_[m])[i];
+      }
+    }
     sharded_ |= p.is_shard();
     even_ &= !cuts_[m];
     if (p.is_shard()) {
@@ -175,15 +190,21 @@ Layout::Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int6
 }
 
 void Layout::release_resources() {
+  // Others' weak pointers may keep the object; they keep nothing else. Freed after the lock.
+  MeshPtr mesh;
+  Cuts cuts;
   auto& t = table();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto [begin, end] = t.layouts.equal_range(hash_);
   for (auto it = begin; it != end; ++it) {
     if (it->second._unsafe_get_target() == this) {
       t.layouts.erase(it);
-      return;
+      break;
     }
   }
+  mesh = std::move(mesh_);
+  cuts = std::move(cuts_);
+  starts_.clear();
 }
 
 int64_t Layout::innermost(int64_t dim) const {
@@ -214,25 +235,45 @@ int64_t Layout::extent_before(int64_t m, int64_t dim, int64_t size, c10::ArrayRe
   return size;
 }
 
+Interval Layout::piece_at(int64_t m, int64_t extent, int64_t row, int64_t at) const {
+  const auto per_row = sizes_per_row(*mesh_, placements_[m], m);
+  if (!cuts_[m]) {
+    return chunk(extent, per_row, at);
+  }
+  const auto i = row * per_row + at;
+  return {starts_[m][i], (*cuts_[m])[i]};
+}
+
+Interval Layout::piece(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
+  return piece_at(m, extent, row_of(m, coordinate), coordinate[m]);
+}
+
+std::pair<int64_t, int64_t> Layout::meeting(
+    int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate, const Interval& run) const {
+  const auto n = mesh_->size(m);
+  if (run.length == 0 || extent == 0) {
+    return {0, 0};
+  }
+  if (!cuts_[m]) {
+    const auto full = (extent + n - 1) / n;
+    return {run.start / full, std::min(n, (run.start + run.length - 1) / full + 1)};
+  }
+  const auto begin = starts_[m].begin() + row_of(m, coordinate) * n, end = begin + n;
+  const auto first = std::upper_bound(begin, end, run.start) - 1, last = std::lower_bound(begin, end, run.start + run.length);
+  return {first - begin, last - begin};
+}
+
 Intervals Layout::split(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
   const auto pieces = mesh_->size(m);
   const auto index = coordinate[m];
-  const auto& cut = cuts_[m];
-  const auto per_row = sizes_per_row(*mesh_, placements_[m], m);
-  const auto piece_at = [&](int64_t at) {
-    if (!cut) {
-      return chunk(extent, per_row, at);
-    }
-    const auto* row = cut->data() + row_of(m, coordinate) * per_row;
-    return Interval{std::accumulate(row, row + at, int64_t{0}), row[at]};
-  };
   if (placements_[m].split_factor == 1) {
-    return {piece_at(index)};
+    return {piece(m, extent, coordinate)};
   }
   Intervals out;
   const Intervals whole{Interval{0, extent}};
-  for (int64_t f = 0; f < per_row; ++f) {
-    const auto outer = piece_at(f);
+  const auto row = row_of(m, coordinate);
+  for (int64_t f = 0; f < placements_[m].split_factor; ++f) {
+    const auto outer = piece_at(m, extent, row, f);
     const auto inner = chunk(outer.length, pieces, index);
     take(whole, outer.start + inner.start, inner.length, out);
   }

@@ -9,6 +9,8 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace shardtensor {
 
@@ -54,6 +56,8 @@ class Layout final : public c10::intrusive_ptr_target {
   // Explicit cuts that equal torch.chunk's become even, so that equal layouts are one object. `cuts` may be empty: all even.
   static LayoutPtr make(MeshPtr mesh, Placements placements, Cuts cuts = {});
   static LayoutPtr replicated(const MeshPtr& mesh);
+  // How many are alive.
+  static size_t count();
 
   Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int64_t id);
   Layout(const Layout&) = delete;
@@ -111,6 +115,12 @@ class Layout final : public c10::intrusive_ptr_target {
   // The part of coordinate[mesh_dim] in the `extent` that the earlier mesh dims leave.
   Intervals split(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
   int64_t split_size(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
+  // The same for a placement without a stride: one run.
+  Interval piece(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
+  // The coordinates [first, last) along mesh_dim whose pieces of the `extent` may meet `run`; not for a stride. In time that does
+  // not grow with the mesh.
+  std::pair<int64_t, int64_t> meeting(
+      int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate, const Interval& run) const;
 
   // The global indices of a rank along tensor dim `dim`, in the order of its local tensor.
   Intervals intervals(int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
@@ -141,10 +151,12 @@ class Layout final : public c10::intrusive_ptr_target {
 
  private:
   int64_t row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const;
+  Interval piece_at(int64_t mesh_dim, int64_t extent, int64_t row, int64_t at) const;
 
   MeshPtr mesh_;
   Placements placements_;
   Cuts cuts_;
+  c10::SmallVector<std::vector<int64_t>, 2> starts_; // of each size of the cuts, within its row
   size_t hash_;
   int64_t id_;
   bool partial_ = false;

@@ -12,9 +12,13 @@ namespace shardtensor {
 
 namespace {
 
+using WeakMesh = c10::weak_intrusive_ptr<const Mesh>;
+
+// Keeps no mesh alive, as the table of layouts (layout.cpp).
 struct Table {
   std::mutex mutex;
-  std::unordered_multimap<size_t, MeshPtr> meshes;
+  std::unordered_multimap<size_t, WeakMesh> meshes;
+  int64_t next_id = 0;
 };
 
 Table& table() {
@@ -30,8 +34,10 @@ size_t hash_of(const Mesh::Description& d) {
   for (auto r : d.ranks) {
     h = c10::hash_combine(h, static_cast<size_t>(r));
   }
-  for (const auto& g : d.groups) {
-    h = c10::hash_combine(h, std::hash<std::string>()(g));
+  for (const auto* names : {&d.dim_names, &d.groups}) {
+    for (const auto& name : *names) {
+      h = c10::hash_combine(h, std::hash<std::string>()(name));
+    }
   }
   for (const auto& along : d.group_ranks) {
     for (auto r : along) {
@@ -62,28 +68,54 @@ MeshPtr Mesh::make(Description d) {
   std::lock_guard<std::mutex> lock(t.mutex);
   auto [begin, end] = t.meshes.equal_range(hash);
   for (auto it = begin; it != end; ++it) {
-    if (it->second->description() == d) {
-      return it->second;
+    if (it->second._unsafe_get_target()->description() == d) {
+      if (auto alive = it->second.lock()) {
+        return alive;
+      }
     }
   }
-  auto mesh = c10::make_intrusive<Mesh>(std::move(d), static_cast<int64_t>(t.meshes.size()));
-  t.meshes.emplace(hash, mesh);
+  auto mesh = c10::make_intrusive<Mesh>(std::move(d), hash, t.next_id++);
+  t.meshes.emplace(hash, WeakMesh(MeshPtr(mesh)));
   return mesh;
+}
+
+void Mesh::release_resources() {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  auto [begin, end] = t.meshes.equal_range(hash_);
+  for (auto it = begin; it != end; ++it) {
+    if (it->second._unsafe_get_target() == this) {
+      t.meshes.erase(it);
+      return;
+    }
+  }
+}
+
+size_t Mesh::count() {
+  auto& t = table();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  return t.meshes.size();
 }
 
 MeshPtr Mesh::with_groups(const std::vector<std::string>& groups) {
   auto& t = table();
-  std::lock_guard<std::mutex> lock(t.mutex);
-  MeshPtr found;
-  for (const auto& [hash, mesh] : t.meshes) {
-    if (mesh->description().groups == groups && (!found || mesh->id() > found->id())) {
-      found = mesh;
+  std::vector<MeshPtr> found; // freed after the lock
+  {
+    std::lock_guard<std::mutex> lock(t.mutex);
+    for (const auto& [hash, weak] : t.meshes) {
+      if (weak._unsafe_get_target()->description().groups == groups) {
+        found.push_back(weak.lock());
+      }
     }
   }
-  return found;
+  MeshPtr latest;
+  for (const auto& mesh : found) {
+    latest = mesh && (!latest || mesh->id() > latest->id()) ? mesh : latest;
+  }
+  return latest;
 }
 
-Mesh::Mesh(Description description, int64_t id) : d_(std::move(description)), id_(id) {
+Mesh::Mesh(Description description, size_t hash, int64_t id) : d_(std::move(description)), hash_(hash), id_(id) {
   coordinate_.assign(d_.shape.size(), 0);
   for (size_t i = 0; i < d_.ranks.size(); ++i) {
     places_.resize(std::max(places_.size(), static_cast<size_t>(d_.ranks[i]) + 1), -1);

@@ -34,12 +34,17 @@ class Mesh final : public c10::intrusive_ptr_target {
     }
   };
 
-  // Meshes are few and live as long as the process.
   static MeshPtr make(Description description);
-  // The most recent mesh whose process groups, one per mesh dim, have these names; null if there is none.
+  // The most recent mesh alive whose process groups, one per mesh dim, have these names; null if there is none.
   static MeshPtr with_groups(const std::vector<std::string>& groups);
+  // How many are alive.
+  static size_t count();
+  // Of a description; equal meshes have the same in every process that runs this build.
+  size_t hash() const {
+    return hash_;
+  }
 
-  explicit Mesh(Description description, int64_t id);
+  Mesh(Description description, size_t hash, int64_t id);
 
   int64_t ndim() const {
     return static_cast<int64_t>(d_.shape.size());
@@ -83,13 +88,17 @@ class Mesh final : public c10::intrusive_ptr_target {
   int64_t group_rank(int64_t dim, int64_t coordinate) const {
     return is_reordered(dim) ? d_.group_ranks[dim][coordinate] : coordinate;
   }
+  // Distinct for each mesh ever made; a key for caches.
   int64_t id() const {
     return id_;
   }
   std::string str() const;
 
+  void release_resources() override; // only for intrusive_ptr, after the last reference is gone
+
  private:
   Description d_;
+  size_t hash_;
   int64_t id_;
   bool mine_ = false;
   Coordinate coordinate_;

@@ -153,7 +153,7 @@ at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, 
   if (!traced) {
     has_values(given); // or throws
   }
-  const auto local = given.is_conj() || given.is_neg() ? given.resolve_conj().resolve_neg() : given;
+  const auto local = kernels::resolved(given);
   const auto& mesh = from_->mesh();
   const auto options = local.options();
   const auto empty = [&] { return at::empty_strided(made_, strides, options); };

@@ -1,9 +1,10 @@
 #include "redistribute/plan.h"
 
+#include "redistribute/kept.h"
+
 #include <array>
 #include <cmath>
 #include <limits>
-#include <map>
 #include <queue>
 #include <tuple>
 #include <vector>
@@ -331,22 +332,19 @@ Plan make_plan(const Layout& from, const Layout& to, double bytes, bool transfer
   if (&from == &to) {
     return {};
   }
-  return Search(from, to, bytes, transfers).run();
+  auto plan = Search(from, to, bytes, transfers).run();
+  auto now = LayoutPtr::reclaim_copy(&from);
+  for (size_t i = 0; i + 1 < plan.steps.size(); ++i) {
+    now = layout_after(plan.steps[i], *now, to);
+    plan.between.push_back(now);
+  }
+  return plan;
 }
 
-const Plan& plan_for(const Layout& from, const Layout& to, double bytes, bool transfers) {
-  using Key = std::tuple<int64_t, int64_t, int, bool>;
-  constexpr size_t kLimit = 4096;
-  static thread_local std::map<Key, Plan>* plans = new std::map<Key, Plan>();
-  const int power = std::ilogb(std::max(bytes, 1.0));
-  if (plans->size() >= kLimit) {
-    plans->clear();
-  }
-  auto [it, is_new] = plans->try_emplace(Key{from.id(), to.id(), power, transfers});
-  if (is_new) {
-    it->second = make_plan(from, to, std::ldexp(1.0, power), transfers);
-  }
-  return it->second;
+std::shared_ptr<const Plan> plan_for(const Layout& from, const Layout& to, double bytes, bool transfers) {
+  const auto power = std::ilogb(std::max(bytes, 1.0));
+  const auto make = [&] { return make_plan(from, to, std::ldexp(1.0, power), transfers); };
+  return kept<Plan>(from, to, Found::Plan, {power, static_cast<int64_t>(transfers)}, make);
 }
 
 } // namespace shardtensor

@@ -4,6 +4,8 @@
 
 #include "layout/layout.h"
 
+#include <memory>
+
 namespace shardtensor {
 
 // Pad: a piece becomes a summand of the whole, padded with the neutral value. Transfer: every element goes directly to its
@@ -25,6 +27,9 @@ struct Step {
   StepKind kind;
   int64_t mesh_dim; // -1: all
 };
+inline bool communicates(const Step& step) {
+  return step.kind != StepKind::Slice && step.kind != StepKind::MakePartial && step.kind != StepKind::Pad;
+}
 
 // The layout after a step on the way to `to`.
 LayoutPtr layout_after(const Step& step, const Layout& now, const Layout& to);
@@ -33,18 +38,27 @@ LayoutPtr transfer_target(const Layout& now, const Layout& to);
 
 struct Plan {
   c10::SmallVector<Step, 4> steps;
+  c10::SmallVector<LayoutPtr, 4> between; // after each step except the last
   double cost = 0;
   mutable int64_t agreed = -1; // the epoch in which check_agreed() was asked
 
   bool communicates() const {
     return cost > 0;
   }
+  // The layout after the i-th step on the way to `to`.
+  LayoutPtr after(size_t i, const Layout& to) const {
+    return i < between.size() ? between[i] : LayoutPtr::reclaim_copy(&to);
+  }
+  size_t weight() const {
+    return 1;
+  }
 };
 
 // For a tensor of `bytes` in all; both layouts on one mesh. Without `transfers`: only collectives and local steps. Every step
 // turns its mesh dim's placement into that of `to`, or first into Replicate.
 Plan make_plan(const Layout& from, const Layout& to, double bytes, bool transfers = true);
-// Cached by layouts and by bytes rounded down to a power of two, so that all ranks look up the same plan.
-const Plan& plan_for(const Layout& from, const Layout& to, double bytes, bool transfers = true);
+// Cached by layouts and by bytes rounded down to a power of two, so that all ranks look up the same plan. Plans of layouts that
+// are gone are dropped.
+std::shared_ptr<const Plan> plan_for(const Layout& from, const Layout& to, double bytes, bool transfers = true);
 
 } // namespace shardtensor

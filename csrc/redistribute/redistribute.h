@@ -25,4 +25,14 @@ at::Tensor redistribute(
 // The same if `local` may belong to a graph and global sizes may be symbols. Tracing ignores `completion`.
 at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes);
 
+// Of several tensors at once.
+struct Moved {
+  at::Tensor local;
+  LayoutPtr from, to;
+  Sizes sizes; // global
+};
+// redistribute() of each. Steps of one kind along one mesh dim are one collective, for reductions one for each op and dtype; but
+// large tensors move alone, since copying them costs more than a call. Every rank of the meshes calls it, with equal lists.
+std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors);
+
 } // namespace shardtensor

@@ -1,5 +1,6 @@
 #include "redistribute/route.h"
 
+#include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -62,7 +63,7 @@ LayoutPtr added_up(const Layout& from, const Layout& to, IntArrayRef sizes, doub
       scattered = scattered->with(m, dim < 0 ? Placement::replicate() : Placement::shard(dim));
     }
   }
-  const auto cost = [&](const Layout& by) { return plan_for(from, by, bytes).cost + cost_across(by, to, bytes); };
+  const auto cost = [&](const Layout& by) { return plan_for(from, by, bytes)->cost + cost_across(by, to, bytes); };
   return whole == scattered || cost(*whole) <= cost(*scattered) ? whole : scattered;
 }
 
@@ -71,9 +72,10 @@ void append_legs(const Layout& from, const Layout& to, double bytes, std::vector
   if (&from == &to) {
     return;
   }
-  for (const auto& step : plan_for(from, to, bytes).steps) {
-    auto next = layout_after(step, *now, to);
-    legs.push_back({step, now, next});
+  const auto plan = plan_for(from, to, bytes);
+  for (size_t i = 0; i < plan->steps.size(); ++i) {
+    auto next = plan->after(i, to);
+    legs.push_back({plan->steps[i], now, next});
     now = std::move(next);
   }
 }
@@ -82,10 +84,12 @@ int64_t numel_at(const Layout& layout, IntArrayRef sizes, const Coordinate& c) {
   return c10::multiply_integers(layout.local_sizes(sizes, c));
 }
 
-int64_t total(const std::vector<Transfer::Message>& messages) {
-  int64_t n = 0;
-  for (const auto& message : messages) {
-    n += message.numel;
+// The elements of a rank's piece that it holds before and after.
+int64_t kept_by(const Layout& before, const Layout& after, IntArrayRef sizes, const Coordinate& c) {
+  int64_t n = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    n *= common_length(before.intervals(dim, sizes[d], c), after.intervals(dim, sizes[d], c));
   }
   return n;
 }
@@ -99,13 +103,17 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
              : LayoutPtr();
 }
 
-Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
+void check_devices(const Layout& from, const Layout& to) {
   TORCH_CHECK_VALUE(
       from.mesh().description().device_type == to.mesh().description().device_type, "redistribute: from ", from.str(), " to ",
       to.str(), ": the target mesh has another device type (rank ", to.mesh().rank(), "); move the local tensors first");
+}
+
+Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
+  check_devices(from, to);
   const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
   const auto there = transfer_target(*by, to);
-  const auto sums = redistribute(local.resolve_conj().resolve_neg(), from, *by, sizes);
+  const auto sums = redistribute(kernels::resolved(local), from, *by, sizes);
   auto out = transfer(sums, *by, *there, sizes, later);
   out.local = redistribute(out.local, *there, to, sizes); // makes new summands locally: nothing is sent
   return out;
@@ -132,9 +140,8 @@ std::vector<Leg> route(const Layout& from, const Layout& to, IntArrayRef sizes, 
 
 Traffic traffic_of(const Leg& leg, IntArrayRef sizes, int64_t rank) {
   const auto kind = leg.step.kind;
-  if (kind == StepKind::Transfer || kind == StepKind::AllToAll) {
-    const auto t = transfer_of(*leg.before, *leg.after, sizes, rank);
-    return {total(t.sent), total(t.received)};
+  if (kind == StepKind::Transfer) {
+    return traffic_of_transfer(*leg.before, *leg.after, sizes, rank);
   }
   const auto& mesh = leg.before->mesh();
   const auto index = mesh.index_of_rank(rank);
@@ -151,6 +158,10 @@ Traffic traffic_of(const Leg& leg, IntArrayRef sizes, int64_t rank) {
       return {before - after, after * (n - 1)};
     case StepKind::AllGather:
       return {before, after - before};
+    case StepKind::AllToAll: { // a rank sends all but what it keeps, to others that hold nothing of it
+      const auto kept = kept_by(*leg.before, *leg.after, sizes, c);
+      return {before - kept, after - kept};
+    }
     default:
       return {};
   }

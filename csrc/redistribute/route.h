@@ -13,6 +13,8 @@ namespace shardtensor {
 // Otherwise null.
 LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh);
 
+// Raises if the meshes are of different device types.
+void check_devices(const Layout& from, const Layout& to);
 // redistribute() between two meshes with different ranks or places. Every rank of either mesh calls it.
 Moving redistribute_across(
     const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
@@ -24,9 +26,6 @@ struct Leg {
 // The steps that redistribute() takes for a tensor with elements of `item` bytes.
 std::vector<Leg> route(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
 
-struct Traffic {
-  int64_t sent = 0, received = 0;
-};
 // In elements: what a rank contributes, as comm's counters count it, and the new elements that it receives.
 Traffic traffic_of(const Leg& leg, c10::ArrayRef<int64_t> sizes, int64_t rank);
 

@@ -23,10 +23,32 @@ struct Transfer {
   std::vector<Box> kept_from, kept_to;
 };
 
-// The part of any rank, found without communication, in time proportional to its peers plus the ranks of both meshes.
+// The part of any rank, found without communication, in time proportional to its peers and to the ranks that hold or want copies
+// of what it has. (With strided placements: to the ranks of both meshes.)
 // If there is Partial, it is on the same mesh dims of both layouts, on one mesh: summands move only between ranks with the same
 // coordinates along those mesh dims.
 Transfer transfer_of(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
+// The elements that it sends and receives: transfer_of() without boxes.
+struct Traffic {
+  int64_t sent = 0, received = 0;
+};
+Traffic traffic_of_transfer(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
+
+// The number of indices that are in both.
+int64_t common_length(const Intervals& a, const Intervals& b);
+
+// This rank's part, by peer, found once for each pair of layouts and size (kept.h).
+struct Exchanged {
+  Transfer part;
+  std::vector<int64_t> ranks, sent, received; // by peer: elements
+  int64_t callers = 0;                        // the ranks that make the call
+  bool all_held = false;                      // no rank lacks anything
+
+  size_t weight() const {
+    return part.packed.size() + part.unpacked.size() + part.kept_from.size() + ranks.size() / 4;
+  }
+};
+std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
 
 // This rank's piece. If `rest` is set, the piece has its sizes and memory, and gets its data when `rest` is called.
 struct Moving {

@@ -2,6 +2,8 @@
 
 #include "redistribute/redistribute.h"
 
+#include <algorithm>
+
 namespace shardtensor {
 
 namespace {
@@ -29,31 +31,27 @@ bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && a.is_non_overlapping_and_dense());
 }
 
-std::optional<Tensors> laid_out_like(const Tensors& parameters, const Tensors& gradients) {
-  if (parameters.size() != gradients.size()) {
-    return std::nullopt;
-  }
-  for (size_t n = 0; n < parameters.size(); ++n) {
+Tensors laid_out_like(const Tensors& parameters, const Tensors& gradients) {
+  Tensors out = gradients;
+  std::vector<Moved> moves;
+  std::vector<size_t> index;
+  for (size_t n = 0; n < std::min(parameters.size(), gradients.size()); ++n) {
     const auto* p = as_shard_tensor(parameters[n]);
     const auto* g = as_shard_tensor(gradients[n]);
-    if (!p || !g || p->sizes() != g->sizes() || &p->layout().mesh() != &g->layout().mesh() || p->layout().has_partial()) {
-      return std::nullopt;
+    if (p && g && p->layout_ptr() != g->layout_ptr() && p->sizes() == g->sizes() && &p->layout().mesh() == &g->layout().mesh() &&
+        !p->layout().has_partial()) {
+      moves.push_back({g->local(), g->layout_ptr(), p->layout_ptr(), Sizes(g->sizes().begin(), g->sizes().end())});
+      index.push_back(n);
     }
   }
-  Tensors out;
-  out.reserve(gradients.size());
-  for (size_t n = 0; n < parameters.size(); ++n) {
-    const auto& p = *as_shard_tensor(parameters[n]);
-    const auto& g = *as_shard_tensor(gradients[n]);
-    if (p.layout_ptr() == g.layout_ptr()) {
-      out.push_back(gradients[n]);
-      continue;
-    }
-    auto local = redistribute(g.local(), g.layout(), p.layout(), g.sizes());
+  auto locals = redistribute_all(moves);
+  for (size_t i = 0; i < index.size(); ++i) {
+    const auto& p = *as_shard_tensor(parameters[index[i]]);
+    auto local = std::move(locals[i]);
     if (!lie_alike(local, p.local())) {
       local = at::empty_strided(p.local().sizes(), p.local().strides(), local.options()).copy_(local);
     }
-    out.push_back(wrap(std::move(local), p.layout_ptr(), g.sizes(), p.strides()));
+    out[index[i]] = wrap(std::move(local), p.layout_ptr(), p.sizes(), p.strides());
   }
   return out;
 }

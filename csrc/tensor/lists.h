@@ -10,9 +10,9 @@ namespace shardtensor {
 
 using Tensors = std::vector<at::Tensor>;
 
-// `gradients` in the layouts of `parameters`, index by index. Nothing if their sizes, meshes or classes differ: all ranks find
-// that alike, before anything moves.
-std::optional<Tensors> laid_out_like(const Tensors& parameters, const Tensors& gradients);
+// `gradients` in the layouts of `parameters`, index by index, moved together. Those of other sizes, meshes or classes than their
+// parameters stay as they are.
+Tensors laid_out_like(const Tensors& parameters, const Tensors& gradients);
 
 // The local tensors of `lists`, if at each index all lists have one layout, without summands, and the same strides. Empty
 // lists and plain numbers stay unchanged. Otherwise nothing; ranks may disagree about that. All lists except `read_only` count

@@ -29,6 +29,7 @@ from shardtensor.tensor._factories import (
     scatter_tensor,
     zeros,
 )
+from shardtensor.tensor._many import redistribute
 from shardtensor.tensor._modes import (
     get_promotion_mode,
     implicit_replication,
@@ -92,6 +93,7 @@ __all__ = [
     "rand",
     "randn",
     "random",
+    "redistribute",
     "replace_dtensor",
     "scatter_tensor",
     "set_fault_notice",

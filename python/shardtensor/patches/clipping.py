@@ -1,6 +1,7 @@
 """torch.nn.utils.clip_grad, and the foreach functions beneath it. All versions.
 
-A norm over tensors of several meshes, or also over plain tensors, is combined from one norm per mesh.
+A norm over tensors that different mesh dims cut, or of several meshes, or also over plain tensors, is combined from one norm for each
+kind; these are reduced together.
 """
 
 from __future__ import annotations
@@ -18,16 +19,31 @@ from torch.utils._foreach_utils import _foreach_supported_types as _clipping_typ
 
 from shardtensor import _C
 from shardtensor.patches._once import wrap_once
+from shardtensor.tensor._layout import _SHARD, _UNCUT
 from shardtensor.tensor._tensor import ShardTensor
 
 
 def _home(t: torch.Tensor) -> Any:
-    """The group in which a tensor's norm can be combined directly: its mesh; None for plain tensors."""
-    return t._layout.mesh if isinstance(t, ShardTensor) else t.device_mesh if isinstance(t, DTensor) else None
+    """What tensors have in common whose norms can be combined without moving: their mesh and the mesh dims that cut them; None for
+    plain tensors."""
+    if isinstance(t, ShardTensor):
+        layout = t._layout
+        return layout.mesh, tuple(n > 1 and kind == _SHARD for n, (kind, *_) in zip(layout.mesh.shape, layout.placements, strict=True))
+    return t.device_mesh if isinstance(t, DTensor) else None
 
 
 def _as_list(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _everywhere(norms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The norms on every rank of their meshes, reduced together."""
+    at = [i for i, t in enumerate(norms) if isinstance(t, ShardTensor)]
+    layouts = [_C.layout(norms[i]) for i in at]
+    replicated = [_C.Layout(layout.mesh, [_UNCUT] * len(layout.placements)) for layout in layouts]
+    for i, t in zip(at, _C.redistribute_all([norms[i] for i in at], replicated), strict=True):
+        norms[i] = t
+    return norms
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
@@ -50,16 +66,19 @@ def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[...,
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         tensors = _as_list(tensors)
-        if is_compiling() or _C.of_one_mesh(tensors):
+        if is_compiling() or _C.cut_alike(tensors):
             return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         by_home: dict[Any, list[torch.Tensor]] = {}
         for t in tensors:
             by_home.setdefault(_home(t), []).append(t)
         if len(by_home) < 2 or not any(isinstance(t, ShardTensor) for t in tensors):
             return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-        _require_member(tensors)
-        device = tensors[0].device
-        parts = [_whole(total_norm(part, norm_type, False, foreach)).to(device) for part in by_home.values()]
+        several_meshes = len({home[0] if isinstance(home, tuple) else home for home in by_home}) > 1
+        if several_meshes:
+            _require_member(tensors)
+        parts = _everywhere([total_norm(part, norm_type, False, foreach) for part in by_home.values()])
+        if several_meshes:
+            parts = [_whole(part).to(tensors[0].device) for part in parts]
         # For order 0, torch counts the tensors that are not all zeros.
         total = torch.stack(parts).sum() if norm_type == 0 else torch.linalg.vector_norm(torch.stack(parts), float(norm_type))
         if error_if_nonfinite and not total.isfinite():

@@ -2,8 +2,8 @@
 
 An optimizer's step is elementwise, so it can run on every rank's piece and costs what it costs on plain tensors. torch's
 optimizers pass lists of parameters, gradients and states to one function per algorithm. That function gets the pieces if all
-tensors of an index have the same layout, and plain tensors as they are. Gradients in other layouts are first moved to it, once per
-step; small ones in summands together. Other lists run on the ShardTensors, op by op.
+tensors of an index have the same layout, and plain tensors as they are. Gradients in other layouts are first moved to it, together,
+once per step. Other lists run on the ShardTensors, op by op.
 
 In a graph (torch.compile) torch's own functions run on the ShardTensors, because the graph holds only pieces anyway.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +21,9 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 
 from shardtensor import _C
 from shardtensor.patches._once import wrap_once
-from shardtensor.tensor._layout import _SHARD
 from shardtensor.tensor._tensor import ShardTensor
 
 _ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
-
-
-_SMALL = 2**18  # bytes of a gradient that is reduced together with others: copying it costs less than a collective
-_TOGETHER = 2**24  # bytes of all of them
 
 Lists = list[list[Any]]
 
@@ -77,38 +71,9 @@ def _all_as_pieces(lists: Lists, scaled: bool, number: bool) -> Lists:
     pieces = None if number else _C.local_lists(lists, read_only)
     if pieces is None and not scaled:
         params, grads, *states = lists
-        lists = [params, _C.laid_out_like(params, _reduced_together(params, grads)) or grads, *states]
+        lists = [params, _C.laid_out_like(params, grads) or grads, *states]
         pieces = None if number else _C.local_lists(lists, read_only)
     return pieces or lists
-
-
-def _reduced_together(params: list[torch.Tensor], grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients with the small ones that are summands of replicated parameters reduced. Each collective has as many as fit."""
-    alike: dict[Any, list[int] | None] = {}  # None for what cannot be reduced so
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        if type(g) is not ShardTensor or not (have := _C.layout(g)).has_partial:
-            continue
-        want, dtype = _C.layout(p), g.dtype
-        if (have, want, dtype) not in alike:
-            reducible = want.is_replicated and have.mesh == want.mesh and not any(kind == _SHARD for kind, *_ in have.placements)
-            alike[have, want, dtype] = [] if reducible else None
-        indices = alike[have, want, dtype]
-        if indices is not None and p.shape == g.shape and p.is_contiguous() and g.numel() * dtype.itemsize <= _SMALL:
-            indices.append(i)
-    grads = list(grads)
-    for (have, want, dtype), indices in alike.items():
-        most = _TOGETHER // dtype.itemsize
-        while indices and len(indices) > 1:
-            ends = list(itertools.accumulate(grads[i].numel() for i in indices))
-            count = max(1, sum(end <= most for end in ends))
-            part, indices = indices[:count], indices[count:]
-            flat = torch.cat([_C.local(grads[i]).reshape(-1) for i in part])
-            summed = _C.local(_C.redistribute(_C.wrap(flat, have, [len(flat)], [1]), want))
-            shapes = [grads[i].shape for i in part]
-            pieces: list[torch.Tensor] = summed.split([shape.numel() for shape in shapes])  # type: ignore[no-untyped-call]
-            for i, piece, shape in zip(part, pieces, shapes, strict=True):
-                grads[i] = _C.wrap(piece.view(shape), want, shape, params[i].stride())
-    return grads
 
 
 def install() -> None:

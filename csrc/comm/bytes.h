@@ -1,0 +1,13 @@
+// A tensor's memory as bytes: backends support only some dtypes, so what is not reduced travels so.
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace shardtensor::comm {
+
+// `t` is contiguous (its strides along dims of size 1 may be anything).
+inline at::Tensor as_bytes(const at::Tensor& t) {
+  return t.numel() ? at::detach(t).as_strided({t.numel()}, {1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));
+}
+
+} // namespace shardtensor::comm

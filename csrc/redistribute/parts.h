@@ -1,0 +1,87 @@
+// The parts of a tensor that a dim is cut into, on their way into a flat buffer or out of one: boxes that are whole in the other
+// dims. Many parts of one width, next to each other, are one description and one copy.
+#pragma once
+
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace shardtensor {
+
+Box box_in(c10::IntArrayRef sizes);
+// One box for each of the `runs` along tensor dim `dim`.
+std::vector<Box> boxes_along(c10::IntArrayRef sizes, int64_t dim, c10::ArrayRef<Interval> runs);
+
+class Parts {
+ public:
+  Parts() = default;
+  // Of a tensor of these sizes.
+  Parts(c10::IntArrayRef sizes, int64_t dim) : sizes_(sizes.begin(), sizes.end()), dim_(dim) {}
+
+  void reserve(int64_t parts) {
+    rows_.reserve(parts);
+  }
+  // The next part. Call close() after the last one.
+  void add(const Interval& run) {
+    if (run.length == 0) {
+      return;
+    }
+    ++count_;
+    length_ += run.length;
+    if (!rows_.empty()) {
+      auto& last = rows_.back();
+      if (last.width == run.length && last.start + last.width * last.count == run.start) {
+        ++last.count;
+        return;
+      }
+    }
+    rows_.push_back({run.start, run.length, 1});
+  }
+  // `count` parts of equal width, next to each other.
+  void add(int64_t start, int64_t width, int64_t count) {
+    if (width && count) {
+      count_ += count;
+      length_ += width * count;
+      rows_.push_back({start, width, count});
+    }
+  }
+  void close();
+
+  int64_t numel() const;
+  // How many of them are not empty.
+  int64_t count() const {
+    return count_;
+  }
+  size_t weight() const {
+    return boxes_ ? static_cast<size_t>(count_) : 1;
+  }
+
+  // Into a new flat tensor, and out of one, which holds these parts and nothing else.
+  at::Tensor pack(const at::Tensor& source) const;
+  void unpack(const at::Tensor& flat, at::Tensor& target) const;
+
+ private:
+  struct Row {
+    int64_t start, width, count;
+  };
+  // Made by the first call that needs them, on whichever thread.
+  struct Boxes {
+    std::once_flag once;
+    std::vector<Box> all;
+  };
+  std::vector<Box> as_boxes() const;
+  const std::vector<Box>& boxes() const;
+  at::Tensor stacked(const at::Tensor& t, const Row& row) const;
+
+  Sizes sizes_;
+  int64_t dim_ = 0;
+  int64_t count_ = 0, length_ = 0;
+  std::vector<Row> rows_;
+  std::shared_ptr<Boxes> boxes_; // null: row by row
+};
+
+} // namespace shardtensor

@@ -1,0 +1,257 @@
+#include "comm/comm.h"
+#include "comm/faults.h"
+#include "comm/together.h"
+#include "comm/values.h"
+#include "kernels/boxes.h"
+#include "redistribute/redistribute.h"
+#include "redistribute/route.h"
+#include "redistribute/steps.h"
+
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace shardtensor {
+
+namespace {
+
+// Bytes of the whole tensor, which all ranks know. A larger one moves alone: over Gloo, copying it costs more than a call.
+constexpr double kAlone = 1 << 21;
+// Of all that move together: their staging buffers.
+constexpr double kTogether = 1 << 24;
+
+struct Traveller {
+  const Moved& moved;
+  State state;
+  std::vector<Leg> legs;
+  std::vector<int64_t> kinds; // of the legs: those of one kind may be one collective. -1: nothing is sent
+  size_t next = 0;
+  double bytes = 0;
+
+  const Leg& leg() const {
+    return legs[next];
+  }
+  bool arrived() const {
+    return next == legs.size();
+  }
+};
+using Travellers = std::vector<Traveller>;
+using Picked = std::vector<Traveller*>;
+
+bool of_one_kind(const Leg& a, const Leg& b) {
+  return a.step.kind == b.step.kind && a.step.mesh_dim == b.step.mesh_dim && &a.before->mesh() == &b.before->mesh() &&
+         &a.after->mesh() == &b.after->mesh();
+}
+
+bool takes_part(const Leg& leg) {
+  return leg.before->mesh().has_me() || leg.after->mesh().has_me();
+}
+
+// A graph merges what it likes. A wrapper's values have to be extracted first. A stand-in without values sends nothing.
+bool goes_its_own_way(const Moved& m) {
+  return m.from == m.to || is_traced(m.local) || (m.from->has_partial() && is_wrapper(m.local)) || !has_values(m.local);
+}
+
+Traveller traveller(const Moved& m) {
+  check_mean(*m.from, *m.to, m.local.scalar_type());
+  if (&m.from->mesh() != &m.to->mesh()) {
+    check_devices(*m.from, *m.to);
+  }
+  const auto item = static_cast<int64_t>(m.local.element_size());
+  Traveller out{m, {}, route(*m.from, *m.to, m.sizes, item), {}};
+  out.state.local = kernels::resolved(m.local);
+  out.state.layout = m.from;
+  out.state.sizes = m.sizes;
+  out.bytes = static_cast<double>(c10::multiply_integers(m.sizes)) * static_cast<double>(item);
+  return out;
+}
+
+// The ranks agree about each tensor before any moves.
+void agree(const Traveller& t) {
+  if (t.legs.empty()) {
+    return;
+  }
+  auto end = t.legs[0].before;
+  for (const auto& leg : t.legs) {
+    if (&leg.after->mesh() != &end->mesh()) {
+      break;
+    }
+    end = leg.after;
+  }
+  const auto& start = t.legs[0].before;
+  if (start != end && start->mesh().has_me()) {
+    agree(*plan_for(*start, *end, t.bytes), *start, *end, t.moved.sizes, t.state.local.scalar_type());
+  }
+}
+
+void number_kinds(Travellers& all) {
+  std::vector<const Leg*> kinds;
+  for (auto& t : all) {
+    for (const auto& leg : t.legs) {
+      if (!communicates(leg.step)) {
+        t.kinds.push_back(-1);
+        continue;
+      }
+      const auto known = std::find_if(kinds.begin(), kinds.end(), [&](const Leg* k) { return of_one_kind(*k, leg); });
+      t.kinds.push_back(known - kinds.begin());
+      if (known == kinds.end()) {
+        kinds.push_back(&leg);
+      }
+    }
+  }
+}
+
+// The mesh dims of `mesh` (bits) along which collectives are still due.
+uint64_t due_along(const Travellers& all, const Mesh& mesh) {
+  uint64_t out = 0;
+  for (const auto& t : all) {
+    for (auto i = t.next; i < t.legs.size(); ++i) {
+      out |= &t.legs[i].before->mesh() == &mesh ? dims_of(t.legs[i].step) : 0;
+    }
+  }
+  return out;
+}
+
+template <typename F>
+void in_leg(const Travellers& all, const Traveller& t, const F& run) {
+  const auto& moved = t.moved;
+  in_step(*moved.from, *moved.to, t.leg().step, run, [&] { return due_along(all, moved.from->mesh()); });
+}
+
+// Does the leg, or starts it.
+void take(const Travellers& all, Traveller& t, bool later) {
+  auto& s = t.state;
+  const auto& leg = t.leg();
+  s.layout = leg.before;
+  s.later = later;
+  if (takes_part(leg)) {
+    in_leg(all, t, [&] { take_step(s, leg.step, leg.after); });
+    TORCH_INTERNAL_ASSERT(s.layout == leg.after, "redistribute: ended at ", s.layout->str(), ", not ", leg.after->str());
+  }
+}
+
+void take_local_legs(Travellers& all) {
+  for (auto& t : all) {
+    for (; !t.arrived() && !communicates(t.leg().step); ++t.next) {
+      take(all, t, false);
+    }
+  }
+}
+
+// Who goes next. A tensor waits if another will come to a leg of the same kind later: then they can go together.
+Picked next_to_go(Travellers& all) {
+  std::vector<int64_t> later;
+  for (const auto& t : all) {
+    for (auto i = t.next + 1; i < t.legs.size(); ++i) {
+      later.push_back(t.kinds[i]);
+    }
+  }
+  std::sort(later.begin(), later.end());
+  Picked out;
+  Traveller* first = nullptr;
+  for (auto& t : all) {
+    if (t.arrived()) {
+      continue;
+    }
+    first = first ? first : &t;
+    if (!std::binary_search(later.begin(), later.end(), t.kinds[t.next])) {
+      out.push_back(&t);
+    }
+  }
+  if (out.empty() && first) { // each waits for another
+    for (auto& t : all) {
+      if (!t.arrived() && t.kinds[t.next] == first->kinds[first->next]) {
+        out.push_back(&t);
+      }
+    }
+  }
+  return out;
+}
+
+void go_together(const Travellers& all, const Picked& picked) {
+  if (picked.size() == 1) {
+    return take(all, *picked[0], false);
+  }
+  comm::Together together;
+  for (auto* t : picked) {
+    take(all, *t, true);
+  }
+  const auto& first = *picked[0];
+  const auto& mesh = first.moved.from->mesh();
+  const auto text = [&] {
+    return c10::str(
+        "redistribute: ", picked.size(), " tensors together, the first from ", first.moved.from->str(), " to ",
+        first.moved.to->str(), ", step ", name_of(first.leg().step.kind));
+  };
+  comm::doing(
+      mesh, text, [&] { together.go(); }, [&] { return due_along(all, mesh); });
+  for (auto* t : picked) {
+    auto& s = t->state;
+    if (s.rest) {
+      in_step(*t->moved.from, *t->moved.to, t->leg().step, std::exchange(s.rest, nullptr), nothing_due);
+    }
+    s.buffers.clear();
+  }
+}
+
+void go(const Travellers& all, const Picked& picked) {
+  Picked small;
+  double bytes = 0;
+  const auto go_now = [&] {
+    if (!small.empty()) {
+      go_together(all, std::exchange(small, {}));
+    }
+    bytes = 0;
+  };
+  for (auto* t : picked) {
+    if (t->bytes > kAlone) {
+      take(all, *t, false);
+      continue;
+    }
+    if (bytes + t->bytes > kTogether) {
+      go_now();
+    }
+    small.push_back(t);
+    bytes += t->bytes;
+  }
+  go_now();
+}
+
+} // namespace
+
+std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors) {
+  std::vector<at::Tensor> out(tensors.size());
+  std::vector<size_t> index;
+  Travellers all;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& m = tensors[i];
+    if (goes_its_own_way(m)) {
+      out[i] = redistribute(m.local, *m.from, *m.to, m.sizes);
+    } else {
+      index.push_back(i);
+      all.push_back(traveller(m));
+    }
+  }
+  for (const auto& t : all) {
+    agree(t);
+  }
+  number_kinds(all);
+  for (;;) {
+    take_local_legs(all);
+    const auto picked = next_to_go(all);
+    if (picked.empty()) {
+      break;
+    }
+    go(all, picked);
+    for (auto* t : picked) {
+      ++t->next;
+    }
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    out[index[i]] = std::move(all[i].state.local);
+  }
+  return out;
+}
+
+} // namespace shardtensor

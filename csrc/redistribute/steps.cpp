@@ -1,0 +1,698 @@
+#include "redistribute/steps.h"
+
+#include "comm/comm.h"
+#include "comm/epoch.h"
+#include "comm/traced.h"
+#include "comm/values.h"
+#include "kernels/boxes.h"
+#include "kernels/traced.h"
+#include "redistribute/agreed.h"
+#include "redistribute/identity.h"
+#include "redistribute/kept.h"
+#include "redistribute/parts.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ScalarOps.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::IntArrayRef;
+
+// How mesh dim `m` cuts what the earlier mesh dims leave to this rank.
+class Cutting {
+ public:
+  Cutting(const Layout& layout, int64_t m, int64_t extent)
+      : layout_(layout),
+        m_(m),
+        extent_(extent),
+        n_(layout.mesh().size(m)),
+        strided_(layout.placement(m).split_factor > 1),
+        at_(layout.mesh().coordinate()) {
+    if (!strided_ && !layout.cut(m)) {
+      full_ = (extent + n_ - 1) / n_;
+    } else if (!strided_) { // the row of sizes for this rank's coordinates along the earlier mesh dims
+      int64_t row = 0;
+      for (int64_t i = 0; i < m; ++i) {
+        row = layout.placement(i).is_shard(layout.placement(m).dim) ? row * layout.mesh().size(i) + at_[i] : row;
+      }
+      sizes_ = layout.cut(m)->data() + row * n_;
+    }
+  }
+
+  bool strided() const {
+    return strided_;
+  }
+  // The piece of coordinate c, within that part.
+  Intervals runs(int64_t c) const {
+    at_[m_] = c;
+    return layout_.split(m_, extent_, at_);
+  }
+  // The same without a stride.
+  Interval run(int64_t c) const {
+    if (full_ >= 0) {
+      const auto start = std::min(extent_, full_ * c);
+      return {start, std::min(full_, extent_ - start)};
+    }
+    at_[m_] = c;
+    return layout_.piece(m_, extent_, at_);
+  }
+  // The lengths of all pieces, times `each`.
+  std::vector<int64_t> numels(int64_t each) const {
+    std::vector<int64_t> out(n_);
+    for (int64_t c = 0; c < n_; ++c) {
+      out[c] = each * (sizes_ ? sizes_[c] : strided_ ? length(c) : run(c).length);
+    }
+    return out;
+  }
+  // The coordinates [first, last) whose pieces may meet `run`.
+  std::pair<int64_t, int64_t> meeting(const Interval& run) const {
+    return layout_.meeting(m_, extent_, at_, run);
+  }
+  int64_t length(int64_t c) const {
+    int64_t n = 0;
+    for (const auto& r : runs(c)) {
+      n += r.length;
+    }
+    return n;
+  }
+  // The pieces of all coordinates except `without`, in a tensor of these sizes.
+  Parts parts(IntArrayRef sizes, int64_t dim, int64_t without = -1) const {
+    Parts out(sizes, dim);
+    if (full_ > 0) { // even: whole pieces up to the last that is not empty
+      const auto whole = extent_ / full_;
+      const auto add = [&](int64_t first, int64_t last) { out.add(first * full_, full_, std::max<int64_t>(0, last - first)); };
+      const bool among = without >= 0 && without < whole;
+      add(0, among ? without : whole);
+      if (among) {
+        add(without + 1, whole);
+      }
+      if (whole < n_ && whole != without) {
+        out.add(run(whole));
+      }
+    } else if (sizes_) {
+      out.reserve(n_);
+      for (int64_t c = 0, at = 0; c < n_; at += sizes_[c++]) {
+        if (c != without) {
+          out.add({at, sizes_[c]});
+        }
+      }
+    } else if (strided_) {
+      for (int64_t c = 0; c < n_; ++c) {
+        for (const auto& r : c == without ? Intervals() : runs(c)) {
+          out.add(r);
+        }
+      }
+    }
+    out.close();
+    return out;
+  }
+  // Whether the pieces lie one after the other in a contiguous tensor: dims before `dim` have one index.
+  bool in_order(IntArrayRef sizes, int64_t dim) const {
+    return !strided_ && std::all_of(sizes.begin(), sizes.begin() + dim, [](int64_t n) { return n == 1; });
+  }
+
+ private:
+  const Layout& layout_;
+  int64_t m_, extent_, n_;
+  bool strided_;
+  int64_t full_ = -1;              // of an even cut
+  const int64_t* sizes_ = nullptr; // of an uneven one
+  mutable Coordinate at_;
+};
+
+int64_t length_of(const Intervals& runs) {
+  int64_t n = 0;
+  for (const auto& run : runs) {
+    n += run.length;
+  }
+  return n;
+}
+
+// The runs of a piece, in the piece's own indices.
+Intervals side_by_side(const Intervals& runs) {
+  Intervals out;
+  int64_t at = 0;
+  for (const auto& run : runs) {
+    out.push_back({at, run.length});
+    at += run.length;
+  }
+  return out;
+}
+
+// Does the second half of a step, now or later.
+void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buffers) {
+  if (s.later) {
+    s.rest = std::move(completion);
+    s.buffers = std::move(buffers);
+  } else {
+    completion();
+  }
+}
+
+// Makes `out` this rank's piece. `next` finishes it, as soon as its data has arrived.
+template <typename F>
+void then(State& s, at::Tensor out, F next) {
+  if (s.rest) {
+    s.rest = [before = std::move(s.rest), next = std::move(next)]() mutable {
+      before();
+      next();
+    };
+    s.buffers.push_back(out);
+  } else {
+    next();
+  }
+  s.local = std::move(out);
+}
+
+// For at most one run.
+at::Tensor run_of(const at::Tensor& t, int64_t dim, const Intervals& runs) {
+  return runs.empty() ? t.narrow(dim, 0, 0) : t.narrow(dim, runs[0].start, runs[0].length);
+}
+
+Sizes with_size(IntArrayRef sizes, int64_t dim, int64_t size) {
+  Sizes out(sizes.begin(), sizes.end());
+  out[dim] = size;
+  return out;
+}
+
+void append(std::vector<Box>& all, const std::vector<Box>& more) {
+  all.insert(all.end(), more.begin(), more.end());
+}
+
+int64_t numel_of(const std::vector<Box>& boxes) {
+  int64_t n = 0;
+  for (const auto& box : boxes) {
+    n += c10::multiply_integers(box.sizes);
+  }
+  return n;
+}
+
+// The same elements on both sides, box by box.
+struct Pairs {
+  std::vector<Box> from, to;
+
+  int64_t numel() const {
+    return numel_of(from);
+  }
+};
+
+// The elements that go from a piece with the runs `held` of dim `src` to one with the runs `wanted` of dim `dst`. `sizes`:
+// those of all other dims, which are equal.
+Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64_t dst, const Intervals& wanted) {
+  Pairs out;
+  int64_t held_at = 0;
+  for (const auto& a : held) {
+    int64_t wanted_at = 0;
+    for (const auto& b : wanted) {
+      auto from = box_in(sizes), to = box_in(sizes);
+      if (src == dst) {
+        const auto start = std::max(a.start, b.start);
+        const auto length = std::max<int64_t>(0, std::min(a.start + a.length, b.start + b.length) - start);
+        from.offsets[src] = held_at + (length ? start - a.start : 0);
+        to.offsets[src] = wanted_at + (length ? start - b.start : 0);
+        from.sizes[src] = to.sizes[src] = length;
+      } else {
+        from.offsets[src] = held_at;
+        from.offsets[dst] = b.start;
+        to.offsets[src] = a.start;
+        to.offsets[dst] = wanted_at;
+        from.sizes[src] = to.sizes[src] = a.length;
+        from.sizes[dst] = to.sizes[dst] = b.length;
+      }
+      out.from.push_back(std::move(from));
+      out.to.push_back(std::move(to));
+      wanted_at += b.length;
+    }
+    held_at += a.length;
+  }
+  return out;
+}
+
+void take_root(State& s, double order, const at::TensorOptions& options) {
+  auto out = at::empty(s.local.sizes(), options);
+  then(s, out, [sum = s.local, out, order]() mutable { out.copy_(norm_root(sum, order, out.scalar_type())); });
+}
+
+void reduce_everywhere(State& s, int64_t m, const LayoutPtr& next) {
+  const auto p = s.layout->placement(m);
+  const auto summand = s.local;
+  const bool norm = p.reduce == ReduceOp::Norm;
+  s.local = norm ? norm_power(summand, p.norm_order) : summand.clone(at::MemoryFormat::Contiguous);
+  s.layout = next;
+  complete(s, comm::start_all_reduce(s.local, s.mesh(), m, p.reduce), {s.local});
+  if (norm) {
+    take_root(s, p.norm_order, summand.options());
+  }
+}
+
+// This rank's side of a reduce-scatter.
+struct Scattering {
+  Parts all, others;           // of all coordinates' pieces in this rank's summand, and without its own; empty if in order
+  std::vector<Box> own;        // its own
+  std::vector<int64_t> numels; // of the pieces
+  std::vector<Box> places;     // of this rank's boxes in its piece
+  Sizes sizes;                 // of this rank's piece
+  bool in_order = false;       // a contiguous summand is sent without packing
+
+  size_t weight() const {
+    return all.weight() + others.weight() + own.size() + numels.size() / 16;
+  }
+};
+
+Scattering make_scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  Scattering out;
+  const auto dim = next.placement(m).dim;
+  const auto me = next.mesh().coordinate()[m];
+  const auto whole = before.local_sizes(sizes);
+  const Cutting cutting(next, m, whole[dim]);
+  const auto runs = cutting.runs(me);
+  out.numels = cutting.numels(c10::multiply_integers(with_size(whole, dim, 1)));
+  out.sizes = with_size(whole, dim, length_of(runs));
+  out.places = boxes_along(out.sizes, dim, side_by_side(runs));
+  out.in_order = cutting.in_order(whole, dim);
+  out.own = boxes_along(whole, dim, runs);
+  out.all = cutting.parts(whole, dim);
+  out.others = cutting.parts(whole, dim, me);
+  return out;
+}
+
+std::shared_ptr<const Scattering> scattering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  return kept<Scattering>(before, next, Found::Scattering, sizes, [&] { return make_scattering(before, next, m, sizes); });
+}
+
+// The backend reduces.
+void reduce_on_the_way(
+    State& s, int64_t m, const Scattering& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
+  const auto in = in_place ? source : x.all.pack(source);
+  const bool direct = x.places.size() <= 1;
+  auto flat = direct ? out.view(-1) : at::empty({out.numel()}, out.options());
+  auto reduced = comm::start_reduce_scatter(flat, in, x.numels, s.mesh(), m, op);
+  auto finish = [reduced = std::move(reduced), flat, out, direct, places = x.places]() mutable {
+    reduced();
+    if (!direct) {
+      kernels::unpack(flat, places, out);
+    }
+  };
+  complete(s, std::move(finish), {flat, out});
+}
+
+// `flat` has room for one buffer and then others: moves `own` between them, to place `me`.
+void put_between(at::Tensor& flat, const at::Tensor& own, int64_t me) {
+  const auto numel = own.numel();
+  if (flat.is_cpu() && !is_traced(flat)) {
+    const auto bytes = static_cast<size_t>(own.nbytes());
+    auto* at = static_cast<char*>(flat.mutable_data_ptr());
+    std::memmove(at, at + bytes, bytes * static_cast<size_t>(me));
+  } else {
+    for (int64_t c = 0; c < me; ++c) {
+      flat.narrow(0, c * numel, numel).copy_(flat.narrow(0, (c + 1) * numel, numel));
+    }
+  }
+  flat.narrow(0, me * numel, numel).copy_(own);
+}
+
+// All ranks' summands of this rank's piece arrive and are added here, in the order of the coordinates on every rank. This
+// rank's own summand waits in `out` meanwhile, so that only data that is sent is packed.
+void reduce_on_arrival(
+    State& s, int64_t m, const Scattering& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
+  const auto n = s.mesh().size(m);
+  const auto me = s.mesh().coordinate()[m];
+  const auto numel = out.numel();
+  auto sent = x.numels;
+  std::vector<int64_t> received(n, numel);
+  at::Tensor in = source;
+  if (!in_place) {
+    sent[me] = received[me] = 0;
+    in = x.others.pack(source);
+    auto flat = out.view(-1);
+    kernels::pack(source, x.own, flat);
+  }
+  auto summands = at::empty({numel * n}, out.options());
+  auto arriving = in_place ? summands : summands.narrow(0, numel, numel * (n - 1));
+  auto arrived = comm::start_all_to_all(arriving, received, in, sent, s.mesh(), m, /*of_summands=*/true);
+  auto finish = [arrived = std::move(arrived), summands, out, places = x.places, in_place, n, me, numel, op]() mutable {
+    arrived();
+    if (!in_place) {
+      put_between(summands, out.view(-1), me);
+    }
+    kernels::unpack_reduce(summands, n, places, op, out);
+  };
+  complete(s, std::move(finish), {in, summands, out});
+}
+
+void reduce_into_pieces(State& s, int64_t m, const LayoutPtr& next) {
+  const auto p = s.layout->placement(m);
+  const auto summand = s.local;
+  const bool norm = p.reduce == ReduceOp::Norm;
+  const auto x = scattering(*s.layout, *next, m, s.sizes);
+  const auto source = norm ? norm_power(summand, p.norm_order) : summand;
+  const bool in_place = !s.later && x->in_order && source.is_contiguous(); // if sent later, it may have been written
+  s.layout = next;
+  s.local = at::empty(x->sizes, source.options());
+  const bool on_the_way = comm::adds_up(s.local, s.mesh(), m, p.reduce);
+  (on_the_way ? reduce_on_the_way : reduce_on_arrival)(s, m, *x, source, in_place, s.local, p.reduce);
+  if (norm) {
+    take_root(s, p.norm_order, summand.options());
+  }
+}
+
+// This rank's side of an all-gather.
+struct Gathering {
+  Sizes sizes;                 // of the result
+  std::vector<int64_t> numels; // of the pieces
+  Parts all, others;           // of all coordinates' pieces in the result, and without this rank's; empty if direct
+  Pairs own;                   // this rank's piece, and its places in the result
+  int64_t peers = 0;           // ranks whose piece is not empty
+  bool direct = true;          // every piece is one contiguous run of the result
+  bool of_one_size = true;
+
+  size_t weight() const {
+    return all.weight() + others.weight() + own.from.size() + numels.size() / 16;
+  }
+};
+
+Gathering make_gathering(const Layout& before, int64_t m, IntArrayRef sizes) {
+  Gathering out;
+  const auto dim = before.placement(m).dim;
+  const auto& me = before.mesh().coordinate();
+  const auto extent = before.extent_before(m, dim, sizes[dim], me);
+  const auto local = before.local_sizes(sizes);
+  const Cutting cutting(before, m, extent);
+  out.sizes = with_size(local, dim, extent);
+  out.numels = cutting.numels(c10::multiply_integers(with_size(local, dim, 1)));
+  out.of_one_size = std::equal(out.numels.begin() + 1, out.numels.end(), out.numels.begin());
+  out.peers = std::count_if(out.numels.begin(), out.numels.end(), [](int64_t n) { return n > 0; });
+  out.direct = cutting.in_order(out.sizes, dim);
+  if (!out.direct) {
+    out.own = pairs_between(local, dim, cutting.runs(me[m]), dim, {{0, extent}});
+    out.all = cutting.parts(out.sizes, dim);
+    out.others = cutting.parts(out.sizes, dim, me[m]);
+  }
+  return out;
+}
+
+std::shared_ptr<const Gathering> gathering(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  return kept<Gathering>(before, next, Found::Gathering, sizes, [&] { return make_gathering(before, m, sizes); });
+}
+
+void gather(State& s, int64_t m, const LayoutPtr& next) {
+  const auto n = s.mesh().size(m);
+  const auto me = s.mesh().coordinate()[m];
+  const auto x = gathering(*s.layout, *next, m, s.sizes);
+  auto whole = at::empty(x->sizes, s.local.options());
+  if (x->direct) {
+    complete(s, comm::start_all_gather(whole, x->numels, s.local, s.mesh(), m), {whole});
+  } else {
+    // Pieces travel run after run. This rank's piece is sent without staging, unless it is not contiguous, may be written too
+    // soon, or the backend gathers adjacent pieces faster.
+    const bool as_one = x->of_one_size && comm::gathers_as_one(s.local, s.mesh(), m);
+    const bool stage_own = as_one || s.later || !s.local.is_contiguous() || x->own.from.size() > 1;
+    auto flat = at::empty({c10::sum_integers(x->numels) - (stage_own ? 0 : x->numels[me])}, s.local.options());
+    comm::Completion arrived;
+    if (stage_own) {
+      const auto before = std::accumulate(x->numels.begin(), x->numels.begin() + me, int64_t{0});
+      auto own = flat.narrow(0, before, x->numels[me]);
+      kernels::pack(s.local, x->own.from, own);
+      arrived = comm::start_all_gather(flat, x->numels, own, s.mesh(), m);
+    } else {
+      kernels::copy(s.local, x->own.from, whole, x->own.to);
+      std::vector<at::Tensor> received(n);
+      int64_t at = 0;
+      for (int64_t c = 0; c < n; ++c) {
+        received[c] = c == me ? s.local : flat.narrow(0, std::exchange(at, at + x->numels[c]), x->numels[c]);
+      }
+      arrived = comm::start_all_gather(received, s.local, s.mesh(), m);
+    }
+    auto finish = [arrived = std::move(arrived), flat, x, stage_own, whole]() mutable {
+      arrived();
+      (stage_own ? x->all : x->others).unpack(flat, whole);
+    };
+    complete(s, std::move(finish), {flat, whole});
+  }
+  s.local = std::move(whole);
+  s.layout = next;
+}
+
+void slice(State& s, int64_t m, const LayoutPtr& next) {
+  const auto dim = next->placement(m).dim;
+  s.layout = next;
+  const auto runs = s.layout->split(m, s.local.size(dim), s.mesh().coordinate());
+  if (runs.size() <= 1) {
+    s.local = run_of(s.local, dim, runs);
+    return;
+  }
+  auto out = at::empty(with_size(s.local.sizes(), dim, length_of(runs)), s.local.options());
+  then(s, out, [whole = s.local, out, dim, runs]() mutable {
+    kernels::copy(whole, boxes_along(whole.sizes(), dim, runs), out, boxes_along(out.sizes(), dim, side_by_side(runs)));
+  });
+}
+
+// What one rank sends and receives in an exchange.
+struct Exchange {
+  Parts out, in; // for all other coordinates, and from them; or boxes, in their order
+  std::vector<Box> packed, unpacked;
+  bool by_boxes = false;
+  Pairs own;                           // what this rank keeps
+  std::vector<int64_t> sent, received; // elements, by coordinate, with what it keeps
+  Sizes sizes;                         // of the piece after
+  int64_t peers = 0;                   // ranks that it sends to, or receives from, whichever are more
+  bool in_order = false;               // contiguous pieces need no packing and no unpacking
+
+  size_t weight() const {
+    return out.weight() + in.weight() + packed.size() + unpacked.size() + own.from.size() + sent.size() / 8;
+  }
+  at::Tensor pack(const at::Tensor& source) const {
+    if (!by_boxes) {
+      return out.pack(source);
+    }
+    if (is_traced(source)) {
+      return kernels::traced::packed(source, this->packed);
+    }
+    auto flat = at::empty({numel_of(packed)}, source.options());
+    kernels::pack(source, packed, flat);
+    return flat;
+  }
+  void unpack(const at::Tensor& flat, at::Tensor& target) const {
+    by_boxes ? kernels::unpack(flat, unpacked, target) : in.unpack(flat, target);
+  }
+};
+
+// Another tensor dim is cut: what each other rank wants of this one's piece, and what it holds of the piece that this one wants.
+void exchange_slabs(
+    Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me) {
+  const auto rest = c10::multiply_integers(with_size(with_size(local, src, 1), dst, 1));
+  x.sent = wanted.numels(rest * local[src]);
+  x.received = held.numels(rest * x.sizes[dst]);
+  x.out = wanted.parts(local, dst, me);
+  x.in = held.parts(x.sizes, src, me);
+  x.peers = std::max(x.out.count(), x.in.count());
+  x.own.from = boxes_along(local, dst, wanted.runs(me));
+  x.own.to = boxes_along(x.sizes, src, held.runs(me));
+  x.in_order = wanted.in_order(local, dst) && held.in_order(x.sizes, src);
+}
+
+// One tensor dim is cut otherwise, or in strides.
+void exchange_boxes(
+    Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me, int64_t n) {
+  x.by_boxes = true;
+  x.sent.assign(n, 0);
+  x.received.assign(n, 0);
+  const auto mine = held.runs(me), asked = wanted.runs(me);
+  const auto add = [&](int64_t c, Pairs pairs, std::vector<int64_t>& numels, std::vector<Box>& boxes,
+                       std::vector<Box> Pairs::*side) {
+    numels[c] = pairs.numel();
+    if (c == me) {
+      x.own = std::move(pairs);
+    } else if (numels[c]) {
+      append(boxes, pairs.*side);
+    }
+  };
+  const bool near = src == dst && !held.strided() && !wanted.strided(); // then only neighbours meet
+  const auto [first_out, last_out] = near ? wanted.meeting(mine[0]) : std::pair<int64_t, int64_t>(0, n);
+  for (auto c = first_out; c < last_out; ++c) {
+    add(c, pairs_between(local, src, mine, dst, wanted.runs(c)), x.sent, x.packed, &Pairs::from);
+  }
+  const auto [first_in, last_in] = near ? held.meeting(asked[0]) : std::pair<int64_t, int64_t>(0, n);
+  for (auto c = first_in; c < last_in; ++c) {
+    add(c, pairs_between(local, src, held.runs(c), dst, asked), x.received, x.unpacked, &Pairs::to);
+  }
+  x.peers = static_cast<int64_t>(std::max(x.packed.size(), x.unpacked.size()));
+  x.in_order = near && held.in_order(local, src);
+}
+
+Exchange make_exchange(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  const auto src = before.placement(m).dim, dst = next.placement(m).dim;
+  const auto n = before.mesh().size(m), me = before.mesh().coordinate()[m];
+  const auto local = before.local_sizes(sizes);
+  const auto extent = before.extent_before(m, src, sizes[src], before.mesh().coordinate());
+  const Cutting held(before, m, extent), wanted(next, m, src == dst ? extent : local[dst]);
+  Exchange x;
+  x.sizes = with_size(local, src, extent);
+  x.sizes[dst] = wanted.length(me);
+  if (src == dst || held.strided() || wanted.strided()) {
+    exchange_boxes(x, local, src, held, dst, wanted, me, n);
+  } else {
+    exchange_slabs(x, local, src, held, dst, wanted, me);
+  }
+  return x;
+}
+
+std::shared_ptr<const Exchange> exchange_of(const Layout& before, const Layout& next, int64_t m, IntArrayRef sizes) {
+  return kept<Exchange>(before, next, Found::Exchange, sizes, [&] { return make_exchange(before, next, m, sizes); });
+}
+
+// One mesh dim changes its cut, on the same tensor dim or on another: every element goes directly to its new owner.
+void exchange(State& s, int64_t m, const LayoutPtr& next) {
+  const auto x = exchange_of(*s.layout, *next, m, s.sizes);
+  const auto me = s.mesh().coordinate()[m];
+  const auto source = s.local;
+  s.layout = next;
+  if (!s.later && x->in_order && source.is_contiguous()) {
+    auto result = at::empty(x->sizes, source.options());
+    comm::start_all_to_all(result, x->received, source, x->sent, s.mesh(), m)();
+    s.local = std::move(result);
+    return;
+  }
+  // The send buffer is freed before the result is made, unless the step is only started here.
+  auto sent = x->sent, received = x->received;
+  sent[me] = received[me] = 0;
+  auto arrived = at::empty({c10::sum_integers(received)}, source.options());
+  auto move = comm::start_all_to_all(arrived, received, x->pack(source), sent, s.mesh(), m);
+  if (!s.later) {
+    std::exchange(move, [] {})();
+  }
+  auto result = at::empty(x->sizes, source.options());
+  kernels::copy(source, x->own.from, result, x->own.to);
+  auto finish = [move = std::move(move), arrived, result, x]() mutable {
+    move();
+    x->unpack(arrived, result);
+  };
+  s.local = result;
+  complete(s, std::move(finish), {arrived, result});
+}
+
+// Turns a replicated value into summands. If the reduction allows repeats, all ranks keep the value; else coordinate 0 keeps
+// it and the others get the neutral value.
+void make_partial(State& s, int64_t m, const LayoutPtr& next) {
+  const auto& p = next->placement(m);
+  if (p.reduce == ReduceOp::Norm) { // all ranks see the same value, so all raise or none does
+    at::_assert_async(
+        s.local.lt(0).any().logical_not(),
+        "a negative value cannot be kept as summands of a norm; redistribute() the norm first");
+  }
+  const bool repeats =
+      p.reduce == ReduceOp::Avg || p.reduce == ReduceOp::Min || p.reduce == ReduceOp::Max || p.reduce == ReduceOp::Band;
+  if (!repeats && s.mesh().coordinate()[m] != 0) {
+    const auto nothing = identity(p.reduce, s.local.scalar_type(), p.norm_order);
+    if (s.local.unsafeGetTensorImpl()->is_wrapped_number()) { // type promotion must be the same on all ranks
+      s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number under a fake mode too
+      s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
+    } else {
+      s.local = comm::traced::after(at::full_like(s.local, nothing), s.local);
+    }
+  }
+  s.layout = next;
+}
+
+// Turns a piece into a summand of the whole, padded with the neutral value.
+void pad(State& s, int64_t m, const LayoutPtr& next) {
+  const auto& p = next->placement(m);
+  const auto dim = s.layout->placement(m).dim;
+  const auto& me = s.mesh().coordinate();
+  const auto extent = s.layout->extent_before(m, dim, s.sizes[dim], me);
+  const auto nothing = identity(p.reduce, s.local.scalar_type(), p.norm_order);
+  auto out = at::full(with_size(s.local.sizes(), dim, extent), nothing, s.local.options());
+  then(s, out, [piece = s.local, out, dim, runs = s.layout->split(m, extent, me)]() mutable {
+    kernels::copy(piece, boxes_along(piece.sizes(), dim, side_by_side(runs)), out, boxes_along(out.sizes(), dim, runs));
+  });
+  s.layout = next;
+}
+
+void go_at_once(State& s, const LayoutPtr& next) {
+  auto moving = transfer(s.local, *s.layout, *next, s.sizes, s.later);
+  s.local = moving.local;
+  s.layout = next;
+  if (moving.rest) {
+    complete(s, std::move(moving.rest), std::move(moving.buffers));
+  }
+}
+
+} // namespace
+
+void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype) {
+  for (int64_t m = 0; from.has_partial() && m < from.ndim(); ++m) {
+    const auto& p = from.placement(m);
+    TORCH_CHECK_TYPE(
+        !p.is_partial() || p.reduce != ReduceOp::Avg || !c10::isIntegralType(dtype, true), "redistribute: from ", from.str(),
+        " to ", to.str(), ": the mean of a tensor of dtype ", dtype, " over ranks is not a value of ", dtype,
+        "; convert it to a floating-point dtype first, or use Partial(\"sum\") (rank ", from.mesh().rank(), ")");
+  }
+}
+
+uint64_t dims_of(c10::ArrayRef<Step> steps) {
+  uint64_t out = 0;
+  for (const auto& step : steps) {
+    out |= communicates(step) && step.mesh_dim >= 0 ? uint64_t{1} << step.mesh_dim : 0;
+  }
+  return out;
+}
+
+void agree(const Plan& plan, const Layout& from, const Layout& to, IntArrayRef sizes, at::ScalarType dtype) {
+  if (const auto now = comm::epoch(); plan.communicates() && std::exchange(plan.agreed, now) != now) {
+    in_step(
+        from, to, plan.steps.front(), [&] { check_agreed(from, to, sizes, dtype); }, [&] { return dims_of(plan.steps); });
+  }
+}
+
+void take_step(State& s, const Step& step, const LayoutPtr& next) {
+  const auto m = step.mesh_dim;
+  // A rank alone along the mesh dim holds everything, for any placement. Exception: a norm's summand may be negative.
+  if (m >= 0 && comm::is_alone(s.mesh(), m) && s.layout->placement(m).reduce != ReduceOp::Norm) {
+    s.layout = next;
+    return;
+  }
+  switch (step.kind) {
+    case StepKind::AllReduce:
+      return reduce_everywhere(s, m, next);
+    case StepKind::ReduceScatter:
+      return reduce_into_pieces(s, m, next);
+    case StepKind::AllGather:
+      return gather(s, m, next);
+    case StepKind::AllToAll:
+      return exchange(s, m, next);
+    case StepKind::Slice:
+      return slice(s, m, next);
+    case StepKind::MakePartial:
+      return make_partial(s, m, next);
+    case StepKind::Pad:
+      return pad(s, m, next);
+    case StepKind::Transfer:
+      return go_at_once(s, next);
+  }
+}
+
+int64_t prepare_step(const Step& step, const Layout& before, const Layout& next, IntArrayRef sizes) {
+  const auto m = step.mesh_dim;
+  switch (step.kind) {
+    case StepKind::ReduceScatter:
+      return scattering(before, next, m, sizes)->all.count();
+    case StepKind::AllGather:
+      return gathering(before, next, m, sizes)->peers;
+    case StepKind::AllToAll:
+      return exchange_of(before, next, m, sizes)->peers;
+    case StepKind::Transfer:
+      return static_cast<int64_t>(kept_transfer(before, next, sizes)->ranks.size());
+    default:
+      return 0;
+  }
+}
+
+} // namespace shardtensor

@@ -1,0 +1,48 @@
+// What one step of a plan does to this rank's piece.
+#pragma once
+
+#include "comm/doing.h"
+#include "redistribute/plan.h"
+#include "redistribute/transfer.h"
+
+namespace shardtensor {
+
+// A piece on its way.
+struct State : Moving {
+  LayoutPtr layout;
+  c10::IntArrayRef sizes; // global
+  bool later = false;     // the current step is only started; `rest` finishes it
+
+  const Mesh& mesh() const {
+    return layout->mesh();
+  }
+};
+
+// Before anything is sent: whether the values can move so. A backend might raise on only some ranks, or drop a fraction.
+void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype);
+// Before the first step: whether the ranks agree about the tensor, once for each plan (agreed.h).
+void agree(const Plan& plan, const Layout& from, const Layout& to, c10::IntArrayRef sizes, at::ScalarType dtype);
+
+// The mesh dims (bits) along which the steps have collectives.
+uint64_t dims_of(c10::ArrayRef<Step> steps);
+inline uint64_t nothing_due() {
+  return 0;
+}
+// Errors name the step. due(): the mesh dims along which a collective would still have begun.
+template <typename F, typename Due>
+void in_step(const Layout& from, const Layout& to, const Step& step, const F& run, const Due& due) {
+  const auto text = [&] {
+    const auto along = step.mesh_dim < 0 ? std::string() : c10::str(" along mesh dim ", step.mesh_dim);
+    return c10::str("redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along);
+  };
+  comm::doing(from.mesh(), text, run, due);
+}
+
+// `next`: the layout after the step. Every rank of the mesh calls it; for a transfer between meshes, those of either.
+// What it sends is found once for each pair of layouts and size (kept.h).
+void take_step(State& s, const Step& step, const LayoutPtr& next);
+// Finds what this rank sends and receives in the step, and nothing else. Returns the number of ranks that it sends to or receives
+// from.
+int64_t prepare_step(const Step& step, const Layout& before, const Layout& next, c10::IntArrayRef sizes);
+
+} // namespace shardtensor
