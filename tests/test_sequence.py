@@ -5,6 +5,7 @@ Random calls are compared with plain torch, forward and backward: even, uneven, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -117,6 +118,29 @@ def run_choice(ranks: int, q: tuple[int, ...], k: tuple[int, ...], causal: bool,
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice(pools, case):
     pools(CHOICES[case][0]).run(f"{__name__}:run_choice", *CHOICES[case])
+
+
+def run_several_pieces() -> None:
+    """Several runs of places per rank: no ring, and the same values."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    for causal, split in itertools.product((False, True), ([_StridedShard(2, split_factor=2), Shard(2)], [_StridedShard(2, split_factor=3), Replicate()])):
+        draw = random.Random(2)
+        whole = [numbers(draw, 1, 1, 96, 4).requires_grad_() for _ in "qkv"]
+        given = [place(t, mesh, [Replicate()] * 2, [None] * 2).redistribute(placements=split).detach().requires_grad_() for t in whole]
+        want = F.scaled_dot_product_attention(*whole, is_causal=causal)
+        y = F.scaled_dot_product_attention(*given, is_causal=causal)
+        assert y.placements == tuple(split)
+        compare(y, want.detach(), 1e-9, f"result of {split}")
+        for g, w in zip(torch.autograd.grad(y.square().sum(), given), torch.autograd.grad(want.square().sum(), whole), strict=True):
+            compare(g, w, 1e-9, f"gradient of {split}")
+
+
+def test_several_pieces_per_rank(pools):
+    pools(4).run(f"{__name__}:run_several_pieces")
 
 
 # ---- modules and graphs ----

@@ -1,9 +1,10 @@
 // scaled_dot_product_attention and its form by matrix products, which torch would decompose. If the sequence is cut, decides by
-// cost where queries, keys and values go. Uses redistribute/ and tensor/. Registers itself at AutogradPrivateUse2.
+// cost where queries, keys and values go. Uses redistribute/, rules/ring and tensor/. Registers itself at AutogradPrivateUse2.
 #include "autograd/functions.h"
 #include "comm/values.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
+#include "rules/ring.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -91,7 +92,7 @@ class Placing {
     offer(
         Places{stay.query, gathered, with, "the whole of it costs less than its pieces, one after the other"},
         cost_of_gathering());
-    if (query_.dim() == 4 && cut_together()) {
+    if (query_.dim() == 4 && rules::cut_together(layout(query_), layout(key_), layout(value_), sequence_)) {
       offer(stay, cost_of_ring());
     }
     return best;
@@ -219,30 +220,8 @@ class Placing {
     return 2 * n * kLatency + sent * (n - 1) / n / others / 2;
   }
 
-  // Whether rules/attention.cpp can send pieces of keys round.
-  bool cut_together() const {
-    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
-      const auto &q = layout(query_).placement(m), &k = layout(key_).placement(m), &v = layout(value_).placement(m);
-      const bool cut = k.is_shard(sequence_);
-      if (q.is_shard(sequence_) != cut || v.is_shard(sequence_) != cut ||
-          (cut && !same_cut(layout(key_).cut(m), layout(value_).cut(m)))) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   LayoutPtr whole(const at::Tensor& t) const {
-    const auto& have = layout(t);
-    auto placements = have.placements();
-    auto sizes = have.cuts();
-    for (int64_t m = 0; m < have.ndim(); ++m) {
-      if (placements[m].is_shard(sequence_)) {
-        placements[m] = Placement::replicate();
-        sizes[m] = nullptr;
-      }
-    }
-    return Layout::make(have.mesh_ptr(), std::move(placements), std::move(sizes));
+    return layout(t).whole_along(sequence_);
   }
 
   const at::Tensor &query_, &key_, &value_;

@@ -74,15 +74,6 @@ bool view_moves(const at::Tensor& base, const CopySlices& write) {
   return find_solution(op, stack, 0, collect(op, stack, 0))->moves;
 }
 
-LayoutPtr uncut(LayoutPtr layout) {
-  for (int64_t m = 0; m < layout->mesh().ndim(); ++m) {
-    if (layout->placement(m).is_shard()) {
-      layout = layout->with(m, Placement::replicate());
-    }
-  }
-  return layout;
-}
-
 at::Tensor new_empty_strided(
     c10::DispatchKeySet keys,
     const at::Tensor& self,
@@ -110,7 +101,7 @@ at::Tensor new_empty_strided(
   if (!write || write->view_fn || !view_moves(made, *write)) {
     return made;
   }
-  return empty(made, uncut(shard_tensor(made, "the gradient").layout_ptr()));
+  return empty(made, shard_tensor(made, "the gradient").layout().uncut(~uint64_t{0}));
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {

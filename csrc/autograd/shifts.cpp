@@ -105,14 +105,6 @@ int64_t equal_pieces(const Tensor& t, int64_t by, int64_t dim) {
   return layout.is_even() && size % pieces == 0 && size / pieces >= std::abs(by) ? pieces : 0;
 }
 
-Tensor whole_along(const Tensor& t, int64_t dim) {
-  auto layout = as_shard_tensor(t)->layout_ptr();
-  for (int64_t m = 0; m < layout->ndim(); ++m) {
-    layout = layout->placement(m).is_shard(dim) ? layout->with(m, Placement::replicate()) : layout;
-  }
-  return redistribute(t, layout);
-}
-
 // The same for a graph, where sizes may be symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to
 // the next: only these are gathered, and one graph serves all lengths.
 Tensor rolled_by_pieces(const Tensor& t, int64_t by, int64_t dim, int64_t pieces) {
@@ -121,7 +113,7 @@ Tensor rolled_by_pieces(const Tensor& t, int64_t by, int64_t dim, int64_t pieces
   const auto part = [&](const c10::SymInt& start, const c10::SymInt& n) { return rows.narrow_symint(dim + 1, start, n); };
   const auto [leaving, staying] =
       by > 0 ? std::make_pair(part(length - by, by), part(0, length - by)) : std::make_pair(part(0, -by), part(-by, length + by));
-  const auto coming = at::roll(whole_along(leaving, dim), by > 0 ? 1 : -1, dim);
+  const auto coming = at::roll(redistribute(leaving, as_shard_tensor(leaving)->layout().whole_along(dim)), by > 0 ? 1 : -1, dim);
   return at::cat(by > 0 ? std::vector<Tensor>{coming, staying} : std::vector<Tensor>{staying, coming}, dim + 1)
       .flatten(dim, dim + 1);
 }
