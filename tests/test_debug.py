@@ -323,6 +323,34 @@ def gathers_are_told_as_often_as_asked():
         log_gathers("off")
 
 
+def attention_tells_of_gathered_keys():
+    from shardtensor.debug import _watch, log_gathers
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    first = dist.get_rank() == 0
+    q, k = (sharded(rows=rows)[1].view(1, 1, rows, 4) for rows in (40, 6))
+    try:
+        with heard() as texts:
+            log_gathers()
+            for _ in range(2):
+                attention(q, k, k)
+            said = [f"gathers its argument '{name}', shape (1, 1, 6, 4), 192 B, from S(2)" for name in ("key", "value")]
+            assert [s in t for s, t in zip(said, texts, strict=True)] == [True] * 2 if first else not texts, texts
+            assert all(t.startswith("aten::scaled_dot_product_attention at ") and "would cost more" in t for t in texts)
+            (q + q.redistribute(placements=k.placements)).sum()
+            attention(q, k, k)
+            assert len(texts) == 2 * first
+            texts.clear()
+            log_gathers()  # what has been said is said again
+            torch._dynamo.reset()
+            torch.compile(attention, backend="aot_eager", fullgraph=True)(q, q * 2, q)
+            assert ["a graph cannot send its pieces round" in t for t in texts] == [True] * 2 * first, texts
+            q.redistribute(placements=[torch.distributed.tensor.Replicate()]) + q  # ends the listening
+            assert _watch._moves == []
+    finally:
+        log_gathers("off")
+
+
 def gathers_in_a_graph():
     from shardtensor.debug import log_gathers
 
@@ -402,6 +430,7 @@ def shardings_are_shown():
         "redistributions_are_logged",
         "gathers_are_told_once",
         "gathers_are_told_as_often_as_asked",
+        "attention_tells_of_gathered_keys",
         "gathers_in_a_graph",
     ],
 )

@@ -151,6 +151,20 @@ def test_reads_beyond_the_edges(beyond):
                 assert (start, start + length) == (readers[0], readers[-1] + 1)
 
 
+def test_reads_backwards_and_round_the_edges():
+    draw = random.Random(0)
+    for _ in range(3000):
+        size, shift = draw.randint(1, 12), draw.randint(-15, 15)
+        for a, b in pieces(draw, size, 4):
+            assert a == b or _C.reach_cut((-1, 1, size - 1, size - 1), a, size, size) == a
+            before, start, length, after = _C.reach_read((-1, 1, size - 1, size - 1), a, b - a, size)
+            assert [*range(start, start + length)][::-1] == [size - 1 - o for o in range(a, b)]
+            assert (before, after) == (0, 0)
+            before, start, length, after = _C.reach_read((1, 1, -shift, -shift), a, b - a, size, "circular")
+            assert [i % size for i in range(start, start + length)] == [(o - shift) % size for o in range(a, b)]
+            assert (before, after) == (0, 0)
+
+
 # operand's cuts, op, results' cuts
 CUTS = [
     ([5, 3, 0, 12], conv(20, 3, 1, 1, 1), [5, 3, 0, 12]),

@@ -5,6 +5,7 @@ Random calls are compared with plain torch, forward and backward: even, uneven, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -87,36 +88,102 @@ def test_equals_torch(pools, shape):
 
 # ---- the choice, from sizes alone ----
 
-# ranks, sizes of queries and keys, causal; what a forward calls
-CHOICES = {
-    "heads": (3, (1, 6, 1024, 16), (1, 6, 1024, 16), False, {"all_to_all": 4}),  # there and back
-    "batch": (3, (3, 1, 1024, 16), (3, 1, 1024, 16), False, {"all_to_all": 4}),
-    "ring, causal": (2, (1, 4, 1024, 16), (1, 4, 1024, 16), True, {"all_to_all": 2}),  # some queries travel, and come back
-    "ring": (3, (1, 8, 1024, 16), (1, 2, 1024, 16), False, {"all_to_all": 2}),
-    "few keys": (3, (1, 8, 1024, 16), (1, 8, 8, 16), False, {"all_gather": 2}),
+ROW = 16 * 4  # bytes of the features of one query, key or value of one head
+
+
+def lengths(size: int, ranks: int) -> list[int]:
+    return [len(c) for c in torch.arange(size).chunk(ranks)]
+
+
+# What rank r sends in a forward and in a backward.
+
+
+def exchanging(count: int, ranks: int, length: int, r: int) -> tuple[int, int]:
+    """`count` heads or batches for the sequence: queries, keys and values, and the result back. Backward: the reverse."""
+    mine = lengths(length, ranks)[r]
+    others = mine * (count - count // ranks) * ROW
+    back = (length - mine) * (count // ranks) * ROW
+    return 3 * others + back, others + 3 * back
+
+
+def ring(heads: int, ranks: int, length: int, r: int) -> tuple[int, int]:
+    """Keys and values to each other rank; in the backward again, and the gradients of the others' back."""
+    each = lengths(length, ranks)
+    keys = 2 * heads * (ranks - 1) * each[r] * ROW
+    return keys, keys + 2 * heads * (length - each[r]) * ROW
+
+
+def balanced(heads: int, length: int, r: int) -> tuple[int, int]:
+    """Two ranks, causal: the second one has three quarters of the work. The first takes half of its queries off it, and sends its keys for
+    the others."""
+    queries, logs, keys = heads * length // 4 * ROW, heads * length // 4 * 4, 2 * heads * length // 2 * ROW
+    if r == 0:
+        return keys + queries + logs, keys + queries
+    return queries, 3 * queries + logs + keys
+
+
+# ranks, sizes of queries and keys, causal; what a forward calls; the bytes that rank r sends
+CHOICES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], bool, dict[str, int], Any]] = {
+    # there and back
+    "heads": (3, (1, 6, 1024, 16), (1, 6, 1024, 16), False, {"all_to_all": 4}, lambda r: exchanging(6, 3, 1024, r)),
+    "batch": (3, (3, 1, 1024, 16), (3, 1, 1024, 16), False, {"all_to_all": 4}, lambda r: exchanging(3, 3, 1024, r)),
+    # some queries travel, and come back
+    "ring, causal": (2, (1, 4, 1024, 16), (1, 4, 1024, 16), True, {"all_to_all": 2}, lambda r: balanced(4, 1024, r)),
+    "ring": (3, (1, 8, 1024, 16), (1, 2, 1024, 16), False, {"all_to_all": 2}, lambda r: ring(2, 3, 1024, r)),
+    "few keys": (3, (1, 8, 1024, 16), (1, 8, 8, 16), False, {"all_gather": 2}, lambda r: (2 * 8 * lengths(8, 3)[r] * ROW, None)),
 }
 
 
-def run_choice(ranks: int, q: tuple[int, ...], k: tuple[int, ...], causal: bool, calls: dict[str, int]) -> None:
+def run_choice(case: str) -> None:
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
+    ranks, q, k, causal, calls, bytes_of = CHOICES[case]
     mesh = init_device_mesh("cpu", (ranks,))
     draw = random.Random(1)
     whole = [numbers(draw, *sizes).float() for sizes in (q, k, k)]
     given = [place(t, mesh, [Shard(2)], [None]) for t in whole]
     how = {"is_causal": causal, "enable_gqa": True}
+    forward, backward = bytes_of(mesh.get_local_rank())
     for inference in (False, True):
         with torch.inference_mode(inference):
             y, sent = counted(lambda: F.scaled_dot_product_attention(*given, **how))
         assert {kind: n for kind, (n, _) in sent.items()} == calls, sent
+        assert sum(size for _, size in sent.values()) == forward, sent
         assert y.placements == (Shard(2),)
         compare(y, F.scaled_dot_product_attention(*whole, **how), 1e-5, "result")
+    y = F.scaled_dot_product_attention(*(t.requires_grad_() for t in given), **how)
+    grad = place(numbers(draw, *y.shape).float(), mesh, [Shard(2)], [None])
+    _, sent = counted(lambda: y.backward(grad))
+    assert backward is None or sum(size for _, size in sent.values()) == backward, sent
 
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice(pools, case):
-    pools(CHOICES[case][0]).run(f"{__name__}:run_choice", *CHOICES[case])
+    pools(CHOICES[case][0]).run(f"{__name__}:run_choice", case)
+
+
+def run_several_pieces() -> None:
+    """Several runs of places per rank: no ring, and the same values."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    for causal, split in itertools.product((False, True), ([_StridedShard(2, split_factor=2), Shard(2)], [_StridedShard(2, split_factor=3), Replicate()])):
+        draw = random.Random(2)
+        whole = [numbers(draw, 1, 1, 96, 4).requires_grad_() for _ in "qkv"]
+        given = [place(t, mesh, [Replicate()] * 2, [None] * 2).redistribute(placements=split).detach().requires_grad_() for t in whole]
+        want = F.scaled_dot_product_attention(*whole, is_causal=causal)
+        y = F.scaled_dot_product_attention(*given, is_causal=causal)
+        assert y.placements == tuple(split)
+        compare(y, want.detach(), 1e-9, f"result of {split}")
+        for g, w in zip(torch.autograd.grad(y.square().sum(), given), torch.autograd.grad(want.square().sum(), whole), strict=True):
+            compare(g, w, 1e-9, f"gradient of {split}")
+
+
+def test_several_pieces_per_rank(pools):
+    pools(4).run(f"{__name__}:run_several_pieces")
 
 
 # ---- modules and graphs ----

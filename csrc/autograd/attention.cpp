@@ -1,9 +1,12 @@
 // scaled_dot_product_attention and its form by matrix products, which torch would decompose. If the sequence is cut, decides by
-// cost where queries, keys and values go. Uses redistribute/ and tensor/. Registers itself at AutogradPrivateUse2.
+// cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ring and tensor/. Registers itself at
+// AutogradPrivateUse2.
 #include "autograd/functions.h"
 #include "comm/values.h"
+#include "dispatch/handler.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
+#include "rules/ring.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -12,6 +15,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <unordered_set>
 
 namespace shardtensor {
 
@@ -49,6 +53,11 @@ struct Places {
   const char* why;
 };
 
+// Why they move: heads or batches are cut instead of the sequence; or keys and values are gathered.
+constexpr const char* kWholeSequences = "attention needs whole sequences";
+constexpr const char* kCheaperWhole = "the whole of it costs less than its pieces, one after the other";
+constexpr const char* kNoRing = "a graph has no ring";
+
 // What a cost is counted in: bytes sent by a rank. So much arithmetic takes as long as sending a byte.
 constexpr double kFlopsPerByte = 64;
 
@@ -80,7 +89,7 @@ class Placing {
         as_shard_tensor(query_)->layout_ptr(), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), ""};
     if (traced_) { // a graph has no messages between single ranks
       auto places = spread(sequence_ - 1);
-      return places ? places : Places{stay.query, whole(key_), whole(value_), "a graph has no ring"};
+      return places ? places : Places{stay.query, whole(key_), whole(value_), kNoRing};
     }
     for (int64_t d = sequence_ - 1; d >= 0; --d) {
       auto places = spread(d);
@@ -88,10 +97,8 @@ class Placing {
       offer(std::move(places), cost);
     }
     const auto gathered = whole(key_), with = whole(value_);
-    offer(
-        Places{stay.query, gathered, with, "the whole of it costs less than its pieces, one after the other"},
-        cost_of_gathering());
-    if (query_.dim() == 4 && cut_together()) {
+    offer(Places{stay.query, gathered, with, kCheaperWhole}, cost_of_gathering());
+    if (query_.dim() == 4 && rules::cut_together(layout(query_), layout(key_), layout(value_), sequence_)) {
       offer(stay, cost_of_ring());
     }
     return best;
@@ -122,7 +129,7 @@ class Placing {
     if (count == 0 || more % count || value_.sym_size(d) != count) {
       return std::nullopt; // broadcast
     }
-    Places out{along(query_, d, count), along(key_, d, count), along(value_, d, count), "attention needs whole sequences"};
+    Places out{along(query_, d, count), along(key_, d, count), along(value_, d, count), kWholeSequences};
     return imbalance(*out.key, d, count) <= 1.5 ? std::optional(out) : std::nullopt;
   }
 
@@ -219,30 +226,8 @@ class Placing {
     return 2 * n * kLatency + sent * (n - 1) / n / others / 2;
   }
 
-  // Whether rules/attention.cpp can send pieces of keys round.
-  bool cut_together() const {
-    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
-      const auto &q = layout(query_).placement(m), &k = layout(key_).placement(m), &v = layout(value_).placement(m);
-      const bool cut = k.is_shard(sequence_);
-      if (q.is_shard(sequence_) != cut || v.is_shard(sequence_) != cut ||
-          (cut && !same_cut(layout(key_).cut(m), layout(value_).cut(m)))) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   LayoutPtr whole(const at::Tensor& t) const {
-    const auto& have = layout(t);
-    auto placements = have.placements();
-    auto sizes = have.cuts();
-    for (int64_t m = 0; m < have.ndim(); ++m) {
-      if (placements[m].is_shard(sequence_)) {
-        placements[m] = Placement::replicate();
-        sizes[m] = nullptr;
-      }
-    }
-    return Layout::make(have.mesh_ptr(), std::move(placements), std::move(sizes));
+    return layout(t).whole_along(sequence_);
   }
 
   const at::Tensor &query_, &key_, &value_;
@@ -255,14 +240,35 @@ bool is_placed(const at::Tensor& t, int64_t ndim, const MeshPtr& mesh) {
   return impl && t.dim() == ndim && impl->layout().mesh_ptr() == mesh && !t._fw_grad(0).defined();
 }
 
+const std::string& name() {
+  static const std::string op = "aten::scaled_dot_product_attention";
+  return op;
+}
+
 at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const char* argument, const char* why) {
   const auto* impl = as_shard_tensor(t);
   if (impl->layout_ptr() == to) {
     return t;
   }
-  static const std::string op = "aten::scaled_dot_product_attention";
-  tell_watcher(op, argument, why, impl->layout(), *to, t);
+  tell_watcher(name(), argument, why, impl->layout(), *to, t);
   return redistribute(t, to);
+}
+
+// Once per layout on this thread, as an op tells of a gather once per solution.
+void tell_if_gathered(const at::Tensor& key, const Places& places) {
+  const auto& have = as_shard_tensor(key)->layout();
+  if (places.key->shards(key.dim() - 2) || &have == places.key.get() || places.why == kWholeSequences) {
+    return;
+  }
+  thread_local std::unordered_set<int64_t> told;
+  thread_local int64_t since = -1;
+  if (since != times_cleared()) {
+    since = times_cleared();
+    told.clear();
+  }
+  if (told.insert(have.id()).second) {
+    tell_of_gather(name(), places.why, "key: " + have.str());
+  }
 }
 
 // The result comes back to where the queries were.
@@ -304,9 +310,10 @@ at::Tensor attention(
   if (!places) {
     return whole_sequences(query, key, value);
   }
-  const auto out = whole_sequences(
-      moved(query, places->query, "query", places->why), moved(key, places->key, "key", places->why),
-      moved(value, places->value, "value", places->why));
+  tell_if_gathered(key, *places);
+  const auto q = moved(query, places->query, "query", places->why), k = moved(key, places->key, "key", places->why),
+             v = moved(value, places->value, "value", places->why);
+  const auto out = whole_sequences(q, k, v);
   return moved(out, home(query), "output", "it is placed as the queries were");
 }
 

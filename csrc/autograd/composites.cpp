@@ -16,12 +16,14 @@
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul_ops.h>
+#include <ATen/ops/mean_ops.h>
 #include <ATen/ops/tensor_split_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <numeric>
 
 namespace shardtensor {
@@ -160,6 +162,57 @@ struct MatmulBackward final : Node {
   }
 };
 
+// torch's formula expands the gradient to the mean's operand and then divides: a replicated gradient would take the memory of the
+// whole on every rank. This keeps what the operand's cuts leave to a rank.
+struct MeanBackward final : Node {
+  LayoutPtr layout;
+  std::vector<c10::SymInt> sizes;
+  std::vector<int64_t> dims; // ascending
+  bool keepdim;
+
+  std::string name() const override {
+    return "MeanBackward1";
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    auto grad = grads[0];
+    if (!grad.defined()) {
+      return {at::Tensor()};
+    }
+    c10::SymInt count = 1;
+    for (const auto d : dims) {
+      count = count * sizes[d];
+      grad = keepdim ? grad : grad.unsqueeze(d);
+    }
+    return {cut(grad.div(at::Scalar(count)).expand_symint(sizes))};
+  }
+
+ private:
+  // Along the averaged dims, as far as the gradient is replicated where the operand is cut.
+  at::Tensor cut(const at::Tensor& grad) const {
+    const auto* impl = as_shard_tensor(grad);
+    if (!impl || impl->layout().mesh_ptr() != layout->mesh_ptr()) {
+      return grad;
+    }
+    auto to = impl->layout_ptr();
+    for (const auto d : dims) {
+      auto next = to;
+      bool whole = true;
+      for (int64_t m = 0; m < layout->ndim(); ++m) {
+        if (layout->placement(m).is_shard(d)) {
+          whole = whole && to->placement(m).is_replicate();
+          next = next->with(m, layout->placement(m));
+        }
+      }
+      for (int64_t m = 0; m < layout->ndim() && whole; ++m) { // inner cuts once the outer ones are there
+        next = layout->placement(m).is_shard(d) ? next->with(m, layout->placement(m), layout->cut(m)) : next;
+      }
+      to = whole ? next : to;
+    }
+    return to == impl->layout_ptr() ? grad : redistribute(grad, to);
+  }
+};
+
 // torch 2.15 counts references in the node itself, earlier versions in a shared_ptr.
 template <typename T>
 auto new_node() {
@@ -265,6 +318,49 @@ at::Tensor embedding(
   auto out = call_below<at::_ops::embedding>(keys, weight, indices, padding_idx, scale_grad_by_freq, sparse);
   torch::autograd::set_history(out, node);
   return out;
+}
+
+template <typename Op, typename... Args>
+at::Tensor mean_of(
+    c10::DispatchKeySet keys, const at::Tensor& self, at::OptionalIntArrayRef given, bool keepdim, const Args&... args) {
+  const auto* impl = as_shard_tensor(self);
+  if (!impl || !impl->layout().is_sharded() || !torch::autograd::compute_requires_grad(self) || has_tangent(self)) {
+    return Op::redispatch(torchs_autograd(keys), self, args...);
+  }
+  std::vector<int64_t> dims(given ? given->vec() : std::vector<int64_t>());
+  if (dims.empty()) {
+    dims.resize(self.dim());
+    std::iota(dims.begin(), dims.end(), 0);
+  }
+  for (auto& d : dims) {
+    d = at::maybe_wrap_dim(d, self.dim());
+  }
+  std::sort(dims.begin(), dims.end());
+  if (std::none_of(dims.begin(), dims.end(), [&](int64_t d) { return impl->layout().shards(d); })) {
+    return Op::redispatch(torchs_autograd(keys), self, args...);
+  }
+  const auto node = new_node<MeanBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(self));
+  node->layout = impl->layout_ptr();
+  node->sizes = self.sym_sizes().vec();
+  node->dims = std::move(dims);
+  node->keepdim = keepdim;
+  auto out = call_below<Op>(keys, self, args...);
+  torch::autograd::set_history(out, node);
+  return out;
+}
+
+at::Tensor mean_dim(
+    c10::DispatchKeySet keys,
+    const at::Tensor& self,
+    at::OptionalIntArrayRef dims,
+    bool keepdim,
+    std::optional<at::ScalarType> dtype) {
+  return mean_of<at::_ops::mean_dim>(keys, self, dims, keepdim, dims, keepdim, dtype);
+}
+
+at::Tensor mean(c10::DispatchKeySet keys, const at::Tensor& self, std::optional<at::ScalarType> dtype) {
+  return mean_of<at::_ops::mean>(keys, self, std::nullopt, false, dtype);
 }
 
 // For a copy to the meta device, torch would call that device's kernel: its key is above ours, and it does not know pieces.
@@ -511,6 +607,8 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("linear", linear);
   m.impl("matmul", matmul);
   m.impl("max_pool1d", max_pool1d);
+  m.impl("mean", mean);
+  m.impl("mean.dim", mean_dim);
   m.impl("one_hot", torch::CppFunction::makeFallthrough()); // integers have no gradient
   take_composites(m);
   m.impl("trace_backward", trace_backward);

@@ -6,16 +6,24 @@
 // The backward of a write through a view (torch's CopySlices) copies the gradient of the base into a new tensor, takes the same
 // view of that and writes there. The gradient may have another layout than the base had, so that this view would have to move
 // data and could not be written to. Then the new tensor is whole along the mesh dims that cut the gradient.
+//
+// The gradients of a tensor with several uses are added up, in place where autograd's engine holds the only reference to the sum
+// so far. In place, a replicated sum would have to gather a gradient that is cut; and only some ranks may hold another reference.
+// So if the layouts differ, the sum gets the one that a new tensor would have.
 #include "autograd/functions.h"
 #include "dispatch/call.h"
+#include "dispatch/handler.h"
 #include "dispatch/plain.h"
+#include "dispatch/typed.h"
 #include "redistribute/watch.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ops/add_ops.h>
 #include <ATen/ops/detach_ops.h>
 #include <ATen/ops/new_empty_strided_ops.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 namespace shardtensor {
@@ -67,20 +75,34 @@ at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
   return at::_ops::detach::redispatch(torchs_autograd(keys), self);
 }
 
+// Whether `other`, laid out otherwise, is added to a gradient that neither Python nor another tensor refers to.
+bool adds_gradients(const at::Tensor& sum, const at::Tensor& other) {
+  const auto *to = as_shard_tensor(sum), *from = as_shard_tensor(other);
+  if (!to || !from || &to->layout() == &from->layout() || to->layout().mesh_ptr() != from->layout().mesh_ptr() || to->traced() ||
+      from->traced() || at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() == -1) {
+    return false;
+  }
+  // C++ holds the tensor, so the tensor holds its Python object; nothing else does.
+  const bool unseen = sum.use_count() > 1 && to->pyobj_slot()->has_unique_reference();
+  return unseen && to->storage().use_count() == 1;
+}
+
+at::Tensor& add_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha) {
+  if (C10_UNLIKELY(adds_gradients(self, other))) {
+    const auto sum = at::add(self, other, alpha);
+    shard_tensor(self, "the gradient").shallow_copy_from(sum.getIntrusivePtr());
+    return self;
+  }
+  static const auto& op = installed_op("aten::add_.Tensor");
+  static const auto recorder = *typed_record(op);
+  return recorder.call<at::Tensor&, at::Tensor&, const at::Tensor&, const at::Scalar&>(op.handle, keys, self, other, alpha);
+}
+
 bool view_moves(const at::Tensor& base, const CopySlices& write) {
   static const auto& op = installed_op("aten::as_strided");
   torch::jit::Stack stack{
       base, write.view.sizes(), write.view.strides(), write.view.storage_offset() - write.base.storage_offset()};
   return find_solution(op, stack, 0, collect(op, stack, 0))->moves;
-}
-
-LayoutPtr uncut(LayoutPtr layout) {
-  for (int64_t m = 0; m < layout->mesh().ndim(); ++m) {
-    if (layout->placement(m).is_shard()) {
-      layout = layout->with(m, Placement::replicate());
-    }
-  }
-  return layout;
 }
 
 at::Tensor new_empty_strided(
@@ -110,10 +132,11 @@ at::Tensor new_empty_strided(
   if (!write || write->view_fn || !view_moves(made, *write)) {
     return made;
   }
-  return empty(made, uncut(shard_tensor(made, "the gradient").layout_ptr()));
+  return empty(made, shard_tensor(made, "the gradient").layout().uncut(~uint64_t{0}));
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("add_.Tensor", add_);
   m.impl("detach", detach);
   m.impl("new_empty_strided", new_empty_strided);
 }

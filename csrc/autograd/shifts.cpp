@@ -1,6 +1,7 @@
-// Circular padding and rolls along cut dims, by shardtensor::shifted (rules/turns.cpp), so that nothing is gathered. Uses
-// autograd/functions, tensor/. Registers itself at AutogradPrivateUse2.
+// Circular padding along cut dims, by shardtensor::shifted (rules/turns.cpp), so that nothing is gathered. Flips and rolls in
+// graphs. Uses autograd/functions, dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
 #include "autograd/functions.h"
+#include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -8,6 +9,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/_pad_circular_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/flip_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -19,21 +21,18 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Result o along dim is the sum of t[o + shift] over the shifts. The gradient is the same with the shifts reversed. A result as
-// long as t is cut as t is.
+// Result o along dim is the sum of t[o + shift] over the shifts. The gradient is the same with the shifts reversed.
 struct Shifted : torch::autograd::Function<Shifted> {
   static Tensor forward(
       AutogradContext* ctx, const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size) {
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["shifts"] = shifts;
     ctx->saved_data["size"] = t.sym_size(dim);
-    static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("shardtensor::shifted", "")
-            .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt, const std::optional<Tensor>&)>();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("shardtensor::shifted", "")
+                               .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt)>();
     at::AutoDispatchBelowADInplaceOrView below;
-    const auto like = t.sym_size(dim) == size ? std::optional<Tensor>(t) : std::nullopt;
-    return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size, like);
+    return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -82,12 +81,6 @@ Tensor pad_circular(const Tensor& self, c10::SymIntArrayRef padding) {
   return out;
 }
 
-Tensor rolled(const Tensor& t, int64_t by, int64_t dim) {
-  const auto size = t.sym_size(dim).guard_int(__FILE__, __LINE__);
-  by = ((by % size) + size) % size;
-  return by ? Shifted::apply(t, dim, std::vector<int64_t>{-by, size - by}, c10::SymInt(size)) : t;
-}
-
 // The number of pieces along dim, if all are equal and none is shorter than `by`. Else 0. Sizes may be symbols.
 int64_t equal_pieces(const Tensor& t, int64_t by, int64_t dim) {
   const auto& layout = as_shard_tensor(t)->layout();
@@ -105,57 +98,79 @@ int64_t equal_pieces(const Tensor& t, int64_t by, int64_t dim) {
   return layout.is_even() && size % pieces == 0 && size / pieces >= std::abs(by) ? pieces : 0;
 }
 
-Tensor whole_along(const Tensor& t, int64_t dim) {
-  auto layout = as_shard_tensor(t)->layout_ptr();
-  for (int64_t m = 0; m < layout->ndim(); ++m) {
-    layout = layout->placement(m).is_shard(dim) ? layout->with(m, Placement::replicate()) : layout;
-  }
-  return redistribute(t, layout);
-}
-
-// The same for a graph, where sizes may be symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to
-// the next: only these are gathered, and one graph serves all lengths.
+// A roll in a graph, where sizes may be symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to the
+// next: only these are gathered, and one graph serves all lengths.
 Tensor rolled_by_pieces(const Tensor& t, int64_t by, int64_t dim, int64_t pieces) {
   const auto length = t.sym_size(dim) / pieces;
   const auto rows = t.unflatten_symint(dim, {c10::SymInt(pieces), length});
   const auto part = [&](const c10::SymInt& start, const c10::SymInt& n) { return rows.narrow_symint(dim + 1, start, n); };
   const auto [leaving, staying] =
       by > 0 ? std::make_pair(part(length - by, by), part(0, length - by)) : std::make_pair(part(0, -by), part(-by, length + by));
-  const auto coming = at::roll(whole_along(leaving, dim), by > 0 ? 1 : -1, dim);
+  const auto coming = at::roll(redistribute(leaving, as_shard_tensor(leaving)->layout().whole_along(dim)), by > 0 ? 1 : -1, dim);
   return at::cat(by > 0 ? std::vector<Tensor>{coming, staying} : std::vector<Tensor>{staying, coming}, dim + 1)
       .flatten(dim, dim + 1);
 }
 
-Tensor roll_of_pieces(const Tensor& self, const std::vector<c10::SymInt>& shifts, const std::vector<int64_t>& dims) {
-  auto out = self;
-  for (size_t i = 0; i < dims.size(); ++i) {
-    const auto dim = at::maybe_wrap_dim(dims[i], self.dim());
-    const auto by = shifts[i].guard_int(__FILE__, __LINE__);
-    const auto pieces = by && as_shard_tensor(self)->traced() ? equal_pieces(out, by, dim) : 0;
-    out = pieces ? rolled_by_pieces(out, by, dim, pieces) : rolled(out, by, dim);
-  }
-  return out.is_same(self) ? self.clone() : out;
-}
-
 void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto by_formula = [&](torch::jit::Stack& call) { op.callBoxedForDispatchKey(c10::DispatchKey::Autograd, call); };
   const auto self = torch::jit::peek(*stack, 0, 3).toTensor();
   const auto shifts = torch::jit::peek(*stack, 1, 3).toSymIntVector();
   const auto dims = torch::jit::peek(*stack, 2, 3).toIntVector();
   const auto n = self.dim();
+  const auto* impl = as_shard_tensor(self);
   const auto cut = [&](int64_t d) { return d >= -n && d < n && is_cut(self, at::maybe_wrap_dim(d, n)); };
-  if (dims.size() != shifts.size() || self.sym_numel() == 0 || std::none_of(dims.begin(), dims.end(), cut)) {
-    return op.callBoxedForDispatchKey(c10::DispatchKey::Autograd, *stack); // torch's formula
+  if (!impl || !impl->traced() || dims.size() != shifts.size() || self.sym_numel() == 0 ||
+      std::none_of(dims.begin(), dims.end(), cut)) {
+    return by_formula(*stack);
   }
   torch::jit::drop(*stack, 3);
-  stack->emplace_back(roll_of_pieces(self, shifts, dims));
+  auto out = self;
+  for (size_t i = 0; i < dims.size(); ++i) {
+    const auto dim = at::maybe_wrap_dim(dims[i], n);
+    const auto by = shifts[i].guard_int(__FILE__, __LINE__);
+    if (const auto pieces = by ? equal_pieces(out, by, dim) : 0) {
+      out = rolled_by_pieces(out, by, dim, pieces);
+    } else {
+      torch::jit::Stack call{out, c10::List<int64_t>({by}), c10::List<int64_t>({dim})};
+      by_formula(call);
+      out = call[0].toTensor();
+    }
+  }
+  stack->emplace_back(std::move(out));
+}
+
+// In a graph, where sizes may be symbols, equal pieces are gathered, and cut again once they are flipped: one graph serves all
+// lengths. (What a rank reads of other pieces are numbers.)
+Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims) {
+  const auto by_formula = [&](const Tensor& t) { return at::_ops::flip::redispatch(torchs_autograd(keys), t, dims); };
+  const auto* impl = as_shard_tensor(self);
+  if (!impl || !impl->traced() || self.sym_numel() == 0) {
+    return by_formula(self);
+  }
+  uint64_t cut = 0;
+  for (const auto given : dims) {
+    const auto d = given < 0 ? given + self.dim() : given;
+    if (d >= 0 && d < self.dim() && is_cut(self, d)) {
+      if (!equal_pieces(self, 0, d)) {
+        return by_formula(self);
+      }
+      cut |= uint64_t{1} << d;
+    }
+  }
+  if (!cut) {
+    return by_formula(self);
+  }
+  const auto layout = impl->layout_ptr();
+  return redistribute(by_formula(redistribute(self, layout->uncut(cut))), layout);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("_pad_circular", pad_circular);
+  m.impl("flip", flip);
   m.impl("roll", torch::CppFunction::makeFromBoxedFunction<roll>());
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode; a roll runs by its rule there
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
   m.impl("_pad_circular", pad_circular);
 }
 

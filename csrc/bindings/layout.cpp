@@ -236,7 +236,10 @@ void register_layout(py::module& m) {
       "reach_read",
       [=](const Line& line, int64_t start, int64_t length, int64_t size, const std::string& beyond, int64_t operand) {
         auto r = reach(line);
-        r.beyond = beyond == "reflect" ? Beyond::Reflect : beyond == "replicate" ? Beyond::Replicate : Beyond::Padding;
+        r.beyond = beyond == "reflect"     ? Beyond::Reflect
+                   : beyond == "replicate" ? Beyond::Replicate
+                   : beyond == "circular"  ? Beyond::Circular
+                                           : Beyond::Padding;
         r.operand = operand;
         const auto s = read(r, {start, length}, size);
         return py::make_tuple(s.before, s.inside.start, s.inside.length, s.after);

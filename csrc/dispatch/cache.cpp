@@ -144,4 +144,8 @@ void clear_cache() {
   ++g_generation;
 }
 
+int64_t times_cleared() {
+  return g_generation.load(std::memory_order_relaxed);
+}
+
 } // namespace shardtensor

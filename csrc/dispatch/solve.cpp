@@ -56,13 +56,11 @@ bool makes_whole(const Call& call, const Solution& solution) {
   return false;
 }
 
-void tell_of_gather(const Op& op, const Call& call, Gathers how) {
+void check_gather(const Op& op, const Call& call, Gathers how) {
   if (how == Gathers::Needed && strict_mode()) {
     errors::gathers(op, call);
   }
-  if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
-    log(op.name, errors::why_gathered(op), errors::layouts_of(call));
-  }
+  tell_of_gather(op.name, errors::why_gathered(op), errors::layouts_of(call));
 }
 
 struct Solved {
@@ -100,7 +98,7 @@ SolutionPtr new_solution(const Op& op, const Stack& stack, size_t base, const Re
   }
   auto [solution, gathers] = solve(op, call);
   if (gathers != Gathers::No) {
-    tell_of_gather(op, call, gathers);
+    check_gather(op, call, gathers);
   }
   if (has_rule) {
     ask_orders(op, stack, base, refs, *solution);
@@ -128,6 +126,12 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
 
 void set_fallback_log(FallbackLog log) {
   g_fallback_log = log;
+}
+
+void tell_of_gather(const std::string& op, const char* why, const std::string& layouts) {
+  if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
+    log(op, why, layouts);
+  }
 }
 
 } // namespace shardtensor

@@ -409,6 +409,18 @@ LayoutPtr Layout::with(int64_t mesh_dim, Placement placement, Cut cut) const {
   return make(mesh_, std::move(placements), std::move(cuts));
 }
 
+LayoutPtr Layout::uncut(uint64_t dims) const {
+  auto placements = placements_;
+  auto cuts = cuts_;
+  for (int64_t m = 0; m < ndim(); ++m) {
+    if (placements[m].is_shard() && (dims >> placements[m].dim & 1)) {
+      placements[m] = Placement::replicate();
+      cuts[m] = nullptr;
+    }
+  }
+  return make(mesh_, std::move(placements), std::move(cuts));
+}
+
 std::string Layout::str() const {
   std::ostringstream out;
   for (size_t m = 0; m < placements_.size(); ++m) {

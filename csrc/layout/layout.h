@@ -144,6 +144,12 @@ class Layout final : public c10::intrusive_ptr_target {
   // The same layout with one mesh dim's placement replaced. Explicit cuts that nest in the changed one become even.
   LayoutPtr with(int64_t mesh_dim, Placement placement, Cut cut = nullptr) const;
 
+  // The same layout with Replicate where a mesh dim cuts one of the tensor dims `dims` (bits).
+  LayoutPtr uncut(uint64_t dims) const;
+  LayoutPtr whole_along(int64_t dim) const {
+    return uncut(uint64_t{1} << dim);
+  }
+
   // "R S(0)[5,3] on cpu mesh (2, 2)"
   std::string str() const;
 

@@ -54,8 +54,13 @@ Stretch read(const Reach& r, const Interval& run, int64_t size) {
   if (run.length <= 0) {
     return {0, {0, 0}, 0};
   }
-  const auto lo = r.lo(run.start);
-  const auto hi = std::max(lo, r.hi(run.start + run.length - 1));
+  const auto last = run.start + run.length - 1;
+  const bool backwards = r.num < 0;
+  const auto lo = r.lo(backwards ? last : run.start);
+  const auto hi = std::max(lo, r.hi(backwards ? run.start : last));
+  if (r.beyond == Beyond::Circular) {
+    return {0, {lo, hi - lo}, 0};
+  }
   if (r.beyond != Beyond::Padding) {
     return {0, r.operand >= 0 ? hull_of_images(r, run, size) : hull(r, lo, hi, size), 0};
   }
@@ -64,9 +69,24 @@ Stretch read(const Reach& r, const Interval& run, int64_t size) {
   return {before, {lo + before, hi - lo - before - after}, after};
 }
 
+c10::SmallVector<Turn, 2> turns(const Interval& run, int64_t size) {
+  if (run.length <= 0) {
+    return {{run, 0}};
+  }
+  c10::SmallVector<Turn, 2> out;
+  for (auto first = floor_div(run.start, size) * size; first < run.start + run.length; first += size) {
+    const auto start = std::max(run.start, first), end = std::min(run.start + run.length, first + size);
+    out.push_back({{start - first, end - start}, first});
+  }
+  return out;
+}
+
 int64_t cut_through(const Reach& r, int64_t cut, int64_t size, int64_t count) {
   if (cut <= 0 || cut >= size) {
     return cut <= 0 ? 0 : count;
+  }
+  if (r.num < 0 || r.beyond == Beyond::Circular) {
+    return cut;
   }
   const auto at = floor_div(2 * r.den * cut - r.first - r.last - 1, 2 * r.num) + 1;
   return std::clamp<int64_t>(at, 0, count);

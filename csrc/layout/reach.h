@@ -18,10 +18,11 @@ enum class Beyond : uint8_t {
   Padding,   // cells
   Reflect,   // the dim itself, from its second index on
   Replicate, // its first and last index
+  Circular,  // the dim itself, again and again
 };
 
-// Index i of one dim reads the indices lo(i) .. hi(i) - 1 of another: floors of two parallel lines, num and den positive. Those
-// outside of 0 .. size - 1 lie beyond its edges.
+// Index i of one dim reads the indices lo(i) .. hi(i) - 1 of another: floors of two parallel lines, den positive. Those outside
+// of 0 .. size - 1 lie beyond its edges. If num is -1, the dim is read backwards.
 struct Reach {
   int64_t num, den, first, last;
   Beyond beyond = Beyond::Padding;
@@ -42,11 +43,12 @@ struct Reach {
 
 // The reverse: which indices read index j, one of `size`. Its own reverse is the reach itself.
 Reach mirror(const Reach& r, int64_t size);
-// The index that lies at `e`, which may be beyond the edges of the `size` indices, by less than `size`. Not for Padding.
+// The index that lies at `e`, which may be beyond the edges of the `size` indices, by less than `size`. For Reflect and
+// Replicate.
 int64_t source(Beyond beyond, int64_t e, int64_t size);
 
 // What a run of indices reads of a dim: `before` cells of padding, then `inside`, then `after` cells of padding. Without padding
-// (Reflect, Replicate): all from the first to the last index that is read.
+// (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may leave 0 .. size - 1.
 struct Stretch {
   int64_t before;
   Interval inside;
@@ -63,8 +65,16 @@ struct Stretch {
 // An empty run reads nothing.
 Stretch read(const Reach& r, const Interval& run, int64_t size);
 
+// A run of indices, which may leave 0 .. size - 1, as runs inside: once per time that it goes round.
+struct Turn {
+  Interval inside;
+  int64_t first; // the index of the first time round that lies at index 0 of this one
+};
+c10::SmallVector<Turn, 2> turns(const Interval& run, int64_t size);
+
 // Where a cut of the dim that is read (after `cut` of its `size` indices) cuts the `count` indices that read it. Each index goes
-// to the side where the middle of what it reads lies. Cuts stay in order, and an empty piece is read by nobody.
+// to the side where the middle of what it reads lies. Cuts stay in order, and an empty piece is read by nobody. What reads a dim
+// backwards or round its edges has as many indices, and is cut like the dim.
 int64_t cut_through(const Reach& r, int64_t cut, int64_t size, int64_t count);
 // The same for both ends of a piece.
 Interval cut_through(const Reach& r, const Interval& piece, int64_t size, int64_t count);

@@ -26,11 +26,26 @@ Box within(const Box& box, c10::IntArrayRef origin) {
   return out;
 }
 
-Box box_of(const Stretches& stretches) {
-  Box out;
-  for (const auto& s : stretches) {
-    out.offsets.push_back(s.inside.start);
-    out.sizes.push_back(s.inside.length);
+// A box of the tensor that a rank reads. `origin`: the indices that lie at its first cells.
+struct Read {
+  Box box;
+  Sizes origin;
+};
+
+// One, if nothing that is read goes round the edges.
+std::vector<Read> reads_of(const Stretches& stretches, c10::IntArrayRef sizes) {
+  std::vector<Read> out(1);
+  for (size_t d = 0; d < stretches.size(); ++d) {
+    std::vector<Read> next;
+    for (const auto& turn : turns(stretches[d].inside, sizes[d])) {
+      for (auto one : out) {
+        one.box.offsets.push_back(turn.inside.start);
+        one.box.sizes.push_back(turn.inside.length);
+        one.origin.push_back(stretches[d].start() - turn.first);
+        next.push_back(std::move(one));
+      }
+    }
+    out = std::move(next);
   }
   return out;
 }
@@ -54,7 +69,8 @@ Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stret
     return;
   }
   const auto me = mesh.rank();
-  std::vector<Placed> held, wanted;
+  std::vector<Placed> held, wanted, again; // again: wanted too, from beyond the edges
+  std::vector<Sizes> origins, origins_again;
   for (int64_t i = 0; i < mesh.size(); ++i) {
     const auto at = mesh.coordinate_at(i);
     if (!same_summands(from, at, mesh.coordinate())) {
@@ -70,20 +86,26 @@ Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stret
     }
     held.push_back({rank, std::move(piece)});
     auto stretches = of(at);
-    wanted.push_back({rank, box_of(stretches)});
+    bool first = true;
+    for (auto& read : reads_of(stretches, sizes)) {
+      (first ? wanted : again).push_back({rank, std::move(read.box)});
+      (first ? origins : origins_again).push_back(std::move(read.origin));
+      first = false;
+    }
     if (rank == me) {
       mine_ = std::move(stretches);
     }
   }
-  Sizes held_at, starts;
+  std::move(again.begin(), again.end(), std::back_inserter(wanted)); // after the others, whose numbers are those of `held`
+  std::move(origins_again.begin(), origins_again.end(), std::back_inserter(origins));
+  Sizes held_at;
   for (const auto& p : held) {
     if (p.rank == me) {
       held_at = p.box.offsets;
       stays_ = true;
       for (size_t d = 0; d < mine_.size(); ++d) {
-        starts.push_back(mine_[d].start());
         made_.push_back(mine_[d].length());
-        stays_ = stays_ && made_[d] == p.box.sizes[d] && (starts[d] == held_at[d] || made_[d] == 0);
+        stays_ = stays_ && made_[d] == p.box.sizes[d] && (mine_[d].start() == held_at[d] || made_[d] == 0);
       }
     }
   }
@@ -96,11 +118,11 @@ Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stret
     travels_ = travels_ || source != target;
     if (source == me && target == me) {
       kept_from_.push_back(within(part.box, held_at));
-      kept_to_.push_back(within(part.box, starts));
+      kept_to_.push_back(within(part.box, origins[part.to]));
     } else if (source == me) {
       messages[target].sent.push_back(within(part.box, held_at));
     } else if (target == me) {
-      messages[source].received.push_back(within(part.box, starts));
+      messages[source].received.push_back(within(part.box, origins[part.to]));
     }
   }
   const auto append = [](const std::vector<Box>& boxes, std::vector<Box>& all, std::vector<int64_t>& numels) {
@@ -140,7 +162,14 @@ at::Tensor Fetch::by_gathering(const at::Tensor& local) const {
   const auto whole = Layout::make(from_->mesh_ptr(), std::move(placements));
   auto out = redistribute(local, *from_, *whole, sizes_);
   for (size_t d = 0; d < mine_.size(); ++d) {
-    out = out.narrow(static_cast<int64_t>(d), mine_[d].inside.length ? mine_[d].inside.start : 0, mine_[d].inside.length);
+    const auto dim = static_cast<int64_t>(d);
+    const auto [start, length] = mine_[d].inside;
+    if (length && (start < 0 || start + length > sizes_[d])) {
+      const auto at = at::arange(start, start + length, out.options().dtype(at::kLong));
+      out = out.index_select(dim, at.remainder(sizes_[d]));
+    } else {
+      out = out.narrow(dim, length ? start : 0, length);
+    }
   }
   return out;
 }

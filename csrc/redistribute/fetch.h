@@ -9,7 +9,8 @@
 
 namespace shardtensor {
 
-// What a rank reads, dim by dim: a box of the tensor, with padding beyond the edges of the whole.
+// What a rank reads, dim by dim: a box of the tensor, with padding beyond the edges of the whole. Where it goes round the edges,
+// the same again.
 using Stretches = c10::SmallVector<Stretch, 5>;
 
 class Fetch {

@@ -30,24 +30,6 @@ struct Attention {
   }
 };
 
-// Whether queries and keys are cut along the sequence on the same mesh dims, and keys and values alike.
-bool cut_together(const TensorArg& q, const TensorArg& k, const TensorArg& v) {
-  bool any = false;
-  for (int64_t m = 0; m < q.layout->ndim(); ++m) {
-    const auto &of_q = q.layout->placement(m), &of_k = k.layout->placement(m), &of_v = v.layout->placement(m);
-    const bool cut = of_q.is_shard(2);
-    if (of_k.is_shard(2) != cut || of_v.is_shard(2) != cut) {
-      return false;
-    }
-    if (cut && (of_q.split_factor > 1 || of_k.split_factor > 1 || of_v.split_factor > 1 ||
-                !same_cut(k.layout->cut(m), v.layout->cut(m)))) {
-      return false;
-    }
-    any = any || (cut && q.layout->mesh().size(m) > 1);
-  }
-  return any && q.size(2) > 0 && k.size(2) > 0;
-}
-
 enum class Fused {
   Flash,
   Padded, // its statistics are padded along s, so that the queries stay whole
@@ -60,7 +42,8 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   const auto& q = call.tensor(call.position("query"));
   const auto& k = call.tensor(call.position("key"));
   const bool causal = call.flag(call.position("is_causal"));
-  const bool ring = fused == Fused::Flash && cut_together(q, k, call.tensor(call.position("value")));
+  const auto& v = call.tensor(call.position("value"));
+  const bool ring = fused == Fused::Flash && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.size(2) > 0 && k.size(2) > 0;
   Factor queries;
   queries.whole = fused != Fused::Flash;
   queries.kernel = ring || causal;

@@ -246,8 +246,13 @@ class Chooser {
       run = donor_reach ? cut_through(*donor_reach, run, donor_size / donor_each, count) : run;
       auto inside = read(*reach_of(static_cast<int64_t>(i), d), run, size / each).inside;
       inside = {inside.start * each, inside.length * each};
-      const auto common = std::min(mine.start + mine.length, inside.start + inside.length) - std::max(mine.start, inside.start);
-      most = std::max(most, inside.length - std::max<int64_t>(common, 0));
+      auto lacking = inside.length;
+      for (const auto& turn : turns(inside, size)) {
+        const auto common =
+            std::min(mine.start + mine.length, turn.inside.start + turn.inside.length) - std::max(mine.start, turn.inside.start);
+        lacking -= std::max<int64_t>(common, 0);
+      }
+      most = std::max(most, lacking);
     }
     return most ? kStart + held * static_cast<double>(most) / static_cast<double>(size) : 0;
   }

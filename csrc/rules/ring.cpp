@@ -37,6 +37,21 @@ int64_t work(Interval q, Interval k, bool causal) {
 
 } // namespace
 
+bool cut_together(const Layout& q, const Layout& k, const Layout& v, int64_t sequence) {
+  bool any = false;
+  for (int64_t m = 0; m < q.ndim(); ++m) {
+    const auto &of_q = q.placement(m), &of_k = k.placement(m), &of_v = v.placement(m);
+    const bool cut = of_q.is_shard(sequence);
+    const bool alike = of_k.is_shard(sequence) == cut && of_v.is_shard(sequence) == cut;
+    const bool one_run = of_q.split_factor == 1 && of_k.split_factor == 1 && of_v.split_factor == 1;
+    if (!alike || (cut && !(one_run && same_cut(k.cut(m), v.cut(m))))) {
+      return false;
+    }
+    any = any || (cut && q.mesh().size(m) > 1);
+  }
+  return any;
+}
+
 c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal) {
   c10::SmallVector<Block, 2> out;
   const auto add = [&](Interval queries, Interval keys, bool later) {
@@ -427,15 +442,7 @@ class Ring {
     }
     gathered_ = true;
     const auto& keys = operand("key");
-    auto placements = keys.layout->placements();
-    auto cuts = keys.layout->cuts();
-    for (size_t m = 0; m < placements.size(); ++m) {
-      if (placements[m].is_shard(kSequence)) {
-        placements[m] = Placement::replicate();
-        cuts[m] = nullptr;
-      }
-    }
-    const auto whole = Layout::make(mesh_ptr(), std::move(placements), std::move(cuts));
+    const auto whole = keys.layout->whole_along(kSequence);
     k_ = redistribute(k_, *keys.layout, *whole, keys.sizes());
     v_ = redistribute(v_, *keys.layout, *whole, operand("value").sizes());
     queries_ = {queries_[me_]};

@@ -6,6 +6,10 @@
 
 namespace shardtensor::rules {
 
+// Whether queries, keys and values of these layouts can take part: the same mesh dims cut the sequence, which is dim `sequence`,
+// into one run of places per rank, and keys and values are cut alike.
+bool cut_together(const Layout& q, const Layout& k, const Layout& v, int64_t sequence);
+
 void attend(Run& run);
 void attend_backward(Run& run);
 

@@ -1,10 +1,13 @@
-// flip, roll, rot90: indices move along some dims, which stay whole. And shifted, our own op, to which rolls and circular padding
-// along a cut dim turn (autograd/shifts.cpp): there each rank reads what it lacks.
+// flip, roll, rot90: indices move along some dims. Where these are cut, each rank reads what comes to its place. And shifted, our
+// own op, to which circular padding along a cut dim turns (autograd/shifts.cpp).
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
 
+#include <ATen/ATen.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace shardtensor::rules {
 
@@ -18,24 +21,115 @@ uint64_t named_dims(const Call& call, int64_t arg) {
   return mask;
 }
 
+// Dims of one operand, which moves values along those of `mask` only. `reach` gives what is read of such a dim, if it is cut.
+template <typename F>
+Rule moving(const Call& call, uint64_t mask, F reach) {
+  auto rule = whole_along(call, mask);
+  const auto& x = call.tensors[0];
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (!(mask >> d & 1) || !x.layout->shards(d)) {
+      continue;
+    }
+    Factor f;
+    f.size = x.size(d);
+    const auto at = rule.factor(f);
+    rule.operands[0].dims[d] = rule.windows(at, reach(d));
+    rule.operands[0].padding = std::nullopt;
+    rule.results[0].dims[d] = at;
+    rule.results[0].sizes = x.sym_sizes();
+  }
+  return rule;
+}
+
+Rule reversed(const Call& call, uint64_t mask) {
+  return moving(call, mask, [&](int64_t d) {
+    const auto last = call.tensors[0].size(d) - 1;
+    return Reach{-1, 1, last, last};
+  });
+}
+
 Rule flip(const Call& call) {
-  return whole_along(call, named_dims(call, 1));
+  return reversed(call, named_dims(call, 1));
 }
 
-// Without dims the tensor is rolled as if it were flat.
+// What a rank reads along a cut dim is the result there. Along the others torch's op rolls.
+struct Rolled {
+  std::vector<int64_t> shifts, dims; // of the others
+  bool moves;                        // along some cut dim
+};
+
+void roll_kernel(Run& run) {
+  if (run.solution.halos.empty()) {
+    return run.call_op();
+  }
+  const auto& rest = noted<Rolled>(run.solution);
+  const auto x = run.arg(0).toTensor(); // new memory, if it moved
+  const bool own = rest.moves && !is_empty(x);
+  run.returns({!rest.dims.empty() ? at::roll(x, rest.shifts, rest.dims) : own ? x : x.clone()});
+}
+
 Rule roll(const Call& call) {
-  return whole_along(call, call.ints(2).empty() ? ~uint64_t{0} : named_dims(call, 2));
+  const auto& x = call.tensors[0];
+  const auto named = call.ints(2);
+  if (named.empty()) {
+    return whole_along(call, ~uint64_t{0}); // rolled as if it were flat
+  }
+  const auto mask = named_dims(call, 2);
+  const auto cut = [&](int64_t d) { return x.layout->shards(d); };
+  const bool any = std::any_of(named.begin(), named.end(), [&](int64_t d) { return cut(wrap_dim(d, x.dim())); });
+  const auto by = any ? call.ints(1) : Sizes();
+  if (by.size() != named.size() || (any && numel_of(x.sym_sizes()) == 0)) {
+    return whole_along(call, mask); // torch refuses it, or has nothing to do
+  }
+  Rolled rest{{}, {}, false};
+  Sizes shifts(x.dim(), 0);
+  for (size_t i = 0; i < named.size(); ++i) {
+    const auto d = wrap_dim(named[i], x.dim());
+    shifts[d] += by[i];
+    if (!cut(d)) {
+      rest.shifts.push_back(by[i]);
+      rest.dims.push_back(d);
+    }
+  }
+  auto rule = moving(call, mask, [&](int64_t d) {
+    const auto size = x.size(d), shift = ((shifts[d] % size) + size) % size;
+    rest.moves = rest.moves || shift;
+    return Reach{1, 1, -shift, -shift, Beyond::Circular};
+  });
+  rule.notes = std::move(rest);
+  rule.kernel = roll_kernel;
+  rule.always_kernel = true;
+  return rule;
 }
 
+// Turns of 90 degrees from the first dim to the second: dims are swapped, and one is read backwards, or both are.
 Rule rot90(const Call& call) {
-  return whole_along(call, named_dims(call, 2));
+  const auto& x = call.tensors[0];
+  const auto dims = call.ints(2);
+  const auto mask = named_dims(call, 2);
+  if (dims.size() != 2) {
+    return whole_along(call, mask); // torch refuses it
+  }
+  const auto from = wrap_dim(dims[0], x.dim()), to = wrap_dim(dims[1], x.dim());
+  const auto turns = ((call.integer(1) % 4) + 4) % 4;
+  uint64_t backwards = 0;
+  backwards |= uint64_t{turns == 2 || turns == 3} << from;
+  backwards |= uint64_t{turns == 1 || turns == 2} << to;
+  auto rule = reversed(call, backwards);
+  auto& result = rule.results[0];
+  if (turns % 2) {
+    std::swap(result.dims[from], result.dims[to]);
+    if (!result.sizes.empty()) {
+      std::swap(result.sizes[from], result.sizes[to]);
+    }
+  }
+  return rule;
 }
 
-// ---- shifted(copies of x, dim, shifts, size, like): result o is the sum of x[o + shift] over the shifts; beyond x's edges are
-// zeros. Where `like` is given, the result is cut as it is. ----
+// ---- shifted(copies of x, dim, shifts, size): result o is the sum of x[o + shift] over the shifts; beyond x's edges are zeros
+// ----
 
-at::Tensor shifted(
-    at::TensorList copies, int64_t dim, at::IntArrayRef shifts, c10::SymInt size, const std::optional<at::Tensor>& /*like*/) {
+at::Tensor shifted(at::TensorList copies, int64_t dim, at::IntArrayRef shifts, c10::SymInt size) {
   auto sizes = copies[0].sym_sizes().vec();
   const auto held = sizes[dim].guard_int(__FILE__, __LINE__), made = size.guard_int(__FILE__, __LINE__);
   sizes[dim] = made;
@@ -78,9 +172,6 @@ Rule shifted_rule(const Call& call) {
     copy.dims[dim] = rule.windows(dim, {1, 1, shift, shift});
     copy.padding = std::nullopt;
   }
-  if (call.tensors.size() > shifts.size()) {
-    rule.operands.emplace_back(dims).free = true;
-  }
   rule.results.emplace_back(dims, call.tensors[0].sym_sizes());
   rule.results[0].sizes[dim] = call.integer(3);
   rule.jointly_linear(OperandSet::first(shifts.size()));
@@ -90,7 +181,7 @@ Rule shifted_rule(const Call& call) {
 }
 
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
-  m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size, Tensor? like=None) -> Tensor");
+  m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size) -> Tensor");
   m.impl("shifted", c10::DispatchKey::CompositeExplicitAutograd, shifted);
 }
 

@@ -30,6 +30,14 @@ _REASONS = {
         "Write one (shardtensor.experimental.register_sharding), or run the op on the pieces (local_map)",
     ),
     "it needs whole inputs": ("the op needs it whole", _WHOLE),
+    "the whole of it costs less than its pieces, one after the other": (
+        "sending its pieces round the ranks, or exchanging heads for the sequence, would cost more",
+        "Redistribute it to Replicate() once if several calls need it whole",
+    ),
+    "a graph has no ring": (
+        "a graph cannot send its pieces round the ranks, and there are too few heads and batches to cut these instead",
+        "Keep this call out of the graph (torch.compiler.disable), or cut fewer ways",
+    ),
     "its rule requires this layout": ("no other layout that the op takes costs less", f"{_WHOLE}, or cut another dim of it"),
 }
 
