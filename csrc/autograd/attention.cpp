@@ -254,19 +254,20 @@ at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const char* argument,
   return redistribute(t, to);
 }
 
+thread_local std::unordered_set<int64_t> t_told; // layouts of keys
+thread_local int64_t t_told_since = -1;
+
 // Once per layout on this thread, as an op tells of a gather once per solution.
 void tell_if_gathered(const at::Tensor& key, const Places& places) {
   const auto& have = as_shard_tensor(key)->layout();
   if (places.key->shards(key.dim() - 2) || &have == places.key.get() || places.why == kWholeSequences) {
     return;
   }
-  thread_local std::unordered_set<int64_t> told;
-  thread_local int64_t since = -1;
-  if (since != times_cleared()) {
-    since = times_cleared();
-    told.clear();
+  if (t_told_since != times_cleared()) {
+    t_told_since = times_cleared();
+    t_told.clear();
   }
-  if (told.insert(have.id()).second) {
+  if (t_told.insert(have.id()).second) {
     tell_of_gather(name(), places.why, "key: " + have.str());
   }
 }

@@ -1,5 +1,6 @@
 // Autograd for two kinds of ops: ops that torch would decompose but that have a rule (Way::Whole), and ops whose torch formula
-// lacks an argument that we need (embedding). These kernels register themselves at AutogradPrivateUse2 when the module loads.
+// lacks an argument that we need (embedding, mean). These kernels register themselves at AutogradPrivateUse2 when the module
+// loads.
 #include "autograd/functions.h"
 #include "comm/values.h"
 #include "dispatch/handler.h"
