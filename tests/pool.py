@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-# What takes ranks long to import, the same for all of them.
+# What takes ranks long to import, the same for all of them. Inductor before shardtensor: as in scripts that have imported it by then.
 _PRELOAD = [
     "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "torch.testing._internal.common_methods_invocations",
     "shardtensor",

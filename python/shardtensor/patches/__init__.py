@@ -32,6 +32,7 @@ def install() -> None:
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)
     when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)
+    when_imported("torch._functorch._aot_autograd.graph_compile", capture.patch_caller)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", runtime.patch)
     when_imported("torch._meta_registrations", meta_kernels.patch)
     when_imported("torch._functorch.partitioners", partitioners.patch)

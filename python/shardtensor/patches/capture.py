@@ -1,5 +1,5 @@
-"""torch._functorch._aot_autograd.graph_capture: the order of a graph's nodes, and sizes that become numbers too late. All
-versions."""
+"""torch._functorch._aot_autograd.graph_capture and graph_compile: the order of a graph's nodes, and sizes that become numbers too
+late. All versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def patch(capture: Any) -> None:
         return module
 
     capture._create_graph = traced
-    capture.aot_dispatch_autograd_graph = _numbers_in_time(capture.aot_dispatch_autograd_graph)
+
+
+def patch_caller(graph_compile: Any) -> None:
+    """The module that calls graph_capture's function under a name of its own, which it may have imported before shardtensor."""
+    if hasattr(graph_compile, "aot_dispatch_autograd_graph"):
+        graph_compile.aot_dispatch_autograd_graph = _numbers_in_time(graph_compile.aot_dispatch_autograd_graph)
 
 
 def _numbers_in_time(trace: Any) -> Any:
