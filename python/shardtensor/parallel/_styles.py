@@ -75,7 +75,7 @@ def _enter(value: Any, mesh: DeviceMesh, layout: Placement, shapes: Shapes, who:
         return ShardTensor.from_dtensor(value)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{who}: expected a torch.Tensor to become {layout}, got {type(value).__name__} ({value!r:.80})")
-    if type(layout) is Replicate and shapes is None:
+    if isinstance(layout, Replicate) and shapes is None:
         if torch.compiler.is_compiling():
             return enter_in_graph(value, mesh)
         if can_share(value):
@@ -209,7 +209,7 @@ class ColwiseParallel(_Features):
 
     def _preparation(self, mesh: DeviceMesh) -> Callable[[nn.Module, Any], torch.Tensor]:
         layout, shapes, target = self.input_layouts[0], self.sharding_shapes, _Target(Replicate())
-        entrance = Entrance(mesh) if type(layout) is Replicate and shapes is None else None
+        entrance = Entrance(mesh) if isinstance(layout, Replicate) and shapes is None else None
 
         def prepare(module: nn.Module, value: Any) -> torch.Tensor:
             if entrance is not None and can_share(value):
