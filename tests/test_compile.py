@@ -615,6 +615,9 @@ DYNAMIC_FAMILIES = {
     "grid_sample": lambda x, w: F.grid_sample(x.view(-1, 1, 2, 3), x.view(-1, 1, 3, 2).sigmoid(), align_corners=False),
     "causal_attention": lambda x, w: _attention(torch.stack([x, x * 2]).view(2, -1, 2, 3).transpose(1, 2), is_causal=True),
 }
+if torch.__version__ < "2.13":  # it loses track of a product of symbols, and solves and factors for each length
+    for _name in ("diag_embed", "cholesky", "det"):
+        del DYNAMIC_FAMILIES[_name]
 # What makes cuts that are not even: a layout's cuts are numbers. And what torch's own code reads as numbers.
 SPECIALISED = {
     "cat_of_rows": lambda x, w: torch.cat([x, x], 0),
@@ -723,6 +726,7 @@ SEVERAL_GRAPHS = {
         "sdpa_no_keys_mask_bool", "sdpa_query", "triu_", "unsafe_masked_index", "unsafe_masked_put", "var_complex", "vector_norm_twice",
     ],
     "written views that had to move data raise": ["write_row_add", "write_row_sigmoid"],
+    "torch before 2.13": [f"cross_entropy_probabilities_{r}" for r in ("mean", "none", "sum")] if torch.__version__ < "2.13" else [],
 }  # fmt: skip
 
 
