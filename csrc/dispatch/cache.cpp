@@ -1,9 +1,9 @@
 #include "dispatch/cache.h"
 
 #include "dispatch/handler.h"
+#include "layout/of_thread.h"
 
 #include <atomic>
-#include <thread>
 #include <utility>
 
 namespace shardtensor {
@@ -28,22 +28,11 @@ struct ThreadCaches {
 // A bare pointer: access needs no guard and no call.
 thread_local ThreadCaches* t_caches __attribute__((tls_model("initial-exec"))) = nullptr;
 
-// Frees them when their thread ends. The thread of the import, which ends with the process, keeps them: Python may run ops while
-// the process ends.
-const auto g_first = std::this_thread::get_id();
-struct AtTheEnd {
-  bool used = false;
-  ~AtTheEnd() {
-    if (std::this_thread::get_id() != g_first) {
-      delete std::exchange(t_caches, nullptr);
-    }
-  }
-};
-thread_local AtTheEnd t_end;
+thread_local FreedWithThread<ThreadCaches> t_end(t_caches);
 
 ThreadCaches& caches() {
   if (C10_UNLIKELY(!t_caches)) {
-    t_end.used = true; // so that its destructor runs
+    t_end.use();
     t_caches = new ThreadCaches();
     ++g_alive;
   }

@@ -1,9 +1,10 @@
 #include "redistribute/kept.h"
 
+#include "layout/of_thread.h"
+
 #include <c10/util/hash.h>
 
 #include <algorithm>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 
@@ -69,25 +70,15 @@ struct Table {
   }
 };
 
-// A bare pointer, which costs no guard. Freed when its thread ends; that of the import, which ends with the process, keeps it.
 thread_local Table* t_table = nullptr;
-const auto g_first = std::this_thread::get_id();
-struct AtTheEnd {
-  bool used = false;
-  ~AtTheEnd() {
-    if (std::this_thread::get_id() != g_first) {
-      delete std::exchange(t_table, nullptr);
-    }
-  }
-};
-thread_local AtTheEnd t_end;
+thread_local FreedWithThread<Table> t_end(t_table);
 
 } // namespace
 
 std::shared_ptr<const void> kept(
     const Layout& from, const Layout& to, Found what, c10::IntArrayRef numbers, c10::function_ref<Made()> make) {
   if (C10_UNLIKELY(!t_table)) {
-    t_end.used = true; // so that its destructor runs
+    t_end.use();
     t_table = new Table();
   }
   Key key{from.id(), to.id(), what, {numbers.begin(), numbers.end()}};
