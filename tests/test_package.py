@@ -136,7 +136,7 @@ print(*sorted(m for m in set(sys.modules) - before if m.startswith("torch")))
 def test_the_design_lists_all_state_of_the_process():
     kept = re.compile(
         r"""^(?:thread_local|inline\ std::atomic|std::atomic|std::array<std::atomic|PyObject\*|PyTypeObject\*)[^()]*\b[gt]_\w+
-        |^\s+static\ (?!const|PyMethodDef|std::mutex)[\w:<>,* ]+\w[{;=\ ]+(?:=\ |nullptr|0\}|$)
+        |^\s+static\ (?!const|inline\ const|PyMethodDef|std::mutex)[\w:<>,* ]+\w[{;=\ ]+(?:=\ |nullptr|0\}|$)
         |^\s+static\ std::deque
         |mutable\ std::atomic""",
         re.MULTILINE | re.VERBOSE,
