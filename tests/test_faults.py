@@ -337,6 +337,45 @@ def test_ranks_that_disagree_about_a_tensor_all_raise_at_its_first_move(world, h
         assert "rank 0" in text and "\n  rank 1" in text and "test_faults.py:" in text
 
 
+def later_unequal(path):
+    """What is said of means over pieces that from_local took to be equal: they are, one rank takes one more, they are not."""
+    from shardtensor import Shard, ShardTensor, set_fault_notice
+
+    here = mesh(torch.distributed.get_world_size())
+    set_fault_notice(True, compare_every=0.05)
+
+    def mean_of(n):
+        return ShardTensor.from_local(torch.full((n, 6), 1.0 + me()), here, [Shard(0)]).mean().full_tensor().item()
+
+    said = []
+    for sizes in ((4, 4, 4), (4, 4, 4), (4, 3, 3)):
+        if len(said) == 1 and me() == 0:
+            ShardTensor.from_local(torch.ones(2, 6), here, [Shard(0)])
+        if len(said) == 2 and me() == 1:
+            ShardTensor.from_local(torch.ones(2, 6), here, [Shard(0)])
+        with open(f"{path}/{me()}-{len(said)}", "w+") as errors:
+            before = os.dup(2)
+            os.dup2(errors.fileno(), 2)
+            means = [mean_of(sizes[me()])]
+            for _ in range(48):
+                time.sleep(0.01)
+                means.append(mean_of(4))
+            os.dup2(before, 2)
+            errors.seek(0)
+            said.append((means[0], errors.read().count("from_local was given pieces of different sizes")))
+    return said
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_pieces_that_later_are_not_equal_are_told_of(tmp_path, world):
+    answers = ask(world, "later_unequal", str(tmp_path))
+    equal, unequal = {2: (1.5, (4 + 6) / 7), 3: (2.0, (4 + 6 + 9) / 10)}[world]
+    for said in answers:
+        assert [mean for mean, _ in said[:2]] == [equal] * 2 and [told for _, told in said[:2]] == [0, 0], said
+        assert abs(said[2][0] - unequal) > 0.05, said  # each rank divides by what it believes to be the whole
+    assert 1 <= sum(said[2][1] for said in answers) <= world, answers  # one each: the next rank may agree
+
+
 # ---- ranks that part, and ranks that die ----
 
 

@@ -366,6 +366,17 @@ at::Tensor from_local(
   return from_local(local, std::move(layout), symbols(sizes), symbols(strides), std::move(grad_layout));
 }
 
+at::Tensor from_local_of_equal_pieces(const at::Tensor& local, LayoutPtr layout, LayoutPtr grad_layout) {
+  const auto& mesh = layout->mesh();
+  for (int64_t m = 0; m < layout->ndim(); ++m) {
+    if (layout->placement(m).is_shard() && mesh.size(m) > 1) {
+      mesh.note_equal_piece(m, local.sizes());
+    }
+  }
+  const auto sizes = layout->sizes_of_equal_pieces(local.sizes());
+  return from_local(local, std::move(layout), sizes, strides_like(sizes, local), std::move(grad_layout));
+}
+
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout) {
   const auto& self = shard_tensor(t, "to_local");
   if (!t.requires_grad()) {

@@ -20,6 +20,8 @@ at::Tensor from_local(
     c10::SymIntArrayRef sizes,
     c10::SymIntArrayRef strides,
     LayoutPtr grad_layout = {});
+// Every rank's piece has the size of this one.
+at::Tensor from_local_of_equal_pieces(const at::Tensor& local, LayoutPtr layout, LayoutPtr grad_layout = {});
 
 // The gradient, a plain local tensor, is taken to have `grad_layout` (default: the tensor's, with Replicate for Partial).
 at::Tensor to_local(const at::Tensor& t, LayoutPtr grad_layout = {});

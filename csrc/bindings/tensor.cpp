@@ -147,10 +147,8 @@ void register_tensor(py::module& m) {
       [](const at::Tensor& local, const MutableLayout& layout, const std::optional<SymSizes>& sizes,
          const std::optional<SymSizes>& strides, const std::optional<MutableLayout>& grad_layout) {
         const auto gradient = grad_layout ? as_const(*grad_layout) : LayoutPtr();
-        // Without sizes, every rank's piece has the size of this one.
         if (!sizes && !strides && !is_symbolic(local)) {
-          const auto global = layout->sizes_of_equal_pieces(local.sizes());
-          return from_local(local, as_const(layout), global, strides_like(global, local), gradient);
+          return from_local_of_equal_pieces(local, as_const(layout), gradient);
         }
         const auto global = sizes ? *sizes : sym_sizes_of_equal_pieces(*layout, local.sym_sizes());
         return from_local(local, as_const(layout), global, strides ? *strides : sym_strides_like(global, local), gradient);

@@ -120,6 +120,7 @@ std::shared_ptr<Watched> watched(const GroupPtr& group, const Mesh& mesh, int64_
           made->ranks.push_back(mesh.rank_at(coordinate));
         }
       }
+      made->me = std::find(made->ranks.begin(), made->ranks.end(), mesh.rank()) - made->ranks.begin();
       out->world->add(made);
       out->group = std::move(made);
     }
@@ -162,6 +163,21 @@ void compare_draws(Group& group, int64_t number, int64_t rank, const Claim& othe
         "ranks hold alike may differ. Seed all ranks alike (shardtensor.random.manual_seed), and let all draw alike; "
         "SHARDTENSOR_CHECK=1 finds the op");
   }
+}
+
+// What follows from the shape that from_local assumed is wrong: means, for example.
+void warn_of_unequal_pieces(Group& group, int64_t rank, int64_t next) {
+  {
+    const std::lock_guard<std::mutex> lock(group.mutex);
+    if (std::exchange(group.warned, true)) {
+      return;
+    }
+  }
+  TORCH_WARN(
+      "shardtensor: from_local was given pieces of different sizes on ranks ", rank, " and ", next,
+      ", and without a word it takes the other ranks' pieces to be as large as its own. Shapes and means of what comes from them "
+      "are wrong. Pass sharding_shapes=\"infer\" (the ranks then tell each other), the sizes along the cut dim "
+      "(sharding_shapes={0: [2, 3]}), or run_check=True. SHARDTENSOR_CHECK=1 finds the call");
 }
 
 // A rank that is late: what it does for one ticket until the others come.
@@ -253,7 +269,7 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), text(), ": the process group broke before: ", group.broken);
-    ticket.number = group.begin(facts);
+    ticket.number = group.begin(facts, mesh_dim < 0 ? 0 : mesh.equal_pieces(mesh_dim));
     const auto now = Clock::now();
     others_wait = now - std::exchange(group.last, now) > kSlice;
     if (ticket.number % kMark == 0 && now - group.marked >= g_between.load(std::memory_order_relaxed)) {
@@ -276,10 +292,14 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   }
   if (C10_UNLIKELY(compares)) {
     const WithoutGil released;
-    if (const auto other = all->world->differs_from_next(group)) {
+    const auto compared = all->world->compare_with_next(group);
+    if (compared.pieces_differ) {
+      warn_of_unequal_pieces(group, all->world->rank(), compared.next);
+    }
+    if (compared.collectives_differ) {
       part(
           ticket, c10::str(
-                      text(), ", ", doing_now(), ": ranks ", all->world->rank(), " and ", *other,
+                      text(), ", ", doing_now(), ": ranks ", all->world->rank(), " and ", compared.next,
                       " have made different collectives among their first ", ticket.number,
                       " in this process group, so one may have taken the other's data for its own, and "
                       "results of the last second may be wrong. SHARDTENSOR_CHECK=1 finds the op"));

@@ -5,10 +5,10 @@
 // - A rank that fails tells so, with its counts.
 // - A rank that waits long claims its collective's number for the collective that it makes, and reads who has failed.
 // - A rank that comes to a collective after a pause looks whether another has claimed the number for a different one.
-// - Once a second a rank tells the others what its collectives have been so far, as a hash, and compares with the next rank.
+// - Once a second a rank tells the others what its collectives have been so far, as a hash, and which pieces from_local took to
+//   be equal; it compares both with the next rank's.
 // - A rank that waits long in something that needs all ranks says so. Another that waits for it raises if each of the two waits
-// for
-//   the other. It also raises if a rank that it needs has ended.
+//   for the other. It also raises if a rank that it needs has ended.
 // - A rank that has failed before makes its next collective only after all others have claimed that number for the same one.
 // So an error that all ranks raise alike costs some requests to the store; one that a rank raises alone costs the others a wait.
 #pragma once

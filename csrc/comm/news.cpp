@@ -143,12 +143,12 @@ std::string one_line(std::string text) {
   return text;
 }
 
-int64_t Group::begin(uint64_t what) {
+int64_t Group::begin(uint64_t what, uint64_t equal_pieces) {
   facts[++number % kKept] = what;
   drawn_before[number % kKept] = drawn;
   history = c10::hash_combine(history, what);
   if (number % kMark == 0) {
-    marks[number / kMark % kMarks] = history;
+    marks[number / kMark % kMarks] = {history, equal_pieces};
   }
   return number;
 }
@@ -270,31 +270,36 @@ int64_t World::claims(const Group& group, int64_t number) {
   return n;
 }
 
-std::optional<int64_t> World::differs_from_next(Group& group) {
+World::Compared World::compare_with_next(Group& group) {
   const auto at = [&](int64_t number) { return group.marks[number / kMark % kMarks]; };
   const auto key_of = [&](int64_t rank) { return c10::str(prefix_, group.name, "/mark/", rank); };
-  const auto me = std::find(group.ranks.begin(), group.ranks.end(), rank_) - group.ranks.begin();
-  const auto next = group.ranks[(me + 1) % group.ranks.size()];
+  Compared out{group.ranks[(group.me + 1) % group.ranks.size()]};
   std::vector<std::string> theirs;
   ask([&] {
     std::string mine;
     {
       const std::lock_guard<std::mutex> lock(group.mutex);
       const auto number = group.number / kMark * kMark;
-      mine = c10::str(number, kPart, at(number));
+      mine = c10::str(number, kPart, at(number).history, kPart, at(number).equal_pieces);
     }
     store_->set(key_of(rank_), mine);
-    if (store_->check({key_of(next)})) {
-      theirs = split(store_->get_to_str(key_of(next)), kPart);
+    if (store_->check({key_of(out.next)})) {
+      theirs = split(store_->get_to_str(key_of(out.next)), kPart);
     }
   });
-  if (theirs.size() != 2) {
-    return std::nullopt;
+  if (theirs.size() != 3) {
+    return out;
   }
   const auto number = std::stoll(theirs[0]);
   const std::lock_guard<std::mutex> lock(group.mutex);
-  const bool kept = number <= group.number && number > group.number - kMark * (kMarks - 1);
-  return kept && at(number) != std::stoull(theirs[1]) ? std::optional(next) : std::nullopt;
+  if (number > group.number || number <= group.number - kMark * (kMarks - 1)) {
+    return out; // not here yet, or forgotten
+  }
+  const auto history = std::stoull(theirs[1]), pieces = std::stoull(theirs[2]);
+  const auto mine = at(number);
+  out.collectives_differ = mine.history != history;
+  out.pieces_differ = mine.equal_pieces != pieces && ((mine.equal_pieces ^ pieces) & 0xffff) == 0; // as many
+  return out;
 }
 
 std::optional<Failure> World::in_vain(
@@ -363,10 +368,9 @@ void World::not_stuck() {
 std::optional<Stuck> World::waits_for_me(const Group& group, int64_t number, int64_t nth_look) {
   constexpr int64_t kAtOnce = 4;
   const auto n = static_cast<int64_t>(group.ranks.size());
-  const auto me = std::find(group.ranks.begin(), group.ranks.end(), rank_) - group.ranks.begin();
   std::optional<Stuck> out;
   for (int64_t i = 0; i < std::min(kAtOnce, n - 1) && !out; ++i) {
-    const auto rank = group.ranks[(me + 1 + (nth_look * kAtOnce + i) % (n - 1)) % n];
+    const auto rank = group.ranks[(group.me + 1 + (nth_look * kAtOnce + i) % (n - 1)) % n];
     ask([&] {
       if (store_->check({stuck_key(rank)})) {
         auto other = read_stuck(store_->get_to_str(stuck_key(rank)));

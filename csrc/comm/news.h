@@ -46,26 +46,34 @@ struct Failure {
   std::string str() const;
 };
 
+// How far a rank was at a collective.
+struct Mark {
+  uint64_t history = 0;      // a hash of the facts of all collectives so far
+  uint64_t equal_pieces = 0; // the mesh's (layout/mesh.h)
+};
+
 // The collectives of one process group. `mutex` guards what follows it.
 struct Group {
   std::string name;
   std::vector<int64_t> ranks;      // global, all of the group's
+  int64_t me = 0;                  // this rank's place among them
   std::atomic<int64_t> checked{0}; // this rank's failures before the last collective on which all have agreed
   std::mutex mutex;
   int64_t number = 0;     // collectives begun
   Clock::time_point last; // when the last one began
   std::array<uint64_t, kKept> facts{}, drawn_before{};
-  uint64_t history = 0;                 // a hash of the facts of all collectives begun
-  std::array<uint64_t, kMarks> marks{}; // the history up to each number that is a multiple of kMark
-  Clock::time_point marked;             // when this rank last told others of a mark
-  uint64_t drawn = 0;                   // the sum of the keys of all random ops so far
-  std::deque<int64_t> skipped;          // left out
-  std::set<int64_t> claimed, first;     // numbers that this rank has claimed, and of them those that it was the first to claim
-  std::set<int64_t> wanted;             // numbers that ranks which have failed wait for, and that this rank has not begun
-  std::string broken;                   // says why; empty if it is whole
+  uint64_t history = 0;             // a hash of the facts of all collectives begun
+  std::array<Mark, kMarks> marks{}; // at each number that is a multiple of kMark
+  Clock::time_point marked;         // when this rank last told others of a mark
+  bool warned = false;              // of unequal pieces
+  uint64_t drawn = 0;               // the sum of the keys of all random ops so far
+  std::deque<int64_t> skipped;      // left out
+  std::set<int64_t> claimed, first; // numbers that this rank has claimed, and of them those that it was the first to claim
+  std::set<int64_t> wanted;         // numbers that ranks which have failed wait for, and that this rank has not begun
+  std::string broken;               // says why; empty if it is whole
 
   // The next collective. With the mutex held.
-  int64_t begin(uint64_t facts);
+  int64_t begin(uint64_t facts, uint64_t equal_pieces = 0);
 };
 
 // A collective that all others make is left out here.
@@ -122,9 +130,13 @@ class World {
   // How many ranks have claimed it.
   int64_t claims(const Group& group, int64_t number);
 
-  // The rank next to this one in the group, if up to the last mark that it has told of it has begun other collectives than this
-  // one. Tells of this rank's last mark.
-  std::optional<int64_t> differs_from_next(Group& group);
+  // Tells of this rank's last mark, and compares the last that the next rank in the group has told of with this rank's.
+  struct Compared {
+    int64_t next = 0;                // the next rank
+    bool collectives_differ = false; // the two have begun others
+    bool pieces_differ = false;      // they have taken pieces of different sizes for equal
+  };
+  Compared compare_with_next(Group& group);
 
   // Why a wait that began at `since` is in vain: for collective `number` of the group, or, without a group, for messages of
   // `ranks`. `grace`: how long a rank that has failed may take to come back.

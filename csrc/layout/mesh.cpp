@@ -115,7 +115,16 @@ MeshPtr Mesh::with_groups(const std::vector<std::string>& groups) {
   return latest;
 }
 
-Mesh::Mesh(Description description, size_t hash, int64_t id) : d_(std::move(description)), hash_(hash), id_(id) {
+void Mesh::note_equal_piece(int64_t dim, c10::ArrayRef<int64_t> sizes) const {
+  size_t h = sizes.size();
+  for (const auto n : sizes) {
+    h = c10::hash_combine(h, static_cast<size_t>(n));
+  }
+  equal_pieces_[dim].fetch_add(static_cast<uint64_t>(h) << 16 | 1, std::memory_order_relaxed);
+}
+
+Mesh::Mesh(Description description, size_t hash, int64_t id)
+    : d_(std::move(description)), hash_(hash), id_(id), equal_pieces_(new std::atomic<uint64_t>[d_.shape.size()]()) {
   coordinate_.assign(d_.shape.size(), 0);
   for (size_t i = 0; i < d_.ranks.size(); ++i) {
     places_.resize(std::max(places_.size(), static_cast<size_t>(d_.ranks[i]) + 1), -1);

@@ -5,6 +5,8 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -94,6 +96,13 @@ class Mesh final : public c10::intrusive_ptr_target {
   }
   std::string str() const;
 
+  // A tally of the pieces that from_local() took to have the same sizes on all ranks along mesh dim `dim`: how many in its low 16
+  // bits, a sum over their sizes in the others. Ranks that have taken as many must have the same sum; comm/ compares it.
+  uint64_t equal_pieces(int64_t dim) const {
+    return equal_pieces_[dim].load(std::memory_order_relaxed);
+  }
+  void note_equal_piece(int64_t dim, c10::ArrayRef<int64_t> sizes) const;
+
   void release_resources() override; // only for intrusive_ptr, after the last reference is gone
 
  private:
@@ -103,6 +112,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   bool mine_ = false;
   Coordinate coordinate_;
   std::vector<int32_t> places_; // by global rank
+  std::unique_ptr<std::atomic<uint64_t>[]> equal_pieces_;
 };
 
 } // namespace shardtensor
