@@ -615,9 +615,10 @@ DYNAMIC_FAMILIES = {
     "grid_sample": lambda x, w: F.grid_sample(x.view(-1, 1, 2, 3), x.view(-1, 1, 3, 2).sigmoid(), align_corners=False),
     "causal_attention": lambda x, w: _attention(torch.stack([x, x * 2]).view(2, -1, 2, 3).transpose(1, 2), is_causal=True),
 }
-if torch.__version__ < "2.13":  # it loses track of a product of symbols, and solves and factors for each length
-    for _name in ("diag_embed", "cholesky", "det"):
-        del DYNAMIC_FAMILIES[_name]
+if torch.__version__ < "2.14":  # it loses track of a product of symbols
+    del DYNAMIC_FAMILIES["diag_embed"]
+if torch.__version__ < "2.13":  # it solves and factors for each length
+    del DYNAMIC_FAMILIES["cholesky"], DYNAMIC_FAMILIES["det"]
 # What makes cuts that are not even: a layout's cuts are numbers. And what torch's own code reads as numbers.
 SPECIALISED = {
     "cat_of_rows": lambda x, w: torch.cat([x, x], 0),
