@@ -126,6 +126,20 @@ def what_is_implicit_is_refused():
         ExplicitRedistributionContext(mode="forbid")
 
 
+def a_halo_is_part_of_its_op():
+    from shardtensor import ExplicitRedistributionContext, Shard, comm_budget, distribute_tensor
+
+    _, x = sharded()
+    image = distribute_tensor(torch.randn(1, 1, 8, 4, dtype=torch.float64), x.device_mesh, [Shard(2)]).requires_grad_()
+    with ExplicitRedistributionContext(strict=True):
+        with comm_budget() as spent:
+            y = torch.nn.functional.avg_pool2d(image, 3, 1, 1)
+        assert y.placements == (Shard(2),) and spent.calls == 1
+        torch.autograd.grad(y, image, y.detach())
+        with pytest.raises(RuntimeError, match=r"(?s)aten::_fft_r2c, argument 'self'.*redistribute"):
+            torch.fft.fft(image, dim=2)  # its result is cut along another dim
+
+
 def what_is_implicit_is_refused_backward():
     from shardtensor import ExplicitRedistributionContext, Replicate, Shard, ShardTensor
 
@@ -424,6 +438,7 @@ def shardings_are_shown():
         "modules_are_charged_for_what_they_send",
         "a_gather_is_one_and_ones_own_calls_count",
         "what_is_implicit_is_refused",
+        "a_halo_is_part_of_its_op",
         "what_is_implicit_is_refused_backward",
         "what_is_implicit_is_warned_of",
         "budgets_hold_on_all_ranks",
