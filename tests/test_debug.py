@@ -126,6 +126,45 @@ def what_is_implicit_is_refused():
         ExplicitRedistributionContext(mode="forbid")
 
 
+def a_halo_is_part_of_its_op():
+    from shardtensor import ExplicitRedistributionContext, Shard, comm_budget, distribute_tensor
+
+    _, x = sharded()
+    image = distribute_tensor(torch.randn(1, 1, 8, 4, dtype=torch.float64), x.device_mesh, [Shard(2)]).requires_grad_()
+    with ExplicitRedistributionContext(strict=True):
+        with comm_budget() as spent:
+            y = torch.nn.functional.avg_pool2d(image, 3, 1, 1)
+        assert y.placements == (Shard(2),) and spent.calls == 1
+        torch.autograd.grad(y, image, y.detach())
+        with pytest.raises(RuntimeError, match=r"(?s)aten::_fft_r2c, argument 'self'.*redistribute"):
+            torch.fft.fft(image, dim=2)  # its result is cut along another dim
+
+
+def halos_are_told():
+    from shardtensor import Shard, distribute_tensor
+    from shardtensor.debug import halos, log_redistributions
+
+    _, x = sharded()
+    image = distribute_tensor(torch.randn(1, 1, 9, 4, dtype=torch.float64), x.device_mesh, [Shard(2)]).requires_grad_()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    row = {r: 4 * ITEM for r in (rank - 1, rank + 1) if 0 <= r < world}
+    with heard() as texts, halos() as read:
+        log_redistributions()
+        try:
+            y = torch.nn.functional.avg_pool2d(image, 3, 1, 1)
+            torch.autograd.grad(y, image, y.detach())
+        finally:
+            log_redistributions(False)
+    forward, backward = read
+    for halo, op in ((forward, "aten::avg_pool2d"), (backward, "aten::avg_pool2d_backward")):
+        assert halo.op.startswith(op) and halo.source == image._layout and halo.shape == (1, 1, 9, 4)
+        assert halo.sent == halo.received == row
+    with halos() as read:
+        torch.nn.functional.avg_pool2d(image, (1, 2))  # reads no other rank's rows
+    assert not read
+    assert len(texts) == 2 and f"sends {4 * ITEM} bytes to rank" in texts[0], texts
+
+
 def what_is_implicit_is_refused_backward():
     from shardtensor import ExplicitRedistributionContext, Replicate, Shard, ShardTensor
 
@@ -424,6 +463,8 @@ def shardings_are_shown():
         "modules_are_charged_for_what_they_send",
         "a_gather_is_one_and_ones_own_calls_count",
         "what_is_implicit_is_refused",
+        "a_halo_is_part_of_its_op",
+        "halos_are_told",
         "what_is_implicit_is_refused_backward",
         "what_is_implicit_is_warned_of",
         "budgets_hold_on_all_ranks",

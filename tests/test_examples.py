@@ -116,12 +116,30 @@ def losses_in_space(device, **options):
         st.set_promotion_mode(mode)  # the example allows plain weights
 
 
+def losses_on_sphere(device):
+    from shardtensor import _C
+
+    _C.reset_comm_counts()
+    losses = example("sphere_parallel").train(device, steps=5)
+    sent = _C.comm_counts()
+    assert "all_gather" not in sent, sent
+    return losses
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_space(pools, tmp_path, ranks):
     pytest.importorskip("numpy")
     (want, *_) = pools(ranks).run("test_examples:losses_in_space", None)
     assert want[-1] < want[0]
     for got in pools(ranks).run("test_examples:losses_in_space", "cpu", folder=tmp_path):
+        assert got == pytest.approx(want, abs=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sphere(pools, ranks):
+    (want, *_) = pools(ranks).run("test_examples:losses_on_sphere", None)
+    assert want[-1] < want[0]
+    for got in pools(ranks).run("test_examples:losses_on_sphere", "cpu"):
         assert got == pytest.approx(want, abs=1e-9)
 
 
@@ -145,7 +163,7 @@ def test_compile_option(monkeypatch, tmp_path, words, backend):
 def test_all_are_tested():
     """Every script here is one of those above."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"train_transformer", "checkpoint_resume", "space_parallel"} | {name for name, *_ in (*PARALLEL, *BY_COMMAND)}
+    assert names == {"train_transformer", "checkpoint_resume", "space_parallel", "sphere_parallel"} | {name for name, *_ in (*PARALLEL, *BY_COMMAND)}
 
 
 @pytest.mark.timeout(200)

@@ -129,16 +129,24 @@ def draw_pool(draw: random.Random, kind: str) -> Call | None:
 
 def draw_adaptive(draw: random.Random) -> Call | None:
     n = draw.choice((1, 2, 2, 3))
-    results, factors = ([draw.randint(least, most) for _ in range(n)] for least, most in ((2, 6), (1, 3)))
-    x = numbers(draw, draw.randint(1, 3), 2, *(a * b for a, b in zip(results, factors, strict=True)))
+    results = [draw.randint(2, 6) for _ in range(n)]
+    sizes = [r * draw.randint(1, 3) if draw.random() < 0.5 else draw.randint(1, 3 * r) for r in results]
+    x = numbers(draw, draw.randint(1, 3), 2, *sizes)
     ops = (
         (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
         (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
     )
-    op = draw.choice(ops)[n - 1]
-    windows = [functools.partial(window, f, 0, f) for f in factors]
-    exchanges = 2 if "max" in op.__name__ else 1
-    return Call(f"{op.__name__} {list(x.shape)} to {results}", lambda x: op(x, results), x, [], windows, exchanges)
+    op, indices = draw.choice(ops)[n - 1], draw.random() < 0.5
+    windows = [functools.partial(adaptive_window, size, r) for size, r in zip(sizes, results, strict=True)]
+    text = f"{op.__name__} {list(x.shape)} to {results} indices {indices}"
+    if "max" in op.__name__:
+        x = x.round() if draw.random() < 0.5 else x  # many are equal: the first counts
+        return Call(text, lambda x: op(x, results, indices), x, [], windows, exchanges=2)
+    return Call(text, lambda x: op(x, results), x, [], windows)
+
+
+def adaptive_window(size: int, results: int, o: int) -> range:
+    return range(o * size // results, -(-(o + 1) * size // results))
 
 
 def draw_interpolate(draw: random.Random, mode: str) -> Call | None:
@@ -510,9 +518,10 @@ def run_recut(sizes: tuple[int, ...], to: int | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (3,))
-    whole = numbers(random.Random(1), *sizes).requires_grad_()
+    whole, samples = numbers(random.Random(1), *sizes).requires_grad_(), torch.rand(*sizes[:2], 2, dtype=torch.float64).fill_(0.4)
     x = place(whole, mesh, [Shard(2)], [[5, 0, 3]]).requires_grad_()
-    y, want = F.adaptive_max_pool2d(x, 5), F.adaptive_max_pool2d(whole, 5)
+    y = F.fractional_max_pool2d(x, 3, 5, _random_samples=place(samples, mesh, [Replicate()], [None]))
+    want = F.fractional_max_pool2d(whole, 3, 5, _random_samples=samples)
     assert y.placements == ((Replicate() if to is None else Shard(to)),)
     compare(y, want.detach(), 1e-9, "result")
     compare(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(want.sum(), whole)[0], 1e-9, "gradient")
@@ -521,6 +530,86 @@ def run_recut(sizes: tuple[int, ...], to: int | None) -> None:
 @pytest.mark.parametrize(("sizes", "to"), RECUT)
 def test_whole_planes_are_recut(pools, sizes, to):
     pools(3).run(f"{__name__}:run_recut", sizes, to)
+
+
+# sizes of an image cut along its width, placement of its rows of patches: [batch, cells of a block, blocks]
+WIDTHS = [((4, 2, 12, 9), 0), ((1, 2, 12, 9), 2), ((1, 5, 2, 9), 1)]
+
+
+def run_width(sizes: tuple[int, ...], to: int) -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = numbers(random.Random(1), *sizes).requires_grad_()
+    x = place(whole, mesh, [Shard(3)], [[4, 0, 5]]).requires_grad_()
+    y, sent = counted(lambda: F.unfold(x, (3, 2), padding=1))
+    want = F.unfold(whole, (3, 2), padding=1)
+    assert y.placements == (Shard(to),)
+    compare(y, want.detach(), 1e-9, "result")
+    columns = sizes[3] + 1
+
+    def reads(ndim: int, at: Sequence[int]) -> list[tuple[int, int]]:
+        boxes = [(0, n) for n in sizes]
+        ((a, n),) = y._layout.intervals(to, y.shape[to], list(at))
+        if to == 2:
+            boxes[2] = hull([window(1, 1, 3, o) for o in range(a // columns, (a + n) // columns)])
+        else:
+            boxes[to] = (a, a + n) if to == 0 else (a // 6, (a + n) // 6)
+        return boxes
+
+    assert sent == {"all_to_all": (1, bytes_of_halo(mesh, x, reads))}, sent
+    upstream = numbers(random.Random(2), *want.shape)
+    (g,), sent = counted(lambda: torch.autograd.grad(y, x, place(upstream, mesh, y.placements, y._layout.cuts)))
+    assert set(sent) <= {"all_to_all"}, sent
+    compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, "gradient")
+
+
+@pytest.mark.parametrize(("sizes", "to"), WIDTHS)
+def test_patches_cut_along_the_width(pools, sizes, to):
+    pools(3).run(f"{__name__}:run_width", sizes, to)
+
+
+def run_patches_of_channels() -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = numbers(random.Random(1), 2, 5, 6, 4).requires_grad_()
+    x = place(whole, mesh, [Shard(1)], [[3, 0, 2]]).requires_grad_()
+
+    def there_and_back(t: Any) -> Any:
+        patches = F.unfold(t, 3, padding=1)
+        assert not isinstance(patches, type(x)) or patches._layout.cuts == [[27, 0, 18]]
+        return F.fold(patches * 2, (6, 4), 3, padding=1)
+
+    y, sent = counted(lambda: there_and_back(x))
+    want = there_and_back(whole)
+    (g,), sent_back = counted(lambda: torch.autograd.grad(y, x, place(want.detach(), mesh, y.placements, y._layout.cuts)))
+    assert not sent and not sent_back and y._layout == x._layout
+    compare(y, want.detach(), 1e-9, "result")
+    compare(g, torch.autograd.grad(want, whole, want.detach())[0], 1e-9, "gradient")
+
+
+def test_patches_of_cut_channels(pools):
+    pools(3).run(f"{__name__}:run_patches_of_channels")
+
+
+def run_nan() -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = numbers(random.Random(1), 1, 2, 13, 7)
+    whole[whole > 0.8], whole[whole < -0.3] = math.nan, -math.inf
+    x = place(whole, mesh, [Shard(2)], [[8, 1, 4]])
+    for got, want in zip(F.adaptive_max_pool2d(x, (5, 3), True), F.adaptive_max_pool2d(whole, (5, 3), True), strict=True):
+        assert got.placements == (Shard(2),)
+        torch.testing.assert_close(got.full_tensor(), want, equal_nan=True, rtol=0, atol=0)
+
+
+def test_adaptive_max_of_nan(pools):
+    pools(3).run(f"{__name__}:run_nan")
 
 
 def run_kernel_too_wide() -> None:
@@ -664,6 +753,34 @@ def run_compiled(ranks: list[int], cut: list[int], dynamic: bool) -> None:
         grads = torch.autograd.grad(y, got, place(upstream, mesh, y.placements, y._layout.cuts))
         for g, w in zip(grads, torch.autograd.grad(want, plain, upstream), strict=True):
             compare(g, w, 1e-9, "gradient")
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(1).roll(2, 1).rot90(1, (1, 2)).flip(0, 2)
+
+
+def run_turns_compiled() -> None:
+    from functorch.compile import make_boxed_func
+    from shardtensor import Shard
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, called = init_device_mesh("cpu", (3,)), []
+
+    def keep(graph: Any, _: Any) -> Any:
+        called.extend(n.target._opname for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    whole = numbers(random.Random(1), 2, 12, 4)
+    x = place(whole, mesh, [Shard(1)], [None])  # equal pieces
+    y = torch.compile(turned, backend=aot_autograd(fw_compiler=keep), dynamic=False)(x)
+    compare(y, turned(whole), 0, "result")
+    assert "all_to_all_single" in called and "all_gather_into_tensor" not in called, called
+
+
+def test_turns_compiled(pools):
+    pools(3).run(f"{__name__}:run_turns_compiled", seconds=100)
 
 
 GRAPHS = {

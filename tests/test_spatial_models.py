@@ -104,7 +104,7 @@ def moved(x: Any, dim: int, lengths: list[int] | None = None) -> Any:
 
 
 class Spectral(nn.Module):
-    """A Fourier layer. Rows are transformed at home; the few modes that are kept are cut over the ranks while columns are transformed."""
+    """A Fourier layer as it is written for one process."""
 
     def __init__(self, width: int, modes: int) -> None:
         super().__init__()
@@ -112,7 +112,21 @@ class Spectral(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, width, width, modes, modes, dtype=torch.complex64) / width)
         self.skip = nn.Conv2d(width, width, 1)
 
+    def spectral(self, x: Any) -> Any:
+        m, (height, width) = self.modes, x.shape[2:]
+        f = torch.fft.rfft2(x)
+        low, high = (torch.einsum("bixy,ioxy->boxy", part, w) for part, w in zip((f[:, :, :m, :m], f[:, :, -m:, :m]), self.weight, strict=True))
+        f = torch.cat([F.pad(low, (0, 0, 0, height - 2 * m)), high], 2)
+        return torch.fft.irfft2(F.pad(f, (0, width // 2 + 1 - m)), s=(height, width))
+
     def forward(self, x: Any) -> Any:
+        return F.gelu(self.skip(x) + self.spectral(x))
+
+
+class FewModes(Spectral):
+    """Rows are transformed at home; only the modes that are kept are exchanged, and cut over the ranks while columns are transformed."""
+
+    def spectral(self, x: Any) -> Any:
         m, (height, width) = self.modes, x.shape[2:]
         rows = [shape[2] for shape in x.sharding_shapes()[0]] if hasattr(x, "sharding_shapes") else None
         f = moved(torch.fft.rfft(x, dim=3)[..., :m], 3).transpose(2, 3)  # the cut before the rows, so that einsum's batch keeps it
@@ -120,11 +134,11 @@ class Spectral(nn.Module):
         low, high = (torch.einsum("biyx,ioyx->boyx", part, w) for part, w in zip((f[..., :m], f[..., -m:]), self.weight, strict=True))
         f = torch.cat([F.pad(low, (0, height - 2 * m)), high], 3)
         f = moved(torch.fft.ifft(f, dim=3).transpose(2, 3), 2, rows)
-        return F.gelu(torch.fft.irfft(f, n=width, dim=3) + self.skip(x))
+        return torch.fft.irfft(f, n=width, dim=3)
 
 
-def fourier() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 6, 1), Spectral(6, 3), Spectral(6, 3), nn.Conv2d(6, 1, 1))
+def fourier(layer: type[Spectral]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 6, 1), layer(6, 3), layer(6, 3), nn.Conv2d(6, 1, 1))
 
 
 # model, sizes of its input, the dim that is cut, the lengths of the pieces by number of ranks, what it may send
@@ -137,7 +151,8 @@ MODELS: dict[str, tuple[Any, list[int], int, dict[int, list[int]], set[str]]] = 
     "video vae": (lambda: video_vae(False), [1, 4, 2, 8, 6], 3, {3: [4, 1, 3]}, EXCHANGES),
     # Attention in the middle block gathers the keys of a frame.
     "video vae with attention": (lambda: video_vae(True), [1, 4, 1, 8, 6], 3, {2: [5, 3]}, EXCHANGES | {"all_gather"}),
-    "fourier": (fourier, [2, 1, 16, 12], 2, {2: [11, 5], 3: [9, 0, 7]}, EXCHANGES),
+    "fourier": (lambda: fourier(Spectral), [2, 1, 16, 12], 2, {2: [11, 5], 3: [9, 0, 7]}, EXCHANGES),
+    "fourier, few modes": (lambda: fourier(FewModes), [2, 1, 16, 12], 2, {2: [11, 5], 3: [9, 0, 7]}, EXCHANGES),
 }
 
 

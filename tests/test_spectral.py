@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
-from oracle import MESHES, case, mesh_id, run_on
+from functorch.compile import make_boxed_func
+from oracle import MESHES, case, compare, mesh_id, run_on
+from shardtensor import Replicate, Shard, strict_mode
 from test_matmul import batch_sharded
 from test_reductions import complexes
+from test_spatial import bytes_of_move, counted, draw_cut, numbers, place
 
 CASES = [
     case("fft", lambda x: torch.fft.fft(x).abs(), (5, 4), quiet=batch_sharded(0), limit=20),
@@ -26,3 +34,175 @@ CASES = [
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
+
+
+# ---- along a cut dim: another dim is cut instead, by one exchange ----
+
+# transform of (x, dims), whether x is complex
+TRANSFORMS: dict[str, tuple[Callable[[Any, list[int]], Any], bool]] = {
+    "fftn": (lambda x, dims: torch.fft.fftn(x, dim=dims), True),
+    "ifftn": (lambda x, dims: torch.fft.ifftn(x, dim=dims, norm="ortho"), True),
+    "rfftn": (lambda x, dims: torch.fft.rfftn(x, dim=dims), False),
+    "irfftn": (lambda x, dims: torch.fft.irfftn(x, dim=dims, norm="forward"), True),
+    "rfft": (lambda x, dims: torch.fft.rfft(x, dim=dims[0]), False),
+    "fft": (lambda x, dims: torch.fft.fft(x, dim=dims[0]), True),
+    "hfft": (lambda x, dims: torch.fft.hfft(x, dim=dims[0]), True),
+}
+
+
+def may_take_cut(sizes: Sequence[int], mesh: Any, placements: Sequence[Any], m: int, dims: Sequence[int]) -> bool:
+    """Whether another dim than `dims` has an index for each rank, if mesh dim m cuts it too."""
+    others = [d for d in range(len(sizes)) if d not in dims]
+    pieces = {d: math.prod(n for k, n in enumerate(mesh.shape) if k != m and placements[k] == Shard(d)) for d in others}
+    return any(sizes[d] >= mesh.size(m) * pieces[d] for d in others)
+
+
+def run_cut(shape: tuple[int, ...]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, draw = init_device_mesh("cpu", shape), random.Random(f"{shape}")
+    exchanged = 0
+    for _ in range(100):
+        sizes = [draw.randint(1, 12) for _ in range(draw.randint(2, 4))]
+        name = draw.choice(list(TRANSFORMS))
+        transform, is_complex = TRANSFORMS[name]
+        dims = draw.sample(range(len(sizes)), draw.randint(1, len(sizes)) if name.endswith("n") else 1)
+        if name in ("irfftn", "hfft") and sizes[dims[-1]] == 1:
+            continue  # a result of no elements, which torch refuses
+        whole = numbers(draw, *sizes)
+        whole = (torch.complex(whole, numbers(draw, *sizes)) if is_complex else whole).requires_grad_()
+        placements = [draw.choice([*map(Shard, dims), *map(Shard, range(len(sizes))), Replicate()]) for _ in shape]
+        cuts = [
+            draw_cut(draw, sizes[p.dim], n) if p.is_shard() and p not in placements[:m] else None
+            for m, (p, n) in enumerate(zip(placements, shape, strict=True))
+        ]
+        x = place(whole, mesh, placements, cuts).requires_grad_()
+        text = f"{name} {dims} of {x._layout}, {sizes}"
+        y, sent = counted(lambda: transform(x, dims))  # noqa: B023
+        want = transform(whole, dims)
+        compare(y, want.detach(), 1e-9, text)
+        moving = [m for m, p in enumerate(placements) if p.is_shard() and p.dim in dims]
+        fits = all(may_take_cut(sizes, mesh, placements, m, dims) for m in moving)
+        assert moving or not sent, f"{text} sends {sent}"
+        if fits and len(moving) == 1:
+            assert set(sent) <= {"all_to_all"} and sent.get("all_to_all", (0, 0))[0] <= 1, f"{text} sends {sent}"
+            assert [p.is_shard() for p in y.placements] == [p.is_shard() for p in placements], f"{text}: {y._layout}"
+            exchanged += 1
+        if fits and len(dims) == 1:  # neither more nor less than what the ranks lack
+            most = bytes_of_move(mesh, x, y, torch.arange(whole.numel()).view(sizes))
+            assert most is None or sent.get("all_to_all", (0, 0))[1] == most, f"{text} sends {sent}, {most} bytes are enough"
+        upstream = numbers(draw, *want.shape)
+        upstream = torch.complex(upstream, numbers(draw, *want.shape)) if want.is_complex() else upstream
+        grad = place(upstream, mesh, y.placements, y._layout.cuts)
+        (g,), sent = counted(lambda: torch.autograd.grad(y, x, grad))  # noqa: B023
+        compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, f"gradient of {text}")
+        back = [m for m, p in enumerate(y.placements) if p.is_shard() and p.dim in dims]
+        if all(may_take_cut(sizes, mesh, y.placements, m, dims) for m in back):
+            assert set(sent) <= {"all_to_all"}, f"gradient of {text} sends {sent}"
+    assert exchanged > 15
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_cut(pools, shape):
+    pools(math.prod(shape)).run(f"{__name__}:run_cut", shape)
+
+
+# One image, without a batch or channels. There and back: rows at home, one exchange, columns; columns at home, one exchange, rows.
+IMAGES = {"even": (12, 10, None), "uneven": (13, 7, [8, 0, 5])}
+
+
+def run_image(height: int, width: int, cut: list[int] | None, inference: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
+    whole = numbers(draw, 1, 1, height, width)
+    x = place(whole, mesh, [Shard(2)], [cut])
+    with torch.inference_mode(inference), strict_mode():
+        f, sent = counted(lambda: torch.fft.rfft2(x))
+        assert f.placements == (Shard(3),)
+        held = place(f.full_tensor(), mesh, [Shard(2)], [cut])  # before the exchange
+        order = torch.arange(f.numel()).view(f.shape)
+        assert sent == {"all_to_all": (1, bytes_of_move(mesh, held, f, order))}
+        compare(f, torch.fft.rfft2(whole), 1e-9, "there")
+        y, sent = counted(lambda: torch.fft.irfft2(f, s=(height, width)))
+        assert y.placements == (Shard(2),)
+        back = place(f.full_tensor(), mesh, [Shard(2)], [None])
+        assert sent == {"all_to_all": (1, bytes_of_move(mesh, f, back, order))}
+        compare(y, whole, 1e-9, "and back")
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("image", IMAGES)
+def test_image(pools, image, inference):
+    pools(3).run(f"{__name__}:run_image", *IMAGES[image], inference)
+
+
+def run_compiled(dynamic: bool) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, draw, called = init_device_mesh("cpu", (3,)), random.Random(1), []
+
+    def keep(graph: Any, _: Any) -> Any:
+        called.extend(n.target._opname for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: torch.fft.irfft2(torch.fft.rfft2(x)), backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)
+    for width in (6, 8):
+        whole = numbers(draw, 1, 2, 9, width).requires_grad_()
+        x = place(whole, mesh, [Shard(2)], [[5, 0, 4]]).requires_grad_()
+        y = function(x)
+        assert y.placements == (Shard(2),)
+        compare(y, whole.detach(), 1e-9, "there and back")
+        upstream = numbers(draw, *whole.shape)
+        (g,) = torch.autograd.grad(y, x, place(upstream, mesh, y.placements, y._layout.cuts))
+        compare(g, upstream, 1e-9, "gradient")
+    assert "all_to_all_single" in called and "all_gather_into_tensor" not in called
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled(pools, dynamic):
+    pools(3).run(f"{__name__}:run_compiled", dynamic, seconds=100)
+
+
+# ---- windows in time: a halo ----
+
+
+def window_of(n: int, like: Any) -> Any:
+    window = torch.hann_window(n, dtype=torch.float64)
+    return place(window, like.device_mesh, [Replicate()], [None]) if hasattr(like, "placements") else window
+
+
+STFTS: dict[str, Callable[[Any], Any]] = {
+    "centred": lambda x: torch.stft(x, 16, 4, window=window_of(16, x), return_complex=True),
+    "not centred": lambda x: torch.stft(x, 12, 5, window=window_of(12, x), center=False, return_complex=True, normalized=True),
+    "narrow window": lambda x: torch.stft(x, 16, None, 9, window_of(9, x), return_complex=True, onesided=False),
+    "real numbers": lambda x: torch.view_as_real(torch.stft(x, 16, 4, window=window_of(16, x), return_complex=True)),
+}
+
+
+def run_stft(name: str, inference: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
+    for sizes, cut in (((2, 90), None), ((2, 83), [40, 0, 43]), ((77,), [3, 70, 4])):
+        whole = numbers(draw, *sizes).requires_grad_()
+        x = place(whole, mesh, [Shard(len(sizes) - 1)], [cut]).requires_grad_()
+        with torch.inference_mode(inference):
+            y, sent = counted(lambda: STFTS[name](x))  # noqa: B023
+        want = STFTS[name](whole)
+        assert set(sent) <= {"all_to_all"} and y.placements == (Shard(len(sizes)),), f"{sent} {y._layout}"
+        compare(y, want.detach(), 1e-9, name)
+        if not inference:
+            upstream = want.detach() * 2
+            grad = place(upstream, mesh, y.placements, y._layout.cuts)
+            (g,), sent = counted(lambda: torch.autograd.grad(y, x, grad))  # noqa: B023
+            assert set(sent) <= {"all_to_all"}, sent
+            compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("name", STFTS)
+def test_stft(pools, name, inference):
+    pools(3).run(f"{__name__}:run_stft", name, inference)

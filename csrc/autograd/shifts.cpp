@@ -98,7 +98,7 @@ int64_t equal_pieces(const Tensor& t, int64_t by, int64_t dim) {
   return layout.is_even() && size % pieces == 0 && size / pieces >= std::abs(by) ? pieces : 0;
 }
 
-// A roll in a graph, where sizes may be symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to the
+// A roll in a graph whose sizes are symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to the
 // next: only these are gathered, and one graph serves all lengths.
 Tensor rolled_by_pieces(const Tensor& t, int64_t by, int64_t dim, int64_t pieces) {
   const auto length = t.sym_size(dim) / pieces;
@@ -128,7 +128,7 @@ void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < dims.size(); ++i) {
     const auto dim = at::maybe_wrap_dim(dims[i], n);
     const auto by = shifts[i].guard_int(__FILE__, __LINE__);
-    if (const auto pieces = by ? equal_pieces(out, by, dim) : 0) {
+    if (const auto pieces = by && is_symbolic(out) ? equal_pieces(out, by, dim) : 0) {
       out = rolled_by_pieces(out, by, dim, pieces);
     } else {
       torch::jit::Stack call{out, c10::List<int64_t>({by}), c10::List<int64_t>({dim})};
@@ -139,12 +139,12 @@ void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   stack->emplace_back(std::move(out));
 }
 
-// In a graph, where sizes may be symbols, equal pieces are gathered, and cut again once they are flipped: one graph serves all
+// In a graph whose sizes are symbols, equal pieces are gathered, and cut again once they are flipped: one graph serves all
 // lengths. (What a rank reads of other pieces are numbers.)
 Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims) {
   const auto by_formula = [&](const Tensor& t) { return at::_ops::flip::redispatch(torchs_autograd(keys), t, dims); };
   const auto* impl = as_shard_tensor(self);
-  if (!impl || !impl->traced() || self.sym_numel() == 0) {
+  if (!impl || !impl->traced() || !is_symbolic(self) || self.sym_numel() == 0) {
     return by_formula(self);
   }
   uint64_t cut = 0;

@@ -34,6 +34,17 @@ void tell_of_move(const ImplicitMove& move) {
   TORCH_CHECK(error.empty(), error);
 }
 
+void tell_of_halo(const HaloRead& read) {
+  ear_for<HaloWatcher>().tell([&] {
+    py::dict sent, received;
+    for (size_t i = 0; i < read.peers.size(); ++i) {
+      sent[py::int_(read.peers[i])] = read.sent[i] * read.item;
+      received[py::int_(read.peers[i])] = read.received[i] * read.item;
+    }
+    return py::make_tuple(comm::doing_now(), shared(read.from), read.sizes.vec(), sent, received);
+  });
+}
+
 std::string ask_call_site() {
   return ear_for<comm::CallSite>().tell([] { return py::tuple(); });
 }
@@ -73,6 +84,10 @@ void register_comm(py::module& m) {
   m.def("set_watcher", [](py::object f) {
     ear_for<Watcher>().set(std::move(f));
     set_watcher(ear_for<Watcher>().listens() ? &tell_of_move : nullptr);
+  });
+  m.def("set_halo_watcher", [](py::object f) {
+    ear_for<HaloWatcher>().set(std::move(f));
+    set_halo_watcher(ear_for<HaloWatcher>().listens() ? &tell_of_halo : nullptr);
   });
   m.def(
       "max_over",

@@ -50,6 +50,38 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
   stack.erase(stack.begin() + static_cast<int64_t>(base), stack.end());
 }
 
+// Arguments of a Fourier transform: (self, dims, normalization, forward or onesided or the result's last size).
+void handle_transform(const Op& op, Stack* stack) {
+  using rules::Transform;
+  const auto kind = op.name == "aten::_fft_c2c" ? Transform::C2C : op.name == "aten::_fft_r2c" ? Transform::R2C : Transform::C2R;
+  const auto self = torch::jit::peek(*stack, 0, 4).toTensor();
+  const auto* impl = as_shard_tensor(self);
+  Sizes dims;
+  bool known = impl;
+  for (const auto& given : known ? torch::jit::peek(*stack, 1, 4).toSymIntVector() : std::vector<c10::SymInt>()) {
+    const auto d = given.guard_int(__FILE__, __LINE__), at = d < 0 ? d + self.dim() : d;
+    known = known && at >= 0 && at < self.dim() && std::find(dims.begin(), dims.end(), at) == dims.end();
+    dims.push_back(at);
+  }
+  const auto stages = known ? rules::stages_of(kind, impl->layout(), self.sym_sizes(), dims) : std::nullopt;
+  if (!stages) {
+    return handle(op, stack);
+  }
+  const auto normalization = torch::jit::peek(*stack, 2, 4).toInt();
+  const auto more = torch::jit::pop(*stack);
+  torch::jit::drop(*stack, 3);
+  const auto c2c = [&](const at::Tensor& t, const Sizes& along, bool forward) {
+    return at::_fft_c2c(t, along, normalization, forward);
+  };
+  if (kind == Transform::C2C) {
+    stack->emplace_back(c2c(c2c(self, stages->first, more.toBool()), stages->rest, more.toBool()));
+  } else if (kind == Transform::R2C) {
+    stack->emplace_back(c2c(at::_fft_r2c(self, stages->first, normalization, more.toBool()), stages->rest, true));
+  } else {
+    stack->emplace_back(at::_fft_c2r_symint(c2c(self, stages->first, false), stages->rest, normalization, more.toSymInt()));
+  }
+}
+
 } // namespace
 
 void handle_specially(const Op& op, Stack* stack) {
@@ -60,6 +92,8 @@ void handle_specially(const Op& op, Stack* stack) {
         usual ? DispatchKey::CompositeExplicitAutograd : DispatchKey::CompositeExplicitAutogradNonFunctional, *stack);
   } else if (op.is(rules::Way::FoundInf)) {
     handle_found_inf(op, stack);
+  } else if (is_transform(op)) {
+    handle_transform(op, stack);
   } else {
     handle_lists(op, stack);
   }

@@ -7,6 +7,7 @@
 #include "redistribute/exchange.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/traced.h"
+#include "redistribute/watch.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
@@ -198,6 +199,7 @@ at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, 
   }
   at::Tensor arrived;
   if (travels_) {
+    tell_of_halo({*from_, sizes_, peers_, sent_, received_, static_cast<int64_t>(local.element_size())});
     arrived = at::empty({c10::sum_integers(received_)}, options);
     auto packed = traced ? kernels::traced::packed(local, packed_) : at::empty({c10::sum_integers(sent_)}, options);
     if (!packed_.empty() && !traced) {

@@ -1,4 +1,5 @@
-// Reports moves that the user did not ask for: operands that an op needs in another layout, gradients on their way back.
+// Reports moves that the user did not ask for: operands that an op needs in another layout, gradients on their way back. And
+// halos.
 #pragma once
 
 #include "layout/symbolic.h"
@@ -28,5 +29,18 @@ void tell_watcher(
     const Layout& from,
     const Layout& to,
     const at::Tensor& moved);
+
+// What an op reads of other ranks' pieces through windows, as this rank sends and receives it.
+struct HaloRead {
+  const Layout& from;
+  c10::ArrayRef<int64_t> sizes;                 // of the whole tensor
+  c10::ArrayRef<int64_t> peers, sent, received; // ranks; elements
+  int64_t item;                                 // bytes of an element
+};
+
+// Called before the messages, on each rank of the mesh. Null: no observer.
+using HaloWatcher = void (*)(const HaloRead&);
+void set_halo_watcher(HaloWatcher watcher);
+void tell_of_halo(const HaloRead& read);
 
 } // namespace shardtensor

@@ -366,13 +366,29 @@ class Chooser {
     }
     for (const auto f : rule_.spread) {
       const bool known = std::any_of(candidates.begin(), candidates.end(), [&](const Choice& c) { return c.factor == f; });
-      if (any && !known && cutting_.factor_size(f) >= mesh_.size(m)) {
+      if (any && !known && cutting_.factor_size(f) >= mesh_.size(m) * pieces_of(f, m)) {
         Choice c;
         c.kind = Choice::Kind::Shard;
         c.factor = f;
         candidates.push_back(c);
       }
     }
+  }
+
+  // Into how many pieces other mesh dims than m cut factor f: those decided before, and those that cut an operand along it.
+  int64_t pieces_of(int64_t f, int64_t m) const {
+    int64_t pieces = 1;
+    for (int64_t k = 0; k < mesh_.ndim(); ++k) {
+      const bool decided = k < m && so_far_.made[k].kind == Choice::Kind::Shard && so_far_.made[k].factor == f;
+      bool cuts = false;
+      for (size_t i = 0; i < call_.tensors.size() && k > m; ++i) {
+        const auto& p = call_.tensors[i].layout->placement(k);
+        const auto& dims = rule_.operands[i].dims;
+        cuts = cuts || (p.is_shard() && p.dim < static_cast<int64_t>(dims.size()) && dims[p.dim].factor == f);
+      }
+      pieces *= decided || cuts ? mesh_.size(k) : 1;
+    }
+    return pieces;
   }
 
   const Choices& so_far_;

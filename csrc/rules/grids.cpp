@@ -41,7 +41,8 @@ Rule affine_grid(const Call& call) {
 }
 
 // [n, c, h, w] or [c, h, w], and columns [n, c * k * k, blocks].
-// The height may be cut, where the blocks are cut in whole rows of blocks.
+// The channels may be cut, and the height, where the blocks are cut in whole rows of blocks. If the width is cut, another dim is
+// cut instead: a row of blocks holds all of it.
 struct Patches {
   int64_t lead;       // dims before the channels
   Taps rows, columns; // the blocks' places
@@ -52,6 +53,9 @@ struct Patches {
   }
   int64_t block_columns() const {
     return columns.results(width);
+  }
+  int64_t block() const { // cells
+    return rows.count * columns.count;
   }
 };
 
@@ -82,13 +86,12 @@ void im2col_kernel(Run& run) {
   const auto& p = noted<Patches>(run.solution);
   const auto x = run.arg(0).toTensor();
   const auto sizes = guarded(sizes_of_piece(run));
-  if (!run.solution.halo(0)) {
-    return call_op_nonempty(run);
-  }
   if (x.numel() == 0 || sizes.back() == 0) {
     return run.returns({x.new_zeros(sizes)});
   }
-  no_padding_of_rows(run, p);
+  if (run.solution.halo(0)) {
+    no_padding_of_rows(run, p);
+  }
   run.call_op();
 }
 
@@ -96,20 +99,27 @@ Rule im2col(const Call& call) {
   const auto& x = call.tensors[0];
   auto rule = linear(batched(call, x.dim() == 4 ? "N...->N.." : "...->.."), {0});
   const auto lead = x.dim() - 3;
-  const auto p = lead < 0 || lead > 1 || !x.layout->shards(lead + 1) ? std::nullopt
-                                                                     : patches_of(call, lead, x.size(lead + 1), x.size(lead + 2));
+  const auto cut = [&](int64_t d) { return x.layout->shards(lead + d); };
+  const auto p = lead < 0 || lead > 1 || !(cut(0) || cut(1) || cut(2))
+                     ? std::nullopt
+                     : patches_of(call, lead, x.size(lead + 1), x.size(lead + 2));
   if (!p) {
     return rule;
   }
   Factor f;
   f.size = p->block_rows();
-  const auto row = rule.factor(f);
+  const auto channel = rule.factor(), row = rule.factor(f);
+  rule.operands[0].dims[lead] = channel;
   rule.operands[0].dims[lead + 1] = rule.windows(row, p->rows.reach());
   auto& result = rule.results[0];
+  result.dims[lead] = Dim(channel, p->block());
   result.dims[lead + 1] = Dim(row, p->block_columns());
   result.sizes = lead ? SymSizes{x.sym_size(0)} : SymSizes();
-  result.sizes.push_back(x.sym_size(lead) * p->rows.count * p->columns.count);
+  result.sizes.push_back(x.sym_size(lead) * p->block());
   result.sizes.push_back(p->block_rows() * p->block_columns());
+  if (cut(2)) {
+    rule.spread = lead ? c10::SmallVector<int64_t, 1>{0, row, channel} : c10::SmallVector<int64_t, 1>{row, channel};
+  }
   rule.notes = *p;
   rule.kernel = im2col_kernel;
   rule.always_kernel = true;
@@ -117,13 +127,13 @@ Rule im2col(const Call& call) {
 }
 
 void col2im_kernel(Run& run) {
-  const auto* halo = run.solution.halo(0);
-  if (!halo) {
-    return call_op_nonempty(run);
-  }
   const auto& p = noted<Patches>(run.solution);
   const auto blocks = run.arg(0).toTensor();
   const auto sizes = guarded(sizes_of_piece(run));
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return blocks.numel() == 0 ? run.returns({blocks.new_zeros(sizes)}) : run.call_op();
+  }
   const auto mine = run.solution.results[0].layout->intervals(p.lead + 1, p.height, run.mesh().coordinate())[0];
   const auto& read = halo->fetch.mine()[p.lead + 1].inside;
   if (blocks.numel() == 0 || mine.length == 0) {
@@ -144,23 +154,25 @@ Rule col2im(const Call& call) {
   auto rule = linear(batched(call, x.dim() == 3 ? "N..->N..." : "..->..."), {0});
   const auto lead = x.dim() - 2;
   const auto size = call.ints(1);
-  const auto p = lead < 0 || lead > 1 || !x.layout->shards(lead + 1) || size.size() != 2
+  const auto p = lead < 0 || lead > 1 || !(x.layout->shards(lead) || x.layout->shards(lead + 1)) || size.size() != 2
                      ? std::nullopt
                      : patches_of(call, lead, size[0], size[1]);
-  if (!p || x.size(lead + 1) != p->block_rows() * p->block_columns() || x.size(lead) % (p->rows.count * p->columns.count)) {
+  if (!p || x.size(lead + 1) != p->block_rows() * p->block_columns() || x.size(lead) % p->block()) {
     return rule;
   }
   Factor f;
   f.size = p->height;
-  const auto row = rule.factor(f);
+  const auto channel = rule.factor(), row = rule.factor(f);
+  rule.operands[0].dims[lead] = Dim(channel, p->block());
   auto& dim = rule.operands[0].dims[lead + 1];
   dim = rule.windows(row, mirror(p->rows.reach(), -1));
   dim.inner = p->block_columns();
   rule.operands[0].padding = std::nullopt;
   auto& result = rule.results[0];
+  result.dims[lead] = channel;
   result.dims[lead + 1] = row;
   result.sizes = lead ? SymSizes{x.sym_size(0)} : SymSizes();
-  result.sizes.push_back(x.sym_size(lead) / (p->rows.count * p->columns.count));
+  result.sizes.push_back(x.sym_size(lead) / p->block());
   result.sizes.push_back(p->height);
   result.sizes.push_back(p->width);
   rule.notes = *p;

@@ -1,5 +1,5 @@
-// Pooling. Space may be cut where windows lie on a regular grid (max and average pooling, and adaptive pooling whose windows are
-// all of one size), and for adaptive average pooling to any size. Other pools need whole planes.
+// Pooling. Space may be cut for max and average pooling, also adaptive. Other pools read where values say, so they need whole
+// planes.
 #include "rules/bands.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
@@ -20,16 +20,41 @@ struct Pool {
   std::vector<Taps> taps;  // one per dim of space, as all of these
   std::vector<int64_t> in; // sizes of the input
   std::vector<int64_t> out;
+
+  std::vector<bool> uneven; // windows have several sizes (adaptive, to a size that does not divide); `taps` has the largest
+
+  Reach reads(int64_t i) const {
+    return uneven[i] ? Reach{in[i], out[i], 0, in[i] - 1} : taps[i].reach();
+  }
+  Reach readers(int64_t i) const {
+    return uneven[i] ? mirror(reads(i), in[i]) : taps[i].readers();
+  }
 };
 
 Sizes listed(const Call& call, const char* name) {
   return call.ints(call.position(name));
 }
 
-// Of the call's windows, for an input of these sizes; nothing if torch refuses them, or if they have several sizes.
-template <bool adaptive>
+enum class Kind : uint8_t { Max, Average, AdaptiveMax, AdaptiveAverage };
+constexpr bool is_adaptive(Kind kind) {
+  return kind == Kind::AdaptiveMax || kind == Kind::AdaptiveAverage;
+}
+
+// The most that an adaptive window holds.
+int64_t widest(int64_t size, int64_t results) {
+  const Reach r{size, results, 0, size - 1};
+  int64_t most = 0;
+  for (int64_t o = 0; o < results; ++o) {
+    most = std::max(most, r.hi(o) - r.lo(o));
+  }
+  return most;
+}
+
+// Of the call's windows, for an input of these sizes; nothing if torch refuses them, or if those of an average have several
+// sizes.
+template <Kind kind>
 std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const TensorArg* made, int64_t space) {
-  Pool pool{input.dim() - space, {}, {}, {}};
+  Pool pool{input.dim() - space, {}, {}, {}, {}};
   const auto given = [&](const char* name) { return argument(call, name) >= 0 ? listed(call, name) : Sizes(); };
   const auto kernel = given("kernel_size"), stride = given("stride"), padding = given("padding"), dilation = given("dilation");
   const auto output = given("output_size");
@@ -42,13 +67,15 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
       return std::nullopt;
     }
     pool.in.push_back(size);
-    if constexpr (adaptive) {
+    if constexpr (is_adaptive(kind)) {
       const auto results = made ? made->size(pool.lead + i) : integer_at(output, i);
-      if (results < 1 || size % results) {
+      if (results < 1 || (kind == Kind::AdaptiveAverage && size % results)) {
         return std::nullopt;
       }
-      pool.taps.push_back({size / results, size / results, 0, 1});
+      const auto count = widest(size, results);
+      pool.taps.push_back({count, count, 0, 1});
       pool.out.push_back(results);
+      pool.uneven.push_back(size % results != 0);
       continue;
     }
     const auto k = integer_at(kernel, i), s = stride.empty() ? k : integer_at(stride, i);
@@ -65,15 +92,16 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
     }
     pool.taps.push_back(taps);
     pool.out.push_back(results);
+    pool.uneven.push_back(false);
   }
   return pool;
 }
 
 // The input is read through windows.
-template <bool adaptive>
+template <Kind kind>
 void cut_forward(const Call& call, Rule& rule, int64_t space, ReduceOp padding, Kernel kernel) {
   const auto& input = call.tensors[0];
-  const auto pool = cut_in_space(call, space) ? pool_of<adaptive>(call, input, nullptr, space) : std::nullopt;
+  const auto pool = cut_in_space(call, space) ? pool_of<kind>(call, input, nullptr, space) : std::nullopt;
   if (!pool) {
     return;
   }
@@ -84,7 +112,7 @@ void cut_forward(const Call& call, Rule& rule, int64_t space, ReduceOp padding, 
     Factor f;
     f.size = sizes[d] = pool->out[i];
     dims[d] = rule.factor(f);
-    rule.operands[0].dims[d] = rule.windows(dims[d].factor, pool->taps[i].reach());
+    rule.operands[0].dims[d] = rule.windows(dims[d].factor, pool->reads(i));
   }
   rule.operands[0].padding = padding;
   for (auto& r : rule.results) {
@@ -96,10 +124,10 @@ void cut_forward(const Call& call, Rule& rule, int64_t space, ReduceOp padding, 
 }
 
 // (gradient, input, ..., indices perhaps): gradient and indices are read by the reversed windows.
-template <bool adaptive>
+template <Kind kind>
 void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
   const auto &grad = call.tensors[0], &input = call.tensors[1];
-  const auto pool = cut_in_space(call, space) ? pool_of<adaptive>(call, input, &grad, space) : std::nullopt;
+  const auto pool = cut_in_space(call, space) ? pool_of<kind>(call, input, &grad, space) : std::nullopt;
   if (!pool) {
     return;
   }
@@ -109,7 +137,7 @@ void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
     f.size = pool->in[i];
     const auto at = rule.factor(f);
     for (auto& o : rule.operands) {
-      o.dims[d] = rule.windows(at, pool->taps[i].readers());
+      o.dims[d] = rule.windows(at, pool->readers(i));
     }
     rule.operands[1].dims[d] = at;
     rule.results[0].dims[d] = at;
@@ -168,11 +196,28 @@ at::Tensor raveled(const std::vector<at::Tensor>& indices, c10::IntArrayRef size
   return out;
 }
 
-// torch's indices are those in the plane that it was given. A window of nothing but the least value keeps its first tap: the
-// first that is no padding.
-at::Tensor whole_indices(const Run& run, const Pool& pool, const at::Tensor& index, c10::IntArrayRef plane) {
+// The indices that a dim's windows hold, one window after the other, if they have several sizes: the last index again at the end
+// of those that are not the widest. So torch's kernel for windows of one size finds the same values, and the same places.
+at::Tensor one_by_one(const Run& run, const Pool& pool, int64_t i, const at::Tensor& like) {
+  const auto* mine = run_along(run, pool, i);
+  const auto reach = pool.reads(i);
+  const auto numbers = at::TensorOptions(at::kLong).device(like.device());
+  const auto start = mine ? mine->start : 0, count = mine ? mine->length : pool.out[i];
+  const auto at = at::arange(start, start + count, numbers).unsqueeze(1).mul(reach.num);
+  const auto first = at::div(at.add(reach.first), reach.den, "floor"), last = at::div(at.add(reach.last), reach.den, "floor");
+  return at::minimum(first.add(at::arange(pool.taps[i].count, numbers)), last).flatten();
+}
+
+// torch's indices are those in the plane that it was given: `held` of the whole's along dims that one_by_one() has laid out. A
+// window of nothing but the least value keeps its first tap: the first that is no padding.
+at::Tensor whole_indices(
+    const Run& run, const Pool& pool, const at::Tensor& index, c10::IntArrayRef plane, const std::vector<at::Tensor>& held) {
   auto at = unraveled(index, plane);
   for (size_t i = 0; i < at.size(); ++i) {
+    if (held[i].defined()) {
+      at[i] = at::take(held[i], at[i]);
+      continue;
+    }
     if (!run_along(run, pool, static_cast<int64_t>(i))) {
       continue;
     }
@@ -216,17 +261,27 @@ void max_kernel(Run& run) {
     return call_op_nonempty(run);
   }
   const auto& pool = noted<Pool>(run.solution);
-  const auto input = run.arg(0).toTensor();
+  auto input = run.arg(0).toTensor();
   const auto sizes = sizes_of_piece(run);
   const bool indexed = run.op.schema().returns().size() == 2;
   if (makes_nothing(sizes)) {
     return stand_in_for_input(run, pool, sizes);
   }
+  std::vector<at::Tensor> held(pool.taps.size());
+  for (size_t i = 0; i < held.size(); ++i) {
+    if (pool.uneven[i]) {
+      const auto dim = pool.lead + static_cast<int64_t>(i);
+      held[i] = one_by_one(run, pool, static_cast<int64_t>(i), input);
+      const auto first = cut_run(run, dim) ? run.solution.halo(0)->fetch.mine()[dim].start() : 0;
+      input = input.index_select(dim, held[i].sub(first));
+    }
+  }
+  run.arg(0) = input;
   replace_padding(run, pool);
   replace_output_size(run, pool);
   run.call_op();
   if (indexed) {
-    run.stack.back() = whole_indices(run, pool, run.stack.back().toTensor(), plane_of(input, pool));
+    run.stack.back() = whole_indices(run, pool, run.stack.back().toTensor(), plane_of(input, pool), held);
   }
 }
 
@@ -367,18 +422,18 @@ void average_backward_kernel(Run& run) {
 
 // ---- rules ----
 
-template <int64_t space, bool adaptive = false>
+template <int64_t space, Kind kind = Kind::Max>
 Rule max_pool(const Call& call) {
   auto rule = planes(call, space);
-  cut_forward<adaptive>(call, rule, space, ReduceOp::Max, max_kernel);
+  cut_forward<kind>(call, rule, space, ReduceOp::Max, max_kernel);
   return rule;
 }
 
-template <int64_t space, bool adaptive = false>
+template <int64_t space, Kind kind = Kind::Max>
 Rule max_pool_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.linear_in({0});
-  cut_backward<adaptive>(call, rule, space, max_backward_kernel);
+  cut_backward<kind>(call, rule, space, max_backward_kernel);
   return rule;
 }
 
@@ -408,12 +463,12 @@ std::optional<Bands> averages(const TensorArg& input, c10::IntArrayRef out, int6
   return bands;
 }
 
-template <int64_t space, bool adaptive = false>
+template <int64_t space, Kind kind = Kind::Average>
 Rule average_pool(const Call& call) {
   auto rule = planes(call, space);
   rule.linear_in({0});
-  cut_forward<adaptive>(call, rule, space, ReduceOp::Sum, average_kernel);
-  if (adaptive && !rule.notes.has_value() && cut_in_space(call, space)) {
+  cut_forward<kind>(call, rule, space, ReduceOp::Sum, average_kernel);
+  if (is_adaptive(kind) && !rule.notes.has_value() && cut_in_space(call, space)) {
     if (const auto bands = averages(call.tensors[0], listed(call, "output_size"), space)) {
       band_forward(rule, call.tensors[0].sym_sizes(), *bands);
     }
@@ -421,12 +476,12 @@ Rule average_pool(const Call& call) {
   return rule;
 }
 
-template <int64_t space, bool adaptive = false>
+template <int64_t space, Kind kind = Kind::Average>
 Rule average_pool_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.linear_in({0});
-  cut_backward<adaptive>(call, rule, space, average_backward_kernel);
-  if (adaptive && !rule.notes.has_value() && cut_in_space(call, space)) {
+  cut_backward<kind>(call, rule, space, average_backward_kernel);
+  if (is_adaptive(kind) && !rule.notes.has_value() && cut_in_space(call, space)) {
     const auto &grad = call.tensors[0], &input = call.tensors[1];
     if (const auto bands = averages(input, grad.sizes().slice(grad.dim() - space), space)) {
       band_backward(rule, input.sym_sizes(), *bands);
@@ -461,14 +516,14 @@ Rule fractional_pool(const Call& call) {
 
 void register_pooling(Registry& r) {
   const Options symbols{.symbols = true};
-  r.add("pooling", {"_adaptive_avg_pool2d"}, average_pool<2, true>, symbols);
-  r.add("pooling", {"_adaptive_avg_pool2d_backward"}, average_pool_backward<2, true>, symbols);
-  r.add("pooling", {"_adaptive_avg_pool3d"}, average_pool<3, true>, symbols);
-  r.add("pooling", {"_adaptive_avg_pool3d_backward"}, average_pool_backward<3, true>, symbols);
-  r.add("pooling", {"adaptive_max_pool2d"}, max_pool<2, true>, symbols);
-  r.add("pooling", {"adaptive_max_pool2d_backward"}, max_pool_backward<2, true>, symbols);
-  r.add("pooling", {"adaptive_max_pool3d"}, max_pool<3, true>, symbols);
-  r.add("pooling", {"adaptive_max_pool3d_backward"}, max_pool_backward<3, true>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool2d"}, average_pool<2, Kind::AdaptiveAverage>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool2d_backward"}, average_pool_backward<2, Kind::AdaptiveAverage>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool3d"}, average_pool<3, Kind::AdaptiveAverage>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool3d_backward"}, average_pool_backward<3, Kind::AdaptiveAverage>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d"}, max_pool<2, Kind::AdaptiveMax>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d_backward"}, max_pool_backward<2, Kind::AdaptiveMax>, symbols);
+  r.add("pooling", {"adaptive_max_pool3d"}, max_pool<3, Kind::AdaptiveMax>, symbols);
+  r.add("pooling", {"adaptive_max_pool3d_backward"}, max_pool_backward<3, Kind::AdaptiveMax>, symbols);
   r.add("pooling", {"avg_pool2d"}, average_pool<2>, symbols);
   r.add("pooling", {"avg_pool2d_backward"}, average_pool_backward<2>, symbols);
   r.add("pooling", {"avg_pool3d"}, average_pool<3>, symbols);

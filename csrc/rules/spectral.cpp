@@ -1,18 +1,30 @@
-// Fourier transforms: the transformed dims stay whole, every other dim may be cut, and summands pass.
+// Fourier transforms: the transformed dims stay whole, every other dim may be cut, and summands pass. If a transformed dim is
+// cut, another dim is cut instead, by one exchange: the first (a batch), or else the last, that has an index for each rank.
+#include "rules/spectral.h"
+
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
+#include <algorithm>
+
 namespace shardtensor::rules {
 
-namespace {
-
-Rule fft(const Call& call) {
+Rule transform(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   auto dims = fresh_dims(rule, x.dim());
-  for (const auto d : call.ints(call.position("dim"))) {
-    dims[wrap_dim(d, x.dim())] = Dim(kNone);
+  bool cut = false;
+  for (const auto given : call.ints(call.position("dim"))) {
+    const auto d = wrap_dim(given, x.dim());
+    dims[d] = Dim(kNone);
+    cut = cut || x.layout->shards(d);
+  }
+  for (int64_t i = 0; i < x.dim() && cut; ++i) {
+    const auto d = i ? x.dim() - i : 0;
+    if (dims[d].factor != kNone) {
+      rule.spread.push_back(dims[d].factor);
+    }
   }
   rule.operands.emplace_back(dims);
   rule.results.emplace_back(dims);
@@ -25,12 +37,66 @@ Rule fft(const Call& call) {
   return rule;
 }
 
+namespace {
+
+bool has(const Sizes& dims, int64_t d) {
+  return std::find(dims.begin(), dims.end(), d) != dims.end();
+}
+
+// Whether one of the tensor dims `dims` has an index for each rank if mesh dim m cuts it too.
+bool takes_cut(const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dims, int64_t m) {
+  return std::any_of(dims.begin(), dims.end(), [&](int64_t d) {
+    int64_t ranks = layout.mesh().size(m);
+    for (int64_t k = 0; k < layout.ndim(); ++k) {
+      ranks *= k != m && layout.placement(k).is_shard(d) ? layout.mesh().size(k) : 1;
+    }
+    return sizes[d] >= ranks;
+  });
+}
+
 } // namespace
+
+std::optional<Stages> stages_of(Transform kind, const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dims) {
+  Sizes cut, whole, others; // of `dims`; the other dims
+  for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) {
+    if (!has(dims, d)) {
+      others.push_back(d);
+    }
+  }
+  for (const auto d : dims) {
+    (layout.shards(d) ? cut : whole).push_back(d);
+  }
+  if (cut.empty() || dims.size() == 1) {
+    return std::nullopt;
+  }
+  const auto last = dims.back();
+  auto held = sizes.vec(); // before an exchange
+  held[last] = kind == Transform::R2C ? held[last] / 2 + 1 : held[last];
+  const auto take_cuts = [&](const Sizes& by) {
+    for (int64_t m = 0; m < layout.ndim(); ++m) {
+      const auto& p = layout.placement(m);
+      if (p.is_shard() && has(cut, p.dim) && !takes_cut(layout, held, by, m)) {
+        return false;
+      }
+    }
+    return true;
+  };
+  const Sizes last_alone{last}, before(dims.begin(), dims.end() - 1);
+  if (kind == Transform::C2R) {
+    const bool others_cut = cut.size() > 1 || cut[0] != last;
+    return take_cuts(others_cut ? others : before) == others_cut ? std::nullopt : std::optional(Stages{before, last_alone});
+  }
+  const bool may_begin = kind == Transform::C2C ? !whole.empty() : !layout.shards(last);
+  if (may_begin && take_cuts(whole)) {
+    return Stages{whole, cut};
+  }
+  return take_cuts(others) ? std::nullopt : std::optional(Stages{last_alone, before});
+}
 
 void register_spectral(Registry& r) {
   Options o;
   o.asks_order = true;
-  r.add("spectral", {"_fft_c2c", "_fft_c2c.out", "_fft_c2r", "_fft_c2r.out", "_fft_r2c", "_fft_r2c.out"}, fft, o);
+  r.add("spectral", {"_fft_c2c", "_fft_c2c.out", "_fft_c2r", "_fft_c2r.out", "_fft_r2c", "_fft_r2c.out"}, transform, o);
 }
 
 } // namespace shardtensor::rules

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shardtensor.debug._checking import check
 from shardtensor.debug._gathers import log_gathers
 from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
-from shardtensor.debug._logging import log_redistributions
+from shardtensor.debug._logging import halos, log_redistributions
 from shardtensor.debug._visualize import draw_sharding, visualize_sharding
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "check",
     "comm_budget",
     "draw_sharding",
+    "halos",
     "log_gathers",
     "log_redistributions",
     "visualize_sharding",

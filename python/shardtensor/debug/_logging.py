@@ -1,9 +1,12 @@
-"""Every implicit redistribution in the log, with layouts and reason: TORCH_LOGS=shardtensor, or log_redistributions()."""
+"""Every implicit redistribution in the log, with layouts and reason, and every halo: TORCH_LOGS=shardtensor, or log_redistributions().
+Halos as objects: halos()."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardtensor.debug import _watch
 
@@ -14,14 +17,31 @@ def _write(move: _watch.Move) -> None:
     _log.info("redistributed for %s", move)
 
 
+def _write_halo(halo: _watch.Halo) -> None:
+    _log.info("halo of %s", halo)
+
+
 def log_redistributions(on: bool = True) -> None:
-    """Logs each redistribution that an op or a gradient needs to the logger "shardtensor", at level INFO. It is on from the
-    start if that logger is enabled at import: by TORCH_LOGS=shardtensor or by logging's own settings."""
+    """Logs each redistribution that an op or a gradient needs, and each halo that an op reads, to the logger "shardtensor", at level
+    INFO. It is on from the start if that logger is enabled at import: by TORCH_LOGS=shardtensor or by logging's own settings."""
     listens = _write in _watch._moves
     if on and not listens:
         _watch.listen_to_moves(_write)
+        _watch.listen_to_halos(_write_halo)
     elif listens and not on:
         _watch.forget_moves(_write)
+        _watch.forget_halos(_write_halo)
+
+
+@contextmanager
+def halos() -> Iterator[list[_watch.Halo]]:
+    """Inside, the list gets each halo that an op reads, with the bytes that this rank sends to other ranks and receives from them."""
+    heard: list[_watch.Halo] = []
+    _watch.listen_to_halos(heard.append)
+    try:
+        yield heard
+    finally:
+        _watch.forget_halos(heard.append)
 
 
 def install() -> None:

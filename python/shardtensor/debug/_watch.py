@@ -1,9 +1,9 @@
-"""Listeners for collectives, and for redistributions that the user did not ask for. C++ reports only to listeners."""
+"""Listeners for collectives, for redistributions that the user did not ask for, and for halos. C++ reports only to listeners."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,11 +45,33 @@ class Move:
         )
 
 
+@dataclass(frozen=True)
+class Halo:
+    """What an op is about to read of other ranks' pieces through its windows, as this rank sends and receives it."""
+
+    op: str  # and the line of the script
+    source: _C.Layout
+    shape: tuple[int, ...]
+    sent: Mapping[int, int]  # bytes, by global rank
+    received: Mapping[int, int]
+
+    def __str__(self) -> str:
+        def listed(of: Mapping[int, int]) -> str:
+            return ", ".join(f"{size} bytes {{}} rank {rank}" for rank, size in of.items() if size) or "nothing"
+
+        return (
+            f"{self.op}, {self.source}, shape {self.shape}: rank {self.source.mesh.rank} sends {listed(self.sent).replace('{}', 'to')}, "
+            f"receives {listed(self.received).replace('{}', 'from')}"
+        )
+
+
 # If a listener returns a text, the call is not made and raises that text.
 CallListener = Callable[[Call], str | None]
 MoveListener = Callable[[Move], str | None]
 _calls: list[CallListener] = []
 _moves: list[MoveListener] = []
+HaloListener = Callable[[Halo], None]
+_halos: list[HaloListener] = []
 
 
 def _on_call(kind: str, size: int, mesh: _C.Mesh, mesh_dim: int) -> str | None:
@@ -63,6 +85,12 @@ def _on_move(
     sizes = tuple(int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in shape)  # type: ignore[arg-type]  # of this call, for a graph
     move = Move(op, argument, why, source, target, sizes, item, communicates)
     return _first(listener(move) for listener in tuple(_moves))
+
+
+def _on_halo(op: str, source: _C.Layout, shape: Sequence[int], sent: Mapping[int, int], received: Mapping[int, int]) -> None:
+    halo = Halo(op, source, tuple(shape), sent, received)
+    for listener in tuple(_halos):
+        listener(halo)
 
 
 def _first(answers: object) -> str | None:
@@ -90,3 +118,14 @@ def forget_moves(listener: MoveListener) -> None:
     _moves.remove(listener)
     if not _moves:
         _C.set_watcher(None)
+
+
+def listen_to_halos(listener: HaloListener) -> None:
+    _halos.append(listener)
+    _C.set_halo_watcher(_on_halo)
+
+
+def forget_halos(listener: HaloListener) -> None:
+    _halos.remove(listener)
+    if not _halos:
+        _C.set_halo_watcher(None)

@@ -1,0 +1,104 @@
+// Fourier transforms whose torch formulas need the whole of a cut dim: stft makes its windows by strides, and the gradient of a
+// transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain, tensor/. Registers itself
+// at AutogradPrivateUse2.
+#include "dispatch/plain.h"
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_fft_r2c_ops.h>
+#include <ATen/ops/stft_compositeimplicitautograd_dispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace shardtensor {
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The half of a spectrum that real numbers need. Its gradient is a transform from such a half: back to real numbers every
+// frequency that has a mirror counts twice, so these are halved before.
+struct HalfSpectrum : torch::autograd::Function<HalfSpectrum> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& self, const std::vector<int64_t>& dims, int64_t normalization) {
+    ctx->saved_data["dims"] = dims;
+    ctx->saved_data["normalization"] = normalization;
+    ctx->saved_data["size"] = self.sym_size(dims.back());
+    at::AutoDispatchBelowADInplaceOrView below;
+    return at::_fft_r2c(self, dims, normalization, true);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto dims = ctx->saved_data["dims"].toIntVector();
+    const auto normalization = ctx->saved_data["normalization"].toInt();
+    const auto size = ctx->saved_data["size"].toSymInt();
+    const auto last = dims.back();
+    dims.pop_back();
+    auto half = grads[0].clone();
+    half.narrow_symint(last, 1, size - half.sym_size(last)).mul_(0.5);
+    half = dims.empty() ? half : at::_fft_c2c(half, dims, normalization, false);
+    return {at::_fft_c2r_symint(half, {last}, normalization, size), Tensor(), Tensor()};
+  }
+};
+
+Tensor fft_r2c(c10::DispatchKeySet keys, const Tensor& self, at::IntArrayRef dims, int64_t normalization, bool onesided) {
+  const auto* impl = as_shard_tensor(self);
+  std::vector<int64_t> wrapped;
+  bool cut = false;
+  for (const auto given : dims) {
+    wrapped.push_back(given < 0 ? given + self.dim() : given);
+    cut = cut || (impl && wrapped.back() >= 0 && wrapped.back() < self.dim() && impl->layout().shards(wrapped.back()));
+  }
+  if (!cut || !onesided || has_tangent(self) || !self.requires_grad() || !at::GradMode::is_enabled()) {
+    return at::_ops::_fft_r2c::redispatch(torchs_autograd(keys), self, dims, normalization, onesided);
+  }
+  return HalfSpectrum::apply(self, wrapped, normalization);
+}
+
+Tensor stft(
+    const Tensor& self,
+    int64_t n_fft,
+    std::optional<int64_t> hop_length,
+    std::optional<int64_t> win_length,
+    const std::optional<Tensor>& window,
+    bool normalized,
+    std::optional<bool> onesided,
+    std::optional<bool> return_complex,
+    std::optional<bool> align_to_window) {
+  const auto hop = hop_length.value_or(n_fft / 4), width = win_length.value_or(n_fft);
+  const bool has_window = window && window->defined();
+  const bool is_complex = self.is_complex() || (has_window && window->is_complex());
+  const auto* impl = as_shard_tensor(self);
+  const bool cut = impl && (self.dim() == 1 || self.dim() == 2) && impl->layout().shards(self.dim() - 1);
+  const bool fits = cut && n_fft > 0 && self.sym_size(-1) >= n_fft && hop > 0 && width > 0 && width <= n_fft &&
+                    (has_window ? window->dim() == 1 && window->sym_size(0) == width : width == n_fft);
+  if (!fits || !return_complex.value_or(is_complex) || (is_complex && onesided.value_or(false)) ||
+      align_to_window.value_or(false)) {
+    return at::compositeimplicitautograd::stft(
+        self, n_fft, hop_length, win_length, window, normalized, onesided, return_complex, align_to_window);
+  }
+  auto frames = (self.dim() == 1 ? self.unsqueeze(0) : self).unfold(1, n_fft, hop); // they exchange halos
+  if (has_window) {
+    const auto before = (n_fft - width) / 2;
+    frames = frames * (width < n_fft ? at::constant_pad_nd(*window, {before, n_fft - width - before}) : *window);
+  }
+  const int64_t by_root_n = normalized;
+  const auto out =
+      is_complex ? at::_fft_c2c(frames, {2}, by_root_n, true) : at::_fft_r2c(frames, {2}, by_root_n, onesided.value_or(true));
+  return self.dim() == 1 ? out.transpose(1, 2).squeeze(0) : out.transpose(1, 2);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("_fft_r2c", fft_r2c);
+  m.impl("stft", stft);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
+  m.impl("stft", stft);
+}
+
+} // namespace
+
+} // namespace shardtensor
