@@ -37,8 +37,8 @@ std::tuple<at::Tensor, at::Tensor> attention_math(
   if (is_causal && impl && !(mask && mask->defined())) {
     // The mask is added to the scores: the public op converts a mask of bools, this one does not.
     const auto infinity = std::numeric_limits<double>::infinity();
-    const auto later = at::full({query.size(-2), key.size(-2)}, -infinity, impl->local().options()).triu(1);
-    mask = from_local(later, Layout::replicated(impl->layout().mesh_ptr()), later.sizes(), later.strides());
+    const auto later = at::full_symint({query.sym_size(-2), key.sym_size(-2)}, -infinity, impl->local().options()).triu(1);
+    mask = from_local(later, Layout::replicated(impl->layout().mesh_ptr()), later.sym_sizes(), later.sym_strides());
     is_causal = false;
   }
   return at::compositeimplicitautograd::_scaled_dot_product_attention_math(
@@ -125,21 +125,37 @@ class Placing {
 
   // All of them cut along dim d instead of the sequence; nothing if there are too few indices, so that ranks would be idle.
   std::optional<Places> spread(int64_t d) const {
-    const auto count = key_.sym_size(d).guard_int(__FILE__, __LINE__), more = query_.sym_size(d).guard_int(__FILE__, __LINE__);
-    if (count == 0 || more % count || value_.sym_size(d) != count) {
+    const auto count = key_.sym_size(d), more = query_.sym_size(d);
+    if (count == 0 || (more != count && more % count != 0) || value_.sym_size(d) != count) {
       return std::nullopt; // broadcast
     }
     Places out{along(query_, d, count), along(key_, d, count), along(value_, d, count), kWholeSequences};
-    return imbalance(*out.key, d, count) <= 1.5 ? std::optional(out) : std::nullopt;
+    return divides_evenly(count, *out.key, d) || imbalance(*out.key, d, count.guard_int(__FILE__, __LINE__)) <= 1.5
+               ? std::optional(out)
+               : std::nullopt;
+  }
+
+  // Whether a symbol is cut into equal pieces.
+  static bool divides_evenly(const c10::SymInt& count, const Layout& layout, int64_t d) {
+    int64_t pieces = 1;
+    for (int64_t m = 0; m < layout.ndim(); ++m) {
+      pieces *= layout.placement(m).is_shard(d) ? layout.mesh().size(m) : 1;
+    }
+    return count.is_symbolic() && layout.is_even() && divides(pieces, count);
   }
 
   // The layout of `t` with dim d in place of the cut sequence, its `count` groups of indices spread as evenly as possible.
-  LayoutPtr along(const at::Tensor& t, int64_t d, int64_t count) const {
+  LayoutPtr along(const at::Tensor& t, int64_t d, const c10::SymInt& symbol) const {
     const auto& have = layout(t);
     auto placements = have.placements();
     auto sizes = have.cuts();
-    const auto group = t.sym_size(d).guard_int(__FILE__, __LINE__) / count;
-    bool nested = false;
+    int64_t pieces = 1;
+    for (int64_t m = 0; m < have.ndim(); ++m) {
+      pieces *= cuts(m) || have.placement(m).is_shard(d) ? have.mesh().size(m) : 1;
+    }
+    bool nested = symbol.is_symbolic() && divides(pieces, symbol); // then all cuts are even
+    const auto count = nested ? 1 : symbol.guard_int(__FILE__, __LINE__);
+    const auto group = nested ? 1 : t.sym_size(d).guard_int(__FILE__, __LINE__) / count;
     for (int64_t m = 0; m < have.ndim(); ++m) {
       if (cuts(m)) {
         placements[m] = Placement::shard(d);

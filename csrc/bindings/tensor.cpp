@@ -96,9 +96,8 @@ void register_tensor(py::module& m) {
   m.def("is_traced", [](const at::Tensor& t) { return shard_tensor(t, "is_traced").traced(); });
   m.def(
       "wrap",
-      [](const at::Tensor& local, const MutableLayout& layout, const SymSizes& sizes, const SymSizes& strides, int64_t offset) {
-        return wrap_symbolic(local, as_const(layout), sizes, strides, nullptr, offset);
-      },
+      [](const at::Tensor& local, const MutableLayout& layout, const SymSizes& sizes, const SymSizes& strides,
+         const c10::SymInt& offset) { return wrap_symbolic(local, as_const(layout), sizes, strides, nullptr, offset); },
       py::arg("local"), py::arg("layout"), py::arg("sizes"), py::arg("strides"), py::arg("offset") = 0);
   m.def("laid", [](at::Tensor local, const std::vector<int64_t>& strides) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);

@@ -85,6 +85,18 @@ void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   }
 }
 
+namespace {
+
+// Whether a piece is handed on with numbers. If the tensor's strides are symbols while its sizes are numbers, only a kernel needs
+// that.
+bool needs_numbers(const Op& op, const at::Tensor& tensor, const Solution& solution) {
+  const auto strides = tensor.sym_strides();
+  const bool settled = std::all_of(strides.begin(), strides.end(), [](const auto& n) { return n.maybe_as_int().has_value(); });
+  return !has_symbols(tensor) && (settled || (solution.kernel && !op.entry->options.symbols));
+}
+
+} // namespace
+
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
   check_alike(op, refs, solution);
   if (solution.moves || C10_UNLIKELY(any_traced(refs))) {
@@ -100,7 +112,8 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto& need = solution.operands[i];
     const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
     at::Tensor numbers;
-    if (C10_UNLIKELY(is_symbolic(given)) && !has_symbols(*r.tensor) && !written) { // torch follows no write through a view
+    if (C10_UNLIKELY(is_symbolic(given)) && !written &&
+        needs_numbers(op, *r.tensor, solution)) { // torch follows no write through a view
       numbers = in_numbers(given);
     }
     const auto& local = numbers.defined() ? numbers : given;
@@ -109,7 +122,9 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       continue;
     }
     if (op.outputs >> r.arg & 1) { // its old values are not read
-      locals.hold(at::empty(need->local_sizes(r.tensor->sizes()), local.options()));
+      locals.hold(
+          C10_UNLIKELY(is_symbolic(*r.tensor)) ? at::empty_symint(sym_local_sizes(*need, r.tensor->sym_sizes()), local.options())
+                                               : at::empty(need->local_sizes(r.tensor->sizes()), local.options()));
       continue;
     }
     const auto& have = r.impl ? r.impl->layout() : *solution.replicated;

@@ -101,6 +101,9 @@ bool resizes(const Op& op, const Refs& refs, const AllSizes& needed) {
 } // namespace
 
 rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  if (C10_UNLIKELY(std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return has_symbols(*r.tensor); }))) {
+    return find_solution(op, stack, base, refs); // nothing is resized, and even pieces fit only if the whole does
+  }
   std::optional<AllSizes> needed;
   if (op.entry && op.entry->options.broadcasts) {
     needed = broadcast_sizes(op, refs);
@@ -123,9 +126,11 @@ void check_outputs(const Op& op, const rules::Solution& solution, const Refs& re
     const auto& r = refs[i];
     if (is_output(op, r)) {
       const auto& layout = solution.operands[i] ? *solution.operands[i] : r.impl->layout();
-      const auto sizes = layout.local_sizes(r.tensor->sizes());
-      if (locals[i].sizes() != c10::IntArrayRef(sizes)) {
-        wrong_sizes(op, r, r.tensor->sizes(), locals[i].sizes());
+      const bool fits = C10_UNLIKELY(is_symbolic(*r.tensor))
+                            ? locals[i].sym_sizes() == c10::SymIntArrayRef(sym_local_sizes(layout, r.tensor->sym_sizes()))
+                            : locals[i].sizes() == c10::IntArrayRef(layout.local_sizes(r.tensor->sizes()));
+      if (!fits) {
+        wrong_sizes(op, r, r.tensor->sizes(), guarded(locals[i].sym_sizes()));
       }
     }
   }

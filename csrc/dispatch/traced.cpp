@@ -48,11 +48,21 @@ bool has_meta_kernel(const c10::OperatorHandle& op) {
   return std::any_of(std::begin(kernels), std::end(kernels), [&](auto key) { return op.hasKernelForDispatchKey(key); });
 }
 
-// Makes numbers of sizes that cannot be symbols. Ops without a rule or a meta kernel, out= forms, and lists as flat memory need
-// only numbers.
+// An out= argument without elements gets the result's sizes, for which torch is asked with numbers; not if the op reads it too.
+bool is_resized(const Op& op, const Ref& r, const Refs& refs) {
+  const auto numel = r.tensor->sym_numel().maybe_as_int();
+  return is_output(op, r) && numel && *numel == 0 &&
+         std::none_of(refs.begin(), refs.end(), [&](const Ref& o) { return o.impl == r.impl && !is_output(op, o); });
+}
+
+// Makes numbers of sizes that cannot be symbols. Ops that have neither a rule nor parts with rules, ops without a meta kernel,
+// out= forms that resize, and lists as flat memory need only numbers.
 void guard_operands(const Op& op, Stack& stack, size_t base) {
-  const bool may_keep = op.entry && op.entry->rule && !op.asks_sizes && !op.entry->options.dense && has_meta_kernel(op.handle);
-  for (const auto& r : collect(op, stack, base)) {
+  const bool pieces = op.is(rules::Way::Decomposed) || (op.entry && op.entry->rule && !op.entry->options.dense);
+  const auto refs = collect(op, stack, base);
+  const bool may_keep = pieces && has_meta_kernel(op.handle) &&
+                        std::none_of(refs.begin(), refs.end(), [&](const Ref& r) { return is_resized(op, r, refs); });
+  for (const auto& r : refs) {
     if (!is_symbolic(*r.tensor)) {
       continue;
     }

@@ -141,18 +141,14 @@ bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTenso
 
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
-  const auto sizes = guarded(base.sym_sizes()), strides = guarded(base.sym_strides());
-  const auto offset = base.sym_storage_offset().guard_int(__FILE__, __LINE__);
-  const auto bytes = base.storage().sym_nbytes().guard_int(__FILE__, __LINE__);
-  const auto room = bytes / static_cast<int64_t>(base.dtype().itemsize());
-  const auto meta = at::empty({room}, base.options().device(at::kMeta).requires_grad(false)).as_strided(sizes, strides, offset);
+  const auto room = base.storage().sym_nbytes() / static_cast<int64_t>(base.dtype().itemsize());
+  const auto meta = at::empty_symint({room}, base.options().device(at::kMeta).requires_grad(false))
+                        .as_strided_symint(base.sym_sizes(), base.sym_strides(), base.sym_storage_offset());
   Stack call(stack.begin() + static_cast<int64_t>(at), stack.end());
   call[0] = meta;
   op.handle.callBoxed(&call);
   std::vector<Form> forms;
-  each_tensor(call, [&](const at::Tensor& t) {
-    forms.push_back({Sizes(t.strides().begin(), t.strides().end()), t.storage_offset()});
-  });
+  each_tensor(call, [&](const at::Tensor& t) { forms.push_back({t.sym_strides().vec(), t.sym_storage_offset()}); });
   return forms;
 }
 
@@ -174,8 +170,7 @@ at::Tensor wrap_symbolic_result(
     sizes = sizes_of_result<Symbols>(*result, refs, local);
   }
   if (base && !moved) {
-    const auto found = form ? FormIn<Symbols>{symbols(form->strides), form->offset}
-                            : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
+    const auto found = form ? *form : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
     // Torch's record of a graph's tensors has no room for a symbol as an offset, so one would become a number. A gradient's
     // offset matters to nobody.
     const bool drop = found.offset.is_symbolic() && torch::autograd::get_current_graph_task_id() != -1;
@@ -236,7 +231,8 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
     return out;
   };
   if (base && (!moved || form || (result && result->geometry))) {
-    const auto found = form ? *form : form_of<Numbers>(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
+    const auto found = form ? FormIn<Numbers>{guarded(form->strides), Numbers::of(form->offset)}
+                            : form_of<Numbers>(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
     if (solution.put_back) {
       lay(found.strides);
     }

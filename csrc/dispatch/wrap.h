@@ -13,7 +13,7 @@ struct FormIn {
   typename In::List strides;
   decltype(In::offset(at::Tensor())) offset;
 };
-using Form = FormIn<Numbers>;
+using Form = FormIn<Symbols>;
 
 // Whether a view's rule does not give its form, so that a meta tensor has to.
 inline bool needs_forms(const Op& op, const rules::Solution& solution, const Refs& refs) {

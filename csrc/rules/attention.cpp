@@ -3,6 +3,7 @@
 #include "rules/empties.h"
 #include "rules/registry.h"
 #include "rules/ring.h"
+#include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
 
@@ -30,6 +31,16 @@ struct Attention {
   }
 };
 
+// The query's heads for each of the key's. A graph's symbols stay symbols: it is guarded to have this ratio.
+int64_t repeats_of(const TensorArg& query, const TensorArg& key) {
+  const auto heads = query.sym_size(1), groups = key.sym_size(1);
+  if (heads == groups) {
+    return 1;
+  }
+  const auto ratio = hint_of(heads) / std::max<int64_t>(hint_of(groups), 1);
+  return ratio > 1 && heads == groups * ratio ? ratio : std::max<int64_t>(query.size(1) / std::max<int64_t>(key.size(1), 1), 1);
+}
+
 enum class Fused {
   Flash,
   Padded, // its statistics are padded along s, so that the queries stay whole
@@ -53,8 +64,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   queries.reduce = ReduceOp::Sum;                                              // for the keys' gradients
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // for a mask's gradient
   const auto s = rule.factor(queries);
-  const bool alike = q.sym_size(1) == k.sym_size(1); // as symbols they stay symbols
-  const auto repeats = alike ? 1 : std::max<int64_t>(q.size(1) / std::max<int64_t>(k.size(1), 1), 1);
+  const auto repeats = repeats_of(q, k);
   Attention a;
   a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
   const auto keys = ring ? k.size(2) : 0; // a query reads all of them, or those up to its own place

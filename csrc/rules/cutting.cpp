@@ -112,7 +112,7 @@ Cut Cutting::cut_of_readers(const Choice& c, int64_t m) const {
   std::vector<int64_t> out;
   each_row(*t.layout, c.donor_dim, m, [&](Coordinate& at) {
     for (at[m] = 0; at[m] < mesh_.size(m); ++at[m]) {
-      const auto piece = in_units(piece_of(*t.layout, c.donor_dim, size, at, m + 1), each);
+      const auto piece = in_units(piece_of(*t.layout, c.donor_dim, size, at, m + 1).numbers(), each);
       out.push_back(cut_through(reach, piece, size / each, count).length);
     }
   });
@@ -126,47 +126,87 @@ bool Cutting::has_windows(int64_t f) const {
   });
 }
 
-Interval Cutting::piece_of(const Layout& layout, int64_t d, int64_t size, const Coordinate& c, int64_t end) const {
-  Interval piece{0, size};
+namespace {
+
+// chunk() over symbols: a number, unless all pieces are equal.
+SymInterval sym_chunk(const c10::SymInt& size, int64_t pieces, int64_t index) {
+  if (size.is_symbolic() && divides(pieces, size)) {
+    const auto each = size / pieces;
+    return {index ? each * index : c10::SymInt(0), each};
+  }
+  const auto piece = chunk(size.guard_int(__FILE__, __LINE__), pieces, index);
+  return {piece.start, piece.length};
+}
+
+} // namespace
+
+c10::SymInt window_before(const Dim::SymWindow& w, const c10::SymInt& at) {
+  if (at <= w.start) {
+    return 0;
+  }
+  const auto beyond = plus(at, plus(-w.start, w.step - 1));
+  const auto n = w.step == 1 ? beyond : beyond / w.step;
+  return n < w.length ? n : w.length;
+}
+
+SymInterval Cutting::piece_of(const Layout& layout, int64_t d, const c10::SymInt& size, const Coordinate& c, int64_t end) const {
+  SymInterval piece{0, size};
   for (int64_t k = 0; k < end; ++k) {
-    if (layout.placement(k).is_shard(d)) {
-      const auto inside = layout.split(k, piece.length, c);
-      piece = {piece.start + inside[0].start, inside[0].length};
+    if (!layout.placement(k).is_shard(d)) {
+      continue;
     }
+    SymInterval inside;
+    if (piece.length.is_symbolic() && !layout.cut(k) && layout.placement(k).split_factor == 1) {
+      inside = sym_chunk(piece.length, mesh_.size(k), c[k]);
+    } else {
+      const auto run = layout.split(k, piece.length.guard_int(__FILE__, __LINE__), c)[0];
+      inside = {run.start, run.length};
+    }
+    piece = {plus(piece.start, inside.start), inside.length};
   }
   return piece;
 }
 
 Cut Cutting::cut_around(int64_t m, int64_t f) const {
   const auto outer = factor_layout(f);
-  const auto size = factor_size(f).guard_int(__FILE__, __LINE__);
-  std::vector<int64_t> out;
-  bool fits = true;
+  const auto size = factor_size(f);
+  SymSizes out;
+  bool fits = true, even = true;
   each_row(*outer, 0, m, [&](Coordinate& c) {
     const auto whole = piece_of(*outer, 0, size, c, m);
     const auto n = mesh_.size(m);
-    std::vector<int64_t> least(n, whole.start), most(n, whole.start + whole.length);
+    const auto end = plus(whole.start, whole.length);
+    SymSizes least(n, whole.start), most(n, end);
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto d = dim_of(rule_.operands[i].dims, f);
       if (d >= 0 && call_.tensors[i].layout->placement(m).is_shard(d)) {
         fits = fits && bound_boundaries(i, d, m, c, whole, least, most);
       }
     }
-    int64_t start = whole.start;
-    for (int64_t j = 1; j <= n; ++j) {
-      const auto even = j < n ? whole.start + chunk(whole.length, n, j).start : whole.start + whole.length;
-      fits = fits && (j == n || least[j] <= most[j]);
-      const auto next = j < n ? std::max(least[j], std::min(most[j], even)) : even;
+    auto start = whole.start;
+    for (int64_t j = 1; j <= n && fits; ++j) {
+      auto next = end;
+      if (j < n) {
+        fits = least[j] <= most[j];
+        next = plus(whole.start, sym_chunk(whole.length, n, j).start);
+        if (next < least[j] || next > most[j]) {
+          next = next < least[j] ? least[j] : most[j];
+          even = false;
+        }
+      }
       out.push_back(next - start);
       start = next;
     }
   });
-  return fits ? std::make_shared<const std::vector<int64_t>>(std::move(out)) : nullptr;
+  if (!fits || even) {
+    return nullptr;
+  }
+  const auto numbers = guarded(out);
+  return std::make_shared<const std::vector<int64_t>>(numbers.begin(), numbers.end());
 }
 
 bool Cutting::bound_boundaries(
-    size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most)
-    const {
+    size_t i, int64_t d, int64_t m, Coordinate& c, const SymInterval& whole, SymSizes& least, SymSizes& most) const {
   const auto& t = call_.tensors[i];
   const auto& dim = rule_.operands[i].dims[d];
   for (int64_t k = 0; k < m; ++k) {
@@ -175,21 +215,22 @@ bool Cutting::bound_boundaries(
       return false;
     }
   }
-  const auto w = dim.window ? dim.window->numbers() : Dim::Window{0, 1, t.size(d)};
-  const auto held = piece_of(*t.layout, d, t.size(d), c, m);
-  const auto end = held.start + held.length;
-  if (held.length != window_count(w, whole) || (held.length && (w.start + held.start * w.step < whole.start ||
-                                                                w.start + (end - 1) * w.step >= whole.start + whole.length))) {
+  const auto size = t.sym_size(d);
+  const auto w = dim.window ? *dim.window : Dim::SymWindow(0, 1, size);
+  const auto place = [&](const c10::SymInt& at) { return plus(w.start, w.step == 1 ? at : at * w.step); };
+  const auto held = piece_of(*t.layout, d, size, c, m);
+  const auto end = plus(held.start, held.length);
+  if (held.length != window_count(w, whole) ||
+      (held.length != 0 && (place(held.start) < whole.start || place(end - 1) >= plus(whole.start, whole.length)))) {
     return false;
   }
   for (c[m] = 1; c[m] < mesh_.size(m); ++c[m]) {
-    const auto runs = t.layout->split(m, held.length, c);
-    const auto at = held.start + runs[0].start;
-    if (at > held.start) {
-      least[c[m]] = std::max(least[c[m]], w.start + (at - 1) * w.step + 1);
+    const auto at = piece_of(*t.layout, d, size, c, m + 1).start;
+    if (const auto after = at > held.start ? plus(place(at - 1), 1) : least[c[m]]; after > least[c[m]]) {
+      least[c[m]] = after;
     }
-    if (at < end) {
-      most[c[m]] = std::min(most[c[m]], w.start + at * w.step);
+    if (const auto until = at < end ? place(at) : most[c[m]]; until < most[c[m]]) {
+      most[c[m]] = until;
     }
   }
   c[m] = 0;
@@ -232,26 +273,26 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
     return nullptr;
   }
   // The size of each piece at mesh dim m: the sum over the pieces that later mesh dims cut it into.
-  std::vector<int64_t> out;
+  SymSizes out;
   each_row(*layout, 0, m, [&](Coordinate& c) {
     for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
-      out.push_back(measure(*layout, size.guard_int(__FILE__, __LINE__), c, m, dim));
+      out.push_back(measure(*layout, size, c, m, dim));
     }
   });
-  return std::make_shared<const std::vector<int64_t>>(std::move(out));
+  const auto numbers = guarded(out);
+  return std::make_shared<const std::vector<int64_t>>(numbers.begin(), numbers.end());
 }
 
-int64_t Cutting::measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const {
+c10::SymInt Cutting::measure(
+    const Layout& layout, const c10::SymInt& size, const Coordinate& c, int64_t m, const Dim& dim) const {
   const auto piece = piece_of(layout, 0, size, c, m + 1);
-  return (dim.window ? window_count(dim.window->numbers(), piece) : piece.length) * dim.inner.guard_int(__FILE__, __LINE__);
+  const auto count = dim.window ? window_count(*dim.window, piece) : piece.length;
+  return dim.inner == 1 ? count : count * dim.inner;
 }
 
-int64_t Cutting::window_count(const Dim::Window& w, const Interval& piece) {
-  const auto before = [&](int64_t at) { // indices of the window below `at`
-    const auto n = at <= w.start ? 0 : (at - w.start + w.step - 1) / w.step;
-    return std::min(n, w.length);
-  };
-  return before(piece.start + piece.length) - before(piece.start);
+c10::SymInt Cutting::window_count(const Dim::SymWindow& w, const SymInterval& piece) {
+  const auto before = window_before(w, piece.start), until = window_before(w, plus(piece.start, piece.length));
+  return plus(until, -before);
 }
 
 } // namespace shardtensor::rules

@@ -11,6 +11,16 @@ inline Interval in_units(const Interval& piece, int64_t each) {
   return {start, (piece.start + piece.length) / each - start};
 }
 
+// torch cannot trace a symbol plus 0.
+inline c10::SymInt plus(const c10::SymInt& a, const c10::SymInt& b) {
+  const auto is_zero = [](const c10::SymInt& n) { return !n.is_symbolic() && n.as_int_unchecked() == 0; };
+  return is_zero(a) ? b : is_zero(b) ? a : a + b;
+}
+
+// How many indices of the window are below `at`. Symbols are compared, which guards the graph: the result is a number for all
+// sizes for which the window is on the same side of `at`.
+c10::SymInt window_before(const Dim::SymWindow& window, const c10::SymInt& at);
+
 class Cutting {
  public:
   explicit Cutting(const Choices& choices)
@@ -35,20 +45,20 @@ class Cutting {
   bool nested_alike(int64_t m) const;
   // Whether some operand has only a part of the factor.
   bool has_windows(int64_t f) const;
-  Interval piece_of(const Layout& layout, int64_t d, int64_t size, const Coordinate& c, int64_t end) const;
+  // Numbers, unless it is one of equal pieces of a symbol.
+  SymInterval piece_of(const Layout& layout, int64_t d, const c10::SymInt& size, const Coordinate& c, int64_t end) const;
   // A cut of the factor at mesh dim m that keeps the pieces of all operands on their ranks, and is otherwise as even as
   // possible. Null, which is even, if there is none (cat of two tensors with rows on the same ranks).
   Cut cut_around(int64_t m, int64_t f) const;
   // Operand i's pieces stay if each piece j of the factor's interval `whole` begins in [least[j], most[j]]. False: they cannot
   // stay.
   bool bound_boundaries(
-      size_t i, int64_t d, int64_t m, Coordinate& c, Interval whole, std::vector<int64_t>& least, std::vector<int64_t>& most)
-      const;
+      size_t i, int64_t d, int64_t m, Coordinate& c, const SymInterval& whole, SymSizes& least, SymSizes& most) const;
   // The factor's cut that follows the donor's, if the donor is read through windows.
   Cut cut_of_readers(const Choice& c, int64_t m) const;
   // How many indices of the result dim the piece at mesh dims [0, m] makes.
-  int64_t measure(const Layout& layout, int64_t size, const Coordinate& c, int64_t m, const Dim& dim) const;
-  static int64_t window_count(const Dim::Window& w, const Interval& piece);
+  c10::SymInt measure(const Layout& layout, const c10::SymInt& size, const Coordinate& c, int64_t m, const Dim& dim) const;
+  static c10::SymInt window_count(const Dim::SymWindow& w, const SymInterval& piece);
   template <typename F>
   void each_row(const Layout& layout, int64_t d, int64_t m, F f) const;
 

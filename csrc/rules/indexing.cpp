@@ -545,6 +545,7 @@ void register_indexing(Registry& r) {
           "repeat_interleave.Tensor",
       },
       replicate);
+  r.add("indexing", {"masked_scatter_backward"}, replicate, symbols);
   r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>, symbols);
   r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>, symbols);
   r.add(

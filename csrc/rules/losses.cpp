@@ -171,17 +171,17 @@ Nll nll_dims(Rule& rule, int64_t ndim, const Factor& batch) {
 // The classes that a rank holds, and the targets counted from its first class. Targets of other ranks' classes become -1, which
 // the kernel ignores.
 struct Lookup {
-  Interval held;
+  SymInterval held;
   at::Tensor target;
 };
 constexpr int64_t kElsewhere = -1;
 
 Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ignore_index) {
   const auto target = given.to(at::kLong);
-  const auto& at = run.operands[self];
-  const auto class_dim = at.dim() > 1 ? 1 : 0;
-  const auto classes = at.size(class_dim);
-  const auto held = at.layout->intervals(class_dim, classes, run.mesh().coordinate())[0];
+  const auto class_dim = run.operands[self].dim() > 1 ? 1 : 0;
+  const at::Scalar classes(run.operands[self].symbols[class_dim]);
+  const auto held = mine(run, self, class_dim);
+  const at::Scalar first(held.start), end(held.start + held.length);
   const auto counted = target != ignore_index;
   if (!is_traced(target) && target.is_cpu() && target.numel()) {
     const auto bad = at::masked_select(target, counted.logical_and((target < 0).logical_or(target >= classes)));
@@ -190,8 +190,8 @@ Lookup localize(const Run& run, size_t self, const at::Tensor& given, int64_t ig
     at::_assert_async(
         counted.logical_not().logical_or((target >= 0).logical_and(target < classes)).all(), "Target is out of bounds.");
   }
-  const auto here = counted.logical_and(target >= held.start).logical_and(target < held.start + held.length);
-  return {held, at::where(here, target - held.start, kElsewhere)};
+  const auto here = counted.logical_and(target >= first).logical_and(target < end);
+  return {held, at::where(here, target - first, kElsewhere)};
 }
 
 // The factor of the classes.
@@ -402,10 +402,11 @@ Rule ctc(const Call& call) {
 void register_losses(Registry& r) {
   Options real;
   real.takes = kReals;
-  Options weighted = real;
-  weighted.symbols = true;
+  Options symbols = real;
+  symbols.symbols = true;
+  Options weighted = symbols;
   weighted.one_dtype = 0b101; // self, weight
-  Options margins = real;
+  Options margins = symbols;
   margins.one_dtype = 0b10001; // self, weight
   r.add(
       "losses",
@@ -431,10 +432,10 @@ void register_losses(Registry& r) {
   // torch's implementation reads the lengths from memory, or makes plain tensors of them.
   r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.way = Way::Local, .takes = kWideReals});
   r.add("losses", {"multi_margin_loss"}, margin, margins);
-  r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, real);
-  r.add("losses", {"multilabel_margin_loss_forward"}, margin, real);
+  r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, symbols);
+  r.add("losses", {"multilabel_margin_loss_forward"}, margin, symbols);
   r.add("losses", {"nll_loss2d_forward", "nll_loss_forward"}, nll, weighted);
-  r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule, {.symbols = true, .takes = kReals});
+  r.add("losses", {"nll_loss2d_backward", "nll_loss_backward"}, nll_backward_rule, symbols);
 }
 
 } // namespace shardtensor::rules

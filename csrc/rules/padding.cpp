@@ -262,10 +262,10 @@ Rule border_pad_backward(const Call& call) {
 template <int64_t spatial>
 void register_border(
     Registry& r, const char* reflect, const char* reflect_backward, const char* replicate, const char* replicate_backward) {
-  r.add("padding", {reflect}, border_pad<spatial, Beyond::Reflect>);
-  r.add("padding", {reflect_backward}, border_pad_backward<spatial, Beyond::Reflect>);
-  r.add("padding", {replicate}, border_pad<spatial, Beyond::Replicate>);
-  r.add("padding", {replicate_backward}, border_pad_backward<spatial, Beyond::Replicate>);
+  r.add("padding", {reflect}, border_pad<spatial, Beyond::Reflect>, {.symbols = true});
+  r.add("padding", {reflect_backward}, border_pad_backward<spatial, Beyond::Reflect>, {.symbols = true});
+  r.add("padding", {replicate}, border_pad<spatial, Beyond::Replicate>, {.symbols = true});
+  r.add("padding", {replicate_backward}, border_pad_backward<spatial, Beyond::Replicate>, {.symbols = true});
 }
 
 } // namespace

@@ -78,8 +78,8 @@ void give(const Run& run, const std::vector<at::Tensor>& results) {
       auto into = run.arg(i).toTensor();
       const auto& value = results[nth++];
       TORCH_CHECK(
-          into.sizes() == value.sizes(), run.op.schema().name(), ": argument '", arguments[i].name(), "' has sizes ",
-          into.sizes(), " on rank ", run.mesh().rank(), ", the result ", value.sizes(),
+          into.sym_sizes() == value.sym_sizes(), run.op.schema().name(), ": argument '", arguments[i].name(), "' has sizes ",
+          into.sym_sizes(), " on rank ", run.mesh().rank(), ", the result ", value.sym_sizes(),
           "; out= tensors are not resized, pass one that has the result's sizes");
       out.emplace_back(into.copy_(value));
     }

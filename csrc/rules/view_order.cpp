@@ -216,11 +216,11 @@ void register_view_order(Registry& r) {
       },
       squeeze, {.symbols = true});
   r.add("views", {"t", "t_copy"}, t);
-  r.add("views", {"t_"}, in_place<t, unary_kernel<at::t>>);
+  r.add("views", {"t_"}, in_place<t, unary_kernel<at::t>>, {.symbols = true});
   r.add("views", {"transpose.int", "transpose_copy.int"}, transpose);
-  r.add("views", {"transpose_"}, in_place<transpose, transpose_kernel>);
+  r.add("views", {"transpose_"}, in_place<transpose, transpose_kernel>, {.symbols = true});
   r.add("views", {"unsqueeze", "unsqueeze_copy"}, unsqueeze);
-  r.add("views", {"unsqueeze_"}, in_place<unsqueeze, unsqueeze_kernel>);
+  r.add("views", {"unsqueeze_"}, in_place<unsqueeze, unsqueeze_kernel>, {.symbols = true});
 }
 
 } // namespace shardtensor::rules

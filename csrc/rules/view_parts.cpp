@@ -1,6 +1,7 @@
 // Parts of a dim: slices, rows, diagonals, windows; and the ops that write gradients and values into them.
 #include "rules/views.h"
 
+#include "rules/cutting.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
 
@@ -10,18 +11,14 @@
 
 namespace shardtensor::rules {
 
-at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::Window& window, const Interval& piece) {
-  const auto first_from = [&](int64_t at) { // the first index of the window at or after `at`
-    const auto k = at <= window.start ? 0 : (at - window.start + window.step - 1) / window.step;
-    return std::min(k, window.length);
-  };
-  const auto first = first_from(piece.start);
-  const auto end = first_from(piece.start + piece.length);
+at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow& window, const SymInterval& piece) {
+  const auto first = window_before(window, piece.start), end = window_before(window, plus(piece.start, piece.length));
   if (first == end) {
     return x.narrow(dim, 0, 0);
   }
-  const auto start = window.start + first * window.step - piece.start;
-  return x.slice(dim, start, start + (end - first - 1) * window.step + 1, window.step);
+  const auto start = plus(plus(window.start, first * window.step), -piece.start);
+  const auto length = window.step == 1 ? end - first : (end - first - 1) * window.step + 1;
+  return x.slice_symint(dim, start, plus(start, length), window.step);
 }
 
 namespace {
@@ -75,10 +72,10 @@ Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::SymWindow> parts)
 std::vector<at::Tensor> local_windows(const Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto& [dim, windows] = noted<Windows>(run.solution);
-  const auto piece = mine(run, 0, dim).numbers();
+  const auto piece = mine(run, 0, dim);
   std::vector<at::Tensor> out;
   for (const auto& w : windows) {
-    out.push_back(own(run, slice_of_piece(x, dim, w.numbers(), piece)));
+    out.push_back(own(run, slice_of_piece(x, dim, w, piece)));
   }
   return out;
 }
@@ -105,7 +102,7 @@ Rule narrow_copy(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK(x.dim() > 0, "narrow() cannot be applied to a 0-dim tensor.");
   const auto dim = call.dim(1, x.dim());
-  const auto size = x.size(dim), given = call.integer(2), length = call.integer(3);
+  const auto size = x.sym_size(dim), given = call.sym_ints(2)[0], length = call.sym_ints(3)[0];
   TORCH_CHECK_INDEX(
       given >= -size && given <= size, "start out of range (expected to be in range of [", -size, ", ", size, "], but got ",
       given, ")");
@@ -117,12 +114,12 @@ Rule narrow_copy(const Call& call) {
   return rule;
 }
 
-Rule split_into(const Call& call, int64_t dim, const Sizes& lengths) {
+Rule split_into(const Call& call, int64_t dim, const SymSizes& lengths) {
   std::vector<Dim::SymWindow> parts;
-  int64_t start = 0;
-  for (auto length : lengths) {
+  c10::SymInt start = 0;
+  for (const auto& length : lengths) {
     parts.emplace_back(start, 1, length);
-    start += length;
+    start = start + length;
   }
   auto rule = windows(call, dim, parts);
   rule.kernel = split_kernel;
@@ -133,12 +130,12 @@ Rule split(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK(x.dim() > 0, "split expects at least a 1-dimensional tensor");
   const auto dim = call.dim(2, x.dim());
-  const auto each = call.integer(1), size = x.size(dim);
+  const auto each = call.sym_ints(1)[0], size = x.sym_size(dim);
   TORCH_CHECK(
       each > 0 || (each == 0 && size == 0), "split_size can only be 0 if dimension size is 0, but got dimension size of ", size);
-  Sizes lengths;
-  for (int64_t at = 0; at < size; at += each) {
-    lengths.push_back(std::min(each, size - at));
+  SymSizes lengths;
+  for (c10::SymInt at = 0; at < size; at = at + each) {
+    lengths.push_back(at + each <= size ? each : size - at);
   }
   if (lengths.empty()) {
     lengths.push_back(0);
@@ -150,11 +147,11 @@ Rule split_with_sizes(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK(x.dim() > 0, "split expects at least a 1-dimensional tensor");
   const auto dim = call.dim(2, x.dim());
-  const auto lengths = call.ints(1);
+  const auto lengths = call.sym_ints(1);
   TORCH_CHECK(
-      std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) == x.size(dim),
-      "split_with_sizes expects split_sizes to sum exactly to ", x.size(dim), " (input tensor's size at dimension ", dim,
-      "), but got split_sizes=", c10::IntArrayRef(lengths));
+      std::accumulate(lengths.begin(), lengths.end(), c10::SymInt(0)) == x.sym_size(dim),
+      "split_with_sizes expects split_sizes to sum exactly to ", x.sym_size(dim), " (input tensor's size at dimension ", dim,
+      "), but got split_sizes=", c10::SymIntArrayRef(lengths));
   return split_into(call, dim, lengths);
 }
 
@@ -165,6 +162,22 @@ c10::SymInt checked_index(const c10::SymInt& index, int64_t dim, c10::SymIntArra
       index >= -sizes[dim] && index < sizes[dim], "select(): index ", index, " out of range for tensor of size ", sizes,
       " at dimension ", dim);
   return index < 0 ? index + sizes[dim] : index;
+}
+
+// Compares the row with the bounds of all ranks' pieces: the kernel compares it with this rank's, and guards must be alike.
+void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& given) {
+  if (!x.has_symbols() || !x.layout->shards(dim)) {
+    return;
+  }
+  const auto index = checked_index(given, dim, x.sym_sizes());
+  int64_t pieces = 1;
+  for (int64_t m = 0; m < x.layout->ndim(); ++m) {
+    pieces *= x.layout->placement(m).is_shard(dim) ? x.layout->mesh().size(m) : 1;
+  }
+  const auto size = x.sym_size(dim);
+  for (int64_t j = 1; j < pieces && size.is_symbolic() && divides(pieces, size); ++j) {
+    (void)(index >= size / pieces * j);
+  }
 }
 
 // The owner has the row, the others zeros.
@@ -238,6 +251,7 @@ Rule select(const Call& call) {
   const auto dim = call.dim(1, x.dim());
   const auto given = call.sym_ints(2)[0];
   const auto index = given < 0 ? checked_index(given, dim, x.sym_sizes()) : given;
+  guard_place(x, dim, index);
   auto rule = rows(call, dim);
   add_row(rule, dim, index);
   rule.notes = Row{dim, index};
@@ -475,7 +489,7 @@ void slice_backward_kernel(Run& run) {
   const auto& [dim, window, size] = noted<Part>(run.solution);
   const auto& layout = *run.solution.results[0].layout;
   auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
-  slice_of_piece(out, dim, window.numbers(), mine(layout, dim, size).numbers()).copy_(grad);
+  slice_of_piece(out, dim, window, mine(layout, dim, size)).copy_(grad);
   run.returns({out});
 }
 
@@ -594,8 +608,7 @@ Rule unfold_backward(const Call& call) {
 void slice_scatter_kernel(Run& run) {
   const auto& [dim, window, size] = noted<Part>(run.solution);
   auto out = run.arg(0).toTensor().clone();
-  const auto piece = mine(*run.operands[0].layout, dim, size).numbers();
-  slice_of_piece(out, dim, window.numbers(), piece).copy_(run.arg(1).toTensor());
+  slice_of_piece(out, dim, window, mine(*run.operands[0].layout, dim, size)).copy_(run.arg(1).toTensor());
   run.returns({out});
 }
 
@@ -618,13 +631,12 @@ Rule slice_scatter(const Call& call) {
 }
 
 void select_scatter_kernel(Run& run) {
-  const auto sizes = run.operands[0].sizes();
   auto out = run.arg(0).toTensor().clone();
   const auto dim = wrap_dim(run.arg(2).toInt(), out.dim());
-  const auto index = checked_index(run.arg(3).toInt(), dim, symbols(sizes)).expect_int();
-  const auto piece = mine(run, 0, dim).numbers();
+  const auto index = checked_index(run.arg(3).toSymInt(), dim, run.operands[0].symbols);
+  const auto piece = mine(run, 0, dim);
   if (index >= piece.start && index < piece.start + piece.length) {
-    out.select(dim, index - piece.start).copy_(run.arg(1).toTensor());
+    out.select_symint(dim, index - piece.start).copy_(run.arg(1).toTensor());
   }
   run.returns({out});
 }
@@ -633,6 +645,7 @@ Rule select_scatter(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto dim = call.dim(2, x.dim());
+  guard_place(x, dim, call.sym_ints(3)[0]);
   auto dims = fresh_dims(rule, x.dim());
   rule.factors[dim].kernel = true;
   rule.operands.emplace_back(dims);
@@ -681,15 +694,15 @@ void register_view_parts(Registry& r) {
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal, symbols);
   r.add("views", {"diagonal_backward"}, diagonal_backward, symbols);
   r.add("views", {"diagonal_scatter"}, diagonal_scatter);
-  r.add("views", {"narrow_copy"}, narrow_copy);
+  r.add("views", {"narrow_copy"}, narrow_copy, symbols);
   r.add("views", {"select.int", "select_copy.int"}, select, symbols);
   r.add("views", {"select_backward"}, select_backward, symbols);
-  r.add("views", {"select_scatter"}, select_scatter);
+  r.add("views", {"select_scatter"}, select_scatter, symbols);
   r.add("views", {"slice.Tensor", "slice_copy.Tensor"}, slice, symbols);
   r.add("views", {"slice_backward"}, slice_backward, symbols);
   r.add("views", {"slice_scatter"}, slice_scatter, symbols);
-  r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split);
-  r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes);
+  r.add("views", {"split.Tensor", "split_copy.Tensor", "unsafe_split.Tensor"}, split, symbols);
+  r.add("views", {"split_with_sizes", "split_with_sizes_copy", "unsafe_split_with_sizes"}, split_with_sizes, symbols);
   r.add("views", {"unbind.int", "unbind_copy.int"}, unbind);
   r.add("views", {"unfold", "unfold_copy"}, unfold, symbols);
   r.add("views", {"unfold_backward"}, unfold_backward, symbols);

@@ -17,7 +17,10 @@ c10::SymInt common_multiple(const c10::SymInt& a, const c10::SymInt& b) {
   if (a == 1 || a == b) {
     return b;
   }
-  return b == 1 ? a : c10::SymInt(std::lcm(a.guard_int(__FILE__, __LINE__), b.guard_int(__FILE__, __LINE__)));
+  if (b == 1 || a % b == 0) {
+    return a;
+  }
+  return b % a == 0 ? b : c10::SymInt(std::lcm(a.guard_int(__FILE__, __LINE__), b.guard_int(__FILE__, __LINE__)));
 }
 
 // Matches runs of dims whose products are equal. In each run the first dims of both sides share a factor; one index of the
@@ -123,7 +126,7 @@ Rule view_dtype(const Call& call) {
   const auto has = static_cast<int64_t>(c10::elementSize(call.arg(1).toScalarType()));
   auto in = fresh_dims(rule, x.dim());
   auto out = in;
-  Sizes to(x.sizes().begin(), x.sizes().end());
+  auto to = x.sym_sizes();
   if (had != has && x.dim() > 0) {
     const auto d = x.dim() - 1;
     TORCH_CHECK(
@@ -131,7 +134,7 @@ Rule view_dtype(const Call& call) {
         " to view ", x.dtype, " as ", call.arg(1).toScalarType(), " (different element sizes), but got ", to[d]);
     in[d].inner = had < has ? has / had : 1;
     out[d].inner = had > has ? had / has : 1;
-    to[d] = to[d] * had / has;
+    to[d] = had > has ? to[d] * (had / has) : to[d] / (has / had);
   }
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), std::move(to));
@@ -177,9 +180,9 @@ void register_view_reshape(Registry& r) {
   r.add("views", {"_reshape_copy"}, nullptr, {.way = Way::Decomposed});
   r.add("views", {"_unsafe_view", "view_copy"}, view<Told::SizesOfCopy>, {.symbols = true});
   r.add("views", {"view"}, view<Told::Sizes>, {.symbols = true});
-  r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype);
+  r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype, {.symbols = true});
   r.add("views", {"view_as_complex", "view_as_complex_copy"}, view_as_complex);
-  r.add("views", {"view_as_real", "view_as_real_copy"}, view_as_real);
+  r.add("views", {"view_as_real", "view_as_real_copy"}, view_as_real, {.symbols = true});
 }
 
 } // namespace shardtensor::rules

@@ -97,7 +97,7 @@ void undone_kernel(Run& run) {
   for (size_t j = 0; j < n; ++j) {
     const auto d = undone.dims[j];
     if (d >= 0) {
-      x = slice_of_piece(x, d, undone.windows[j], mine(run, 0, d).numbers());
+      x = slice_of_piece(x, d, undone.windows[j], mine(run, 0, d));
       order.push_back(d);
     }
   }

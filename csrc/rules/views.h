@@ -28,6 +28,6 @@ enum class Told { Sizes, SizesOfCopy, Strides };
 Rule reshaped(const Call& call, const SymSizes& to, Told told);
 
 // The indices of `window` that lie in `piece`, as a slice of the piece.
-at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::Window& window, const Interval& piece);
+at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow& window, const SymInterval& piece);
 
 } // namespace shardtensor::rules

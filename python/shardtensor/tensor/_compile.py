@@ -10,7 +10,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._guards import CompileContext, Guard, TracingContext
@@ -27,6 +27,18 @@ if TYPE_CHECKING:
     from shardtensor.tensor._tensor import ShardTensor
 
 
+class Offset(NamedTuple):
+    """A storage offset that is a symbol, as a sum of multiples of the tensor's strides and sizes, since a context holds only numbers."""
+
+    number: int
+    of_strides: tuple[int, ...]
+    of_sizes: tuple[int, ...]
+
+    def __call__(self, sizes: Any, strides: Any) -> Any:
+        terms = [n * times for times, n in zip(self.of_strides + self.of_sizes, (*strides, *sizes), strict=True) if times]
+        return sum(terms, self.number) if self.number else sum(terms[1:], terms[0])  # torch cannot trace a symbol plus 0
+
+
 class ShardOrder(tuple):  # type: ignore[type-arg]
     """A spec's shard_order with torch's entries, plus two facts that torch does not know: every rank's cuts, and the storage
     offset.
@@ -35,9 +47,9 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
     """
 
     cuts: tuple[tuple[int, ...] | None, ...]
-    offset: int
+    offset: int | Offset
 
-    def __new__(cls, entries: Sequence[Any], cuts: Sequence[Sequence[int] | None], offset: int = 0) -> ShardOrder:
+    def __new__(cls, entries: Sequence[Any], cuts: Sequence[Sequence[int] | None], offset: int | Offset = 0) -> ShardOrder:
         self = super().__new__(cls, entries)
         self.cuts = tuple(None if cut is None else tuple(cut) for cut in cuts)
         self.offset = offset
@@ -64,7 +76,7 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
         return f"ShardOrder({tuple(self)!r}, cuts={self.cuts!r}, offset={self.offset!r})"
 
 
-_orders: dict[tuple[int, int], ShardOrder] = {}  # by layout and offset
+_orders: dict[tuple[int, int | Offset], ShardOrder] = {}  # by layout and offset
 _TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
 
@@ -75,7 +87,7 @@ def flatten(t: ShardTensor) -> tuple[list[str], Any]:
             "compiled function, or mark their function with torch.compiler.disable"
         )
     guard_graph()
-    layout, offset = t._layout, int(t.storage_offset())  # a symbol is guarded: a context cannot hold one
+    layout, offset = t._layout, offset_of(t)
     order = _orders.get((layout.id, offset))
     if order is None:
         order = _orders[layout.id, offset] = t._spec.shard_order  # type: ignore[assignment]
@@ -83,10 +95,31 @@ def flatten(t: ShardTensor) -> tuple[list[str], Any]:
     return ["_local_tensor", "device_mesh"], (placements_of(layout), meta, order, t.requires_grad)
 
 
+def offset_of(t: torch.Tensor) -> int | Offset:
+    """The storage offset in a form that a context can hold. A symbol that has no such form is guarded to be a number."""
+    offset = t.storage_offset()
+    if not isinstance(offset, torch.SymInt) or offset.node.maybe_as_int() is not None:
+        return int(offset)
+    rest, found = offset.node.expr.expand(), []
+    for n in (*t.stride(), *t.shape):
+        times = 0
+        if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None:
+            by, symbols = n.node.expr.as_coeff_Mul()
+            times = rest.as_coefficients_dict().get(symbols, 0) / by
+            if not (times and times.is_integer):
+                times = 0
+            rest = (rest - times * n.node.expr).expand()
+        found.append(int(times))
+    if not rest.is_Integer:
+        return int(offset)
+    return Offset(int(rest), tuple(found[: t.ndim]), tuple(found[t.ndim :]))
+
+
 def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> torch.Tensor:
     placements, _meta, order, requires_grad = context
     layout = _layout_of(inner["device_mesh"], placements, len(sizes), order)
-    out = _C.wrap(inner["_local_tensor"], layout, sizes, strides, order.offset)
+    offset = order.offset(sizes, strides) if isinstance(order.offset, Offset) else order.offset
+    out = _C.wrap(inner["_local_tensor"], layout, sizes, strides, offset)
     return out.requires_grad_(requires_grad)
 
 

@@ -52,7 +52,7 @@ class ShardTensorSpec(DTensorSpec):
     """A DTensorSpec with uneven cuts. It never equals a stock spec, so stock DTensor's caches never match a ShardTensor."""
 
     _layout: _C.Layout = None  # type: ignore[assignment]
-    _offset: int = 0  # of the tensor in its storage
+    _offset: int | _compile.Offset = 0  # of the tensor in its storage
 
     def __post_init__(self) -> None:
         if isinstance(self.shard_order, _compile.ShardOrder):  # kept by dataclasses.replace, but wrong now
@@ -623,7 +623,7 @@ def _make_spec(t: ShardTensor) -> ShardTensorSpec:
         placements_of(layout),
         tensor_meta=TensorMeta(t.shape, t.stride(), t.dtype),
         _layout=layout,
-        _offset=int(t.storage_offset()),  # a symbol is guarded: a context cannot hold one
+        _offset=_compile.offset_of(t),
     )
 
 
