@@ -53,7 +53,8 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
 // Arguments of a Fourier transform: (self, dims, normalization, forward or onesided or the result's last size).
 void handle_transform(const Op& op, Stack* stack) {
   using rules::Transform;
-  const auto kind = op.name == "aten::_fft_c2c" ? Transform::C2C : op.name == "aten::_fft_r2c" ? Transform::R2C : Transform::C2R;
+  const auto& last = op.handle.schema().arguments()[3].name();
+  const auto kind = last == "forward" ? Transform::C2C : last == "onesided" ? Transform::R2C : Transform::C2R;
   const auto self = torch::jit::peek(*stack, 0, 4).toTensor();
   const auto* impl = as_shard_tensor(self);
   Sizes dims;
