@@ -132,10 +132,19 @@ namespace {
 SymInterval sym_chunk(const c10::SymInt& size, int64_t pieces, int64_t index) {
   if (size.is_symbolic() && divides(pieces, size)) {
     const auto each = size / pieces;
-    return {index ? each * index : c10::SymInt(0), each};
+    return {index == 0 ? c10::SymInt(0) : index == 1 ? each : each * index, each};
   }
   const auto piece = chunk(size.guard_int(__FILE__, __LINE__), pieces, index);
   return {piece.start, piece.length};
+}
+
+// A cut that depends on the size makes the size a number, and not only its half or the like.
+Cut cut_of(const SymSizes& pieces, const c10::SymInt& size) {
+  if (std::any_of(pieces.begin(), pieces.end(), [](const auto& n) { return !n.maybe_as_int(); })) {
+    size.guard_int(__FILE__, __LINE__);
+  }
+  const auto numbers = guarded(pieces);
+  return std::make_shared<const std::vector<int64_t>>(numbers.begin(), numbers.end());
 }
 
 } // namespace
@@ -194,15 +203,14 @@ Cut Cutting::cut_around(int64_t m, int64_t f) const {
           even = false;
         }
       }
-      out.push_back(next - start);
+      out.push_back(plus(next, -start));
       start = next;
     }
   });
   if (!fits || even) {
     return nullptr;
   }
-  const auto numbers = guarded(out);
-  return std::make_shared<const std::vector<int64_t>>(numbers.begin(), numbers.end());
+  return cut_of(out, size);
 }
 
 bool Cutting::bound_boundaries(
@@ -279,8 +287,7 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
       out.push_back(measure(*layout, size, c, m, dim));
     }
   });
-  const auto numbers = guarded(out);
-  return std::make_shared<const std::vector<int64_t>>(numbers.begin(), numbers.end());
+  return cut_of(out, size);
 }
 
 c10::SymInt Cutting::measure(

@@ -16,8 +16,9 @@ at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow
   if (first == end) {
     return x.narrow(dim, 0, 0);
   }
-  const auto start = plus(plus(window.start, first * window.step), -piece.start);
-  const auto length = window.step == 1 ? end - first : (end - first - 1) * window.step + 1;
+  const auto skipped = window.step == 1 ? first : first * window.step;
+  const auto start = plus(plus(window.start, skipped), -piece.start);
+  const auto length = window.step == 1 ? plus(end, -first) : (end - first - 1) * window.step + 1;
   return x.slice_symint(dim, start, plus(start, length), window.step);
 }
 
