@@ -172,6 +172,9 @@ CASES = {
     "transpose": lambda x, w: x.t() * 1,
     "view_with_an_offset": lambda x, w: x[:, 1:3],
     "output_is_an_alias": lambda x, w: x.view_as(x),
+    "alias_as_complex": lambda x, w: torch.view_as_complex(x.unflatten(1, (3, 2))),
+    "alias_of_a_part_as_complex": lambda x, w: torch.view_as_complex(x.unflatten(1, (3, 2)))[:, 1:],
+    "alias_as_real": lambda x, w: torch.view_as_real(torch.view_as_complex(x.unflatten(1, (3, 2)))),
     "slice_of_the_cut_dim": lambda x, w: x[1:4],
     "row": lambda x, w: x[0],
     "rows_by_index": lambda x, w: x[[0, 2]],
@@ -245,7 +248,7 @@ def _run(function, backend):
     w = spread(torch.randn(6, 6), R, grad=True)
     out = (torch.compile(function, backend=backend, fullgraph=True) if backend else function)(x, w)
     if out.requires_grad:
-        _whole(out.square().sum()).backward()
+        _whole((out.abs() if out.is_complex() else out).square().sum()).backward()
     return out.detach(), [None if t.grad is None else _whole(t.grad) for t in (x, w)], torch.get_rng_state()
 
 

@@ -23,13 +23,37 @@ def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torc
     def alias(base: torch.Tensor, like: torch.Tensor, requires_grad: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not (_C.is_shard_tensor(base) and _C.is_shard_tensor(like)):
             return torchs(base, like, requires_grad, *args, **kwargs)
-        bits = base if base.dtype == like.dtype else base.view(like.dtype)
-        out = bits.as_strided(like.size(), like.stride(), like.storage_offset())
+        out = _seen_as(base, like)
         if requires_grad:
             return out if out.requires_grad else out.requires_grad_()
         return out.detach()
 
     return alias
+
+
+def _seen_as(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The memory of `base` as a tensor like this. A view as a complex or a real dtype has a gradient, a view as another has none."""
+    if like.is_complex() and base.dtype == like.dtype.to_real():
+        if not _holds_pairs(base):
+            sizes, strides = (*like.size(), 2), (*(2 * n for n in like.stride()), 1)
+            return torch.view_as_complex(_strided(base, sizes, strides, 2 * int(like.storage_offset())))
+        base = torch.view_as_complex(base.view(*base.shape[:-1], base.shape[-1] // 2, 2))
+    elif base.is_complex() and like.dtype == base.dtype.to_real():
+        base = torch.view_as_real(base)
+    elif base.dtype != like.dtype:
+        base = base.view(like.dtype)
+    return _strided(base, tuple(like.size()), tuple(like.stride()), int(like.storage_offset()))
+
+
+def _holds_pairs(t: torch.Tensor) -> bool:
+    """Whether its last dim is one of pairs that lie side by side in memory."""
+    return t.ndim > 0 and t.stride(-1) == 1 and not any(n % 2 for n in (t.size(-1), t.storage_offset(), *t.stride()[:-1]))
+
+
+def _strided(t: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
+    if (t.size(), t.stride(), t.storage_offset()) == (sizes, strides, offset):
+        return t.view_as(t)  # the gradient of as_strided may gather
+    return t.as_strided(sizes, strides, offset)
 
 
 def _look_through(wrappers: Any) -> None:
