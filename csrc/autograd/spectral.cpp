@@ -85,9 +85,10 @@ Tensor stft(
     frames = frames * (width < n_fft ? at::constant_pad_nd(*window, {before, n_fft - width - before}) : *window);
   }
   const int64_t by_root_n = normalized;
-  const auto out =
+  auto out =
       is_complex ? at::_fft_c2c(frames, {2}, by_root_n, true) : at::_fft_r2c(frames, {2}, by_root_n, onesided.value_or(true));
-  return self.dim() == 1 ? out.transpose(1, 2).squeeze(0) : out.transpose(1, 2);
+  out.transpose_(1, 2);
+  return self.dim() == 1 ? out.squeeze_(0) : out;
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
