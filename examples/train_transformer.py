@@ -110,20 +110,24 @@ def partition(heads: int) -> Callable[[str, nn.Module, object], None]:
         piece = st.distribute_tensor(whole.data, mesh, placements, sharding_shapes=shapes, src_data_rank=None)
         setattr(module, name, nn.Parameter(piece))
 
+    def summed(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, at once: its gradient is then whole too. Without this, each op decides for itself."""
+        return output.redistribute(placements=[output.placements[0], st.Replicate()])
+
     def apply(name: str, module: nn.Module, mesh) -> None:
         last = name.rpartition(".")[2]
         if last in ("query", "key", "value"):
             cut(module, "weight", 0, mesh, heads)
             cut(module, "bias", 0, mesh, heads)
-        elif last == "out":
-            cut(module, "weight", 1, mesh, heads)
-        elif last == "down":
-            cut(module, "weight", 1, mesh)
+        elif last in ("out", "down"):
+            cut(module, "weight", 1, mesh, heads if last == "out" else None)
+            module.register_forward_hook(summed)
         elif last in ("up", "head"):
             cut(module, "weight", 0, mesh)
             cut(module, "bias", 0, mesh)
         elif last == "token":
             cut(module, "weight", 0, mesh)
+            module.register_forward_hook(summed)
 
     return apply
 

@@ -186,7 +186,7 @@ def test_command_line(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--steps", "2", "--context", "8", "--picture", str(picture)],
+        [*command, "--steps", "2", "--picture", str(picture)],
         capture_output=True,
         text=True,
         check=False,
