@@ -733,10 +733,11 @@ SEVERAL_GRAPHS = {
         "cross_entropy_smoothed_mean", "cross_entropy_smoothed_none", "cross_entropy_smoothed_sum", "unsafe_masked_index",
         "unsafe_masked_put", "var_complex",
     ],
+    "what a rank reads of the others are numbers": ["unfold"],
     "written views that had to move data raise": ["write_row_add", "write_row_sigmoid"],
     "torch before 2.14": [
         "multi_head", "sdpa_3d", "sdpa_3d_causal", "sdpa_broadcast_causal", "sdpa_causal", "sdpa_gqa", "sdpa_math", "sdpa_math_causal",
-        "sdpa_no_batch", "sdpa_no_keys", "sdpa_no_keys_mask_bool", "sdpa_no_queries", "sdpa_query", "unfold",
+        "sdpa_no_batch", "sdpa_no_keys", "sdpa_no_keys_mask_bool", "sdpa_no_queries", "sdpa_query",
     ] if torch.__version__ < "2.14" else [],
     "torch before 2.13": [f"cross_entropy_probabilities_{r}" for r in ("mean", "none", "sum")] if torch.__version__ < "2.13" else [],
 }  # fmt: skip
