@@ -546,6 +546,12 @@ DYNAMIC = {
     "flip_of_rows": lambda x, w: x.flip(0),
     "roll": lambda x, w: x.roll(1, 1),
     "roll_of_rows": lambda x, w: x.roll(1, 0),
+    "cat_of_rows": lambda x, w: torch.cat([x, x, w]),
+    "cat_of_rows_and_a_row": lambda x, w: torch.cat([w[:1], x]) * 2,
+    "rows": lambda x, w: x[1:-1],
+    "rows_apart": lambda x, w: sum(part.sum() for part in x.split([2, x.shape[0] - 2])),
+    "pad_of_rows": lambda x, w: F.pad(x, (0, 0, 1, 2)),
+    "cropped_rows": lambda x, w: F.pad(x, (0, 0, -1, -1)),
     "roll_back": lambda x, w: x.roll(-2, 0),
     "rolled": lambda x, w: x.roll((1, 1), (0, 1)),
     "gather": lambda x, w: x.gather(1, x.argsort(1)),
@@ -637,12 +643,9 @@ if torch.__version__ < "2.14":  # it loses track of a product of symbols
     del DYNAMIC_FAMILIES["diag_embed"]
 if torch.__version__ < "2.13":  # it solves and factors for each length
     del DYNAMIC_FAMILIES["cholesky"], DYNAMIC_FAMILIES["det"]
-# What makes cuts that are not even: a layout's cuts are numbers. And what torch's own code reads as numbers.
+# What needs numbers along a cut dim: cuts that follow no length, and what torch's own code reads as numbers.
 SPECIALISED = {
-    "cat_of_rows": lambda x, w: torch.cat([x, x], 0),
-    "rows": lambda x, w: x[1:-1],
-    "pad_of_rows": lambda x, w: F.pad(x, (0, 0, 1, 2)),
-    "cropped_rows": lambda x, w: F.pad(x, (0, 0, -1, -1)),
+    "both_halves": lambda x, w: x.chunk(2)[1] * 2,
     "prod_of_rows": lambda x, w: x.prod(0),
     "as_strided": lambda x, w: x.as_strided((2, 3), (6, 1)) * 1,
     "interpolate": lambda x, w: F.interpolate(x[:, None], scale_factor=2),
@@ -671,15 +674,16 @@ def _with_row(x):
     return x
 
 
-def dynamic(functions, one_graph, grad=True):
+def dynamic(functions, one_graph, grad=True, beyond=0):
+    """`beyond`: how many rows more than whole pieces, then without the functions of NUMBERS_IF_UNEVEN."""
     several = []
-    tried = list(globals()[functions].items())
+    tried = [(n, f) for n, f in globals()[functions].items() if not (beyond and n in NUMBERS_IF_UNEVEN)]
     if mesh_here().size() > 2 and not os.environ.get("SHARDTENSOR_TEST_ALL"):
         tried = tried[::3]
     for name, function in tried:
         compiled, counter = _counting(function, dynamic=True)
         for pieces in (4, 6, 10):
-            n = pieces * mesh_here().size()
+            n = pieces * mesh_here().size() + beyond
             whole = torch.randn(n, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
             weight = torch.eye(6, dtype=torch.float64) + 1
             results = []
@@ -705,6 +709,18 @@ def test_one_graph_for_all_lengths_in_every_family(pools):
     pools(2).run(f"{__name__}:dynamic", "DYNAMIC_FAMILIES", True, seconds=110)
 
 
+# What a rank reads of others, or the cut of a merged dim, is known as symbols only of equal pieces.
+NUMBERS_IF_UNEVEN = [
+    "reshape_to_rows", "flatten", "flip_of_rows", "roll_of_rows", "roll_back", "rolled", "cumsum_of_rows", "logcumsumexp_of_rows",
+    "embedding_bag", "cdist", "instance_norm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "functions"), [(2, "DYNAMIC"), (3, "DYNAMIC"), (2, "DYNAMIC_FAMILIES")])
+def test_one_graph_for_all_uneven_lengths(pools, world, functions):
+    pools(world).run(f"{__name__}:dynamic", functions, True, beyond=1, seconds=110)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_graph_for_all_lengths_without_gradients(pools, world):
     pools(world).run(f"{__name__}:dynamic", "DYNAMIC_FORWARD", True, grad=False)
@@ -718,14 +734,12 @@ def test_other_ops_are_compiled_for_each_length(pools, world):
 # The families whose every case is compiled once for all lengths, but for those below.
 ONE_GRAPH = ["attention", "indexing", "joins", "losses", "reductions", "views"]
 SEVERAL_GRAPHS = {
-    "a layout's cuts are numbers, if they are not even and depend on the length": [
-        "cat", "cat_legacy_empty", "cat_mixed_dtypes", "cat_of_swapped_halves", "cat_three", "chunk", "chunk_cat", "chunk_cat_rows",
-        "diagonal", "diagonal_batch", "diagonal_below", "diagonal_copy", "diagonal_none", "diagonal_scatter", "diagonal_scatter_batch",
-        "diagonal_scatter_below", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "list_and_slice", "pad", "pad_negative",
-        "pad_value", "prod", "prod_dim", "setitem_list_of", "slice_step", "split_sizes", "split_used", "tensor_split_at", "trace",
-        "write_nested",
+    "cuts that follow no length alone (two lengths, or the shorter of two) are numbers": [
+        "cat", "cat_mixed_dtypes", "cat_of_swapped_halves", "cat_three", "chunk_cat", "chunk_cat_rows", "diagonal", "diagonal_below",
+        "diagonal_copy", "diagonal_none", "diagonal_used", "prod", "prod_dim", "setitem_list_of", "slice_step", "write_nested",
     ],
     "an offset or strides as numbers": [
+        "chunk",
         "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole",
         "slice_negative",
     ],

@@ -67,6 +67,31 @@ def test_explicit(cut, want):
     assert "add up" in l.misfit([sum(cut) + 1])
 
 
+# (size, share, per) of each piece, a size, and what the pieces are then
+FOLLOWING = [
+    ([(0, 1, 1), (0, 0, 1)], 4, [4, 0]),
+    ([(3, 1, 2), (-3, 1, 2)], 9, [6, 3]),
+    ([(0, 1, 6), (0, 4, 6), (0, 1, 6)], 12, [2, 8, 2]),
+    ([(2, 0, 1), (-2, 1, 1)], 5, [2, 3]),
+]
+
+
+@pytest.mark.parametrize(("cut", "size", "want"), FOLLOWING)
+def test_cuts_that_follow_the_size(cut, size, want):
+    l = layout((len(cut),), [S(0)], [cut])
+    assert l.follows_sizes and l.cuts == [cut] and l is not layout((len(cut),), [S(0)], [want])
+    assert [l.local_sizes([size], [c])[0] for c in range(len(cut))] == want
+    starts = [sum(want[:c]) for c in range(len(cut))]
+    assert [l.intervals(0, size, [c]) for c in range(len(cut))] == [[pair] for pair in zip(starts, want, strict=True)]
+    assert l.settled([size]).id == layout((len(cut),), [S(0)], [want]).id
+    assert l.misfit([size]) == ""
+
+
+@pytest.mark.parametrize("cut", [[(0, 1, 2), (0, 1, 2)], [(1, 1, 2), (-1, 1, 2)], [(2, 1, 3), (2, 1, 3), (-4, 1, 3)]])
+def test_chunks_that_follow_the_size_are_even(cut):
+    assert layout((len(cut),), [S(0)], [cut]).is_even
+
+
 def test_nested_rows():
     # The outer cut is 5 + 3; each side is cut differently by the inner mesh dim.
     l = layout((2, 2), [S(0), S(0)], [[5, 3], [4, 1, 0, 3]])

@@ -173,7 +173,7 @@ class Placing {
     for (int64_t i = 0; i < pieces; ++i) {
       sizes.push_back(((i + 1) * count / pieces - i * count / pieces) * group);
     }
-    return std::make_shared<const std::vector<int64_t>>(std::move(sizes));
+    return std::make_shared<const PieceSizes>(std::move(sizes));
   }
 
   // The work of the rank with the most, over what it has if all have the same.

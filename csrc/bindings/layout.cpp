@@ -39,6 +39,33 @@ std::vector<std::pair<int64_t, int64_t>> pairs(const Intervals& runs) {
   return out;
 }
 
+// A cut as Python passes it: sizes, or (size, share, per) of each piece where they follow the extent.
+using CutInPython = std::variant<std::vector<int64_t>, std::vector<std::tuple<int64_t, int64_t, int64_t>>>;
+
+Cut cut_from(const CutInPython& given) {
+  if (const auto* sizes = std::get_if<std::vector<int64_t>>(&given)) {
+    return std::make_shared<const PieceSizes>(*sizes);
+  }
+  auto out = std::make_shared<PieceSizes>();
+  for (const auto& [size, share, per] : std::get<1>(given)) {
+    out->push_back(size);
+    out->shares.push_back(share);
+    out->per = per;
+  }
+  return out;
+}
+
+CutInPython in_python(const PieceSizes& cut) {
+  if (!cut.follows()) {
+    return static_cast<const std::vector<int64_t>&>(cut);
+  }
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> out;
+  for (size_t i = 0; i < cut.size(); ++i) {
+    out.emplace_back(cut[i], cut.shares[i], cut.per);
+  }
+  return out;
+}
+
 Coordinate coordinate_or_mine(const Layout& l, const std::optional<std::vector<int64_t>>& c) {
   return c ? Coordinate(c->begin(), c->end()) : l.mesh().coordinate();
 }
@@ -101,18 +128,18 @@ void register_layout(py::module& m) {
   py::class_<Layout, c10::intrusive_ptr<Layout>>(m, "Layout")
       .def(
           py::init([](const c10::intrusive_ptr<Mesh>& mesh, const std::vector<Tuple>& placements,
-                      const std::vector<std::optional<std::vector<int64_t>>>& cuts) {
+                      const std::vector<std::optional<CutInPython>>& cuts) {
             Placements p;
             for (const auto& t : placements) {
               p.push_back(placement_from(t));
             }
             Cuts c;
-            for (const auto& sizes : cuts) {
-              c.push_back(sizes ? std::make_shared<const std::vector<int64_t>>(*sizes) : nullptr);
+            for (const auto& cut : cuts) {
+              c.push_back(cut ? cut_from(*cut) : nullptr);
             }
             return as_mutable(Layout::make(MeshPtr(mesh), std::move(p), std::move(c)));
           }),
-          py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<std::vector<int64_t>>>{})
+          py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<CutInPython>>{})
       .def_property_readonly("id", &Layout::id)
       .def_property_readonly("mesh", [](const Layout& self) { return as_mutable(self.mesh_ptr()); })
       .def_property_readonly(
@@ -127,13 +154,15 @@ void register_layout(py::module& m) {
       .def_property_readonly(
           "cuts",
           [](const Layout& self) {
-            std::vector<std::optional<std::vector<int64_t>>> out;
+            std::vector<std::optional<CutInPython>> out;
             for (const auto& cut : self.cuts()) {
-              out.push_back(cut ? std::optional(*cut) : std::nullopt);
+              out.push_back(cut ? std::optional(in_python(*cut)) : std::nullopt);
             }
             return out;
           })
       .def_property_readonly("is_even", &Layout::is_even)
+      .def_property_readonly("follows_sizes", &Layout::follows_sizes)
+      .def("settled", [](const Layout& self, const std::vector<int64_t>& sizes) { return as_mutable(self.settled(sizes)); })
       .def_property_readonly("is_replicated", &Layout::is_replicated)
       .def_property_readonly("is_sharded", &Layout::is_sharded)
       .def_property_readonly("has_partial", &Layout::has_partial)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 #include <unordered_map>
 
@@ -33,8 +34,10 @@ size_t hash_of(const Mesh& mesh, const Placements& placements, const Cuts& cuts)
   }
   for (const auto& cut : cuts) {
     if (cut) {
-      for (auto s : *cut) {
-        h = c10::hash_combine(h, static_cast<size_t>(s));
+      for (const auto* list : {static_cast<const std::vector<int64_t>*>(cut.get()), &cut->shares}) {
+        for (auto s : *list) {
+          h = c10::hash_combine(h, static_cast<size_t>(s));
+        }
       }
     }
     h = c10::hash_combine(h, cut != nullptr);
@@ -47,7 +50,21 @@ bool same(const Cuts& a, const Cuts& b) {
       a.begin(), a.end(), b.begin(), b.end(), [](const Cut& x, const Cut& y) { return x == y || (x && y && *x == *y); });
 }
 
-bool is_even(const std::vector<int64_t>& sizes, int64_t pieces) {
+// torch.chunk's pieces of a size of which it is known what it lacks to be a multiple of their number.
+bool chunks_follow(const PieceSizes& sizes, int64_t pieces) {
+  const auto lacks = sizes[0];
+  for (int64_t i = 0; i < pieces; ++i) {
+    if (sizes.shares[i] * pieces != sizes.per || sizes[i] != (i == pieces - 1 ? lacks - lacks * pieces : lacks)) {
+      return false;
+    }
+  }
+  return lacks >= 0 && lacks < pieces;
+}
+
+bool is_even(const PieceSizes& sizes, int64_t pieces) {
+  if (sizes.follows()) {
+    return chunks_follow(sizes, pieces);
+  }
   for (size_t row = 0; row < sizes.size(); row += pieces) {
     int64_t extent = 0;
     for (int64_t i = 0; i < pieces; ++i) {
@@ -127,12 +144,13 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
       for (int64_t r = 0; r < rows; ++r) {
         all.insert(all.end(), cut->begin(), cut->end());
       }
-      cut = std::make_shared<const std::vector<int64_t>>(std::move(all));
+      cut = std::make_shared<const PieceSizes>(std::move(all));
     }
     TORCH_CHECK_VALUE(
         static_cast<int64_t>(cut->size()) == want, "sharding_shapes: mesh dim ", m, " needs ", want, " sizes, got ", cut->size());
+    TORCH_INTERNAL_ASSERT(!cut->follows() || (rows == 1 && cut->shares.size() == cut->size()));
     for (auto s : *cut) {
-      TORCH_CHECK_VALUE(s >= 0, "sharding_shapes: mesh dim ", m, " has the negative size ", s);
+      TORCH_CHECK_VALUE(s >= 0 || cut->follows(), "sharding_shapes: mesh dim ", m, " has the negative size ", s);
     }
     if (shardtensor::is_even(*cut, pieces)) {
       cut = nullptr;
@@ -171,6 +189,7 @@ Layout::Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int6
   for (size_t m = 0; m < placements_.size(); ++m) {
     const auto& p = placements_[m];
     partial_ |= p.is_partial();
+    follows_ |= cuts_[m] && cuts_[m]->follows();
     if (cuts_[m]) {
       const auto row = sizes_per_row(*mesh_, p, static_cast<int64_t>(m));
       int64_t at = 0;
@@ -241,7 +260,12 @@ Interval Layout::piece_at(int64_t m, int64_t extent, int64_t row, int64_t at) co
     return chunk(extent, per_row, at);
   }
   const auto i = row * per_row + at;
-  return {starts_[m][i], (*cuts_[m])[i]};
+  const auto& sizes = *cuts_[m];
+  if (C10_UNLIKELY(sizes.follows())) {
+    const auto shares = std::accumulate(sizes.shares.begin(), sizes.shares.begin() + i, int64_t{0});
+    return {(starts_[m][i] + shares * extent) / sizes.per, (sizes[i] + sizes.shares[i] * extent) / sizes.per};
+  }
+  return {starts_[m][i], sizes[i]};
 }
 
 Interval Layout::piece(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coordinate) const {
@@ -257,6 +281,9 @@ std::pair<int64_t, int64_t> Layout::meeting(
   if (!cuts_[m]) {
     const auto full = (extent + n - 1) / n;
     return {run.start / full, std::min(n, (run.start + run.length - 1) / full + 1)};
+  }
+  if (C10_UNLIKELY(cuts_[m]->follows())) {
+    return {0, n};
   }
   const auto begin = starts_[m].begin() + row_of(m, coordinate) * n, end = begin + n;
   const auto first = std::upper_bound(begin, end, run.start) - 1, last = std::lower_bound(begin, end, run.start + run.length);
@@ -285,6 +312,9 @@ int64_t Layout::split_size(int64_t m, int64_t extent, c10::ArrayRef<int64_t> coo
     return total(split(m, extent, coordinate));
   }
   if (const auto& cut = cuts_[m]) {
+    if (C10_UNLIKELY(cut->follows())) {
+      return piece(m, extent, coordinate).length;
+    }
     return (*cut)[row_of(m, coordinate) * mesh_->size(m) + coordinate[m]];
   }
   return chunk(extent, mesh_->size(m), coordinate[m]).length;
@@ -367,7 +397,7 @@ std::string Layout::misfit(c10::ArrayRef<int64_t> sizes) const {
       why << "mesh dim " << m << " shards tensor dim " << p.dim << " of a tensor with " << sizes.size() << " dims";
       return why.str();
     }
-    if (!cuts_[m]) {
+    if (!cuts_[m] || cuts_[m]->follows()) {
       continue;
     }
     // Each row must add up to the extent that the outer mesh dims leave.
@@ -394,6 +424,25 @@ std::string Layout::misfit(c10::ArrayRef<int64_t> sizes) const {
     }
   }
   return {};
+}
+
+LayoutPtr Layout::settled(c10::ArrayRef<int64_t> sizes) const {
+  if (!follows_) {
+    return LayoutPtr::reclaim_copy(this);
+  }
+  auto cuts = cuts_;
+  for (int64_t m = 0; m < ndim(); ++m) {
+    if (!cuts[m] || !cuts[m]->follows()) {
+      continue;
+    }
+    Coordinate at(ndim(), 0);
+    PieceSizes numbers;
+    for (; at[m] < mesh_->size(m); ++at[m]) {
+      numbers.push_back(split_size(m, extent_before(m, placements_[m].dim, sizes[placements_[m].dim], at), at));
+    }
+    cuts[m] = std::make_shared<const PieceSizes>(std::move(numbers));
+  }
+  return make(mesh_, placements_, std::move(cuts));
 }
 
 LayoutPtr Layout::with(int64_t mesh_dim, Placement placement, Cut cut) const {
@@ -428,7 +477,12 @@ std::string Layout::str() const {
     if (const auto& cut = cuts_[m]) {
       out << "[";
       for (size_t i = 0; i < cut->size() && i < 8; ++i) {
-        out << (i ? "," : "") << (*cut)[i];
+        out << (i ? "," : "");
+        if (cut->follows()) {
+          out << "(" << cut->shares[i] << "n+" << (*cut)[i] << ")/" << cut->per;
+        } else {
+          out << (*cut)[i];
+        }
       }
       out << (cut->size() > 8 ? ",...]" : "]");
     }

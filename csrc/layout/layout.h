@@ -34,7 +34,23 @@ using Sizes = c10::SmallVector<int64_t, 5>;
 // The sizes along one mesh dim. Null is even: torch.chunk's rule for any size. Explicit: one size per coordinate of
 // the mesh dim, one row of them for each coordinate of the earlier mesh dims that cut the same tensor dim. For a strided
 // placement: the sizes of its chunks.
-using Cut = std::shared_ptr<const std::vector<int64_t>>;
+struct PieceSizes : std::vector<int64_t> {
+  using vector::vector;
+  explicit PieceSizes(std::vector<int64_t> sizes) : vector(std::move(sizes)) {}
+
+  // Only in a graph whose sizes are symbols, and not empty there if the pieces follow the extent that is cut: piece i has
+  // ((*this)[i] + shares[i] * extent) / per indices. One row.
+  std::vector<int64_t> shares;
+  int64_t per = 1;
+
+  bool follows() const {
+    return !shares.empty();
+  }
+  bool operator==(const PieceSizes& o) const {
+    return static_cast<const std::vector<int64_t>&>(*this) == o && shares == o.shares && per == o.per;
+  }
+};
+using Cut = std::shared_ptr<const PieceSizes>;
 inline bool same_cut(const Cut& a, const Cut& b) {
   return a == b || (a && b && *a == *b);
 }
@@ -100,6 +116,10 @@ class Layout final : public c10::intrusive_ptr_target {
   bool is_even() const {
     return even_;
   }
+  // Whether some cut follows the sizes, see PieceSizes.
+  bool follows_sizes() const {
+    return follows_;
+  }
   // Bit d: some mesh dim cuts tensor dim d.
   uint64_t sharded_dims() const {
     return sharded_dims_;
@@ -138,6 +158,9 @@ class Layout final : public c10::intrusive_ptr_target {
   Sizes sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const;
   std::vector<Box> boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
 
+  // The same with numbers where a cut follows the sizes.
+  LayoutPtr settled(c10::ArrayRef<int64_t> sizes) const;
+
   // Why a tensor of these sizes cannot have this layout; empty if it can.
   std::string misfit(c10::ArrayRef<int64_t> sizes) const;
 
@@ -168,6 +191,7 @@ class Layout final : public c10::intrusive_ptr_target {
   bool partial_ = false;
   bool sharded_ = false;
   bool even_ = true;
+  bool follows_ = false;
   uint64_t sharded_dims_ = 0;
 };
 

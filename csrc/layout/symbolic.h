@@ -6,6 +6,7 @@
 #include <c10/core/SymInt.h>
 #include <c10/core/SymIntArrayRef.h>
 
+#include <optional>
 #include <vector>
 
 namespace shardtensor {
@@ -30,20 +31,112 @@ inline bool divides(int64_t pieces, const c10::SymInt& n) {
   return (n % pieces).sym_eq(0).guard_bool(__FILE__, __LINE__);
 }
 
-// Layout::extent_before(): a symbol if the cuts are even and divide it, else a number.
+// torch cannot trace a symbol plus 0.
+inline c10::SymInt plus(const c10::SymInt& a, const c10::SymInt& b) {
+  const auto is_zero = [](const c10::SymInt& n) { return n.maybe_as_int() == 0; };
+  return is_zero(a) ? b : is_zero(b) ? a : a + b;
+}
+
+// A run of indices along one dim.
+struct SymInterval {
+  c10::SymInt start, length;
+
+  Interval numbers() const { // which guards the graph
+    return {start.guard_int(__FILE__, __LINE__), length.guard_int(__FILE__, __LINE__)};
+  }
+};
+
+// Pieces by torch.chunk's rule, all of length `full` but for the last, which lacks `missing`.
+struct SymChunks {
+  c10::SymInt full;
+  int64_t missing;
+
+  SymInterval operator()(int64_t pieces, int64_t index) const {
+    return {
+        index == 0   ? c10::SymInt(0)
+        : index == 1 ? full
+                     : full * index,
+        missing != 0 && index == pieces - 1 ? full - missing : full};
+  }
+};
+// Guards the graph to have this remainder. Nothing if more pieces than the last are short: such sizes are small, and numbers.
+inline std::optional<SymChunks> sym_chunks(const c10::SymInt& size, int64_t pieces) {
+  if (!size.is_symbolic()) {
+    return std::nullopt;
+  }
+  if (divides(pieces, size)) {
+    return SymChunks{size / pieces, 0};
+  }
+  const auto missing = pieces - (size % pieces).guard_int(__FILE__, __LINE__);
+  const auto filled = size + missing;
+  if (!divides(pieces, filled) || filled / pieces <= missing) {
+    return std::nullopt;
+  }
+  return SymChunks{filled / pieces, missing};
+}
+// chunk() over symbols.
+inline SymInterval sym_chunk(const c10::SymInt& size, int64_t pieces, int64_t index) {
+  if (const auto chunks = sym_chunks(size, pieces)) {
+    return (*chunks)(pieces, index);
+  }
+  const auto piece = chunk(size.guard_int(__FILE__, __LINE__), pieces, index);
+  return {piece.start, piece.length};
+}
+
+// The pieces of mesh dim m for each of its coordinates, if they can be symbols.
+class SymSplit {
+ public:
+  SymSplit(const Layout& layout, int64_t m, const c10::SymInt& extent) : pieces_(layout.mesh().size(m)) {
+    if (!extent.is_symbolic() || layout.placement(m).split_factor > 1) {
+      return;
+    }
+    if (!layout.cut(m)) {
+      chunks_ = sym_chunks(extent, pieces_);
+    } else if (layout.cut(m)->follows()) {
+      follows_ = layout.cut(m);
+      extent_ = extent;
+    }
+  }
+  explicit operator bool() const {
+    return chunks_ || follows_;
+  }
+  SymInterval operator()(int64_t coordinate) const {
+    if (chunks_) {
+      return (*chunks_)(pieces_, coordinate);
+    }
+    int64_t sizes = 0, shares = 0;
+    for (int64_t i = 0; i < coordinate; ++i) {
+      sizes += (*follows_)[i];
+      shares += follows_->shares[i];
+    }
+    return {of_extent(sizes, shares), of_extent((*follows_)[coordinate], follows_->shares[coordinate])};
+  }
+
+ private:
+  c10::SymInt of_extent(int64_t size, int64_t share) const {
+    if (share == 0) {
+      return size / follows_->per;
+    }
+    const auto n = plus(share == 1 ? extent_ : extent_ * share, size);
+    TORCH_SYM_CHECK((n % follows_->per).sym_eq(0), "shardtensor: the cut of a graph does not fit its size");
+    return follows_->per == 1 ? n : n / follows_->per;
+  }
+
+  int64_t pieces_;
+  std::optional<SymChunks> chunks_;
+  Cut follows_;
+  c10::SymInt extent_ = 0;
+};
+
+// Layout::extent_before() over symbols.
 inline c10::SymInt sym_extent_before(
     const Layout& layout, int64_t mesh_dim, int64_t dim, const c10::SymInt& size, const Coordinate& at) {
   auto extent = size;
   for (int64_t m = 0; m < mesh_dim; ++m) {
-    const auto& p = layout.placement(m);
-    if (!p.is_shard(dim)) {
-      continue;
+    if (layout.placement(m).is_shard(dim)) {
+      const SymSplit split(layout, m, extent);
+      extent = split ? split(at[m]).length : c10::SymInt(layout.split_size(m, extent.guard_int(__FILE__, __LINE__), at));
     }
-    const auto n = layout.mesh().size(m);
-    if (layout.cut(m) || p.split_factor > 1 || !divides(n, extent)) {
-      return layout.extent_before(mesh_dim, dim, size.guard_int(__FILE__, __LINE__), at);
-    }
-    extent = extent / n;
   }
   return extent;
 }
@@ -58,19 +151,17 @@ inline SymSizes sym_local_sizes(const Layout& layout, c10::SymIntArrayRef sizes)
 }
 
 // What this rank holds of `size` indices along `dim`: one run, Layout::intervals() over symbols.
-struct SymInterval {
-  c10::SymInt start, length;
-
-  Interval numbers() const { // which guards the graph
-    return {start.guard_int(__FILE__, __LINE__), length.guard_int(__FILE__, __LINE__)};
-  }
-};
 inline SymInterval mine(const Layout& layout, int64_t dim, const c10::SymInt& size) {
   SymInterval held{0, size};
   for (int64_t m = 0; m < layout.ndim() && held.length.is_symbolic(); ++m) {
     if (layout.placement(m).is_shard(dim)) {
-      held.length = sym_extent_before(layout, m + 1, dim, size, layout.mesh().coordinate());
-      held.start = held.start + held.length * layout.mesh().coordinate()[m];
+      const SymSplit split(layout, m, held.length);
+      if (!split) {
+        held.length = held.length.guard_int(__FILE__, __LINE__);
+        break;
+      }
+      const auto piece = split(layout.mesh().coordinate()[m]);
+      held = {plus(held.start, piece.start), piece.length};
     }
   }
   if (held.length.is_symbolic()) {

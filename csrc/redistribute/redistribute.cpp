@@ -93,8 +93,12 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
       if (step.kind != StepKind::MakePartial) { // MakePartial reads no sizes
         s.sizes = numbers = guarded(sizes);
         s.local = s.local.view_symint(symbols(guarded(s.local.sym_sizes())));
+        s.layout = s.layout->settled(numbers);
+        take_step(s, step, next->settled(numbers));
+      } else {
+        take_step(s, step, next);
       }
-      take_step(s, step, next);
+      s.layout = std::move(next);
     };
     in_step(from, to, step, trace, nothing_due);
   }

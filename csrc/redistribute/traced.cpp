@@ -25,8 +25,12 @@ std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIn
   }
   const auto n = layout.mesh().size(m);
   const auto extent = sym_extent_before(layout, m, p.dim, sizes[p.dim], layout.mesh().coordinate());
-  if (extent.is_symbolic() && !layout.cut(m) && divides(n, extent)) {
-    return Lengths(n, extent / n);
+  if (const SymSplit split(layout, m, extent); split) {
+    Lengths out;
+    for (int64_t c = 0; c < n; ++c) {
+      out.push_back(split(c).length);
+    }
+    return out;
   }
   const auto number = extent.guard_int(__FILE__, __LINE__);
   auto coordinate = layout.mesh().coordinate();
@@ -40,33 +44,32 @@ std::optional<Lengths> lengths_along(const Layout& layout, int64_t m, c10::SymIn
 
 bool alike(const Lengths& lengths) {
   return std::all_of(lengths.begin(), lengths.end(), [&](const SymInt& n) {
-    return n.is_symbolic() || lengths[0].is_symbolic() ? n.is_same(lengths[0]) : n.expect_int() == lengths[0].expect_int();
+    return n.is_same(lengths[0]) || (!n.is_symbolic() && !lengths[0].is_symbolic() && n == lengths[0]);
   });
 }
 
-// The lengths differ, so they are numbers.
-int64_t longest(const Lengths& lengths) {
-  int64_t out = 0;
+const SymInt& longest(const Lengths& lengths) {
+  const auto* out = &lengths[0];
   for (const auto& n : lengths) {
-    out = std::max(out, n.expect_int());
+    out = !n.is_same(*out) && n > *out ? &n : out;
   }
-  return out;
+  return *out;
 }
 
-at::Tensor padded(const at::Tensor& t, int64_t dim, int64_t length) {
+at::Tensor padded(const at::Tensor& t, int64_t dim, const SymInt& length) {
   std::vector<SymInt> pad(2 * (t.dim() - dim), 0);
-  pad.back() = SymInt(length) - t.sym_size(dim);
+  pad.back() = length - t.sym_size(dim);
   return at::constant_pad_nd_symint(t, pad);
 }
 
 // For lengths that differ: whether padding all to the longest costs little; then the backend's own gather or reduce-scatter
 // can be used. Otherwise pieces travel unpadded, in an all-to-all.
 bool worth_padding(const Lengths& lengths) {
-  int64_t total = 0;
+  SymInt total = 0;
   for (const auto& n : lengths) {
-    total += n.expect_int();
+    total = plus(total, n);
   }
-  return longest(lengths) * static_cast<int64_t>(lengths.size()) <= total + total / 4;
+  return longest(lengths) * static_cast<int64_t>(lengths.size() * 4) <= total * 5;
 }
 
 // The product of `sizes` without `dim`.
@@ -162,10 +165,60 @@ at::Tensor exchange(
   return joined(all, received, sizes, src, held);
 }
 
+// From one cut of `dim` to another.
+at::Tensor recut(const at::Tensor& local, int64_t dim, const Lengths& held, const Lengths& wanted, const Mesh& mesh, int64_t m) {
+  const auto me = mesh.coordinate()[m], n = mesh.size(m);
+  const auto ends_of = [](const Lengths& lengths) {
+    Lengths ends{0};
+    for (const auto& length : lengths) {
+      ends.push_back(plus(ends.back(), length));
+    }
+    return ends;
+  };
+  const auto held_ends = ends_of(held), wanted_ends = ends_of(wanted);
+  const auto common = [&](int64_t holder, int64_t wants) -> SymInterval {
+    const auto& start = held_ends[holder] < wanted_ends[wants] ? wanted_ends[wants] : held_ends[holder];
+    const auto& end = held_ends[holder + 1] < wanted_ends[wants + 1] ? held_ends[holder + 1] : wanted_ends[wants + 1];
+    return start < end ? SymInterval{start, plus(end, -start)} : SymInterval{held_ends[holder], 0};
+  };
+  Lengths leaving, coming;
+  std::vector<at::Tensor> parts;
+  for (int64_t c = 0; c < n; ++c) {
+    const auto part = common(me, c);
+    parts.push_back(local.narrow_symint(dim, plus(part.start, -held_ends[me]), part.length));
+    leaving.push_back(part.length);
+    coming.push_back(common(c, me).length);
+  }
+  auto sizes = local.sym_sizes().vec();
+  const auto rest = rest_of(sizes, dim);
+  const auto received = times(coming, rest);
+  return joined(graph::all_to_all(flat(std::move(parts)), received, times(leaving, rest), mesh, m), received, sizes, dim, coming);
+}
+
+// The mesh dim that a step cuts anew along the same tensor dim, if that is all that it does and no other mesh dim cuts there.
+int64_t recuts(const Layout& now, const Layout& next) {
+  int64_t found = -1;
+  for (int64_t m = 0; m < now.ndim(); ++m) {
+    if (now.placement(m) == next.placement(m) && same_cut(now.cut(m), next.cut(m))) {
+      continue;
+    }
+    if (found >= 0 || !now.placement(m).is_shard() || now.placement(m) != next.placement(m)) {
+      return -1;
+    }
+    found = m;
+  }
+  for (int64_t m = 0; m < now.ndim() && found >= 0; ++m) {
+    if (m != found && now.placement(m).is_shard(now.placement(found).dim)) {
+      return -1;
+    }
+  }
+  return found;
+}
+
 at::Tensor slice(const at::Tensor& whole, int64_t dim, const Lengths& lengths, int64_t me) {
   SymInt start = 0;
   for (int64_t c = 0; c < me; ++c) {
-    start = start + lengths[c];
+    start = plus(start, lengths[c]);
   }
   return whole.narrow_symint(dim, start, lengths[me]);
 }
@@ -175,7 +228,7 @@ at::Tensor spread(const at::Tensor& piece, int64_t dim, const Lengths& lengths, 
   SymInt before = 0, after = 0;
   for (int64_t c = 0; c < static_cast<int64_t>(lengths.size()); ++c) {
     auto& side = c < me ? before : after;
-    side = c == me ? side : side + lengths[c];
+    side = c == me ? side : plus(side, lengths[c]);
   }
   std::vector<SymInt> pad(2 * (piece.dim() - dim), 0);
   pad[pad.size() - 2] = before;
@@ -187,12 +240,18 @@ at::Tensor spread(const at::Tensor& piece, int64_t dim, const Lengths& lengths, 
 
 std::optional<at::Tensor> traced_step(
     const at::Tensor& local, const Step& step, const Layout& now, const Layout& next, c10::SymIntArrayRef sizes) {
-  const auto m = step.mesh_dim;
+  const bool moves_pieces = step.kind == StepKind::AllToAll || step.kind == StepKind::Transfer;
+  const auto same_dim = moves_pieces ? recuts(now, next) : -1;
+  const auto m = same_dim >= 0 ? same_dim : step.mesh_dim;
   const auto& mesh = now.mesh();
   if (m < 0 || comm::is_alone(mesh, m)) {
     return std::nullopt;
   }
   const auto &p = now.placement(m), &q = next.placement(m);
+  if (same_dim >= 0) {
+    const auto held = lengths_along(now, m, sizes), wanted = lengths_along(next, m, sizes);
+    return held && wanted ? std::optional(recut(local, p.dim, *held, *wanted, mesh, m)) : std::nullopt;
+  }
   switch (step.kind) {
     case StepKind::AllReduce:
       if (p.reduce == ReduceOp::Norm) {

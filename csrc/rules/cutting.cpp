@@ -1,5 +1,7 @@
 #include "rules/cutting.h"
 
+#include "tensor/symbolic.h"
+
 #include <algorithm>
 
 namespace shardtensor::rules {
@@ -101,7 +103,7 @@ Cut Cutting::factor_cut(int64_t m) const {
   for (auto& s : sizes) {
     s /= inner.guard_int(__FILE__, __LINE__);
   }
-  return std::make_shared<const std::vector<int64_t>>(std::move(sizes));
+  return std::make_shared<const PieceSizes>(std::move(sizes));
 }
 
 Cut Cutting::cut_of_readers(const Choice& c, int64_t m) const {
@@ -116,7 +118,7 @@ Cut Cutting::cut_of_readers(const Choice& c, int64_t m) const {
       out.push_back(cut_through(reach, piece, size / each, count).length);
     }
   });
-  return std::make_shared<const std::vector<int64_t>>(std::move(out));
+  return std::make_shared<const PieceSizes>(std::move(out));
 }
 
 bool Cutting::has_windows(int64_t f) const {
@@ -128,23 +130,16 @@ bool Cutting::has_windows(int64_t f) const {
 
 namespace {
 
-// chunk() over symbols: a number, unless all pieces are equal.
-SymInterval sym_chunk(const c10::SymInt& size, int64_t pieces, int64_t index) {
-  if (size.is_symbolic() && divides(pieces, size)) {
-    const auto each = size / pieces;
-    return {index == 0 ? c10::SymInt(0) : index == 1 ? each : each * index, each};
-  }
-  const auto piece = chunk(size.guard_int(__FILE__, __LINE__), pieces, index);
-  return {piece.start, piece.length};
-}
-
-// A cut that depends on the size makes the size a number, and not only its half or the like.
-Cut cut_of(const SymSizes& pieces, const c10::SymInt& size) {
+// A cut that depends on the size, and does not follow it, makes the size a number, and not only its half or the like.
+Cut cut_of(const SymSizes& pieces, const c10::SymInt& size, int64_t per_row) {
   if (std::any_of(pieces.begin(), pieces.end(), [](const auto& n) { return !n.maybe_as_int(); })) {
+    if (auto follows = static_cast<int64_t>(pieces.size()) == per_row ? cut_that_follows(pieces, size) : nullptr) {
+      return follows;
+    }
     size.guard_int(__FILE__, __LINE__);
   }
   const auto numbers = guarded(pieces);
-  return std::make_shared<const std::vector<int64_t>>(numbers.begin(), numbers.end());
+  return std::make_shared<const PieceSizes>(numbers.begin(), numbers.end());
 }
 
 } // namespace
@@ -165,8 +160,8 @@ SymInterval Cutting::piece_of(const Layout& layout, int64_t d, const c10::SymInt
       continue;
     }
     SymInterval inside;
-    if (piece.length.is_symbolic() && !layout.cut(k) && layout.placement(k).split_factor == 1) {
-      inside = sym_chunk(piece.length, mesh_.size(k), c[k]);
+    if (const SymSplit split(layout, k, piece.length); split) {
+      inside = split(c[k]);
     } else {
       const auto run = layout.split(k, piece.length.guard_int(__FILE__, __LINE__), c)[0];
       inside = {run.start, run.length};
@@ -210,7 +205,7 @@ Cut Cutting::cut_around(int64_t m, int64_t f) const {
   if (!fits || even) {
     return nullptr;
   }
-  return cut_of(out, size);
+  return cut_of(out, size, mesh_.size(m));
 }
 
 bool Cutting::bound_boundaries(
@@ -287,7 +282,8 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
       out.push_back(measure(*layout, size, c, m, dim));
     }
   });
-  return cut_of(out, size);
+  const auto of_factor = dim.window ? dim.window->length : size;
+  return cut_of(out, dim.inner == 1 ? of_factor : of_factor * dim.inner, mesh_.size(m));
 }
 
 c10::SymInt Cutting::measure(

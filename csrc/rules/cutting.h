@@ -11,12 +11,6 @@ inline Interval in_units(const Interval& piece, int64_t each) {
   return {start, (piece.start + piece.length) / each - start};
 }
 
-// torch cannot trace a symbol plus 0.
-inline c10::SymInt plus(const c10::SymInt& a, const c10::SymInt& b) {
-  const auto is_zero = [](const c10::SymInt& n) { return !n.is_symbolic() && n.as_int_unchecked() == 0; };
-  return is_zero(a) ? b : is_zero(b) ? a : a + b;
-}
-
 // How many indices of the window are below `at`. Symbols are compared, which guards the graph: the result is a number for all
 // sizes for which the window is on the same side of `at`.
 c10::SymInt window_before(const Dim::SymWindow& window, const c10::SymInt& at);

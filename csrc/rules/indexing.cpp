@@ -3,6 +3,7 @@
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/resolve.h"
+#include "rules/views.h"
 
 #include <ATen/ATen.h>
 
@@ -448,7 +449,7 @@ Rule take(const Call& call) {
 // The whole's diagonal 0 is this one of the piece.
 c10::SymInt main_diagonal(const Run& run) {
   const auto n = run.operands[0].dim();
-  return mine(run, 0, n - 2).start - mine(run, 0, n - 1).start;
+  return plus(mine(run, 0, n - 2).start, -mine(run, 0, n - 1).start);
 }
 
 template <bool lower>
@@ -488,7 +489,7 @@ Rule triangle(const Call& call) {
 }
 
 void trace_kernel(Run& run) {
-  run.returns({run.arg(0).toTensor().diagonal(main_diagonal(run).guard_int(__FILE__, __LINE__)).sum()});
+  run.returns({diagonal_at(run.arg(0).toTensor(), main_diagonal(run), 0, 1).sum()});
 }
 
 Rule trace(const Call& call) {
@@ -562,7 +563,7 @@ void register_indexing(Registry& r) {
       },
       scatter<Writes::Others>, symbols);
   r.add("indexing", {"take"}, take);
-  r.add("indexing", {"trace"}, trace);
+  r.add("indexing", {"trace"}, trace, {.symbols = true});
   r.add_forms("indexing", {"tril"}, triangle<true>, symbols);
   r.add_forms("indexing", {"triu"}, triangle<false>, symbols);
 }

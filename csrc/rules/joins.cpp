@@ -25,8 +25,8 @@ Rule cat(const Call& call) {
   const auto dim = call.dim(1, n);
   const auto skipped = [&](const TensorArg& t) { return t.dim() == 1 && n > 1 && t.size(0) == 0; }; // as torch does
   bool sharded = false;
-  int64_t total = 0;
-  Sizes sizes;
+  c10::SymInt total = 0;
+  SymSizes sizes;
   for (const auto& t : call.tensors) {
     if (!skipped(t)) {
       TORCH_CHECK(t.dim() == n, "Tensors must have same number of dimensions: got ", n, " and ", t.dim());
@@ -35,8 +35,8 @@ Rule cat(const Call& call) {
   }
   for (const auto& t : call.tensors) {
     if (sharded && !skipped(t)) {
-      total += t.size(dim);
-      sizes.assign(t.sizes().begin(), t.sizes().end());
+      total = plus(total, t.sym_size(dim));
+      sizes = t.sym_sizes();
     }
   }
   auto dims = fresh_dims(rule, n);
@@ -45,7 +45,7 @@ Rule cat(const Call& call) {
   if (sharded) {
     rule.factors[dim].size = total;
   }
-  int64_t start = 0;
+  c10::SymInt start = 0;
   for (const auto& t : call.tensors) {
     if (skipped(t)) {
       rule.operands.emplace_back(Dims(1, Dim(kNone)));
@@ -53,14 +53,14 @@ Rule cat(const Call& call) {
     }
     auto& operand = rule.operands.emplace_back(out);
     if (sharded) {
-      operand.dims[dim].window = Dim::Window{start, 1, t.size(dim)};
-      start += t.size(dim);
+      operand.dims[dim].window = Dim::SymWindow{start, 1, t.sym_size(dim)};
+      start = plus(start, t.sym_size(dim));
     }
   }
   auto& result = rule.results.emplace_back(std::move(out));
   if (sharded) {
     sizes[dim] = total;
-    result.sizes = symbols(sizes);
+    result.sizes = std::move(sizes);
   }
   rule.passes_partial(OperandSet::first(call.tensors.size()));
   return rule;

@@ -26,15 +26,15 @@ void pad_kernel(Run& run) {
     if (!to.shards(d)) {
       continue;
     }
-    const auto held = mine(run, 0, d).numbers();
-    const auto made = mine(to, d, noted<Padded>(run.solution).sizes[d]).numbers();
-    const auto whole_before = pad[2 * i].guard_int(__FILE__, __LINE__);
+    const auto held = mine(run, 0, d), made = mine(to, d, noted<Padded>(run.solution).sizes[d]);
+    const auto shift = plus(plus(pad[2 * i], held.start), -made.start);
     // If both pieces have elements, their offsets decide; an empty piece has no place.
-    const auto before = made.length == 0   ? -held.length
-                        : held.length == 0 ? made.length
-                                           : std::max(whole_before + held.start - made.start, -held.length);
+    const auto before = made.length == 0       ? -held.length
+                        : held.length == 0     ? made.length
+                        : -held.length < shift ? shift
+                                               : -held.length;
     pad[2 * i] = before;
-    pad[2 * i + 1] = made.length - held.length - before;
+    pad[2 * i + 1] = plus(plus(made.length, -held.length), -before);
   }
   run.returns({at::constant_pad_nd_symint(run.arg(0).toTensor(), pad, run.arg(2).toScalar())});
 }

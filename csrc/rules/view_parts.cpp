@@ -22,6 +22,17 @@ at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow
   return x.slice_symint(dim, start, plus(start, length), window.step);
 }
 
+at::Tensor diagonal_at(const at::Tensor& x, const c10::SymInt& offset, int64_t a, int64_t b) {
+  if (const auto number = offset.maybe_as_int()) {
+    return x.diagonal(*number, a, b);
+  }
+  const bool beside = offset > 0;
+  const auto dim = beside ? b : a;
+  const auto skipped = beside ? offset : -offset, size = x.sym_size(dim);
+  const auto rest = skipped < size ? x.narrow_symint(dim, skipped, size - skipped) : x.narrow(dim, 0, 0);
+  return rest.diagonal(0, a, b);
+}
+
 namespace {
 
 // Start, length and step as at::slice computes them: bounds wrapped and clamped.
@@ -120,7 +131,7 @@ Rule split_into(const Call& call, int64_t dim, const SymSizes& lengths) {
   c10::SymInt start = 0;
   for (const auto& length : lengths) {
     parts.emplace_back(start, 1, length);
-    start = start + length;
+    start = plus(start, length);
   }
   auto rule = windows(call, dim, parts);
   rule.kernel = split_kernel;
@@ -135,8 +146,8 @@ Rule split(const Call& call) {
   TORCH_CHECK(
       each > 0 || (each == 0 && size == 0), "split_size can only be 0 if dimension size is 0, but got dimension size of ", size);
   SymSizes lengths;
-  for (c10::SymInt at = 0; at < size; at = at + each) {
-    lengths.push_back(at + each <= size ? each : size - at);
+  for (c10::SymInt at = 0; at < size; at = plus(at, each)) {
+    lengths.push_back(plus(at, each) <= size ? each : plus(size, -at));
   }
   if (lengths.empty()) {
     lengths.push_back(0);
@@ -171,13 +182,30 @@ void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& given) {
     return;
   }
   const auto index = checked_index(given, dim, x.sym_sizes());
-  int64_t pieces = 1;
-  for (int64_t m = 0; m < x.layout->ndim(); ++m) {
-    pieces *= x.layout->placement(m).is_shard(dim) ? x.layout->mesh().size(m) : 1;
-  }
   const auto size = x.sym_size(dim);
-  for (int64_t j = 1; j < pieces && size.is_symbolic() && divides(pieces, size); ++j) {
-    (void)(index >= size / pieces * j);
+  std::vector<c10::SymInt> starts{0};
+  auto each = size;
+  for (int64_t m = 0; m < x.layout->ndim() && each.is_symbolic(); ++m) {
+    if (!x.layout->placement(m).is_shard(dim)) {
+      continue;
+    }
+    const auto n = x.layout->mesh().size(m);
+    const auto chunks = x.layout->cut(m) ? std::nullopt : sym_chunks(each, n);
+    if (!chunks || (chunks->missing != 0 && x.layout->innermost(dim) != m)) {
+      size.guard_int(__FILE__, __LINE__);
+      return;
+    }
+    std::vector<c10::SymInt> next;
+    for (const auto& start : starts) {
+      for (int64_t j = 0; j < n; ++j) {
+        next.push_back(plus(start, (*chunks)(n, j).start));
+      }
+    }
+    starts = std::move(next);
+    each = chunks->full;
+  }
+  for (size_t j = 1; j < starts.size(); ++j) {
+    (void)(index >= starts[j]);
   }
 }
 
@@ -304,8 +332,8 @@ struct CutDiagonal {
 // The part of the diagonal in a piece starts at the piece's first row, or at its first column.
 at::Tensor diagonal_of_piece(const Run& run, const at::Tensor& piece, const Layout& layout) {
   const auto& [d, cut, sizes] = noted<CutDiagonal>(run.solution);
-  const auto start = mine(layout, cut, sizes[cut]).numbers().start;
-  return piece.diagonal(cut == d.a ? d.offset + start : d.offset - start, d.a, d.b);
+  const auto start = mine(layout, cut, sizes[cut]).start;
+  return diagonal_at(piece, plus(d.offset, cut == d.a ? start : -start), d.a, d.b);
 }
 
 void diagonal_kernel(Run& run) {
@@ -694,7 +722,7 @@ void register_view_parts(Registry& r) {
   r.add("views", {"diag_embed"}, diag_embed);
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal, symbols);
   r.add("views", {"diagonal_backward"}, diagonal_backward, symbols);
-  r.add("views", {"diagonal_scatter"}, diagonal_scatter);
+  r.add("views", {"diagonal_scatter"}, diagonal_scatter, symbols);
   r.add("views", {"narrow_copy"}, narrow_copy, symbols);
   r.add("views", {"select.int", "select_copy.int"}, select, symbols);
   r.add("views", {"select_backward"}, select_backward, symbols);

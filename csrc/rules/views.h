@@ -11,6 +11,9 @@ Geometry strides_of(c10::ArrayRef<int64_t> dims);
 // 0 to n - 1
 Sizes identity(int64_t n);
 
+// The diagonal of dims a and b; torch's op takes no symbol.
+at::Tensor diagonal_at(const at::Tensor& x, const c10::SymInt& offset, int64_t a, int64_t b);
+
 // The view itself, or a copy of it: the *_copy forms share the kernels of the views.
 at::Tensor own(const Run& run, at::Tensor view);
 

@@ -36,6 +36,22 @@ Sizes hints_of(c10::SymIntArrayRef symbols) {
   return out;
 }
 
+Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size) {
+  if (!size.is_symbolic()) {
+    return nullptr;
+  }
+  pybind11::gil_scoped_acquire gil;
+  const auto found = pybind11::module_::import("shardtensor.tensor._compile").attr("shares_of")(pieces.vec(), size);
+  if (found.is_none()) {
+    return nullptr;
+  }
+  auto [sizes, shares, per] = pybind11::object(found).cast<std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>>();
+  auto out = std::make_shared<PieceSizes>(std::move(sizes));
+  out->shares = std::move(shares);
+  out->per = per;
+  return out;
+}
+
 SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local) {
   auto out = local.vec();
   for (int64_t m = 0; m < layout.ndim(); ++m) {

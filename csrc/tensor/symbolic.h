@@ -16,8 +16,11 @@ inline bool is_symbolic(const at::TensorBase& t) {
 
 // Whether any of its sizes is still a symbol, not guarded to be a number.
 inline bool has_symbols(const at::TensorBase& t) {
+  if (C10_LIKELY(!is_symbolic(t))) {
+    return false;
+  }
   const auto sizes = t.sym_sizes();
-  return is_symbolic(t) && std::any_of(sizes.begin(), sizes.end(), [](const auto& n) { return !n.maybe_as_int(); });
+  return std::any_of(sizes.begin(), sizes.end(), [](const auto& n) { return !n.maybe_as_int(); });
 }
 
 // Sizes, strides and offsets as numbers, or as a graph's symbols: the type parameter of code that takes either.
@@ -74,6 +77,9 @@ at::Tensor in_numbers(const at::Tensor& t);
 // ranks, so do not decide about communication by it.
 int64_t hint_of(const c10::SymInt& n);
 Sizes hints_of(c10::SymIntArrayRef symbols);
+
+// The cut of a dim of this size into these pieces, if they follow the size (see PieceSizes); else null.
+Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size);
 
 // Layout::sizes_of_equal_pieces() over symbols.
 SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local);

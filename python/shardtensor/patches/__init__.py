@@ -22,6 +22,7 @@ from shardtensor.patches import (
     pipelines,
     runtime,
     saved_tensors,
+    symbols,
 )
 
 
@@ -37,4 +38,5 @@ def install() -> None:
     when_imported("torch._meta_registrations", meta_kernels.patch)
     when_imported("torch._functorch.partitioners", partitioners.patch)
     when_imported("torch.distributed.tensor.parallel.ddp", ddp.patch)
+    when_imported("torch.fx.experimental.proxy_tensor", symbols.patch)
     when_imported("torch.utils.flop_counter", flops.patch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,20 +118,51 @@ def offset_of(t: torch.Tensor) -> int | Offset:
 
 def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> torch.Tensor:
     placements, _meta, order, requires_grad = context
-    layout = _layout_of(inner["device_mesh"], placements, len(sizes), order)
+    layout = _layout_of(inner["device_mesh"], placements, sizes, order)
     offset = order.offset(sizes, strides) if isinstance(order.offset, Offset) else order.offset
     out = _C.wrap(inner["_local_tensor"], layout, sizes, strides, offset)
     return out.requires_grad_(requires_grad)
 
 
-def _layout_of(mesh: Any, placements: tuple[Placement, ...], ndim: int, order: ShardOrder) -> _C.Layout:
+def _layout_of(mesh: Any, placements: tuple[Placement, ...], sizes: Any, order: ShardOrder) -> _C.Layout:
     known = order.__dict__.get("_layout")  # for the mesh and placements of the last call
     if known is not None and known[0] is mesh and known[1] == placements:
-        return known[2]  # type: ignore[no-any-return]
-    cuts = order.cuts if any(order.cuts) else ()
-    layout = make_layout(mesh, placements, ndim, cuts, who="ShardTensor.__tensor_unflatten__")
-    order.__dict__["_layout"] = mesh, placements, layout
-    return layout
+        layout = known[2]
+    else:
+        cuts = order.cuts if any(order.cuts) else ()
+        layout = make_layout(mesh, placements, len(sizes), cuts, who="ShardTensor.__tensor_unflatten__")
+        order.__dict__["_layout"] = mesh, placements, layout
+    if layout.follows_sizes and not any(isinstance(n, torch.SymInt) for n in sizes):
+        return layout.settled(sizes)  # type: ignore[no-any-return]
+    return layout  # type: ignore[no-any-return]
+
+
+def shares_of(pieces: list[Any], size: torch.SymInt) -> tuple[list[int], list[int], int] | None:
+    """How pieces follow from the size that they cut: piece i has (sizes[i] + shares[i] * size) / per indices. None if they do not."""
+    import sympy  # type: ignore[import-untyped]  # noqa: PLC0415  slow
+    from torch.utils._sympy.functions import FloorDiv  # noqa: PLC0415  slow: sympy
+
+    env = size.node.shape_env
+
+    def exact(n: Any) -> Any:
+        """As an expression without floors: each division's remainder is a number of the graph."""
+        expression = n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n)
+        for division in expression.atoms(FloorDiv):
+            numerator, divisor = division.args
+            if divisor.is_Integer:
+                expression = expression.xreplace({division: (numerator - env.evaluate_expr(sympy.Mod(numerator, divisor))) / divisor})
+        return expression.expand()
+
+    whole = exact(size)
+    if whole.is_number:
+        return None
+    leading, times = max(((term, n) for term, n in whole.as_coefficients_dict().items() if not term.is_number), key=lambda t: str(t[0]))
+    shares = [exact(n).as_coefficients_dict().get(leading, sympy.Integer(0)) / times for n in pieces]
+    sizes = [(exact(n) - share * whole).expand() for n, share in zip(pieces, shares, strict=True)]
+    if not all(n.is_Rational for n in (*sizes, *shares)):
+        return None
+    per = math.lcm(*(int(n.q) for n in (*sizes, *shares)))
+    return [int(n * per) for n in sizes], [int(n * per) for n in shares], per
 
 
 def tangent(t: ShardTensor) -> ShardTensor:
@@ -145,7 +177,7 @@ def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTenso
     if expected_type is not None:
         return None
     placements, _meta, order, _requires_grad = context
-    layout = _layout_of(as_device_mesh(t._layout.mesh), placements, t.ndim, order)
+    layout = _layout_of(as_device_mesh(t._layout.mesh), placements, t.shape, order)
     return _C.redistribute(t, layout)  # type: ignore[return-value]
 
 
