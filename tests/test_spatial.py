@@ -906,6 +906,37 @@ def run_compiled(ranks: list[int], cut: list[int], dynamic: bool) -> None:
             compare(g, w, 1e-9, "gradient")
 
 
+READ_BY_VALUES: dict[str, Callable[[Any, Any], Any]] = {
+    "unpool": lambda x, g: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "sample": lambda x, g: F.grid_sample(x, g, align_corners=False),
+    "fractional": lambda x, g: F.fractional_max_pool2d(x, 2, 3, _random_samples=(g[:, :2, 0] * 0 + 0.3).detach()),
+    "global": lambda x, g: F.adaptive_max_pool2d(x, 1),
+    "repeat": lambda x, g: x.repeat(1, 1, 2, 1),
+    "scans": lambda x, g: x.cumsum(2) + x.cumprod(2) + x.cummax(2).values,
+}
+
+
+def run_values_compiled() -> None:
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    for name, function in READ_BY_VALUES.items():
+        torch._dynamo.reset()
+        whole = [numbers(random.Random(1), 1, 2, 10, 6).requires_grad_(), numbers(random.Random(2), 1, 5, 4, 2).tanh()]
+        x, grid = place(whole[0], mesh, [Shard(2)], [[4, 0, 6]]).requires_grad_(), place(whole[1], mesh, [Replicate()], [None])
+        y, want = torch.compile(function, backend="aot_eager", dynamic=False)(x, grid), function(*whole)
+        compare(y, want.detach(), 1e-9, name)
+        upstream = numbers(random.Random(3), *want.shape)
+        held = [Replicate() if p.is_partial() else p for p in y.placements]
+        (g,) = torch.autograd.grad(y, x, place(upstream, mesh, held, y._layout.cuts))
+        compare(g, torch.autograd.grad(want, whole[0], upstream)[0], 1e-9, f"gradient of {name}")
+
+
+def test_values_compiled(pools):
+    pools(3).run(f"{__name__}:run_values_compiled", seconds=100)
+
+
 def turned(x: torch.Tensor) -> torch.Tensor:
     return x.flip(1).roll(2, 1).rot90(1, (1, 2)).flip(0, 2)
 
