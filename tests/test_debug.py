@@ -138,6 +138,9 @@ def a_halo_is_part_of_its_op():
         torch.autograd.grad(y, image, y.detach())
         with pytest.raises(RuntimeError, match=r"(?s)aten::_fft_r2c, argument 'self'.*redistribute"):
             torch.fft.fft(image, dim=2)  # its result is cut along another dim
+        wide = distribute_tensor(torch.randn(1, 1, 8, 6, dtype=torch.float64), x.device_mesh, [Shard(3)])
+        with pytest.raises(RuntimeError, match=r"(?s)aten::im2col, argument 'self': S\(3\).*-> S\(2\).*redistribute"):
+            torch.nn.functional.unfold(wide, 3)  # rows of blocks are cut instead
 
 
 def halos_are_told():

@@ -937,6 +937,25 @@ def test_values_compiled(pools):
     pools(3).run(f"{__name__}:run_values_compiled", seconds=100)
 
 
+def run_on_meta() -> None:
+    """Sizes without values: nothing can be asked of them."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = [numbers(random.Random(1), 1, 2, 10, 6), numbers(random.Random(2), 1, 5, 4, 2)]
+    x, grid = (place(t.to("meta"), mesh, [p], [c]) for t, p, c in zip(whole, (Shard(2), Replicate()), ([4, 0, 6], None), strict=True))
+    for name, function in READ_BY_VALUES.items():
+        y = function(x.requires_grad_(), grid)
+        assert y.is_meta and y.shape == function(*whole).shape, name
+        (g,) = torch.autograd.grad(y, x, torch.empty_like(y).detach())
+        assert g._layout == x._layout, f"{name}: {g._layout}"
+
+
+def test_on_meta(pools):
+    pools(3).run(f"{__name__}:run_on_meta")
+
+
 def turned(x: torch.Tensor) -> torch.Tensor:
     return x.flip(1).roll(2, 1).rot90(1, (1, 2)).flip(0, 2)
 

@@ -1,6 +1,5 @@
 // Pooling. Space may be cut. Max and average pooling, also adaptive, read halos. So do fractional pools: their windows lie where
 // samples say, but not far from where windows of one step would. max_unpool sends each value to the rank that holds its place.
-#include "comm/values.h"
 #include "redistribute/identity.h"
 #include "rules/bands.h"
 #include "rules/empties.h"
@@ -711,7 +710,7 @@ void unpool_kernel(Run& run) {
   if (!cuts_space(layout, plane)) {
     return call_op_nonempty(run);
   }
-  if (is_traced(values)) {
+  if (!may_ask_values(values)) {
     run.arg(0) = whole_planes(run, 0, plane.lead);
     run.arg(1) = whole_planes(run, 1, plane.lead);
     call_op_nonempty(run);
@@ -749,7 +748,7 @@ void pick_kernel(Run& run) {
   if (!cuts_space(held, plane)) {
     return call_op_nonempty(run);
   }
-  if (is_traced(planes)) {
+  if (!may_ask_values(planes)) {
     run.arg(0) = whole_planes(run, 0, plane.lead);
     return call_op_nonempty(run);
   }

@@ -7,7 +7,6 @@
 #include "rules/windows.h"
 
 #include "comm/comm.h"
-#include "comm/values.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -246,7 +245,7 @@ bool cuts_space(const Layout& layout) {
 }
 
 void sample_kernel(Run& run) {
-  if (is_traced(run.arg(0).toTensor())) {
+  if (!may_ask_values(run.arg(0).toTensor())) {
     run.arg(0) = whole_planes(run, 0, kLead);
   } else if (cuts_space(*run.operands[0].layout)) {
     const Reading reading(run, 0, run.arg(1).toTensor(), how_of(run));
@@ -264,7 +263,7 @@ void sample_backward_kernel(Run& run) {
   const auto input = run.arg(1).toTensor(), grid = run.arg(2).toTensor();
   const bool wanted = run.arg(argument(run, "output_mask")).toBoolList()[0];
   std::optional<Reading> reading;
-  if (is_traced(input)) {
+  if (!may_ask_values(input)) {
     run.arg(1) = whole_planes(run, 1, kLead);
   } else {
     reading.emplace(run, 1, grid, how_of(run));

@@ -1,5 +1,6 @@
 #include "rules/windows.h"
 
+#include "comm/values.h"
 #include "redistribute/redistribute.h"
 #include "rules/empties.h"
 
@@ -48,6 +49,10 @@ std::vector<c10::IValue> results_of_op(const Run& run) {
   std::vector<c10::IValue> stack(run.stack.begin() + static_cast<int64_t>(run.base()), run.stack.end());
   run.op.callBoxed(&stack);
   return stack;
+}
+
+bool may_ask_values(const at::Tensor& piece) {
+  return !is_traced(piece) && !piece.is_meta();
 }
 
 at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead) {

@@ -73,8 +73,9 @@ at::Tensor stand_in(const Run& run, size_t operand, int64_t lead, int64_t first,
 // The results of the op itself on its arguments, which stay on the stack.
 std::vector<c10::IValue> results_of_op(const Run& run);
 
-// An operand, in its layout, with its dims from `lead` on whole on every rank. For graphs, which have no messages of a size that
-// values decide.
+// Whether values can decide what is sent: not in a graph, and not of tensors on the meta device.
+bool may_ask_values(const at::Tensor& piece);
+// For where they cannot: an operand, in its layout, with its dims from `lead` on whole on every rank.
 at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead);
 
 // A list of integers with one per dim of space, or one for all.
