@@ -719,9 +719,6 @@ void unpool_kernel(Run& run) {
   }
   const auto count = c10::multiply_integers(plane.sizes);
   const auto at = index.flatten();
-  TORCH_CHECK(
-      at.numel() == 0 || at::logical_and(at.ge(0), at.lt(count)).all().item<bool>(), run.op.schema().name(),
-      ": an index is not in 0 .. ", count - 1, ", the places of a plane of ", plane.sizes, " (rank ", run.mesh().rank(), ")");
   const Routed routed(layout, plane.lead, plane.sizes, unraveled(at, plane.sizes));
   const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
   const auto arrived = routed.there(values.flatten());

@@ -49,6 +49,10 @@ Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const
   const auto options = at[0].options();
   std::vector<Coordinate> owners{mesh.coordinate()};
   auto owner = at::zeros_like(at[0]);
+  auto outside = at::zeros_like(at[0], options.dtype(at::kBool));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    outside = outside.logical_or(at[i].lt(0)).logical_or(at[i].ge(sizes[i]));
+  }
   for (size_t i = 0; i < sizes.size(); ++i) {
     const auto d = lead + static_cast<int64_t>(i);
     std::vector<int64_t> ends;
@@ -59,7 +63,7 @@ Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const
     if (ends.size() == 1) {
       continue;
     }
-    const auto piece = at::bucketize(at[i], at::tensor(ends, at::kLong).to(options.device()), false, true);
+    const auto piece = at::bucketize(at[i].clamp(0, sizes[i] - 1), at::tensor(ends, at::kLong).to(options.device()), false, true);
     owner = owner.mul(static_cast<int64_t>(ends.size())).add(piece);
     std::vector<Coordinate> next;
     for (const auto& c : owners) {
@@ -84,13 +88,19 @@ Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const
     owner = at::tensor(places, at::kLong).to(options.device()).index_select(0, owner);
   }
   order_ = std::get<1>(owner.sort(/*stable=*/true, 0, false));
-  const auto counts = at::bincount(owner, {}, static_cast<int64_t>(ranks_.size()));
-  const std::vector<int64_t> one(ranks_.size(), 1);
-  const auto come = exchanged(counts, one, one);
-  const auto both = at::stack({counts, come}).cpu();
+  const auto n = static_cast<int64_t>(ranks_.size());
+  const auto counts = at::stack({at::bincount(owner, {}, n), outside.any().to(at::kLong).expand(n)}, 1);
+  const std::vector<int64_t> two(ranks_.size(), 2);
+  const auto come = exchanged(counts.flatten(), two, two);
+  const auto both = at::cat({counts.flatten(), come}).cpu();
   const auto* numbers = both.const_data_ptr<int64_t>();
-  sent_.assign(numbers, numbers + ranks_.size());
-  arrived_.assign(numbers + ranks_.size(), numbers + 2 * ranks_.size());
+  for (int64_t k = 0; k < n; ++k) {
+    TORCH_CHECK(
+        numbers[2 * (n + k) + 1] == 0, "an index of rank ", ranks_[k], " lies outside of the planes of ", sizes, " (rank ",
+        mesh.rank(), ")");
+    sent_.push_back(numbers[2 * k]);
+    arrived_.push_back(numbers[2 * (n + k)]);
+  }
 }
 
 // `rows`: out[i] for the i-th rank, one after the other -> in[i] from each.

@@ -13,8 +13,8 @@ namespace shardtensor::rules {
 class Routed {
  public:
   // The owners: ranks with pieces of `layout`, a tensor whose dims from `lead` on have these sizes, cut into one run per rank.
-  // `at`: the items' indices along each of those dims, inside of them. Ranks that differ along other dims do not meet. Every
-  // rank of the mesh calls it.
+  // `at`: the items' indices along each of those dims. Ranks that differ along other dims do not meet. Every rank of the mesh
+  // calls it. Raises if an index lies outside, on all ranks that meet.
   Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const std::vector<at::Tensor>& at);
 
   // A row for each of this rank's items -> the rows of the items that this rank owns, ordered by the rank they come from.
