@@ -1,10 +1,8 @@
 #include "rules/routed.h"
 
 #include "comm/comm.h"
-#include "redistribute/watch.h"
 
 #include <ATen/ATen.h>
-#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <numeric>
@@ -44,7 +42,7 @@ std::vector<T> without(std::vector<T> list, size_t i) {
 } // namespace
 
 Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const std::vector<at::Tensor>& at)
-    : layout_(LayoutPtr::reclaim_copy(&layout)), sizes_(sizes.begin(), sizes.end()) {
+    : layout_(LayoutPtr::reclaim_copy(&layout)) {
   const auto& mesh = layout.mesh();
   const auto options = at[0].options();
   std::vector<Coordinate> owners{mesh.coordinate()};

@@ -26,7 +26,6 @@ class Routed {
   at::Tensor exchanged(const at::Tensor& rows, const std::vector<int64_t>& out, const std::vector<int64_t>& in) const;
 
   LayoutPtr layout_;
-  Sizes sizes_;                // for those who watch
   std::vector<int64_t> ranks_; // ascending, this rank among them
   size_t me_ = 0;
   at::Tensor order_;                    // the items, sorted by owner
