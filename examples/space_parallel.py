@@ -9,16 +9,16 @@ also strided and transposed ones, fetch the rows that they need across the cuts.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from train_transformer import Progress, launch
+from train_transformer import descend, run_on_field
 
 HEIGHT, WIDTH = 52, 40
 
@@ -76,38 +76,25 @@ def train(
         fields = read(file, mesh, [Shard(1)], sharding_shapes={0: rows_of(mesh.size())}, dtype=dtype)  # each rank its rows
         sync_module_over_mesh(model.to(device), mesh)
 
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=rate), []
-    for step in range(steps):
+    def loss_at(step: int) -> torch.Tensor:
         now, then = fields[step][None, None], fields[step + 1][None, None]
         loss = ((model(now) - then) ** 2).mean()
-        optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        report(losses[-1])
-    return losses
+        return loss
+
+    return descend(loss_at, torch.optim.AdamW(model.parameters(), lr=rate), steps=steps, report=report)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
-    device = launch()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
-    if rank == 0:
-        print(f"{HEIGHT} rows in parts of {rows_of(ranks)} on {ranks} ranks, {device or 'cpu, without shardtensor'}")
+def train_in_scratch(device: str | None, **more: Any) -> list[float]:
     with tempfile.TemporaryDirectory() as mine:
         folder = [mine]
         if device:
             dist.broadcast_object_list(folder)  # the first rank's
-        losses = train(device, steps=steps, folder=folder[0], report=Progress(steps, rank == 0))
+        losses = train(device, folder=folder[0], **more)
         if device:
             dist.barrier()
-    if rank == 0:
-        print(f"loss {losses[0]:.6f} at first, {losses[-1]:.6f} at last")
-    if device:
-        dist.destroy_process_group()
+    return losses
 
 
 if __name__ == "__main__":
-    main()
+    run_on_field(train_in_scratch, __doc__, lambda ranks: f"{HEIGHT} rows in parts of {rows_of(ranks)} on {ranks} ranks")

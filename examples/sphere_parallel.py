@@ -10,7 +10,6 @@ of that dim, and after it the orders and degrees of the harmonics: exchanges wit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from train_transformer import Progress, launch
+from train_transformer import descend, run_on_field
 
 LATITUDES, LONGITUDES, DEGREES = 19, 33, 13  # no number of ranks divides them
 
@@ -130,33 +129,16 @@ def train(device: str | None, *, steps: int = 60, rate: float = 1e-2, report: Ca
         model = st.distribute_module(model.to(device), mesh, cut_weights)
         data = [st.distribute_tensor(t, mesh, [st.Shard(2), st.Shard(3)]) for t in data]
         modes.enter_context(st.strict_mode())  # an op that would gather raises
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=rate), []
+
+    def loss_at(step: int) -> torch.Tensor:
+        at = slice(step % 4 * 2, step % 4 * 2 + 2)
+        loss = ((model(data[0][at]) - data[1][at]) ** 2).mean()
+        loss.backward()
+        return loss
+
     with modes:
-        for step in range(steps):
-            at = slice(step % 4 * 2, step % 4 * 2 + 2)
-            loss = ((model(data[0][at]) - data[1][at]) ** 2).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            report(losses[-1])
-    return losses
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
-    device = launch()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
-    if rank == 0:
-        print(f"{LATITUDES} x {LONGITUDES} points on {' x '.join(map(str, rows_and_columns(ranks)))} ranks, {device or 'cpu, without shardtensor'}")
-    losses = train(device, steps=steps, report=Progress(steps, rank == 0))
-    if rank == 0:
-        print(f"loss {losses[0]:.6f} at first, {losses[-1]:.6f} at last")
-    if device:
-        dist.destroy_process_group()
+        return descend(loss_at, torch.optim.AdamW(model.parameters(), lr=rate), steps=steps, report=report)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_field(train, __doc__, lambda n: f"{LATITUDES} x {LONGITUDES} points on {' x '.join(map(str, rows_and_columns(n)))} ranks")

@@ -161,6 +161,24 @@ def mean_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> 
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
+def descend(
+    loss_at: Callable[[int], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    first: int = 0,
+    report: Callable[[float], None] = lambda loss: None,
+) -> list[float]:
+    """The loss of every step. `loss_at` runs the backward pass too."""
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        losses.append(loss_at(step).item())
+        optimizer.step()
+        report(losses[-1])
+    return losses
+
+
 def fit(
     loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
@@ -169,17 +187,10 @@ def fit(
     steps: int = 100,
     batch: int = 7,
     context: int = 24,
-    first: int = 0,
-    report: Callable[[float], None] = lambda loss: None,
+    **run,
 ) -> list[float]:
     """The loss of every step. `loss_of` takes a batch and runs the backward pass too."""
-    losses = []
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        losses.append(loss_of(*batch_at(step, data, batch, context)).item())
-        optimizer.step()
-        report(losses[-1])
-    return losses
+    return descend(lambda step: loss_of(*batch_at(step, data, batch, context)), optimizer, steps=steps, **run)
 
 
 def train(
@@ -254,6 +265,22 @@ def launch() -> str | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpus else "gloo")
     return "cuda" if gpus else "cpu"
+
+
+def run_on_field(train: Callable[..., list[float]], description: str, cut: Callable[[int], str]) -> None:
+    """The command line of the examples on a field. `cut` says how so many ranks share it."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    steps = parser.parse_args().steps
+    device = launch()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
+    if rank == 0:
+        print(f"{cut(ranks)}, {device or 'cpu, without shardtensor'}")
+    losses = train(device, steps=steps, report=Progress(steps, rank == 0))
+    if rank == 0:
+        print(f"loss {losses[0]:.6f} at first, {losses[-1]:.6f} at last")
+    if device:
+        dist.destroy_process_group()
 
 
 def run(train: Callable[..., list[float]], description: str, parser: argparse.ArgumentParser | None = None) -> None:

@@ -138,6 +138,9 @@ def a_halo_is_part_of_its_op():
         torch.autograd.grad(y, image, y.detach())
         with pytest.raises(RuntimeError, match=r"(?s)aten::_fft_r2c, argument 'self'.*redistribute"):
             torch.fft.fft(image, dim=2)  # its result is cut along another dim
+        wide = distribute_tensor(torch.randn(1, 1, 8, 6, dtype=torch.float64), x.device_mesh, [Shard(3)])
+        with pytest.raises(RuntimeError, match=r"(?s)aten::im2col, argument 'self': S\(3\).*-> S\(2\).*redistribute"):
+            torch.nn.functional.unfold(wide, 3)  # rows of blocks are cut instead
 
 
 def halos_are_told():
@@ -313,7 +316,7 @@ def gathers_are_told_once():
             for _ in range(2):
                 x.nonzero()
             assert len(texts) == first
-            assert _watch._moves == []  # a known call costs nothing more
+            assert _watch.moves._listeners == []  # a known call costs nothing more
             texts.clear()
             x.redistribute(placements=[Shard(1)]).nonzero()
             assert [" from S(1) " in t for t in texts] == [True] * first
@@ -326,7 +329,7 @@ def gathers_are_told_once():
             assert all(t.startswith(f"shardtensor_told::unknown at {line_of(unknown)} ") and "register_sharding" in t for t in texts)
             texts.clear()
             x + x.redistribute(placements=[Shard(1)])  # not a gather
-            assert not texts and _watch._moves == []
+            assert not texts and _watch.moves._listeners == []
             log_gathers()  # what has been said is said again
             x.nonzero()
             assert len(texts) == first
@@ -355,7 +358,7 @@ def gathers_are_told_as_often_as_asked():
             texts.clear()
             log_gathers("off")
             flat.bool().nonzero()
-            assert not texts and _watch._moves == []
+            assert not texts and _watch.moves._listeners == []
             with pytest.raises(ValueError, match="argument 'often' is 'always'; use one of off, once, every"):
                 log_gathers("always")
     finally:
@@ -385,7 +388,7 @@ def attention_tells_of_gathered_keys():
             torch.compile(attention, backend="aot_eager", fullgraph=True)(q, q * 2, q)
             assert ["a graph cannot send its pieces round" in t for t in texts] == [True] * 2 * first, texts
             q.redistribute(placements=[torch.distributed.tensor.Replicate()]) + q  # ends the listening
-            assert _watch._moves == []
+            assert _watch.moves._listeners == []
     finally:
         log_gathers("off")
 

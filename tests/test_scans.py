@@ -17,6 +17,8 @@ SCANS = [
     case("cumsum_out", lambda x, o: torch.cumsum(x, 0, out=o.clone()), (5, 4), (5, 4), backward=False),
     case("cumprod", lambda x: x.cumprod(0), (7, 4), quiet=free_of(0)),
     case("cumprod_zeros", lambda x: x.cumprod(1), with_zeros(3, 7), partial=False, quiet=free_of(1)),
+    case("cumprod_many_zeros", lambda x: x.cumprod(0), lambda g: torch.randn(9, 3, generator=g).double().clamp_min(-0.5) + 0.5, partial=False,
+         quiet=free_of(0)),
     case("cumprod_", lambda x: x.clone().cumprod_(0), (5, 4), backward=False),
     case("logcumsumexp", lambda x: x.logcumsumexp(0), (7, 4), quiet=free_of(0)),
     case("logcumsumexp_lowest", lambda x: x.logcumsumexp(0), lowest(5, 4), partial=False, backward=False),
@@ -97,6 +99,15 @@ def _bytes():
         _C.reset_comm_counts()
         function()
         out[name] = _C.comm_counts()
+    x.requires_grad_()
+    for name in ("cumsum", "cumprod", "cummax"):
+        y = getattr(x, name)(0)
+        y = y if name != "cummax" else y.values
+        grad = place(torch.ones(60, 4, dtype=torch.float64), mesh_of((dist.get_world_size(),)), ("S(0)",), UNEVEN)
+        _C.reset_comm_counts()
+        (g,) = torch.autograd.grad(y, x, grad)
+        assert g._layout == x._layout
+        out[f"{name} backward"] = _C.comm_counts()
     return out
 
 
@@ -106,4 +117,7 @@ def test_a_slice_a_rank_is_gathered_never_the_data(pools):
         "cumsum": {"all_gather": (1, row)},
         "cummax": {"all_gather": (2, 2 * row)},
         "topk": {"all_gather": (2, 4 * row)},
+        "cumsum backward": {"all_gather": (1, row)},
+        "cumprod backward": {"all_gather": (3, 3 * row), "all_reduce": (1, row)},
+        "cummax backward": {"all_gather": (2, 2 * row)},
     }

@@ -37,6 +37,19 @@ def draw_call(draw: random.Random) -> tuple[str, list[torch.Tensor], dict[str, A
     return f"{kind} {list(q.shape)} {list(k.shape)} {how}", [q, k, v], how
 
 
+def place_keys(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -> list[Any]:
+    """Keys and values are cut along the sequence, queries are not."""
+    from shardtensor import Replicate, Shard
+
+    other = draw.choice((Shard(0), Shard(1), Replicate()))
+    placements = [Shard(2), *(other for _ in range(1, mesh.ndim))]
+    at = draw.randrange(mesh.ndim)
+    placements[0], placements[at] = placements[at], placements[0]
+    cuts = [draw_cut(draw, whole[1].shape[2], n) if p == Shard(2) else None for p, n in zip(placements, mesh.shape, strict=True)]
+    keys = [place(t, mesh, placements, cuts) for t in whole[1:]]
+    return [place(whole[0], mesh, [Replicate() if p == Shard(2) else p for p in placements], [None] * mesh.ndim), *keys]
+
+
 def place_sequences(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -> list[Any]:
     from shardtensor import Replicate, Shard
 
@@ -64,7 +77,7 @@ def run_drawn(shape: tuple[int, ...], seed: int, calls: int) -> None:
     draw = random.Random(f"{shape} {seed}")
     for _ in range(calls):
         text, whole, how = draw_call(draw)
-        given = place_sequences(draw, whole, mesh)
+        given = (place_keys if draw.random() < 0.3 else place_sequences)(draw, whole, mesh)
         text += f" {[t._layout for t in given]}"
         plain = [t.requires_grad_() for t in whole]
         leaves = [t.requires_grad_() for t in given]
@@ -73,7 +86,7 @@ def run_drawn(shape: tuple[int, ...], seed: int, calls: int) -> None:
             ours["attn_mask"] = place(how["attn_mask"], mesh, [Replicate()] * mesh.ndim, [None] * mesh.ndim)
         want = F.scaled_dot_product_attention(*plain, **how)
         y = F.scaled_dot_product_attention(*leaves, **ours)
-        assert y.placements == given[0].placements, text
+        assert y.placements == given[0].placements, f"{text}: {y.placements}"
         compare(y, want.detach(), 1e-9, f"result of {text}")
         upstream = numbers(draw, *want.shape)
         grads = torch.autograd.grad(y, leaves, place(upstream, mesh, y.placements, y._layout.cuts))
@@ -161,6 +174,41 @@ def run_choice(case: str) -> None:
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice(pools, case):
     pools(CHOICES[case][0]).run(f"{__name__}:run_choice", case)
+
+
+# queries, rows of each rank's keys, and which queries each rank has: by default all
+CACHES = {"even": (1, [300, 300, 300], None), "uneven": (2, [700, 0, 200], None), "query on one rank": (1, [300, 299, 1], [0, 1, 0])}
+
+
+def run_cache(case: str) -> None:
+    """A few queries against many keys: only their results travel, and the queries to ranks that lack them."""
+    from shardtensor import Replicate, Shard, strict_mode
+    from torch.distributed.device_mesh import init_device_mesh
+
+    queries, cut, of_query = CACHES[case]
+    mesh = init_device_mesh("cpu", (3,))
+    draw = random.Random(1)
+    heads, groups, features = 8, 2, 16
+    q, k, v = (numbers(draw, 2, h, n, features).float() for h, n in ((heads, queries), (groups, sum(cut)), (groups, sum(cut))))
+    mask = torch.rand(2, 1, queries, sum(cut), generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[..., : cut[0]] &= False  # the first rank's keys are all hidden
+    ours = [place(t, mesh, [Shard(2)], [cut]) for t in (k, v)]
+    ours.insert(0, place(q, mesh, [Shard(2) if of_query else Replicate()], [of_query]))
+    rows = 2 * heads * queries
+    for masked in (False, True) if sum(cut[1:]) else (False,):
+        how: dict[str, Any] = {"enable_gqa": True}
+        theirs = how | ({"attn_mask": place(mask, mesh, [Replicate()], [None])} if masked else {})
+        how |= {"attn_mask": mask} if masked else {}
+        with torch.inference_mode(), strict_mode():
+            y, sent = counted(lambda: F.scaled_dot_product_attention(*ours, **theirs))  # noqa: B023
+        compare(y, F.scaled_dot_product_attention(q, k, v, **how), 1e-5, f"result, masked {masked}")
+        assert y._layout == ours[0]._layout and set(sent) == {"all_gather"}, sent
+        assert sent["all_gather"][1] <= rows * (features + 1) * 4 + rows * features * 4, sent  # results, logs of sums; queries
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_long_cache_of_keys_stays(pools, case):
+    pools(3).run(f"{__name__}:run_cache", case)
 
 
 def run_several_pieces() -> None:

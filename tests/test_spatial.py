@@ -35,6 +35,7 @@ class Call:
     windows: list[Window]  # one per dim of space; none if bytes are not compared
     exchanges: int = 1  # of a backward
     exact: bool = True  # whether a backward's bytes are compared
+    quiet: bool = False  # nothing is gathered, though there are no windows
 
 
 def numbers(draw: random.Random, *sizes: int) -> torch.Tensor:
@@ -127,6 +128,49 @@ def draw_pool(draw: random.Random, kind: str) -> Call | None:
     return Call(text, function, x, [], windows, exchanges=2 if kind == "max" else 1)  # gradients, and indices
 
 
+def draw_fractional(draw: random.Random) -> Call | None:
+    n = draw.choice((2, 2, 3))
+    k = [draw.randint(1, 3) for _ in range(n)]
+    results = [draw.randint(1, 5) for _ in range(n)]
+    sizes = [r + a - 1 + draw.randint(n - 2, 6) for r, a in zip(results, k, strict=True)]
+    x = numbers(draw, draw.randint(1, 2), 2, *sizes)
+    x = x.round() if draw.random() < 0.5 else x  # many are equal: the first counts
+    x[x > 1.5], x[x < -1] = draw.choice(((math.nan, -math.inf), (1.5, -1.0)))
+    samples = torch.rand(x.shape[0], 2, n, generator=torch.Generator().manual_seed(draw.randrange(99)), dtype=torch.float64)
+    indices, op = draw.random() < 0.5, (F.fractional_max_pool2d, F.fractional_max_pool3d)[n - 2]
+
+    def function(x: Any) -> Any:
+        return op(x, k, results, return_indices=indices, _random_samples=replicated_like(x, samples))
+
+    return Call(f"fractional {list(x.shape)} k {k} to {results} indices {indices}", function, x, [], [], quiet=True)
+
+
+def draw_unpool(draw: random.Random) -> Call | None:
+    """By the indices of a pool, or by any, which may point anywhere in the plane."""
+    n = draw.choice((1, 2, 2, 3))
+    pool, unpool = ((F.max_pool1d, F.max_unpool1d), (F.max_pool2d, F.max_unpool2d), (F.max_pool3d, F.max_unpool3d))[n - 1]
+    k = [draw.randint(1, 3) for _ in range(n)]
+    sizes = [a * draw.randint(1, {1: 8, 2: 4, 3: 2}[n]) for a in k]
+    x = numbers(draw, draw.randint(1, 2), 2, *sizes)
+    if draw.random() < 0.5:
+        return Call(f"unpool {list(x.shape)} k {k}", lambda x: unpool(*pool(x, k, k, return_indices=True), k), x, [], [], quiet=True)
+    few, seed = [a // b for a, b in zip(sizes, k, strict=True)], draw.randrange(99)
+
+    def function(x: Any) -> Any:
+        values, places = pool(x, k, k, return_indices=True)
+        each = torch.stack([torch.randperm(math.prod(sizes), generator=torch.Generator().manual_seed(seed + i)) for i in range(x.shape[0] * 2)])
+        any_ = each[:, : math.prod(few)].reshape(places.shape)
+        return unpool(values, any_ if type(x) is torch.Tensor else place(any_, x.device_mesh, places.placements, places._layout.cuts), k)
+
+    return Call(f"unpool anywhere {sizes} k {k}", function, x, [], [], quiet=True)
+
+
+def replicated_like(x: torch.Tensor, t: torch.Tensor) -> Any:
+    from shardtensor import Replicate, ShardTensor
+
+    return place(t, x.device_mesh, [Replicate()] * x.device_mesh.ndim, [None] * x.device_mesh.ndim) if isinstance(x, ShardTensor) else t
+
+
 def draw_adaptive(draw: random.Random) -> Call | None:
     n = draw.choice((1, 2, 2, 3))
     results = [draw.randint(2, 6) for _ in range(n)]
@@ -147,6 +191,41 @@ def draw_adaptive(draw: random.Random) -> Call | None:
 
 def adaptive_window(size: int, results: int, o: int) -> range:
     return range(o * size // results, -(-(o + 1) * size // results))
+
+
+def draw_global(draw: random.Random) -> Call | None:
+    """One maximum along every dim, or along one of two: the ranks compare theirs."""
+    n = draw.choice((1, 2, 2, 3))
+    x = numbers(draw, draw.randint(1, 3), 2, *(draw.randint(1, 8) for _ in range(n)))
+    x = x.round() if draw.random() < 0.5 else x
+    x[x > 1], x[x < -0.5] = draw.choice(((math.nan, -math.inf), (1.0, -0.5)))
+    op, indices = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[n - 1], draw.random() < 0.5
+    return Call(f"{op.__name__} {list(x.shape)} to 1, indices {indices}", lambda x: op(x, 1, indices), x, [], [])
+
+
+def draw_repeat(draw: random.Random) -> Call | None:
+    _, sizes = draw_space(draw)
+    x = numbers(draw, draw.randint(1, 3), 2, *sizes)
+    times = [draw.choice((1, 2, 3, 5)) for _ in x.shape]
+    times = [2, *times] if draw.random() < 0.2 else times
+    return Call(f"repeat {list(x.shape)} {times}", lambda x: x.repeat(times), x, [], [])
+
+
+def draw_sample(draw: random.Random) -> Call | None:
+    """Grids that read near, anywhere, and beyond the edges; cut as the image, another way, or not at all."""
+    n = draw.choice((2, 2, 3))
+    x = numbers(draw, draw.randint(1, 2), 2, *(draw.randint(1, 9) for _ in range(n)))
+    results = [draw.randint(1, 7) for _ in range(n)]
+    kind = draw.choice(("near", "any", "far"))
+    grid = numbers(draw, x.shape[0], *results, n)
+    if kind == "near":
+        theta = torch.eye(n, n + 1, dtype=torch.float64).expand(x.shape[0], n, n + 1)
+        grid = F.affine_grid(theta, [x.shape[0], 2, *results], align_corners=False) + grid / 20
+    elif kind == "any":
+        grid = grid.tanh()
+    how: dict[str, Any] = {"mode": draw.choice(("bilinear", "nearest", "bicubic") if n == 2 else ("bilinear", "nearest"))}
+    how |= {"padding_mode": draw.choice(("zeros", "border", "reflection")), "align_corners": draw.random() < 0.5}
+    return Call(f"sample {list(x.shape)} at {results} {kind} {how}", lambda x, g: F.grid_sample(x, g, **how), x, [grid], [])
 
 
 def draw_interpolate(draw: random.Random, mode: str) -> Call | None:
@@ -243,6 +322,11 @@ DRAWN: dict[str, Callable[[random.Random], Call | None]] = {
     "max_pool": lambda draw: draw_pool(draw, "max"),
     "avg_pool": lambda draw: draw_pool(draw, "average"),
     "adaptive": draw_adaptive,
+    "fractional": draw_fractional,
+    "unpool": draw_unpool,
+    "global": draw_global,
+    "repeat": draw_repeat,
+    "sample": draw_sample,
     "nearest": lambda draw: draw_interpolate(draw, draw.choice(("nearest", "nearest-exact"))),
     "linear": lambda draw: draw_interpolate(draw, "linear"),
     "bicubic": lambda draw: draw_interpolate(draw, "bicubic"),
@@ -379,6 +463,7 @@ def check(call: Call, mesh: Any, x: Any) -> bool:
         assert calls <= exchanges, f"{text}: {what} sends {sent}"
         assert most is None or size == most * exchanges, f"{text}: {what} sends {size} bytes, the halo has {most}"
 
+    assert not call.quiet or set(sent) <= {"all_to_all"}, f"{text} sends {sent}"
     if kept and call.windows:
         check_halo(sent, bytes_of_halo(mesh, x, reads), 1, "forward")
     upstream = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
@@ -388,6 +473,7 @@ def check(call: Call, mesh: Any, x: Any) -> bool:
     expected = torch.autograd.grad(want, plain, upstream)
     for name, g, w in zip(("input", "weight", "bias"), got, expected, strict=False):
         compare(g, w, 1e-9, f"{text}: gradient of {name}")
+    assert not call.quiet or set(sent) <= {"all_to_all"}, f"backward of {text} sends {sent}"
     if kept and call.windows and got[0].placements == x.placements:
         check_halo(sent, bytes_of_halo(mesh, y, readers) if call.exact else None, call.exchanges, "backward")
     return kept
@@ -413,7 +499,7 @@ def run_drawn(kind: str, shape: tuple[int, ...], seed: int) -> None:
         if call is not None:
             kept += check(call, mesh, place_randomly(draw, call.x, mesh))
             done += 1
-    assert kept > CALLS // (2 if call.windows else 5)
+    assert kept > CALLS // (2 if call.windows else 5) or kind == "global"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -518,7 +604,8 @@ def run_recut(sizes: tuple[int, ...], to: int | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (3,))
-    whole, samples = numbers(random.Random(1), *sizes).requires_grad_(), torch.rand(*sizes[:2], 2, dtype=torch.float64).fill_(0.4)
+    # In half precision windows are rounded too much to be known before.
+    whole, samples = numbers(random.Random(1), *sizes).bfloat16().requires_grad_(), torch.full((*sizes[:2], 2), 0.4).bfloat16()
     x = place(whole, mesh, [Shard(2)], [[5, 0, 3]]).requires_grad_()
     y = F.fractional_max_pool2d(x, 3, 5, _random_samples=place(samples, mesh, [Replicate()], [None]))
     want = F.fractional_max_pool2d(whole, 3, 5, _random_samples=samples)
@@ -593,6 +680,73 @@ def run_patches_of_channels() -> None:
 
 def test_patches_of_cut_channels(pools):
     pools(3).run(f"{__name__}:run_patches_of_channels")
+
+
+# ---- few bytes where values say what is read ----
+
+
+def run_small() -> None:
+    """What each call sends on three ranks with 5, 0 and 7 rows of an image [1, 2, 12, 8] of float64, in bytes: the most of any rank."""
+    from shardtensor import Replicate, Shard, strict_mode
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = numbers(random.Random(1), 1, 2, 12, 8)
+    cuts = [[5, 0, 7]]
+    x = place(whole, mesh, [Shard(2)], cuts).requires_grad_()
+    plane, row = 2 * 8, 2 * 8 * 8
+    pooled, places = F.max_pool2d(whole, 2, return_indices=True)
+    half = [place(t, mesh, [Shard(2)], [[3, 0, 3]]) for t in (pooled, places)]
+    grid = F.affine_grid(torch.eye(2, 3).double()[None], [1, 2, 12, 8], align_corners=False)
+    g = place(grid, mesh, [Shard(1)], cuts)
+    calls: dict[str, tuple[Callable[[], Any], Any, dict[str, int]]] = {
+        # a maximum and its index for each channel
+        "global": (lambda: F.adaptive_max_pool2d(x, 1), F.adaptive_max_pool2d(whole, 1), {"all_gather": 2 * plane}),
+        "mean": (lambda: F.adaptive_avg_pool2d(x, 1), F.adaptive_avg_pool2d(whole, 1), {}),  # summands
+        # half of the image, which no rank but the first has, and its first rows, to the last
+        "repeat": (lambda: x.repeat(1, 1, 2, 1), whole.repeat(1, 1, 2, 1), {"all_to_all": 10 * row}),
+        # how many values go to each rank, and whether all have a place; then values and places, of the row that the cuts separate
+        "unpool": (lambda: F.max_unpool2d(*half, 2), F.max_unpool2d(pooled, places, 2), {"all_to_all": 4 * 8}),
+        # which rows a rank reads; then a row and one to be sure
+        "sample": (
+            lambda: F.grid_sample(x, g, align_corners=False), F.grid_sample(whole, grid, align_corners=False),
+            {"all_gather": 4 * 8, "all_to_all": 2 * row},
+        ),
+    }  # fmt: skip
+    for name, (call, want, most) in calls.items():
+        with strict_mode():
+            y, sent = counted(call)
+        compare(y, want, 1e-9, name)
+        assert set(sent) == set(most), f"{name} sends {sent}"
+        for kind, (_, size) in sent.items():
+            assert size <= most[kind], f"{name} sends {sent}"
+        if y.placements != (Replicate(),) and y.requires_grad:
+            grad = place(torch.ones_like(want), mesh, y.placements, y._layout.cuts)
+            _, sent = counted(lambda: torch.autograd.grad(y, x, grad))  # noqa: B023
+            assert sum(size for _, size in sent.values()) <= 2 * sum(most.values()), f"backward of {name} sends {sent}"
+
+
+def test_few_bytes(pools):
+    pools(3).run(f"{__name__}:run_small")
+
+
+def run_far_index() -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    values, places = numbers(random.Random(1), 1, 1, 6, 2), torch.arange(12).view(1, 1, 6, 2)
+    places[0, 0, 5, 1] = 48  # of 0 .. 47
+    x, at = (place(t, mesh, [Shard(2)], [[2, 2, 2]]) for t in (values, places))
+    with pytest.raises(RuntimeError, match=r"an index of rank 2 lies outside of the planes of \[12, 4\]"):
+        F.max_unpool2d(x, at, 2)
+    places[0, 0, 5, 1] = 47
+    at = place(places, mesh, [Shard(2)], [[2, 2, 2]])
+    compare(F.max_unpool2d(x, at, 2), F.max_unpool2d(values, places, 2), 0, "the next call")
+
+
+def test_an_index_outside_the_plane_raises_on_all_ranks(pools):
+    pools(3).run(f"{__name__}:run_far_index")
 
 
 def run_nan() -> None:
@@ -753,6 +907,56 @@ def run_compiled(ranks: list[int], cut: list[int], dynamic: bool) -> None:
         grads = torch.autograd.grad(y, got, place(upstream, mesh, y.placements, y._layout.cuts))
         for g, w in zip(grads, torch.autograd.grad(want, plain, upstream), strict=True):
             compare(g, w, 1e-9, "gradient")
+
+
+READ_BY_VALUES: dict[str, Callable[[Any, Any], Any]] = {
+    "unpool": lambda x, g: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "sample": lambda x, g: F.grid_sample(x, g, align_corners=False),
+    "fractional": lambda x, g: F.fractional_max_pool2d(x, 2, 3, _random_samples=(g[:, :2, 0] * 0 + 0.3).detach()),
+    "global": lambda x, g: F.adaptive_max_pool2d(x, 1),
+    "repeat": lambda x, g: x.repeat(1, 1, 2, 1),
+    "scans": lambda x, g: x.cumsum(2) + x.cumprod(2) + x.cummax(2).values,
+}
+
+
+def run_values_compiled() -> None:
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    for name, function in READ_BY_VALUES.items():
+        torch._dynamo.reset()
+        whole = [numbers(random.Random(1), 1, 2, 10, 6).requires_grad_(), numbers(random.Random(2), 1, 5, 4, 2).tanh()]
+        x, grid = place(whole[0], mesh, [Shard(2)], [[4, 0, 6]]).requires_grad_(), place(whole[1], mesh, [Replicate()], [None])
+        y, want = torch.compile(function, backend="aot_eager", dynamic=False)(x, grid), function(*whole)
+        compare(y, want.detach(), 1e-9, name)
+        upstream = numbers(random.Random(3), *want.shape)
+        held = [Replicate() if p.is_partial() else p for p in y.placements]
+        (g,) = torch.autograd.grad(y, x, place(upstream, mesh, held, y._layout.cuts))
+        compare(g, torch.autograd.grad(want, whole[0], upstream)[0], 1e-9, f"gradient of {name}")
+
+
+def test_values_compiled(pools):
+    pools(3).run(f"{__name__}:run_values_compiled", seconds=100)
+
+
+def run_on_meta() -> None:
+    """Sizes without values: nothing can be asked of them."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = [numbers(random.Random(1), 1, 2, 10, 6), numbers(random.Random(2), 1, 5, 4, 2)]
+    x, grid = (place(t.to("meta"), mesh, [p], [c]) for t, p, c in zip(whole, (Shard(2), Replicate()), ([4, 0, 6], None), strict=True))
+    for name, function in READ_BY_VALUES.items():
+        y = function(x.requires_grad_(), grid)
+        assert y.is_meta and y.shape == function(*whole).shape, name
+        (g,) = torch.autograd.grad(y, x, torch.empty_like(y).detach())
+        assert g._layout == x._layout, f"{name}: {g._layout}"
+
+
+def test_on_meta(pools):
+    pools(3).run(f"{__name__}:run_on_meta")
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ struct Places {
 constexpr const char* kWholeSequences = "attention needs whole sequences";
 constexpr const char* kCheaperWhole = "the whole of it costs less than its pieces, one after the other";
 constexpr const char* kNoRing = "a graph has no ring";
+constexpr const char* kOwnKeys = "each rank attends to its own keys with all queries";
 
 // What a cost is counted in: bytes sent by a rank. So much arithmetic takes as long as sending a byte.
 constexpr double kFlopsPerByte = 64;
@@ -101,6 +102,10 @@ class Placing {
     if (query_.dim() == 4 && rules::cut_together(layout(query_), layout(key_), layout(value_), sequence_)) {
       offer(stay, cost_of_ring());
     }
+    if (auto places = merging()) {
+      const auto cost = cost_of_merging(*places);
+      offer(std::move(places), cost);
+    }
     return best;
   }
 
@@ -133,6 +138,24 @@ class Placing {
     return divides_evenly(count, *out.key, d) || imbalance(*out.key, d, count.guard_int(__FILE__, __LINE__)) <= 1.5
                ? std::optional(out)
                : std::nullopt;
+  }
+
+  // Queries whole where the keys are cut; each rank's results are merged (rules/attention.cpp).
+  std::optional<Places> merging() const {
+    const auto& have = layout(query_);
+    auto placements = have.placements();
+    auto cuts_of = have.cuts();
+    for (int64_t m = 0; m < have.ndim(); ++m) {
+      if (layout(key_).placement(m).is_shard(sequence_)) {
+        placements[m] = Placement::replicate();
+        cuts_of[m] = nullptr;
+      }
+    }
+    Places out{
+        Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts_of)), as_shard_tensor(key_)->layout_ptr(),
+        as_shard_tensor(value_)->layout_ptr(), kOwnKeys};
+    const bool fits = query_.dim() == 4 && !causal_ && rules::keys_cut_alone(*out.query, *out.key, *out.value, sequence_);
+    return fits ? std::optional(out) : std::nullopt;
   }
 
   // Whether a symbol is cut into equal pieces.
@@ -240,6 +263,20 @@ class Placing {
     const auto keys = 3 * (bytes(key_) + bytes(value_));
     const auto sent = causal_ ? keys / 2 + 1.5 * bytes(query_) : keys;
     return 2 * n * kLatency + sent * (n - 1) / n / others / 2;
+  }
+
+  // Each rank's results are gathered, and the queries' gradients added up.
+  double cost_of_merging(const Places& to) const {
+    double held = bytes(query_), made = bytes(query_) / std::max<double>(query_.size(-1), 1) * (value_.size(-1) + 1);
+    int64_t ranks = 1;
+    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
+      const auto size = layout(key_).mesh().size(m);
+      ranks *= cuts(m) ? size : 1;
+      held /= to.query->placement(m).is_shard() ? static_cast<double>(size) : 1;
+      made /= to.query->placement(m).is_shard() ? static_cast<double>(size) : 1;
+    }
+    return 2 * cost(layout(query_), *to.query, bytes(query_)) + cost_of(StepKind::AllGather, made, ranks) +
+           cost_of(StepKind::AllReduce, held, ranks);
   }
 
   LayoutPtr whole(const at::Tensor& t) const {

@@ -1,9 +1,12 @@
 // Gradients of max, sort, topk, cummax, cumprod. torch's formulas write into plain zeros, which cannot become ShardTensors.
-// Here these backward ops have rules of their own, and this file adds their derivatives. Uses tensor/. Registers itself.
+// Here these backward ops have rules of their own, and this file adds their derivatives. And cumsum along a cut dim, where
+// torch's formula flips the whole twice. Uses dispatch/plain, tensor/. Registers itself.
+#include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cumsum_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -76,7 +79,37 @@ Tensor cumprod_backward(const Tensor& grad, const Tensor& input, int64_t dim, co
   return at::cumprod_backward(grad, input, dim, output);
 }
 
+// Sums of each index and all before it, or (`after`) all after it. Each is the other's gradient.
+struct RunningSum : torch::autograd::Function<RunningSum> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& t, int64_t dim, std::optional<at::ScalarType> dtype, bool after) {
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["dtype"] = static_cast<int64_t>(t.scalar_type());
+    ctx->saved_data["after"] = after;
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("shardtensor::suffix_sum", "").typed<Tensor(const Tensor&, int64_t)>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return after ? op.call(t, dim) : at::cumsum(t, dim, dtype);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto grad = grads[0].to(static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt()));
+    const bool after = ctx->saved_data["after"].toBool();
+    return {apply(grad, ctx->saved_data["dim"].toInt(), std::nullopt, !after), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor cumsum(c10::DispatchKeySet keys, const Tensor& self, int64_t dim, std::optional<at::ScalarType> dtype) {
+  const auto* impl = as_shard_tensor(self);
+  const auto d = dim < 0 ? dim + self.dim() : dim;
+  const bool cut = impl && d >= 0 && d < self.dim() && impl->layout().shards(d);
+  if (!cut || has_tangent(self) || !self.requires_grad() || !at::GradMode::is_enabled()) {
+    return at::_ops::cumsum::redispatch(torchs_autograd(keys), self, dim, dtype);
+  }
+  return RunningSum::apply(self, d, dtype, false);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("cumsum", cumsum);
   m.impl("cummaxmin_backward", cummaxmin_backward);
   m.impl("cumprod_backward", cumprod_backward);
   m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);

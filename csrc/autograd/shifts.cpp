@@ -1,5 +1,5 @@
-// Circular padding along cut dims, by shardtensor::shifted (rules/turns.cpp), so that nothing is gathered. Flips and rolls in
-// graphs. Uses autograd/functions, dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
+// Circular padding and repeat() along cut dims, by shardtensor::shifted and repeated (rules/turns.cpp), so that nothing is
+// gathered. Flips and rolls in graphs. Uses autograd/functions, dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
 #include "autograd/functions.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
@@ -10,8 +10,11 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/_pad_circular_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/flip_ops.h>
+#include <ATen/ops/repeat_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace shardtensor {
 
@@ -77,6 +80,58 @@ Tensor pad_circular(const Tensor& self, c10::SymIntArrayRef padding) {
       shifts.push_back(-before - size);
     }
     out = shifts.size() == 1 ? out : Shifted::apply(out, dim, shifts, size + before + after);
+  }
+  return out;
+}
+
+// Result o along dim is t[o mod size], or (`added`) the sum of all t[o + size / times * i]. Each is the other's gradient.
+struct Repeated : torch::autograd::Function<Repeated> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& t, int64_t dim, int64_t times, bool added) {
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["times"] = times;
+    ctx->saved_data["added"] = added;
+    auto& dispatcher = c10::Dispatcher::singleton();
+    static const auto repeated =
+        dispatcher.findSchemaOrThrow("shardtensor::repeated", "").typed<Tensor(const Tensor&, int64_t, int64_t)>();
+    static const auto repeats_added =
+        dispatcher.findSchemaOrThrow("shardtensor::repeats_added", "").typed<Tensor(at::TensorList, int64_t, int64_t)>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (!added) {
+      return repeated.call(t, dim, times);
+    }
+    const auto& layout = as_shard_tensor(t)->layout();
+    int64_t pieces = 1;
+    for (int64_t m = 0; m < layout.ndim(); ++m) {
+      pieces *= layout.placement(m).is_shard(dim) ? layout.mesh().size(m) : 1;
+    }
+    // A rank reads all the gradients of its piece, unless it holds more than one copy of the whole: then it adds these first.
+    return repeats_added.call(std::vector<Tensor>(times > pieces ? 1 : times, t), dim, t.size(dim) / times);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = [&](const char* name) { return ctx->saved_data[name]; };
+    return {
+        apply(grads[0], saved("dim").toInt(), saved("times").toInt(), !saved("added").toBool()), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor repeat(c10::DispatchKeySet keys, const Tensor& self, c10::SymIntArrayRef repeats) {
+  const auto lead = static_cast<int64_t>(repeats.size()) - self.dim();
+  auto rest = repeats.vec();
+  std::vector<std::pair<int64_t, int64_t>> cut; // dims of the result, and how often
+  for (int64_t d = 0; d < self.dim() && lead >= 0 && !is_symbolic(self) && self.numel(); ++d) {
+    if (is_cut(self, d) && repeats[lead + d] > 1) {
+      cut.emplace_back(lead + d, repeats[lead + d].guard_int(__FILE__, __LINE__));
+      rest[lead + d] = 1;
+    }
+  }
+  if (cut.empty()) {
+    return at::_ops::repeat::redispatch(torchs_autograd(keys), self, repeats);
+  }
+  const bool more = lead > 0 || std::any_of(rest.begin(), rest.end(), [](const c10::SymInt& n) { return n != 1; });
+  auto out = more ? at::_ops::repeat::redispatch(torchs_autograd(keys), self, rest) : self;
+  for (const auto& [dim, times] : cut) {
+    out = Repeated::apply(out, dim, times, false);
   }
   return out;
 }
@@ -167,6 +222,7 @@ Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims)
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("_pad_circular", pad_circular);
   m.impl("flip", flip);
+  m.impl("repeat", repeat);
   m.impl("roll", torch::CppFunction::makeFromBoxedFunction<roll>());
 }
 

@@ -62,6 +62,9 @@ namespace {
 at::Tensor with_halo(
     const Op& op, const Ref& r, const at::Tensor& local, const Layout& have, const Layout& from, const Solution::Halo& halo) {
   const auto piece = &have == &from ? local : move_for(op, r, why_moved(op), local, have, from);
+  if (C10_UNLIKELY(halo.recut != nullptr)) {
+    tell_watcher(op.name, op.schema().arguments()[r.arg].name(), why_moved(op), from, *halo.recut, *r.tensor);
+  }
   return errors::while_doing(op, [&] {
     const auto strides = r.tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()
                              ? Sizes(c10::contiguous_strides(halo.fetch.sizes()))

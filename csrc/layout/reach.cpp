@@ -59,7 +59,7 @@ Stretch read(const Reach& r, const Interval& run, int64_t size) {
   const auto lo = r.lo(backwards ? last : run.start);
   const auto hi = std::max(lo, r.hi(backwards ? run.start : last));
   if (r.beyond == Beyond::Circular) {
-    return {0, {lo, hi - lo}, 0};
+    return {0, hi - lo > size ? Interval{0, size} : Interval{lo, hi - lo}, 0};
   }
   if (r.beyond != Beyond::Padding) {
     return {0, r.operand >= 0 ? hull_of_images(r, run, size) : hull(r, lo, hi, size), 0};
@@ -85,8 +85,11 @@ int64_t cut_through(const Reach& r, int64_t cut, int64_t size, int64_t count) {
   if (cut <= 0 || cut >= size) {
     return cut <= 0 ? 0 : count;
   }
-  if (r.num < 0 || r.beyond == Beyond::Circular) {
+  if (r.num < 0) {
     return cut;
+  }
+  if (r.beyond == Beyond::Circular) {
+    return count >= size ? cut * (count / size) : cut / (size / count);
   }
   const auto at = floor_div(2 * r.den * cut - r.first - r.last - 1, 2 * r.num) + 1;
   return std::clamp<int64_t>(at, 0, count);

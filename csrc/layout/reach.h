@@ -48,7 +48,8 @@ Reach mirror(const Reach& r, int64_t size);
 int64_t source(Beyond beyond, int64_t e, int64_t size);
 
 // What a run of indices reads of a dim: `before` cells of padding, then `inside`, then `after` cells of padding. Without padding
-// (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may leave 0 .. size - 1.
+// (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may leave 0 .. size - 1, but not by
+// more than one turn: it has no index twice.
 struct Stretch {
   int64_t before;
   Interval inside;
@@ -74,7 +75,7 @@ c10::SmallVector<Turn, 2> turns(const Interval& run, int64_t size);
 
 // Where a cut of the dim that is read (after `cut` of its `size` indices) cuts the `count` indices that read it. Each index goes
 // to the side where the middle of what it reads lies. Cuts stay in order, and an empty piece is read by nobody. What reads a dim
-// backwards or round its edges has as many indices, and is cut like the dim.
+// backwards has as many indices, and is cut like the dim; what goes round its edges has a multiple of them, or a part.
 int64_t cut_through(const Reach& r, int64_t cut, int64_t size, int64_t count);
 // The same for both ends of a piece.
 Interval cut_through(const Reach& r, const Interval& piece, int64_t size, int64_t count);

@@ -1,11 +1,14 @@
 // Scaled dot product attention: batch and heads may be cut, queries too. Keys may be cut together with the queries, where torch's
-// kernel gives the logs of the sums (ring.h).
+// kernel gives the logs of the sums (ring.h); or alone: then each rank attends to its own keys, and the results are merged.
 #include "rules/empties.h"
+#include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/ring.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
+
+#include <limits>
 
 namespace shardtensor::rules {
 
@@ -47,14 +50,61 @@ enum class Fused {
   Cudnn,  // as Padded, and the statistics have a last dim of 1
 };
 
-// query [b, h, s, d], key and value [b, h / repeats, t, d].
-Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kernel) {
+// Noted where the keys are cut alone: their factor.
+struct Keys {
+  int64_t factor;
+};
+
+// Rows of the mask that let no key of this rank's through: torch's kernel says nothing sensible of them.
+at::Tensor blind_rows(const at::Tensor& mask) {
+  return (mask.scalar_type() == at::kBool ? mask.logical_not() : mask.isneginf()).all(-1);
+}
+
+// Attends to this rank's keys, then merges the ranks' results: the mean, weighted by the sums of exponentials.
+void merge(Run& run) {
+  const auto ranks = run.mesh_dims(noted<Keys>(run.solution).factor);
+  const auto mask_at = argument(run, "attn_mask");
+  const auto mask = mask_at < 0 ? at::Tensor() : run.arg(mask_at).toOptional<at::Tensor>().value_or(at::Tensor());
+  const bool no_keys = is_empty(run.arg(argument(run, "key")).toTensor());
+  const auto first = run.base();
+  call_op_nonempty(run);
+  if (!ranks) {
+    return;
+  }
+  auto out = run.stack[first].toTensor(), log = run.stack[first + 1].toTensor();
+  const auto type = out.scalar_type(), of_logs = log.scalar_type();
+  out = out.to(accumulate_type(type));
+  const auto nothing = -std::numeric_limits<double>::infinity();
+  if (no_keys) {
+    out = at::zeros_like(out);
+    log = at::full_like(log, nothing);
+  } else if (mask.defined()) {
+    const auto blind = blind_rows(mask);
+    out = out.masked_fill(blind.unsqueeze(-1), 0);
+    log = log.masked_fill(blind, nothing);
+  }
+  auto parts = at::cat({out, log.unsqueeze(-1).to(out.scalar_type())}, -1).unsqueeze(0); // one message
+  for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
+    if (ranks >> m & 1) {
+      parts = gather_slices(parts, 0, run.mesh(), m);
+    }
+  }
+  const auto logs = parts.select(-1, parts.size(-1) - 1);
+  const auto total = logs.logsumexp({0});
+  const auto weights = (logs - total).exp().nan_to_num(0).unsqueeze(-1);
+  run.stack[first] = parts.narrow(-1, 0, parts.size(-1) - 1).mul(weights).sum({0}).to(type);
+  run.stack[first + 1] = total.to(of_logs);
+}
+
+// query [b, h, s, d], key and value [b, h / repeats, t, d]. `alone`: the kernel if the keys are cut alone.
+Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kernel, Kernel alone) {
   check_dropout(call);
   const auto& q = call.tensor(call.position("query"));
   const auto& k = call.tensor(call.position("key"));
   const bool causal = call.flag(call.position("is_causal"));
   const auto& v = call.tensor(call.position("value"));
   const bool ring = fused == Fused::Flash && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.size(2) > 0 && k.size(2) > 0;
+  const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.size(2) > 0;
   Factor queries;
   queries.whole = fused != Fused::Flash;
   queries.kernel = ring || causal;
@@ -70,6 +120,13 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   const auto keys = ring ? k.size(2) : 0; // a query reads all of them, or those up to its own place
   a.key = {
       Dim(b), Dim(h), ring ? rule.windows(s, causal ? Reach{1, 1, -keys, 0} : Reach{0, 1, 0, keys - 1}) : Dim(kNone), Dim(kNone)};
+  if (merges) {
+    Factor f;
+    f.kernel = true;
+    f.reduce = ReduceOp::Sum; // for the queries' gradient
+    a.key[2] = Dim(rule.factor(f));
+    rule.notes = Keys{a.key[2].factor};
+  }
   a.statistics = {Dim(b), Dim(h, repeats), Dim(s)};
   if (fused == Fused::Cudnn) {
     a.statistics.emplace_back(kNone);
@@ -86,12 +143,12 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
     for (int64_t d = 0; d < t.dim(); ++d) {
       const auto at = d + 4 - t.dim();
       const bool follows = at < 3 && (!t.is_one(d) || q.is_one(at));
-      mask.push_back(follows ? a.query[at] : Dim(kNone));
+      mask.push_back(follows ? a.query[at] : at == 3 && merges && !t.is_one(d) ? a.key[2] : Dim(kNone));
     }
     a.mask = mask;
     rule.operands.emplace_back(mask);
   }
-  rule.kernel = queries.kernel ? kernel : call_op_nonempty;
+  rule.kernel = queries.kernel ? kernel : merges ? alone : call_op_nonempty;
   rule.always_kernel = queries.kernel;
   rule.kernel_if = queries.kernel ? nullptr : is_empty;
   return a;
@@ -100,15 +157,20 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
 template <Fused fused>
 Rule attention(const Call& call) {
   Rule rule;
-  const auto a = attention_dims(call, rule, fused, attend);
+  const auto a = attention_dims(call, rule, fused, attend, merge);
   rule.results = {Result(a.query), Result(a.statistics)};
+  for (auto& r : rule.results) {
+    if (rule.notes.has_value()) {
+      r.reduce.emplace(std::nullopt); // merged: the same on all ranks
+    }
+  }
   return rule; // further results, such as seeds, are whole
 }
 
 template <Fused fused>
 Rule attention_backward(const Call& call) {
   Rule rule;
-  const auto a = attention_dims(call, rule, fused, attend_backward);
+  const auto a = attention_dims(call, rule, fused, attend_backward, call_op_nonempty);
   rule.results = {Result(a.query), Result(a.key), Result(a.key), Result(a.mask)};
   rule.linear_in({0});
   return rule;

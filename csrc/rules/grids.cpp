@@ -1,4 +1,4 @@
-// Sampling of images and volumes, patches, distances, and a few other ops whose batch may be cut.
+// Affine grids, patches, distances, and a few other ops whose batch may be cut.
 #include "rules/batched.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
@@ -12,14 +12,6 @@
 namespace shardtensor::rules {
 
 namespace {
-
-// (grad_output, input, grid): the channels are summed over in the grid's gradient, so they stay whole.
-Rule grid_sampler_2d_backward(const Call& call) {
-  return linear(batched(call, "N...,N...,N...->N...,N..."), {0});
-}
-Rule grid_sampler_3d_backward(const Call& call) {
-  return linear(batched(call, "N....,N....,N....->N....,N...."), {0});
-}
 
 // theta [n, 2, 3] -> [n, h, w, 2], or one dim more. Arguments give n, c, h, w.
 void affine_grid_kernel(Run& run) {
@@ -281,13 +273,8 @@ Rule weight_norm(const Call& call) {
 void register_grids(Registry& r) {
   Options order;
   order.asks_order = true;
-  const auto sampling = [](const Call& c) { return linear(batched(c, "NC..,N...->NC.."), {0}); };
   Options real;
   real.takes = kReals;
-  Options same = real;
-  same.one_dtype = 0b11;
-  Options gradient = real;
-  gradient.one_dtype = 0b111;
   Options patches;
   patches.takes = kAllNumbers & ~kIntegers;
   Options products;
@@ -297,12 +284,7 @@ void register_grids(Registry& r) {
   Options distances = order;
   distances.takes = kWideReals;
   distances.one_dtype = 0b11;
-  r.add("sampling", {"_grid_sampler_2d_cpu_fallback", "grid_sampler_2d"}, sampling, same);
   r.add("sampling", {"affine_grid_generator"}, affine_grid, real);
-  r.add("sampling", {"grid_sampler_2d_backward"}, grid_sampler_2d_backward, gradient);
-  r.add(
-      "sampling", {"grid_sampler_3d"}, [](const Call& c) { return linear(batched(c, "NC...,N....->NC..."), {0}); }, same);
-  r.add("sampling", {"grid_sampler_3d_backward"}, grid_sampler_3d_backward, gradient);
 
   r.add("patches", {"channel_shuffle"}, channel_shuffle);
   r.add("patches", {"col2im"}, col2im, patches);

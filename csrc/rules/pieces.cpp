@@ -119,6 +119,16 @@ at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, R
   return out;
 }
 
+at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, int64_t mesh_dim) {
+  const auto slice = mine.contiguous();
+  std::vector<at::Tensor> slices(mesh.size(mesh_dim));
+  for (auto& s : slices) {
+    s = at::empty_like(slice);
+  }
+  comm::all_gather(slices, slice, mesh, mesh_dim);
+  return at::cat(slices, dim);
+}
+
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op) {
   if (count_along(piece.sym_sizes(), dims) > 0) {
     return op == ReduceOp::Max ? at::amax(piece, dims, true) : at::amin(piece, dims, true);

@@ -41,6 +41,9 @@ uint64_t mesh_dims_of(const Run& run, uint64_t factors);
 // `t` reduced over the ranks along the mesh dims, the same on each. `t` is the caller's own: it may be written.
 at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, ReduceOp op);
 
+// Gathers every piece's `mine`, one slice per rank along the mesh dim, joined along `dim` in the pieces' order.
+at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, int64_t mesh_dim);
+
 // amax or amin of a piece, keeping the dims; the identity where the piece is empty along `dims`.
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
 

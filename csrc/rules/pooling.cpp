@@ -1,12 +1,15 @@
-// Pooling. Space may be cut for max and average pooling, also adaptive. Other pools read where values say, so they need whole
-// planes.
+// Pooling. Space may be cut. Max and average pooling, also adaptive, read halos. So do fractional pools: their windows lie where
+// samples say, but not far from where windows of one step would. max_unpool sends each value to the rank that holds its place.
+#include "redistribute/identity.h"
 #include "rules/bands.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
+#include "rules/routed.h"
 #include "rules/windows.h"
 
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 #include <limits>
 
@@ -21,13 +24,15 @@ struct Pool {
   std::vector<int64_t> in; // sizes of the input
   std::vector<int64_t> out;
 
-  std::vector<bool> uneven; // windows have several sizes (adaptive, to a size that does not divide); `taps` has the largest
+  std::vector<bool> uneven;  // windows have several sizes (adaptive, to a size that does not divide); `taps` has the largest
+  std::vector<Reach> widest; // of fractional pools: a window lies within it, whatever the samples
+  bool merges = false;       // one result along every dim of space that is cut: the ranks compare theirs
 
   Reach reads(int64_t i) const {
-    return uneven[i] ? Reach{in[i], out[i], 0, in[i] - 1} : taps[i].reach();
+    return !widest.empty() ? widest[i] : uneven[i] ? Reach{in[i], out[i], 0, in[i] - 1} : taps[i].reach();
   }
   Reach readers(int64_t i) const {
-    return uneven[i] ? mirror(reads(i), in[i]) : taps[i].readers();
+    return !widest.empty() || uneven[i] ? mirror(reads(i), in[i]) : taps[i].readers();
   }
 };
 
@@ -35,9 +40,17 @@ Sizes listed(const Call& call, const char* name) {
   return call.ints(call.position(name));
 }
 
-enum class Kind : uint8_t { Max, Average, AdaptiveMax, AdaptiveAverage };
+enum class Kind : uint8_t { Max, Average, AdaptiveMax, AdaptiveAverage, Fractional };
 constexpr bool is_adaptive(Kind kind) {
   return kind == Kind::AdaptiveMax || kind == Kind::AdaptiveAverage;
+}
+
+// What the windows of a fractional pool may hold. Window o begins near o * (size - kernel) / (results - 1): rounding and the
+// sample move it by less than two.
+Reach fractional(int64_t size, int64_t kernel, int64_t results) {
+  const auto steps = results - 1;
+  return steps == 0 ? Reach{1, 1, size - kernel, size - 1}
+                    : Reach{size - kernel, steps, -steps, 2 * steps - 1 + (kernel - 1) * steps};
 }
 
 // The most that an adaptive window holds.
@@ -54,7 +67,7 @@ int64_t widest(int64_t size, int64_t results) {
 // sizes.
 template <Kind kind>
 std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const TensorArg* made, int64_t space) {
-  Pool pool{input.dim() - space, {}, {}, {}, {}};
+  Pool pool{input.dim() - space, {}, {}, {}, {}, {}};
   const auto given = [&](const char* name) { return argument(call, name) >= 0 ? listed(call, name) : Sizes(); };
   const auto kernel = given("kernel_size"), stride = given("stride"), padding = given("padding"), dilation = given("dilation");
   const auto output = given("output_size");
@@ -78,6 +91,18 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
       pool.uneven.push_back(size % results != 0);
       continue;
     }
+    if constexpr (kind == Kind::Fractional) {
+      constexpr int64_t kMost = 1 << 20; // beyond, a float's rounding could move a window by more
+      const auto k = integer_at(kernel, i), results = integer_at(output, i);
+      if (k < 1 || results < 1 || results + k - (space == 2) > size || size > kMost) { // as torch refuses
+        return std::nullopt;
+      }
+      pool.taps.push_back({k, k, 0, 1});
+      pool.out.push_back(results);
+      pool.uneven.push_back(false);
+      pool.widest.push_back(fractional(size, k, results));
+      continue;
+    }
     const auto k = integer_at(kernel, i), s = stride.empty() ? k : integer_at(stride, i);
     const Taps taps{k, s, integer_at(padding, i), dilation.empty() ? 1 : integer_at(dilation, i)};
     constexpr auto kMost = std::numeric_limits<int32_t>::max();
@@ -97,24 +122,41 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
   return pool;
 }
 
+// Whether an adaptive maximum has one result along every dim of space that `input` is cut along.
+template <Kind kind>
+bool is_one_along_cuts(const Pool& pool, const TensorArg& input) {
+  bool cut = false, one = kind == Kind::AdaptiveMax;
+  for (int64_t i = 0; i < static_cast<int64_t>(pool.out.size()); ++i) {
+    const bool here = input.layout->shards(pool.lead + i);
+    cut = cut || here;
+    one = one && (!here || pool.out[i] == 1);
+  }
+  return cut && one;
+}
+
 // The input is read through windows.
 template <Kind kind>
 void cut_forward(const Call& call, Rule& rule, int64_t space, ReduceOp padding, Kernel kernel) {
   const auto& input = call.tensors[0];
-  const auto pool = cut_in_space(call, space) ? pool_of<kind>(call, input, nullptr, space) : std::nullopt;
+  auto pool = cut_in_space(call, space) ? pool_of<kind>(call, input, nullptr, space) : std::nullopt;
   if (!pool) {
     return;
   }
+  pool->merges = is_one_along_cuts<kind>(*pool, input);
   auto sizes = input.sym_sizes();
   auto dims = rule.results[0].dims;
   for (int64_t i = 0; i < space; ++i) {
     const auto d = pool->lead + i;
     Factor f;
     f.size = sizes[d] = pool->out[i];
+    if (pool->merges) {
+      rule.operands[0].dims[d] = input.layout->shards(d) ? Dim(rule.factor()) : Dim(kNone);
+      continue;
+    }
     dims[d] = rule.factor(f);
     rule.operands[0].dims[d] = rule.windows(dims[d].factor, pool->reads(i));
   }
-  rule.operands[0].padding = padding;
+  rule.operands[0].padding = pool->widest.empty() ? std::optional(padding) : std::nullopt;
   for (auto& r : rule.results) {
     r = Result(dims, sizes);
   }
@@ -131,13 +173,19 @@ void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
   if (!pool) {
     return;
   }
+  const bool one = is_one_along_cuts<kind>(*pool, input);
   for (int64_t i = 0; i < space; ++i) {
     const auto d = pool->lead + i;
     Factor f;
     f.size = pool->in[i];
     const auto at = rule.factor(f);
+    if (one) { // every rank has the gradients, and indices that say whose they are
+      rule.operands[1].dims[d] = rule.results[0].dims[d] = input.layout->shards(d) ? Dim(at) : Dim(kNone);
+      continue;
+    }
     for (auto& o : rule.operands) {
       o.dims[d] = rule.windows(at, pool->readers(i));
+      o.padding = pool->widest.empty() ? o.padding : std::nullopt;
     }
     rule.operands[1].dims[d] = at;
     rule.results[0].dims[d] = at;
@@ -255,12 +303,50 @@ void stand_in_for_input(Run& run, const Pool& pool, const SymSizes& sizes) {
   }
 }
 
+// One result of each rank's piece, its index among the whole's; then the ranks compare. Of equal values the first counts, of NaN
+// the last.
+void max_of_all(Run& run, const Pool& pool) {
+  const auto& layout = *run.operands[0].layout;
+  const auto input = run.arg(0).toTensor();
+  const auto sizes = sizes_of_piece(run);
+  at::Tensor values, index;
+  if (is_empty(input)) {
+    values = at::full_symint(sizes, identity(ReduceOp::Max, input.scalar_type()), input.options());
+    index = at::full_symint(sizes, std::numeric_limits<int64_t>::max(), input.options().dtype(at::kLong));
+  } else {
+    const auto results = results_of_op(run);
+    values = results[0].toTensor();
+    auto at = unraveled(results[1].toTensor(), plane_of(input, pool));
+    for (size_t i = 0; i < at.size(); ++i) {
+      const auto d = pool.lead + static_cast<int64_t>(i);
+      at[i] = at[i].add(layout.intervals(d, pool.in[i], run.mesh().coordinate())[0].start);
+    }
+    index = raveled(at, pool.in);
+  }
+  values = values.unsqueeze(0);
+  index = index.unsqueeze(0);
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (layout.placement(m).is_shard() && layout.placement(m).dim >= pool.lead) {
+      values = gather_slices(values, 0, run.mesh(), m);
+      index = gather_slices(index, 0, run.mesh(), m);
+    }
+  }
+  const auto nan = values.isnan();
+  const auto last = index.masked_fill(nan.logical_not(), -1).amax(0);
+  const auto most = values.amax(0);
+  const auto first = index.masked_fill(values.ne(most), std::numeric_limits<int64_t>::max()).amin(0);
+  run.returns({most, at::where(last.ge(0), last, first)});
+}
+
 // Max pooling; its results are values, and perhaps indices.
 void max_kernel(Run& run) {
+  const auto& pool = noted<Pool>(run.solution);
+  if (pool.merges && run.operands[0].layout->sharded_dims() >> pool.lead && run.op.schema().returns().size() == 2) {
+    return max_of_all(run, pool);
+  }
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
-  const auto& pool = noted<Pool>(run.solution);
   auto input = run.arg(0).toTensor();
   const auto sizes = sizes_of_piece(run);
   const bool indexed = run.op.schema().returns().size() == 2;
@@ -287,11 +373,11 @@ void max_kernel(Run& run) {
 
 // Adds the gradients up where their indices say, those in this rank's piece. torch's kernel would write outside of it.
 void max_backward_kernel(Run& run) {
-  const auto* halo = run.solution.halo(0);
-  if (!halo) {
+  const auto& pool = noted<Pool>(run.solution);
+  const auto& layout = *run.solution.results[0].layout;
+  if (!(layout.sharded_dims() >> pool.lead)) {
     return call_op_nonempty(run);
   }
-  const auto& pool = noted<Pool>(run.solution);
   const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor();
   const auto index = run.arg(argument(run, "indices")).toTensor();
   if (is_empty(input) || is_empty(grad)) {
@@ -300,9 +386,11 @@ void max_backward_kernel(Run& run) {
   auto at = unraveled(index, pool.in);
   auto inside = at::lt(at[0], pool.in[0]); // torch gives other indices to windows that have no element
   for (size_t i = 0; i < at.size(); ++i) {
-    if (const auto* mine = run_along(run, pool, static_cast<int64_t>(i))) {
-      at[i] = at::sub(at[i], mine->start);
-      const auto here = at::logical_and(at::ge(at[i], 0), at::lt(at[i], mine->length));
+    const auto d = pool.lead + static_cast<int64_t>(i);
+    if (layout.shards(d)) {
+      const auto mine = layout.intervals(d, pool.in[i], run.mesh().coordinate())[0];
+      at[i] = at::sub(at[i], mine.start);
+      const auto here = at::logical_and(at::ge(at[i], 0), at::lt(at[i], mine.length));
       inside = at::logical_and(inside, here);
     }
   }
@@ -492,24 +580,268 @@ Rule average_pool_backward(const Call& call) {
   return rule;
 }
 
-template <int64_t space>
-Rule unpool(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  return rule;
+// ---- fractional pooling ----
+
+// The first element of each of the windows `of` along dim i, as torch finds them: [planes, windows]. `sample`: one per plane.
+at::Tensor fractional_starts(const Pool& pool, int64_t i, const Interval& of, const at::Tensor& sample) {
+  const auto range = pool.in[i] - pool.taps[i].count, steps = pool.out[i] - 1;
+  const auto number = at::arange(of.start, of.start + of.length, sample.options());
+  const auto scalar = [&](int64_t n) { return at::full({}, n, sample.options()); };
+  const auto step = steps ? scalar(range).div(scalar(steps)) : scalar(range);
+  const auto at = sample.unsqueeze(1);
+  const auto starts = number.add(at).mul(step).to(at::kLong).sub(at.mul(step).to(at::kLong));
+  return at::where(number.eq(steps), range, starts);
+}
+
+// The windows are laid out one after the other, so that torch's kernel for windows of one step finds the values, and the places.
+void fractional_kernel(Run& run) {
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return call_op_nonempty(run);
+  }
+  const auto& pool = noted<Pool>(run.solution);
+  const auto sizes = sizes_of_piece(run);
+  const auto input = run.arg(0).toTensor();
+  if (makes_nothing(sizes)) {
+    return run.returns({input.new_zeros_symint(sizes), at::zeros_symint(sizes, input.options().dtype(at::kLong))});
+  }
+  const auto space = static_cast<int64_t>(pool.taps.size());
+  const auto samples = run.arg(argument(run, "random_samples")).toTensor().reshape({-1, space});
+  auto x = input.dim() == space ? input.unsqueeze(0) : input.flatten(0, pool.lead - 1);
+  std::vector<at::Tensor> held(space);
+  std::vector<int64_t> windows;
+  for (int64_t i = 0; i < space; ++i) {
+    const auto d = pool.lead + i;
+    const auto* mine = cut_run(run, d);
+    const auto of = mine ? *mine : Interval{0, pool.out[i]};
+    const auto first = mine ? halo->fetch.mine()[d].inside.start : 0;
+    const auto starts = fractional_starts(pool, i, of, samples.select(1, space == 2 ? 1 - i : i));
+    windows.push_back(pool.taps[i].count);
+    held[i] = starts.unsqueeze(2).add(at::arange(windows[i], starts.options())).flatten(1);
+    auto shape = guarded(x.sym_sizes());
+    shape[1 + i] = held[i].size(1);
+    std::vector<int64_t> along(x.dim(), 1);
+    along[0] = held[i].size(0);
+    along[1 + i] = held[i].size(1);
+    x = x.gather(1 + i, held[i].sub(first).view(along).expand(shape));
+  }
+  const auto plane = x.sizes().slice(1).vec();
+  auto [values, index] = space == 2 ? at::max_pool2d_with_indices(x, windows) : at::max_pool3d_with_indices(x, windows);
+  auto at = unraveled(index, plane);
+  for (int64_t i = 0; i < space; ++i) {
+    at[i] = held[i].gather(1, at[i].flatten(1)).view(index.sizes());
+  }
+  run.returns({values.reshape_symint(sizes), raveled(at, pool.in).reshape_symint(sizes)});
 }
 
 // (self, ..., random samples [n, c, space]): n is 1 where self has no batch.
 template <int64_t space>
 Rule fractional_pool(const Call& call) {
   auto rule = planes(call, space);
-  if (call.tensors[1].dim() != 3) {
+  const auto &input = call.tensors[0], &samples = call.tensors[1];
+  if (samples.dim() != 3) {
     return replicate(call); // the op says what is wrong
   }
-  const auto& dims = rule.operands[0].dims;
+  const auto dims = rule.operands[0].dims;
   const bool batched = static_cast<int64_t>(dims.size()) == space + 2;
   rule.operands[1].dims = batched ? Dims{dims[0], dims[1], Dim(kNone)} : Dims{Dim(kNone), dims[0], Dim(kNone)};
+  if (cut_in_space(call, space) && (input.dtype == at::kFloat || input.dtype == at::kDouble) && samples.dtype == input.dtype &&
+      samples.size(0) == (batched ? input.size(0) : 1) && samples.size(1) == input.size(batched) && samples.size(2) == space) {
+    cut_forward<Kind::Fractional>(call, rule, space, ReduceOp::Max, fractional_kernel);
+  }
   return rule;
+}
+
+template <int64_t space>
+Rule fractional_pool_backward(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  if (call.tensors[0].dtype == at::kFloat || call.tensors[0].dtype == at::kDouble) {
+    cut_backward<Kind::Fractional>(call, rule, space, max_backward_kernel);
+  }
+  return rule;
+}
+
+// ---- max_unpool: each value goes to the place in the whole's plane that its index names ----
+
+// Noted where space is cut.
+struct Places {
+  int64_t lead; // dims before space
+  Sizes sizes;  // of a plane
+};
+
+bool cuts_space(const Layout& layout, const Places& plane) {
+  return layout.sharded_dims() >> plane.lead;
+}
+
+// Index of the plane that each item of a piece belongs to, among all planes of the piece.
+at::Tensor plane_numbers(const at::Tensor& index, int64_t lead) {
+  const auto planes = c10::multiply_integers(index.sizes().slice(0, lead)),
+             each = c10::multiply_integers(index.sizes().slice(lead));
+  return at::arange(planes, index.options()).unsqueeze(1).expand({planes, each}).flatten();
+}
+
+at::Tensor narrowed(at::Tensor t, const Run& run, int64_t lead, c10::IntArrayRef sizes) {
+  for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); ++i) {
+    const auto mine = run.solution.results[0].layout->intervals(lead + i, sizes[i], run.mesh().coordinate())[0];
+    t = t.narrow(lead + i, mine.start, mine.length);
+  }
+  return t.contiguous();
+}
+
+at::Tensor added_at(const at::Tensor& values, const at::Tensor& index, c10::SymIntArrayRef sizes) {
+  const auto lead = values.dim() - static_cast<int64_t>(sizes.size());
+  auto all = values.sym_sizes().slice(0, lead).vec();
+  all.insert(all.end(), sizes.begin(), sizes.end());
+  return values.new_zeros_symint(all).flatten(lead).scatter_add(lead, index.flatten(lead), values.flatten(lead)).view_symint(all);
+}
+
+at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t space) {
+  const auto lead = planes.dim() - space;
+  return planes.flatten(lead).gather(lead, index.flatten(lead)).view_symint(index.sym_sizes());
+}
+
+// For max_unpool, and for the gradient of picked(), which adds up.
+void unpool_kernel(Run& run) {
+  const auto& plane = noted<Places>(run.solution);
+  const bool adds = run.op.schema().name() == "shardtensor::added_at";
+  const auto values = run.arg(0).toTensor(), index = run.arg(1).toTensor();
+  const auto& layout = *run.solution.results[0].layout;
+  if (!cuts_space(layout, plane)) {
+    return call_op_nonempty(run);
+  }
+  if (!may_ask_values(values)) {
+    run.arg(0) = whole_planes(run, 0, plane.lead);
+    run.arg(1) = whole_planes(run, 1, plane.lead);
+    call_op_nonempty(run);
+    run.stack.back() = narrowed(run.stack.back().toTensor(), run, plane.lead, plane.sizes);
+    return;
+  }
+  const auto count = c10::multiply_integers(plane.sizes);
+  const auto at = index.flatten();
+  const Routed routed(layout, plane.lead, plane.sizes, unraveled(at, plane.sizes));
+  const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
+  const auto arrived = routed.there(values.flatten());
+  const auto sizes = guarded(sizes_of_piece(run));
+  auto split = unraveled(at::remainder(places, count), plane.sizes);
+  std::vector<int64_t> piece;
+  for (size_t i = 0; i < split.size(); ++i) {
+    const auto d = plane.lead + static_cast<int64_t>(i);
+    split[i] = split[i].sub(layout.intervals(d, plane.sizes[i], run.mesh().coordinate())[0].start);
+    piece.push_back(sizes[d]);
+  }
+  const auto here = at::div(places, count, "floor").mul(c10::multiply_integers(piece)).add(raveled(split, piece));
+  auto out = values.new_zeros(sizes);
+  auto flat = out.view(-1);
+  adds ? flat.scatter_add_(0, here, arrived) : flat.scatter_(0, here, arrived);
+  run.returns({out});
+}
+
+// The values at the indices: of gradients, in the backward of max_unpool.
+void pick_kernel(Run& run) {
+  const auto& plane = noted<Places>(run.solution);
+  const auto planes = run.arg(0).toTensor(), index = run.arg(1).toTensor();
+  const auto& held = *run.operands[0].layout;
+  if (!cuts_space(held, plane)) {
+    return call_op_nonempty(run);
+  }
+  if (!may_ask_values(planes)) {
+    run.arg(0) = whole_planes(run, 0, plane.lead);
+    return call_op_nonempty(run);
+  }
+  const auto count = c10::multiply_integers(plane.sizes);
+  const auto at = index.flatten();
+  const Routed routed(held, plane.lead, plane.sizes, unraveled(at, plane.sizes));
+  const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
+  auto split = unraveled(at::remainder(places, count), plane.sizes);
+  for (size_t i = 0; i < split.size(); ++i) {
+    const auto d = plane.lead + static_cast<int64_t>(i);
+    split[i] = split[i].sub(held.intervals(d, plane.sizes[i], run.mesh().coordinate())[0].start);
+  }
+  const auto piece = planes.sizes().slice(plane.lead);
+  const auto here = at::div(places, count, "floor").mul(c10::multiply_integers(piece)).add(raveled(split, piece));
+  run.returns({routed.back(planes.reshape({-1}).index_select(0, here)).view(index.sizes())});
+}
+
+// Along the dims of space, `windows` stays cut as it is, and `plain` dims of `results` indices are cut in the same proportions.
+void in_proportion(
+    Rule& rule, c10::ArrayRef<size_t> windows, Dims& plain, const TensorArg& held, int64_t lead, c10::IntArrayRef results) {
+  for (int64_t i = 0; i < static_cast<int64_t>(results.size()); ++i) {
+    Factor f;
+    f.size = results[i];
+    plain[lead + i] = rule.factor(f);
+    const auto dim = rule.windows(plain[lead + i].factor, {held.size(lead + i), results[i], 0, 0});
+    for (const auto o : windows) {
+      rule.operands[o].dims[lead + i] = dim;
+      rule.operands[o].kept_cut = true;
+    }
+  }
+}
+
+Sizes planes_of(const TensorArg& t, int64_t space) {
+  const auto sizes = t.sizes().slice(t.dim() - space);
+  return {sizes.begin(), sizes.end()};
+}
+
+bool any_below_one(c10::IntArrayRef sizes) {
+  return std::any_of(sizes.begin(), sizes.end(), [](int64_t n) { return n < 1; });
+}
+
+// (values, indices, sizes of a plane, ...). Nothing is exchanged if torch refuses the call.
+template <int64_t space>
+Rule unpool(const Call& call) {
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  const auto &values = call.tensors[0], &index = call.tensors[1];
+  const auto lead = values.dim() - space;
+  if (!cut_in_space(call, space) || values.layout != index.layout || index.dtype != at::kLong || lead < 1 ||
+      values.dim() != index.dim() || values.sizes() != index.sizes()) {
+    return rule;
+  }
+  const auto sizes = call.ints(2), strides = call.schema.arguments().size() > 3 ? call.ints(3) : Sizes();
+  if (sizes.size() != space || any_below_one(sizes) || any_below_one(strides) || any_below_one(values.sizes().slice(lead - 1))) {
+    return rule;
+  }
+  auto& result = rule.results[0];
+  in_proportion(rule, {0, 1}, result.dims, values, lead, sizes);
+  result.sizes = values.sym_sizes();
+  std::copy(sizes.begin(), sizes.end(), result.sizes.begin() + lead);
+  rule.notes = Places{lead, sizes};
+  rule.kernel = unpool_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// Of our own ops: the dims of space are as many as the call says.
+template <RuleFn two, RuleFn three>
+Rule by_space(const Call& call) {
+  return call.ints(2).size() == 2 ? two(call) : three(call);
+}
+
+// (planes, indices, dims of space)
+Rule pick(const Call& call) {
+  const auto space = call.integer(2);
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  const auto &read = call.tensors[0], &index = call.tensors[1];
+  const auto sizes = planes_of(read, space), results = planes_of(index, space);
+  if (!cut_in_space(call, space) || any_below_one(sizes) || any_below_one(results)) {
+    return rule;
+  }
+  const auto lead = read.dim() - space;
+  in_proportion(rule, {0}, rule.operands[1].dims, read, lead, results);
+  rule.results[0] = Result(rule.operands[1].dims, index.sym_sizes());
+  rule.notes = Places{lead, sizes};
+  rule.kernel = pick_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
+  m.def("added_at(Tensor values, Tensor indices, SymInt[] output_size) -> Tensor");
+  m.impl("added_at", c10::DispatchKey::CompositeExplicitAutograd, added_at);
+  m.def("picked(Tensor planes, Tensor indices, int space) -> Tensor");
+  m.impl("picked", c10::DispatchKey::CompositeExplicitAutograd, picked);
 }
 
 } // namespace
@@ -529,9 +861,9 @@ void register_pooling(Registry& r) {
   r.add("pooling", {"avg_pool3d"}, average_pool<3>, symbols);
   r.add("pooling", {"avg_pool3d_backward"}, average_pool_backward<3>, symbols);
   r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>, symbols);
-  r.add("pooling", {"fractional_max_pool2d_backward"}, unpool<2>, symbols);
+  r.add("pooling", {"fractional_max_pool2d_backward"}, fractional_pool_backward<2>, symbols);
   r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>, symbols);
-  r.add("pooling", {"fractional_max_pool3d_backward"}, unpool<3>, symbols);
+  r.add("pooling", {"fractional_max_pool3d_backward"}, fractional_pool_backward<3>, symbols);
   r.add(
       "pooling", {"max_pool1d"}, max_pool<1>,
       {.way = Way::Whole, .symbols = true}); // torch reads the data pointer if no gradient is needed
@@ -541,6 +873,8 @@ void register_pooling(Registry& r) {
   r.add("pooling", {"max_pool3d_with_indices_backward"}, max_pool_backward<3>, symbols);
   r.add("pooling", {"max_unpool2d"}, unpool<2>, symbols);
   r.add("pooling", {"max_unpool3d"}, unpool<3>, symbols);
+  r.add("pooling", {"shardtensor::added_at"}, by_space<unpool<2>, unpool<3>>, symbols);
+  r.add("pooling", {"shardtensor::picked"}, pick, symbols);
 }
 
 } // namespace shardtensor::rules

@@ -60,6 +60,7 @@ const Registry& registry() {
     register_recurrent(*r);
     register_reductions(*r);
     register_resampling(*r);
+    register_sampling(*r);
     register_scans(*r);
     register_softmax(*r);
     register_spectral(*r);

@@ -118,6 +118,7 @@ void register_random(Registry&);
 void register_recurrent(Registry&);
 void register_reductions(Registry&);
 void register_resampling(Registry&);
+void register_sampling(Registry&);
 void register_scans(Registry&);
 void register_softmax(Registry&);
 void register_spectral(Registry&);

@@ -40,7 +40,7 @@ class Resolver {
       auto need = operand_layout(i);
       if (has_halo(i)) {
         need = before_halo(i, *need);
-        s->halos.push_back({i, fetch(i, *need), rule_.operands[i].padding.value_or(ReduceOp::Sum)});
+        s->halos.push_back({i, fetch(i, *need), rule_.operands[i].padding.value_or(ReduceOp::Sum), recut(i)});
         s->moves = true;
         s->operands.push_back(std::move(need));
         continue;
@@ -175,6 +175,21 @@ class Resolver {
     const auto& dims = rule_.operands[i].dims;
     return !rule_.operands[i].kept_cut &&
            std::any_of(dims.begin(), dims.end(), [&](const Dim& d) { return d.reach != kNone && is_sharded(d.factor); });
+  }
+
+  // Where operand i is read with a halo along another dim than it is cut along: its layout, cut there.
+  LayoutPtr recut(size_t i) const {
+    const auto& have = *call_.tensors[i].layout;
+    auto placements = have.placements();
+    bool moves = false;
+    for (int64_t m = 0; m < mesh_.ndim(); ++m) {
+      const auto want = choices_.placement_of(i, choices_.made[m]);
+      if (have.placement(m).is_shard() && want.is_shard() && want.dim != have.placement(m).dim) {
+        placements[m] = want;
+        moves = true;
+      }
+    }
+    return moves ? Layout::make(have.mesh_ptr(), std::move(placements)) : nullptr;
   }
 
   // Where operand i's pieces must be so that a fetch can bring every rank what it reads: as they are, but with summands only

@@ -52,6 +52,23 @@ bool cut_together(const Layout& q, const Layout& k, const Layout& v, int64_t seq
   return any;
 }
 
+bool keys_cut_alone(const Layout& q, const Layout& k, const Layout& v, int64_t sequence) {
+  bool any = false;
+  for (int64_t m = 0; m < q.ndim(); ++m) {
+    const auto &of_q = q.placement(m), &of_k = k.placement(m), &of_v = v.placement(m);
+    if (of_k.is_shard(sequence) != of_v.is_shard(sequence)) {
+      return false;
+    }
+    if (of_k.is_shard(sequence)) {
+      if (!of_q.is_replicate() || of_k.split_factor != 1 || of_v.split_factor != 1 || !same_cut(k.cut(m), v.cut(m))) {
+        return false;
+      }
+      any = any || q.mesh().size(m) > 1;
+    }
+  }
+  return any;
+}
+
 c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal) {
   c10::SmallVector<Block, 2> out;
   const auto add = [&](Interval queries, Interval keys, bool later) {

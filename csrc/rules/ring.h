@@ -10,6 +10,10 @@ namespace shardtensor::rules {
 // into one run of places per rank, and keys and values are cut alike.
 bool cut_together(const Layout& q, const Layout& k, const Layout& v, int64_t sequence);
 
+// Whether keys and values of these layouts are cut alike along the sequence, and queries are whole on all ranks that have parts
+// of one sequence of keys: each rank can then attend to its own keys.
+bool keys_cut_alone(const Layout& q, const Layout& k, const Layout& v, int64_t sequence);
+
 void attend(Run& run);
 void attend_backward(Run& run);
 

@@ -7,6 +7,7 @@
 #include "comm/comm.h"
 
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 #include <limits>
 
@@ -42,33 +43,25 @@ Rule along(const Call& call, Factor f) {
 
 // ---- scans ----
 
-// Gathers every piece's `mine`, one slice per rank along the mesh dim, joined along `dim` in the pieces' order.
-at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, int64_t mesh_dim) {
-  const auto slice = mine.contiguous();
-  std::vector<at::Tensor> slices(mesh.size(mesh_dim));
-  for (auto& s : slices) {
-    s = at::empty_like(slice);
-  }
-  comm::all_gather(slices, slice, mesh, mesh_dim);
-  return at::cat(slices, dim);
-}
-
 // The combined total of all pieces before this rank's. `combine` reduces slices joined along `dim` to one; `nothing` is its
 // neutral slice. Later mesh dims cut the pieces of earlier ones, so they are combined first.
+// `after`: of the pieces after this rank's.
 template <typename Combine>
-at::Tensor before_me(at::Tensor total, const at::Tensor& nothing, int64_t dim, const Run& run, Combine combine) {
+at::Tensor before_me(
+    at::Tensor total, const at::Tensor& nothing, int64_t dim, const Run& run, Combine combine, bool after = false) {
   const auto& mesh = run.mesh();
-  auto before = nothing;
+  auto out = nothing;
   for (int64_t m = mesh.ndim() - 1; m >= 0; --m) {
     if (!(run.mesh_dims(dim) >> m & 1)) {
       continue;
     }
     const auto totals = gather_slices(total, dim, mesh, m);
-    const auto earlier = combine(totals.narrow(dim, 0, mesh.coordinate()[m]));
-    before = combine(at::cat({earlier, before}, dim));
+    const auto mine = mesh.coordinate()[m];
+    const auto others = combine(after ? totals.narrow(dim, mine + 1, mesh.size(m) - mine - 1) : totals.narrow(dim, 0, mine));
+    out = combine(at::cat({others, out}, dim));
     total = combine(totals);
   }
-  return before;
+  return out;
 }
 
 at::Tensor last_slice(const at::Tensor& scan, const at::Tensor& nothing, int64_t dim) {
@@ -87,24 +80,97 @@ std::optional<at::ScalarType> dtype_of(const Run& run) {
   return given.isNone() ? std::nullopt : std::optional(given.toScalarType());
 }
 
-void cumsum_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
-  auto scan = at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run));
+at::Tensor with_sums(at::Tensor scan, int64_t dim, const Run& run) {
   const auto nothing = slice_of(scan, dim, 0);
   const auto dtype = scan.scalar_type();
   const auto before = before_me(
       last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) { return at::sum(t, {dim}, true, dtype); });
-  give(run, {scan.add_(before)});
+  return scan.add_(before);
 }
 
-void cumprod_kernel(Run& run) {
-  const auto dim = noted<Along>(run.solution).dim;
-  auto scan = at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run));
+at::Tensor with_products(at::Tensor scan, int64_t dim, const Run& run) {
   const auto nothing = slice_of(scan, dim, 1);
   const auto dtype = scan.scalar_type();
   const auto before = before_me(
       last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) { return at::prod(t, dim, true, dtype); });
-  give(run, {scan.mul_(before)});
+  return scan.mul_(before);
+}
+
+void cumsum_kernel(Run& run) {
+  const auto dim = noted<Along>(run.solution).dim;
+  give(run, {with_sums(at::cumsum(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
+}
+
+void cumprod_kernel(Run& run) {
+  const auto dim = noted<Along>(run.solution).dim;
+  give(run, {with_products(at::cumprod(run.arg(0).toTensor(), dim, dtype_of(run)), dim, run)});
+}
+
+// ---- their gradients ----
+
+// Sums of each index and all after it: the gradient of cumsum.
+at::Tensor suffix_sum(const at::Tensor& t, int64_t dim) {
+  return t.flip(dim).cumsum(dim).flip(dim);
+}
+
+at::Tensor with_sums_after(const at::Tensor& scan, int64_t dim, const Run& run) {
+  const auto nothing = slice_of(scan, dim, 0);
+  const auto total = scan.sym_size(dim) == 0 ? nothing : scan.narrow(dim, 0, 1);
+  const auto sum = [&](const at::Tensor& t) { return at::sum(t, {dim}, true, scan.scalar_type()); };
+  return scan.add(before_me(total, nothing, dim, run, sum, true));
+}
+
+void suffix_sum_kernel(Run& run) {
+  const auto dim = noted<Along>(run.solution).dim;
+  run.returns({with_sums_after(suffix_sum(run.arg(0).toTensor(), dim), dim, run)});
+}
+
+// (grad, input, dim, output). Before the first zero of a line, each product is divided by the element. At the zero, the sum goes
+// over the products up to the next zero, without this one. Behind it all products are zero whatever the element.
+void cumprod_backward_kernel(Run& run) {
+  const auto dim = noted<Along>(run.solution).dim;
+  const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor(), output = run.arg(3).toTensor();
+  const auto zero = input.eq(0);
+  const auto zeros = with_sums(zero.to(at::kLong).cumsum(dim), dim, run); // up to here
+  const auto in_front = zeros.eq(0), first = zero.logical_and(zeros.eq(1));
+  const auto weighed = output.conj().mul(grad).masked_fill(in_front.logical_not(), 0);
+  const auto sums = with_sums_after(suffix_sum(weighed, dim), dim, run);
+  const auto others = with_products(input.masked_fill(first, 1).cumprod(dim), dim, run); // without the first zero
+  const auto at_first = others.conj().mul(grad).masked_fill(zeros.ne(1), 0).sum({dim}, true, grad.scalar_type());
+  const auto total = over_ranks(at_first, run, run.mesh_dims(dim), ReduceOp::Sum);
+  const auto in = sums.div(input.masked_fill(zero, 1).conj());
+  run.returns({at::where(in_front, in, at::where(first, total, at::zeros({}, in.options())))});
+}
+
+// (grad, input, indices, dim): gradients are added where the running extreme was. Of this rank's indices, those in earlier pieces
+// are all one: that of the best before this piece. So each rank tells the others a sum and its index.
+void cumulative_extreme_backward_kernel(Run& run) {
+  const auto dim = noted<Along>(run.solution).dim;
+  const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor(), index = run.arg(2).toTensor();
+  const auto piece = mine(run, 1, dim);
+  const at::Scalar start(piece.start), end(piece.start + piece.length);
+  auto out = at::zeros_like(input, input.options().dtype(grad.scalar_type()));
+  const auto add = [&](const at::Tensor& values, const at::Tensor& at) {
+    const auto here = at.ge(start).logical_and(at.lt(end));
+    out = out.scatter_add(dim, at.sub(start).masked_fill(here.logical_not(), 0), values.masked_fill(here.logical_not(), 0));
+  };
+  const bool none = is_empty(input);
+  if (!none) {
+    add(grad, index);
+  }
+  const auto earlier = index.lt(start);
+  auto sums = grad.masked_fill(earlier.logical_not(), 0).sum({dim}, true, grad.scalar_type());
+  auto places = extreme(index.masked_fill(earlier.logical_not(), -1), {dim}, ReduceOp::Max);
+  for (int64_t m = run.mesh().ndim() - 1; m >= 0; --m) {
+    if (run.mesh_dims(dim) >> m & 1) {
+      sums = gather_slices(sums, dim, run.mesh(), m);
+      places = gather_slices(places, dim, run.mesh(), m);
+    }
+  }
+  if (!none) {
+    add(sums, places);
+  }
+  run.returns({out});
 }
 
 void logcumsumexp_kernel(Run& run) {
@@ -309,17 +375,30 @@ Rule value_selecting_reduction_backward(const Call& call) {
   return rule;
 }
 
-// grad, input and indices or output have the same dims; whole along one of them, linear in grad.
+// grad, input and indices or output have the same dims; linear in grad.
+template <Kernel kernel>
 Rule scan_backward(const Call& call) {
   Rule rule;
   const auto dim = scanned_dim(call);
-  Factor whole;
-  whole.whole = true;
-  const auto dims = factors(call, rule, call.tensors[0], dim, whole);
+  const auto dims = factors(call, rule, call.tensors[0], dim, scanned());
   rule.operands.assign(3, Operand(dims));
   rule.results.emplace_back(dims);
   rule.linear_in({0});
+  rule.kernel = kernel;
+  rule.notes = Along{dim};
   return rule;
+}
+
+Rule suffix_sum_rule(const Call& call) {
+  auto rule = along(call, scanned());
+  rule.kernel = suffix_sum_kernel;
+  rule.linear_in({0});
+  return rule;
+}
+
+TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
+  m.def("suffix_sum(Tensor self, int dim) -> Tensor");
+  m.impl("suffix_sum", c10::DispatchKey::CompositeExplicitAutograd, suffix_sum);
 }
 
 // ---- search ----
@@ -471,8 +550,9 @@ void register_scans(Registry& r) {
   r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, ordered);
   r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, ordered);
   ordered.symbols = false;
-  r.add(family, {"cummaxmin_backward", "cumprod_backward"}, scan_backward, composite);
+  r.add(family, {"cummaxmin_backward"}, scan_backward<cumulative_extreme_backward_kernel>, composite);
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod, {.symbols = true});
+  r.add(family, {"cumprod_backward"}, scan_backward<cumprod_backward_kernel>, composite);
   r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum, {.symbols = true});
   r.add(
       family, {"_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors"}, histogram<true>, ordered);
@@ -488,6 +568,7 @@ void register_scans(Registry& r) {
           "searchsorted.Tensor_out",
       },
       searchsorted, searched);
+  r.add(family, {"shardtensor::suffix_sum"}, suffix_sum_rule, {.symbols = true});
   r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
   r.add(family, {"topk", "topk.values"}, topk, {.symbols = true});
   r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);

@@ -1,5 +1,5 @@
-// flip, roll, rot90: indices move along some dims. Where these are cut, each rank reads what comes to its place. And shifted, our
-// own op, to which circular padding along a cut dim turns (autograd/shifts.cpp).
+// flip, roll, rot90: indices move along some dims. Where these are cut, each rank reads what comes to its place. And our own ops,
+// to which circular padding and repeat() along cut dims turn (autograd/shifts.cpp): shifted, repeated.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
@@ -180,7 +180,106 @@ Rule shifted_rule(const Call& call) {
   return rule;
 }
 
+// ---- repeated(x, dim, times): result o is x[o mod size] ----
+
+at::Tensor repeated(const at::Tensor& x, int64_t dim, int64_t times) {
+  std::vector<int64_t> each(x.dim(), 1);
+  each[dim] = times;
+  return x.repeat(each);
+}
+
+// What a rank reads, once: if its results need all of x, in x's order, else in that of the results.
+void repeated_kernel(Run& run) {
+  const auto dim = run.arg(1).toInt();
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    return run.call_op();
+  }
+  const auto x = run.arg(0).toTensor();
+  const auto& mine = *cut_run(run, dim);
+  const auto size = run.operands[0].size(dim);
+  if (mine.length <= size) {
+    return run.returns({is_empty(x) ? x.clone() : x}); // new memory: a rank needs more than its piece
+  }
+  const auto at = at::arange(mine.start, mine.start + mine.length, x.options().dtype(at::kLong)).remainder(size);
+  run.returns({x.index_select(dim, at)});
+}
+
+Rule repeated_rule(const Call& call) {
+  Rule rule;
+  const auto& x = call.tensors[0];
+  const auto dim = call.integer(1), times = call.integer(2);
+  const auto dims = fresh_dims(rule, x.dim());
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(dims, x.sym_sizes());
+  rule.factors[dim].size = x.size(dim) * times;
+  rule.operands[0].dims[dim] = rule.windows(dim, {1, 1, 0, 0, Beyond::Circular});
+  rule.operands[0].padding = std::nullopt;
+  rule.results[0].sizes[dim] = x.size(dim) * times;
+  rule.passes_partial();
+  rule.kernel = repeated_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
+// ---- repeats_added(copies of t, dim, size): result o is the sum of all t[o + size * i] ----
+// The copies are as many as these, and each rank reads those that its results add. Or there is one: then each rank adds up what
+// it holds, and the results are summands.
+
+at::Tensor repeats_added(at::TensorList copies, int64_t dim, int64_t size) {
+  return copies[0].unflatten(dim, {-1, size}).sum(dim);
+}
+
+void repeats_added_kernel(Run& run) {
+  const auto copies = run.arg(0).toTensorVector();
+  const auto dim = run.arg(1).toInt(), size = run.arg(2).toInt();
+  if (!run.mesh_dims(dim)) {
+    return run.call_op();
+  }
+  if (copies.size() == 1) {
+    const auto piece = mine(run, 0, dim).numbers();
+    const auto at = at::arange(piece.start, piece.start + piece.length, copies[0].options().dtype(at::kLong)).remainder(size);
+    auto sizes = copies[0].sym_sizes().vec();
+    sizes[dim] = size;
+    return run.returns({copies[0].new_zeros_symint(sizes).index_add(dim, at, copies[0])});
+  }
+  auto out = copies[0].clone();
+  for (size_t i = 1; i < copies.size(); ++i) {
+    out.add_(copies[i]);
+  }
+  run.returns({out});
+}
+
+Rule repeats_added_rule(const Call& call) {
+  Rule rule;
+  const auto dim = call.integer(1), size = call.integer(2);
+  auto dims = fresh_dims(rule, call.tensors[0].dim());
+  rule.factors[dim].reduce = ReduceOp::Sum;
+  rule.results.emplace_back(dims, call.tensors[0].sym_sizes());
+  rule.results[0].sizes[dim] = size;
+  const auto count = static_cast<int64_t>(call.tensors.size());
+  if (count == 1) {
+    rule.results[0].dims[dim] = Dim(kNone);
+    rule.operands.emplace_back(dims);
+  } else {
+    rule.factors[dim].size = size;
+  }
+  for (int64_t i = 0; i < count && count > 1; ++i) {
+    auto& copy = rule.operands.emplace_back(dims);
+    copy.dims[dim] = rule.windows(dim, {1, 1, size * i, size * i, Beyond::Circular});
+    copy.padding = std::nullopt;
+  }
+  rule.jointly_linear(OperandSet::first(call.tensors.size()));
+  rule.kernel = repeats_added_kernel;
+  rule.always_kernel = true;
+  return rule;
+}
+
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
+  m.def("repeated(Tensor self, int dim, int times) -> Tensor");
+  m.impl("repeated", c10::DispatchKey::CompositeExplicitAutograd, repeated);
+  m.def("repeats_added(Tensor[] copies, int dim, int size) -> Tensor");
+  m.impl("repeats_added", c10::DispatchKey::CompositeExplicitAutograd, repeats_added);
   m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size) -> Tensor");
   m.impl("shifted", c10::DispatchKey::CompositeExplicitAutograd, shifted);
 }
@@ -191,6 +290,8 @@ void register_turns(Registry& r) {
   r.add("turns", {"flip"}, flip);
   r.add("turns", {"roll"}, roll);
   r.add("turns", {"rot90"}, rot90, {.asks_order = true});
+  r.add("turns", {"shardtensor::repeated"}, repeated_rule, {.symbols = true});
+  r.add("turns", {"shardtensor::repeats_added"}, repeats_added_rule, {.symbols = true});
   r.add("turns", {"shardtensor::shifted"}, shifted_rule, {.symbols = true});
 }
 

@@ -1,5 +1,7 @@
 #include "rules/windows.h"
 
+#include "comm/values.h"
+#include "redistribute/redistribute.h"
 #include "rules/empties.h"
 
 namespace shardtensor::rules {
@@ -41,6 +43,25 @@ SymSizes sizes_of_piece(const Run& run, size_t nth) {
     sizes.push_back(from.value);
   }
   return sym_local_sizes(*run.solution.results[nth].layout, sizes);
+}
+
+std::vector<c10::IValue> results_of_op(const Run& run) {
+  std::vector<c10::IValue> stack(run.stack.begin() + static_cast<int64_t>(run.base()), run.stack.end());
+  run.op.callBoxed(&stack);
+  return stack;
+}
+
+bool may_ask_values(const at::Tensor& piece) {
+  return !is_traced(piece) && !piece.is_meta();
+}
+
+at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead) {
+  const auto& have = *run.operands[operand].layout;
+  auto whole = LayoutPtr::reclaim_copy(&have);
+  for (int64_t d = lead; d < run.operands[operand].dim(); ++d) {
+    whole = whole->whole_along(d);
+  }
+  return redistribute(run.arg(operand).toTensor(), have, *whole, run.operands[operand].sizes());
 }
 
 } // namespace shardtensor::rules

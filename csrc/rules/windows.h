@@ -70,6 +70,14 @@ at::Tensor stand_in(const Run& run, size_t operand, int64_t lead, int64_t first,
   return t.new_zeros_symint(sizes);
 }
 
+// The results of the op itself on its arguments, which stay on the stack.
+std::vector<c10::IValue> results_of_op(const Run& run);
+
+// Whether values can decide what is sent: not in a graph, and not of tensors on the meta device.
+bool may_ask_values(const at::Tensor& piece);
+// For where they cannot: an operand, in its layout, with its dims from `lead` on whole on every rank.
+at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead);
+
 // A list of integers with one per dim of space, or one for all.
 inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {
   TORCH_CHECK(

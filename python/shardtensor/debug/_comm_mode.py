@@ -65,11 +65,11 @@ class CommDebugMode(_Stock):
     def __enter__(self) -> CommDebugMode:
         self.comm_bytes.clear()
         super().__enter__()  # type: ignore[no-untyped-call]
-        _watch.listen_to_calls(self._hear)
+        _watch.calls.listen(self._hear)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _watch.forget_calls(self._hear)
+        _watch.calls.forget(self._hear)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _hear(self, call: _watch.Call) -> None:

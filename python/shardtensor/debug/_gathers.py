@@ -67,11 +67,11 @@ def log_gathers(often: Often = "once", *, all_ranks: bool = False) -> None:
 
 
 def _listen(on: bool) -> None:
-    listens = _hear in _watch._moves
+    listens = _hear in _watch.moves
     if on and not listens:
-        _watch.listen_to_moves(_hear)
+        _watch.moves.listen(_hear)
     elif listens and not on:
-        _watch.forget_moves(_hear)
+        _watch.moves.forget(_hear)
 
 
 def _begin(op: str, why: str, layouts: str) -> None:

@@ -43,14 +43,14 @@ class ExplicitRedistributionContext(_Stock):
     def __enter__(self) -> ExplicitRedistributionContext:
         super().__enter__()  # type: ignore[no-untyped-call]
         if not self._active:
-            _watch.listen_to_moves(self._hear)
+            _watch.moves.listen(self._hear)
         self._active.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._active.remove(self)
         if not self._active:
-            _watch.forget_moves(self._hear)
+            _watch.moves.forget(self._hear)
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
 
@@ -85,8 +85,8 @@ class comm_budget:
 
     def __enter__(self) -> comm_budget:
         self.bytes = self.calls = self._own = 0
-        _watch.listen_to_calls(self._hear)
+        _watch.calls.listen(self._hear)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _watch.forget_calls(self._hear)
+        _watch.calls.forget(self._hear)

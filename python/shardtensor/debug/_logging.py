@@ -24,24 +24,24 @@ def _write_halo(halo: _watch.Halo) -> None:
 def log_redistributions(on: bool = True) -> None:
     """Logs each redistribution that an op or a gradient needs, and each halo that an op reads, to the logger "shardtensor", at level
     INFO. It is on from the start if that logger is enabled at import: by TORCH_LOGS=shardtensor or by logging's own settings."""
-    listens = _write in _watch._moves
+    listens = _write in _watch.moves
     if on and not listens:
-        _watch.listen_to_moves(_write)
-        _watch.listen_to_halos(_write_halo)
+        _watch.moves.listen(_write)
+        _watch.halos.listen(_write_halo)
     elif listens and not on:
-        _watch.forget_moves(_write)
-        _watch.forget_halos(_write_halo)
+        _watch.moves.forget(_write)
+        _watch.halos.forget(_write_halo)
 
 
 @contextmanager
 def halos() -> Iterator[list[_watch.Halo]]:
     """Inside, the list gets each halo that an op reads, with the bytes that this rank sends to other ranks and receives from them."""
     heard: list[_watch.Halo] = []
-    _watch.listen_to_halos(heard.append)
+    _watch.halos.listen(heard.append)
     try:
         yield heard
     finally:
-        _watch.forget_halos(heard.append)
+        _watch.halos.forget(heard.append)
 
 
 def install() -> None:

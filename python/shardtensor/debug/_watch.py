@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from shardtensor import _C
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,67 +68,38 @@ class Halo:
         )
 
 
-# If a listener returns a text, the call is not made and raises that text.
-CallListener = Callable[[Call], str | None]
-MoveListener = Callable[[Move], str | None]
-_calls: list[CallListener] = []
-_moves: list[MoveListener] = []
-HaloListener = Callable[[Halo], None]
-_halos: list[HaloListener] = []
+class Heard(Generic[T]):
+    """The listeners to one kind of news. If one returns a text, what is about to happen raises it. C++ reports while there are any."""
+
+    def __init__(self, report: Callable[[Any], None], news: Callable[..., T]) -> None:
+        self._report, self._news = report, news
+        self._listeners: list[Callable[[T], str | None]] = []
+
+    def _hear(self, *facts: Any) -> str | None:
+        news = self._news(*facts)
+        said = [answer for answer in [listener(news) for listener in tuple(self._listeners)] if answer]  # all hear of it
+        return said[0] if said else None
+
+    def listen(self, listener: Callable[[T], str | None]) -> None:
+        self._listeners.append(listener)
+        self._report(self._hear)
+
+    def forget(self, listener: Callable[[T], str | None]) -> None:
+        self._listeners.remove(listener)
+        if not self._listeners:
+            self._report(None)
+
+    def __contains__(self, listener: object) -> bool:
+        return listener in self._listeners
 
 
-def _on_call(kind: str, size: int, mesh: _C.Mesh, mesh_dim: int) -> str | None:
-    call = Call(kind, size, mesh, mesh_dim)
-    return _first(listener(call) for listener in tuple(_calls))
-
-
-def _on_move(
+def _move(
     op: str, argument: str, why: str, source: _C.Layout, target: _C.Layout, shape: Sequence[int | torch.SymInt], item: int, communicates: bool
-) -> str | None:
+) -> Move:
     sizes = tuple(int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in shape)  # type: ignore[arg-type]  # of this call, for a graph
-    move = Move(op, argument, why, source, target, sizes, item, communicates)
-    return _first(listener(move) for listener in tuple(_moves))
+    return Move(op, argument, why, source, target, sizes, item, communicates)
 
 
-def _on_halo(op: str, source: _C.Layout, shape: Sequence[int], sent: Mapping[int, int], received: Mapping[int, int]) -> None:
-    halo = Halo(op, source, tuple(shape), sent, received)
-    for listener in tuple(_halos):
-        listener(halo)
-
-
-def _first(answers: object) -> str | None:
-    said = [answer for answer in answers if answer]  # type: ignore[attr-defined]  # all listeners hear of it
-    return said[0] if said else None
-
-
-def listen_to_calls(listener: CallListener) -> None:
-    _calls.append(listener)
-    _C.set_comm_listener(_on_call)
-
-
-def forget_calls(listener: CallListener) -> None:
-    _calls.remove(listener)
-    if not _calls:
-        _C.set_comm_listener(None)
-
-
-def listen_to_moves(listener: MoveListener) -> None:
-    _moves.append(listener)
-    _C.set_watcher(_on_move)
-
-
-def forget_moves(listener: MoveListener) -> None:
-    _moves.remove(listener)
-    if not _moves:
-        _C.set_watcher(None)
-
-
-def listen_to_halos(listener: HaloListener) -> None:
-    _halos.append(listener)
-    _C.set_halo_watcher(_on_halo)
-
-
-def forget_halos(listener: HaloListener) -> None:
-    _halos.remove(listener)
-    if not _halos:
-        _C.set_halo_watcher(None)
+calls = Heard(_C.set_comm_listener, Call)
+moves = Heard(_C.set_watcher, _move)
+halos = Heard(_C.set_halo_watcher, lambda op, source, shape, *bytes_: Halo(op, source, tuple(shape), *bytes_))

@@ -1,0 +1,108 @@
+// max_unpool along cut dims: its gradient is picked from where the values went, by shardtensor::picked (rules/pooling.cpp);
+// torch's formula would gather planes. Uses dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
+#include "dispatch/plain.h"
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/max_unpool2d_ops.h>
+#include <ATen/ops/max_unpool3d_ops.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace shardtensor {
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Tensor picked(const Tensor& planes, const Tensor& index, int64_t space);
+
+// Values added up at the places that their indices name, in planes of these sizes. Each is the other's gradient.
+struct AddedAt : torch::autograd::Function<AddedAt> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& values, const Tensor& index, const std::vector<c10::SymInt>& sizes) {
+    ctx->save_for_backward({index});
+    ctx->saved_data["space"] = static_cast<int64_t>(sizes.size());
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("shardtensor::added_at", "")
+                               .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(values, index, sizes);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {picked(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["space"].toInt()), Tensor(), Tensor()};
+  }
+};
+
+struct Picked : torch::autograd::Function<Picked> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& planes, const Tensor& index, int64_t space) {
+    ctx->save_for_backward({index});
+    ctx->saved_data["sizes"] = planes.sym_sizes().slice(planes.dim() - space).vec();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("shardtensor::picked", "")
+                               .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(planes, index, space);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
+    return {AddedAt::apply(grads[0], ctx->get_saved_variables()[0], sizes), Tensor(), Tensor()};
+  }
+};
+
+Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
+  return Picked::apply(planes, index, space);
+}
+
+struct Unpooled : torch::autograd::Function<Unpooled> {
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& values, const Tensor& index, int64_t space, const std::function<Tensor()>& op) {
+    ctx->save_for_backward({index});
+    ctx->saved_data["space"] = space;
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op();
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {picked(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["space"].toInt()), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+// Whether a gradient is asked for, of values that are cut along their last `space` dims.
+bool is_cut(const Tensor& values, int64_t space) {
+  const auto* impl = as_shard_tensor(values);
+  return impl && values.dim() > space && impl->layout().sharded_dims() >> (values.dim() - space) && !has_tangent(values) &&
+         values.requires_grad() && at::GradMode::is_enabled();
+}
+
+Tensor max_unpool2d(c10::DispatchKeySet keys, const Tensor& self, const Tensor& indices, c10::SymIntArrayRef size) {
+  if (!is_cut(self, 2)) {
+    return at::_ops::max_unpool2d::redispatch(torchs_autograd(keys), self, indices, size);
+  }
+  return Unpooled::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
+}
+
+Tensor max_unpool3d(
+    c10::DispatchKeySet keys,
+    const Tensor& self,
+    const Tensor& indices,
+    c10::SymIntArrayRef size,
+    at::IntArrayRef stride,
+    at::IntArrayRef padding) {
+  if (!is_cut(self, 3)) {
+    return at::_ops::max_unpool3d::redispatch(torchs_autograd(keys), self, indices, size, stride, padding);
+  }
+  return Unpooled::apply(
+      self, indices, int64_t{3}, [&] { return at::_ops::max_unpool3d::call(self, indices, size, stride, padding); });
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("max_unpool2d", max_unpool2d);
+  m.impl("max_unpool3d", max_unpool3d);
+}
+
+} // namespace
+
+} // namespace shardtensor

@@ -1,0 +1,129 @@
+#include "rules/routed.h"
+
+#include "comm/comm.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace shardtensor::rules {
+
+namespace {
+
+// The coordinates that differ from this rank's along the mesh dims that cut dim d only, in the order of their pieces.
+std::vector<Coordinate> pieces_along(const Layout& layout, int64_t d, const Coordinate& from) {
+  std::vector<Coordinate> out{from};
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (!layout.placement(m).is_shard(d)) {
+      continue;
+    }
+    std::vector<Coordinate> next;
+    for (auto at : out) {
+      for (at[m] = 0; at[m] < layout.mesh().size(m); ++at[m]) {
+        next.push_back(at);
+      }
+    }
+    out = std::move(next);
+  }
+  return out;
+}
+
+int64_t sum_of(const std::vector<int64_t>& numbers, size_t begin, size_t end) {
+  return std::accumulate(numbers.begin() + static_cast<int64_t>(begin), numbers.begin() + static_cast<int64_t>(end), int64_t{0});
+}
+
+template <typename T>
+std::vector<T> without(std::vector<T> list, size_t i) {
+  list.erase(list.begin() + static_cast<int64_t>(i));
+  return list;
+}
+
+} // namespace
+
+Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const std::vector<at::Tensor>& at)
+    : layout_(LayoutPtr::reclaim_copy(&layout)) {
+  const auto& mesh = layout.mesh();
+  const auto options = at[0].options();
+  std::vector<Coordinate> owners{mesh.coordinate()};
+  auto owner = at::zeros_like(at[0]);
+  auto outside = at::zeros_like(at[0], options.dtype(at::kBool));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    outside = outside.logical_or(at[i].lt(0)).logical_or(at[i].ge(sizes[i]));
+  }
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const auto d = lead + static_cast<int64_t>(i);
+    std::vector<int64_t> ends;
+    for (const auto& c : pieces_along(layout, d, mesh.coordinate())) {
+      const auto run = layout.intervals(d, sizes[i], c)[0];
+      ends.push_back(run.start + run.length);
+    }
+    if (ends.size() == 1) {
+      continue;
+    }
+    const auto piece = at::bucketize(at[i].clamp(0, sizes[i] - 1), at::tensor(ends, at::kLong).to(options.device()), false, true);
+    owner = owner.mul(static_cast<int64_t>(ends.size())).add(piece);
+    std::vector<Coordinate> next;
+    for (const auto& c : owners) {
+      const auto more = pieces_along(layout, d, c);
+      next.insert(next.end(), more.begin(), more.end());
+    }
+    owners = std::move(next);
+  }
+  std::vector<int64_t> rank_of;
+  for (const auto& c : owners) {
+    rank_of.push_back(mesh.rank_at(c));
+  }
+  ranks_ = rank_of;
+  std::sort(ranks_.begin(), ranks_.end());
+  const auto nth = [&](int64_t rank) { return std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin(); };
+  me_ = static_cast<size_t>(nth(mesh.rank()));
+  if (!std::is_sorted(rank_of.begin(), rank_of.end())) {
+    std::vector<int64_t> places;
+    for (const auto rank : rank_of) {
+      places.push_back(nth(rank));
+    }
+    owner = at::tensor(places, at::kLong).to(options.device()).index_select(0, owner);
+  }
+  order_ = std::get<1>(owner.sort(/*stable=*/true, 0, false));
+  const auto n = static_cast<int64_t>(ranks_.size());
+  const auto counts = at::stack({at::bincount(owner, {}, n), outside.any().to(at::kLong).expand(n)}, 1);
+  const std::vector<int64_t> two(ranks_.size(), 2);
+  const auto come = exchanged(counts.flatten(), two, two);
+  const auto both = at::cat({counts.flatten(), come}).cpu();
+  const auto* numbers = both.const_data_ptr<int64_t>();
+  for (int64_t k = 0; k < n; ++k) {
+    TORCH_CHECK(
+        numbers[2 * (n + k) + 1] == 0, "an index of rank ", ranks_[k], " lies outside of the planes of ", sizes, " (rank ",
+        mesh.rank(), ")");
+    sent_.push_back(numbers[2 * k]);
+    arrived_.push_back(numbers[2 * (n + k)]);
+  }
+}
+
+// `rows`: out[i] for the i-th rank, one after the other -> in[i] from each.
+at::Tensor Routed::exchanged(const at::Tensor& rows, const std::vector<int64_t>& out, const std::vector<int64_t>& in) const {
+  if (ranks_.size() == 1) {
+    return rows;
+  }
+  const auto own = rows.narrow(0, sum_of(out, 0, me_), out[me_]);
+  const auto before = sum_of(in, 0, me_), after = sum_of(in, me_ + 1, in.size());
+  const auto leaving = at::cat(
+      {rows.narrow(0, 0, sum_of(out, 0, me_)), rows.narrow(0, sum_of(out, 0, me_ + 1), sum_of(out, me_ + 1, out.size()))});
+  const auto coming = at::empty({before + after}, rows.options());
+  const auto peers = without(ranks_, me_), sent = without(out, me_), received = without(in, me_);
+  auto into = coming;
+  comm::start_send_receive(into, received, leaving, sent, peers, layout_->mesh(), layout_->mesh().size())();
+  return at::cat({coming.narrow(0, 0, before), own, coming.narrow(0, before, after)});
+}
+
+at::Tensor Routed::there(const at::Tensor& rows) const {
+  return exchanged(rows.index_select(0, order_), sent_, arrived_);
+}
+
+at::Tensor Routed::back(const at::Tensor& rows) const {
+  const auto sorted = exchanged(rows, arrived_, sent_);
+  return at::empty_like(sorted).index_copy_(0, order_, sorted);
+}
+
+} // namespace shardtensor::rules
