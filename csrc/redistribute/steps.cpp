@@ -147,13 +147,15 @@ Intervals side_by_side(const Intervals& runs) {
   return out;
 }
 
-// Does the second half of a step, now or later.
-void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buffers) {
-  if (s.later) {
-    s.rest = std::move(completion);
-    s.buffers = std::move(buffers);
+// Does the second half of a step, now or later: waits, then next(), which reads or writes `used`.
+template <typename F>
+void complete(State& s, comm::InFlight moving, F next, const std::vector<at::Tensor>& used) {
+  if (s.later && moving) {
+    moving.then(std::move(next), used);
+    s.rest = std::move(moving);
   } else {
-    completion();
+    moving.wait();
+    next();
   }
 }
 
@@ -161,11 +163,7 @@ void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buf
 template <typename F>
 void then(State& s, at::Tensor out, F next) {
   if (s.rest) {
-    s.rest = [before = std::move(s.rest), next = std::move(next)]() mutable {
-      before();
-      next();
-    };
-    s.buffers.push_back(out);
+    s.rest.then(std::move(next), {out});
   } else {
     next();
   }
@@ -247,7 +245,12 @@ void reduce_everywhere(State& s, int64_t m, const LayoutPtr& next) {
   const bool norm = p.reduce == ReduceOp::Norm;
   s.local = norm ? norm_power(summand, p.norm_order) : summand.clone(at::MemoryFormat::Contiguous);
   s.layout = next;
-  complete(s, comm::start_all_reduce(s.local, s.mesh(), m, p.reduce), {s.local});
+  auto reduced = comm::start_all_reduce(s.local, s.mesh(), m, p.reduce);
+  if (s.later) {
+    s.rest = std::move(reduced);
+  } else {
+    reduced.wait();
+  }
   if (norm) {
     take_root(s, p.norm_order, summand.options());
   }
@@ -295,13 +298,12 @@ void reduce_on_the_way(
   const bool direct = x.places.size() <= 1;
   auto flat = direct ? out.view(-1) : at::empty({out.numel()}, out.options());
   auto reduced = comm::start_reduce_scatter(flat, in, x.numels, s.mesh(), m, op);
-  auto finish = [reduced = std::move(reduced), flat, out, direct, places = x.places]() mutable {
-    reduced();
+  const auto finish = [flat, out, direct, places = x.places]() mutable {
     if (!direct) {
       kernels::unpack(flat, places, out);
     }
   };
-  complete(s, std::move(finish), {flat, out});
+  complete(s, std::move(reduced), finish, {flat, out});
 }
 
 // `flat` has room for one buffer and then others: moves `own` between them, to place `me`.
@@ -338,14 +340,13 @@ void reduce_on_arrival(
   auto summands = at::empty({numel * n}, out.options());
   auto arriving = in_place ? summands : summands.narrow(0, numel, numel * (n - 1));
   auto arrived = comm::start_all_to_all(arriving, received, in, sent, s.mesh(), m, /*of_summands=*/true);
-  auto finish = [arrived = std::move(arrived), summands, out, places = x.places, in_place, n, me, numel, op]() mutable {
-    arrived();
+  const auto finish = [summands, out, places = x.places, in_place, n, me, op]() mutable {
     if (!in_place) {
       put_between(summands, out.view(-1), me);
     }
     kernels::unpack_reduce(summands, n, places, op, out);
   };
-  complete(s, std::move(finish), {in, summands, out});
+  complete(s, std::move(arrived), finish, {summands, out});
 }
 
 void reduce_into_pieces(State& s, int64_t m, const LayoutPtr& next) {
@@ -409,14 +410,15 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
   const auto x = gathering(*s.layout, *next, m, s.sizes);
   auto whole = at::empty(x->sizes, s.local.options());
   if (x->direct) {
-    complete(s, comm::start_all_gather(whole, x->numels, s.local, s.mesh(), m), {whole});
+    auto arrived = comm::start_all_gather(whole, x->numels, s.local, s.mesh(), m);
+    complete(s, std::move(arrived), [] {}, {whole});
   } else {
     // Pieces travel run after run. This rank's piece is sent without staging, unless it is not contiguous, may be written too
     // soon, or the backend gathers adjacent pieces faster.
     const bool as_one = x->of_one_size && comm::gathers_as_one(s.local, s.mesh(), m);
     const bool stage_own = as_one || s.later || !s.local.is_contiguous() || x->own.from.size() > 1;
     auto flat = at::empty({c10::sum_integers(x->numels) - (stage_own ? 0 : x->numels[me])}, s.local.options());
-    comm::Completion arrived;
+    comm::InFlight arrived;
     if (stage_own) {
       const auto before = std::accumulate(x->numels.begin(), x->numels.begin() + me, int64_t{0});
       auto own = flat.narrow(0, before, x->numels[me]);
@@ -431,11 +433,8 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
       }
       arrived = comm::start_all_gather(received, s.local, s.mesh(), m);
     }
-    auto finish = [arrived = std::move(arrived), flat, x, stage_own, whole]() mutable {
-      arrived();
-      (stage_own ? x->all : x->others).unpack(flat, whole);
-    };
-    complete(s, std::move(finish), {flat, whole});
+    const auto finish = [flat, x, stage_own, whole]() mutable { (stage_own ? x->all : x->others).unpack(flat, whole); };
+    complete(s, std::move(arrived), finish, {flat, whole});
   }
   s.local = std::move(whole);
   s.layout = next;
@@ -557,7 +556,7 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
   s.layout = next;
   if (!s.later && x->in_order && source.is_contiguous()) {
     auto result = at::empty(x->sizes, source.options());
-    comm::start_all_to_all(result, x->received, source, x->sent, s.mesh(), m)();
+    comm::start_all_to_all(result, x->received, source, x->sent, s.mesh(), m).wait();
     s.local = std::move(result);
     return;
   }
@@ -567,16 +566,12 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
   auto arrived = at::empty({c10::sum_integers(received)}, source.options());
   auto move = comm::start_all_to_all(arrived, received, x->pack(source), sent, s.mesh(), m);
   if (!s.later) {
-    std::exchange(move, [] {})();
+    move.wait();
   }
   auto result = at::empty(x->sizes, source.options());
   kernels::copy(source, x->own.from, result, x->own.to);
-  auto finish = [move = std::move(move), arrived, result, x]() mutable {
-    move();
-    x->unpack(arrived, result);
-  };
   s.local = result;
-  complete(s, std::move(finish), {arrived, result});
+  complete(s, std::move(move), [arrived, result, x]() mutable { x->unpack(arrived, result); }, {arrived, result});
 }
 
 // Turns a replicated value into summands. If the reduction allows repeats, all ranks keep the value; else coordinate 0 keeps
@@ -620,9 +615,7 @@ void go_at_once(State& s, const LayoutPtr& next) {
   auto moving = transfer(s.local, *s.layout, *next, s.sizes, s.later);
   s.local = moving.local;
   s.layout = next;
-  if (moving.rest) {
-    complete(s, std::move(moving.rest), std::move(moving.buffers));
-  }
+  s.rest = std::move(moving.rest);
 }
 
 } // namespace
