@@ -26,6 +26,46 @@ namespace {
 
 using c10::IntArrayRef;
 
+// How many elements go to each coordinate, or come from it. Most are a formula or few, so a new size takes no time that grows
+// with the number of ranks; all() does, for the call that needs a list.
+class Counts {
+ public:
+  Counts() = default;
+  // No elements, until add().
+  explicit Counts(int64_t n) : n_(n) {}
+  // `each` for every index of a piece, of pieces of length `full` up to the end of `extent`.
+  Counts(int64_t n, int64_t each, int64_t full, int64_t extent) : n_(n), each_(each), full_(full), extent_(extent) {}
+  // The same for the lengths that a cut lists from `row` on.
+  Counts(int64_t n, int64_t each, Cut cut, int64_t row) : n_(n), each_(each), cut_(std::move(cut)), row_(row) {}
+
+  void add(int64_t c, int64_t numel) {
+    few_.emplace_back(c, numel);
+  }
+  std::vector<int64_t> all() const {
+    std::vector<int64_t> out(n_);
+    if (cut_) {
+      std::transform(
+          cut_->begin() + row_, cut_->begin() + row_ + n_, out.begin(), [&](int64_t length) { return each_ * length; });
+    }
+    for (int64_t c = 0, left = extent_; left > 0 && c < n_; ++c, left -= full_) {
+      out[c] = each_ * std::min(full_, left);
+    }
+    for (const auto& [c, numel] : few_) {
+      out[c] = numel;
+    }
+    return out;
+  }
+  size_t weight() const {
+    return 1 + few_.size() / 8;
+  }
+
+ private:
+  int64_t n_ = 0, each_ = 0, full_ = 0, extent_ = 0;
+  Cut cut_;
+  int64_t row_ = 0;
+  std::vector<std::pair<int64_t, int64_t>> few_; // by coordinate
+};
+
 // How mesh dim `m` cuts what the earlier mesh dims leave to this rank.
 class Cutting {
  public:
@@ -39,11 +79,11 @@ class Cutting {
     if (!strided_ && !layout.cut(m)) {
       full_ = (extent + n_ - 1) / n_;
     } else if (!strided_) { // the row of sizes for this rank's coordinates along the earlier mesh dims
-      int64_t row = 0;
       for (int64_t i = 0; i < m; ++i) {
-        row = layout.placement(i).is_shard(layout.placement(m).dim) ? row * layout.mesh().size(i) + at_[i] : row;
+        row_ = layout.placement(i).is_shard(layout.placement(m).dim) ? row_ * layout.mesh().size(i) + at_[i] : row_;
       }
-      sizes_ = layout.cut(m)->data() + row * n_;
+      row_ *= n_;
+      sizes_ = layout.cut(m)->data() + row_;
     }
   }
 
@@ -72,6 +112,19 @@ class Cutting {
     }
     return out;
   }
+  Counts counts(int64_t each) const {
+    if (sizes_) {
+      return {n_, each, layout_.cut(m_), row_};
+    }
+    if (!strided_) {
+      return {n_, each, full_, extent_};
+    }
+    Counts out(n_);
+    for (int64_t c = 0; c < n_; ++c) {
+      out.add(c, each * length(c));
+    }
+    return out;
+  }
   // The coordinates [first, last) whose pieces may meet `run`.
   std::pair<int64_t, int64_t> meeting(const Interval& run) const {
     return layout_.meeting(m_, extent_, at_, run);
@@ -85,7 +138,19 @@ class Cutting {
   }
   // The pieces of all coordinates except `without`, in a tensor of these sizes.
   Parts parts(IntArrayRef sizes, int64_t dim, int64_t without = -1) const {
-    Parts out(sizes, dim);
+    if (sizes_) {
+      return {sizes, dim, kept<Rows>(layout_, layout_, Found::Rows, {m_, row_, without}, [&] { return rows(without); })};
+    }
+    return {sizes, dim, std::make_shared<Rows>(rows(without))};
+  }
+  // Whether the pieces lie one after the other in a contiguous tensor: dims before `dim` have one index.
+  bool in_order(IntArrayRef sizes, int64_t dim) const {
+    return !strided_ && std::all_of(sizes.begin(), sizes.begin() + dim, [](int64_t n) { return n == 1; });
+  }
+
+ private:
+  Rows rows(int64_t without) const {
+    Rows out;
     if (full_ > 0) { // even: whole pieces up to the last that is not empty
       const auto whole = extent_ / full_;
       const auto add = [&](int64_t first, int64_t last) { out.add(first * full_, full_, std::max<int64_t>(0, last - first)); };
@@ -111,20 +176,15 @@ class Cutting {
         }
       }
     }
-    out.close();
     return out;
   }
-  // Whether the pieces lie one after the other in a contiguous tensor: dims before `dim` have one index.
-  bool in_order(IntArrayRef sizes, int64_t dim) const {
-    return !strided_ && std::all_of(sizes.begin(), sizes.begin() + dim, [](int64_t n) { return n == 1; });
-  }
 
- private:
   const Layout& layout_;
   int64_t m_, extent_, n_;
   bool strided_;
   int64_t full_ = -1;              // of an even cut
   const int64_t* sizes_ = nullptr; // of an uneven one
+  int64_t row_ = 0;                // where they begin in the cut
   mutable Coordinate at_;
 };
 
@@ -459,14 +519,14 @@ struct Exchange {
   Parts out, in; // for all other coordinates, and from them; or boxes, in their order
   std::vector<Box> packed, unpacked;
   bool by_boxes = false;
-  Pairs own;                           // what this rank keeps
-  std::vector<int64_t> sent, received; // elements, by coordinate, with what it keeps
-  Sizes sizes;                         // of the piece after
-  int64_t peers = 0;                   // ranks that it sends to, or receives from, whichever are more
-  bool in_order = false;               // contiguous pieces need no packing and no unpacking
+  Pairs own;             // what this rank keeps
+  Counts sent, received; // elements, with what it keeps
+  Sizes sizes;           // of the piece after
+  int64_t peers = 0;     // ranks that it sends to, or receives from, whichever are more
+  bool in_order = false; // contiguous pieces need no packing and no unpacking
 
   size_t weight() const {
-    return out.weight() + in.weight() + packed.size() + unpacked.size() + own.from.size() + sent.size() / 8;
+    return out.weight() + in.weight() + packed.size() + unpacked.size() + own.from.size() + sent.weight() + received.weight();
   }
   at::Tensor pack(const at::Tensor& source) const {
     if (!by_boxes) {
@@ -488,8 +548,8 @@ struct Exchange {
 void exchange_slabs(
     Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me) {
   const auto rest = c10::multiply_integers(with_size(with_size(local, src, 1), dst, 1));
-  x.sent = wanted.numels(rest * local[src]);
-  x.received = held.numels(rest * x.sizes[dst]);
+  x.sent = wanted.counts(rest * local[src]);
+  x.received = held.counts(rest * x.sizes[dst]);
   x.out = wanted.parts(local, dst, me);
   x.in = held.parts(x.sizes, src, me);
   x.peers = std::max(x.out.count(), x.in.count());
@@ -502,15 +562,16 @@ void exchange_slabs(
 void exchange_boxes(
     Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me, int64_t n) {
   x.by_boxes = true;
-  x.sent.assign(n, 0);
-  x.received.assign(n, 0);
+  x.sent = x.received = Counts(n);
   const auto mine = held.runs(me), asked = wanted.runs(me);
-  const auto add = [&](int64_t c, Pairs pairs, std::vector<int64_t>& numels, std::vector<Box>& boxes,
-                       std::vector<Box> Pairs::*side) {
-    numels[c] = pairs.numel();
+  const auto add = [&](int64_t c, Pairs pairs, Counts& counts, std::vector<Box>& boxes, std::vector<Box> Pairs::*side) {
+    const auto numel = pairs.numel();
+    if (numel) {
+      counts.add(c, numel);
+    }
     if (c == me) {
       x.own = std::move(pairs);
-    } else if (numels[c]) {
+    } else if (numel) {
       append(boxes, pairs.*side);
     }
   };
@@ -556,12 +617,12 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
   s.layout = next;
   if (!s.later && x->in_order && source.is_contiguous()) {
     auto result = at::empty(x->sizes, source.options());
-    comm::start_all_to_all(result, x->received, source, x->sent, s.mesh(), m).wait();
+    comm::start_all_to_all(result, x->received.all(), source, x->sent.all(), s.mesh(), m).wait();
     s.local = std::move(result);
     return;
   }
   // The send buffer is freed before the result is made, unless the step is only started here.
-  auto sent = x->sent, received = x->received;
+  auto sent = x->sent.all(), received = x->received.all();
   sent[me] = received[me] = 0;
   auto arrived = at::empty({c10::sum_integers(received)}, source.options());
   auto move = comm::start_all_to_all(arrived, received, x->pack(source), sent, s.mesh(), m);

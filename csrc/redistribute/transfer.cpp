@@ -422,6 +422,15 @@ class Match {
   IntArrayRef sizes_;
 };
 
+// Ranks of the second mesh that are not in the first.
+struct Newcomers {
+  int64_t ranks;
+
+  static size_t weight() {
+    return 1;
+  }
+};
+
 int64_t ranks_without(const Mesh& mesh, const Mesh& other) {
   int64_t n = 0;
   if (&mesh != &other) {
@@ -468,7 +477,8 @@ std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout&
   return kept<Exchanged>(from, to, Found::Transfer, sizes, [&] {
     Exchanged x{transfer_of(from, to, sizes, to.mesh().rank())};
     list_peers(x);
-    const auto newcomers = ranks_without(to.mesh(), from.mesh());
+    const auto newcomers =
+        kept<Newcomers>(from, to, Found::Newcomers, {}, [&] { return Newcomers{ranks_without(to.mesh(), from.mesh())}; })->ranks;
     x.callers = from.mesh().size() + newcomers;
     x.all_held = newcomers == 0 && !from.is_sharded();
     return x;
