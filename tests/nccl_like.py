@@ -82,6 +82,11 @@ def lost() -> list[str]:
     return [flight.name for flight in _flights if any(ref.expired() for ref in flight.written)]
 
 
+def forget() -> None:
+    """Of the calls so far, nothing is in flight any more."""
+    _flights.clear()
+
+
 def in_flight() -> int:
     return len(_flights)
 

@@ -156,6 +156,29 @@ def moves_of_each_kind():
     yield lambda: x.redistribute(others, [Shard(0)], async_op=True)
 
 
+def tells_what_is_lost(kind):
+    """The groups of these tests themselves."""
+    import gc
+
+    import nccl_like
+    import torch.distributed as dist
+
+    nccl_like.hold()
+    try:
+        out = torch.empty(4)
+        work = dist.all_to_all_single(out, torch.arange(4.0), async_op=True)
+        del out
+        gc.collect()
+        assert not nccl_like.lost()
+        del work
+        gc.collect()
+        assert nccl_like.lost() == (["all_to_all_single"] if kind == "nccl2_like" else [])
+    finally:
+        nccl_like.release()
+        nccl_like.forget()
+    dist.barrier()
+
+
 def dropped_in_flight(kind):
     """Hazard a: nccl2 does not keep the outputs of a call whose work was dropped (`keeps` in backend.cpp)."""
     import gc
@@ -256,6 +279,7 @@ def a_lazy_group():
 
 
 def test_dropped_in_flight(ranks):
+    ranks.run("test_nccl_like:tells_what_is_lost", ranks.backend)
     ranks.run("test_nccl_like:dropped_in_flight", ranks.backend)
 
 
