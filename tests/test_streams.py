@@ -1,4 +1,4 @@
-"""Asynchronous results on CUDA streams and in CUDA graphs, with NCCL and one rank. Needs a GPU; one process per test.
+"""Asynchronous results on CUDA streams and in CUDA graphs, with NCCL and one rank. Needs a GPU; one process for each kind of group.
 
 NCCL's own stream is held back by a sleeping one, so that every race is certain: what should wait and does not reads memory that has
 not been written, what should live and does not is overwritten.
@@ -11,8 +11,6 @@ import sys
 
 import pytest
 import torch
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and NCCL")
 
 START = """
 import sys, torch, torch.distributed as dist
@@ -117,6 +115,17 @@ graph.replay()
 torch.cuda.synchronize()
 assert int((got != 2).sum()) == 0
 """,
+    "used_before": """
+# Used before the capture, on another stream than the capture's: the caller has synchronised.
+y = move(tiny)
+y.to_local()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    got = y.to_local() * 2
+graph.replay()
+torch.cuda.synchronize()
+assert int((got != 2).sum()) == 0
+""",
     "graph_across": """
 # Begun before the capture, used within: an error that says so, and the capture goes on.
 y = move(tiny)
@@ -138,25 +147,38 @@ assert int((y.to_local() != 1).sum()) == 0  # now it may
 _C.let_arrive()
 assert _C.left_in_flight() == 0
 """,
-    "used_before": """
-# Used before the capture, on another stream than the capture's: the caller has synchronised.
-y = move(tiny)
-y.to_local()
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    got = y.to_local() * 2
-graph.replay()
-torch.cuda.synchronize()
-assert int((got != 2).sum()) == 0
-""",
 }
 
 
-@pytest.mark.parametrize("name", TESTS)
+def body(name):
+    lines = "".join(f"    {line}\n" for line in TESTS[name].strip().splitlines())
+    return f"def {name}():\n{lines}\n\nattempt({name})\n"
+
+
+ATTEMPT = """
+import traceback
+
+
+def attempt(test):
+    try:
+        test()
+    except BaseException:
+        print(test.__name__, traceback.format_exc(limit=-2), flush=True)
+
+
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and NCCL")
 @pytest.mark.parametrize("backend", ["nccl", "nccl2"])
-def test_streams(backend, name):
+def test_streams(backend):
     if backend == "nccl2" and tuple(int(v) for v in torch.__version__.split(".")[:2]) < (2, 14):
         pytest.skip("this torch has no nccl2")
-    script = START + TESTS[name] + "dist.destroy_process_group()\n"
-    done = subprocess.run([sys.executable, "-c", script, backend], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = START + ATTEMPT + "".join(body(name) for name in TESTS) + "print('the end')\ndist.destroy_process_group()\n"
+    done = subprocess.run([sys.executable, "-c", script, backend], capture_output=True, text=True, timeout=80)
+    assert done.stdout == "the end\n", done.stdout + done.stderr[-3000:]
+
+
+def test_scripts():
+    """Without a GPU, too: they are Python."""
+    compile(START + ATTEMPT + "".join(body(name) for name in TESTS), "streams", "exec")
