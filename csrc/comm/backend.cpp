@@ -23,10 +23,11 @@ constexpr auto kFloats = bits({at::kDouble, at::kFloat, at::kHalf, at::kBFloat16
 // torch has two NCCL groups. "nccl" is the older one; since torch 2.15, "nccl" makes one that calls itself "nccl2", and
 // "nccl-lazy" one with a communicator for each pair of ranks that send.
 // The older group would make a communicator of the whole group for a batch, and then all ranks would have to call.
-// Not in the table, since it needs no case: a tensor must be on the device that the group is bound to (device_of() in comm.h).
+// Not in the table, because comm/ does for all what one needs: nccl2 keeps only the inputs of a call whose work was dropped, Gloo
+// cancels such a message, the older NCCL group keeps all (in_flight.cpp); and a tensor must be on the device that the group is
+// bound to (device_of() in comm.h).
 const std::array kBackends = {
-    Backend{
-        .name = "nccl", .gathers = true, .reduces = kIntegers | kFloats, .scatters = true, .keeps = true, .keeps_sends = true},
+    Backend{.name = "nccl", .gathers = true, .reduces = kIntegers | kFloats, .scatters = true},
     Backend{
         .name = "nccl2",
         .gathers = true,
@@ -41,8 +42,7 @@ const std::array kBackends = {
         .bitwise = true,
         .sends = true,
         .latency = 16 << 10,
-        .blocks = true,
-        .keeps = true},
+        .blocks = true},
 };
 
 } // namespace

@@ -21,10 +21,8 @@ struct Backend {
   bool scatters = false; // reduce-scatters of pieces of any size
   int64_t latency = 0;   // up to this many bytes in all, gathering them is faster than reducing them
   // What it does not do.
-  bool blocks = false;      // a work's wait() blocks the thread, may time out, and may then be called again
-  bool keeps = false;       // a collective's memory lives until it has ended, even if its work is dropped
-  bool keeps_sends = false; // that of a send or receive too
-  bool by_host = false;     // sends only from main memory
+  bool blocks = false;  // a work's wait() blocks the thread, may time out, and may then be called again
+  bool by_host = false; // sends only from main memory
   // What it may mistake.
   bool by_address = false; // a list of outputs, the first two at one address, is one buffer to it; empty tensors have no address
   bool at_once = false;    // its first call makes the communicator of all ranks, so it may not be one among some of them

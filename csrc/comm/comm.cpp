@@ -159,7 +159,7 @@ class Messages {
     if (std::exchange(open_, false)) {
       works_ = {guarded(where_, [&] { return group_.endCoalescing(device_); })};
     }
-    return started(where_, rules_, rules_.keeps_sends, std::move(works_), std::move(buffers_));
+    return started(where_, rules_, std::move(works_), std::move(buffers_));
   }
 
  private:
@@ -317,13 +317,13 @@ InFlight gather_at_once(
   if (as_one && of_one_size(pieces) && !mesh.is_reordered(where.mesh_dim)) {
     const auto first = as_bytes(pieces[0]);
     auto whole = first.as_strided({own[0].numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
-    return started(where, rules, rules.keeps, {guarded(where, [&] { return (group.*kGather)(whole, own[0], {}); })}, {whole});
+    return started(where, rules, {guarded(where, [&] { return (group.*kGather)(whole, own[0], {}); })}, {whole});
   }
   std::vector<std::vector<at::Tensor>> places(1);
   for (const auto c : coordinates_by_group_rank(mesh, where.mesh_dim)) {
     places[0].push_back(as_bytes(pieces[c]));
   }
-  return started(where, rules, rules.keeps, {guarded(where, [&] { return group.allgather(places, own); })}, places[0]);
+  return started(where, rules, {guarded(where, [&] { return group.allgather(places, own); })}, places[0]);
 }
 
 // One broadcast per piece, directly into its place: any sizes, no padding, no copy afterwards.
@@ -345,7 +345,7 @@ InFlight gather_by_broadcasts(
     options.rootRank = mesh.group_rank(where.mesh_dim, static_cast<int64_t>(i));
     works.push_back(guarded(where, [&] { return group.broadcast(buffer, options); }));
   }
-  return started(where, rules, rules.keeps, std::move(works), std::move(buffers));
+  return started(where, rules, std::move(works), std::move(buffers));
 }
 
 // Whether the list begins with two empty pieces, in the order of the group's ranks.
@@ -425,7 +425,7 @@ InFlight reduce_at_once(
   std::vector<at::Tensor> tensors{buffer};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  return started(where, rules, rules.keeps, {guarded(where, [&] { return group.allreduce(tensors, options); })}, tensors);
+  return started(where, rules, {guarded(where, [&] { return group.allreduce(tensors, options); })}, tensors);
 }
 
 } // namespace
@@ -573,7 +573,7 @@ InFlight start_all_gather(at::Tensor& whole, at::IntArrayRef sizes, const at::Te
   const auto rules = backend_of(*group, mine.device());
   enter(where, group, rules, mesh, [&] { return c10::get_hash(mine.scalar_type(), whole.numel()); });
   auto out = as_bytes(flat), in = as_bytes(own);
-  return started(where, rules, rules.keeps, {guarded(where, [&] { return ((*group).*kGather)(out, in, {}); })}, {out, in});
+  return started(where, rules, {guarded(where, [&] { return ((*group).*kGather)(out, in, {}); })}, {out, in});
 }
 
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
@@ -605,8 +605,7 @@ InFlight exchange_with_all(
     out_cut[peers[i]] = out_bytes[i];
     in_cut[peers[i]] = in_bytes[i];
   }
-  return started(
-      where, rules, rules.keeps, {guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); })}, {out, in});
+  return started(where, rules, {guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); })}, {out, in});
 }
 
 // Message by message, in an order that cannot deadlock even if a backend does them one after the other: pairs of ranks in
@@ -706,8 +705,7 @@ InFlight exchange_reordered(
     at::Tensor(targets[r]).copy_(sources[order[r]]);
   }
   auto moving = started(
-      where, rules, rules.keeps, {guarded(where, [&] { return exchange_bytes(group, arrived, sent, out_sizes, in_sizes); })},
-      {arrived, sent});
+      where, rules, {guarded(where, [&] { return exchange_bytes(group, arrived, sent, out_sizes, in_sizes); })}, {arrived, sent});
   moving.then(
       [output, arrived, out_cut, out_sizes, order] {
         const auto pieces = arrived.split_with_sizes(out_sizes), places = output.split_with_sizes(out_cut);
@@ -769,8 +767,7 @@ InFlight start_all_to_all(
     return exchange_reordered(where, *group, rules, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
   }
   return started(
-      where, rules, rules.keeps, {guarded(where, [&] { return exchange_bytes(*group, output, input, out_cut, in_cut); })},
-      {output, input});
+      where, rules, {guarded(where, [&] { return exchange_bytes(*group, output, input, out_cut, in_cut); })}, {output, input});
 }
 
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
@@ -807,7 +804,7 @@ InFlight start_reduce_scatter(
     std::vector<std::vector<at::Tensor>> inputs{input.split_with_sizes(in_sizes)};
     work = guarded(where, [&] { return group->reduce_scatter(outputs, inputs, options); });
   }
-  auto reduced = started(where, rules, rules.keeps, {std::move(work)}, {input, output});
+  auto reduced = started(where, rules, {std::move(work)}, {input, output});
   if (op == ReduceOp::Avg) {
     reduced.then([out = std::move(out), n = mesh.size(mesh_dim)] { out.div_(n); });
   }

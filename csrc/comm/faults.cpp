@@ -450,10 +450,23 @@ void wait_for_dropped(c10d::Work& work, const Ticket& ticket) {
   if (!ticket.world) {
     return wait();
   }
-  bool in_vain = false;
   Late late(ticket);
+  const auto is_in_vain = [&] { return !late.look([] { return std::string("a result that was dropped"); }).empty(); };
+  if (!ticket.by_messages) {
+    while (!work.isCompleted()) {
+      try {
+        work.wait(kSlice);
+      } catch (...) {
+        if (is_in_vain()) {
+          return;
+        }
+      }
+    }
+    return;
+  }
+  bool in_vain = false;
   const auto entry = Watcher::get().enter([&] {
-    if (!in_vain && !late.look([] { return std::string("a result that was dropped"); }).empty()) {
+    if (!in_vain && is_in_vain()) {
       in_vain = true;
       work.abort();
     }

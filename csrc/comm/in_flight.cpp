@@ -45,7 +45,6 @@ struct InFlight::State {
   std::vector<at::Tensor> buffers;
   c10::SmallVector<std::function<void()>, 2> nexts;
   std::function<void(c10::function_ref<void()>)> around;
-  bool keeps = false;                      // the backend keeps the buffers until the works have ended
   bool by_thread = false;                  // wait() blocks the thread; isCompleted() may never be true before
   std::optional<c10::Stream> made;         // where the buffers were allocated and written; none: in main memory
   bool captured = false;                   // begun within the capture of a graph
@@ -61,6 +60,11 @@ struct InFlight::State {
   bool has_ended() const {
     return std::none_of(works.begin(), works.end(), [](const WorkPtr& work) { return work; });
   }
+  // An event may not be asked while a graph is captured.
+  bool is_known_to_have_ended() const {
+    return !(made && is_capturing(current_stream(made->device()))) &&
+           std::all_of(works.begin(), works.end(), [](const WorkPtr& work) { return !work || work->isCompleted(); });
+  }
 };
 
 namespace {
@@ -75,9 +79,9 @@ void free_or_not(std::unique_ptr<State> state) {
   }
 }
 
-// What was dropped in flight. Works whose wait() blocks have a thread that waits: Gloo's messages end only so, and waiting with a
-// time-out would close Gloo's connections. It ends when there is nothing left to wait for. The others are asked whenever
-// something is started or dropped.
+// What was dropped in flight. Works whose wait() blocks have a thread that waits: Gloo's messages end only so, and waiting for
+// them with a time-out would close Gloo's connections. It ends when there is nothing left to wait for. The others are asked
+// whenever something is started or dropped.
 class Left {
  public:
   static Left& get() {
@@ -104,7 +108,6 @@ class Left {
       take_ended(ended);
     }
   }
-  // While a graph is captured, an event may not be asked.
   void ask() {
     std::vector<std::unique_ptr<State>> ended;
     if (!is_forked()) {
@@ -134,9 +137,7 @@ class Left {
   }
   void take_ended(std::vector<std::unique_ptr<State>>& ended) {
     for (auto& state : asked_) {
-      const auto has_ended = [](const WorkPtr& work) { return !work || work->isCompleted(); };
-      if (!is_capturing(current_stream(state->made->device())) &&
-          std::all_of(state->works.begin(), state->works.end(), has_ended)) {
+      if (state->is_known_to_have_ended()) {
         ended.push_back(std::move(state));
       }
     }
@@ -197,9 +198,10 @@ void leave(std::unique_ptr<State> state) noexcept {
   if (state->captured) {
     return leave_in_capture(*state);
   }
-  if (!state->keeps) {
-    Left::get().add(std::move(state));
+  if (state->is_known_to_have_ended()) {
+    return;
   }
+  Left::get().add(std::move(state));
 }
 
 } // namespace
@@ -312,14 +314,12 @@ bool InFlight::wait_on_each_stream(const at::Tensor& result) {
   return false;
 }
 
-InFlight started(
-    const Where& where, const Backend& rules, bool keeps, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers) {
+InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers) {
   if (C10_UNLIKELY(Left::get().count() > 0)) {
     Left::get().ask();
   }
   auto state = std::make_unique<State>();
   state->where = where;
-  state->keeps = keeps;
   for (const auto& buffer : buffers) {
     state->use(buffer);
   }

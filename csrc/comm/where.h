@@ -59,9 +59,8 @@ auto guarded(const Where& where, F&& run) {
 // Waits for it; errors say where, and which ranks gave no sign.
 void wait(const Where& where, const WorkPtr& work);
 
-// `keeps`: see Backend. `buffers`: all that the works read or write.
-InFlight started(
-    const Where& where, const Backend& rules, bool keeps, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers);
+// `buffers`: all that the works read or write.
+InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers);
 // Not a collective, but what is to be done later.
 InFlight only(std::function<void()> next);
 
