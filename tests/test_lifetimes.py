@@ -57,9 +57,9 @@ def test_what_is_kept_holds_no_layout():
         mesh = mesh_of(6)
         source, target = _C.Layout(mesh, [S0], [[1, 2, 3, 4, 5, 6]]), _C.Layout(mesh, [S1])
         _C.prepare(source, target, [21, 30], 4)
-        assert _C.kept()[0] == 2  # a plan and its exchange
+        assert _C.kept()[0] == 3  # a plan, its exchange, and the rows of the cut
         _C.prepare(source, target, [21, 30], 4)
-        assert _C.kept()[0] == 2
+        assert _C.kept()[0] == 3
         del source, target, mesh
         assert _C.alive() == before
         return True

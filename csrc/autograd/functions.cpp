@@ -48,7 +48,7 @@ void check_same_move(const at::Tensor& t, const ShardTensorImpl& self, const Lay
 }
 
 // The tensor with its piece in another layout.
-at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout, bool async, comm::Completion completion) {
+at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout, bool async, comm::InFlight rest) {
   const auto& self = *as_shard_tensor(t);
   // Never a silent alias: writing to the result must not reach the input.
   if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
@@ -60,10 +60,10 @@ at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& la
   } else {
     // A pending piece cannot be copied into another order, so it is contiguous.
     const auto strides = async ? dense_strides(t.sizes(), {}) : strides_like(t.sizes(), t);
-    out = wrap(completion ? std::move(local) : laid(std::move(local), strides), layout, t.sizes(), strides);
+    out = wrap(rest ? std::move(local) : laid(std::move(local), strides), layout, t.sizes(), strides);
   }
-  if (completion) {
-    as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(completion)));
+  if (rest) {
+    as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(rest)));
   }
   if (check::on() && !async) {
     check::result("redistribute", out);
@@ -76,12 +76,12 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   const auto& self = shard_tensor(t, "redistribute");
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   check_same_move(t, self, layout);
-  comm::Completion completion;
+  comm::InFlight rest;
   auto local = moved_once(self, layout, [&] {
     return self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
-                              : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &completion : nullptr);
+                              : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &rest : nullptr);
   });
-  return with_piece(t, std::move(local), layout, async, std::move(completion));
+  return with_piece(t, std::move(local), layout, async, std::move(rest));
 }
 
 // The same for several. Tensors of a graph move one by one.
@@ -100,7 +100,7 @@ std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const s
     check_same_move(t, self, layouts[i]);
     auto known = moved_once(self, layouts[i], [] { return at::Tensor(); });
     if (known.defined()) {
-      out[i] = with_piece(t, std::move(known), layouts[i], false, nullptr);
+      out[i] = with_piece(t, std::move(known), layouts[i], false, {});
       continue;
     }
     index.push_back(i);
@@ -109,7 +109,7 @@ std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const s
   auto locals = redistribute_all(moves);
   for (size_t n = 0; n < index.size(); ++n) {
     const auto i = index[n];
-    out[i] = with_piece(tensors[i], std::move(locals[n]), layouts[i], false, nullptr);
+    out[i] = with_piece(tensors[i], std::move(locals[n]), layouts[i], false, {});
   }
   return out;
 }

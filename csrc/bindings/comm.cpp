@@ -77,6 +77,10 @@ void register_comm(py::module& m) {
   m.def("set_fault_notice", &comm::faults::set_notice);
   m.def("ended", &comm::faults::ended, py::call_guard<py::gil_scoped_release>());
   m.def("destroyed_groups", &comm::faults::destroyed_groups, py::call_guard<py::gil_scoped_release>());
+  m.def("device_of", [](const c10::intrusive_ptr<Mesh>& mesh) { return comm::device_of(*mesh); });
+  m.def("let_arrive", &comm::let_arrive, py::call_guard<py::gil_scoped_release>());
+  m.def("left_in_flight", &comm::left_in_flight);
+  m.def("keep_what_is_left", &comm::keep_what_is_left);
   m.def("begin_barrier", &comm::faults::begin_barrier);
   py::class_<comm::faults::InBarrier>(m, "InBarrier").def(py::init<std::string>()).def("leave", &comm::faults::InBarrier::leave);
   m.def("set_fault_grace", &comm::faults::set_grace);
@@ -92,7 +96,7 @@ void register_comm(py::module& m) {
   m.def(
       "max_over",
       [](const c10::intrusive_ptr<Mesh>& mesh, int64_t value) {
-        auto t = at::full({1}, value, at::TensorOptions(at::kLong).device(c10::Device(mesh->description().device_type)));
+        auto t = at::full({1}, value, at::TensorOptions(at::kLong).device(comm::device_of(*mesh)));
         comm::all_reduce_over(t, *mesh, ~uint64_t{0}, ReduceOp::Max);
         return t.item<int64_t>();
       },

@@ -16,7 +16,7 @@ constexpr int64_t kText = 1024;
 std::vector<std::string> gathered(const std::string& text, const Mesh& mesh, uint64_t over) {
   auto mine = at::zeros({kText}, at::kByte);
   std::strncpy(static_cast<char*>(mine.data_ptr()), text.c_str(), kText - 1);
-  auto all = mine.to(c10::Device(mesh.description().device_type));
+  auto all = mine.to(device_of(mesh));
   for (int64_t m = mesh.ndim() - 1; m >= 0; --m) {
     if (over >> m & 1) {
       auto room = at::empty({mesh.size(m), all.numel()}, all.options());

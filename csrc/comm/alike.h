@@ -17,7 +17,7 @@ constexpr uint64_t kAllDims = ~uint64_t{0};
 // The largest of each number.
 template <size_t n>
 std::array<int64_t, n> largest(const Mesh& mesh, const std::array<int64_t, n>& mine, uint64_t over) {
-  auto values = at::tensor(at::ArrayRef<int64_t>(mine), at::kLong).to(c10::Device(mesh.description().device_type));
+  auto values = at::tensor(at::ArrayRef<int64_t>(mine), at::kLong).to(device_of(mesh));
   all_reduce_over(values, mesh, over, ReduceOp::Max);
   values = values.cpu();
   std::array<int64_t, n> out;

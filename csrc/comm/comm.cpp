@@ -1,5 +1,6 @@
 #include "comm/comm.h"
 
+#include "comm/backend.h"
 #include "comm/bytes.h"
 #include "comm/doing.h"
 #include "comm/faults.h"
@@ -8,6 +9,7 @@
 #include "comm/together.h"
 #include "comm/traced.h"
 #include "comm/values.h"
+#include "comm/where.h"
 
 #include <ATen/ATen.h>
 #include <torch/headeronly/version.h>
@@ -25,7 +27,6 @@ namespace shardtensor::comm {
 namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr size_t kKinds = static_cast<size_t>(Kind::kCount);
 std::array<std::atomic<int64_t>, kKinds> g_calls{};
@@ -79,33 +80,6 @@ GroupPtr group_of(const Mesh& mesh, int64_t mesh_dim, const char* what) {
   return c10d::resolve_process_group(name);
 }
 
-// All differences between backends. If a flag is false, a method is used that every backend supports.
-struct Backend {
-  bool gathers = false; // all-gathers of one buffer, and of lists whose pieces have any sizes, each in one launch
-  bool adds_up = false; // reduce-scatters of pieces of any size
-  bool bitwise = false; // all-reduces by and, or, xor of bits
-  bool sends = false;   // between two ranks, and the others need not call
-  bool batches = false; // several sends and receives can be made as one, and the others need not call
-  bool by_host = false; // sends only from main memory
-  bool blocks = false;  // a work's wait() blocks the thread, may time out, and may then be called again
-  int64_t latency = 0;  // up to this many bytes in all, gathering them is faster than reducing them
-};
-
-Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
-  const auto types = group.getDeviceTypes();
-  if (std::none_of(types.begin(), types.end(), [&](c10::Device d) { return d.type() == device.type(); })) {
-    return {}; // a group written in Python
-  }
-  const auto name = group.getBackend(device.type())->getBackendName();
-  if (name == "nccl" || name == "nccl2" || name == "nccl-lazy") { // torch 2.15's "nccl" calls itself nccl2
-    return {.gathers = true, .adds_up = true, .batches = name == "nccl2"};
-  }
-  if (name == "gloo") {
-    return {.bitwise = true, .sends = device.is_cpu(), .by_host = !device.is_cpu(), .blocks = true, .latency = 16 << 10};
-  }
-  return {};
-}
-
 std::vector<int64_t> times(at::IntArrayRef sizes, int64_t factor) {
   auto out = sizes.vec();
   for (auto& n : out) {
@@ -138,39 +112,8 @@ WorkPtr exchange_bytes(
   return (group.*kExchange)(out, in, out_sizes, in_sizes, {});
 }
 
-Completion nothing() {
-  return [] {};
-}
-
-struct Where {
-  Kind kind;
-  int64_t mesh_dim, rank;
-  faults::Ticket ticket;
-
-  Where(Kind k, const Mesh& mesh, int64_t m) : kind(k), mesh_dim(m), rank(mesh.rank()) {}
-  std::string call() const {
-    return c10::str(name_of(kind), mesh_dim < 0 ? " between meshes" : c10::str(" along mesh dim ", mesh_dim));
-  }
-  std::string str() const {
-    return c10::str(call(), ", rank ", rank);
-  }
-};
-
-// Errors say where they happened. c10's errors keep their class; the backends' own become torch.distributed's.
-// Releases the GIL: Gloo's threads drop earlier works under a lock that a new call needs, and dropping a tensor with a Python
-// object needs the GIL.
-template <typename F>
-auto guarded(const Where& where, F&& run) {
-  const Raised calling(t_calling);
-  try {
-    const WithoutGil released;
-    return run();
-  } catch (c10::Error& e) {
-    e.add_context(where.str());
-    throw;
-  } catch (const std::runtime_error& e) {
-    throw c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, where.str() + ": " + e.what());
-  }
+InFlight nothing() {
+  return {};
 }
 
 // All ranks of the group are about to make this call. facts(): a hash of what all of them know about it. `needs_all`: none of
@@ -184,59 +127,54 @@ void enter(
   }
 }
 
-void wait(const Where& where, const WorkPtr& work) {
-  if (!work) {
-    return;
-  }
-  try {
-    guarded(where, [&] { faults::wait(*work, where.ticket, [&] { return where.str(); }); });
-  } catch (c10::Error& e) {
-    if (const auto silent = faults::broke(where.ticket, e.what_without_backtrace()); !silent.empty()) {
-      e.add_context(silent);
-    }
-    throw;
-  }
-}
-
-Completion waiting_for(const Where& where, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers) {
-  return [where, works = std::move(works), buffers = std::move(buffers)]() mutable {
-    for (const auto& work : works) {
-      wait(where, work);
-    }
-    works.clear();
-    buffers.clear();
-  };
-}
-
-// Messages between two ranks of a group, as bytes; the buffers live until they have arrived.
+// Messages between two ranks of a group, as bytes.
 class Messages {
  public:
-  Messages(const Where& where, c10d::ProcessGroup& group) : where_(where), group_(group) {}
+  Messages(const Where& where, c10d::ProcessGroup& group, const Backend& rules) : where_(where), group_(group), rules_(rules) {}
+  // After an error: a batch that nobody ends makes all later ones raise, and peers wait for what has been sent.
+  ~Messages() {
+    if (open_ || !works_.empty()) {
+      try {
+        start();
+      } catch (...) { // there is one error already
+      }
+    }
+  }
+  Messages(const Messages&) = delete;
+  Messages& operator=(const Messages&) = delete;
 
   void send(const at::Tensor& bytes, int64_t rank) {
-    std::vector<at::Tensor> buffer{bytes};
-    works_.push_back(guarded(where_, [&] { return group_.send(buffer, static_cast<int>(rank), kTag); }));
-    buffers_.push_back(bytes);
+    add(bytes, [&](auto& buffer) { return group_.send(buffer, static_cast<int>(rank), kTag); });
   }
   void receive(const at::Tensor& bytes, int64_t rank) {
-    std::vector<at::Tensor> buffer{bytes};
-    works_.push_back(guarded(where_, [&] { return group_.recv(buffer, static_cast<int>(rank), kTag); }));
-    buffers_.push_back(bytes);
+    add(bytes, [&](auto& buffer) { return group_.recv(buffer, static_cast<int>(rank), kTag); });
   }
-  // Between begin_batch() and end_batch(), sends and receives are only recorded, to be made as one.
-  void begin_batch(c10::DeviceType device) {
+  // From now on, sends and receives are only recorded, to be made as one by start().
+  void batch(c10::DeviceType device) {
     guarded(where_, [&] { group_.startCoalescing(device); });
+    device_ = device;
+    open_ = true;
   }
-  void end_batch(c10::DeviceType device) {
-    works_ = {guarded(where_, [&] { return group_.endCoalescing(device); })};
-  }
-  Completion arrival() && {
-    return waiting_for(where_, std::move(works_), std::move(buffers_));
+  InFlight start() {
+    if (std::exchange(open_, false)) {
+      works_ = {guarded(where_, [&] { return group_.endCoalescing(device_); })};
+    }
+    return started(where_, rules_, std::move(works_), std::move(buffers_));
   }
 
  private:
+  template <typename F>
+  void add(const at::Tensor& bytes, const F& call) {
+    std::vector<at::Tensor> buffer{bytes};
+    works_.push_back(guarded(where_, [&] { return call(buffer); }));
+    buffers_.push_back(bytes);
+  }
+
   const Where& where_;
   c10d::ProcessGroup& group_;
+  const Backend& rules_;
+  c10::DeviceType device_ = c10::DeviceType::CPU;
+  bool open_ = false;
   std::vector<WorkPtr> works_;
   std::vector<at::Tensor> buffers_;
 };
@@ -264,6 +202,27 @@ c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
 }
 
 } // namespace
+
+Calling::Calling() {
+  ++t_calling;
+}
+Calling::~Calling() {
+  --t_calling;
+}
+
+void wait(const Where& where, const WorkPtr& work) {
+  if (!work) {
+    return;
+  }
+  try {
+    guarded(where, [&] { faults::wait(*work, where.ticket, [&] { return where.str(); }); });
+  } catch (c10::Error& e) {
+    if (const auto silent = faults::broke(where.ticket, e.what_without_backtrace()); !silent.empty()) {
+      e.add_context(silent);
+    }
+    throw;
+  }
+}
 
 const char* name_of(Kind kind) {
   static constexpr std::array<const char*, kKinds> names = {"all_reduce",     "all_gather", "all_to_all",
@@ -307,6 +266,24 @@ int64_t size_of_world(const Mesh& mesh) {
   return name.empty() ? 0 : c10d::resolve_process_group(name)->getSize();
 }
 
+c10::Device device_of(const Mesh& mesh) {
+  const c10::Device device(mesh.description().device_type);
+  for (int64_t m = 0; m < mesh.ndim() && !device.is_cpu(); ++m) {
+    if (mesh.group(m).empty()) {
+      continue;
+    }
+    const auto group = c10d::resolve_process_group(mesh.group(m));
+    const auto types = group->getDeviceTypes();
+    if (std::any_of(types.begin(), types.end(), [&](c10::Device d) { return d.type() == device.type(); })) {
+      const auto bound = group->getBackend(device.type())->getBoundDeviceId();
+      if (bound && bound->type() == device.type() && bound->has_index()) {
+        return *bound;
+      }
+    }
+  }
+  return device;
+}
+
 bool is_alone(const Mesh& mesh, int64_t mesh_dim) {
   return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
 }
@@ -329,24 +306,33 @@ std::vector<int64_t> coordinates_by_group_rank(const Mesh& mesh, int64_t mesh_di
   return out;
 }
 
-Completion gather_at_once(
-    const Where& where, c10d::ProcessGroup& group, const std::vector<at::Tensor>& pieces, const Mesh& mesh, bool as_one) {
+InFlight gather_at_once(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    const std::vector<at::Tensor>& pieces,
+    const Mesh& mesh,
+    bool as_one,
+    const Backend& rules) {
   std::vector<at::Tensor> own{as_bytes(pieces[mesh.coordinate()[where.mesh_dim]])};
   if (as_one && of_one_size(pieces) && !mesh.is_reordered(where.mesh_dim)) {
     const auto first = as_bytes(pieces[0]);
     auto whole = first.as_strided({own[0].numel() * static_cast<int64_t>(pieces.size())}, {1}, first.storage_offset());
-    return waiting_for(where, {guarded(where, [&] { return (group.*kGather)(whole, own[0], {}); })}, {whole});
+    return started(where, rules, {guarded(where, [&] { return (group.*kGather)(whole, own[0], {}); })}, {whole});
   }
   std::vector<std::vector<at::Tensor>> places(1);
   for (const auto c : coordinates_by_group_rank(mesh, where.mesh_dim)) {
     places[0].push_back(as_bytes(pieces[c]));
   }
-  return waiting_for(where, {guarded(where, [&] { return group.allgather(places, own); })}, places[0]);
+  return started(where, rules, {guarded(where, [&] { return group.allgather(places, own); })}, places[0]);
 }
 
 // One broadcast per piece, directly into its place: any sizes, no padding, no copy afterwards.
-Completion gather_by_broadcasts(
-    const Where& where, c10d::ProcessGroup& group, const std::vector<at::Tensor>& pieces, const Mesh& mesh) {
+InFlight gather_by_broadcasts(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    const std::vector<at::Tensor>& pieces,
+    const Mesh& mesh,
+    const Backend& rules) {
   std::vector<WorkPtr> works;
   std::vector<at::Tensor> buffers;
   for (size_t i = 0; i < pieces.size(); ++i) {
@@ -359,17 +345,26 @@ Completion gather_by_broadcasts(
     options.rootRank = mesh.group_rank(where.mesh_dim, static_cast<int64_t>(i));
     works.push_back(guarded(where, [&] { return group.broadcast(buffer, options); }));
   }
-  return waiting_for(where, std::move(works), std::move(buffers));
+  return started(where, rules, std::move(works), std::move(buffers));
 }
 
-Completion gather_from(
+// Whether the list begins with two empty pieces, in the order of the group's ranks.
+bool begins_empty(const std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim) {
+  return std::all_of(pieces.begin(), pieces.end(), [&](const at::Tensor& piece) {
+    return piece.numel() == 0 || mesh.group_rank(mesh_dim, &piece - pieces.data()) > 1;
+  });
+}
+
+InFlight gather_from(
     const Where& where,
     c10d::ProcessGroup& group,
     const std::vector<at::Tensor>& pieces,
     const Mesh& mesh,
     bool as_one,
-    const Backend& backend) {
-  return backend.gathers ? gather_at_once(where, group, pieces, mesh, as_one) : gather_by_broadcasts(where, group, pieces, mesh);
+    const Backend& rules) {
+  const bool at_once = rules.gathers && !(rules.by_address && begins_empty(pieces, mesh, where.mesh_dim));
+  return at_once ? gather_at_once(where, group, pieces, mesh, as_one, rules)
+                 : gather_by_broadcasts(where, group, pieces, mesh, rules);
 }
 
 bool is_bitwise(ReduceOp op) {
@@ -403,7 +398,7 @@ void combine(at::Tensor& into, const at::Tensor& piece, const c10d::ReduceOp& op
 
 // Every rank gathers and combines all summands, in the same order: for an `op` that the backend does not support, and for few
 // bytes.
-Completion reduce_by_gathering(
+InFlight reduce_by_gathering(
     const Where& where,
     c10d::ProcessGroup& group,
     at::Tensor& buffer,
@@ -415,24 +410,27 @@ Completion reduce_by_gathering(
   pieces[mesh.coordinate()[where.mesh_dim]].copy_(buffer.view(-1));
   auto gathered = gather_from(where, group, pieces, mesh, /*as_one=*/true, backend);
   buffer = pieces[0].view(buffer.sizes());
-  return [gathered = std::move(gathered), pieces = std::move(pieces), op]() mutable {
-    gathered();
-    for (size_t c = 1; c < pieces.size(); ++c) {
-      combine(pieces[0], pieces[c], op);
-    }
-  };
+  gathered.then(
+      [pieces, op]() mutable {
+        for (size_t c = 1; c < pieces.size(); ++c) {
+          combine(pieces[0], pieces[c], op);
+        }
+      },
+      pieces);
+  return gathered;
 }
 
-Completion reduce_at_once(const Where& where, c10d::ProcessGroup& group, const at::Tensor& buffer, const c10d::ReduceOp& op) {
+InFlight reduce_at_once(
+    const Where& where, c10d::ProcessGroup& group, const at::Tensor& buffer, const c10d::ReduceOp& op, const Backend& rules) {
   std::vector<at::Tensor> tensors{buffer};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  return waiting_for(where, {guarded(where, [&] { return group.allreduce(tensors, options); })}, tensors);
+  return started(where, rules, {guarded(where, [&] { return group.allreduce(tensors, options); })}, tensors);
 }
 
 } // namespace
 
-Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+InFlight start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
   if (is_traced(tensor)) {
     tensor.copy_(traced::all_reduce(tensor, mesh, mesh_dim, op));
     return nothing();
@@ -461,20 +459,22 @@ Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_di
   const auto how = op_for(op, tensor.scalar_type());
   const bool gathers = (is_bitwise(op) && tensor.scalar_type() != at::kBool && !backend.bitwise) ||
                        static_cast<int64_t>(buffer.nbytes()) * mesh.size(mesh_dim) <= backend.latency;
-  auto reduced =
-      gathers ? reduce_by_gathering(where, *group, buffer, mesh, how, backend) : reduce_at_once(where, *group, buffer, how);
-  return [reduced = std::move(reduced), tensor = std::move(tensor), buffer = std::move(buffer), op,
-          n = mesh.size(mesh_dim)]() mutable {
-    reduced();
-    const auto made = from_reducible(buffer, tensor, op, n);
-    if (!made.is_alias_of(tensor)) {
-      tensor.copy_(made);
-    }
-  };
+  auto reduced = gathers ? reduce_by_gathering(where, *group, buffer, mesh, how, backend)
+                         : reduce_at_once(where, *group, buffer, how, backend);
+  const std::vector<at::Tensor> used{tensor, buffer};
+  reduced.then(
+      [tensor = std::move(tensor), buffer = std::move(buffer), op, n = mesh.size(mesh_dim)] {
+        const auto made = from_reducible(buffer, tensor, op, n);
+        if (!made.is_alias_of(tensor)) {
+          tensor.copy_(made);
+        }
+      },
+      used);
+  return reduced;
 }
 
 void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  start_all_reduce(tensor, mesh, mesh_dim, op)();
+  start_all_reduce(tensor, mesh, mesh_dim, op).wait();
 }
 
 void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, ReduceOp op) {
@@ -511,7 +511,7 @@ bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) 
          backend_of(*group_of(mesh, mesh_dim, "all_gather"), mine.device()).gathers;
 }
 
-Completion start_all_gather(
+InFlight start_all_gather(
     std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one) {
   const auto me = mesh.coordinate()[mesh_dim];
   if (is_traced(mine)) {
@@ -554,8 +554,7 @@ Completion start_all_gather(
   return gather_from(where, *group, pieces, mesh, as_one, backend);
 }
 
-Completion start_all_gather(
-    at::Tensor& whole, at::IntArrayRef sizes, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
+InFlight start_all_gather(at::Tensor& whole, at::IntArrayRef sizes, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
   const auto me = mesh.coordinate()[mesh_dim];
   const auto flat = whole.view(-1);
   const bool of_one_size = std::equal(sizes.begin() + 1, sizes.end(), sizes.begin());
@@ -571,13 +570,14 @@ Completion start_all_gather(
   auto group = group_of(mesh, mesh_dim, "all_gather");
   Where where(Kind::AllGather, mesh, mesh_dim);
   count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
-  enter(where, group, backend_of(*group, mine.device()), mesh, [&] { return c10::get_hash(mine.scalar_type(), whole.numel()); });
+  const auto rules = backend_of(*group, mine.device());
+  enter(where, group, rules, mesh, [&] { return c10::get_hash(mine.scalar_type(), whole.numel()); });
   auto out = as_bytes(flat), in = as_bytes(own);
-  return waiting_for(where, {guarded(where, [&] { return ((*group).*kGather)(out, in, {}); })}, {out, in});
+  return started(where, rules, {guarded(where, [&] { return ((*group).*kGather)(out, in, {}); })}, {out, in});
 }
 
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim) {
-  start_all_gather(pieces, mine, mesh, mesh_dim)();
+  start_all_gather(pieces, mine, mesh, mesh_dim).wait();
 }
 
 namespace {
@@ -590,10 +590,109 @@ std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector
   return out;
 }
 
-// exchange_bytes() of buffers in the order of the coordinates, if the group's ranks have another order.
-Completion exchange_reordered(
+// Sends and receives the given number of bytes to and from each peer; all ranks of the group call.
+InFlight exchange_with_all(
     const Where& where,
     c10d::ProcessGroup& group,
+    const Backend& rules,
+    at::Tensor& out,
+    at::IntArrayRef out_bytes,
+    at::Tensor& in,
+    at::IntArrayRef in_bytes,
+    at::IntArrayRef peers) {
+  std::vector<int64_t> out_cut(group.getSize(), 0), in_cut(group.getSize(), 0);
+  for (size_t i = 0; i < peers.size(); ++i) {
+    out_cut[peers[i]] = out_bytes[i];
+    in_cut[peers[i]] = in_bytes[i];
+  }
+  return started(where, rules, {guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); })}, {out, in});
+}
+
+// Message by message, in an order that cannot deadlock even if a backend does them one after the other: pairs of ranks in
+// ascending order, the lower rank sends first. In one batch only if the backend supports it.
+InFlight exchange_with_peers(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    const Backend& rules,
+    at::Tensor& out,
+    at::IntArrayRef out_bytes,
+    at::Tensor& in,
+    at::IntArrayRef in_bytes,
+    at::IntArrayRef peers) {
+  Messages messages(where, group, rules);
+  if (rules.batches) {
+    messages.batch(out.device().type());
+  }
+  int64_t out_at = 0, in_at = 0;
+  for (size_t i = 0; i < peers.size(); ++i) {
+    const auto send = [&] {
+      if (in_bytes[i]) {
+        messages.send(in.narrow(0, in_at, in_bytes[i]), peers[i]);
+      }
+    };
+    const auto receive = [&] {
+      if (out_bytes[i]) {
+        messages.receive(out.narrow(0, out_at, out_bytes[i]), peers[i]);
+      }
+    };
+    if (group.getRank() < peers[i]) {
+      send();
+      receive();
+    } else {
+      receive();
+      send();
+    }
+    in_at += in_bytes[i];
+    out_at += out_bytes[i];
+  }
+  return messages.start();
+}
+
+// The same along a mesh dim: only coordinates that have something for each other send and receive.
+InFlight exchange_in_a_batch(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    const Backend& rules,
+    at::Tensor& out,
+    at::IntArrayRef out_bytes,
+    at::Tensor& in,
+    at::IntArrayRef in_bytes,
+    const Mesh& mesh) {
+  struct Part {
+    int64_t rank, sent_at, sent, received_at, received;
+  };
+  std::vector<Part> parts;
+  const auto n = static_cast<int64_t>(in_bytes.size()), me = mesh.coordinate()[where.mesh_dim];
+  for (int64_t c = 0, in_at = 0, out_at = 0; c < n; ++c) {
+    if (c == me) {
+      out.narrow(0, out_at, out_bytes[c]).copy_(in.narrow(0, in_at, in_bytes[c]));
+    } else if (in_bytes[c] || out_bytes[c]) {
+      parts.push_back({mesh.group_rank(where.mesh_dim, c), in_at, in_bytes[c], out_at, out_bytes[c]});
+    }
+    in_at += in_bytes[c];
+    out_at += out_bytes[c];
+  }
+  if (parts.empty()) {
+    return nothing();
+  }
+  Messages messages(where, group, rules);
+  messages.batch(out.device().type());
+  for (const auto& part : parts) {
+    if (part.sent) {
+      messages.send(in.narrow(0, part.sent_at, part.sent), part.rank);
+    }
+    if (part.received) {
+      messages.receive(out.narrow(0, part.received_at, part.received), part.rank);
+    }
+  }
+  return messages.start();
+}
+
+// exchange_bytes() of buffers in the order of the coordinates, if the group's ranks have another order.
+InFlight exchange_reordered(
+    const Where& where,
+    c10d::ProcessGroup& group,
+    const Backend& rules,
     const at::Tensor& output,
     const at::Tensor& input,
     const std::vector<int64_t>& out_cut,
@@ -605,19 +704,22 @@ Completion exchange_reordered(
   for (size_t r = 0; r < order.size(); ++r) {
     at::Tensor(targets[r]).copy_(sources[order[r]]);
   }
-  auto work = guarded(where, [&] { return exchange_bytes(group, arrived, sent, out_sizes, in_sizes); });
-  return [wait = waiting_for(where, {std::move(work)}, {arrived, sent}), output, arrived, out_cut, out_sizes, order]() mutable {
-    wait();
-    const auto pieces = arrived.split_with_sizes(out_sizes), places = output.split_with_sizes(out_cut);
-    for (size_t r = 0; r < order.size(); ++r) {
-      at::Tensor(places[order[r]]).copy_(pieces[r]);
-    }
-  };
+  auto moving = started(
+      where, rules, {guarded(where, [&] { return exchange_bytes(group, arrived, sent, out_sizes, in_sizes); })}, {arrived, sent});
+  moving.then(
+      [output, arrived, out_cut, out_sizes, order] {
+        const auto pieces = arrived.split_with_sizes(out_sizes), places = output.split_with_sizes(out_cut);
+        for (size_t r = 0; r < order.size(); ++r) {
+          at::Tensor(places[order[r]]).copy_(pieces[r]);
+        }
+      },
+      {output});
+  return moving;
 }
 
 } // namespace
 
-Completion start_all_to_all(
+InFlight start_all_to_all(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
     const at::Tensor& in,
@@ -656,36 +758,24 @@ Completion start_all_to_all(
   auto group = group_of(mesh, mesh_dim, name_of(kind));
   count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
   Where where(kind, mesh, mesh_dim);
-  enter(where, group, backend_of(*group, in.device()), mesh, [&] { return c10::get_hash(in.scalar_type()); });
-  if (mesh.is_reordered(mesh_dim)) {
-    return exchange_reordered(where, *group, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
+  const auto rules = backend_of(*group, in.device());
+  enter(where, group, rules, mesh, [&] { return c10::get_hash(in.scalar_type()); });
+  if (rules.batches && ready_for_some(rules, *group, in.device())) {
+    return exchange_in_a_batch(where, *group, rules, output, out_cut, input, in_cut, mesh);
   }
-  return waiting_for(
-      where, {guarded(where, [&] { return exchange_bytes(*group, output, input, out_cut, in_cut); })}, {output, input});
+  if (mesh.is_reordered(mesh_dim)) {
+    return exchange_reordered(where, *group, rules, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
+  }
+  return started(
+      where, rules, {guarded(where, [&] { return exchange_bytes(*group, output, input, out_cut, in_cut); })}, {output, input});
 }
 
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
-  if (is_traced(summand) || stays(summand, mesh, mesh_dim) || mesh.is_reordered(mesh_dim) ||
-      !backend_of(*group_of(mesh, mesh_dim, "reduce_scatter"), summand.device()).adds_up) {
-    return false;
-  }
-  switch (summand.scalar_type()) {
-    case at::kDouble:
-    case at::kFloat:
-    case at::kHalf:
-    case at::kBFloat16:
-      return op == ReduceOp::Sum || op == ReduceOp::Avg || op == ReduceOp::Norm || op == ReduceOp::Product;
-    case at::kLong:
-    case at::kInt:
-    case at::kChar:
-    case at::kByte:
-      return op == ReduceOp::Sum || op == ReduceOp::Product || op == ReduceOp::Min || op == ReduceOp::Max;
-    default:
-      return false;
-  }
+  return !is_traced(summand) && !stays(summand, mesh, mesh_dim) && !mesh.is_reordered(mesh_dim) &&
+         scatters(backend_of(*group_of(mesh, mesh_dim, "reduce_scatter"), summand.device()), summand.scalar_type(), op);
 }
 
-Completion start_reduce_scatter(
+InFlight start_reduce_scatter(
     at::Tensor out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
   if (auto* together = Together::open()) {
     return together->note(
@@ -704,7 +794,8 @@ Completion start_reduce_scatter(
   count(Kind::ReduceScatter, static_cast<int64_t>(in.nbytes() - out.nbytes()), mesh, mesh_dim);
   Where where(Kind::ReduceScatter, mesh, mesh_dim);
   const auto facts = [&] { return c10::get_hash(op, in.scalar_type(), in.numel()); };
-  enter(where, group, backend_of(*group, in.device()), mesh, facts);
+  const auto rules = backend_of(*group, in.device());
+  enter(where, group, rules, mesh, facts);
   WorkPtr work;
   if (std::equal(in_sizes.begin() + 1, in_sizes.end(), in_sizes.begin())) {
     work = guarded(where, [&] { return ((*group).*kReduce)(output, input, options); });
@@ -713,81 +804,14 @@ Completion start_reduce_scatter(
     std::vector<std::vector<at::Tensor>> inputs{input.split_with_sizes(in_sizes)};
     work = guarded(where, [&] { return group->reduce_scatter(outputs, inputs, options); });
   }
-  return [wait = waiting_for(where, {std::move(work)}, {input}), out = std::move(out), op, n = mesh.size(mesh_dim)]() mutable {
-    wait();
-    if (op == ReduceOp::Avg) {
-      out.div_(n);
-    }
-  };
+  auto reduced = started(where, rules, {std::move(work)}, {input, output});
+  if (op == ReduceOp::Avg) {
+    reduced.then([out = std::move(out), n = mesh.size(mesh_dim)] { out.div_(n); });
+  }
+  return reduced;
 }
 
-namespace {
-
-// Sends and receives the given number of bytes to and from each peer; all ranks of the group call.
-Completion exchange_with_all(
-    const Where& where,
-    c10d::ProcessGroup& group,
-    at::Tensor& out,
-    at::IntArrayRef out_bytes,
-    at::Tensor& in,
-    at::IntArrayRef in_bytes,
-    at::IntArrayRef peers) {
-  std::vector<int64_t> out_cut(group.getSize(), 0), in_cut(group.getSize(), 0);
-  for (size_t i = 0; i < peers.size(); ++i) {
-    out_cut[peers[i]] = out_bytes[i];
-    in_cut[peers[i]] = in_bytes[i];
-  }
-  return waiting_for(where, {guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); })}, {out, in});
-}
-
-// Message by message, in an order that cannot deadlock even if a backend does them one after the other: pairs of ranks in
-// ascending order, the lower rank sends first. In one batch only if the backend supports it: torch's older NCCL group would
-// make a communicator of the whole group for a batch, and then all ranks would have to call.
-Completion exchange_with_peers(
-    const Where& where,
-    c10d::ProcessGroup& group,
-    at::Tensor& out,
-    at::IntArrayRef out_bytes,
-    at::Tensor& in,
-    at::IntArrayRef in_bytes,
-    at::IntArrayRef peers) {
-  Messages messages(where, group);
-  const auto device = out.device().type();
-  const bool batches = backend_of(group, out.device()).batches;
-  if (batches) {
-    messages.begin_batch(device);
-  }
-  int64_t out_at = 0, in_at = 0;
-  for (size_t i = 0; i < peers.size(); ++i) {
-    const auto send = [&] {
-      if (in_bytes[i]) {
-        messages.send(in.narrow(0, in_at, in_bytes[i]), peers[i]);
-      }
-    };
-    const auto receive = [&] {
-      if (out_bytes[i]) {
-        messages.receive(out.narrow(0, out_at, out_bytes[i]), peers[i]);
-      }
-    };
-    if (group.getRank() < peers[i]) {
-      send();
-      receive();
-    } else {
-      receive();
-      send();
-    }
-    in_at += in_bytes[i];
-    out_at += out_bytes[i];
-  }
-  if (batches) {
-    messages.end_batch(device);
-  }
-  return std::move(messages).arrival();
-}
-
-} // namespace
-
-Completion start_send_receive(
+InFlight start_send_receive(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
     const at::Tensor& in,
@@ -837,24 +861,31 @@ Completion start_send_receive(
   Where where(Kind::AllToAll, mesh, -1);
   count(Kind::AllToAll, input.numel(), mesh, -1);
   const auto backend = backend_of(*group, out.device());
-  if (all) {
+  const bool in_a_batch = backend.batches && ready_for_some(backend, *group, out.device());
+  if (all && !in_a_batch) {
     enter(where, group, backend, mesh, [&] { return c10::get_hash(out.scalar_type()); });
-    return exchange_with_all(where, *group, output, out_bytes, input, in_bytes, peers);
+    return exchange_with_all(where, *group, backend, output, out_bytes, input, in_bytes, peers);
   }
+  if (peers.empty()) {
+    return nothing();
+  }
+  TORCH_CHECK(
+      !backend.at_once || in_a_batch, "shardtensor: a move between ", callers, " of ", group->getSize(),
+      " ranks is the first use of the default process group, ", backend.name,
+      ", which makes its communicator then, and all ranks would have to take part. Pass device_id= to init_process_group instead "
+      "of lazy_init, or call torch.distributed.barrier() on all ranks before (rank ",
+      mesh.rank(), ", ", mesh.str(), ")");
   if (backend.blocks) {
     where.ticket = faults::enter_messages(mesh, peers);
   }
   const bool staged = backend.by_host;
   auto landing = staged ? output.cpu() : output;
   auto source = staged ? input.cpu() : input;
-  auto arrival = exchange_with_peers(where, *group, landing, out_bytes, source, in_bytes, peers);
-  if (!staged) {
-    return arrival;
+  auto arrival = exchange_with_peers(where, *group, backend, landing, out_bytes, source, in_bytes, peers);
+  if (staged) {
+    arrival.then([output, landing] { output.copy_(landing); }, {output});
   }
-  return [arrival = std::move(arrival), output, landing]() mutable {
-    arrival();
-    output.copy_(landing);
-  };
+  return arrival;
 }
 
 namespace {
@@ -904,11 +935,12 @@ namespace {
 void scatter_by_sends(
     const Where& where,
     c10d::ProcessGroup& group,
+    const Backend& rules,
     at::Tensor& mine,
     const std::vector<at::Tensor>& pieces,
     int64_t me,
     int64_t from) {
-  Messages messages(where, group);
+  Messages messages(where, group, rules);
   const auto n = me == from ? static_cast<int64_t>(pieces.size()) : 0;
   for (int64_t i = 0; i < n; ++i) {
     if (i != me && pieces[i].numel()) {
@@ -918,7 +950,7 @@ void scatter_by_sends(
   if (me != from && mine.numel()) {
     messages.receive(as_bytes(mine), from);
   }
-  std::move(messages).arrival()();
+  messages.start().wait();
 }
 
 // One packed buffer on the rank that sends. Every rank calls, even if it receives nothing: ranks may not know that another's
@@ -973,7 +1005,7 @@ void scatter_now(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& 
   }
   const auto my_rank = mesh.group_rank(mesh_dim, me), from_rank = mesh.group_rank(mesh_dim, from_coordinate);
   if (backend.sends) {
-    scatter_by_sends(where, *group, mine, by_rank, my_rank, from_rank);
+    scatter_by_sends(where, *group, backend, mine, by_rank, my_rank, from_rank);
   } else {
     scatter_by_exchange(where, *group, mine, by_rank, my_rank, from_rank);
   }

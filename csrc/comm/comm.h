@@ -3,42 +3,37 @@
 // All ranks along the mesh dim make every call, even with empty pieces. Tensors without values (values.h) are not sent.
 #pragma once
 
+#include "comm/in_flight.h"
 #include "layout/mesh.h"
 #include "layout/placement.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
-#include <functional>
 
 namespace shardtensor::comm {
-
-// The second half of a collective that start_...() has begun. Call it once; it returns when this rank may read, write and drop
-// its buffers (on CUDA: when the current stream may). It owns the buffers; if it is dropped uncalled, c10d keeps them. It does
-// not communicate, so ranks may call theirs in any order.
-using Completion = std::function<void()>;
 
 // Reduces in place; the result is the same on every rank along the mesh dim. `tensor` must be contiguous.
 // For Norm, the caller raises to the power before and takes the root after.
 void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
-Completion start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
+InFlight start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 // The same over several mesh dims (bit m set: over mesh dim m).
 void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, ReduceOp op);
 
 // pieces[i], contiguous, receives coordinate i's `mine`, without staging; all ranks know the sizes beforehand. `mine` is copied
 // into pieces[me] at once, unless it already lies there. `as_one`: on every rank, the pieces lie one after the other in memory.
 void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
-Completion start_all_gather(
+InFlight start_all_gather(
     std::vector<at::Tensor>& pieces, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim, bool as_one = false);
 // The same for pieces that lie one after the other in `whole`, which is contiguous; sizes in elements. If all have one size and
 // the backend gathers them at once, it takes no time that grows with their number.
-Completion start_all_gather(at::Tensor& whole, at::IntArrayRef sizes, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
+InFlight start_all_gather(at::Tensor& whole, at::IntArrayRef sizes, const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 // Whether the backend has a faster call for pieces of one size that lie `as_one`, this rank's piece included.
 bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 
 // Contiguous buffers: `in` holds the parts for coordinates 0, 1, ... one after the other, `out` the parts from each; sizes in
 // elements. If this rank's own part has a size, the same in both, it is copied.
-Completion start_all_to_all(
+InFlight start_all_to_all(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
     const at::Tensor& in,
@@ -50,7 +45,7 @@ Completion start_all_to_all(
 // Between any ranks, of any meshes. `out` holds the parts from peers[0], peers[1], ... one after the other, `in` the parts for
 // each; sizes in elements. Peers are global ranks in ascending order, without this rank. `callers`: how many ranks make this
 // call, peers or not. If these are not all ranks of the default group, only peers need to call.
-Completion start_send_receive(
+InFlight start_send_receive(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
     const at::Tensor& in,
@@ -64,7 +59,7 @@ Completion start_send_receive(
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 // `in`, contiguous, holds this rank's summands of all coordinates' pieces, one after the other; `out` becomes this rank's
 // piece.
-Completion start_reduce_scatter(
+InFlight start_reduce_scatter(
     at::Tensor out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate);
@@ -99,6 +94,10 @@ bool is_calling();
 
 // The number of ranks of the default group that the mesh was made with; 0 without one.
 int64_t size_of_world(const Mesh& mesh);
+
+// Where this rank's tensors for the mesh have to be: on the device that its groups are bound to, if they are, else on the current
+// one of its kind.
+c10::Device device_of(const Mesh& mesh);
 
 // Whether this rank is alone along the mesh dim; it then makes no call.
 bool is_alone(const Mesh& mesh, int64_t mesh_dim);

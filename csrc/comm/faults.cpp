@@ -440,6 +440,41 @@ void wait(c10d::Work& work, const Ticket& ticket, Text text) {
   }
 }
 
+void wait_for_dropped(c10d::Work& work, const Ticket& ticket) {
+  const auto wait = [&] {
+    try {
+      work.wait();
+    } catch (...) { // the other ranks hear of it from those that want the result
+    }
+  };
+  if (!ticket.world) {
+    return wait();
+  }
+  Late late(ticket);
+  const auto is_in_vain = [&] { return !late.look([] { return std::string("a result that was dropped"); }).empty(); };
+  if (!ticket.by_messages) {
+    while (!work.isCompleted()) {
+      try {
+        work.wait(kSlice);
+      } catch (...) {
+        if (is_in_vain()) {
+          return;
+        }
+      }
+    }
+    return;
+  }
+  bool in_vain = false;
+  const auto entry = Watcher::get().enter([&] {
+    if (!in_vain && is_in_vain()) {
+      in_vain = true;
+      work.abort();
+    }
+  });
+  wait();
+  Watcher::get().leave(entry);
+}
+
 std::string broke(const Ticket& ticket, const std::string& error) {
   if (!ticket.world || t_told == std::current_exception()) {
     return "";

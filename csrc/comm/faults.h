@@ -48,6 +48,8 @@ Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers);
 
 // Waits. Raises if other ranks have failed or make another collective, so that it would wait in vain.
 void wait(c10d::Work& work, const Ticket& ticket, Text text);
+// The same for a result that was dropped: whatever happens, it raises nothing and tells nobody.
+void wait_for_dropped(c10d::Work& work, const Ticket& ticket);
 // After the backend itself has raised in wait(): tells the others, and returns which ranks have given no sign; may be empty.
 std::string broke(const Ticket& ticket, const std::string& error);
 

@@ -59,7 +59,7 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   if (dtype == at::kShort || dtype == at::kUInt16) {
     return t.to(at::kInt);
   }
-  if (t.device().is_cpu() && (c10::isFloat8Type(dtype))) {
+  if (c10::isFloat8Type(dtype)) { // NCCL would add in 8 bits, and does not know all of these dtypes
     return t.to(at::kFloat);
   }
   if ((dtype == at::kUInt32 || dtype == at::kUInt64) && op != ReduceOp::Max && op != ReduceOp::Min) {

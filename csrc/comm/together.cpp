@@ -1,6 +1,7 @@
 #include "comm/together.h"
 
 #include "comm/bytes.h"
+#include "comm/where.h"
 
 #include <ATen/ATen.h>
 
@@ -116,7 +117,7 @@ Sided by_peer(
   return out;
 }
 
-Completion reduce(const Calls& calls) {
+InFlight reduce(const Calls& calls) {
   const auto& first = calls[0];
   Packed parts;
   int64_t numel = 0;
@@ -127,13 +128,12 @@ Completion reduce(const Calls& calls) {
   const auto flat = at::empty({numel}, first.out.options());
   const auto bytes = as_bytes(flat);
   parts.pack(bytes);
-  return [reduced = start_all_reduce(flat, *first.mesh, first.mesh_dim, first.op), parts = std::move(parts), bytes]() mutable {
-    reduced();
-    parts.unpack(bytes);
-  };
+  auto reduced = start_all_reduce(flat, *first.mesh, first.mesh_dim, first.op);
+  reduced.then([parts = std::move(parts), bytes] { parts.unpack(bytes); }, {bytes});
+  return reduced;
 }
 
-Completion gather(const Calls& calls) {
+InFlight gather(const Calls& calls) {
   const auto& first = calls[0];
   const auto me = static_cast<size_t>(first.mesh->coordinate()[first.mesh_dim]);
   Packed all, mine;
@@ -152,14 +152,12 @@ Completion gather(const Calls& calls) {
   auto pieces = flat.split_with_sizes(sizes);
   mine.pack(pieces[me]);
   auto gathered = start_all_gather(pieces, pieces[me], *first.mesh, first.mesh_dim, /*as_one=*/true);
-  return [gathered = std::move(gathered), all = std::move(all), flat]() mutable {
-    gathered();
-    all.unpack(flat);
-  };
+  gathered.then([all = std::move(all), flat] { all.unpack(flat); }, {flat});
+  return gathered;
 }
 
 // Between the coordinates of a mesh dim, or between peers.
-Completion exchange(const Calls& calls) {
+InFlight exchange(const Calls& calls) {
   const auto& first = calls[0];
   const bool sends = first.what == Call::What::Send;
   const auto peers = peers_of(calls);
@@ -170,13 +168,11 @@ Completion exchange(const Calls& calls) {
   sent.parts.pack(in);
   auto arrived = sends ? start_send_receive(out, received.sizes, in, sent.sizes, peers, *first.mesh, first.callers)
                        : start_all_to_all(out, received.sizes, in, sent.sizes, *first.mesh, first.mesh_dim, first.of_summands);
-  return [arrived = std::move(arrived), parts = std::move(received.parts), out]() mutable {
-    arrived();
-    parts.unpack(out);
-  };
+  arrived.then([parts = std::move(received.parts), out] { parts.unpack(out); }, {out});
+  return arrived;
 }
 
-Completion scatter(const Calls& calls) {
+InFlight scatter(const Calls& calls) {
   const auto& first = calls[0];
   const auto item = static_cast<int64_t>(first.in.element_size());
   std::vector<at::Tensor> inputs;
@@ -193,13 +189,11 @@ Completion scatter(const Calls& calls) {
     size /= item;
   }
   auto reduced = start_reduce_scatter(out, in, sent.sizes, *first.mesh, first.mesh_dim, first.op);
-  return [reduced = std::move(reduced), outs = std::move(outs), bytes = as_bytes(out)]() mutable {
-    reduced();
-    outs.unpack(bytes);
-  };
+  reduced.then([outs = std::move(outs), bytes = as_bytes(out)] { outs.unpack(bytes); }, {out});
+  return reduced;
 }
 
-Completion alone(Call& call) {
+InFlight alone(Call& call) {
   switch (call.what) {
     case Call::What::Reduce:
       return start_all_reduce(call.out, *call.mesh, call.mesh_dim, call.op);
@@ -213,10 +207,10 @@ Completion alone(Call& call) {
     case Call::What::Send:
       return start_send_receive(call.out, call.out_sizes, call.in, call.in_sizes, call.peers, *call.mesh, call.callers);
   }
-  return [] {};
+  return {};
 }
 
-Completion start(Calls& calls) {
+InFlight start(Calls& calls) {
   if (calls.size() == 1) {
     return alone(calls[0]);
   }
@@ -231,7 +225,7 @@ Completion start(Calls& calls) {
     case Call::What::Scatter:
       return scatter(calls);
   }
-  return [] {};
+  return {};
 }
 
 bool alike(const Call& a, const Call& b) {
@@ -242,16 +236,14 @@ bool alike(const Call& a, const Call& b) {
 
 } // namespace
 
-// The one call that several are. Whichever of their completions comes first waits for it.
+// The one call that several are. Whichever of them comes first waits for it.
 struct Together::Joint {
-  Completion rest;
+  InFlight rest;
   bool begun = false;
 
   void wait() {
     TORCH_INTERNAL_ASSERT(begun, "a collective is waited for before Together::go()");
-    if (auto now = std::exchange(rest, nullptr)) {
-      now();
-    }
+    rest.wait();
   }
 };
 
@@ -271,14 +263,14 @@ Together* Together::open() {
   return t_open;
 }
 
-Completion Together::note(Call call) {
+InFlight Together::note(Call call) {
   auto same = std::find_if(noted_.begin(), noted_.end(), [&](const auto& n) { return alike(n.calls[0], call); });
   if (same == noted_.end()) {
     noted_.push_back({{}, std::make_shared<Joint>()});
     same = noted_.end() - 1;
   }
   same->calls.push_back(std::move(call));
-  return [joint = same->joint] { joint->wait(); };
+  return only([joint = same->joint] { joint->wait(); });
 }
 
 void Together::go() {

@@ -8,8 +8,8 @@
 namespace shardtensor::comm {
 
 // While it is open, this thread's start_...() calls (comm.h) only note what they would send. go() closes it and makes one call
-// for all that have the same kind, mesh and mesh dim; for reductions also the same op and dtype. After that their completions may
-// be called, in any order. All ranks note the same collectives in the same order.
+// for all that have the same kind, mesh and mesh dim; for reductions also the same op and dtype. After that, what they return may
+// be waited for, in any order. All ranks note the same collectives in the same order.
 //
 // What several collectives send and receive is copied into and out of one buffer each. One that is alone is called as if
 // Together were not there.
@@ -38,7 +38,7 @@ class Together {
   };
   // The one that this thread has open, or null.
   static Together* open();
-  Completion note(Call call);
+  InFlight note(Call call);
 
  private:
   struct Joint;

@@ -38,10 +38,10 @@ void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& repli
   if (!g_on.load(std::memory_order_relaxed) || !readable || !is_sum(impl.layout()) || torch::autograd::get_current_node()) {
     return;
   }
-  comm::Completion finish;
+  comm::InFlight rest;
   auto reduced =
-      errors::while_doing(op, [&] { return redistribute(local, impl.layout(), *replicated, at::IntArrayRef(), &finish); });
-  impl.set_ahead(reduced.is_alias_of(local) ? reduced.clone() : std::move(reduced), std::move(finish));
+      errors::while_doing(op, [&] { return redistribute(local, impl.layout(), *replicated, at::IntArrayRef(), &rest); });
+  impl.set_ahead(reduced.is_alias_of(local) ? reduced.clone() : std::move(reduced), std::move(rest));
 }
 
 } // namespace shardtensor

@@ -51,7 +51,7 @@ void agree(const Mesh& mesh) {
   }
   auto generator = at::detail::getDefaultCPUGenerator();
   const auto mine = state_of(generator);
-  auto first = mesh.description().device_type == "cpu" ? mine.clone() : mine.to(at::Device(mesh.description().device_type));
+  auto first = mesh.description().device_type == "cpu" ? mine.clone() : mine.to(comm::device_of(mesh));
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     comm::broadcast(first, mesh, m, 0);
   }

@@ -280,7 +280,7 @@ std::vector<at::Tensor> exchange(
     for (auto& run : runs_of(sent, &Part::from, held, packed)) {
       kernels::pack(sources[run.piece], run.boxes, run.flat);
     }
-    comm::start_send_receive(arrived, of_each, packed, to_each, ranks, mesh, mesh.size())();
+    comm::start_send_receive(arrived, of_each, packed, to_each, ranks, mesh, mesh.size()).wait();
   }
   // The send buffer is freed before the results are made.
   std::vector<at::Tensor> results;

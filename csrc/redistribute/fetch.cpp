@@ -205,7 +205,7 @@ at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, 
     if (!packed_.empty() && !traced) {
       kernels::pack(local, packed_, packed);
     }
-    comm::start_send_receive(arrived, received_, packed, sent_, peers_, mesh, mesh.size())();
+    comm::start_send_receive(arrived, received_, packed, sent_, peers_, mesh, mesh.size()).wait();
   }
   if (stays_) {
     return traced ? comm::traced::after(local, {arrived}) : local;

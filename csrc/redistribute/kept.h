@@ -10,7 +10,7 @@
 
 namespace shardtensor {
 
-enum class Found : uint8_t { Plan, Gathering, Scattering, Exchange, Transfer };
+enum class Found : uint8_t { Plan, Gathering, Scattering, Exchange, Transfer, Rows, Newcomers };
 
 struct Made {
   std::shared_ptr<const void> value;

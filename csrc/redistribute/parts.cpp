@@ -34,14 +34,15 @@ std::vector<Box> boxes_along(c10::IntArrayRef sizes, int64_t dim, c10::ArrayRef<
   return out;
 }
 
-void Parts::close() {
-  if (count_ <= kFewParts || rows_.size() > kFewRows) {
+Parts::Parts(c10::IntArrayRef sizes, int64_t dim, std::shared_ptr<const Rows> rows)
+    : sizes_(sizes.begin(), sizes.end()), dim_(dim), rows_(std::move(rows)) {
+  if (count() <= kFewParts || rows_->all().size() > kFewRows) {
     boxes_ = std::make_shared<Boxes>();
   }
 }
 
 int64_t Parts::numel() const {
-  int64_t n = length_;
+  int64_t n = rows_ ? rows_->length() : 0;
   for (size_t d = 0; d < sizes_.size(); ++d) {
     n *= static_cast<int64_t>(d) == dim_ ? 1 : sizes_[d];
   }
@@ -53,9 +54,9 @@ std::vector<Box> Parts::as_boxes() const {
   if (numel() == 0) {
     return out;
   }
-  out.assign(count_, box_in(sizes_));
+  out.assign(count(), box_in(sizes_));
   auto box = out.begin();
-  for (const auto& row : rows_) {
+  for (const auto& row : rows_->all()) {
     for (int64_t i = 0; i < row.count; ++i, ++box) {
       box->offsets[dim_] = row.start + i * row.width;
       box->sizes[dim_] = row.width;
@@ -70,7 +71,7 @@ const std::vector<Box>& Parts::boxes() const {
 }
 
 // The row's parts as a tensor with one dim more, of the parts.
-at::Tensor Parts::stacked(const at::Tensor& t, const Row& row) const {
+at::Tensor Parts::stacked(const at::Tensor& t, const Rows::Row& row) const {
   auto sizes = t.sizes().vec(), strides = t.strides().vec();
   const auto stride = strides[dim_];
   sizes[dim_] = row.width;
@@ -89,7 +90,7 @@ at::Tensor Parts::pack(const at::Tensor& source) const {
     return out;
   }
   int64_t at = 0;
-  for (const auto& row : rows_) {
+  for (const auto& row : rows_->all()) {
     const auto view = stacked(source, row);
     auto flat = out.narrow(0, std::exchange(at, at + view.numel()), view.numel());
     kernels::pack(view, {box_in(view.sizes())}, flat);
@@ -103,7 +104,7 @@ void Parts::unpack(const at::Tensor& flat, at::Tensor& target) const {
     return;
   }
   int64_t at = 0;
-  for (const auto& row : rows_) {
+  for (const auto& row : rows_->all()) {
     auto view = stacked(target, row);
     kernels::unpack(flat.narrow(0, std::exchange(at, at + view.numel()), view.numel()), {box_in(view.sizes())}, view);
   }

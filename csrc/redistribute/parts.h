@@ -16,16 +16,18 @@ Box box_in(c10::IntArrayRef sizes);
 // One box for each of the `runs` along tensor dim `dim`.
 std::vector<Box> boxes_along(c10::IntArrayRef sizes, int64_t dim, c10::ArrayRef<Interval> runs);
 
-class Parts {
+// Parts of one dim, in rows of equal ones that lie next to each other. They do not depend on the other dims, nor on how long
+// their own is if a cut lists its sizes.
+class Rows {
  public:
-  Parts() = default;
-  // Of a tensor of these sizes.
-  Parts(c10::IntArrayRef sizes, int64_t dim) : sizes_(sizes.begin(), sizes.end()), dim_(dim) {}
+  struct Row {
+    int64_t start, width, count;
+  };
 
   void reserve(int64_t parts) {
     rows_.reserve(parts);
   }
-  // The next part. Call close() after the last one.
+  // The next part.
   void add(const Interval& run) {
     if (run.length == 0) {
       return;
@@ -49,15 +51,39 @@ class Parts {
       rows_.push_back({start, width, count});
     }
   }
-  void close();
+
+  const std::vector<Row>& all() const {
+    return rows_;
+  }
+  // How many parts are not empty, and their length in all.
+  int64_t count() const {
+    return count_;
+  }
+  int64_t length() const {
+    return length_;
+  }
+  size_t weight() const {
+    return 1 + rows_.size() / 4;
+  }
+
+ private:
+  std::vector<Row> rows_;
+  int64_t count_ = 0, length_ = 0;
+};
+
+class Parts {
+ public:
+  Parts() = default;
+  // Of a tensor of these sizes.
+  Parts(c10::IntArrayRef sizes, int64_t dim, std::shared_ptr<const Rows> rows);
 
   int64_t numel() const;
   // How many of them are not empty.
   int64_t count() const {
-    return count_;
+    return rows_ ? rows_->count() : 0;
   }
   size_t weight() const {
-    return boxes_ ? static_cast<size_t>(count_) : 1;
+    return boxes_ ? static_cast<size_t>(count()) : 1;
   }
 
   // Into a new flat tensor, and out of one, which holds these parts and nothing else.
@@ -65,9 +91,6 @@ class Parts {
   void unpack(const at::Tensor& flat, at::Tensor& target) const;
 
  private:
-  struct Row {
-    int64_t start, width, count;
-  };
   // Made by the first call that needs them, on whichever thread.
   struct Boxes {
     std::once_flag once;
@@ -75,12 +98,11 @@ class Parts {
   };
   std::vector<Box> as_boxes() const;
   const std::vector<Box>& boxes() const;
-  at::Tensor stacked(const at::Tensor& t, const Row& row) const;
+  at::Tensor stacked(const at::Tensor& t, const Rows::Row& row) const;
 
   Sizes sizes_;
   int64_t dim_ = 0;
-  int64_t count_ = 0, length_ = 0;
-  std::vector<Row> rows_;
+  std::shared_ptr<const Rows> rows_;
   std::shared_ptr<Boxes> boxes_; // null: row by row
 };
 

@@ -11,10 +11,8 @@
 #include "redistribute/traced.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 namespace shardtensor {
@@ -23,27 +21,12 @@ namespace {
 
 using c10::IntArrayRef;
 
-std::optional<c10::Stream> stream_of(const at::Tensor& t) {
-  if (t.device().is_cpu()) {
-    return std::nullopt;
-  }
-  return c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
-}
-
-// Finishes the move; errors name its step. Runs on the stream that is current then, which may differ from the buffers' stream.
-comm::Completion ready_for_use(Moving& m, const Layout& from, const Layout& to, const Step& step) {
-  return [rest = std::move(m.rest), buffers = std::move(m.buffers), made = stream_of(m.local),
-          from = LayoutPtr::reclaim_copy(&from), to = LayoutPtr::reclaim_copy(&to), step]() mutable {
-    const auto used = buffers.empty() ? std::nullopt : stream_of(buffers[0]);
-    if (used != made) {
-      for (auto& buffer : buffers) {
-        buffer.record_stream(*used);
-      }
-    }
-    in_step(*from, *to, step, rest, nothing_due);
-    rest = nullptr;
-    buffers.clear();
-  };
+// Errors of what is left to do name its step.
+comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step) {
+  rest.within([from = LayoutPtr::reclaim_copy(&from), to = LayoutPtr::reclaim_copy(&to), step](c10::function_ref<void()> run) {
+    in_step(*from, *to, step, run, nothing_due);
+  });
+  return rest;
 }
 
 // Traces the same plan into a graph, with each step as a short graph if possible.
@@ -112,8 +95,7 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   return is_traced(local) ? redistribute_in_graph(local, from, to, sizes) : redistribute(local, from, to, guarded(sizes));
 }
 
-at::Tensor redistribute(
-    const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, comm::Completion* completion) {
+at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, comm::InFlight* rest) {
   if (&from == &to) {
     return local;
   }
@@ -123,19 +105,19 @@ at::Tensor redistribute(
   }
   if (from.has_partial() && is_wrapper(local)) { // the wrapper's class adds nothing to the values, so add up the values
     const auto dense = at::empty(local.sizes(), at::TensorOptions(local.device()).dtype(local.scalar_type())).copy_(local);
-    return redistribute(dense, from, to, sizes, completion);
+    return redistribute(dense, from, to, sizes, rest);
   }
   has_values(local); // or throws
   if (&from.mesh() != &to.mesh()) {
     if (const auto here = relabelled(from, to.mesh_ptr())) {
-      return redistribute(local, *here, to, sizes, completion);
+      return redistribute(local, *here, to, sizes, rest);
     }
     const Step step{StepKind::Transfer, -1};
     Moving out;
     in_step(
-        from, to, step, [&] { out = redistribute_across(local, from, to, sizes, completion != nullptr); }, nothing_due);
+        from, to, step, [&] { out = redistribute_across(local, from, to, sizes, rest != nullptr); }, nothing_due);
     if (out.rest) {
-      *completion = ready_for_use(out, from, to, step);
+      *rest = in_its_step(std::move(out.rest), from, to, step);
     }
     return out.local;
   }
@@ -150,7 +132,7 @@ at::Tensor redistribute(
   const auto last = std::find_if(steps.rbegin(), steps.rend(), communicates);
   for (size_t i = 0; i < steps.size(); ++i) {
     const auto& step = steps[i];
-    s.later = completion && last != steps.rend() && &step == &*last;
+    s.later = rest && last != steps.rend() && &step == &*last;
     const auto begun = comm::begun();
     in_step(
         from, to, step, [&] { take_step(s, step, plan->after(i, to)); },
@@ -159,7 +141,7 @@ at::Tensor redistribute(
   TORCH_INTERNAL_ASSERT(
       s.layout.get() == &to, "redistribute: from ", from.str(), " ended at ", s.layout->str(), ", not ", to.str());
   if (s.rest) {
-    *completion = ready_for_use(s, from, to, *last);
+    *rest = in_its_step(std::move(s.rest), from, to, *last);
   }
   return s.local;
 }

@@ -13,16 +13,11 @@ namespace shardtensor {
 // `local` is this rank's piece under `from` of a tensor of global `sizes`; returns its piece under `to`.
 // The result may alias `local` if nothing had to move. Every rank of either mesh calls it; a rank outside a mesh has an empty
 // tensor there.
-// With `completion`, the last collective is only started: the result has its sizes and memory at once. It has its data after
-// *completion, if set, has been called, once. The caller may write to `local` before that. All communication has been started
-// when redistribute() returns.
+// With `rest`, the last collective is only started: the result has its sizes and memory at once, and its data after rest->wait().
+// The caller may write to `local` before that. All communication has been started when redistribute() returns.
 at::Tensor redistribute(
-    const at::Tensor& local,
-    const Layout& from,
-    const Layout& to,
-    c10::ArrayRef<int64_t> sizes,
-    comm::Completion* completion = nullptr);
-// The same if `local` may belong to a graph and global sizes may be symbols. Tracing ignores `completion`.
+    const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, comm::InFlight* rest = nullptr);
+// The same if `local` may belong to a graph and global sizes may be symbols. Tracing ignores `rest`.
 at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes);
 
 // Of several tensors at once.

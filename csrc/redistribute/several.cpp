@@ -189,9 +189,9 @@ void go_together(const Travellers& all, const Picked& picked) {
   for (auto* t : picked) {
     auto& s = t->state;
     if (s.rest) {
-      in_step(*t->moved.from, *t->moved.to, t->leg().step, std::exchange(s.rest, nullptr), nothing_due);
+      in_step(
+          *t->moved.from, *t->moved.to, t->leg().step, [&] { s.rest.wait(); }, nothing_due);
     }
-    s.buffers.clear();
   }
 }
 

@@ -26,6 +26,46 @@ namespace {
 
 using c10::IntArrayRef;
 
+// How many elements go to each coordinate, or come from it. Most are a formula or few, so a new size takes no time that grows
+// with the number of ranks; all() does, for the call that needs a list.
+class Counts {
+ public:
+  Counts() = default;
+  // No elements, until add().
+  explicit Counts(int64_t n) : n_(n) {}
+  // `each` for every index of a piece, of pieces of length `full` up to the end of `extent`.
+  Counts(int64_t n, int64_t each, int64_t full, int64_t extent) : n_(n), each_(each), full_(full), extent_(extent) {}
+  // The same for the lengths that a cut lists from `row` on.
+  Counts(int64_t n, int64_t each, Cut cut, int64_t row) : n_(n), each_(each), cut_(std::move(cut)), row_(row) {}
+
+  void add(int64_t c, int64_t numel) {
+    few_.emplace_back(c, numel);
+  }
+  std::vector<int64_t> all() const {
+    std::vector<int64_t> out(n_);
+    if (cut_) {
+      std::transform(
+          cut_->begin() + row_, cut_->begin() + row_ + n_, out.begin(), [&](int64_t length) { return each_ * length; });
+    }
+    for (int64_t c = 0, left = extent_; left > 0 && c < n_; ++c, left -= full_) {
+      out[c] = each_ * std::min(full_, left);
+    }
+    for (const auto& [c, numel] : few_) {
+      out[c] = numel;
+    }
+    return out;
+  }
+  size_t weight() const {
+    return 1 + few_.size() / 8;
+  }
+
+ private:
+  int64_t n_ = 0, each_ = 0, full_ = 0, extent_ = 0;
+  Cut cut_;
+  int64_t row_ = 0;
+  std::vector<std::pair<int64_t, int64_t>> few_; // by coordinate
+};
+
 // How mesh dim `m` cuts what the earlier mesh dims leave to this rank.
 class Cutting {
  public:
@@ -39,11 +79,11 @@ class Cutting {
     if (!strided_ && !layout.cut(m)) {
       full_ = (extent + n_ - 1) / n_;
     } else if (!strided_) { // the row of sizes for this rank's coordinates along the earlier mesh dims
-      int64_t row = 0;
       for (int64_t i = 0; i < m; ++i) {
-        row = layout.placement(i).is_shard(layout.placement(m).dim) ? row * layout.mesh().size(i) + at_[i] : row;
+        row_ = layout.placement(i).is_shard(layout.placement(m).dim) ? row_ * layout.mesh().size(i) + at_[i] : row_;
       }
-      sizes_ = layout.cut(m)->data() + row * n_;
+      row_ *= n_;
+      sizes_ = layout.cut(m)->data() + row_;
     }
   }
 
@@ -72,6 +112,19 @@ class Cutting {
     }
     return out;
   }
+  Counts counts(int64_t each) const {
+    if (sizes_) {
+      return {n_, each, layout_.cut(m_), row_};
+    }
+    if (!strided_) {
+      return {n_, each, full_, extent_};
+    }
+    Counts out(n_);
+    for (int64_t c = 0; c < n_; ++c) {
+      out.add(c, each * length(c));
+    }
+    return out;
+  }
   // The coordinates [first, last) whose pieces may meet `run`.
   std::pair<int64_t, int64_t> meeting(const Interval& run) const {
     return layout_.meeting(m_, extent_, at_, run);
@@ -85,7 +138,19 @@ class Cutting {
   }
   // The pieces of all coordinates except `without`, in a tensor of these sizes.
   Parts parts(IntArrayRef sizes, int64_t dim, int64_t without = -1) const {
-    Parts out(sizes, dim);
+    if (sizes_) {
+      return {sizes, dim, kept<Rows>(layout_, layout_, Found::Rows, {m_, row_, without}, [&] { return rows(without); })};
+    }
+    return {sizes, dim, std::make_shared<Rows>(rows(without))};
+  }
+  // Whether the pieces lie one after the other in a contiguous tensor: dims before `dim` have one index.
+  bool in_order(IntArrayRef sizes, int64_t dim) const {
+    return !strided_ && std::all_of(sizes.begin(), sizes.begin() + dim, [](int64_t n) { return n == 1; });
+  }
+
+ private:
+  Rows rows(int64_t without) const {
+    Rows out;
     if (full_ > 0) { // even: whole pieces up to the last that is not empty
       const auto whole = extent_ / full_;
       const auto add = [&](int64_t first, int64_t last) { out.add(first * full_, full_, std::max<int64_t>(0, last - first)); };
@@ -111,20 +176,15 @@ class Cutting {
         }
       }
     }
-    out.close();
     return out;
   }
-  // Whether the pieces lie one after the other in a contiguous tensor: dims before `dim` have one index.
-  bool in_order(IntArrayRef sizes, int64_t dim) const {
-    return !strided_ && std::all_of(sizes.begin(), sizes.begin() + dim, [](int64_t n) { return n == 1; });
-  }
 
- private:
   const Layout& layout_;
   int64_t m_, extent_, n_;
   bool strided_;
   int64_t full_ = -1;              // of an even cut
   const int64_t* sizes_ = nullptr; // of an uneven one
+  int64_t row_ = 0;                // where they begin in the cut
   mutable Coordinate at_;
 };
 
@@ -147,13 +207,15 @@ Intervals side_by_side(const Intervals& runs) {
   return out;
 }
 
-// Does the second half of a step, now or later.
-void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buffers) {
-  if (s.later) {
-    s.rest = std::move(completion);
-    s.buffers = std::move(buffers);
+// Does the second half of a step, now or later: waits, then next(), which reads or writes `used`.
+template <typename F>
+void complete(State& s, comm::InFlight moving, F next, const std::vector<at::Tensor>& used) {
+  if (s.later && moving) {
+    moving.then(std::move(next), used);
+    s.rest = std::move(moving);
   } else {
-    completion();
+    moving.wait();
+    next();
   }
 }
 
@@ -161,11 +223,7 @@ void complete(State& s, comm::Completion completion, std::vector<at::Tensor> buf
 template <typename F>
 void then(State& s, at::Tensor out, F next) {
   if (s.rest) {
-    s.rest = [before = std::move(s.rest), next = std::move(next)]() mutable {
-      before();
-      next();
-    };
-    s.buffers.push_back(out);
+    s.rest.then(std::move(next), {out});
   } else {
     next();
   }
@@ -247,7 +305,12 @@ void reduce_everywhere(State& s, int64_t m, const LayoutPtr& next) {
   const bool norm = p.reduce == ReduceOp::Norm;
   s.local = norm ? norm_power(summand, p.norm_order) : summand.clone(at::MemoryFormat::Contiguous);
   s.layout = next;
-  complete(s, comm::start_all_reduce(s.local, s.mesh(), m, p.reduce), {s.local});
+  auto reduced = comm::start_all_reduce(s.local, s.mesh(), m, p.reduce);
+  if (s.later) {
+    s.rest = std::move(reduced);
+  } else {
+    reduced.wait();
+  }
   if (norm) {
     take_root(s, p.norm_order, summand.options());
   }
@@ -295,13 +358,12 @@ void reduce_on_the_way(
   const bool direct = x.places.size() <= 1;
   auto flat = direct ? out.view(-1) : at::empty({out.numel()}, out.options());
   auto reduced = comm::start_reduce_scatter(flat, in, x.numels, s.mesh(), m, op);
-  auto finish = [reduced = std::move(reduced), flat, out, direct, places = x.places]() mutable {
-    reduced();
+  const auto finish = [flat, out, direct, places = x.places]() mutable {
     if (!direct) {
       kernels::unpack(flat, places, out);
     }
   };
-  complete(s, std::move(finish), {flat, out});
+  complete(s, std::move(reduced), finish, {flat, out});
 }
 
 // `flat` has room for one buffer and then others: moves `own` between them, to place `me`.
@@ -338,14 +400,13 @@ void reduce_on_arrival(
   auto summands = at::empty({numel * n}, out.options());
   auto arriving = in_place ? summands : summands.narrow(0, numel, numel * (n - 1));
   auto arrived = comm::start_all_to_all(arriving, received, in, sent, s.mesh(), m, /*of_summands=*/true);
-  auto finish = [arrived = std::move(arrived), summands, out, places = x.places, in_place, n, me, numel, op]() mutable {
-    arrived();
+  const auto finish = [summands, out, places = x.places, in_place, n, me, op]() mutable {
     if (!in_place) {
       put_between(summands, out.view(-1), me);
     }
     kernels::unpack_reduce(summands, n, places, op, out);
   };
-  complete(s, std::move(finish), {in, summands, out});
+  complete(s, std::move(arrived), finish, {summands, out});
 }
 
 void reduce_into_pieces(State& s, int64_t m, const LayoutPtr& next) {
@@ -409,14 +470,15 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
   const auto x = gathering(*s.layout, *next, m, s.sizes);
   auto whole = at::empty(x->sizes, s.local.options());
   if (x->direct) {
-    complete(s, comm::start_all_gather(whole, x->numels, s.local, s.mesh(), m), {whole});
+    auto arrived = comm::start_all_gather(whole, x->numels, s.local, s.mesh(), m);
+    complete(s, std::move(arrived), [] {}, {whole});
   } else {
     // Pieces travel run after run. This rank's piece is sent without staging, unless it is not contiguous, may be written too
     // soon, or the backend gathers adjacent pieces faster.
     const bool as_one = x->of_one_size && comm::gathers_as_one(s.local, s.mesh(), m);
     const bool stage_own = as_one || s.later || !s.local.is_contiguous() || x->own.from.size() > 1;
     auto flat = at::empty({c10::sum_integers(x->numels) - (stage_own ? 0 : x->numels[me])}, s.local.options());
-    comm::Completion arrived;
+    comm::InFlight arrived;
     if (stage_own) {
       const auto before = std::accumulate(x->numels.begin(), x->numels.begin() + me, int64_t{0});
       auto own = flat.narrow(0, before, x->numels[me]);
@@ -431,11 +493,8 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
       }
       arrived = comm::start_all_gather(received, s.local, s.mesh(), m);
     }
-    auto finish = [arrived = std::move(arrived), flat, x, stage_own, whole]() mutable {
-      arrived();
-      (stage_own ? x->all : x->others).unpack(flat, whole);
-    };
-    complete(s, std::move(finish), {flat, whole});
+    const auto finish = [flat, x, stage_own, whole]() mutable { (stage_own ? x->all : x->others).unpack(flat, whole); };
+    complete(s, std::move(arrived), finish, {flat, whole});
   }
   s.local = std::move(whole);
   s.layout = next;
@@ -460,14 +519,14 @@ struct Exchange {
   Parts out, in; // for all other coordinates, and from them; or boxes, in their order
   std::vector<Box> packed, unpacked;
   bool by_boxes = false;
-  Pairs own;                           // what this rank keeps
-  std::vector<int64_t> sent, received; // elements, by coordinate, with what it keeps
-  Sizes sizes;                         // of the piece after
-  int64_t peers = 0;                   // ranks that it sends to, or receives from, whichever are more
-  bool in_order = false;               // contiguous pieces need no packing and no unpacking
+  Pairs own;             // what this rank keeps
+  Counts sent, received; // elements, with what it keeps
+  Sizes sizes;           // of the piece after
+  int64_t peers = 0;     // ranks that it sends to, or receives from, whichever are more
+  bool in_order = false; // contiguous pieces need no packing and no unpacking
 
   size_t weight() const {
-    return out.weight() + in.weight() + packed.size() + unpacked.size() + own.from.size() + sent.size() / 8;
+    return out.weight() + in.weight() + packed.size() + unpacked.size() + own.from.size() + sent.weight() + received.weight();
   }
   at::Tensor pack(const at::Tensor& source) const {
     if (!by_boxes) {
@@ -489,8 +548,8 @@ struct Exchange {
 void exchange_slabs(
     Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me) {
   const auto rest = c10::multiply_integers(with_size(with_size(local, src, 1), dst, 1));
-  x.sent = wanted.numels(rest * local[src]);
-  x.received = held.numels(rest * x.sizes[dst]);
+  x.sent = wanted.counts(rest * local[src]);
+  x.received = held.counts(rest * x.sizes[dst]);
   x.out = wanted.parts(local, dst, me);
   x.in = held.parts(x.sizes, src, me);
   x.peers = std::max(x.out.count(), x.in.count());
@@ -503,15 +562,16 @@ void exchange_slabs(
 void exchange_boxes(
     Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me, int64_t n) {
   x.by_boxes = true;
-  x.sent.assign(n, 0);
-  x.received.assign(n, 0);
+  x.sent = x.received = Counts(n);
   const auto mine = held.runs(me), asked = wanted.runs(me);
-  const auto add = [&](int64_t c, Pairs pairs, std::vector<int64_t>& numels, std::vector<Box>& boxes,
-                       std::vector<Box> Pairs::*side) {
-    numels[c] = pairs.numel();
+  const auto add = [&](int64_t c, Pairs pairs, Counts& counts, std::vector<Box>& boxes, std::vector<Box> Pairs::*side) {
+    const auto numel = pairs.numel();
+    if (numel) {
+      counts.add(c, numel);
+    }
     if (c == me) {
       x.own = std::move(pairs);
-    } else if (numels[c]) {
+    } else if (numel) {
       append(boxes, pairs.*side);
     }
   };
@@ -557,26 +617,22 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
   s.layout = next;
   if (!s.later && x->in_order && source.is_contiguous()) {
     auto result = at::empty(x->sizes, source.options());
-    comm::start_all_to_all(result, x->received, source, x->sent, s.mesh(), m)();
+    comm::start_all_to_all(result, x->received.all(), source, x->sent.all(), s.mesh(), m).wait();
     s.local = std::move(result);
     return;
   }
   // The send buffer is freed before the result is made, unless the step is only started here.
-  auto sent = x->sent, received = x->received;
+  auto sent = x->sent.all(), received = x->received.all();
   sent[me] = received[me] = 0;
   auto arrived = at::empty({c10::sum_integers(received)}, source.options());
   auto move = comm::start_all_to_all(arrived, received, x->pack(source), sent, s.mesh(), m);
   if (!s.later) {
-    std::exchange(move, [] {})();
+    move.wait();
   }
   auto result = at::empty(x->sizes, source.options());
   kernels::copy(source, x->own.from, result, x->own.to);
-  auto finish = [move = std::move(move), arrived, result, x]() mutable {
-    move();
-    x->unpack(arrived, result);
-  };
   s.local = result;
-  complete(s, std::move(finish), {arrived, result});
+  complete(s, std::move(move), [arrived, result, x]() mutable { x->unpack(arrived, result); }, {arrived, result});
 }
 
 // Turns a replicated value into summands. If the reduction allows repeats, all ranks keep the value; else coordinate 0 keeps
@@ -620,9 +676,7 @@ void go_at_once(State& s, const LayoutPtr& next) {
   auto moving = transfer(s.local, *s.layout, *next, s.sizes, s.later);
   s.local = moving.local;
   s.layout = next;
-  if (moving.rest) {
-    complete(s, std::move(moving.rest), std::move(moving.buffers));
-  }
+  s.rest = std::move(moving.rest);
 }
 
 } // namespace

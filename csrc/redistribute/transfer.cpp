@@ -422,6 +422,15 @@ class Match {
   IntArrayRef sizes_;
 };
 
+// Ranks of the second mesh that are not in the first.
+struct Newcomers {
+  int64_t ranks;
+
+  static size_t weight() {
+    return 1;
+  }
+};
+
 int64_t ranks_without(const Mesh& mesh, const Mesh& other) {
   int64_t n = 0;
   if (&mesh != &other) {
@@ -468,7 +477,8 @@ std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout&
   return kept<Exchanged>(from, to, Found::Transfer, sizes, [&] {
     Exchanged x{transfer_of(from, to, sizes, to.mesh().rank())};
     list_peers(x);
-    const auto newcomers = ranks_without(to.mesh(), from.mesh());
+    const auto newcomers =
+        kept<Newcomers>(from, to, Found::Newcomers, {}, [&] { return Newcomers{ranks_without(to.mesh(), from.mesh())}; })->ranks;
     x.callers = from.mesh().size() + newcomers;
     x.all_held = newcomers == 0 && !from.is_sharded();
     return x;
@@ -480,7 +490,7 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   const auto& t = x->part;
   const auto options = local.options();
   auto arrived = at::empty({c10::sum_integers(x->received)}, options);
-  comm::Completion move = [] {};
+  comm::InFlight move;
   {
     auto packed = is_traced(local) ? kernels::traced::packed(local, t.packed) : at::empty({c10::sum_integers(x->sent)}, options);
     if (!t.packed.empty() && !is_traced(local)) {
@@ -492,23 +502,23 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   }
   // The send buffer is freed before the result is made, unless the transfer is only started here.
   if (!later) {
-    std::exchange(move, [] {})();
+    move.wait();
   }
   auto result = at::empty(to.local_sizes(sizes), options);
   if (!t.kept_to.empty()) {
     kernels::copy(local, t.kept_from, result, t.kept_to);
   }
-  auto finish = [move = std::move(move), arrived, result, x]() mutable {
-    move();
+  auto finish = [arrived, result, x]() mutable {
     if (!x->part.unpacked.empty()) {
       kernels::unpack(arrived, x->part.unpacked, result);
     }
   };
-  if (later) {
-    return {result, std::move(finish), {arrived, result}};
+  if (move) {
+    move.then(finish, {arrived, result});
+  } else {
+    finish();
   }
-  finish();
-  return {result};
+  return {result, std::move(move)};
 }
 
 } // namespace shardtensor

@@ -50,11 +50,10 @@ struct Exchanged {
 };
 std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);
 
-// This rank's piece. If `rest` is set, the piece has its sizes and memory, and gets its data when `rest` is called.
+// This rank's piece. If `rest` is set, the piece has its sizes and memory, and its data after rest.wait().
 struct Moving {
   at::Tensor local;
-  comm::Completion rest = nullptr;
-  std::vector<at::Tensor> buffers = {}; // `rest` reads or writes them
+  comm::InFlight rest = {};
 };
 
 // `local`: this rank's piece under `from`; ignored if the mesh does not hold this rank. Every rank of either mesh calls it.

@@ -157,13 +157,13 @@ class Mail {
   void send(size_t to, const at::Tensor& t) {
     sent_[to].push_back(t);
   }
-  // `into` has its sizes and dtype now; its values are there once start()'s completion has been called.
+  // `into` has its sizes and dtype now; its values are there once what start() returns has been waited for.
   void receive(size_t from, at::Tensor& into) {
     received_[from].push_back(&into);
   }
 
   // `ranks`: global ranks of the numbers above.
-  comm::Completion start(c10::ArrayRef<int64_t> ranks, const Mesh& mesh, const at::TensorOptions& options) {
+  comm::InFlight start(c10::ArrayRef<int64_t> ranks, const Mesh& mesh, const at::TensorOptions& options) {
     struct Parts {
       std::vector<at::Tensor> sent;
       std::vector<at::Tensor*> received;
@@ -550,13 +550,11 @@ void go_round(const Ring& ring, const Shares& shares, Pass& pass) {
     if (returns) {
       pass.send_back(mail, mine(now - 1));
     }
-    const auto arrive = sends || returns ? mail.start(ring.ranks(), ring.mesh(), ring.q().options()) : comm::Completion();
+    auto arrive = sends || returns ? mail.start(ring.ranks(), ring.mesh(), ring.q().options()) : comm::InFlight();
     if (now < n) {
       pass.work(mine(now));
     }
-    if (arrive) {
-      arrive();
-    }
+    arrive.wait();
     if (returns) {
       pass.take_back(mine(now - 1));
     }

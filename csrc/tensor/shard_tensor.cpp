@@ -250,32 +250,35 @@ void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
   has_storage_ = true;
 }
 
-void Pending::wait() {
+bool Pending::wait(const at::Tensor& piece) {
   // The peers may be threads of this process, which need the GIL for their part.
   const comm::WithoutGil released;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (finish_) {
-    const auto finish = std::exchange(finish_, nullptr);
+  if (rest_) {
     try {
       c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-      finish();
+      return rest_.wait_on_each_stream(piece);
     } catch (...) {
+      if (rest_) { // not now, but later
+        throw;
+      }
       error_ = std::current_exception();
     }
   }
   if (error_) {
     std::rethrow_exception(error_);
   }
+  return true;
 }
 
-Ahead::Ahead(at::Tensor piece, at::Tensor reduced, std::function<void()> finish)
+Ahead::Ahead(at::Tensor piece, at::Tensor reduced, comm::InFlight rest)
     : piece(std::move(piece)),
       reduced(std::move(reduced)),
       version(this->piece.is_inference() ? 0 : this->piece._version()),
-      pending(std::move(finish)) {}
+      pending(std::move(rest)) {}
 
-void ShardTensorImpl::set_ahead(at::Tensor reduced, std::function<void()> finish) {
-  ahead_ = c10::make_intrusive<Ahead>(local_, std::move(reduced), std::move(finish));
+void ShardTensorImpl::set_ahead(at::Tensor reduced, comm::InFlight rest) {
+  ahead_ = c10::make_intrusive<Ahead>(local_, std::move(reduced), std::move(rest));
 }
 
 at::Tensor ShardTensorImpl::reduced_ahead() const {
@@ -288,7 +291,7 @@ at::Tensor ShardTensorImpl::reduced_ahead() const {
       ", rank ", layout_->mesh().rank(),
       ") is read after this rank wrote its piece through to_local(), but the ranks added up the pieces when the tensor was made. "
       "Write the ShardTensor instead, or call shardtensor.set_reduce_ahead(False) on all ranks before.");
-  ahead_->pending.wait();
+  ahead_->pending.wait(ahead_->reduced);
   return ahead_->reduced;
 }
 
@@ -306,8 +309,7 @@ void ShardTensorImpl::set_pending(c10::intrusive_ptr<Pending> pending) {
 
 void ShardTensorImpl::look(bool to_view) const {
   if (pending_ && !to_view) {
-    pending_->wait();
-    if (!copied_) {
+    if (pending_->wait(local_) && !copied_) {
       look_first_.store(false, std::memory_order_release);
     }
   }

@@ -1,6 +1,7 @@
 // The tensor itself: a TensorImpl that holds this rank's piece and the layout, and the one place that makes them.
 #pragma once
 
+#include "comm/in_flight.h"
 #include "layout/layout.h"
 
 #include "tensor/order.h"
@@ -44,20 +45,21 @@ struct Copied final : c10::intrusive_ptr_target {
 // The remaining work before an asynchronous piece has its data. The tensor's views and detached copies share it.
 class Pending final : public c10::intrusive_ptr_target {
  public:
-  explicit Pending(std::function<void()> finish) : finish_(std::move(finish)) {}
-  // Any thread may call it, any number of times; an error is raised each time. Releases the GIL.
-  void wait();
+  explicit Pending(comm::InFlight rest) : rest_(std::move(rest)) {}
+  // Any thread may call it, on any stream, any number of times; an error is raised each time. Releases the GIL. `piece`: what
+  // will be used. Returns true once nobody needs to call it any more.
+  bool wait(const at::Tensor& piece);
 
  private:
   std::mutex mutex_;
-  std::function<void()> finish_;
+  comm::InFlight rest_;
   std::exception_ptr error_;
 };
 
 // The value on all ranks of a summand of no dims, whose reduction began when the summand was made. Its views and detached copies
 // share it.
 struct Ahead final : c10::intrusive_ptr_target {
-  Ahead(at::Tensor piece, at::Tensor reduced, std::function<void()> finish);
+  Ahead(at::Tensor piece, at::Tensor reduced, comm::InFlight rest);
   const at::Tensor piece, reduced;
   const uint32_t version; // of the piece
   std::atomic<bool> written{false};
@@ -147,7 +149,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
     }
   }
   // For a summand of no dims: `reduced` is its value on all ranks once `finish`, if set, has been called.
-  void set_ahead(at::Tensor reduced, std::function<void()> finish);
+  void set_ahead(at::Tensor reduced, comm::InFlight rest);
   // That value, which needs no other rank. Undefined if there is none, or an op has written this since.
   at::Tensor reduced_ahead() const;
 

@@ -17,12 +17,15 @@ from torch.compiler import is_compiling
 
 from shardtensor import _C
 
+_failed: list[BaseException] = []  # the error that ends the script
+
 
 def _tell_error() -> None:
     """An error that ends the script is told at once: other threads may keep the process alive."""
     show = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _failed.append(error)
         try:
             _C.failed_in_part("its script", f"{kind.__name__}: {error}")
         finally:
@@ -33,12 +36,21 @@ def _tell_error() -> None:
 
 def _tell_end(_: object = None) -> None:
     """At the end of the process, also of one that multiprocessing has started, which runs no atexit functions."""
-    util.Finalize(None, _C.ended, args=("ended its script",), exitpriority=0)
+    util.Finalize(None, _end, exitpriority=0)
+
+
+def _end() -> None:
+    """Peers may still need what this rank has sent and dropped; after an error they do not get it."""
+    if not _failed:
+        _C.let_arrive()
+    _C.keep_what_is_left()
+    _C.ended("ended its script")
 
 
 def _destroys(destroy: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(destroy)
     def run(group: Any = None) -> None:
+        _C.let_arrive()
         if group is None or group == dist.GroupMember.WORLD:
             _C.destroyed_groups()
         destroy(group)

@@ -62,9 +62,10 @@ def _view(device_mesh: DeviceMesh, names: list[str]) -> _C.Mesh:
 
 
 def device_of(mesh: DeviceMesh | _C.Mesh) -> torch.device:
-    """Where this rank's pieces live."""
+    """Where this rank's pieces live: on the device of the mesh's process groups, if they have one."""
     if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
+        device = _C.device_of(mesh if isinstance(mesh, _C.Mesh) else as_mesh(mesh))
+        return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     return torch.device(mesh.device_type)
 
 

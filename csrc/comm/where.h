@@ -1,0 +1,67 @@
+// One call to a process group: what it is for errors, and waiting for it. Only comm/ includes this.
+#pragma once
+
+#include "comm/backend.h"
+#include "comm/comm.h"
+#include "comm/faults.h"
+#include "comm/gil.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <stdexcept>
+
+namespace shardtensor::comm {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+struct Where {
+  Kind kind = Kind::AllReduce;
+  int64_t mesh_dim = -1, rank = 0;
+  faults::Ticket ticket;
+
+  Where() = default;
+  Where(Kind k, const Mesh& mesh, int64_t m) : kind(k), mesh_dim(m), rank(mesh.rank()) {}
+  std::string call() const {
+    return c10::str(name_of(kind), mesh_dim < 0 ? " between meshes" : c10::str(" along mesh dim ", mesh_dim));
+  }
+  std::string str() const {
+    return c10::str(call(), ", rank ", rank);
+  }
+};
+
+// While one is alive, this thread is inside a call to a process group (is_calling()).
+class Calling {
+ public:
+  Calling();
+  ~Calling();
+  Calling(const Calling&) = delete;
+  Calling& operator=(const Calling&) = delete;
+};
+
+// Errors say where they happened. c10's errors keep their class; the backends' own become torch.distributed's.
+// Releases the GIL: Gloo's threads drop earlier works under a lock that a new call needs, and dropping a tensor with a Python
+// object needs the GIL.
+template <typename F>
+auto guarded(const Where& where, F&& run) {
+  const Calling calling;
+  try {
+    const WithoutGil released;
+    return run();
+  } catch (c10::Error& e) {
+    e.add_context(where.str());
+    throw;
+  } catch (const std::runtime_error& e) {
+    throw c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, where.str() + ": " + e.what());
+  }
+}
+
+// Waits for it; errors say where, and which ranks gave no sign.
+void wait(const Where& where, const WorkPtr& work);
+
+// `buffers`: all that the works read or write.
+InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers);
+// Not a collective, but what is to be done later.
+InFlight only(std::function<void()> next);
+
+} // namespace shardtensor::comm
