@@ -113,7 +113,7 @@ at::Tensor Routed::exchanged(const at::Tensor& rows, const std::vector<int64_t>&
   const auto coming = at::empty({before + after}, rows.options());
   const auto peers = without(ranks_, me_), sent = without(out, me_), received = without(in, me_);
   auto into = coming;
-  comm::start_send_receive(into, received, leaving, sent, peers, layout_->mesh(), layout_->mesh().size())();
+  comm::start_send_receive(into, received, leaving, sent, peers, layout_->mesh(), layout_->mesh().size()).wait();
   return at::cat({coming.narrow(0, 0, before), own, coming.narrow(0, before, after)});
 }
 

@@ -156,7 +156,7 @@ class Reading {
     }
     const auto packed = leaving.empty() ? at::empty({0}, grad.options()) : at::cat(leaving);
     auto arrived = at::empty({c10::sum_integers(received)}, grad.options());
-    comm::start_send_receive(arrived, received, packed, sent, peers, mesh, mesh.size())();
+    comm::start_send_receive(arrived, received, packed, sent, peers, mesh, mesh.size()).wait();
     std::vector<int64_t> sizes{grad.size(0), grad.size(1)};
     for (const auto& run : held) {
       sizes.push_back(run.length);
