@@ -301,19 +301,23 @@ struct Sampled {
 // Nothing where no dim of space is cut, or where torch refuses the call.
 std::optional<Sampled> sampled(const Call& call, Rule& rule, const TensorArg& input, const TensorArg& grid) {
   const auto space = input.dim() - kLead;
-  if ((space != 2 && space != 3) || grid.dim() != input.dim() || grid.size(-1 + grid.dim()) != space ||
-      grid.size(0) != input.size(0) || grid.dtype != input.dtype) {
+  if ((space != 2 && space != 3) || grid.dim() != input.dim()) {
     return std::nullopt;
   }
-  bool cut = false;
+  bool cut = false; // asked before any size, so that a graph keeps its symbols
   for (int64_t i = 0; i < space; ++i) {
     cut = cut || input.layout->shards(kLead + i) || grid.layout->shards(1 + i);
+  }
+  if (!cut || grid.size(-1 + grid.dim()) != space || grid.size(0) != input.size(0) || grid.dtype != input.dtype) {
+    return std::nullopt;
+  }
+  for (int64_t i = 0; i < space; ++i) {
     if (input.size(kLead + i) < 1 || grid.size(1 + i) < 1) {
       return std::nullopt;
     }
   }
   const auto mode = call.integer(call.position("interpolation_mode")), padding = call.integer(call.position("padding_mode"));
-  if (!cut || mode < 0 || mode > (space == 2 ? 2 : 1) || padding < 0 || padding > 2) {
+  if (mode < 0 || mode > (space == 2 ? 2 : 1) || padding < 0 || padding > 2) {
     return std::nullopt;
   }
   const auto batch = rule.factor(), channels = rule.reduced(ReduceOp::Sum); // for the grid's gradient

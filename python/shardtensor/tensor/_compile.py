@@ -142,7 +142,7 @@ def shares_of(pieces: list[Any], size: torch.SymInt) -> tuple[list[int], list[in
     import sympy  # type: ignore[import-untyped]  # noqa: PLC0415  slow
     from torch.utils._sympy.functions import FloorDiv  # noqa: PLC0415  slow: sympy
 
-    env = size.node.shape_env
+    env: Any = size.node.shape_env
 
     def exact(n: Any) -> Any:
         """As an expression without floors: each division's remainder is a number of the graph."""
