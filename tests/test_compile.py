@@ -736,7 +736,7 @@ ONE_GRAPH = ["attention", "indexing", "joins", "losses", "reductions", "views"]
 SEVERAL_GRAPHS = {
     "cuts that follow no length alone (two lengths, or the shorter of two) are numbers": [
         "cat", "cat_mixed_dtypes", "cat_of_swapped_halves", "cat_three", "chunk_cat", "chunk_cat_rows", "diagonal", "diagonal_below",
-        "diagonal_copy", "diagonal_none", "diagonal_used", "prod", "prod_dim", "setitem_list_of", "slice_step", "write_nested",
+        "diagonal_copy", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "prod", "prod_dim", "setitem_list_of", "slice_step", "write_nested",
     ],
     "an offset or strides as numbers": [
         "chunk",
