@@ -736,11 +736,11 @@ ONE_GRAPH = ["attention", "indexing", "joins", "losses", "reductions", "views"]
 SEVERAL_GRAPHS = {
     "cuts that follow no length alone (two lengths, or the shorter of two) are numbers": [
         "cat", "cat_mixed_dtypes", "cat_of_swapped_halves", "cat_three", "chunk_cat", "chunk_cat_rows", "diagonal", "diagonal_below",
-        "diagonal_copy", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "prod", "prod_dim", "setitem_list_of", "slice_step", "write_nested",
+        "diagonal_copy", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "prod", "prod_dim", "setitem_list_of",
+        "slice_step", "write_nested",
     ],
     "an offset or strides as numbers": [
-        "chunk",
-        "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole",
+        "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole", "chunk",
         "slice_negative",
     ],
     "torch's own code reads sizes": [
