@@ -153,12 +153,12 @@ def shares_of(pieces: list[Any], size: torch.SymInt) -> tuple[list[int], list[in
                 expression = expression.xreplace({division: (numerator - env.evaluate_expr(sympy.Mod(numerator, divisor))) / divisor})
         return expression.expand()
 
-    whole = exact(size)
+    whole, parts = exact(size), [exact(n) for n in pieces]
     if whole.is_number:
         return None
     leading, times = max(((term, n) for term, n in whole.as_coefficients_dict().items() if not term.is_number), key=lambda t: str(t[0]))
-    shares = [exact(n).as_coefficients_dict().get(leading, sympy.Integer(0)) / times for n in pieces]
-    sizes = [(exact(n) - share * whole).expand() for n, share in zip(pieces, shares, strict=True)]
+    shares = [part.as_coefficients_dict().get(leading, sympy.Integer(0)) / times for part in parts]
+    sizes = [(part - share * whole).expand() for part, share in zip(parts, shares, strict=True)]
     if not all(n.is_Rational for n in (*sizes, *shares)):
         return None
     per = math.lcm(*(int(n.q) for n in (*sizes, *shares)))
