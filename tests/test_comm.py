@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import faulthandler
 import os
 import signal
 import subprocess
@@ -130,6 +131,7 @@ SECONDS = 1.5
 
 def fail(rank, world, store, results):
     os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.dump_traceback_later(50)  # before failures() gives up
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40))

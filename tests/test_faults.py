@@ -616,6 +616,40 @@ def test_process_groups_can_be_made_anew_after_a_fault(tmp_path):
         assert old == got == right and product == right_product
 
 
+def store_that_changes(path):
+    import torch.distributed as dist
+
+    rank, world = me(), dist.get_world_size()
+    file = dist.FileStore(path, world)
+
+    class Deleting(dist.Store):  # its methods are called from C++
+        """Another rank deletes what it waits for just after this one has found it."""
+
+        def check(self, keys):
+            return any("/stuck/" in key for key in keys) or file.check(keys)
+
+        def clone(self):
+            return self
+
+    def to_file(name):
+        return lambda _, *args: getattr(file, name)(*args)
+
+    for name in ("set", "get", "add", "wait", "compare_set", "delete_key", "set_timeout"):
+        setattr(Deleting, name, to_file(name))
+    store = Deleting()  # kept: else C++ has no methods to call
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    x, whole = cut(6, mesh(world))
+    x.full_tensor()
+    if rank == 1:
+        time.sleep(1)
+    return outcome(x.full_tensor), whole.tolist()
+
+
+def test_what_another_rank_deletes_meanwhile_is_not_waited_for(tmp_path):
+    assert all(got == right for got, right in ask(2, "store_that_changes", str(tmp_path / "store")))
+
+
 def parted(path):
     from oracle import checking
 

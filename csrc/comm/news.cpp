@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kTold = 256; // failures that a rank knows of; older ones are of no matter
 constexpr char kPart = '\x1f', kItem = '\x1e';
+const std::string kNothing(1, kPart); // no record begins so
 
 template <typename List, typename T>
 bool contains(const List& list, const T& value) {
@@ -175,6 +176,12 @@ World::World(c10d::ProcessGroup& group, int64_t rank) : rank_(rank) {
   });
 }
 
+// Reads without waiting. get() waits for a key that is not there, and between check() and get() another rank may delete it.
+std::optional<std::string> World::found(const std::string& key) {
+  auto value = store_->compareSet(key, kNothing, kNothing);
+  return value == kNothing ? std::nullopt : std::optional(std::move(value));
+}
+
 void World::add(const std::shared_ptr<Group>& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
   groups_[group->name] = group;
@@ -257,8 +264,8 @@ Claim World::claim(Group& group, int64_t number, uint64_t facts, const std::stri
 std::optional<Claim> World::claimed(const Group& group, int64_t number) {
   std::optional<Claim> out;
   ask([&] {
-    if (store_->check({claim_key(group, number)})) {
-      out = read_claim(store_->get_to_str(claim_key(group, number)));
+    if (const auto claim = found(claim_key(group, number))) {
+      out = read_claim(*claim);
     }
   });
   return out;
@@ -283,8 +290,8 @@ World::Compared World::compare_with_next(Group& group) {
       mine = c10::str(number, kPart, at(number).history, kPart, at(number).equal_pieces);
     }
     store_->set(key_of(rank_), mine);
-    if (store_->check({key_of(out.next)})) {
-      theirs = split(store_->get_to_str(key_of(out.next)), kPart);
+    if (const auto mark = found(key_of(out.next))) {
+      theirs = split(*mark, kPart);
     }
   });
   if (theirs.size() != 3) {
@@ -372,8 +379,8 @@ std::optional<Stuck> World::waits_for_me(const Group& group, int64_t number, int
   for (int64_t i = 0; i < std::min(kAtOnce, n - 1) && !out; ++i) {
     const auto rank = group.ranks[(group.me + 1 + (nth_look * kAtOnce + i) % (n - 1)) % n];
     ask([&] {
-      if (store_->check({stuck_key(rank)})) {
-        auto other = read_stuck(store_->get_to_str(stuck_key(rank)));
+      if (const auto told = found(stuck_key(rank))) {
+        auto other = read_stuck(*told);
         const auto begun = other.begun.find(group.name);
         if ((begun == other.begun.end() || begun->second < number) && !has_begun(other)) {
           out = std::move(other);
@@ -435,9 +442,9 @@ void World::read_news() {
     const auto n = store_->add(prefix_ + "count", 0);
     const std::lock_guard<std::mutex> lock(mutex_);
     next_ = std::max(next_, n - kTold);
-    for (; next_ < n && store_->check({key(next_)}); ++next_) {
-      if (const auto text = store_->get_to_str(key(next_)); !text.empty()) {
-        fresh.push_back(read(text, next_));
+    for (std::optional<std::string> text; next_ < n && (text = found(key(next_))); ++next_) {
+      if (!text->empty()) {
+        fresh.push_back(read(*text, next_));
         push(news_, fresh.back(), kTold);
       }
     }

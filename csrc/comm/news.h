@@ -159,6 +159,7 @@ class World {
   std::optional<Stuck> waits_for_me(const Group& group, int64_t number, int64_t nth_look);
 
  private:
+  std::optional<std::string> found(const std::string& key);
   std::string key(int64_t nth) const;
   std::string claim_key(const Group& group, int64_t number) const;
   void forget_older_claims(Group& group);
