@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import faulthandler
+import multiprocessing as mp
 import os
 import signal
 import subprocess
