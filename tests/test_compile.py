@@ -549,6 +549,8 @@ DYNAMIC = {
     "cat_of_rows": lambda x, w: torch.cat([x, x]),
     "cat_of_rows_and_a_row": lambda x, w: torch.cat([w[:1], x]) * 2,
     "rows": lambda x, w: x[1:-1],
+    "second_half_of_rows": lambda x, w: x.chunk(2)[1] * 2,
+    "every_second_row": lambda x, w: x[1::2] * 2,
     "rows_apart": lambda x, w: sum(part.sum() for part in x.split([2, x.shape[0] - 2])),
     "pad_of_rows": lambda x, w: F.pad(x, (0, 0, 1, 2)),
     "cropped_rows": lambda x, w: F.pad(x, (0, 0, -1, -1)),
@@ -645,7 +647,6 @@ if torch.__version__ < "2.13":  # it solves and factors for each length
     del DYNAMIC_FAMILIES["cholesky"], DYNAMIC_FAMILIES["det"]
 # What needs numbers along a cut dim: cuts that follow no length, and what torch's own code reads as numbers.
 SPECIALISED = {
-    "both_halves": lambda x, w: x.chunk(2)[1] * 2,
     "prod_of_rows": lambda x, w: x.prod(0),
     "as_strided": lambda x, w: x.as_strided((2, 3), (6, 1)) * 1,
     "interpolate": lambda x, w: F.interpolate(x[:, None], scale_factor=2),
@@ -737,10 +738,11 @@ SEVERAL_GRAPHS = {
     "cuts that follow no length alone (two lengths, or the shorter of two) are numbers": [
         "cat", "cat_mixed_dtypes", "cat_of_swapped_halves", "cat_three", "chunk_cat", "chunk_cat_rows", "diagonal", "diagonal_below",
         "diagonal_copy", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "prod", "prod_dim", "setitem_list_of",
-        "slice_step", "write_nested",
+        "write_nested",
     ],
+    "one graph for each remainder by the number of chunks, or by ranks times steps": ["chunk", "slice_step"],
     "an offset or strides as numbers": [
-        "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole", "chunk",
+        "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole",
         "slice_negative",
     ],
     "torch's own code reads sizes": [

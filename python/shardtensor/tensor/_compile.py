@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 
 class Offset(NamedTuple):
-    """A storage offset that is a symbol, as a sum of multiples of the tensor's strides and sizes, since a context holds only numbers."""
+    """A storage offset that is a symbol, as a sum of multiples of the tensor's strides and sizes and of their products, since a
+    context holds only numbers."""
 
     number: int
-    of_strides: tuple[int, ...]
-    of_sizes: tuple[int, ...]
+    terms: tuple[tuple[int, tuple[int, ...]], ...]  # times, and which of (*strides, *sizes) are multiplied
 
     def __call__(self, sizes: Any, strides: Any) -> Any:
-        terms = [n * times for times, n in zip(self.of_strides + self.of_sizes, (*strides, *sizes), strict=True) if times]
+        of = (*strides, *sizes)
+        terms = [math.prod((of[i] for i in factors), start=times) for times, factors in self.terms]
         return sum(terms, self.number) if self.number else sum(terms[1:], terms[0])  # torch cannot trace a symbol plus 0
 
 
@@ -101,19 +102,22 @@ def offset_of(t: torch.Tensor) -> int | Offset:
     offset = t.storage_offset()
     if not isinstance(offset, torch.SymInt) or offset.node.maybe_as_int() is not None:
         return int(offset)
-    rest, found = offset.node.expr.expand(), []
-    for n in (*t.stride(), *t.shape):
-        times = 0
-        if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None:
-            by, symbols = n.node.expr.as_coeff_Mul()
-            times = rest.as_coefficients_dict().get(symbols, 0) / by
-            if not (times and times.is_integer):
-                times = 0
-            rest = (rest - times * n.node.expr).expand()
-        found.append(int(times))
-    if not rest.is_Integer:
-        return int(offset)
-    return Offset(int(rest), tuple(found[: t.ndim]), tuple(found[t.ndim :]))
+    of = [n.node.expr if isinstance(n, torch.SymInt) else n for n in (*t.stride(), *t.shape)]
+    products = [(i, j) for i in range(t.ndim) for j in range(t.ndim, 2 * t.ndim)]
+    for env in (None, offset.node.shape_env):
+        rest, terms = _without_floors(offset.node.expr, env).expand(), []
+        for factors in (*products, *((i,) for i in range(2 * t.ndim))):
+            candidate = _without_floors(math.prod(of[i] for i in factors), env)
+            if isinstance(candidate, int) or candidate.is_number:
+                continue
+            leading, by = _leading(candidate.expand())
+            times = rest.as_coefficients_dict().get(leading, 0) / by
+            if times and times.is_Integer:
+                rest = (rest - times * candidate).expand()
+                terms.append((int(times), factors))
+        if rest.is_Integer:
+            return Offset(int(rest), tuple(terms))
+    return int(offset)
 
 
 def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> torch.Tensor:
@@ -140,29 +144,37 @@ def _layout_of(mesh: Any, placements: tuple[Placement, ...], sizes: Any, order: 
 def shares_of(pieces: list[Any], size: torch.SymInt) -> tuple[list[int], list[int], int] | None:
     """How pieces follow from the size that they cut: piece i has (sizes[i] + shares[i] * size) / per indices. None if they do not."""
     import sympy  # type: ignore[import-untyped]  # noqa: PLC0415  slow
-    from torch.utils._sympy.functions import FloorDiv  # noqa: PLC0415  slow: sympy
-
-    env: Any = size.node.shape_env
 
     def exact(n: Any) -> Any:
-        """As an expression without floors: each division's remainder is a number of the graph."""
-        expression = n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n)
-        for division in expression.atoms(FloorDiv):
-            numerator, divisor = division.args
-            if divisor.is_Integer:
-                expression = expression.xreplace({division: (numerator - env.evaluate_expr(sympy.Mod(numerator, divisor))) / divisor})
-        return expression.expand()
+        return _without_floors(n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n), size.node.shape_env).expand()
 
     whole, parts = exact(size), [exact(n) for n in pieces]
     if whole.is_number:
         return None
-    leading, times = max(((term, n) for term, n in whole.as_coefficients_dict().items() if not term.is_number), key=lambda t: str(t[0]))
+    leading, times = _leading(whole)
     shares = [part.as_coefficients_dict().get(leading, sympy.Integer(0)) / times for part in parts]
     sizes = [(part - share * whole).expand() for part, share in zip(parts, shares, strict=True)]
     if not all(n.is_Rational for n in (*sizes, *shares)):
         return None
     per = math.lcm(*(int(n.q) for n in (*sizes, *shares)))
     return [int(n * per) for n in sizes], [int(n * per) for n in shares], per
+
+
+def _without_floors(expression: Any, env: Any) -> Any:
+    """Each division's remainder becomes a number of the graph; without an environment the expression stays as it is."""
+    from torch.utils._sympy.functions import FloorDiv  # noqa: PLC0415  slow: sympy
+
+    for division in expression.atoms(FloorDiv) if env and not isinstance(expression, int) else ():
+        numerator, divisor = division.args
+        if divisor.is_Integer:
+            expression = expression.xreplace({division: (numerator - env.evaluate_expr(numerator % divisor)) / divisor})
+    return expression
+
+
+def _leading(expression: Any) -> tuple[Any, Any]:
+    """A term that is not a number, without its factor; and the factor."""
+    terms = [(term, n) for term, n in expression.as_coefficients_dict().items() if not term.is_number]
+    return max(terms, key=lambda t: str(t[0]))
 
 
 def tangent(t: ShardTensor) -> ShardTensor:
