@@ -55,9 +55,8 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
 
 thread_local std::map<std::vector<int64_t>, Order> t_orders;
 
-// The dims of a transform's result in memory, as torch orders them. It depends on the order of self's and on which are
-// transformed.
-Order order_of_result(const Op& op, Stack& stack, const Sizes& dims) {
+// The dims of the op's result in memory, as torch orders them. It depends on the order of self's and on the other arguments.
+Order order_of_result(const Op& op, Stack& stack) {
   const auto base = stack.size() - op.kinds.size();
   const auto refs = collect(op, stack, base);
   const bool symbolic = any_symbolic(refs);
@@ -73,10 +72,13 @@ Order order_of_result(const Op& op, Stack& stack, const Sizes& dims) {
   constexpr size_t kMost = 1024;
   const auto& self = *refs[0].tensor;
   const auto order = order_of(self.strides());
-  std::vector<int64_t> key{reinterpret_cast<int64_t>(&op), static_cast<int64_t>(self.device().type()), self.dim()};
-  key.insert(key.end(), dims.begin(), dims.end());
-  key.push_back(-1);
+  std::vector<int64_t> key{op.id, static_cast<int64_t>(self.device().type()), self.dim()};
   key.insert(key.end(), order.begin(), order.end());
+  for (auto i = base + 1; i < stack.size(); ++i) {
+    const auto numbers = stack[i].isIntList() ? stack[i].toIntVector() : std::vector<int64_t>{stack[i].toScalar().to<int64_t>()};
+    key.push_back(static_cast<int64_t>(numbers.size()));
+    key.insert(key.end(), numbers.begin(), numbers.end());
+  }
   const auto found = t_orders.find(key);
   if (found != t_orders.end()) {
     return found->second;
@@ -101,40 +103,14 @@ at::Tensor in_order(const at::Tensor& t, const Order& order) {
   return dense(t.permute(dims)).permute(back);
 }
 
-// Arguments of a Fourier transform: (self, dims, normalization, forward or onesided or the result's last size).
-void handle_transform(const Op& op, Stack* stack) {
-  using rules::Transform;
-  const auto& last = op.handle.schema().arguments()[3].name();
-  const auto kind = last == "forward" ? Transform::C2C : last == "onesided" ? Transform::R2C : Transform::C2R;
-  const auto self = torch::jit::peek(*stack, 0, 4).toTensor();
-  const auto* impl = as_shard_tensor(self);
-  Sizes dims;
-  bool known = impl;
-  for (const auto& given : known ? torch::jit::peek(*stack, 1, 4).toSymIntVector() : std::vector<c10::SymInt>()) {
-    const auto d = given.guard_int(__FILE__, __LINE__), at = d < 0 ? d + self.dim() : d;
-    known = known && at >= 0 && at < self.dim() && std::find(dims.begin(), dims.end(), at) == dims.end();
-    dims.push_back(at);
-  }
-  const auto stages = known ? rules::stages_of(kind, impl->layout(), self.sym_sizes(), dims) : std::nullopt;
-  if (!stages) {
+void handle_stages(const Op& op, Stack* stack) {
+  const auto out = op.entry->options.in_stages(torch::jit::last(*stack, op.kinds.size()));
+  if (!out) {
     return handle(op, stack);
   }
-  const auto order = order_of_result(op, *stack, dims);
-  const auto normalization = torch::jit::peek(*stack, 2, 4).toInt();
-  const auto more = torch::jit::pop(*stack);
-  torch::jit::drop(*stack, 3);
-  const auto c2c = [&](const at::Tensor& t, const Sizes& along, bool forward) {
-    return at::_fft_c2c(t, along, normalization, forward);
-  };
-  at::Tensor out;
-  if (kind == Transform::C2C) {
-    out = c2c(c2c(self, stages->first, more.toBool()), stages->rest, more.toBool());
-  } else if (kind == Transform::R2C) {
-    out = c2c(at::_fft_r2c(self, stages->first, normalization, more.toBool()), stages->rest, true);
-  } else {
-    out = at::_fft_c2r_symint(c2c(self, stages->first, false), stages->rest, normalization, more.toSymInt());
-  }
-  stack->emplace_back(in_order(out, order));
+  auto ordered = in_order(*out, order_of_result(op, *stack));
+  torch::jit::drop(*stack, op.kinds.size());
+  stack->emplace_back(std::move(ordered));
 }
 
 } // namespace
@@ -147,8 +123,8 @@ void handle_specially(const Op& op, Stack* stack) {
         usual ? DispatchKey::CompositeExplicitAutograd : DispatchKey::CompositeExplicitAutogradNonFunctional, *stack);
   } else if (op.is(rules::Way::FoundInf)) {
     handle_found_inf(op, stack);
-  } else if (is_transform(op)) {
-    handle_transform(op, stack);
+  } else if (op.is(rules::Way::Stages)) {
+    handle_stages(op, stack);
   } else {
     handle_lists(op, stack);
   }
