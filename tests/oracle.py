@@ -213,6 +213,16 @@ def lies_as_the_whole(value: Any) -> bool:
     )
 
 
+def shared(results: Any, arguments: list[torch.Tensor]) -> set[tuple[int, int]]:
+    """Which results share memory with which arguments, on this rank."""
+    kept = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+
+    def address(t: torch.Tensor) -> int:
+        return getattr(t, "_local_tensor", t).untyped_storage().data_ptr()
+
+    return {(i, k) for i, r in enumerate(kept) for k, a in enumerate(arguments) if address(a) and address(r) == address(a)}
+
+
 def whole(value: Any) -> Any:
     """A result as plain values."""
     import shardtensor as st
@@ -411,6 +421,8 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...], check: bool = 
         if alike and case.quiet is not None and case.quiet(*(" ".join(p) for p, _ in combo)):
             assert not counts, f"{what}: communicates {counts}"
         compare(got, want, case.tolerance, what, joint)
+        aliases = shared(got, ours) - shared(want, plain)
+        assert not aliases, f"{what}: a result shares memory with an argument, plain torch's does not: {aliases} (result, argument)"
         if case.backward:
             with checking(check and number % CHECKED == 0):
                 check_backward(want_grads, ours, want, got, mesh, case.tolerance, what, joint)

@@ -48,6 +48,7 @@ CASES = [
     case("trilinear", lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (3, 2, 2, 2, 2), limit=30),
     case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), (3, 8, 3, 2), quiet=batch_sharded(0, 2, 3)),
     case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), (3, 2, 6, 4), quiet=batch_sharded(0, 1)),
+    case("pixel_unshuffle_empty", lambda x: F.pixel_unshuffle(x, 2), (3, 0, 6, 4), backward=False),
 ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import compare
+from oracle import compare, shared
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 SEEDS = range(3)
@@ -431,6 +431,7 @@ def check(call: Call, mesh: Any, x: Any) -> bool:
     y, sent = counted(lambda: call.function(*inputs))
     want = call.function(*plain)
     compare(y, want, 1e-9, f"{text}: result")
+    assert not shared(y, inputs) - shared(want, plain), f"{text}: the result shares memory with an argument, plain torch's does not"
     y, want = (t[0] if isinstance(t, tuple) else t for t in (y, want))
     kept = y.placements == x.placements
     assert kept or not call.windows or wide(call, mesh, x), f"{text}: {y.placements}"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from oracle import MESHES, bools, case, ints, mesh_id, run_on
@@ -207,6 +209,37 @@ def refused() -> None:
 
 def test_rows_of_unbind_are_not_written(pools):
     pools(2).run(f"{__name__}:refused")
+
+
+def written_through_windows() -> None:
+    """Through a view that reads other ranks' rows, and through views of it. Only some ranks fetch rows, or have windows."""
+    import torch.distributed as dist
+    from oracle import mesh_here, place
+
+    data = torch.arange(1.0, 43.0).reshape(7, 3, 2)
+    after = {"itself": lambda y: y, "element": lambda y: y[0], "squeezed": lambda y: y.squeeze().unsqueeze(0), "merged": lambda y: y.flatten(0, 1)}
+    for dim, size, step, cut, name in itertools.product((0, 1), (1, 2, 3), (1, 2, 7), ("even", "uneven", "empty"), after):
+        if (n := data.shape[dim]) and cut == "empty":
+            cut = [n] + [0] * (dist.get_world_size() - 1)
+        x = place(data, mesh_here(), (f"S({dim})",), cut)
+        try:
+            after[name](x.unfold(dim, size, step)).mul_(0.5)
+            outcome = "written"
+        except RuntimeError as error:
+            assert "comes from a view" in str(error), error
+            outcome = "refused"
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+        assert len(set(outcomes)) == 1, (dim, size, step, cut, name, outcomes)
+        want = data.clone()
+        if outcome == "written":
+            after[name](want.unfold(dim, size, step)).mul_(0.5)
+        assert torch.equal(x.full_tensor(), want), (dim, size, step, cut, name, outcome)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_write_through_windows_or_none(pools, world):
+    pools(world).run(f"{__name__}:written_through_windows")
 
 
 PUT_BACK = {

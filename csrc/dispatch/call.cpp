@@ -197,6 +197,31 @@ void run_call(const Op& op, Stack* stack_ptr) {
   c10::SmallVector<IValue, 4> kept;
   errors::guarded(op, refs, *solution, [&] { run_on_pieces(op, stack, base, refs, solution, kept); });
 }
+// Where this rank has nothing to fetch, a result may be an operand's piece itself, or a view of it. Whoever writes the result
+// must not write that: on other ranks it is a copy.
+void copy_what_is_shared(const Op& op, Stack& stack, const Refs& refs) {
+  const auto own = [&](const at::Tensor& t) {
+    const bool shared =
+        std::any_of(refs.begin(), refs.end(), [&](const Ref& r) { return r.impl && t.is_alias_of(r.impl->local(true)); });
+    return shared ? t.clone() : t;
+  };
+  const auto returned = op.returns_argument.size();
+  for (size_t i = 0; i < returned; ++i) {
+    auto& value = stack[stack.size() - returned + i];
+    if (op.returns_argument[i] >= 0) {
+      continue;
+    }
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = own(value.toTensor());
+    } else if (value.isTensorList()) {
+      auto list = value.toTensorList();
+      for (size_t k = 0; k < list.size(); ++k) {
+        list[k] = own(list[k]);
+      }
+    }
+  }
+}
+
 } // namespace
 
 void run_on_locals(const Op& op, Stack& stack, const Refs& refs, const Solution& solution, const Locals& locals) {
@@ -206,6 +231,9 @@ void run_on_locals(const Op& op, Stack& stack, const Refs& refs, const Solution&
     errors::while_doing(op, [&] { solution.kernel(run); });
   } else {
     op.handle.callBoxed(&stack);
+  }
+  if (!solution.halos.empty()) {
+    copy_what_is_shared(op, stack, refs);
   }
 }
 

@@ -53,7 +53,11 @@ void remember_base(
   if (!impl.watches() || copied == base.copied() || is_traced(operand)) {
     return;
   }
-  if (!solution->put_back && !(solution->operands[0] && impl.local(true).is_alias_of(operand))) {
+  // Alike on all ranks: a piece without elements tells nothing. A piece with its halo has no layout to come back from.
+  const auto& local = impl.local(true);
+  const bool views_moved = solution->operands[0] && !solution->halo(0) && (rules::is_empty(local) || local.is_alias_of(operand));
+  const bool base_is_lost = base.copied() && !base.copied()->put_back; // then the write would not reach what is behind it
+  if ((!solution->put_back && !views_moved) || base_is_lost) {
     return;
   }
   const auto home = piece_of(*base_ref.tensor, base);

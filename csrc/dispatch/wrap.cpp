@@ -129,12 +129,13 @@ void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied
   }
 }
 
-// Whether a view shares no memory with its base's piece. If the piece is a Python subclass, only the op can tell: the class
-// may put a view of its memory into a new wrapper.
+// Whether a view shares no memory with its base's piece, alike on all ranks: one without elements tells nothing. If the piece is
+// a Python subclass, only the op can tell: the class may put a view of its memory into a new wrapper.
 bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTensorImpl& base) {
   const auto& piece = base.local(true);
   const bool wrapped = piece.key_set().has(c10::DispatchKey::Python) && !is_traced(piece);
-  return solution.operands[0] || solution.put_back || (!wrapped && !local.is_alias_of(piece));
+  const bool copied = solution.operands[0] || solution.halo(0) || solution.put_back;
+  return copied || (!wrapped && !rules::is_empty(local) && !local.is_alias_of(piece));
 }
 
 } // namespace

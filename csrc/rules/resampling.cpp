@@ -441,7 +441,7 @@ void backward_kernel(Run& run) {
 
 // ---- pixels ----
 
-// torch's pixel_unshuffle returns an empty tensor with its old shape.
+// torch's pixel_unshuffle returns an empty tensor with its old shape, but the whole has elements.
 void pixel_unshuffle_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   if (x.numel()) {
@@ -482,8 +482,16 @@ Rule pixel_shuffle(const Call& call) {
     rule.results[0].sizes.push_back(x.size(d) / inner * rule.results[0].dims[d].inner);
   }
   rule.passes_partial();
-  rule.kernel = pixel_unshuffle_kernel;
-  rule.always_kernel = !shuffle;
+  const auto sizes = x.sizes();
+  if (!shuffle && std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    rule.operands[0].dims = fresh_dims(rule, n);
+    rule.results[0] = {rule.operands[0].dims};
+    rule.kernel = [](Run& run) { run.returns({run.arg(0).toTensor().clone()}); };
+    rule.always_kernel = true;
+  } else if (!shuffle) {
+    rule.kernel = pixel_unshuffle_kernel;
+    rule.always_kernel = true;
+  }
   return rule;
 }
 
