@@ -485,6 +485,8 @@ def check_backward(
         got_grads = torch.autograd.grad(g, our_leaves, our_seeds, allow_unused=True)
     except Exception as error:
         raise AssertionError(f"{what}: backward, gradient {how}: {type(error).__name__}: {error}") from error
+    kinds = [(type(g), type(t)) for g, t in zip(got_grads, our_leaves, strict=True) if g is not None and type(g) is not type(t)]
+    assert not kinds, f"{what}: gradient, itself {how}: {kinds}"
     compare(list(got_grads), want_grads, tolerance, f"{what}: gradient, itself {how}", joint)
 
 

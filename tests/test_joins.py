@@ -31,6 +31,7 @@ CASES = [
     case("cat_alike", lambda x: torch.cat([x, x * 2], -1), (5, 4), quiet=uncut(1)),
     case("cat_three", lambda x, y, z: torch.cat([x, y, z]), (5, 2), (0, 2), (4, 2)),
     case("cat_legacy_empty", lambda x, e: torch.cat([e, x, e]), (5, 4), (0,)),
+    case("cat_of_nothing", lambda x, e: torch.cat([x, (e * 2).clone(), (e + 1)[:0]]).sum() + torch.cat([e, e]).sum(), (5,), (0,)),
     case("cat_mixed_dtypes", lambda x, i: torch.cat([x, i]), (3, 2), ints(5, 4, 2)),
     case("cat_of_split", lambda x: torch.cat(x.split(2)), (7, 3), quiet=lambda p: True),
     case("cat_of_swapped_halves", lambda x: torch.cat([x[3:], x[:3]]), (7, 3)),

@@ -302,6 +302,18 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
   }
 };
 
+struct WithShardedGradient : torch::autograd::Function<WithShardedGradient> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t) {
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({t});
+    return t.clone();
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto& grad = grads[0];
+    return {grad.defined() && !as_shard_tensor(grad) ? at::zeros_like(ctx->get_saved_variables()[0]) : grad};
+  }
+};
+
 struct ToLocal : torch::autograd::Function<ToLocal> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue grad_layout) {
     const auto& self = shard_tensor(t, "to_local");
@@ -334,6 +346,10 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
 };
 
 } // namespace
+
+at::Tensor with_sharded_gradient(const at::Tensor& t) {
+  return WithShardedGradient::apply(t);
+}
 
 LayoutPtr without_partial(const LayoutPtr& layout) {
   auto out = layout;

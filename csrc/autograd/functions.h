@@ -21,6 +21,8 @@ at::Tensor from_local(
     c10::SymIntArrayRef strides,
     LayoutPtr grad_layout = {});
 // Every rank's piece has the size of this one.
+// The same tensor, which has no elements. Where torch's formula makes its gradient as a plain tensor, it gets a ShardTensor.
+at::Tensor with_sharded_gradient(const at::Tensor& t);
 at::Tensor from_local_of_equal_pieces(const at::Tensor& local, LayoutPtr layout, LayoutPtr grad_layout = {});
 
 // The gradient, a plain local tensor, is taken to have `grad_layout` (default: the tensor's, with Replicate for Partial).

@@ -22,8 +22,9 @@ void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
     install_local_ops();
-    set_entrance(
-        [](const at::Tensor& t, const LayoutPtr& layout) { return from_local(t, layout, t.sym_sizes(), t.sym_strides()); });
+    set_entrance([](const at::Tensor& t, const LayoutPtr& layout) {
+      return as_shard_tensor(t) ? with_sharded_gradient(t) : from_local(t, layout, t.sym_sizes(), t.sym_strides());
+    });
     return count;
   });
   m.def("common_promotion", [] { return static_cast<int>(common_promotion()); });

@@ -85,8 +85,13 @@ void check_plain(const Op& op, const Refs& refs) {
 bool wants_entrance(const at::Tensor& t) {
   // Wrapper tensors (functorch's levels, Python subclasses) are not plain: they may hold a ShardTensor.
   static constexpr c10::DispatchKeySet kLevels({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
-  return t.defined() && at::GradMode::is_enabled() && t.requires_grad() && !as_shard_tensor(t) && t.layout() == at::kStrided &&
-         !t.key_set().has_any(kLevels) && (!t.key_set().has_any(kStandIns) || is_traced(t));
+  if (!t.defined() || !at::GradMode::is_enabled() || !t.requires_grad()) {
+    return false;
+  }
+  if (as_shard_tensor(t)) {
+    return t.dim() == 1 && rules::is_empty(t);
+  }
+  return t.layout() == at::kStrided && !t.key_set().has_any(kLevels) && (!t.key_set().has_any(kStandIns) || is_traced(t));
 }
 
 namespace {
@@ -132,7 +137,9 @@ void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Re
 }
 
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
-  const auto enters = [&](const Ref& r) { return wants_entrance(*r.tensor) && !(op.mutated >> r.arg & 1); };
+  const auto enters = [&](const Ref& r) {
+    return wants_entrance(*r.tensor) && !(op.mutated >> r.arg & 1) && (!r.impl || r.index >= 0);
+  };
   const bool among = std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl; });
   if (!among || std::none_of(refs.begin(), refs.end(), enters)) {
     return false;

@@ -23,13 +23,14 @@ inline bool is_tracked(const at::Tensor& t) {
   return (t.requires_grad() && at::GradMode::is_enabled()) || has_tangent(t);
 }
 
-// Whether `t` is a plain tensor that needs a gradient. Without an entrance, its gradient would be a ShardTensor.
+// Whether `t` is a plain tensor that needs a gradient: without an entrance, it would be a ShardTensor. Or an empty 1-d ShardTensor
+// that needs one: cat leaves it out, and torch's formula makes its gradient as a plain tensor.
 bool wants_entrance(const at::Tensor& t);
 
 // Autograd's kernel, skipped if there is nothing to record. Plain tensors that need a gradient are first replaced by replicated
 // ShardTensors, which the graph connects to them.
 void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-// Only replaces the plain tensors; false if there are none.
+// Only replaces such tensors; false if there are none.
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // If one operand has a tangent, gives all of them one: torch's formula would fill in zeros as plain tensors.
@@ -48,8 +49,8 @@ inline c10::DispatchKeySet torchs_autograd(c10::DispatchKeySet keys) {
   return (keys & c10::after_autograd_keyset).add(c10::DispatchKey::AutogradOther);
 }
 
-// How a plain tensor becomes a replicated ShardTensor: from_local, set at import.
-using Entrance = at::Tensor (*)(const at::Tensor& plain, const LayoutPtr& layout);
+// How a tensor for which wants_entrance() holds becomes one with the right gradient. A plain one gets the layout. Set at import.
+using Entrance = at::Tensor (*)(const at::Tensor& t, const LayoutPtr& layout);
 void set_entrance(Entrance entrance);
 
 } // namespace shardtensor

@@ -201,7 +201,15 @@ void border_backward_kernel(Run& run) {
   leave_rest(run, border) ? run.call_op() : run.returns({grad});
 }
 
-// torch rejects empty batches and channels, but pieces may be empty.
+// Pieces may be empty. As in torch, of the whole only the batch may be.
+void check_not_empty(const TensorArg& input, int64_t spatial) {
+  for (auto d = input.dim() - spatial - 1; d >= 0 && d < input.dim() && input.dim() <= spatial + 2; ++d) {
+    TORCH_CHECK(
+        input.sym_size(d) != 0, "Expected ", spatial + 1, "D or ", spatial + 2,
+        "D (batch mode) tensor with possibly 0 batch size and other non-zero dimensions for input, but got: ", input.sizes());
+  }
+}
+
 template <int64_t spatial, Beyond beyond>
 Rule border_pad(const Call& call) {
   auto rule = planes(call, std::min<int64_t>(spatial, call.tensors[0].dim()));
@@ -209,6 +217,7 @@ Rule border_pad(const Call& call) {
   rule.kernel = call_op_nonempty;
   rule.always_kernel = true;
   const auto& input = call.tensors[0];
+  check_not_empty(input, spatial);
   const auto border = cut_in_space(call, spatial) ? border_of<spatial, beyond>(call, input.sizes()) : std::nullopt;
   if (!border) {
     return rule;
