@@ -23,8 +23,8 @@ inline bool is_tracked(const at::Tensor& t) {
   return (t.requires_grad() && at::GradMode::is_enabled()) || has_tangent(t);
 }
 
-// Whether `t` is a plain tensor that needs a gradient: without an entrance, it would be a ShardTensor. Or an empty 1-d ShardTensor
-// that needs one: cat leaves it out, and torch's formula makes its gradient as a plain tensor.
+// Whether `t` is a plain tensor that needs a gradient: without an entrance, it would be a ShardTensor. Or an empty 1-d
+// ShardTensor that needs one: cat leaves it out, and torch's formula makes its gradient as a plain tensor.
 bool wants_entrance(const at::Tensor& t);
 
 // Autograd's kernel, skipped if there is nothing to record. Plain tensors that need a gradient are first replaced by replicated
