@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -321,6 +322,44 @@ def test_in_lists(pools):
     pools(2).run("test_sums:in_lists")
 
 
+def same_on_all_ranks(*facts):
+    all_facts = [None] * dist.get_world_size()
+    dist.all_gather_object(all_facts, facts[1:])
+    assert all(f == all_facts[0] for f in all_facts), (inspect.getsource(facts[0]), all_facts)
+
+
+def with_empty_pieces():
+    """On ranks with empty pieces alone, the kernels of some views copy. No view may have a sum on some ranks and none on others."""
+    from shardtensor import Partial, Shard, debug, distribute_tensor
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    want = torch.randn(SIZES, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
+    for sizes in ([0, 4], [4, 0], [1, 3]):
+        for view in (
+            lambda y: y.unsqueeze(1), lambda y: y.view(-1), lambda y: y.view(2, 2, 6), lambda y: y.unflatten(1, (2, 3)), lambda y: y.t(),
+            lambda y: y.expand(2, 4, 6), lambda y: y.narrow(0, 0, 4), lambda y: y[:, ::2], lambda y: y.diagonal(), lambda y: y.unbind(1)[2],
+            lambda y: y.movedim(0, 1).flatten(), lambda y: y.split([1, 5], 1)[1], lambda y: y.squeeze(), lambda y: y.view_as(y), lambda y: y[2:],
+        ):  # fmt: skip
+            x = distribute_tensor(want, mesh, [Shard(1), Shard(0)], sharding_shapes={0: sizes})
+            y, plain_y = x.sum(0), want.sum(0)
+            assert y.placements == (Shard(0), Partial())
+            for read in (lambda y: y.exp(), lambda y, view=view: view(y).exp(), lambda y, view=view: view(y).sinh(), lambda y: y.cos()):
+                got = read(y)
+                same_on_all_ranks(view, debug.kept()[0], [sum.layout for sum in debug.kept(y)])
+                torch.testing.assert_close(whole(got), read(plain_y))
+            if 0 not in view(plain_y).stride():
+                view(plain_y).mul_(2)
+                view(y).mul_(2)
+                same_on_all_ranks(view, debug.kept()[0], [sum.layout for sum in debug.kept(y)])
+                got = y.exp()
+                torch.testing.assert_close(whole(got), plain_y.exp())
+
+
+def test_with_empty_pieces(pools):
+    pools(4).run("test_sums:with_empty_pieces")
+
+
 def two_dims():
     from shardtensor import Replicate, Shard, debug, distribute_tensor
     from torch.distributed.device_mesh import init_device_mesh
@@ -335,7 +374,7 @@ def two_dims():
             torch.testing.assert_close(whole(read(y)), read(want.sum(0)))
         assert debug.kept(y)
         sent()
-        for read in reads:
+        for read in reads[:2]:  # of other views of cut tensors, kernels may make copies
             read(y)
         kinds = sent()
         assert not any(kind.startswith("all_reduce") for kind in kinds), (placements, kinds, debug.kept(y))

@@ -240,7 +240,14 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
     if (moved) {
       mark_broken(*as_shard_tensor(out), *base, copied);
     }
-    return base ? out : new_result(std::move(out), *layout);
+    if (!base) {
+      return new_result(std::move(out), *layout);
+    }
+    // A kernel may make a copy on ranks with empty pieces alone, and all ranks must find the same sums.
+    if (C10_UNLIKELY(base->keeps_sums()) && !moved && (!solution.kernel || !base->layout().is_sharded())) {
+      as_shard_tensor(out)->share_sums(*base);
+    }
+    return out;
   };
   if (base && (!moved || form || (result && result->geometry))) {
     const auto found = form ? FormIn<Numbers>{guarded(form->strides), Numbers::of(form->offset)}

@@ -244,7 +244,7 @@ void ShardTensorImpl::let_keep_sums() {
                 !comm::may_be_capturing(local_) && !makes_leafs_gradient();
 }
 
-// Of a view of `other`. Below autograd its piece has got a version counter of its own, which would miss writes.
+// Below autograd a view's piece has got a version counter of its own, which would miss writes.
 void ShardTensorImpl::share_sums(const ShardTensorImpl& other) {
   if (C10_UNLIKELY(other.keeps_sums_) && !local_.is_inference() && !makes_leafs_gradient()) {
     keeps_sums_ = true;
@@ -433,6 +433,7 @@ void ShardTensorImpl::count_write() {
   }
   if (watches()) { // autograd counts this as a write to the base, and other copies of the base do not have it
     copied_->seen = ++copied_->base_writes->count;
+    Sums::forget(*copied_->base_writes); // on ranks with empty pieces a view may be a copy, and on others it has written the base
   }
   if (auto* writes = known_writes()) {
     ++writes->count;
@@ -474,7 +475,6 @@ at::Tensor wrap(
     impl->share_pending(*base);
     if (!moved) {
       impl->share_ahead(*base);
-      impl->share_sums(*base);
     }
   }
   at::Tensor t(std::move(impl));

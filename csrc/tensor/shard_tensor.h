@@ -192,6 +192,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
       ahead_ = other.ahead_;
     }
   }
+  // A view of `other` on all ranks: reads and keeps its sums.
   void share_sums(const ShardTensorImpl& other);
   bool shares_storage(const ShardTensorImpl& other) const {
     return has_storage_ && other.has_storage_ && storage_.unsafeGetStorageImpl() == other.storage_.unsafeGetStorageImpl();
