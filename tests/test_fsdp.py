@@ -115,3 +115,37 @@ def later_steps():
 
 def test_later_steps(pools):
     pools(2).run(f"{__name__}:later_steps")
+
+
+def gradients_together():
+    """The gradients of norms over pieces of a sequence are summands over the inner mesh. FSDP's group adds them up in one call."""
+    import torch.distributed as dist
+    from shardtensor import _C, Shard, distribute_tensor, init_device_mesh
+    from shardtensor.parallel import SequenceParallel, parallelize_module
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.LayerNorm(6, dtype=torch.float64) for _ in range(3)))
+    for p in plain.parameters():
+        nn.init.normal_(p)
+    ours = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    for norm in ours:
+        parallelize_module(norm, mesh["tp"], SequenceParallel(use_local_output=False))
+    fully_shard(ours, mesh=mesh["dp"])
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    inner = mesh["tp"]
+    for _ in range(2):
+        plain.zero_grad()
+        ours.zero_grad()
+        loss = ours(distribute_tensor(x, inner, [Shard(1)])).square().sum().full_tensor()
+        _C.reset_comm_counts()
+        loss.backward()
+        assert _C.comm_counts()["all_reduce"] == (1, 6 * x.shape[-1] * 8)
+        plain(x).square().sum().backward()
+        for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradients_together(pools):
+    pools(4).run(f"{__name__}:gradients_together")

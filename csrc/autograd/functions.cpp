@@ -77,9 +77,9 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   check_same_move(t, self, layout);
   comm::InFlight rest;
-  auto local = moved_once(self, layout, [&] {
-    return self.is_symbolic() ? redistribute(self.local(), self.layout(), *layout, t.sym_sizes())
-                              : redistribute(self.local(), self.layout(), *layout, t.sizes(), async ? &rest : nullptr);
+  auto local = moved_once(self, layout, For::Owning, [&](const at::Tensor& piece, const Layout& from) {
+    return self.is_symbolic() ? redistribute(piece, from, *layout, t.sym_sizes())
+                              : redistribute(piece, from, *layout, t.sizes(), async ? &rest : nullptr);
   });
   return with_piece(t, std::move(local), layout, async, std::move(rest));
 }
@@ -98,18 +98,18 @@ std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const s
       continue;
     }
     check_same_move(t, self, layouts[i]);
-    auto known = moved_once(self, layouts[i], [] { return at::Tensor(); });
-    if (known.defined()) {
-      out[i] = with_piece(t, std::move(known), layouts[i], false, {});
-      continue;
-    }
+    auto start = start_of(self, layouts[i]);
     index.push_back(i);
-    moves.push_back({self.local(), self.layout_ptr(), layouts[i], Sizes(t.sizes().begin(), t.sizes().end())});
+    moves.push_back({std::move(start.local), std::move(start.layout), layouts[i], Sizes(t.sizes().begin(), t.sizes().end())});
   }
   auto locals = redistribute_all(moves);
   for (size_t n = 0; n < index.size(); ++n) {
     const auto i = index[n];
-    out[i] = with_piece(tensors[i], std::move(locals[n]), layouts[i], false, {});
+    auto& local = locals[n];
+    if (moves[n].from != as_shard_tensor(tensors[i])->layout_ptr() && local.is_alias_of(moves[n].local)) { // a sum
+      local = local.clone();
+    }
+    out[i] = with_piece(tensors[i], std::move(local), layouts[i], false, {});
   }
   return out;
 }
@@ -349,16 +349,6 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
 
 at::Tensor with_sharded_gradient(const at::Tensor& t) {
   return WithShardedGradient::apply(t);
-}
-
-LayoutPtr without_partial(const LayoutPtr& layout) {
-  auto out = layout;
-  for (int64_t m = 0; m < layout->ndim(); ++m) {
-    if (layout->placement(m).is_partial()) {
-      out = out->with(m, Placement::replicate());
-    }
-  }
-  return out;
 }
 
 at::Tensor from_local(

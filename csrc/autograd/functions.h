@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout/layout.h"
+#include "tensor/sums.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -46,8 +47,5 @@ std::vector<at::Tensor> redistribute_all(
     const std::vector<LayoutPtr>& layouts,
     std::optional<at::ScalarType> forward_dtype = std::nullopt,
     std::optional<at::ScalarType> backward_dtype = std::nullopt);
-
-// A layout with every Partial replaced by Replicate.
-LayoutPtr without_partial(const LayoutPtr& layout);
 
 } // namespace shardtensor

@@ -38,6 +38,16 @@ void register_dispatch(py::module& m) {
   m.def("set_strict_mode", &set_strict_mode);
   m.def("reduces_ahead", &reduces_ahead);
   m.def("set_reduces_ahead", &set_reduces_ahead);
+  m.def("reduces_once", &reduces_once);
+  m.def("set_reduces_once", &set_reduces_once);
+  m.def("sums", &how_many_sums);
+  m.def("sums_near", [](const at::Tensor& t) {
+    std::vector<std::pair<std::string, int64_t>> out;
+    for (const auto& sum : sums_near(shard_tensor(t, "kept"))) {
+      out.emplace_back(sum.layout->str(), static_cast<int64_t>(sum.local.nbytes()));
+    }
+    return out;
+  });
   m.def("checking", [] { return static_cast<int>(checking()); });
   m.def("set_checking", [](int how) { set_checking(static_cast<Checking>(how)); });
   m.def("set_fallback_log", [](py::object f) {

@@ -335,6 +335,17 @@ InFlight only(std::function<void()> next) {
   return out;
 }
 
+bool may_be_capturing(const at::Tensor& t) {
+  if (t.device().is_cpu() || t.is_meta()) {
+    return false;
+  }
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+  return true;
+#else
+  return is_capturing(current_stream(t.device()));
+#endif
+}
+
 void let_arrive() {
   Left::get().let_arrive();
 }

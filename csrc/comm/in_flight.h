@@ -46,6 +46,9 @@ class InFlight {
   std::unique_ptr<State> state_;
 };
 
+// Whether the tensor's stream captures a graph, as far as torch tells: before 2.12 any stream might.
+bool may_be_capturing(const at::Tensor& t);
+
 // Waits until all that was dropped in flight has ended, for as long as one who waits for a result would: before process groups
 // are destroyed. No error is raised.
 void let_arrive();

@@ -146,7 +146,8 @@ void run_on_pieces(
 
   const auto returned = op.returns_argument.size();
   size_t nth = 0;
-  const auto finish = [&](at::Tensor local) {
+  const auto finish = [&](at::Tensor given) {
+    auto local = locals.result(std::move(given));
     const auto* form = nth < forms.size() ? &forms[nth] : nullptr;
     auto out = wrap_result(op, std::move(local), *solution, nth++, refs, form);
     if (op.is_view) {

@@ -88,7 +88,8 @@ class Moves {
       return;
     }
     errors::while_doing(op, [&] { tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why, from, *to, *ref.tensor); });
-    moves_.push_back({local, LayoutPtr::reclaim_copy(&from), to, Sizes(ref.tensor->sizes().begin(), ref.tensor->sizes().end())});
+    const auto is = ref.tensor->sizes();
+    moves_.push_back({local, LayoutPtr::reclaim_copy(&from), to, Sizes(is.begin(), is.end())});
     puts_.push_back(std::move(put));
   }
   void go(const Op& op) {
@@ -118,8 +119,15 @@ void move(const Op& op, const Element& e, Moves& moves, std::vector<at::Tensor>&
     const auto put = [&ref, &to = locals[e.positions[k]], written](at::Tensor moved) {
       to = written && ref.impl && moved.is_alias_of(ref.impl->local()) ? moved.clone() : std::move(moved);
     };
-    const auto& have = ref.impl ? ref.impl->layout() : *e.solution->replicated;
-    moves.add(op, ref, why_moved(op), ref.impl ? ref.impl->local() : *ref.tensor, have, need, put);
+    const auto& have = e.solution->replicated;
+    const auto start = !ref.impl ? Placed{*ref.tensor, have}
+                       : written ? Placed{ref.impl->local(), ref.impl->layout_ptr()}
+                                 : start_of(*ref.impl, need);
+    if (start.layout == need) {
+      put(start.local);
+    } else {
+      moves.add(op, ref, why_moved(op), start.local, *start.layout, need, put);
+    }
   }
 }
 

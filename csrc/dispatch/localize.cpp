@@ -25,18 +25,35 @@ at::Tensor move_for(
   });
 }
 
-at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move) {
-  if (!t.traced()) {
-    const bool whole = to->is_replicated() && to->mesh_ptr() == t.layout().mesh_ptr();
-    const auto reduced = whole ? t.reduced_ahead() : at::Tensor();
-    return reduced.defined() ? reduced.clone() : move();
+Placed start_of(const ShardTensorImpl& t, const LayoutPtr& to) {
+  if (C10_UNLIKELY(t.layout().has_partial()) && !to->has_partial() && !t.traced()) {
+    if (auto reduced = t.reduced_ahead(); reduced.defined()) {
+      return {std::move(reduced), Layout::replicated(t.layout().mesh_ptr())};
+    }
+    if (auto sum = sum_of(t)) {
+      return std::move(*sum);
+    }
   }
+  return {t.local(), t.layout_ptr()};
+}
+
+at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, For use, Move move) {
+  if (!t.traced()) {
+    const auto start = start_of(t, to);
+    auto out = start.layout == to ? start.local : move(start.local, *start.layout);
+    const bool sums = t.layout().has_partial() && !to->has_partial();
+    if (sums && use == For::Reading && start.layout == t.layout_ptr()) {
+      keep_sum(t, out, to);
+    }
+    return sums && use == For::Owning && out.is_alias_of(start.local) ? out.clone() : out;
+  }
+  const auto from_piece = [&] { return move(t.local(), t.layout()); };
   if (t.layout().is_replicated() || !is_recording() || torch::autograd::get_current_node()) {
-    return move();
+    return from_piece();
   }
   auto out = t.moved_to(*to);
   if (!out.defined()) {
-    out = move();
+    out = from_piece();
   }
   // Keep a copy: the caller may write to `out`. If the copy is never used, the graph drops it.
   t.keep_moved(to, out.clone());
@@ -61,7 +78,10 @@ namespace {
 // What this rank reads of an operand: its piece with a halo.
 at::Tensor with_halo(
     const Op& op, const Ref& r, const at::Tensor& local, const Layout& have, const Layout& from, const Solution::Halo& halo) {
-  const auto piece = &have == &from ? local : move_for(op, r, why_moved(op), local, have, from);
+  const auto move = [&](const at::Tensor& t, const Layout& start) { return move_for(op, r, why_moved(op), t, start, from); };
+  const auto piece = &have == &from ? local
+                     : r.impl       ? moved_once(*r.impl, LayoutPtr::reclaim_copy(&from), For::Owning, move)
+                                    : move(local, have);
   if (C10_UNLIKELY(halo.recut != nullptr)) {
     tell_watcher(op.name, op.schema().arguments()[r.arg].name(), why_moved(op), from, *halo.recut, *r.tensor);
   }
@@ -137,13 +157,15 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
         continue;
       }
     }
-    const auto move = [&] { return move_for(op, r, why_moved(op), local, have, *need); };
-    auto moved = r.impl && !written && !numbers.defined() ? moved_once(*r.impl, need, move) : move();
+    const auto move = [&](const at::Tensor& t, const Layout& from) { return move_for(op, r, why_moved(op), t, from, *need); };
+    const bool summand = !op.is_view && have.has_partial() && r.impl && r.impl->keeps_sums();
+    auto moved = r.impl && !written && !numbers.defined() ? moved_once(*r.impl, need, summand ? For::Reading : For::Owning, move)
+                                                          : move(local, have);
     if (!written && (replicates(op) || op.is_view) && !is_symbolic(moved)) {
       moved = laid(std::move(moved), r.tensor->strides()); // so that the results' strides are as in torch
     }
     // Written copies are contiguous: some of torch's out= kernels assume that.
-    locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous());
+    locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous(), summand && !written);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "dispatch/refs.h"
 #include "rules/resolve.h"
+#include "tensor/sums.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -21,9 +22,17 @@ class Locals {
   void borrow(const at::Tensor& t) {
     at_.push_back(&t);
   }
-  void hold(at::Tensor t) {
+  // `shared`: other calls read it too.
+  void hold(at::Tensor t, bool shared = false) {
+    if (C10_UNLIKELY(shared)) {
+      shared_ |= uint64_t{1} << std::min<size_t>(moved_.size(), 63);
+    }
     moved_.push_back(std::move(t));
     at_.push_back(&moved_.back());
+  }
+  // The call's result, with memory of its own if it has a shared operand's.
+  at::Tensor result(at::Tensor t) const {
+    return C10_LIKELY(!shared_) ? t : apart(std::move(t));
   }
   const at::Tensor& operator[](size_t i) const {
     return *at_[i];
@@ -40,6 +49,16 @@ class Locals {
   }
 
  private:
+  at::Tensor apart(at::Tensor t) const {
+    for (size_t i = 0; i < moved_.size(); ++i) {
+      if ((shared_ >> std::min<size_t>(i, 63) & 1) && t.is_alias_of(moved_[i])) {
+        return t.clone();
+      }
+    }
+    return t;
+  }
+
+  uint64_t shared_ = 0; // bits of moved_; the last one stands for all that follow
   c10::SmallVector<const at::Tensor*, 4> at_;
   c10::SmallVector<at::Tensor, 4> moved_;
 };
@@ -50,11 +69,16 @@ inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADI
 // Excluded for calls of meta kernels: neither modes nor graphs see them.
 inline const c10::DispatchKeySet kAside = kBelow | kStandIns | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
 
+// Where a move of `t` starts: at its piece, or at the sum of a summand that was added up before (tensor/sums.h).
+Placed start_of(const ShardTensorImpl& t, const LayoutPtr& to);
+
+enum class For { Reading, Owning };
+using Move = c10::function_ref<at::Tensor(const at::Tensor& local, const Layout& from)>;
+// A tensor's piece in another layout, by `move`. What was added up before, or what a graph has moved there before, and not been
+// written since, is not moved again, so that ranks communicate once. Not in a graph's backward: the forward would have to keep
+// the moved tensor. `Reading`: others may read the result too, so nobody may write it.
+at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, For use, Move move);
 // Moves the local tensor of an argument to another layout. Errors name the op.
-// A tensor's piece in another layout, by `move`. If it was reduced ahead, or if a graph has moved it there before and not
-// written it since, returns a copy of that result, so that ranks communicate once. Not in a graph's backward: the forward would
-// have to keep the moved tensor.
-at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, c10::function_ref<at::Tensor()> move);
 at::Tensor move_for(const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to);
 const char* why_moved(const Op& op); // why an operand was moved
 inline constexpr const char* kWrittenBack = "it was written under another layout";

@@ -143,15 +143,16 @@ struct Localized<c10::SymIntArrayRef> {
 
 // ---- results ----
 
-Tensor wrap_all(const Op& op, Tensor&& out, const rules::Solution& s, const Refs& refs) {
-  return wrap_result(op, std::move(out), s, 0, refs);
+Tensor wrap_all(const Op& op, Tensor&& out, const rules::Solution& s, const Refs& refs, const Locals& locals) {
+  return wrap_result(op, locals.result(std::move(out)), s, 0, refs);
 }
 template <typename... T>
-std::tuple<T...> wrap_all(const Op& op, std::tuple<T...>&& out, const rules::Solution& s, const Refs& refs) {
+std::tuple<T...> wrap_all(
+    const Op& op, std::tuple<T...>&& out, const rules::Solution& s, const Refs& refs, const Locals& locals) {
   size_t n = 0;
   const auto one = [&](Tensor& t) {
     const auto nth = n++;
-    return t.defined() ? wrap_result(op, std::move(t), s, nth, refs) : Tensor();
+    return t.defined() ? wrap_result(op, locals.result(std::move(t)), s, nth, refs) : Tensor();
   };
   return std::apply([&](auto&... t) { return std::tuple<T...>{one(t)...}; }, out);
 }
@@ -229,7 +230,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
         note_writes(op_, refs);
         return first(args...);
       } else {
-        return wrap_all(op_, call_.call(std::get<I>(local)...), *solution, refs);
+        return wrap_all(op_, call_.call(std::get<I>(local)...), *solution, refs, locals);
       }
     });
   }

@@ -190,6 +190,18 @@ at::Tensor wrap_symbolic_result(
 
 } // namespace
 
+namespace {
+
+// No view: nobody else has its piece.
+at::Tensor new_result(at::Tensor result, const Layout& layout) {
+  if (C10_UNLIKELY(layout.has_partial())) {
+    as_shard_tensor(result)->let_keep_sums();
+  }
+  return result;
+}
+
+} // namespace
+
 at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution, size_t nth, const Refs& refs, const Form* form) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
@@ -207,11 +219,11 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   if (C10_UNLIKELY(!base && local.dim() == 0 && layout->has_partial())) {
     auto out = wrap(std::move(local), layout, {}, {});
     reduce_ahead(op, out, solution.replicated);
-    return out;
+    return new_result(std::move(out), *layout);
   }
   if (!base && result && result->strides.empty()) {
     if (const auto* twin = twin_of(*result, refs, local)) {
-      return wrap(laid(std::move(local), twin->strides()), layout, twin->sizes(), twin->strides());
+      return new_result(wrap(laid(std::move(local), twin->strides()), layout, twin->sizes(), twin->strides()), *layout);
     }
   }
   Sizes own_sizes, own_strides;
@@ -228,6 +240,13 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
     auto out = wrap(std::move(local), layout, sizes, as, base, offset, moved);
     if (moved) {
       mark_broken(*as_shard_tensor(out), *base, copied);
+    }
+    if (!base) {
+      return new_result(std::move(out), *layout);
+    }
+    // A kernel may make a copy on ranks with empty pieces alone, and all ranks must find the same sums.
+    if (C10_UNLIKELY(base->keeps_sums()) && !moved && (!solution.kernel || !base->layout().is_sharded())) {
+      as_shard_tensor(out)->share_sums(*base);
     }
     return out;
   };

@@ -4,8 +4,10 @@
 
 #include "comm/gil.h"
 #include "comm/values.h"
+#include "tensor/sums.h"
 
 #include <c10/core/StorageImpl.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/pyobject_preservation.h>
@@ -79,6 +81,12 @@ c10::intrusive_ptr<Writes> writes_to(c10::StorageImpl& storage) {
   const auto drop = [](void* w) { c10::intrusive_ptr<Writes>::reclaim(static_cast<Writes*>(w)); };
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, held.release(), drop, storage.device()));
   return writes;
+}
+
+// A leaf's gradient is made, or taken over: users write its piece before they read it again.
+bool makes_leafs_gradient() {
+  const auto node = torch::autograd::get_current_node();
+  return node && dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
 }
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 15
@@ -208,11 +216,46 @@ const c10::Storage& ShardTensorImpl::storage() const {
   return storage_;
 }
 
+Writes::Writes() {
+  ++alive;
+}
+Writes::~Writes() {
+  --alive;
+}
+
+c10::intrusive_ptr<Writes> ShardTensorImpl::writes() const {
+  return writes_to(*storage().unsafeGetStorageImpl());
+}
+
+Writes* ShardTensorImpl::known_writes() const {
+  return has_storage_ ? static_cast<Writes*>(storage_.unsafeGetStorageImpl()->data_ptr().get_context()) : nullptr;
+}
+
 // Counts writes by ops on it, its views and their bases; and on its piece, which to_local() shares.
 uint64_t ShardTensorImpl::writes_before() const {
   const auto& version = local_.unsafeGetTensorImpl()->version_counter();
   const uint64_t of_piece = version.enabled() ? version.current_version() : 0;
-  return of_piece << 32 | writes_to(*storage().unsafeGetStorageImpl())->count.load();
+  return of_piece << 32 | writes()->count.load();
+}
+
+// Without a version counter, writes to the piece go unnoticed. What a CUDA graph writes when it is replayed, too.
+void ShardTensorImpl::let_keep_sums() {
+  keeps_sums_ = !local_.is_inference() && !local_.key_set().has_any(kStandIns) && !local_.is_meta() &&
+                !comm::may_be_capturing(local_) && !makes_leafs_gradient();
+}
+
+// Below autograd a view's piece has got a version counter of its own, which would miss writes.
+void ShardTensorImpl::share_sums(const ShardTensorImpl& other) {
+  if (C10_UNLIKELY(other.keeps_sums_) && !local_.is_inference() && !makes_leafs_gradient()) {
+    keeps_sums_ = true;
+    local_.unsafeGetTensorImpl()->set_version_counter(other.local_.unsafeGetTensorImpl()->version_counter());
+  }
+}
+
+void ShardTensorImpl::note_write_to_summand() {
+  if (C10_UNLIKELY(comm::may_be_capturing(local_))) {
+    Sums::never(*writes());
+  }
 }
 
 at::Tensor ShardTensorImpl::moved_to(const Layout& layout) const {
@@ -297,6 +340,7 @@ at::Tensor ShardTensorImpl::reduced_ahead() const {
 
 void ShardTensorImpl::set_local(at::Tensor local) {
   local_ = std::move(local);
+  keeps_sums_ = false;
   ahead_.reset();
   pending_.reset();
   look_first_ = broken_view();
@@ -356,6 +400,7 @@ void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
 
 void ShardTensorImpl::copy_origin(const ShardTensorImpl& other) {
   copied_ = other.copied_;
+  keeps_sums_ = other.keeps_sums_ && !makes_leafs_gradient();
   share_ahead(other);
   share_pending(other);
   look_first_ = copied_ || pending_;
@@ -388,9 +433,11 @@ void ShardTensorImpl::count_write() {
   }
   if (watches()) { // autograd counts this as a write to the base, and other copies of the base do not have it
     copied_->seen = ++copied_->base_writes->count;
+    Sums::forget(*copied_->base_writes); // on ranks with empty pieces a view may be a copy, and on others it has written the base
   }
-  if (auto* writes = storage().unsafeGetStorageImpl()->data_ptr().get_context()) {
-    ++static_cast<Writes*>(writes)->count;
+  if (auto* writes = known_writes()) {
+    ++writes->count;
+    Sums::forget(*writes);
   }
 }
 

@@ -22,16 +22,15 @@ namespace shardtensor {
 constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse2;
 constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
 
+class Sums;
+
 // Counts the writes to a tensor and its views, in the storage that they share. Made when a view op has to copy, so that the
-// copy can find out that it is out of date.
+// copy can find out that it is out of date; and when a summand is added up, to keep the sum until a write.
 struct Writes final : c10::intrusive_ptr_target {
-  Writes() {
-    ++alive;
-  }
-  ~Writes() override {
-    --alive;
-  }
+  Writes();
+  ~Writes() override;
   std::atomic<uint32_t> count{0};
+  std::shared_ptr<Sums> sums;                  // see tensor/sums.h
   static inline std::atomic<int64_t> alive{0}; // while it is 0, writes are not counted
 };
 
@@ -147,7 +146,19 @@ class ShardTensorImpl final : public c10::TensorImpl {
     if (C10_UNLIKELY(ahead_)) {
       ahead_->written = true;
     }
+    if (C10_UNLIKELY(layout_->has_partial())) {
+      note_write_to_summand();
+    }
   }
+  // The counter of its storage: made if need be, or null if there is none.
+  c10::intrusive_ptr<Writes> writes() const;
+  Writes* known_writes() const;
+  // Whether its sum may be kept for its next consumer (tensor/sums.h). False unless it is an op's result, or a view of one: then
+  // others may write its piece.
+  bool keeps_sums() const {
+    return keeps_sums_;
+  }
+  void let_keep_sums();
   // For a summand of no dims: `reduced` is its value on all ranks once `finish`, if set, has been called.
   void set_ahead(at::Tensor reduced, comm::InFlight rest);
   // That value, which needs no other rank. Undefined if there is none, or an op has written this since.
@@ -181,6 +192,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
       ahead_ = other.ahead_;
     }
   }
+  // A view of `other` on all ranks: reads and keeps its sums.
+  void share_sums(const ShardTensorImpl& other);
   bool shares_storage(const ShardTensorImpl& other) const {
     return has_storage_ && other.has_storage_ && storage_.unsafeGetStorageImpl() == other.storage_.unsafeGetStorageImpl();
   }
@@ -198,6 +211,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void look(bool to_view) const;
   void check_not_old() const;
   void count_write();
+  void note_write_to_summand();
   void copy_origin(const ShardTensorImpl& other);
 
   struct Kept {
@@ -230,6 +244,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<Pending> pending_;         // kept after it is done: another thread may be in it
   c10::intrusive_ptr<Ahead> ahead_;
   c10::Storage shared_;
+  bool keeps_sums_ = false;
 };
 
 // Null if the tensor is not a ShardTensor.

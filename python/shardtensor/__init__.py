@@ -37,6 +37,7 @@ from shardtensor.tensor._modes import (
     set_fault_notice,
     set_promotion_mode,
     set_reduce_ahead,
+    set_reduce_once,
     set_strict,
     strict_mode,
 )
@@ -99,6 +100,7 @@ __all__ = [
     "set_fault_notice",
     "set_promotion_mode",
     "set_reduce_ahead",
+    "set_reduce_once",
     "set_strict",
     "strict_mode",
     "zeros",

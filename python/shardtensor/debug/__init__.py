@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from shardtensor.debug._checking import check
 from shardtensor.debug._gathers import log_gathers
+from shardtensor.debug._kept import kept
 from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
 from shardtensor.debug._logging import halos, log_redistributions
 from shardtensor.debug._visualize import draw_sharding, visualize_sharding
@@ -28,6 +29,7 @@ __all__ = [
     "comm_budget",
     "draw_sharding",
     "halos",
+    "kept",
     "log_gathers",
     "log_redistributions",
     "visualize_sharding",

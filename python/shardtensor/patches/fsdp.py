@@ -82,6 +82,14 @@ def _inner_spec(param: Any) -> ShardTensorSpec | None:
     return spec if isinstance(spec, ShardTensorSpec) else None
 
 
+def _other_layout(param: Any, grad: torch.Tensor | None) -> _C.Layout | None:
+    """The layout to which a gradient has to move before FSDP reduces it; None if it need not."""
+    inner = _inner_spec(param)
+    if inner is None or not isinstance(grad, ShardTensor) or getattr(param.mesh_info, "is_spmd_mesh", False):  # FSDP does it
+        return None
+    return inner._layout if grad._layout != inner._layout else None
+
+
 def _check_in_one_group(param: Any, at: Any) -> None:
     """FSDP keeps a tied parameter tied inside one group; two groups would make two of it. torch 2.11 does not notice, later
     versions do in the first forward."""
@@ -169,10 +177,9 @@ def _wrap(module: Any) -> None:
             self.sharded_size = whole
 
     def get_grad_inner_tensor(self: Any, grad: torch.Tensor) -> torch.Tensor:
-        inner = _inner_spec(self)
-        own_mesh = getattr(self.mesh_info, "is_spmd_mesh", False)  # then FSDP itself reduces summands
-        if inner is not None and isinstance(grad, ShardTensor) and grad._layout != inner._layout and not own_mesh:
-            grad = _C.redistribute(grad, inner._layout, None, None, False)
+        wanted = _other_layout(self, grad)
+        if wanted is not None:  # alone in its group, or accumulated; else _move_together() was there
+            grad = _C.redistribute(grad, wanted, None, None, False)
         grad = grad_inner(self, grad)
         padded: _Padded | None = getattr(self, "_shardtensor_padded", None)
         return grad if padded is None else padded.whole(grad)
@@ -236,9 +243,35 @@ def _disable_hooks_once(cls: type) -> None:
                 setattr(cls, name, _disabled_once(hook.__wrapped__))
 
 
+def _move_together(cls: Any) -> None:
+    """The gradients of a group that are summands over the inner mesh, such as those of norms between pieces of a sequence, are added
+    up together before FSDP takes them."""
+    post_backward = cls.post_backward
+
+    def hook(self: Any, *unused: Any) -> None:
+        moving: list[tuple[Any, _C.Layout]] = []
+        for param in self.fsdp_params if self.reduce_grads else ():
+            leaf = getattr(param, "_unsharded_param", None)
+            layout = None if leaf is None else _other_layout(param, leaf.grad)
+            if layout is not None:
+                moving.append((leaf, layout))
+        if len(moving) > 1:
+            moved = _C.redistribute_all([leaf.grad for leaf, _ in moving], [layout for _, layout in moving])
+            for (leaf, _), grad in zip(moving, moved, strict=True):
+                leaf.grad = grad
+        post_backward(self, *unused)
+
+    cls.post_backward = _disabled_once(functools.wraps(post_backward)(hook))
+
+
+def _wrap_group(module: Any) -> None:
+    _disable_hooks_once(module.FSDPParamGroup)
+    _move_together(module.FSDPParamGroup)
+
+
 def install() -> None:
     """Wraps FSDP2's parameters and hooks; once."""
     modules = "torch.distributed.fsdp._fully_shard."
     when_imported(f"{modules}_fsdp_param", _wrap)
     when_imported(f"{modules}_fsdp_state", lambda module: _disable_hooks_once(module.FSDPState))
-    when_imported(f"{modules}_fsdp_param_group", lambda module: _disable_hooks_once(module.FSDPParamGroup))
+    when_imported(f"{modules}_fsdp_param_group", _wrap_group)

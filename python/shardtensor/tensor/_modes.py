@@ -153,6 +153,14 @@ def set_reduce_ahead(on: bool) -> None:
     _C.set_reduces_ahead(on)
 
 
+def set_reduce_once(on: bool) -> None:
+    """Whether a `Partial` result that an op has added up to read it stays added up for later readers, until it is written. They
+    communicate less, and read the same bits. It costs the sum's memory as long as the `Partial` tensor lives;
+    `shardtensor.debug.kept` shows it. At first True, or what the environment variable SHARDTENSOR_REDUCE_ONCE (0 or 1) says. For
+    all threads; call it on all ranks alike."""
+    _C.set_reduces_once(on)
+
+
 def set_fault_notice(on: bool, *, grace: float = 0.6, compare_every: float = 1.0) -> None:
     """Whether a rank on which an op, a move or a backward fails, or whose script ends, tells the others, so that they raise soon and
     need not wait for the time-out. A rank that goes on after an error of its own has `grace` seconds to come to the next collective.
@@ -172,6 +180,7 @@ def _asked(variable: str, default: str) -> bool:
 
 
 set_reduce_ahead(_asked("SHARDTENSOR_REDUCE_AHEAD", "1"))
+set_reduce_once(_asked("SHARDTENSOR_REDUCE_ONCE", "1"))
 set_fault_notice(_asked("SHARDTENSOR_FAULT_NOTICE", "1"))
 
 

@@ -1,0 +1,258 @@
+#include "tensor/sums.h"
+
+#include "comm/in_flight.h"
+#include "tensor/shard_tensor.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <mutex>
+
+namespace shardtensor {
+
+namespace {
+
+using c10::IntArrayRef;
+
+constexpr size_t kMost = 8; // of one storage
+
+std::atomic<bool> g_on{true};
+std::atomic<int64_t> g_count{0}, g_bytes{0};
+
+// Taken only where a summand is added up, or written while it has sums.
+std::mutex& mutex() {
+  static auto* m = new std::mutex();
+  return *m;
+}
+
+Sizes copy(IntArrayRef numbers) {
+  return Sizes(numbers.begin(), numbers.end());
+}
+
+bool is_dense(IntArrayRef sizes, IntArrayRef strides) {
+  std::vector<std::pair<int64_t, int64_t>> dims; // stride, size
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) {
+      return false;
+    }
+    if (sizes[d] != 1) {
+      dims.emplace_back(strides[d], sizes[d]);
+    }
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t next = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != next) {
+      return false;
+    }
+    next *= size;
+  }
+  return true;
+}
+
+bool same_summands(const Layout& a, const Layout& b) {
+  if (&a.mesh() != &b.mesh()) {
+    return false;
+  }
+  for (int64_t m = 0; m < a.ndim(); ++m) {
+    const auto &p = a.placement(m), &q = b.placement(m);
+    if ((p.is_partial() || q.is_partial()) && p != q) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether it is read as it is: lazily conjugated or negated values are others.
+bool is_literal(const ShardTensorImpl& t) {
+  constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  return !(t.key_set() | t.local().key_set()).has_any(lazy);
+}
+
+} // namespace
+
+struct Sums::Sum {
+  // The summand
+  LayoutPtr from;
+  Sizes sizes, strides; // global
+  int64_t offset;
+  caffe2::TypeMeta dtype;
+  at::Tensor piece;
+  uint32_t version;
+  // Its sum
+  Placed placed;
+  bool in_place; // in the memory format of the piece, which has no gaps: what is a view of the one is a view of the other
+  c10::intrusive_ptr<Pending> made; // for other streams
+
+  Sum(const ShardTensorImpl& t, at::Tensor local, const LayoutPtr& layout)
+      : from(t.layout_ptr()),
+        sizes(copy(t.sizes())),
+        strides(copy(t.strides())),
+        offset(t.storage_offset()),
+        dtype(t.dtype()),
+        piece(t.local()),
+        version(piece._version()),
+        in_place(layout == without_partial(from) && is_dense(sizes, strides)) {
+    if (in_place && local.strides() != piece.strides()) {
+      local = at::empty_strided(piece.sizes(), piece.strides(), piece.options()).copy_(local);
+    }
+    placed = {std::move(local), layout};
+    if (!placed.local.device().is_cpu()) {
+      comm::InFlight rest;
+      rest.then([] {}, {placed.local});
+      made = c10::make_intrusive<Pending>(std::move(rest));
+      made->wait(placed.local);
+    }
+    ++g_count;
+    g_bytes += bytes();
+  }
+  Sum(const Sum&) = delete;
+  Sum& operator=(const Sum&) = delete;
+  ~Sum() {
+    --g_count;
+    g_bytes -= bytes();
+  }
+
+  int64_t bytes() const {
+    return static_cast<int64_t>(placed.local.nbytes());
+  }
+  bool is_of(const ShardTensorImpl& t) const {
+    return from == t.layout_ptr() && dtype == t.dtype() && offset == t.storage_offset() && IntArrayRef(sizes) == t.sizes() &&
+           IntArrayRef(strides) == t.strides();
+  }
+  // Whether all elements of `t` are among those that were added up.
+  bool covers(const ShardTensorImpl& t) const {
+    if (!in_place || dtype != t.dtype() || t.numel() == 0 || !same_summands(*from, t.layout())) {
+      return false;
+    }
+    auto last = t.storage_offset();
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      last += (t.size(d) - 1) * t.stride(d);
+    }
+    return t.storage_offset() >= offset && last < offset + c10::multiply_integers(sizes);
+  }
+  Placed view_as(const ShardTensorImpl& t) const {
+    const auto& local = t.local();
+    const auto layout = without_partial(t.layout_ptr());
+    if (local.numel() == 0) {
+      return {at::empty_strided(local.sizes(), local.strides(), local.options()), layout};
+    }
+    TORCH_INTERNAL_ASSERT(local.is_alias_of(piece), "a view of a summand has other memory (", layout->str(), ")");
+    const auto start = local.storage_offset() - piece.storage_offset() + placed.local.storage_offset();
+    return {placed.local.as_strided(local.sizes(), local.strides(), start), layout};
+  }
+};
+
+std::optional<Placed> sum_of(const ShardTensorImpl& t) {
+  auto* writes = t.known_writes();
+  if (!writes || !t.keeps_sums() || !g_on.load(std::memory_order_relaxed)) {
+    return std::nullopt;
+  }
+  std::shared_ptr<const Sums::Sum> found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex());
+    const auto* sums = writes->sums.get();
+    if (!sums || sums->all.empty() || !is_literal(t) || comm::may_be_capturing(t.local())) {
+      return std::nullopt;
+    }
+    const auto find = [&](const auto& is) {
+      const auto at = std::find_if(sums->all.rbegin(), sums->all.rend(), is);
+      return at == sums->all.rend() ? nullptr : *at;
+    };
+    found = find([&](const auto& sum) { return sum->is_of(t); });
+    if (!found) {
+      found = find([&](const auto& sum) { return sum->covers(t); });
+    }
+  }
+  if (!found) {
+    return std::nullopt;
+  }
+  // Only this rank may have done so: it must not add up again, as the others will not.
+  const auto& layout = t.layout();
+  TORCH_CHECK(
+      found->piece._version() == found->version, "a ShardTensor (", t.sizes(), ", ", layout.str(), ", rank ",
+      layout.mesh().rank(),
+      ") is read after this rank wrote its piece through to_local(), but the ranks have added up the pieces for an earlier "
+      "reader. "
+      "Write the ShardTensor instead, or a clone() of it, or call shardtensor.set_reduce_once(False) on all ranks before.");
+  if (found->made) {
+    found->made->wait(found->placed.local);
+  }
+  return found->is_of(t) ? found->placed : found->view_as(t);
+}
+
+void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout) {
+  if (!t.keeps_sums() || !g_on.load(std::memory_order_relaxed) || t.layout().mesh_ptr() != layout->mesh_ptr() ||
+      !t.layout().mesh().has_me() || !is_literal(t) || comm::may_be_capturing(t.local())) {
+    return;
+  }
+  auto sum = std::make_shared<const Sums::Sum>(t, local, layout);
+  const auto writes = t.writes();
+  std::shared_ptr<const Sums::Sum> dropped; // outside of the lock
+  const std::lock_guard<std::mutex> lock(mutex());
+  if (!writes->sums) {
+    writes->sums = std::make_shared<Sums>();
+  }
+  auto& sums = *writes->sums;
+  if (sums.none) {
+    return;
+  }
+  if (sums.all.size() == kMost) {
+    dropped = std::move(sums.all.front());
+    sums.all.erase(sums.all.begin());
+  }
+  sums.all.push_back(std::move(sum));
+}
+
+std::vector<Placed> sums_near(const ShardTensorImpl& t) {
+  std::vector<Placed> out;
+  const auto* writes = t.known_writes();
+  const std::lock_guard<std::mutex> lock(mutex());
+  if (writes && writes->sums) {
+    for (const auto& sum : writes->sums->all) {
+      out.push_back(sum->placed);
+    }
+  }
+  return out;
+}
+
+std::pair<int64_t, int64_t> how_many_sums() {
+  return {g_count, g_bytes};
+}
+
+bool reduces_once() {
+  return g_on;
+}
+void set_reduces_once(bool on) {
+  g_on = on;
+}
+
+void Sums::forget(Writes& writes) {
+  std::vector<std::shared_ptr<const Sum>> dropped; // outside of the lock
+  const std::lock_guard<std::mutex> lock(mutex());
+  if (writes.sums) {
+    dropped = std::move(writes.sums->all);
+    writes.sums->all.clear();
+  }
+}
+
+void Sums::never(Writes& writes) {
+  forget(writes);
+  const std::lock_guard<std::mutex> lock(mutex());
+  if (!writes.sums) {
+    writes.sums = std::make_shared<Sums>();
+  }
+  writes.sums->none = true;
+}
+
+LayoutPtr without_partial(const LayoutPtr& layout) {
+  auto out = layout;
+  for (int64_t m = 0; m < layout->ndim(); ++m) {
+    if (layout->placement(m).is_partial()) {
+      out = out->with(m, Placement::replicate());
+    }
+  }
+  return out;
+}
+
+} // namespace shardtensor
