@@ -211,6 +211,63 @@ def test_a_long_cache_of_keys_stays(pools, case):
     pools(3).run(f"{__name__}:run_cache", case)
 
 
+def run_causal_cache() -> None:
+    """Causal queries see as many keys as there are queries: no others take part."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    for cut in ([100, 100, 100], [3, 200, 97], [0, 1, 299]):
+        draw = random.Random(2)
+        whole = [numbers(draw, 2, h, n, 8).requires_grad_() for h, n in ((4, 5), (4, 300), (4, 300))]
+        ours = [place(whole[0], mesh, [Replicate()], [None])] + [place(t, mesh, [Shard(2)], [cut]) for t in whole[1:]]
+        ours = [t.requires_grad_() for t in ours]
+        want = F.scaled_dot_product_attention(*whole, is_causal=True)
+        y, sent = counted(lambda: F.scaled_dot_product_attention(*ours, is_causal=True))  # noqa: B023
+        compare(y, want.detach(), 1e-9, f"result of {cut}")
+        assert sum(size for _, size in sent.values()) <= 3 * 2 * 4 * 5 * 8 * 8, sent  # of five queries' and keys' sizes
+        for g, w in zip(torch.autograd.grad(y.square().sum(), ours), torch.autograd.grad(want.square().sum(), whole), strict=True):
+            compare(g, w, 1e-9, f"gradient of {cut}")
+
+
+def test_causal_queries_see_few_keys(pools):
+    pools(3).run(f"{__name__}:run_causal_cache")
+
+
+def run_compiled_cache(dynamic: bool) -> None:
+    """In a graph too, a long cache of keys stays where it is. One graph serves all its lengths, if these are symbols."""
+    from functorch.compile import make_boxed_func
+    from shardtensor import Replicate, Shard
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append([n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    function = torch.compile(F.scaled_dot_product_attention, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)
+    for length in (300, 600, 900):
+        draw = random.Random(length)
+        whole = [numbers(draw, 2, 4, n, 8) for n in (2, length, length)]
+        ours = [place(whole[0], mesh, [Replicate()], [None])] + [place(t, mesh, [Shard(2)], [None]) for t in whole[1:]]
+        with torch.no_grad():
+            compare(function(*ours), F.scaled_dot_product_attention(*whole), 1e-9, f"result of {length}")
+    for nodes in graphs:
+        assert "all_to_all_single" not in [n.target._opname for n in nodes]
+        gathered = [n.args[0].meta["val"].numel() for n in nodes if n.target._opname == "all_gather_into_tensor"]
+        assert gathered == [2 * 4 * 2 * (8 + 1)], gathered  # the results, and the logs of their sums
+    assert len(graphs) == (1 if dynamic else 3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_long_cache_stays_in_a_graph(pools, dynamic):
+    pools(3).run(f"{__name__}:run_compiled_cache", dynamic, seconds=100)
+
+
 def run_several_pieces() -> None:
     """Several runs of places per rank: no ring, and the same values."""
     from shardtensor import Replicate, Shard

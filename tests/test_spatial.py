@@ -961,10 +961,19 @@ READ_BY_VALUES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def run_values_compiled() -> None:
+    """A graph has no messages whose sizes values decide: it gathers, and tells so."""
+    import logging
+
     from shardtensor import Replicate, Shard
+    from shardtensor.debug import log_gathers
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (3,))
+    told: list[str] = []
+    log, handler = logging.getLogger("shardtensor"), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log_gathers("once", all_ranks=True)
     for name, function in READ_BY_VALUES.items():
         torch._dynamo.reset()
         whole = [numbers(random.Random(1), 1, 2, 10, 6).requires_grad_(), numbers(random.Random(2), 1, 5, 4, 2).tanh()]
@@ -975,6 +984,12 @@ def run_values_compiled() -> None:
         held = [Replicate() if p.is_partial() else p for p in y.placements]
         (g,) = torch.autograd.grad(y, x, place(upstream, mesh, held, y._layout.cuts))
         compare(g, torch.autograd.grad(want, whole[0], upstream)[0], 1e-9, f"gradient of {name}")
+        log_gathers("once", all_ranks=True)  # again
+        why = "what a rank reads or writes depends on values"
+        assert any(why in line for line in told) == (name in ("unpool", "sample")), (name, told)
+        told.clear()
+    log_gathers("off")
+    log.removeHandler(handler)
 
 
 def test_values_compiled(pools):

@@ -104,7 +104,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   const bool causal = call.flag(call.position("is_causal"));
   const auto& v = call.tensor(call.position("value"));
   const bool ring = fused == Fused::Flash && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.size(2) > 0 && k.size(2) > 0;
-  const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.size(2) > 0;
+  const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.sym_size(2) > 0;
   Factor queries;
   queries.whole = fused != Fused::Flash;
   queries.kernel = ring || causal;
