@@ -1,5 +1,4 @@
 // Convolutions. Any dim may be cut: batch, channels, space.
-#include "comm/values.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -272,35 +271,6 @@ Interval own_results(const Reach& readers, const Interval& run, const Stretch& r
   return {start - read.start(), end - start};
 }
 
-// On the CPU, torch's kernel for gradients of weights is slow if the padding is more than half a window. So the input gets the
-// rest of it as zeros, for that gradient alone. Nothing if the padding is less. `padding`: what the op is to be called with.
-std::optional<std::vector<c10::IValue>> apart_if_wide(
-    const Run& run, const std::vector<int64_t>& padding, bool to_input, bool to_weight) {
-  const auto input = run.arg(1).toTensor(), weight = run.arg(2).toTensor();
-  const auto space = static_cast<int64_t>(padding.size());
-  if (!to_weight || run.arg(argument(run, "transposed")).toBool() || !input.is_cpu() || is_traced(input) || is_empty(input) ||
-      is_empty(weight)) {
-    return std::nullopt;
-  }
-  auto rest = padding;
-  std::vector<int64_t> zeros(2 * space, 0);
-  for (int64_t i = 0; i < space; ++i) {
-    rest[i] = run_along(run, i) ? std::min(padding[i], taps_of(run, weight, i).span() / 2) : padding[i];
-    zeros[2 * (space - 1 - i)] = zeros[2 * (space - 1 - i) + 1] = padding[i] - rest[i];
-  }
-  if (rest == padding) {
-    return std::nullopt;
-  }
-  const auto only = [&](bool input_only) {
-    run.arg(argument(run, "output_mask")) = c10::List<bool>({input_only, !input_only, false});
-    return results_of_op(run);
-  };
-  const auto first = to_input ? only(true)[0] : c10::IValue(at::Tensor());
-  run.arg(1) = at::constant_pad_nd(input, zeros);
-  replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return rest[i]; });
-  return std::vector<c10::IValue>{first, only(false)[1], at::Tensor()};
-}
-
 // The gradients of this rank's piece of the input, from the gradients of all results that read it. The windows of these results
 // may stick out of the piece: there the piece is padded, by torch, evenly on both sides; then gradients of results that lie
 // only in that padding are zeros.
@@ -366,9 +336,7 @@ void backward_with_halo(Run& run, const Solution::Halo& halo) {
   }
   replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return padding[i]; });
   replace_ints(run, "output_padding", space, [&](int64_t i, int64_t) { return output_padding[i]; });
-  if (auto apart = apart_if_wide(run, padding, mask.get(0), mask.get(1))) {
-    run.returns(std::move(*apart));
-  } else if (mask.get(0) || mask.get(1)) {
+  if (mask.get(0) || mask.get(1)) {
     call_op_nonempty(run);
   } else {
     run.returns({at::Tensor(), at::Tensor(), at::Tensor()});
