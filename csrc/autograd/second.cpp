@@ -114,7 +114,7 @@ struct Gradient : torch::autograd::Function<Gradient> {
       const std::optional<Tensor>& indices,
       const Values& arguments,
       int64_t formula) {
-    ctx->save_for_backward({indices.value_or(Tensor())});
+    ctx->save_for_backward({indices.value_or(Tensor()), self});
     ctx->saved_data["arguments"] = c10::ivalue::Tuple::create(arguments);
     ctx->saved_data["formula"] = formula;
     ctx->saved_data["sizes"] = grad.sym_sizes().vec();
@@ -137,7 +137,9 @@ struct Gradient : torch::autograd::Function<Gradient> {
       }
       out = called(formula.forward, std::move(all));
     }
-    return {out, Tensor(), Tensor(), Tensor(), Tensor()};
+    // Zeros as torch has them, but laid out as `self`.
+    const auto none = ctx->needs_input_grad(1) ? at::zeros_like(ctx->get_saved_variables()[1]) : Tensor();
+    return {out, none, Tensor(), Tensor(), Tensor()};
   }
 };
 
