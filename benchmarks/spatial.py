@@ -1,5 +1,5 @@
-"""A 3x3 convolution's step with the height cut over ranks, and causal attention with the sequence cut: by hand, by gathering, and with
-shardtensor, side by side.
+"""A 3x3 convolution's step with the height cut over ranks, and causal attention with the sequence cut: by hand, by gathering, with
+shardtensor, and with PhysicsNeMo's ShardTensor (if nvidia-physicsnemo is installed), side by side.
 
     python benchmarks/spatial.py                       # sides 64 to 512 and attention, on two and three ranks
     python benchmarks/spatial.py --side 256 --ranks 2  # one side
@@ -20,6 +20,7 @@ of the ratios within a turn. KiB: what a rank hands to collectives in a step wit
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import statistics
 import sys
@@ -32,11 +33,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from stock import first_line, import_physicsnemo, import_shard_tensor
 from torch import Tensor
 
 # Fresh pages for every large tensor would be half of each time, so malloc keeps its memory. It reads this when a process starts.
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 33), "MALLOC_TOP_PAD_": str(1 << 28), "OMP_NUM_THREADS": "1"}
 NAMES = ["by hand", "gathering", "shardtensor"]
+NEMO = "PhysicsNeMo"
 BATCH, CHANNELS = 2, 16
 SIDES, RANKS = [64, 128, 256, 512], [2, 3]
 SECONDS = 4.0  # per side
@@ -88,6 +91,7 @@ def added(*grads: Tensor) -> None:
 
 
 def steps(side: int) -> dict[str, Callable[[], None]]:
+    import_shard_tensor()
     import shardtensor as st
 
     torch.manual_seed(0)
@@ -114,7 +118,38 @@ def steps(side: int) -> dict[str, Callable[[], None]]:
         _, *grads = torch.autograd.grad(y, leaves, x)
         added(*(g.to_local() for g in grads))
 
-    return dict(zip(NAMES, (by_hand, gathering, ours), strict=True))
+    made = dict(zip(NAMES, (by_hand, gathering, ours), strict=True))
+    theirs = physicsnemo(piece, weight, bias)
+    return made | ({NEMO: theirs} if theirs else {})
+
+
+def physicsnemo(piece: Tensor, weight: Tensor, bias: Tensor) -> Callable[[], None] | None:
+    """The step with PhysicsNeMo's class, if it can be imported and takes the step."""
+    cls, _ = import_physicsnemo()
+    if not cls:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    def step() -> None:
+        leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+        y = F.conv2d(*leaves, padding=1)
+        _, *grads = torch.autograd.grad(y, leaves, x)
+        added(*(g.to_local() for g in grads))
+
+    try:
+        importlib.import_module("physicsnemo.domain_parallel").register_custom_ops()  # which it does itself only where CUDA is
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("domain",))
+        shapes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shapes, piece.shape)
+        x = cls.from_local(piece, mesh, [Shard(2)], sharding_shapes={0: shapes})
+        w, b = (cls.from_local(t, mesh, [Replicate()]) for t in (weight, bias))
+        step()
+    except Exception as error:
+        if dist.get_rank() == 0:
+            print(f"{NEMO}: {first_line(error)}")
+        return None
+    return step
 
 
 # ---- causal attention ----
@@ -185,6 +220,7 @@ def summed(grads: list[Tensor], kv: Tensor) -> Tensor:
 
 
 def attention(kv_heads: int) -> dict[str, Callable[[], None]]:
+    import_shard_tensor()
     import shardtensor as st
 
     torch.manual_seed(0)
@@ -230,7 +266,7 @@ def sent_by(step: Callable[[], None]) -> float:
 
 
 def measure(what: str, size: int, candidates: dict[str, Callable[[], None]]) -> None:
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.monotonic() + SECONDS
     turn = 0
     while turn < FEWEST or go_on(end):
@@ -245,7 +281,7 @@ def measure(what: str, size: int, candidates: dict[str, Callable[[], None]]) -> 
         turn += 1
     kib = {name: sent_by(step) for name, step in candidates.items()}
     if dist.get_rank() == 0:
-        for name in NAMES:
+        for name in candidates:
             ratio = statistics.median(a / b for a, b in zip(times[name], times["by hand"], strict=True))
             sent = f"{kib[name]:8.0f}" if kib[name] else ""  # what does not go through shardtensor is not counted
             print(f"{dist.get_world_size():5} {what:11} {size:5}  {name:12} {min(times[name]):8.2f} {statistics.median(times[name]):8.2f} {ratio:7.2f} {sent}")

@@ -211,6 +211,142 @@ def test_a_long_cache_of_keys_stays(pools, case):
     pools(3).run(f"{__name__}:run_cache", case)
 
 
+def run_causal_cache() -> None:
+    """Causal queries see as many keys as there are queries: no others take part."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    for cut in ([100, 100, 100], [3, 200, 97], [0, 1, 299]):
+        draw = random.Random(2)
+        whole = [numbers(draw, 2, h, n, 8).requires_grad_() for h, n in ((4, 5), (4, 300), (4, 300))]
+        ours = [place(whole[0], mesh, [Replicate()], [None])] + [place(t, mesh, [Shard(2)], [cut]) for t in whole[1:]]
+        ours = [t.requires_grad_() for t in ours]
+        want = F.scaled_dot_product_attention(*whole, is_causal=True)
+        y, sent = counted(lambda: F.scaled_dot_product_attention(*ours, is_causal=True))  # noqa: B023
+        compare(y, want.detach(), 1e-9, f"result of {cut}")
+        assert sum(size for _, size in sent.values()) <= 3 * 2 * 4 * 5 * 8 * 8, sent  # of five queries' and keys' sizes
+        for g, w in zip(torch.autograd.grad(y.square().sum(), ours), torch.autograd.grad(want.square().sum(), whole), strict=True):
+            compare(g, w, 1e-9, f"gradient of {cut}")
+
+
+def test_causal_queries_see_few_keys(pools):
+    pools(3).run(f"{__name__}:run_causal_cache")
+
+
+def run_compiled_cache(dynamic: bool) -> None:
+    """In a graph too, a long cache of keys stays where it is. One graph serves all its lengths, if these are symbols."""
+    from functorch.compile import make_boxed_func
+    from shardtensor import Replicate, Shard
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append([n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    function = torch.compile(F.scaled_dot_product_attention, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)
+    for length in (300, 600, 900):
+        draw = random.Random(length)
+        whole = [numbers(draw, 2, 4, n, 8) for n in (2, length, length)]
+        ours = [place(whole[0], mesh, [Replicate()], [None])] + [place(t, mesh, [Shard(2)], [None]) for t in whole[1:]]
+        with torch.no_grad():
+            compare(function(*ours), F.scaled_dot_product_attention(*whole), 1e-9, f"result of {length}")
+    for nodes in graphs:
+        assert "all_to_all_single" not in [n.target._opname for n in nodes]
+        gathered = [n.args[0].meta["val"].numel() for n in nodes if n.target._opname == "all_gather_into_tensor"]
+        assert gathered == [2 * 4 * 2 * (8 + 1)], gathered  # the results, and the logs of their sums
+    assert len(graphs) == (1 if dynamic else 3)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_long_cache_stays_in_a_graph(pools, dynamic):
+    pools(3).run(f"{__name__}:run_compiled_cache", dynamic, seconds=100)
+
+
+# ---- the ring with CUDA's kernels: ones by matrix products stand in for them, with the same forms of statistics ----
+
+
+def weights_of(q: Any, k: Any, total: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    total = scores.logsumexp(-1) if total is None else total
+    return (scores - total.unsqueeze(-1)).exp(), total
+
+
+def gradients_of(grad: Any, q: Any, k: Any, v: Any, out: Any, total: Any, causal: bool, scale: float | None) -> tuple[Any, Any, Any]:
+    weights, _ = weights_of(q, k, total, causal, scale)
+    scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores @ k, scores.mT @ q, weights.mT @ grad
+
+
+def efficient(q: Any, k: Any, v: Any, bias: Any, logs: bool, dropout_p: float = 0, is_causal: bool = False, *, scale: Any = None) -> Any:
+    weights, total = weights_of(q, k, None, is_causal, scale)
+    total = F.pad(total, (0, -q.shape[2] % 32), value=torch.inf) if logs else total[..., :0]
+    return weights @ v, total, torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
+
+
+def efficient_backward(
+    grad: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, total: Any, seed: Any, offset: Any, dropout_p: float, mask: Any, is_causal: bool = False,
+    *, scale: Any = None,
+) -> Any:  # fmt: skip
+    assert total.shape[2] % 32 == 0 and out.transpose(1, 2).is_contiguous()
+    return *gradients_of(grad, q, k, v, out, total[:, :, : q.shape[2]], is_causal, scale), torch.Tensor()
+
+
+def cudnn(q: Any, k: Any, v: Any, bias: Any, logs: bool, dropout_p: float = 0, is_causal: bool = False, debug: bool = False, *, scale: Any = None) -> Any:
+    weights, total = weights_of(q, k, None, is_causal, scale)
+    none = torch.zeros((), dtype=torch.long)
+    return weights @ v, total.unsqueeze(-1) if logs else total[..., :0], None, None, q.shape[2], k.shape[2], none, none, None
+
+
+def cudnn_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, total: Any, seed: Any, offset: Any, bias: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, *, scale: Any = None,
+) -> Any:  # fmt: skip
+    assert (max_q, max_k) == (q.shape[2], k.shape[2]) and total.shape[3] == 1
+    return gradients_of(grad, q, k, v, out, total.squeeze(-1), is_causal, scale)
+
+
+def run_kernels() -> None:
+    from shardtensor import Shard, strict_mode
+    from torch.distributed.device_mesh import init_device_mesh
+
+    aten, mesh = torch.ops.aten, init_device_mesh("cpu", (3,))
+    library = torch.library.Library("aten", "IMPL")
+    for function in (efficient, efficient_backward, cudnn, cudnn_backward):
+        name, _, backward = function.__name__.partition("_")
+        library.impl(f"_scaled_dot_product_{name}_attention{backward and '_backward'}", function, "CPU")
+
+    def of_efficient(q: Any, k: Any, v: Any, grad: Any, causal: bool) -> tuple[Any, ...]:
+        out = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+        return out[0], *aten._scaled_dot_product_efficient_attention_backward(grad, q, k, v, None, *out, 0.0, [True, True, True, False], causal)[:3]
+
+    def of_cudnn(q: Any, k: Any, v: Any, grad: Any, causal: bool) -> tuple[Any, ...]:
+        out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return out[0], *aten._scaled_dot_product_cudnn_attention_backward(grad, q, k, v, *out[:2], *out[6:8], None, *out[2:6], 0.0, causal)
+
+    for kernel, causal, cut in itertools.product((of_efficient, of_cudnn), (False, True), ([20, 20, 20], [37, 0, 23], [1, 58, 1])):
+        whole = [numbers(random.Random(i), 2, 2, 60, 8) for i in range(4)]
+        weights, _ = weights_of(*whole[:2], None, causal, None)
+        want = (weights @ whole[2], *gradients_of(whole[3], *whole[:3], weights @ whole[2], None, causal, None))
+        with strict_mode():
+            got, sent = counted(lambda: kernel(*(place(t, mesh, [Shard(2)], [cut]) for t in whole), causal))  # noqa: B023
+        assert set(sent) == {"all_to_all"}, sent
+        for a, b in zip(got, want, strict=True):
+            assert a.placements == (Shard(2),)
+            compare(a, b, 1e-9, f"{kernel.__name__} {causal} {cut}")
+
+
+def test_kernels_of_cuda(pools):
+    pools(3).run(f"{__name__}:run_kernels")
+
+
 def run_several_pieces() -> None:
     """Several runs of places per rank: no ring, and the same values."""
     from shardtensor import Replicate, Shard

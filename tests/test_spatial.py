@@ -594,6 +594,47 @@ def test_moves(pools, shape, inference):
     pools(math.prod(shape)).run(f"{__name__}:run_moves", shape, inference)
 
 
+# Exchanges at most; pads nothing at all.
+QUIET: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
+    "repeat": (lambda x: x.repeat(1, 2, 2, 2), {"all_to_all"}),
+    "repeat in front": (lambda x: x.repeat(2, 1, 1, 2, 1), {"all_to_all"}),
+    "pad here, crop there": (lambda x: F.pad(x, (-1, 2, 3, -2), value=0.5), set()),
+    "crop and pad": (lambda x: F.pad(x, (4, -9, -3, 1)), set()),
+    "nearest": (lambda x: F.interpolate(x, (7, 17)), {"all_to_all"}),
+    "nearest by scale": (lambda x: F.interpolate(x, scale_factor=(0.7, 1.3), mode="nearest-exact"), {"all_to_all"}),
+    "glu": (lambda x: F.glu(x, 2), {"all_to_all"}),
+}
+
+
+def run_quiet(inference: bool) -> None:
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    for (name, (function, kinds)), (d, cut) in itertools.product(QUIET.items(), ((2, [5, 0, 7]), (2, [4, 4, 4]), (3, [1, 8, 2]))):
+        if name == "glu" and (d == 3 or inference):
+            continue
+        whole = numbers(random.Random(2), 1, 2, 12, 11).requires_grad_()
+        x = place(whole, mesh, [Shard(d)], [cut]).requires_grad_()
+        text = f"{name} of {x._layout}"
+        want = function(whole)
+        with torch.inference_mode(inference):
+            y, sent = counted(lambda: function(x))  # noqa: B023
+        compare(y, want.detach(), 1e-9, text)
+        assert set(sent) <= kinds, f"{text} sends {sent}"
+        if not inference:
+            upstream = numbers(random.Random(3), *want.shape)
+            grad = place(upstream, mesh, y.placements, y._layout.cuts)
+            (g,), sent = counted(lambda: torch.autograd.grad(y, x, grad))  # noqa: B023
+            compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, f"gradient of {text}")
+            assert set(sent) <= kinds, f"gradient of {text} sends {sent}"
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+def test_nothing_is_gathered(pools, inference):
+    pools(3).run(f"{__name__}:run_quiet", inference)
+
+
 # ---- ops that need whole planes: batch or channels are cut instead ----
 
 # sizes, placement of the result
@@ -921,10 +962,19 @@ READ_BY_VALUES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def run_values_compiled() -> None:
+    """A graph has no messages whose sizes values decide: it gathers, and tells so."""
+    import logging
+
     from shardtensor import Replicate, Shard
+    from shardtensor.debug import log_gathers
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (3,))
+    told: list[str] = []
+    log, handler = logging.getLogger("shardtensor"), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log_gathers("once", all_ranks=True)
     for name, function in READ_BY_VALUES.items():
         torch._dynamo.reset()
         whole = [numbers(random.Random(1), 1, 2, 10, 6).requires_grad_(), numbers(random.Random(2), 1, 5, 4, 2).tanh()]
@@ -935,6 +985,12 @@ def run_values_compiled() -> None:
         held = [Replicate() if p.is_partial() else p for p in y.placements]
         (g,) = torch.autograd.grad(y, x, place(upstream, mesh, held, y._layout.cuts))
         compare(g, torch.autograd.grad(want, whole[0], upstream)[0], 1e-9, f"gradient of {name}")
+        log_gathers("once", all_ranks=True)  # again
+        why = "what a rank reads or writes depends on values"
+        assert any(why in line for line in told) == (name in ("unpool", "sample")), (name, told)
+        told.clear()
+    log_gathers("off")
+    log.removeHandler(handler)
 
 
 def test_values_compiled(pools):

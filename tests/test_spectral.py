@@ -107,6 +107,70 @@ def test_cut(pools, shape):
     pools(math.prod(shape)).run(f"{__name__}:run_cut", shape)
 
 
+# One signal, cut over the ranks: rows of it are exchanged for columns. How long it is, and how it is cut.
+SIGNALS: dict[str, tuple[int, list[int] | None]] = {"even": (8192, None), "uneven": (6000, [1000, 0, 5000]), "odd": (5 * 1021, None)}
+WAVES: dict[str, Callable[[Any], Any]] = {
+    "fft": torch.fft.fft,
+    "ifft": lambda x: torch.fft.ifft(x, norm="ortho"),
+    "rfft": lambda x: torch.fft.rfft(x.real, norm="forward"),
+    "real": lambda x: torch.fft.fft(x.real),
+    "irfft": lambda x: torch.fft.irfft(x, n=x.shape[-1] // 1000 * 2000),
+    "hfft": lambda x: torch.fft.hfft(x, n=2 * x.shape[-1] - 1, norm="ortho"),
+}
+
+
+def run_signal(name: str, compiled: bool = False) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
+    for length, cut in [SIGNALS["uneven"]] if compiled else SIGNALS.values():
+        whole = torch.complex(numbers(draw, 1, length), numbers(draw, 1, length)).requires_grad_()
+        x = place(whole, mesh, [Shard(1)], [cut]).requires_grad_()
+        text = f"{name} of {x._layout}, {length}"
+        torch._dynamo.reset()
+        wave = torch.compile(WAVES[name], backend="aot_eager", dynamic=False) if compiled else WAVES[name]
+        y, sent = counted(lambda: wave(x))  # noqa: B023
+        want = WAVES[name](whole)
+        compare(y, want.detach(), 1e-9, text)
+        assert y.placements == (Shard(1),) and set(sent) <= {"all_to_all"}, f"{text} sends {sent}"
+        parts = [y._layout.intervals(1, y.shape[1], [i])[0][1] for i in range(3)]
+        assert max(parts) - min(parts) <= 200, f"{text}: {y._layout}"
+        upstream = numbers(draw, *want.shape)
+        upstream = torch.complex(upstream, numbers(draw, *want.shape)) if want.is_complex() else upstream
+        (g,), sent = counted(lambda: torch.autograd.grad(y, x, place(upstream, mesh, y.placements, y._layout.cuts)))  # noqa: B023
+        compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, f"gradient of {text}")
+        assert set(sent) <= {"all_to_all"}, f"gradient of {text} sends {sent}"
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_one_signal(pools, name):
+    pools(3).run(f"{__name__}:run_signal", name)
+
+
+def test_one_signal_compiled(pools):
+    pools(3).run(f"{__name__}:run_signal", "rfft", compiled=True, seconds=100)
+
+
+def run_prime() -> None:
+    """A length without two factors for three ranks is gathered, and so is a short signal. With strict mode, it raises."""
+    from shardtensor import strict_mode
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    for length in (8191, 600):
+        whole = numbers(random.Random(2), length)
+        x = place(whole, mesh, [Shard(0)], [None])
+        y, sent = counted(lambda: torch.fft.fft(x))  # noqa: B023
+        compare(y, torch.fft.fft(whole), 1e-9, f"{length}")
+        assert set(sent) == {"all_gather"}, sent
+        with strict_mode(), pytest.raises(RuntimeError, match="fft"):
+            torch.fft.fft(x * 1)
+
+
+def test_a_prime_length_gathers(pools):
+    pools(3).run(f"{__name__}:run_prime")
+
+
 # One image, without a batch or channels. There and back: rows at home, one exchange, columns; columns at home, one exchange, rows.
 IMAGES = {"even": (12, 10, None), "uneven": (13, 7, [8, 0, 5])}
 

@@ -62,7 +62,8 @@ constexpr const char* kOwnKeys = "each rank attends to its own keys with all que
 // What a cost is counted in: bytes sent by a rank. So much arithmetic takes as long as sending a byte.
 constexpr double kFlopsPerByte = 64;
 
-// Decides for one call. Without sizes (in a graph, where they may be symbols on some ranks only), the number of heads decides.
+// Decides for one call. Without sizes (in a graph, where they may be symbols on some ranks only), the number of heads decides,
+// and whether there are so few queries that all ranks' results are less than a rank's keys.
 class Placing {
  public:
   Placing(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool causal)
@@ -90,6 +91,9 @@ class Placing {
         as_shard_tensor(query_)->layout_ptr(), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), ""};
     if (traced_) { // a graph has no messages between single ranks
       auto places = spread(sequence_ - 1);
+      if (auto merged = merging(); merged && are_few_queries()) {
+        return merged;
+      }
       return places ? places : Places{stay.query, whole(key_), whole(value_), kNoRing};
     }
     for (int64_t d = sequence_ - 1; d >= 0; --d) {
@@ -156,6 +160,15 @@ class Placing {
         as_shard_tensor(value_)->layout_ptr(), kOwnKeys};
     const bool fits = query_.dim() == 4 && !causal_ && rules::keys_cut_alone(*out.query, *out.key, *out.value, sequence_);
     return fits ? std::optional(out) : std::nullopt;
+  }
+
+  // One guard of a graph: it serves all lengths for which this holds, or does not.
+  bool are_few_queries() const {
+    int64_t ranks = 1;
+    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
+      ranks *= cuts(m) ? layout(key_).mesh().size(m) : 1;
+    }
+    return query_.sym_size(1) * query_.sym_size(-2) * (ranks * ranks) <= key_.sym_size(1) * key_.sym_size(-2);
   }
 
   // Whether a symbol is cut into equal pieces.
@@ -339,6 +352,13 @@ LayoutPtr home(const at::Tensor& query) {
   return Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts));
 }
 
+// Of the keys, or their values, those that causal queries see: as many as there are queries.
+at::Tensor seen(const at::Tensor& query, const at::Tensor& keys) {
+  const auto &queries = query.sym_size(-2), &all = keys.sym_size(-2);
+  const bool more = !queries.is_symbolic() && !all.is_symbolic() && queries < all;
+  return more && as_shard_tensor(keys)->layout().shards(keys.dim() - 2) ? keys.narrow_symint(-2, 0, queries) : keys;
+}
+
 at::Tensor attention(
     const at::Tensor& query,
     const at::Tensor& key,
@@ -360,13 +380,15 @@ at::Tensor attention(
   const bool placed = impl && !no_scores && query.dim() > 2 && is_placed(query, query.dim(), impl->layout().mesh_ptr()) &&
                       is_placed(key, query.dim(), impl->layout().mesh_ptr()) &&
                       is_placed(value, query.dim(), impl->layout().mesh_ptr());
-  const auto places = placed ? Placing(query, key, value, is_causal).decide() : std::nullopt;
+  const auto seen_keys = placed && is_causal ? seen(query, key) : key,
+             seen_values = placed && is_causal ? seen(query, value) : value;
+  const auto places = placed ? Placing(query, seen_keys, seen_values, is_causal).decide() : std::nullopt;
   if (!places) {
-    return whole_sequences(query, key, value);
+    return whole_sequences(query, seen_keys, seen_values);
   }
-  tell_if_gathered(key, *places);
-  const auto q = moved(query, places->query, "query", places->why), k = moved(key, places->key, "key", places->why),
-             v = moved(value, places->value, "value", places->why);
+  tell_if_gathered(seen_keys, *places);
+  const auto q = moved(query, places->query, "query", places->why), k = moved(seen_keys, places->key, "key", places->why),
+             v = moved(seen_values, places->value, "value", places->why);
   const auto out = whole_sequences(q, k, v);
   return moved(out, home(query), "output", "it is placed as the queries were");
 }

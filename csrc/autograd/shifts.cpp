@@ -1,7 +1,9 @@
-// Circular padding and repeat() along cut dims, by shardtensor::shifted and repeated (rules/turns.cpp), so that nothing is
-// gathered. Flips and rolls in graphs. Uses autograd/functions, dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
+// Circular padding along cut dims and the gradient of repeat() there, by shardtensor::shifted and repeats_added
+// (rules/turns.cpp), so that nothing is gathered. glu along a cut dim. Flips and rolls in graphs. Uses autograd/functions,
+// dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
 #include "autograd/functions.h"
 #include "dispatch/plain.h"
+#include "redistribute/watch.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -10,6 +12,7 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/_pad_circular_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/flip_ops.h>
+#include <ATen/ops/glu_ops.h>
 #include <ATen/ops/repeat_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -90,14 +93,14 @@ struct Repeated : torch::autograd::Function<Repeated> {
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["times"] = times;
     ctx->saved_data["added"] = added;
-    auto& dispatcher = c10::Dispatcher::singleton();
-    static const auto repeated =
-        dispatcher.findSchemaOrThrow("shardtensor::repeated", "").typed<Tensor(const Tensor&, int64_t, int64_t)>();
-    static const auto repeats_added =
-        dispatcher.findSchemaOrThrow("shardtensor::repeats_added", "").typed<Tensor(at::TensorList, int64_t, int64_t)>();
+    static const auto repeats_added = c10::Dispatcher::singleton()
+                                          .findSchemaOrThrow("shardtensor::repeats_added", "")
+                                          .typed<Tensor(at::TensorList, int64_t, int64_t)>();
     at::AutoDispatchBelowADInplaceOrView below;
     if (!added) {
-      return repeated.call(t, dim, times);
+      std::vector<int64_t> each(t.dim(), 1);
+      each[dim] = times;
+      return t.repeat(each);
     }
     const auto& layout = as_shard_tensor(t)->layout();
     int64_t pieces = 1;
@@ -119,7 +122,8 @@ Tensor repeat(c10::DispatchKeySet keys, const Tensor& self, c10::SymIntArrayRef 
   const auto lead = static_cast<int64_t>(repeats.size()) - self.dim();
   auto rest = repeats.vec();
   std::vector<std::pair<int64_t, int64_t>> cut; // dims of the result, and how often
-  for (int64_t d = 0; d < self.dim() && lead >= 0 && !is_symbolic(self) && self.numel(); ++d) {
+  const bool ours = lead >= 0 && is_tracked(self) && !is_symbolic(self) && self.numel();
+  for (int64_t d = 0; d < self.dim() && ours; ++d) {
     if (is_cut(self, d) && repeats[lead + d] > 1) {
       cut.emplace_back(lead + d, repeats[lead + d].guard_int(__FILE__, __LINE__));
       rest[lead + d] = 1;
@@ -194,6 +198,45 @@ void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   stack->emplace_back(std::move(out));
 }
 
+// The layout of half of a dim whose whole is cut along one mesh dim: in the same proportions. Along several: evenly.
+LayoutPtr of_half(const Layout& whole, int64_t dim, int64_t size) {
+  auto placements = whole.placements();
+  auto cuts = whole.cuts();
+  int64_t along = -1, count = 0;
+  for (int64_t m = 0; m < whole.ndim(); ++m) {
+    if (placements[m].is_shard() && placements[m].dim == dim) {
+      placements[m] = Placement::shard(dim);
+      cuts[m] = nullptr;
+      along = m;
+      ++count;
+    }
+  }
+  if (count == 1 && whole.placement(along).split_factor == 1) {
+    std::vector<int64_t> sizes;
+    auto at = whole.mesh().coordinate();
+    for (at[along] = 0; at[along] < whole.mesh().size(along); ++at[along]) {
+      const auto run = whole.intervals(dim, size, at)[0];
+      sizes.push_back((run.start + run.length) / 2 - run.start / 2);
+    }
+    cuts[along] = std::make_shared<const PieceSizes>(std::move(sizes));
+  }
+  return Layout::make(whole.mesh_ptr(), std::move(placements), std::move(cuts));
+}
+
+// One half of a cut dim gates the other: both are cut alike, and then lie side by side.
+Tensor glu(c10::DispatchKeySet keys, const Tensor& self, int64_t given) {
+  const auto* impl = as_shard_tensor(self);
+  const auto dim = given < 0 ? given + self.dim() : given;
+  if (!impl || dim < 0 || dim >= self.dim() || !is_cut(self, dim) || is_symbolic(self) || self.size(dim) % 2) {
+    return at::_ops::glu::redispatch(torchs_autograd(keys), self, given);
+  }
+  const auto half = self.size(dim) / 2;
+  const auto to = of_half(impl->layout(), dim, self.size(dim));
+  tell_watcher("aten::glu", "self", "both halves of it are cut alike", impl->layout(), *to, self);
+  const auto halves = redistribute_all({self.narrow(dim, 0, half), self.narrow(dim, half, half)}, {to, to});
+  return at::glu(at::stack(halves, dim), dim).squeeze(dim);
+}
+
 // In a graph whose sizes are symbols, equal pieces are gathered, and cut again once they are flipped: one graph serves all
 // lengths. (What a rank reads of other pieces are numbers.)
 Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims) {
@@ -222,6 +265,7 @@ Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims)
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("_pad_circular", pad_circular);
   m.impl("flip", flip);
+  m.impl("glu", glu);
   m.impl("repeat", repeat);
   m.impl("roll", torch::CppFunction::makeFromBoxedFunction<roll>());
 }

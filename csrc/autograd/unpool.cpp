@@ -1,5 +1,7 @@
 // max_unpool along cut dims: its gradient is picked from where the values went, by shardtensor::picked (rules/pooling.cpp);
-// torch's formula would gather planes. Uses dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
+// torch's formula would gather planes. Uses autograd/functions, dispatch/plain,
+// tensor/. Registers itself at AutogradPrivateUse2.
+#include "autograd/functions.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
@@ -18,6 +20,13 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+// Values that are cut otherwise than their indices move to where these are.
+Tensor beside(const Tensor& values, const Tensor& index) {
+  const auto *from = as_shard_tensor(values), *to = as_shard_tensor(index);
+  return !from || !to || &from->layout() == &to->layout() || !to->layout().is_sharded() ? values
+                                                                                        : redistribute(values, to->layout_ptr());
+}
 
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space);
 
@@ -49,7 +58,8 @@ struct Picked : torch::autograd::Function<Picked> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
-    return {AddedAt::apply(grads[0], ctx->get_saved_variables()[0], sizes), Tensor(), Tensor()};
+    const auto index = ctx->get_saved_variables()[0];
+    return {AddedAt::apply(beside(grads[0], index), index, sizes), Tensor(), Tensor()};
   }
 };
 

@@ -6,6 +6,7 @@
 #include "dispatch/check.h"
 #include "dispatch/handler.h"
 #include "dispatch/plain.h"
+#include "redistribute/watch.h"
 #include "rules/registry.h"
 
 namespace shardtensor::bindings {

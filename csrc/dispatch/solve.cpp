@@ -5,11 +5,11 @@
 #include "dispatch/handler.h"
 #include "dispatch/modes.h"
 #include "dispatch/traced.h"
+#include "redistribute/watch.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <atomic>
 
 namespace shardtensor {
 
@@ -19,8 +19,6 @@ using rules::SolutionPtr;
 using torch::jit::Stack;
 
 namespace {
-
-std::atomic<FallbackLog> g_fallback_log{nullptr};
 
 void describe(const Op& op, const Refs& refs, const Layout& replicated, Call& call) {
   for (const auto& r : refs) {
@@ -122,16 +120,6 @@ SolutionPtr find_solution(const Op& op, const Stack& stack, size_t base, const R
   return Cache::get(
       op.id, [&] { return key_of(op, stack, base, refs); }, [&](Key& key) { add_sizes(refs, key); },
       [&] { return new_solution(op, stack, base, refs); });
-}
-
-void set_fallback_log(FallbackLog log) {
-  g_fallback_log = log;
-}
-
-void tell_of_gather(const std::string& op, const char* why, const std::string& layouts) {
-  if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
-    log(op, why, layouts);
-  }
 }
 
 } // namespace shardtensor

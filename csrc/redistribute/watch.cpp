@@ -8,6 +8,7 @@ namespace {
 
 std::atomic<Watcher> g_watcher{nullptr};
 std::atomic<HaloWatcher> g_halo_watcher{nullptr};
+std::atomic<FallbackLog> g_fallback_log{nullptr};
 
 } // namespace
 
@@ -32,8 +33,29 @@ void tell_watcher(
     const Layout& from,
     const Layout& to,
     const at::Tensor& moved) {
+  tell_watcher(op, argument, why, from, to, moved.sym_sizes(), static_cast<int64_t>(moved.element_size()));
+}
+
+void tell_watcher(
+    const std::string& op,
+    const std::string& argument,
+    const char* why,
+    const Layout& from,
+    const Layout& to,
+    c10::SymIntArrayRef sizes,
+    int64_t item) {
   if (auto* tell = g_watcher.load(std::memory_order_relaxed)) {
-    tell({op, argument, why, from, to, moved.sym_sizes().vec(), static_cast<int64_t>(moved.element_size())});
+    tell({op, argument, why, from, to, sizes.vec(), item});
+  }
+}
+
+void set_fallback_log(FallbackLog log) {
+  g_fallback_log = log;
+}
+
+void tell_of_gather(const std::string& op, const char* why, const std::string& layouts) {
+  if (auto* log = g_fallback_log.load(std::memory_order_relaxed)) {
+    log(op, why, layouts);
   }
 }
 

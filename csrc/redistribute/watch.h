@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 namespace shardtensor {
 
 struct ImplicitMove {
@@ -29,6 +31,21 @@ void tell_watcher(
     const Layout& from,
     const Layout& to,
     const at::Tensor& moved);
+
+void tell_watcher(
+    const std::string& op,
+    const std::string& argument,
+    const char* why,
+    const Layout& from,
+    const Layout& to,
+    c10::SymIntArrayRef sizes,
+    int64_t item);
+
+// Called (with the GIL, if Python set it) with the op's name, why it gathers its inputs and their layouts; null: no observer.
+using FallbackLog = void (*)(const std::string& op, const char* why, const std::string& layouts);
+void set_fallback_log(FallbackLog log);
+// Tells the observer, if there is one.
+void tell_of_gather(const std::string& op, const char* why, const std::string& layouts);
 
 // What an op reads of other ranks' pieces through windows, as this rank sends and receives it.
 struct HaloRead {

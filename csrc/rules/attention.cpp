@@ -44,10 +44,12 @@ int64_t repeats_of(const TensorArg& query, const TensorArg& key) {
   return ratio > 1 && heads == groups * ratio ? ratio : std::max<int64_t>(query.size(1) / std::max<int64_t>(key.size(1), 1), 1);
 }
 
+// Statistics of the others are padded along s, so that the queries stay whole, except in a ring.
 enum class Fused {
   Flash,
-  Padded, // its statistics are padded along s, so that the queries stay whole
-  Cudnn,  // as Padded, and the statistics have a last dim of 1
+  Efficient,
+  Cudnn, // its statistics have a last dim of 1
+  Other,
 };
 
 // Noted where the keys are cut alone: their factor.
@@ -103,10 +105,12 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   const auto& k = call.tensor(call.position("key"));
   const bool causal = call.flag(call.position("is_causal"));
   const auto& v = call.tensor(call.position("value"));
-  const bool ring = fused == Fused::Flash && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.size(2) > 0 && k.size(2) > 0;
-  const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.size(2) > 0;
+  const bool biased = argument(call, "attn_bias") >= 0 && call.operand(argument(call, "attn_bias")) >= 0;
+  const bool ring = fused != Fused::Other && !biased && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.size(2) > 0 &&
+                    k.size(2) > 0; // of a bias, kernels want aligned rows
+  const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.sym_size(2) > 0;
   Factor queries;
-  queries.whole = fused != Fused::Flash;
+  queries.whole = fused != Fused::Flash && !ring;
   queries.kernel = ring || causal;
   if (ring) {
     queries.size = q.size(2);
@@ -205,16 +209,11 @@ void register_attention(Registry& r) {
       "attention",
       {
           "_scaled_dot_product_efficient_attention",
-          "_scaled_dot_product_fused_attention_overrideable",
       },
-      attention<Fused::Padded>, rows);
-  r.add(
-      "attention",
-      {
-          "_scaled_dot_product_efficient_attention_backward",
-          "_scaled_dot_product_fused_attention_overrideable_backward",
-      },
-      attention_backward<Fused::Padded>, rows);
+      attention<Fused::Efficient>, rows);
+  r.add("attention", {"_scaled_dot_product_efficient_attention_backward"}, attention_backward<Fused::Efficient>, rows);
+  r.add("attention", {"_scaled_dot_product_fused_attention_overrideable"}, attention<Fused::Other>, rows);
+  r.add("attention", {"_scaled_dot_product_fused_attention_overrideable_backward"}, attention_backward<Fused::Other>, rows);
   r.add(
       "attention",
       {

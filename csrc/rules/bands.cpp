@@ -20,6 +20,12 @@ at::Tensor lines(const at::Tensor& results, int64_t num, int64_t offset, int64_t
   return at::div(results.mul(num).add(offset), den, "floor");
 }
 
+Band band_of_counts(const Run& run, const Bands& bands, int64_t i, const Interval& of, const at::TensorOptions& options) {
+  const auto ends = bands.counts(run, bands, i, options).cumsum(0);
+  const auto results = at::arange(of.start, of.start + of.length, options);
+  return {at::searchsorted(ends, results, false, true), at::ones({of.length, 1}, options)};
+}
+
 // The op is linear and reads no more than `taps` neighbours for a result. So of a comb with a one at every taps-th place, a
 // result shows the weight of the one tooth that it reads. All combs are the rows of one input.
 Band band_of(const Run& run, const Bands& bands, int64_t i, const Interval& of, const at::TensorOptions& options) {
@@ -102,14 +108,17 @@ void backward_kernel(Run& run) {
   const auto grad = run.arg(0).toTensor();
   const auto sizes = guarded(sizes_of_piece(run));
   auto out = grad.to(accumulate_type(grad.scalar_type()));
+  const auto of_results = [&](int64_t i, const Interval& of) {
+    return (bands.counts ? band_of_counts : band_of)(run, bands, i, of, out.options());
+  };
   if (grad.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
-    band_of(run, bands, 0, {0, 0}, out.options());
+    of_results(0, {0, 0});
     return run.returns({grad.new_zeros(sizes)});
   }
   for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
     const auto d = bands.lead + i;
     const auto mine = made_of(run, d, bands.in[i]), read = read_of(run, d, bands.out[i]);
-    const auto band = band_of(run, bands, i, read, out.options());
+    const auto band = of_results(i, read);
     auto sum_sizes = out.sizes().vec();
     sum_sizes[d] = mine.length;
     auto sum = out.new_zeros(sum_sizes);

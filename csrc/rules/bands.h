@@ -14,6 +14,9 @@ struct Bands {
   std::vector<int64_t> in, out; // sizes of space
   // Calls the forward op on `input`, with results of these sizes along the dims of space; those along dim `along` as in the call.
   at::Tensor (*op)(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along);
+  // Of a backward that gives each result's gradient to one element, in order, not always to the one that the forward op reads:
+  // how many results' gradients each element along dim `along` gets. Else null.
+  at::Tensor (*counts)(const Run& run, const Bands& bands, int64_t along, const at::TensorOptions& options) = nullptr;
 };
 
 // Adds the windows, sizes and kernel to a rule of planes(). `sizes`: of operand 0 in a forward, of the result in a backward.

@@ -82,23 +82,6 @@ Rule stack(const Call& call) {
   return rule;
 }
 
-Rule repeat(const Call& call) {
-  Rule rule;
-  const auto n = call.tensors[0].dim();
-  const auto times = call.ints(1);
-  const auto lead = static_cast<int64_t>(times.size()) - n;
-  TORCH_CHECK(lead >= 0, "Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor");
-  Dims in, out(lead, Dim(kNone));
-  for (int64_t d = 0; d < n; ++d) {
-    in.push_back(times[lead + d] == 1 ? Dim(rule.factor()) : Dim(kNone));
-    out.push_back(in.back());
-  }
-  rule.operands.emplace_back(std::move(in));
-  rule.results.emplace_back(std::move(out));
-  rule.passes_partial();
-  return rule;
-}
-
 Rule block_diag(const Call& call) {
   auto rule = replicate(call);
   rule.results.emplace_back(Dims(2, Dim(kNone)));
@@ -140,7 +123,6 @@ void register_joins(Registry& r) {
   r.add("joins", {"_chunk_cat", "_chunk_cat.out"}, chunk_cat);
   r.add("joins", {"block_diag"}, block_diag, {.whole = true});
   r.add("joins", {"cat"}, cat);
-  r.add("joins", {"repeat"}, repeat);
   r.add("joins", {"stack"}, stack);
 }
 

@@ -58,15 +58,19 @@ Rule constant_pad(const Call& call) {
         ", resulted in a negative output size, which is invalid.");
     Factor f;
     f.kernel = before != 0 || after != 0;
-    const bool grows = before >= 0 && after >= 0, shrinks = before <= 0 && after <= 0;
-    f.whole = !grows && !shrinks;
-    f.size = grows ? sizes[d] : x.sym_size(d);
+    // The factor's indices are those of the input and those of the result; each of both has a window of them.
+    const bool grows = before > 0 || after > 0, shrinks = before < 0 || after < 0;
+    f.size = x.sym_size(d);
+    for (const auto& side : {before, after}) {
+      f.size = side > 0 ? f.size + side : f.size;
+    }
     in.emplace_back(rule.factor(f));
     out.push_back(in.back());
-    if (f.kernel && grows) {
-      in.back().window = Dim::SymWindow{before, 1, x.sym_size(d)};
-    } else if (f.kernel && shrinks) {
-      out.back().window = Dim::SymWindow{-before, 1, sizes[d]};
+    if (grows) {
+      in.back().window = Dim::SymWindow{before > 0 ? before : c10::SymInt(0), 1, x.sym_size(d)};
+    }
+    if (shrinks) {
+      out.back().window = Dim::SymWindow{before < 0 ? -before : c10::SymInt(0), 1, sizes[d]};
     }
   }
   rule.notes = Padded{sizes};

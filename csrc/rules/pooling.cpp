@@ -837,7 +837,97 @@ Rule pick(const Call& call) {
   return rule;
 }
 
+// ---- the values at the indices that a max pool gave, each within the window of its result: gradients of its gradient ----
+
+at::Tensor picked_by_max(
+    const at::Tensor& planes,
+    const at::Tensor& index,
+    int64_t space,
+    at::IntArrayRef,
+    at::IntArrayRef,
+    at::IntArrayRef,
+    at::IntArrayRef,
+    bool) {
+  return picked(planes, index, space);
+}
+
+at::Tensor picked_by_fractional_max(
+    const at::Tensor& planes, const at::Tensor& index, int64_t space, at::IntArrayRef, at::IntArrayRef) {
+  return picked(planes, index, space);
+}
+
+// What a rank holds of the planes, with its halo. An index that lies outside belongs to another rank's summand, or to a window
+// that has no element.
+void pick_near_kernel(Run& run) {
+  if (!run.solution.notes.has_value()) {
+    return call_op_nonempty(run);
+  }
+  const auto& pool = noted<Pool>(run.solution);
+  const auto planes = run.arg(0).toTensor(), index = run.arg(1).toTensor();
+  const auto& layout = *run.operands[0].layout;
+  if (is_empty(planes) || is_empty(index)) {
+    return run.returns({planes.new_zeros_symint(index.sym_sizes())});
+  }
+  const auto* halo = run.solution.halo(0);
+  const auto held = plane_of(planes, pool);
+  auto at = unraveled(index, pool.in);
+  auto inside = at::Tensor();
+  for (size_t i = 0; i < at.size(); ++i) {
+    const auto d = pool.lead + static_cast<int64_t>(i);
+    const auto first = halo               ? halo->fetch.mine()[d].start()
+                       : layout.shards(d) ? layout.intervals(d, pool.in[i], run.mesh().coordinate())[0].start
+                                          : 0;
+    at[i] = at::sub(at[i], first);
+    const auto here = at::logical_and(at::ge(at[i], 0), at::lt(at[i], held[i]));
+    inside = inside.defined() ? at::logical_and(inside, here) : here;
+  }
+  const auto places = at::where(inside, raveled(at, held), 0);
+  const auto values = planes.flatten(pool.lead).gather(pool.lead, places.flatten(pool.lead)).view_symint(index.sym_sizes());
+  run.returns({at::where(inside, values, at::zeros({}, values.options()))});
+}
+
+// (planes, indices, dims of space, the pool's arguments)
+template <Kind kind>
+Rule pick_near(const Call& call) {
+  const auto space = call.integer(2);
+  auto rule = planes(call, space);
+  rule.linear_in({0});
+  rule.kernel = pick_near_kernel;
+  rule.always_kernel = true;
+  const auto &read = call.tensors[0], &index = call.tensors[1];
+  const auto pool = cut_in_space(call, space) ? pool_of<kind>(call, read, &index, space) : std::nullopt;
+  if (!pool) {
+    return rule;
+  }
+  const bool one = is_one_along_cuts<kind>(*pool, read);
+  for (int64_t i = 0; i < space; ++i) {
+    const auto d = pool->lead + i;
+    auto &from = rule.operands[0].dims[d], &at = rule.operands[1].dims[d];
+    if (one) { // each rank picks of its piece; one of them has the value
+      at = Dim(kNone);
+      from = read.layout->shards(d) ? Dim(rule.reduced(ReduceOp::Sum)) : Dim(kNone);
+      continue;
+    }
+    Factor f;
+    f.size = pool->out[i];
+    at = rule.factor(f);
+    from = rule.windows(at.factor, pool->reads(i));
+  }
+  rule.operands[0].padding = std::nullopt;
+  rule.results = {Result(rule.operands[1].dims, index.sym_sizes())};
+  rule.notes = *pool;
+  return rule;
+}
+
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
+  m.def("picked_by_adaptive_max(Tensor planes, Tensor indices, int space) -> Tensor");
+  m.impl("picked_by_adaptive_max", c10::DispatchKey::CompositeExplicitAutograd, picked);
+  m.def("picked_by_fractional_max(Tensor planes, Tensor indices, int space, int[] kernel_size, int[] output_size) -> Tensor");
+  m.impl("picked_by_fractional_max", c10::DispatchKey::CompositeExplicitAutograd, picked_by_fractional_max);
+  m.def(
+      "picked_by_max(Tensor planes, Tensor indices, int space, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
+      "bool ceil_mode) -> Tensor");
+  m.impl("picked_by_max", c10::DispatchKey::CompositeExplicitAutograd, picked_by_max);
   m.def("added_at(Tensor values, Tensor indices, SymInt[] output_size) -> Tensor");
   m.impl("added_at", c10::DispatchKey::CompositeExplicitAutograd, added_at);
   m.def("picked(Tensor planes, Tensor indices, int space) -> Tensor");
@@ -875,6 +965,9 @@ void register_pooling(Registry& r) {
   r.add("pooling", {"max_unpool3d"}, unpool<3>, symbols);
   r.add("pooling", {"shardtensor::added_at"}, by_space<unpool<2>, unpool<3>>, symbols);
   r.add("pooling", {"shardtensor::picked"}, pick, symbols);
+  r.add("pooling", {"shardtensor::picked_by_adaptive_max"}, pick_near<Kind::AdaptiveMax>, symbols);
+  r.add("pooling", {"shardtensor::picked_by_fractional_max"}, pick_near<Kind::Fractional>, symbols);
+  r.add("pooling", {"shardtensor::picked_by_max"}, pick_near<Kind::Max>, symbols);
 }
 
 } // namespace shardtensor::rules

@@ -149,6 +149,23 @@ at::Tensor resample_combs(const Run& run, const at::Tensor& input, c10::IntArray
   return stack[0].toTensor();
 }
 
+// The other dims have one element and two results, so that none is taken for a copy.
+at::Tensor counts_of_nearest(const Run& run, const Bands& bands, int64_t along, const at::TensorOptions& options) {
+  const auto space = static_cast<int64_t>(bands.in.size());
+  std::vector<int64_t> in(bands.lead + space, 1), out = in;
+  std::fill(out.begin() + bands.lead, out.end(), 2);
+  in[bands.lead + along] = bands.in[along];
+  out[bands.lead + along] = bands.out[along];
+  std::vector<c10::IValue> stack{
+      at::ones(out, options), c10::List<int64_t>(c10::IntArrayRef(out).slice(bands.lead)),
+      c10::List<int64_t>(c10::IntArrayRef(in))};
+  for (int64_t i = 0; i < space; ++i) {
+    stack.push_back(i == along ? run.arg(first_scale(run.op.schema(), space) + i) : c10::IValue());
+  }
+  c10::Dispatcher::singleton().findSchemaOrThrow(run.op.schema().name().c_str(), "").callBoxed(&stack);
+  return stack[0].toTensor().flatten().div(static_cast<double>(int64_t{1} << (space - 1)));
+}
+
 // Nothing if torch refuses the call, if nothing is resampled, or if numbers are no floats.
 std::optional<Bands> bands_of(const Call& call, c10::IntArrayRef in, c10::IntArrayRef out, int64_t space, const Sampling& s) {
   Bands bands{static_cast<int64_t>(in.size()) - space, {}, {}, {}, resample_combs};
@@ -190,13 +207,14 @@ void resample_by_weights(const Call& call, Rule& rule, const Sampling& s) {
 }
 
 template <int64_t space>
-void resample_backward_by_weights(const Call& call, Rule& rule, const Sampling& s) {
+void resample_backward_by_weights(const Call& call, Rule& rule, const Sampling& s, bool by_counts = false) {
   const auto& grad = call.tensors[0];
   const auto in = call.ints(call.position("input_size"));
   if (static_cast<int64_t>(in.size()) != grad.dim()) {
     return;
   }
-  if (const auto bands = bands_of(call, in, grad.sizes().slice(grad.dim() - space), space, s)) {
+  if (auto bands = bands_of(call, in, grad.sizes().slice(grad.dim() - space), space, s)) {
+    bands->counts = by_counts ? counts_of_nearest : nullptr;
     band_backward(rule, grad.sym_sizes(), *bands);
   }
 }
@@ -253,9 +271,8 @@ Rule resample_backward(const Call& call) {
   const auto made =
       static_cast<int64_t>(in.size()) == grad.dim() ? resampled(call, in, grad.sizes().slice(lead), space, kind) : std::nullopt;
   if (!fits(made, *grad.layout)) {
-    if (kind != Kind::Nearest) { // torch's backward of a position between two elements may name another one than its forward
-      resample_backward_by_weights<space>(call, rule, sampling_of(call, kind));
-    }
+    // torch's backward of a position between two elements may name another one than its forward.
+    resample_backward_by_weights<space>(call, rule, sampling_of(call, kind), kind == Kind::Nearest);
     return rule;
   }
   auto& result = rule.results[0];

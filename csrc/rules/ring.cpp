@@ -311,6 +311,8 @@ class Ring {
         k_(tensor("key")),
         v_(tensor("value")),
         mask_(tensor("attn_mask")),
+        efficient_(run.op.schema().name().find("efficient") != std::string::npos),
+        cudnn_(run.op.schema().name().find("cudnn") != std::string::npos),
         causal_(run.arg(argument(run, "is_causal")).toBool()) {
     const auto &queries = operand("query"), &keys = operand("key");
     const auto& mesh = run.mesh();
@@ -383,7 +385,33 @@ class Ring {
     return blocks.empty() ? Interval{keys_[j].start, 0} : between(blocks.front().k.start, end(blocks.back().k));
   }
 
-  // Whether the sequence of the queries is cut.
+  // The logs of the sums, one per row, as a kernel gives them, and as it takes them: the efficient one pads the rows to a
+  // multiple of 32, cuDNN's have one column.
+  at::Tensor logs(const at::Tensor& given, int64_t rows) const {
+    return (cudnn_ ? given.squeeze(-1) : given).narrow(kSequence, 0, rows);
+  }
+  at::Tensor logs_to_return(const at::Tensor& logs) const {
+    return cudnn_ ? logs.unsqueeze(-1) : logs;
+  }
+  at::Tensor logs_to_take(const at::Tensor& logs) const {
+    constexpr int64_t kAligned = 32;
+    const auto more = (kAligned - logs.size(kSequence) % kAligned) % kAligned;
+    const bool pads = efficient_ && more && !at::hasHIP();
+    return logs_to_return(pads ? at::constant_pad_nd(logs, {0, more}, std::numeric_limits<double>::infinity()) : logs)
+        .contiguous();
+  }
+  // The efficient kernel computes the strides of the output from its sizes.
+  at::Tensor out_to_take(const at::Tensor& out) const {
+    return efficient_ ? out.transpose(1, 2).contiguous().transpose(1, 2) : out;
+  }
+  at::Tensor upstream() const {
+    return tensor(efficient_ ? "grad_out_" : "grad_out");
+  }
+  // How many gradients the op returns.
+  size_t gradients() const {
+    return run_.op.schema().returns().size();
+  }
+
   // Runs the op on a block, with these tensors in place of its arguments. Returns its results.
   std::vector<c10::IValue> call(const std::map<std::string, at::Tensor>& tensors, const Block& b) const {
     std::vector<c10::IValue> stack;
@@ -395,6 +423,8 @@ class Ring {
         stack.emplace_back(found->second.defined() ? c10::IValue(not_empty(found->second)) : c10::IValue());
       } else if (name == "is_causal") {
         stack.emplace_back(b.causal);
+      } else if (name == "compute_log_sumexp" || name == "compute_logsumexp") {
+        stack.emplace_back(true);
       } else if (name == "max_q" || name == "max_k") {
         stack.emplace_back((name == "max_q" ? b.q : b.k).length);
       } else if (name == "attn_mask" && mask_.defined()) {
@@ -489,7 +519,7 @@ class Ring {
 
   Run& run_;
   at::Tensor q_, k_, v_, mask_;
-  bool causal_, gathered_ = false;
+  bool efficient_, cudnn_, causal_, gathered_ = false;
   size_t me_ = 0;
   std::vector<int64_t> ranks_; // of those that have other pieces of the same sequences
   std::vector<Interval> queries_, keys_;
@@ -661,7 +691,7 @@ class Forward : public Pass {
     }
     const auto none = [&](size_t i) { return rest_[i].toTensor().narrow(kSequence, 0, 0); };
     rest_[0] = queries_.length ? mean_.mean().to(ring_.q().scalar_type()) : none(0);
-    rest_[1] = queries_.length ? mean_.log() : none(1);
+    rest_[1] = queries_.length ? ring_.logs_to_return(mean_.log()) : none(1);
     return std::move(rest_);
   }
 
@@ -671,7 +701,7 @@ class Forward : public Pass {
     for (const auto& b : blocks_of(at_q, at_k, ring_.causal())) {
       rest_ = ring_.call(
           {{"query", rows(q, b.q, at_q.start)}, {"key", rows(k, b.k, at_k.start)}, {"value", rows(v, b.k, at_k.start)}}, b);
-      auto part = rest_[0].toTensor(), log = rest_[1].toTensor();
+      auto part = rest_[0].toTensor(), log = ring_.logs(rest_[1].toTensor(), b.q.length);
       if (const auto blind = ring_.blind(b); blind.defined()) {
         part = part.masked_fill(blind.unsqueeze(-1), 0);
         log = log.masked_fill(blind, -std::numeric_limits<double>::infinity());
@@ -691,9 +721,9 @@ class Backward : public Pass {
   static constexpr bool kGradients = true;
   Backward(const Ring& ring, const Shares& shares)
       : Pass(ring, shares),
-        grad_(ring.tensor("grad_out")),
+        grad_(ring.upstream()),
         out_(ring.tensor("out")),
-        log_(ring.tensor("logsumexp")),
+        log_(ring.logs(ring.tensor("logsumexp"), queries_.length)),
         of_q_(ring.q(), queries_.start),
         of_k_(ring.k(), keys_.start),
         of_v_(ring.v(), keys_.start) {}
@@ -746,7 +776,9 @@ class Backward : public Pass {
   }
 
   std::vector<c10::IValue> results() {
-    return {of_q_.get(), ring_.at_home(of_k_.get()), ring_.at_home(of_v_.get())};
+    std::vector<c10::IValue> out{of_q_.get(), ring_.at_home(of_k_.get()), ring_.at_home(of_v_.get())};
+    out.resize(ring_.gradients(), at::Tensor()); // none of a mask
+    return out;
   }
 
  private:
@@ -757,11 +789,12 @@ class Backward : public Pass {
       const auto of = [&](const at::Tensor& t) { return rows(t, block.q, start); };
       const auto grads = ring_.call(
           {{"grad_out", of(a.grad)},
+           {"grad_out_", of(a.grad)},
            {"query", of(a.q)},
            {"key", rows(b.k, block.k, at_k.start)},
            {"value", rows(b.v, block.k, at_k.start)},
-           {"out", of(a.out)},
-           {"logsumexp", of(a.log).contiguous()}},
+           {"out", ring_.out_to_take(of(a.out))},
+           {"logsumexp", ring_.logs_to_take(of(a.log))}},
           block);
       q.add(grads[0].toTensor(), block.q);
       k.add(grads[1].toTensor(), block.k);

@@ -342,12 +342,17 @@ Operand kept(Dims dims) {
   return out;
 }
 
+// Where sampled() has nothing: the batch may be cut.
+Rule by_batch(const Call& call, const char* images, const char* volumes) {
+  return linear(batched(call, call.tensors[0].dim() == 4 ? images : volumes), {0}); // a gradient has its input's dims
+}
+
 Rule sample(const Call& call) {
   Rule rule;
   const auto &input = call.tensors[0], &grid = call.tensors[1];
   const auto dims = sampled(call, rule, input, grid);
   if (!dims) {
-    return linear(batched(call, call.tensors[0].dim() == 4 ? "NC..,N...->NC.." : "NC...,N....->NC..."), {0});
+    return by_batch(call, "NC..,N...->NC..", "NC...,N....->NC...");
   }
   rule.operands = {kept(dims->input), Operand(dims->grid)};
   auto sizes = input.sym_sizes();
@@ -366,7 +371,7 @@ Rule sample_backward(const Call& call) {
   const auto &input = call.tensors[1], &grid = call.tensors[2];
   const auto dims = sampled(call, rule, input, grid);
   if (!dims) {
-    return linear(batched(call, input.dim() == 4 ? "N...,N...,N...->N...,N..." : "N....,N....,N....->N....,N...."), {0});
+    return by_batch(call, "N...,N...,N...->N...,N...", "N....,N....,N....->N....,N....");
   }
   rule.operands = {Operand(dims->result), kept(dims->input), Operand(dims->grid)};
   rule.results = {Result(dims->input, input.sym_sizes()), Result(dims->grid, grid.sym_sizes())};

@@ -1,5 +1,5 @@
-// flip, roll, rot90: indices move along some dims. Where these are cut, each rank reads what comes to its place. And our own ops,
-// to which circular padding and repeat() along cut dims turn (autograd/shifts.cpp): shifted, repeated.
+// flip, roll, rot90, repeat: indices move along some dims. Where these are cut, each rank reads what comes to its places. And our
+// own ops (autograd/shifts.cpp): shifted, to which circular padding turns, and repeats_added, the gradient of repeat.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
@@ -180,45 +180,75 @@ Rule shifted_rule(const Call& call) {
   return rule;
 }
 
-// ---- repeated(x, dim, times): result o is x[o mod size] ----
+// ---- repeat: along a dim, result o is x[o mod size] ----
 
-at::Tensor repeated(const at::Tensor& x, int64_t dim, int64_t times) {
-  std::vector<int64_t> each(x.dim(), 1);
-  each[dim] = times;
-  return x.repeat(each);
-}
+// The dims of x that are cut and repeated, and their factors.
+struct Repeated {
+  std::vector<std::pair<int64_t, int64_t>> dims;
+};
 
-// What a rank reads, once: if its results need all of x, in x's order, else in that of the results.
-void repeated_kernel(Run& run) {
-  const auto dim = run.arg(1).toInt();
-  const auto* halo = run.solution.halo(0);
-  if (!halo) {
+// What a rank reads of x, once: if its results need all of x, in x's order, else in that of the results.
+void repeat_kernel(Run& run) {
+  if (!run.solution.halo(0)) {
     return run.call_op();
   }
-  const auto x = run.arg(0).toTensor();
-  const auto& mine = *cut_run(run, dim);
-  const auto size = run.operands[0].size(dim);
-  if (mine.length <= size) {
-    return run.returns({is_empty(x) ? x.clone() : x}); // new memory: a rank needs more than its piece
+  auto x = run.arg(0).toTensor();
+  auto times = run.arg(1).toIntVector();
+  const auto lead = static_cast<int64_t>(times.size()) - x.dim();
+  for (const auto& [d, factor] : noted<Repeated>(run.solution).dims) {
+    const auto* mine = cut_run(run, factor);
+    if (!mine) {
+      continue;
+    }
+    times[lead + d] = 1;
+    const auto size = run.operands[0].size(d);
+    if (mine->length > size) {
+      const auto at = at::arange(mine->start, mine->start + mine->length, x.options().dtype(at::kLong)).remainder(size);
+      x = x.index_select(d, at);
+    }
   }
-  const auto at = at::arange(mine.start, mine.start + mine.length, x.options().dtype(at::kLong)).remainder(size);
-  run.returns({x.index_select(dim, at)});
+  const bool more = lead > 0 || std::any_of(times.begin(), times.end(), [](int64_t n) { return n != 1; });
+  run.returns({more ? x.repeat(times) : is_empty(x) ? x.clone() : x}); // new memory: a rank needs more than its piece
 }
 
-Rule repeated_rule(const Call& call) {
+Rule repeat(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
-  const auto dim = call.integer(1), times = call.integer(2);
-  const auto dims = fresh_dims(rule, x.dim());
-  rule.operands.emplace_back(dims);
-  rule.results.emplace_back(dims, x.sym_sizes());
-  rule.factors[dim].size = x.size(dim) * times;
-  rule.operands[0].dims[dim] = rule.windows(dim, {1, 1, 0, 0, Beyond::Circular});
-  rule.operands[0].padding = std::nullopt;
-  rule.results[0].sizes[dim] = x.size(dim) * times;
+  const auto times = call.ints(1);
+  const auto lead = static_cast<int64_t>(times.size()) - x.dim();
+  TORCH_CHECK(lead >= 0, "Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor");
+  Repeated repeated;
+  Dims in, out(lead, Dim(kNone));
+  auto& operand = rule.operands.emplace_back();
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    const bool once = times[lead + d] == 1;
+    if (once || times[lead + d] < 1 || !x.layout->shards(d) || x.has_symbols() || numel_of(x.sym_sizes()) == 0) {
+      in.push_back(once ? Dim(rule.factor()) : Dim(kNone));
+      out.push_back(in.back());
+      continue;
+    }
+    Factor f;
+    f.size = x.size(d) * times[lead + d];
+    const auto at = rule.factor(f);
+    in.push_back(rule.windows(at, {1, 1, 0, 0, Beyond::Circular}));
+    out.emplace_back(at);
+    repeated.dims.emplace_back(d, at);
+  }
+  operand = Operand(std::move(in));
+  if (repeated.dims.empty()) {
+    rule.results.emplace_back(std::move(out));
+  } else {
+    SymSizes sizes(times.begin(), times.end());
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      sizes[lead + d] *= x.sym_size(d);
+    }
+    rule.results.emplace_back(std::move(out), std::move(sizes));
+    rule.operands[0].padding = std::nullopt;
+    rule.notes = std::move(repeated);
+    rule.kernel = repeat_kernel;
+    rule.always_kernel = true;
+  }
   rule.passes_partial();
-  rule.kernel = repeated_kernel;
-  rule.always_kernel = true;
   return rule;
 }
 
@@ -276,8 +306,6 @@ Rule repeats_added_rule(const Call& call) {
 }
 
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
-  m.def("repeated(Tensor self, int dim, int times) -> Tensor");
-  m.impl("repeated", c10::DispatchKey::CompositeExplicitAutograd, repeated);
   m.def("repeats_added(Tensor[] copies, int dim, int size) -> Tensor");
   m.impl("repeats_added", c10::DispatchKey::CompositeExplicitAutograd, repeats_added);
   m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size) -> Tensor");
@@ -288,9 +316,9 @@ TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
 
 void register_turns(Registry& r) {
   r.add("turns", {"flip"}, flip);
+  r.add("turns", {"repeat"}, repeat);
   r.add("turns", {"roll"}, roll);
   r.add("turns", {"rot90"}, rot90, {.asks_order = true});
-  r.add("turns", {"shardtensor::repeated"}, repeated_rule, {.symbols = true});
   r.add("turns", {"shardtensor::repeats_added"}, repeats_added_rule, {.symbols = true});
   r.add("turns", {"shardtensor::shifted"}, shifted_rule, {.symbols = true});
 }

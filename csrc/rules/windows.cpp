@@ -2,6 +2,7 @@
 
 #include "comm/values.h"
 #include "redistribute/redistribute.h"
+#include "redistribute/watch.h"
 #include "rules/empties.h"
 
 namespace shardtensor::rules {
@@ -61,7 +62,14 @@ at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead) {
   for (int64_t d = lead; d < run.operands[operand].dim(); ++d) {
     whole = whole->whole_along(d);
   }
-  return redistribute(run.arg(operand).toTensor(), have, *whole, run.operands[operand].sizes());
+  const auto piece = run.arg(operand).toTensor();
+  const auto& op = run.op.schema().name();
+  constexpr const char* kWhy = "a graph has no messages whose sizes depend on values";
+  tell_of_gather(op, kWhy, have.str());
+  tell_watcher(
+      op, run.op.schema().arguments()[operand].name(), kWhy, have, *whole, run.operands[operand].symbols,
+      static_cast<int64_t>(piece.element_size()));
+  return redistribute(piece, have, *whole, run.operands[operand].sizes());
 }
 
 } // namespace shardtensor::rules

@@ -75,7 +75,8 @@ std::vector<c10::IValue> results_of_op(const Run& run);
 
 // Whether values can decide what is sent: not in a graph, and not of tensors on the meta device.
 bool may_ask_values(const at::Tensor& piece);
-// For where they cannot: an operand, in its layout, with its dims from `lead` on whole on every rank.
+// For where they cannot: an operand, in its layout, with its dims from `lead` on whole on every rank. Those who listen to
+// redistributions and to gathers hear of it.
 at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead);
 
 // A list of integers with one per dim of space, or one for all.
