@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import threading
 
 import pytest
 import torch
@@ -663,3 +664,24 @@ def explained():
 
 
 test_explained = on_ranks(explained)
+
+
+def without_the_plan_on_one_rank() -> None:
+    """Ranks compare notes before the first move of a kind: of tensors of nine dims here. All must know alike that it is the first."""
+    from oracle import mesh_here, place
+
+    x, y = (place(torch.ones(6, 2, *[1] * n), mesh_here(), ("S(0)",), [1, 5]) for n in (0, 7))
+    x.full_tensor()
+    got = []
+    move = lambda: got.append(y.full_tensor().sum())  # noqa: E731
+    if dist.get_rank() == 1:  # a thread has plans of its own; others are dropped when much has been found since
+        thread = threading.Thread(target=move)
+        thread.start()
+        thread.join()
+    else:
+        move()
+    assert got == [12]
+
+
+def test_a_plan_that_one_rank_lacks(pools):
+    pools(2).run(f"{__name__}:without_the_plan_on_one_rank", seconds=20)

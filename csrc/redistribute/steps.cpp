@@ -700,7 +700,9 @@ uint64_t dims_of(c10::ArrayRef<Step> steps) {
 }
 
 void agree(const Plan& plan, const Layout& from, const Layout& to, IntArrayRef sizes, at::ScalarType dtype) {
-  if (const auto now = comm::epoch(); plan.communicates() && std::exchange(plan.agreed, now) != now) {
+  // A rank may have dropped a plan that others keep, so a plan may only say what check_agreed() would find out again.
+  const auto kind = (comm::epoch() << 16) + (static_cast<int64_t>(sizes.size()) << 8) + static_cast<int64_t>(dtype);
+  if (plan.communicates() && std::exchange(plan.agreed, kind) != kind) {
     in_step(
         from, to, plan.steps.front(), [&] { check_agreed(from, to, sizes, dtype); }, [&] { return dims_of(plan.steps); });
   }
