@@ -44,6 +44,7 @@ CASES = [
     case("sdpa_heads", sdpa, *QKV, quiet=alike(0, 1), cut_alike=True, only=("R", "S(0)", "S(1)")),
     case("sdpa_query", sdpa, *QKV, quiet=lambda q, k, v: set(q.split()) <= {"R", "S(2)"} and set((k + v).split()) <= {"R"}, only=("R", "S(2)")),
     case("sdpa_causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), (2, 3, 4, 2), (2, 3, 4, 2), (2, 3, 4, 2)),
+    case("sdpa_causal_short", lambda q, k, v: sdpa(q, k, v, is_causal=True), (2, 3, 2, 2), (2, 3, 5, 2), (2, 3, 5, 2), limit=30),
     case("sdpa_scale", lambda q, k, v: sdpa(q, k, v, scale=0.3), *QKV, limit=30),
     case("sdpa_mask", masked, *QKV, (3, 4, 5, 3)),
     case("sdpa_mask_heads", masked, *QKV, (3, 1, 5, 3), quiet=alike(1), cut_alike=True, only=("R", "S(0)", "S(1)")),

@@ -352,11 +352,12 @@ LayoutPtr home(const at::Tensor& query) {
   return Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts));
 }
 
-// Of the keys, or their values, those that causal queries see: as many as there are queries.
-at::Tensor seen(const at::Tensor& query, const at::Tensor& keys) {
-  const auto &queries = query.sym_size(-2), &all = keys.sym_size(-2);
-  const bool more = !queries.is_symbolic() && !all.is_symbolic() && queries < all;
-  return more && as_shard_tensor(keys)->layout().shards(keys.dim() - 2) ? keys.narrow_symint(-2, 0, queries) : keys;
+// How many keys causal queries see, where the others need not move: as many as there are queries. Nothing if all are taken.
+std::optional<c10::SymInt> count_of_seen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
+  const auto &queries = query.sym_size(-2), &keys = key.sym_size(-2);
+  const auto is_cut = [](const at::Tensor& t) { return as_shard_tensor(t)->layout().shards(t.dim() - 2); };
+  const bool fewer = !queries.is_symbolic() && !keys.is_symbolic() && queries < keys && (is_cut(key) || is_cut(value));
+  return fewer ? std::optional(queries) : std::nullopt;
 }
 
 at::Tensor attention(
@@ -380,8 +381,9 @@ at::Tensor attention(
   const bool placed = impl && !no_scores && query.dim() > 2 && is_placed(query, query.dim(), impl->layout().mesh_ptr()) &&
                       is_placed(key, query.dim(), impl->layout().mesh_ptr()) &&
                       is_placed(value, query.dim(), impl->layout().mesh_ptr());
-  const auto seen_keys = placed && is_causal ? seen(query, key) : key,
-             seen_values = placed && is_causal ? seen(query, value) : value;
+  const auto seen = placed && is_causal ? count_of_seen(query, key, value) : std::nullopt;
+  const auto seen_keys = seen ? key.narrow_symint(-2, 0, *seen) : key,
+             seen_values = seen ? value.narrow_symint(-2, 0, *seen) : value;
   const auto places = placed ? Placing(query, seen_keys, seen_values, is_causal).decide() : std::nullopt;
   if (!places) {
     return whole_sequences(query, seen_keys, seen_values);
