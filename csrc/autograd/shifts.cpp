@@ -234,7 +234,7 @@ Tensor glu(c10::DispatchKeySet keys, const Tensor& self, int64_t given) {
   const auto to = of_half(impl->layout(), dim, self.size(dim));
   tell_watcher("aten::glu", "self", "both halves of it are cut alike", impl->layout(), *to, self);
   const auto halves = redistribute_all({self.narrow(dim, 0, half), self.narrow(dim, half, half)}, {to, to});
-  return at::glu(at::stack(halves, dim), dim).squeeze(dim);
+  return at::squeeze_copy(at::glu(at::stack(halves, dim), dim), dim); // not a view, as torch's
 }
 
 // In a graph whose sizes are symbols, equal pieces are gathered, and cut again once they are flipped: one graph serves all
