@@ -134,8 +134,7 @@ void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied
 bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTensorImpl& base) {
   const auto& piece = base.local(true);
   const bool wrapped = piece.key_set().has(c10::DispatchKey::Python) && !is_traced(piece);
-  const bool copied = solution.operands[0] || solution.halo(0) || solution.put_back;
-  return copied || (!wrapped && !rules::is_empty(local) && !local.is_alias_of(piece));
+  return solution.operands[0] || solution.put_back || (!wrapped && !rules::is_empty(local) && !local.is_alias_of(piece));
 }
 
 } // namespace
