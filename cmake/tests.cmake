@@ -1,0 +1,10 @@
+# What the projects under tests/ share: the root, C++20, Python, torch, ccache.
+get_filename_component(ROOT ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
+include(${ROOT}/cmake/torch.cmake)
+find_program(CCACHE ccache)
+if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE})
+endif()
