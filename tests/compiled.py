@@ -238,7 +238,7 @@ def run(
 
 # ---- how many graphs serve two lengths ----
 
-LONGER = 2, 4  # times the sizes in the table
+LONGER = 4, 6  # times the sizes in the table
 
 
 class Frames(NamedTuple):

@@ -683,7 +683,7 @@ def dynamic(functions, one_graph, grad=True, beyond=0):
         tried = tried[::3]
     for name, function in tried:
         compiled, counter = _counting(function, dynamic=True)
-        for pieces in (4, 10) if beyond else (4, 6, 10):
+        for pieces in (8, 14) if beyond else (4, 6, 10):
             n = pieces * mesh_here().size() + beyond
             whole = torch.randn(n, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
             weight = torch.eye(6, dtype=torch.float64) + 1
@@ -732,14 +732,40 @@ def test_other_ops_are_compiled_for_each_length(pools, world):
     pools(world).run(f"{__name__}:dynamic", "SPECIALISED", False, seconds=110)
 
 
+def two_lengths(beyond):
+    """Two sequences joined, as text and image tokens are, and parted again: neither result has cuts that follow one length."""
+
+    def function(x, y, w):
+        joined = torch.cat([x * 2, y]) @ w
+        return joined.relu(), joined.narrow(0, 2, x.shape[0]).clone() * x
+
+    compiled, counter = _counting(function, dynamic=True)
+    world = mesh_here().size()
+    for rows in ((6, 4), (10, 6), (8, 5)):
+        whole = [torch.randn(n * world + beyond, 2, generator=torch.Generator().manual_seed(n)).double() for n in rows]
+        results = []
+        for run in (function, compiled):
+            x, y = (spread(t, S0, grad=True) for t in whole)
+            out = run(x, y, spread(torch.eye(2).double() + 1, R))
+            _whole(sum(t.sum() for t in out)).backward()
+            results.append([_whole(t.detach()) for t in (*out, x.grad, y.grad)])
+        torch.testing.assert_close(results[1], results[0])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_graph_for_two_lengths_at_once(pools, world, beyond):
+    pools(world).run(f"{__name__}:two_lengths", beyond)
+
+
 # The families whose every case is compiled once for all lengths, but for those below.
 ONE_GRAPH = ["attention", "indexing", "joins", "losses", "reductions", "views"]
 SEVERAL_GRAPHS = {
-    "cuts that follow no length alone (two lengths, or the shorter of two) are numbers": [
-        "cat", "cat_mixed_dtypes", "cat_of_swapped_halves", "cat_three", "chunk_cat", "chunk_cat_rows", "diagonal", "diagonal_below",
-        "diagonal_copy", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube", "prod", "prod_dim", "setitem_list_of",
-        "write_nested",
+    "views, which may be written, whose cuts follow two lengths": [
+        "diagonal", "diagonal_below", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube",
     ],
+    "only the backward needs numbers, so all sizes are": ["prod", "prod_dim", "setitem_list_of"],
     "one graph for each remainder by the number of chunks, or by ranks times steps": ["chunk", "slice_step"],
     "an offset or strides as numbers": [
         "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole",

@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "layout/reach.h"
+#include "layout/symbolic.h"
 #include "redistribute/kept.h"
 #include "redistribute/plan.h"
 #include "redistribute/route.h"
@@ -56,6 +57,10 @@ Cut cut_from(const CutInPython& given) {
 }
 
 CutInPython in_python(const PieceSizes& cut) {
+  if (!cut.symbols.empty()) {
+    const auto numbers = guarded(cut.symbols);
+    return std::vector<int64_t>(numbers.begin(), numbers.end());
+  }
   if (!cut.follows()) {
     return static_cast<const std::vector<int64_t>&>(cut);
   }
@@ -162,6 +167,7 @@ void register_layout(py::module& m) {
           })
       .def_property_readonly("is_even", &Layout::is_even)
       .def_property_readonly("follows_sizes", &Layout::follows_sizes)
+      .def_property_readonly("has_symbols", &Layout::has_symbols)
       .def("settled", [](const Layout& self, const std::vector<int64_t>& sizes) { return as_mutable(self.settled(sizes)); })
       .def_property_readonly("is_replicated", &Layout::is_replicated)
       .def_property_readonly("is_sharded", &Layout::is_sharded)

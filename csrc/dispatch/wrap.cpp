@@ -3,6 +3,7 @@
 #include "dispatch/ahead.h"
 #include "dispatch/localize.h"
 #include "dispatch/traced.h"
+#include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
@@ -154,6 +155,16 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
 
 namespace {
 
+// The same with even pieces where they are symbols of their own.
+LayoutPtr evened(LayoutPtr layout) {
+  for (int64_t m = 0; m < layout->ndim(); ++m) {
+    if (const auto& cut = layout->cut(m); cut && !cut->symbols.empty()) {
+      layout = layout->with(m, layout->placement(m));
+    }
+  }
+  return layout;
+}
+
 // wrap_result() for symbolic sizes.
 at::Tensor wrap_symbolic_result(
     at::Tensor local,
@@ -162,19 +173,33 @@ at::Tensor wrap_symbolic_result(
     const Refs& refs,
     const Form* form,
     const ShardTensorImpl* base,
-    bool moved) {
+    bool copied) {
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
-  const auto& layout = result ? result->layout : solution.replicated;
+  auto layout = result ? result->layout : solution.replicated;
   auto sizes = local.sym_sizes().vec(), strides = local.sym_strides().vec();
   if (result && layout->is_sharded()) {
     sizes = sizes_of_result<Symbols>(*result, refs, local);
   }
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (layout->has_symbols() && (!base || copied || in_backward)) { // any other view may be written
+    auto even = evened(layout);
+    local = redistribute(local, *layout, *even, sizes);
+    layout = std::move(even);
+    copied = base != nullptr;
+  }
+  const bool moved = copied || (base && base->broken_view());
+  const auto wrapped = [&](c10::SymIntArrayRef as, const c10::SymInt& offset) {
+    auto out = wrap_symbolic(std::move(local), layout, sizes, as, base, offset, moved);
+    if (moved) {
+      mark_broken(*as_shard_tensor(out), *base, copied);
+    }
+    return out;
+  };
   if (base && !moved) {
     const auto found = form ? *form : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
     // Torch's record of a graph's tensors has no room for a symbol as an offset, so one would become a number. A gradient's
     // offset matters to nobody.
-    const bool drop = found.offset.is_symbolic() && torch::autograd::get_current_graph_task_id() != -1;
-    return wrap_symbolic(std::move(local), layout, sizes, found.strides, base, drop ? c10::SymInt(0) : found.offset);
+    return wrapped(found.strides, found.offset.is_symbolic() && in_backward ? c10::SymInt(0) : found.offset);
   }
   if (result && !result->strides.empty()) {
     strides = result->strides;
@@ -184,7 +209,7 @@ at::Tensor wrap_symbolic_result(
     strides = sym_dense_strides(sizes, order);
     local = sym_laid(local, order);
   }
-  return wrap_symbolic(std::move(local), layout, sizes, strides, base, 0, moved);
+  return wrapped(strides, 0);
 }
 
 } // namespace
@@ -209,11 +234,7 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const bool moved = copied || (base && base->broken_view());
   const auto& layout = result ? result->layout : solution.replicated;
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
-    auto out = wrap_symbolic_result(std::move(local), solution, nth, refs, form, base, moved);
-    if (moved) {
-      mark_broken(*as_shard_tensor(out), *base, copied);
-    }
-    return out;
+    return wrap_symbolic_result(std::move(local), solution, nth, refs, form, base, copied);
   }
   if (C10_UNLIKELY(!base && local.dim() == 0 && layout->has_partial())) {
     auto out = wrap(std::move(local), layout, {}, {});

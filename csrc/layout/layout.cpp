@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <numeric>
 #include <sstream>
 #include <unordered_map>
 
@@ -63,7 +62,7 @@ bool chunks_follow(const PieceSizes& sizes, int64_t pieces) {
 
 bool is_even(const PieceSizes& sizes, int64_t pieces) {
   if (sizes.follows()) {
-    return chunks_follow(sizes, pieces);
+    return sizes.symbols.empty() && chunks_follow(sizes, pieces);
   }
   for (size_t row = 0; row < sizes.size(); row += pieces) {
     int64_t extent = 0;
@@ -77,6 +76,19 @@ bool is_even(const PieceSizes& sizes, int64_t pieces) {
     }
   }
   return true;
+}
+
+// Piece i of a cut that follows the extent. Symbols become numbers, which guards the graph.
+Interval piece_that_follows(const PieceSizes& sizes, int64_t extent, int64_t i) {
+  const auto size = [&](int64_t j) {
+    return sizes.symbols.empty() ? (sizes[j] + sizes.shares[j] * extent) / sizes.per
+                                 : sizes.symbols[j].guard_int(__FILE__, __LINE__);
+  };
+  int64_t start = 0;
+  for (int64_t j = 0; j < i; ++j) {
+    start += size(j);
+  }
+  return {start, size(i)};
 }
 
 // Takes [start, start + length) of the concatenation of `runs`.
@@ -148,7 +160,7 @@ LayoutPtr Layout::make(MeshPtr mesh, Placements placements, Cuts cuts) {
     }
     TORCH_CHECK_VALUE(
         static_cast<int64_t>(cut->size()) == want, "sharding_shapes: mesh dim ", m, " needs ", want, " sizes, got ", cut->size());
-    TORCH_INTERNAL_ASSERT(!cut->follows() || (rows == 1 && cut->shares.size() == cut->size()));
+    TORCH_INTERNAL_ASSERT(!cut->follows() || (rows == 1 && std::max(cut->shares.size(), cut->symbols.size()) == cut->size()));
     for (auto s : *cut) {
       TORCH_CHECK_VALUE(s >= 0 || cut->follows(), "sharding_shapes: mesh dim ", m, " has the negative size ", s);
     }
@@ -190,6 +202,7 @@ Layout::Layout(MeshPtr mesh, Placements placements, Cuts cuts, size_t hash, int6
     const auto& p = placements_[m];
     partial_ |= p.is_partial();
     follows_ |= cuts_[m] && cuts_[m]->follows();
+    symbols_ |= cuts_[m] && !cuts_[m]->symbols.empty();
     if (cuts_[m]) {
       const auto row = sizes_per_row(*mesh_, p, static_cast<int64_t>(m));
       int64_t at = 0;
@@ -262,8 +275,7 @@ Interval Layout::piece_at(int64_t m, int64_t extent, int64_t row, int64_t at) co
   const auto i = row * per_row + at;
   const auto& sizes = *cuts_[m];
   if (C10_UNLIKELY(sizes.follows())) {
-    const auto shares = std::accumulate(sizes.shares.begin(), sizes.shares.begin() + i, int64_t{0});
-    return {(starts_[m][i] + shares * extent) / sizes.per, (sizes[i] + sizes.shares[i] * extent) / sizes.per};
+    return piece_that_follows(sizes, extent, i);
   }
   return {starts_[m][i], sizes[i]};
 }
@@ -478,7 +490,9 @@ std::string Layout::str() const {
       out << "[";
       for (size_t i = 0; i < cut->size() && i < 8; ++i) {
         out << (i ? "," : "");
-        if (cut->follows()) {
+        if (!cut->symbols.empty()) {
+          out << cut->symbols[i];
+        } else if (cut->follows()) {
           out << "(" << cut->shares[i] << "n+" << (*cut)[i] << ")/" << cut->per;
         } else {
           out << (*cut)[i];

@@ -5,8 +5,10 @@
 #include "layout/mesh.h"
 #include "layout/placement.h"
 
+#include <c10/core/SymInt.h>
 #include <c10/util/ArrayRef.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -42,12 +44,18 @@ struct PieceSizes : std::vector<int64_t> {
   // ((*this)[i] + shares[i] * extent) / per indices. One row.
   std::vector<int64_t> shares;
   int64_t per = 1;
+  // Only in a graph: the sizes, where they follow more than the extent. One row; the numbers are 0. Of tensors, only views have
+  // such a cut. A call may move its operands to one, and moves its other results to even pieces.
+  std::vector<c10::SymInt> symbols;
 
   bool follows() const {
-    return !shares.empty();
+    return !shares.empty() || !symbols.empty();
   }
   bool operator==(const PieceSizes& o) const {
-    return static_cast<const std::vector<int64_t>&>(*this) == o && shares == o.shares && per == o.per;
+    return static_cast<const std::vector<int64_t>&>(*this) == o && shares == o.shares && per == o.per &&
+           std::equal(symbols.begin(), symbols.end(), o.symbols.begin(), o.symbols.end(), [](const auto& a, const auto& b) {
+             return a.is_same(b);
+           });
   }
 };
 using Cut = std::shared_ptr<const PieceSizes>;
@@ -119,6 +127,10 @@ class Layout final : public c10::intrusive_ptr_target {
   // Whether some cut follows the sizes, see PieceSizes.
   bool follows_sizes() const {
     return follows_;
+  }
+  // Whether some cut's sizes are symbols, see PieceSizes.
+  bool has_symbols() const {
+    return symbols_;
   }
   // Bit d: some mesh dim cuts tensor dim d.
   uint64_t sharded_dims() const {
@@ -192,6 +204,7 @@ class Layout final : public c10::intrusive_ptr_target {
   bool sharded_ = false;
   bool even_ = true;
   bool follows_ = false;
+  bool symbols_ = false;
   uint64_t sharded_dims_ = 0;
 };
 

@@ -6,6 +6,7 @@
 #include <c10/core/SymInt.h>
 #include <c10/core/SymIntArrayRef.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -104,6 +105,13 @@ class SymSplit {
     if (chunks_) {
       return (*chunks_)(pieces_, coordinate);
     }
+    if (const auto& symbols = follows_->symbols; !symbols.empty()) {
+      c10::SymInt start = 0;
+      for (int64_t i = 0; i < coordinate; ++i) {
+        start = plus(start, symbols[i]);
+      }
+      return {start, symbols[coordinate]};
+    }
     int64_t sizes = 0, shares = 0;
     for (int64_t i = 0; i < coordinate; ++i) {
       sizes += (*follows_)[i];
@@ -128,6 +136,11 @@ class SymSplit {
   c10::SymInt extent_ = 0;
 };
 
+// The layout with numbers for pieces that are symbols of their own (PieceSizes::symbols), which guards the graph.
+inline LayoutPtr of_a_tensor(const LayoutPtr& layout, c10::SymIntArrayRef sizes) {
+  return layout->has_symbols() ? layout->settled(guarded(sizes)) : layout;
+}
+
 // Layout::extent_before() over symbols.
 inline c10::SymInt sym_extent_before(
     const Layout& layout, int64_t mesh_dim, int64_t dim, const c10::SymInt& size, const Coordinate& at) {
@@ -150,26 +163,32 @@ inline SymSizes sym_local_sizes(const Layout& layout, c10::SymIntArrayRef sizes)
   return out;
 }
 
+// The piece of mesh dim m at a coordinate; with a stride, its first run.
+inline SymInterval sym_piece(const Layout& layout, int64_t m, const c10::SymInt& extent, const Coordinate& at) {
+  if (const SymSplit split(layout, m, extent); split) {
+    return split(at[m]);
+  }
+  const auto run = layout.split(m, extent.guard_int(__FILE__, __LINE__), at)[0];
+  return {run.start, run.length};
+}
+
 // What this rank holds of `size` indices along `dim`: one run, Layout::intervals() over symbols.
 inline SymInterval mine(const Layout& layout, int64_t dim, const c10::SymInt& size) {
+  const auto& here = layout.mesh().coordinate();
+  const auto strided = [&](const Placement& p) { return p.is_shard(dim) && p.split_factor > 1; };
+  if (!size.is_symbolic() || std::any_of(layout.placements().begin(), layout.placements().end(), strided)) {
+    const auto runs = layout.intervals(dim, size.guard_int(__FILE__, __LINE__), here);
+    TORCH_CHECK_NOT_IMPLEMENTED(runs.size() == 1, "a kernel cannot run on a strided shard");
+    return {runs[0].start, runs[0].length};
+  }
   SymInterval held{0, size};
-  for (int64_t m = 0; m < layout.ndim() && held.length.is_symbolic(); ++m) {
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
     if (layout.placement(m).is_shard(dim)) {
-      const SymSplit split(layout, m, held.length);
-      if (!split) {
-        held.length = held.length.guard_int(__FILE__, __LINE__);
-        break;
-      }
-      const auto piece = split(layout.mesh().coordinate()[m]);
+      const auto piece = sym_piece(layout, m, held.length, here);
       held = {plus(held.start, piece.start), piece.length};
     }
   }
-  if (held.length.is_symbolic()) {
-    return held;
-  }
-  const auto runs = layout.intervals(dim, size.guard_int(__FILE__, __LINE__), layout.mesh().coordinate());
-  TORCH_CHECK_NOT_IMPLEMENTED(runs.size() == 1, "a kernel cannot run on a strided shard");
-  return {runs[0].start, runs[0].length};
+  return held;
 }
 
 inline c10::SymInt numel_of(c10::SymIntArrayRef sizes) {

@@ -91,7 +91,9 @@ Cut Cutting::factor_cut(int64_t m) const {
   const auto& t = call_.tensors[c.donor];
   const auto& inner = rule_.operands[c.donor].dims[c.donor_dim].inner;
   if (inner <= 1) {
-    return t.layout->cut(m);
+    const auto& cut = t.layout->cut(m);
+    const bool makes_views = !rule_.results.empty() && rule_.results[0].geometry;
+    return cut && !cut->symbols.empty() && !makes_views ? nullptr : cut;
   }
   if (!aligned(static_cast<size_t>(c.donor), c.donor_dim, m)) {
     return nullptr; // rebalanced to even
@@ -130,11 +132,17 @@ bool Cutting::has_windows(int64_t f) const {
 
 namespace {
 
-// A cut that depends on the size, and does not follow it, makes the size a number, and not only its half or the like.
+// A cut that depends on the size of the dim follows it if it can. Several rows of symbols make the size a number, and not only
+// its half or the like.
 Cut cut_of(const SymSizes& pieces, const c10::SymInt& size, int64_t per_row) {
   if (std::any_of(pieces.begin(), pieces.end(), [](const auto& n) { return !n.maybe_as_int(); })) {
-    if (auto follows = static_cast<int64_t>(pieces.size()) == per_row ? cut_that_follows(pieces, size) : nullptr) {
-      return follows;
+    if (static_cast<int64_t>(pieces.size()) == per_row) {
+      if (auto follows = cut_that_follows(pieces, size)) {
+        return follows;
+      }
+      auto out = std::make_shared<PieceSizes>(std::vector<int64_t>(pieces.size(), 0));
+      out->symbols = pieces;
+      return out;
     }
     size.guard_int(__FILE__, __LINE__);
   }
@@ -156,17 +164,10 @@ c10::SymInt window_before(const Dim::SymWindow& w, const c10::SymInt& at) {
 SymInterval Cutting::piece_of(const Layout& layout, int64_t d, const c10::SymInt& size, const Coordinate& c, int64_t end) const {
   SymInterval piece{0, size};
   for (int64_t k = 0; k < end; ++k) {
-    if (!layout.placement(k).is_shard(d)) {
-      continue;
+    if (layout.placement(k).is_shard(d)) {
+      const auto inside = sym_piece(layout, k, piece.length, c);
+      piece = {plus(piece.start, inside.start), inside.length};
     }
-    SymInterval inside;
-    if (const SymSplit split(layout, k, piece.length); split) {
-      inside = split(c[k]);
-    } else {
-      const auto run = layout.split(k, piece.length.guard_int(__FILE__, __LINE__), c)[0];
-      inside = {run.start, run.length};
-    }
-    piece = {plus(piece.start, inside.start), inside.length};
   }
   return piece;
 }
@@ -205,7 +206,8 @@ Cut Cutting::cut_around(int64_t m, int64_t f) const {
   if (!fits || even) {
     return nullptr;
   }
-  return cut_of(out, size, mesh_.size(m));
+  auto cut = cut_of(out, size, mesh_.size(m));
+  return cut->symbols.empty() ? cut : nullptr;
 }
 
 bool Cutting::bound_boundaries(

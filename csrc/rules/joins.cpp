@@ -101,9 +101,10 @@ Rule chunk_cat(const Call& call) {
     if (t.output) {
       continue;
     }
-    TORCH_CHECK(c10::multiply_integers(t.sizes()) > 0, "_chunk_cat expects non-empty tensor");
+    const auto sizes = t.sym_sizes(), sizes_of_first = first.sym_sizes();
+    TORCH_CHECK(std::find(sizes.begin(), sizes.end(), 0) == sizes.end(), "_chunk_cat expects non-empty tensor");
     TORCH_CHECK(
-        t.dim() > dim && t.sizes().slice(0, dim) == first.sizes().slice(0, dim),
+        t.dim() > dim && std::equal(sizes.begin(), sizes.begin() + dim, sizes_of_first.begin()),
         "_chunk_cat expects same sizes of 0,...,dim-1 dimensions for all tensors");
     auto dims = lead;
     dims.resize(t.dim(), Dim(kNone));

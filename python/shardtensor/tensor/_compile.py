@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch._guards import CompileContext, Guard, TracingContext
@@ -41,6 +41,9 @@ class Offset(NamedTuple):
         return sum(terms, self.number) if self.number else sum(terms[1:], terms[0])  # torch cannot trace a symbol plus 0
 
 
+Cuts = Sequence[Sequence[int] | None]
+
+
 class ShardOrder(tuple):  # type: ignore[type-arg]
     """A spec's shard_order with torch's entries, plus two facts that torch does not know: every rank's cuts, and the storage
     offset.
@@ -48,14 +51,21 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
     torch.compile stores it, compares it, writes it to its caches, and passes it back when it unflattens a tensor.
     """
 
-    cuts: tuple[tuple[int, ...] | None, ...]
     offset: int | Offset
+    _given: Cuts | _C.Layout
 
-    def __new__(cls, entries: Sequence[Any], cuts: Sequence[Sequence[int] | None], offset: int | Offset = 0) -> ShardOrder:
+    def __new__(cls, entries: Sequence[Any], cuts: Cuts | _C.Layout, offset: int | Offset = 0) -> ShardOrder:
         self = super().__new__(cls, entries)
-        self.cuts = tuple(None if cut is None else tuple(cut) for cut in cuts)
+        self._given = cuts
         self.offset = offset
         return self
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Read late: torch flattens tensors that it never unflattens, and a view's cuts may be symbols, which become numbers here."""
+        if isinstance(self._given, _C.Layout):
+            self._given = self._given.cuts
+        return tuple(None if cut is None else tuple(cut) for cut in self._given)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -92,7 +102,10 @@ def flatten(t: ShardTensor) -> tuple[list[str], Any]:
     layout, offset = t._layout, offset_of(t)
     order = _orders.get((layout.id, offset))
     if order is None:
-        order = _orders[layout.id, offset] = t._spec.shard_order  # type: ignore[assignment]
+        order = cast(ShardOrder, t._spec.shard_order)
+        if not layout.has_symbols:
+            assert order.cuts is not None  # read, so that it keeps no layout
+            _orders[layout.id, offset] = order
     meta = TensorMeta(t.shape, t.stride(), t.dtype)
     return ["_local_tensor", "device_mesh"], (placements_of(layout), meta, order, t.requires_grad)
 

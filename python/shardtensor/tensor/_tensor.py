@@ -62,7 +62,7 @@ class ShardTensorSpec(DTensorSpec):
         if self._layout is None or placements_of(self._layout) != self.placements:
             assert self.tensor_meta is not None
             self._layout = make_layout(self.mesh, self.placements, len(self.tensor_meta.shape), who="ShardTensorSpec")
-        self.shard_order = _compile.ShardOrder(self.shard_order or (), self._layout.cuts, self._offset)
+        self.shard_order = _compile.ShardOrder(self.shard_order or (), self._layout, self._offset)
 
     def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
         """torch.compile's guard: `self` is the spec of the tensor in this call, `other` of the traced one."""
