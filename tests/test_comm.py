@@ -137,7 +137,7 @@ def fail(rank, world, store, results):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40))
     import shardtensor  # noqa: F401
     from oracle import place
-    from shardtensor import DeviceMesh, Replicate, Shard
+    from shardtensor import DeviceMesh, Replicate, Shard, redistribute
 
     def mesh():
         group = dist.new_group(list(range(world)))
@@ -146,9 +146,14 @@ def fail(rank, world, store, results):
         return DeviceMesh.from_group(group, "cpu")
 
     dist.barrier()
-    meshes = [mesh() for _ in range(5)]
+    meshes = [mesh() for _ in range(7)]
+    several = []
+    redistribute([place(torch.ones(6, 4), meshes[0], ("S(0)",), "even")] * 2, [Shard(1)])  # the ranks compare notes
     data = torch.ones(6, 4)
-    calls = {
+    calls = {  # after an error the ranks compare what they call, so what shall fail while it is in flight comes first
+        "several": lambda m: several.extend(redistribute([place(data, m, ("S(0)",), "even")] * 2, [Shard(1)], async_op=True))
+        or several[1] + 1,
+        "several, another of them": lambda _: several[0] + 1,
         "sliced wrongly on one rank": lambda m: place(data, m, ("S(0)",), "uneven").full_tensor(),
         "an op": lambda m: torch.linalg.svdvals(place(data, m, ("S(0)",), "uneven")),
         "an op's own": lambda m: place(data, m, ("S(0)",), "uneven").softmax(0),
@@ -157,10 +162,10 @@ def fail(rank, world, store, results):
     }
     if rank == world - 1:
         try:
-            place(data, meshes[0], ("S(0)",), "even").redistribute(placements=[Shard(2)])
+            place(data, meshes[2], ("S(0)",), "even").redistribute(placements=[Shard(2)])
         except Exception as error:
             results.put((rank, "own", type(error).__name__, str(error), 0.0))
-        time.sleep(4.5 * SECONDS)  # takes no part in four calls
+        time.sleep(5.5 * SECONDS)  # takes no part in five calls
         os.kill(os.getpid(), signal.SIGKILL)
     for (what, call), on in zip(calls.items(), meshes, strict=True):
         start = time.monotonic()
@@ -197,6 +202,8 @@ STEPS = {
     "an op": "in aten::_linalg_svd",
     "an op's own": "in aten::_softmax on [6, 4] S(0)[1,2,3] on cpu mesh (3)",
     "asynchronous": "step all_to_all along mesh dim 0",
+    "several": "step all_to_all along mesh dim 0",
+    "several, another of them": "step all_to_all along mesh dim 0",
     "killed": "step all_reduce along mesh dim 0",
 }
 

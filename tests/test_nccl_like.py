@@ -19,7 +19,7 @@ MORE = [
     *(("async", name) for name in ["all_pairs", "not_done_at_once", "chains", "writes", "dropped", "gradients", "threads"]),
     *(("comm", name) for name in ["scatters", "strided"]),
     ("points", "on_four_ranks"),
-    ("many", "as_one"),
+    *(("many", name) for name in ["as_one", "as_one_later", "not_done_at_once", "read_by_threads"]),
 ]  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def moves_of_each_kind():
     """Everything that a move may start, as functions that start it."""
     import torch.distributed as dist
     from oracle import mesh_of, place
-    from shardtensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor
+    from shardtensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, redistribute
 
     mesh = mesh_of((4,))
     some, others = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [1, 2]))
@@ -154,6 +154,10 @@ def moves_of_each_kind():
             yield lambda x=x, end=end: x.redistribute(placements=[end], async_op=True)
     x = place(even, some, ("S(0)",), "even")
     yield lambda: x.redistribute(others, [Shard(0)], async_op=True)
+    for start, end in (("S(0)", "R"), ("S(0)", "S(1)"), ("P", "R"), ("P", "S(0)")):  # one call for all; some are dropped at once
+        xs = [place(data, mesh, (start,), cut) for data, cut in ((even, "even"), (uneven, "uneven"), (even, "empty"))]
+        target = {"R": Replicate(), "S(0)": Shard(0), "S(1)": Shard(1)}[end]
+        yield lambda xs=xs, target=target: redistribute(xs, [target], async_op=True)[1]
 
 
 def tells_what_is_lost(kind):

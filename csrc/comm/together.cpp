@@ -1,12 +1,15 @@
 #include "comm/together.h"
 
 #include "comm/bytes.h"
+#include "comm/gil.h"
 #include "comm/where.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <utility>
 
 namespace shardtensor::comm {
@@ -228,6 +231,21 @@ InFlight start(Calls& calls) {
   return {};
 }
 
+Kind kind_of(const Call& call) {
+  switch (call.what) {
+    case Call::What::Reduce:
+      return Kind::AllReduce;
+    case Call::What::Gather:
+      return Kind::AllGather;
+    case Call::What::Scatter:
+      return Kind::ReduceScatter;
+    case Call::What::Exchange:
+    case Call::What::Send:
+      return call.of_summands ? Kind::ReduceScatter : Kind::AllToAll;
+  }
+  return Kind::AllToAll;
+}
+
 bool alike(const Call& a, const Call& b) {
   const bool reduces = a.what == Call::What::Reduce || a.what == Call::What::Scatter;
   return a.what == b.what && a.mesh == b.mesh && a.mesh_dim == b.mesh_dim && a.of_summands == b.of_summands &&
@@ -236,14 +254,31 @@ bool alike(const Call& a, const Call& b) {
 
 } // namespace
 
-// The one call that several are. Whichever of them comes first waits for it.
+// The one call that several are. Whichever of them comes first waits for it; an error is raised for each.
 struct Together::Joint {
+  std::mutex mutex;
   InFlight rest;
+  std::exception_ptr error;
   bool begun = false;
 
-  void wait() {
+  // `used`: of what it writes for the one who waits.
+  void wait(const at::Tensor& used) {
+    const WithoutGil released; // the one who has the lock may need it
+    const std::lock_guard<std::mutex> lock(mutex);
     TORCH_INTERNAL_ASSERT(begun, "a collective is waited for before Together::go()");
-    rest.wait();
+    if (rest) {
+      try {
+        rest.wait_on_each_stream(used);
+      } catch (...) {
+        if (rest) { // not now, but later
+          throw;
+        }
+        error = std::current_exception();
+      }
+    }
+    if (error) {
+      std::rethrow_exception(error);
+    }
   }
 };
 
@@ -269,8 +304,11 @@ InFlight Together::note(Call call) {
     noted_.push_back({{}, std::make_shared<Joint>()});
     same = noted_.end() - 1;
   }
+  const auto used = call.what == Call::What::Gather ? call.pieces : std::vector<at::Tensor>{call.out};
+  const Where where(kind_of(call), *call.mesh, call.mesh_dim);
   same->calls.push_back(std::move(call));
-  return only([joint = same->joint] { joint->wait(); });
+  return share(
+      where, [joint = same->joint, used = used.front()] { joint->wait(used); }, used);
 }
 
 void Together::go() {
