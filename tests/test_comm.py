@@ -95,7 +95,41 @@ def uneven_numels(shape):
         assert all(torch.equal(p.float().sum(), torch.tensor(2.0 * c)) for c, p in enumerate(pieces) if dtype != torch.complex64)
 
 
-@pytest.mark.parametrize("case", [scatters, uneven_numels], ids=lambda f: f.__name__)
+def large_reductions(shape):
+    """Few bytes are gathered and combined here (Backend::latency). Of these, Gloo itself adds up what it can; NaN is not lost."""
+    import functools
+
+    import torch.distributed as dist
+    from oracle import mesh_of
+    from shardtensor import Partial, Replicate, ShardTensor
+
+    mesh, me, n = mesh_of(shape), dist.get_rank(), dist.get_world_size()
+    arithmetic = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+    bitwise = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+    whole_numbers = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool]
+    floats = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    for dtype in [*whole_numbers, *floats, torch.complex64]:
+        summands = [((torch.arange(20000) + r) % 4).double() for r in range(n)]
+        if dtype in floats:
+            summands[1][7] = float("nan")
+        if dtype in whole_numbers:
+            summands = [s.bool() if dtype == torch.bool else s.long() for s in summands]
+        if dtype in (torch.uint32, torch.uint64):
+            summands[1][5] = 2**31 if dtype == torch.uint32 else 2**62
+        ops = {"sum": torch.add} if dtype == torch.complex64 else arithmetic | (bitwise if dtype in whole_numbers else {})
+        for op, combine in ops.items():
+            x = ShardTensor.from_local(summands[me].to(dtype), mesh, [Partial(op)], shape=(20000,))
+            got = x.redistribute(placements=[Replicate()]).to_local()
+            want = functools.reduce(combine, summands).to(dtype)
+            assert got.dtype == dtype and torch.equal(got.double().nan_to_num(99), want.double().nan_to_num(99)), (dtype, op)
+        if dtype in floats:
+            x = ShardTensor.from_local((summands[me] * 8192).to(dtype), mesh, [Partial("avg")], shape=(20000,))
+            got = x.redistribute(placements=[Replicate()]).to_local().double()
+            want = functools.reduce(torch.add, [(s * 8192).to(dtype).double() for s in summands]) / n
+            torch.testing.assert_close(got, want, rtol=0.07, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [scatters, uneven_numels, large_reductions], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo(pools, world, case):
     pools(world).run(f"test_comm:{case.__name__}", (world,))
