@@ -231,6 +231,26 @@ def sizes_of(data, dim, cut):
     return [[*data.shape[:dim], n, *data.shape[dim + 1 :]] for n in cut]
 
 
+def starts_of_several():
+    """What is packed for several tensors starts at multiples of 16 bytes, whatever their sizes and dtypes (Packed in together.cpp)."""
+    import nccl_like
+    from oracle import mesh_of, place
+    from shardtensor import DeviceMesh, Replicate, Shard, redistribute
+
+    mesh, some = mesh_of((4,)), DeviceMesh("cpu", torch.tensor([3, 1, 2]))
+    dtypes = [torch.uint8, torch.bfloat16, torch.bool, torch.float64]
+    wholes = [(torch.arange(rows * 7) % 2).view(rows, 7).to(dtype) for rows, dtype in zip((5, 3, 9, 1), dtypes, strict=True)]
+    for cut in ("even", "uneven", "empty"):
+        for dim, to, on in ((0, Replicate(), mesh), (1, Replicate(), mesh), (0, Shard(1), mesh), (1, Shard(0), mesh), (0, Shard(1), some)):
+            xs = [place(whole, mesh, (f"S({dim})",), cut) for whole in wholes]
+            redistribute(xs, [to], on)  # the ranks compare notes
+            nccl_like.unaligned()
+            ys = redistribute(xs, [to], on)
+            assert not nccl_like.unaligned(), (cut, dim, to)
+            for y, whole in zip(ys, wholes, strict=True):
+                assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), whole)
+
+
 def an_error_in_a_batch():
     """Hazard k: a batch that nobody ends makes all later ones raise (~Messages in comm.cpp)."""
     import nccl_like
@@ -287,7 +307,7 @@ def test_dropped_in_flight(ranks):
     ranks.run("test_nccl_like:dropped_in_flight", ranks.backend)
 
 
-@pytest.mark.parametrize("hazard", ["first_two_empty", "an_error_in_a_batch"])
+@pytest.mark.parametrize("hazard", ["first_two_empty", "starts_of_several", "an_error_in_a_batch"])
 def test_hazards(ranks, hazard):
     ranks.run(f"test_nccl_like:{hazard}")
 
