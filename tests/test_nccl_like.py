@@ -211,8 +211,9 @@ def dropped_in_flight(kind):
         assert nccl_like.in_flight() == before  # and then they are freed
 
 
-def first_two_empty():
-    """Hazard d: two outputs without memory have one address (`by_address`)."""
+def first_two_empty(kind):
+    """Hazard d: two outputs without memory have one address (`by_address`). Pieces travel one by one then, the empty ones not at all."""
+    import nccl_like
     from oracle import mesh_of
     from shardtensor import Replicate, Shard, ShardTensor
 
@@ -224,14 +225,18 @@ def first_two_empty():
             data = whole if dim == 0 else whole.t().contiguous()
             piece = mine if dim == 0 else mine.t().contiguous()
             x = ShardTensor.from_local(piece, mesh, [Shard(dim)], sharding_shapes={0: [tuple(s) for s in sizes_of(data, dim, cut)]})
+            x.redistribute(placements=[Replicate()])  # the ranks compare notes
+            nccl_like.calls()
             assert torch.equal(x.redistribute(placements=[Replicate()]).to_local(), data), (cut, dim)
+            one_by_one = kind == "nccl2_like" and cut[:2] == [0, 0]
+            assert nccl_like.calls() == ({"broadcast": sum(n > 0 for n in cut)} if one_by_one else {"allgather": 1}), (cut, dim)
 
 
 def sizes_of(data, dim, cut):
     return [[*data.shape[:dim], n, *data.shape[dim + 1 :]] for n in cut]
 
 
-def starts_of_several():
+def starts_of_several(_):
     """What is packed for several tensors starts at multiples of 16 bytes, whatever their sizes and dtypes (Packed in together.cpp)."""
     import nccl_like
     from oracle import mesh_of, place
@@ -251,7 +256,7 @@ def starts_of_several():
                 assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), whole)
 
 
-def an_error_in_a_batch():
+def an_error_in_a_batch(_):
     """Hazard k: a batch that nobody ends makes all later ones raise (~Messages in comm.cpp)."""
     import nccl_like
     import torch.distributed as dist
@@ -309,7 +314,7 @@ def test_dropped_in_flight(ranks):
 
 @pytest.mark.parametrize("hazard", ["first_two_empty", "starts_of_several", "an_error_in_a_batch"])
 def test_hazards(ranks, hazard):
-    ranks.run(f"test_nccl_like:{hazard}")
+    ranks.run(f"test_nccl_like:{hazard}", ranks.backend)
 
 
 def test_a_lazy_group(ranks):

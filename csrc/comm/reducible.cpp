@@ -64,7 +64,7 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
     return at::view_as_real(t);
   }
   if (t.scalar_type() == at::kBool) {
-    return op == ReduceOp::Sum || op == ReduceOp::Bxor ? t.to(at::kInt) : t.to(at::kByte);
+    return t.to(op == ReduceOp::Sum ? at::kInt : at::kByte); // 256 ranks' sum of bytes may be 0
   }
   const auto dtype = t.scalar_type();
   if (dtype == at::kShort || dtype == at::kUInt16) {
