@@ -128,11 +128,16 @@ class Met {
   Met(const Intervals& mine, const Side& other, int64_t dim, int64_t size)
       : mine_(mine), other_(other), cutting_(other.cutting(dim)), at_(other.mesh.ndim(), 0) {
     const auto strided = [&](int64_t m) { return other.layout.placement(m).split_factor > 1; };
-    if (mine.size() != 1 || std::any_of(cutting_.begin(), cutting_.end(), strided)) {
+    if (std::any_of(cutting_.begin(), cutting_.end(), strided)) {
       do {
-        add(other.layout.intervals(dim, size, at_));
+        add(other.mesh.index_of(at_), other.layout.intervals(dim, size, at_));
       } while (advance(at_, cutting_, other.mesh));
-    } else {
+    } else if (!mine.empty()) {
+      start_ = end_ = mine[0].start;
+      for (const auto& run : mine) {
+        start_ = std::min(start_, run.start);
+        end_ = std::max(end_, run.start + run.length);
+      }
       descend(0, {0, size}, 0);
     }
   }
@@ -141,22 +146,19 @@ class Met {
   Boxes::Dim dim;             // what they share, in the piece `mine`
 
  private:
-  // For one run. Only the coordinates whose pieces of `piece` may meet it, mesh dim by mesh dim.
+  // Only the coordinates whose pieces of `piece` may meet `mine`, mesh dim by mesh dim.
   void descend(size_t level, const Interval& piece, int64_t at) {
-    const auto mine = mine_[0].start, end = mine + mine_[0].length;
-    const auto start = std::max(mine, piece.start), stop = std::min(end, piece.start + piece.length);
+    const auto start = std::max(start_, piece.start), stop = std::min(end_, piece.start + piece.length);
     if (start >= stop) {
       return;
     }
     if (level == cutting_.size()) {
-      index.push_back(at);
-      dim.runs.push_back({start - mine, stop - start});
-      return;
+      return add(at, {piece});
     }
     const auto m = cutting_[level];
     const auto [first, last] = other_.layout.meeting(m, piece.length, at_, {start - piece.start, stop - start});
     const auto step = other_.step(m);
-    if (level + 1 < cutting_.size()) {
+    if (level + 1 < cutting_.size() || mine_.size() > 1) {
       each_piece(m, piece.length, first, last, [&](int64_t c, const Interval& part) {
         at_[m] = c;
         descend(level + 1, {piece.start + part.start, part.length}, at + c * step);
@@ -171,7 +173,7 @@ class Met {
         const auto from = std::max(start, piece.start + part.start);
         const auto to = std::min(stop, piece.start + part.start + part.length);
         indices[n] = at + c * step;
-        runs[n] = {from - mine, to - from};
+        runs[n] = {from - start_, to - from};
         n += from < to;
       });
       index.resize(n);
@@ -201,10 +203,10 @@ class Met {
       }
     }
   }
-  void add(const Intervals& theirs) {
+  void add(int64_t at, const Intervals& theirs) {
     const auto overlaps = overlaps_of(mine_, theirs);
     if (!overlaps.empty()) {
-      index.push_back(other_.mesh.index_of(at_));
+      index.push_back(at);
       for (const auto& o : overlaps) {
         dim.runs.push_back({o.mine, o.length});
       }
@@ -216,6 +218,7 @@ class Met {
   const Side& other_;
   const MeshDims cutting_;
   Coordinate at_;
+  int64_t start_ = 0, end_ = 0; // of `mine` as a whole
 };
 
 // The pieces of `other` that share elements with the piece of these intervals: the product of those that meet it along each dim.
