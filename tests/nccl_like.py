@@ -13,6 +13,7 @@ A lazy nccl2 group cannot begin with messages among some of the ranks.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import Counter
@@ -29,6 +30,7 @@ NAMES = {"nccl_like": "nccl", "nccl2_like": "nccl2"}
 _MOVED = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.half, torch.bfloat16, torch.float, torch.double}
 _REDUCED = _MOVED - {torch.bool}
 _calls: Counter[str] = Counter()  # of this process, by name
+_unaligned: list[str] = []
 _lazy = False  # whether groups make their communicator at the first call
 _OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.AVG]
 
@@ -132,6 +134,13 @@ class NcclLike(C10dBackend):
         if op is not None and not any(op == known for known in _OPS):
             raise RuntimeError(f"{name}: NCCL has no such reduction")
         _calls[name] += 1
+        self._note_starts(name, [(t, []) for t in tensors])
+
+    def _note_starts(self, name: str, given: Sequence[tuple[Tensor, list[int]]]) -> None:
+        for tensor, cut in given:
+            starts = itertools.accumulate(cut[:-1], initial=0)
+            if any((tensor.data_ptr() + start) % 16 for start, size in zip(starts, cut or [tensor.numel()], strict=True) if size):
+                _unaligned.append(name)
 
     def _later(self, name: str, finish: Callable[[], None], given: Sequence[Tensor], places: Sequence[Tensor]) -> Later:
         kept = list(given) if self.getBackendName() == "nccl2" else [*given, *places, finish]
@@ -209,6 +218,7 @@ class NcclLike(C10dBackend):
         self._begin("all_to_all_single", [output, given])
         for tensor, cut in ((output, output_cut), (given, given_cut)):
             assert (not cut and tensor.size(0) % self.size() == 0) or sum(cut) == tensor.size(0)
+        self._note_starts("all_to_all_single", [(output, output_cut), (given, given_cut)])
         arrived, sent = torch.empty_like(output), given.clone()
         work = self._gloo.all_to_all_single(arrived, sent, output_cut, given_cut, opts)
         return self._to_come("all_to_all_single", [given], [output], [(arrived, work)])
@@ -243,6 +253,13 @@ class NcclLike(C10dBackend):
 
     def barrier(self, opts: Any) -> Any:
         return self._gloo.barrier(opts)
+
+
+def unaligned() -> list[str]:
+    """The calls since this was last called that NCCL would make byte by byte: something starts at no multiple of 16 bytes."""
+    out = list(_unaligned)
+    _unaligned.clear()
+    return out
 
 
 def calls() -> dict[str, int]:

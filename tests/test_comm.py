@@ -84,7 +84,7 @@ def scatters(shape):
 def uneven_numels(shape):
     import torch.distributed as dist
     from oracle import mesh_of
-    from shardtensor import _C
+    from shardtensor import _C, Partial, Replicate, ShardTensor
     from shardtensor.tensor._mesh import as_mesh
 
     view = as_mesh(mesh_of(shape))
@@ -93,9 +93,48 @@ def uneven_numels(shape):
         pieces = [torch.zeros(c, 2).to(dtype) for c in range(n)]
         _C.all_gather(pieces, torch.full((me, 2), 1).to(dtype), view, 0)
         assert all(torch.equal(p.float().sum(), torch.tensor(2.0 * c)) for c, p in enumerate(pieces) if dtype != torch.complex64)
+    nothing = ShardTensor.from_local(torch.empty(0, 3), mesh_of(shape), [Partial()], shape=(0, 3))
+    nothing.redistribute(placements=[Replicate()])  # the ranks compare notes
+    _C.reset_comm_counts()
+    nothing.redistribute(placements=[Replicate()])
+    assert not any(calls for calls, _ in _C.comm_counts().values())  # nothing has to be sent
 
 
-@pytest.mark.parametrize("case", [scatters, uneven_numels], ids=lambda f: f.__name__)
+def large_reductions(shape):
+    """Few bytes are gathered and combined here (Backend::latency). Of these, Gloo itself adds up what it can; NaN is not lost."""
+    import functools
+
+    import torch.distributed as dist
+    from oracle import mesh_of
+    from shardtensor import Partial, Replicate, ShardTensor
+
+    mesh, me, n = mesh_of(shape), dist.get_rank(), dist.get_world_size()
+    arithmetic = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
+    bitwise = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+    whole_numbers = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, torch.bool]
+    floats = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    for dtype in [*whole_numbers, *floats, torch.complex64]:
+        summands = [((torch.arange(20000) + r) % 4).double() for r in range(n)]
+        if dtype in floats:
+            summands[1][7] = float("nan")
+        if dtype in whole_numbers:
+            summands = [s.bool() if dtype == torch.bool else s.long() for s in summands]
+        if dtype in (torch.uint32, torch.uint64):
+            summands[1][5] = 2**31 if dtype == torch.uint32 else 2**62
+        ops = {"sum": torch.add} if dtype == torch.complex64 else arithmetic | (bitwise if dtype in whole_numbers else {})
+        for op, combine in ops.items():
+            x = ShardTensor.from_local(summands[me].to(dtype), mesh, [Partial(op)], shape=(20000,))
+            got = x.redistribute(placements=[Replicate()]).to_local()
+            want = functools.reduce(combine, summands).to(dtype)
+            assert got.dtype == dtype and torch.equal(got.double().nan_to_num(99), want.double().nan_to_num(99)), (dtype, op)
+        if dtype in floats:  # sums of half overflow, their mean does not
+            x = ShardTensor.from_local((summands[me] * 16384).to(dtype), mesh, [Partial("avg")], shape=(20000,))
+            got = x.redistribute(placements=[Replicate()]).to_local().double()
+            want = functools.reduce(torch.add, [(s * 16384).to(dtype).double() for s in summands]) / n
+            torch.testing.assert_close(got, want, rtol=0.07, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", [scatters, uneven_numels, large_reductions], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo(pools, world, case):
     pools(world).run(f"test_comm:{case.__name__}", (world,))
@@ -137,7 +176,7 @@ def fail(rank, world, store, results):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40))
     import shardtensor  # noqa: F401
     from oracle import place
-    from shardtensor import DeviceMesh, Replicate, Shard
+    from shardtensor import DeviceMesh, Replicate, Shard, redistribute
 
     def mesh():
         group = dist.new_group(list(range(world)))
@@ -146,9 +185,14 @@ def fail(rank, world, store, results):
         return DeviceMesh.from_group(group, "cpu")
 
     dist.barrier()
-    meshes = [mesh() for _ in range(5)]
+    meshes = [mesh() for _ in range(7)]
+    several = []
+    redistribute([place(torch.ones(6, 4), meshes[0], ("S(0)",), "even")] * 2, [Shard(1)])  # the ranks compare notes
     data = torch.ones(6, 4)
-    calls = {
+    calls = {  # after an error the ranks compare what they call, so what shall fail while it is in flight comes first
+        "several": lambda m: several.extend(redistribute([place(data, m, ("S(0)",), "even")] * 2, [Shard(1)], async_op=True))
+        or several[1] + 1,
+        "several, another of them": lambda _: several[0] + 1,
         "sliced wrongly on one rank": lambda m: place(data, m, ("S(0)",), "uneven").full_tensor(),
         "an op": lambda m: torch.linalg.svdvals(place(data, m, ("S(0)",), "uneven")),
         "an op's own": lambda m: place(data, m, ("S(0)",), "uneven").softmax(0),
@@ -157,10 +201,10 @@ def fail(rank, world, store, results):
     }
     if rank == world - 1:
         try:
-            place(data, meshes[0], ("S(0)",), "even").redistribute(placements=[Shard(2)])
+            place(data, meshes[2], ("S(0)",), "even").redistribute(placements=[Shard(2)])
         except Exception as error:
             results.put((rank, "own", type(error).__name__, str(error), 0.0))
-        time.sleep(4.5 * SECONDS)  # takes no part in four calls
+        time.sleep(5.5 * SECONDS)  # takes no part in five calls
         os.kill(os.getpid(), signal.SIGKILL)
     for (what, call), on in zip(calls.items(), meshes, strict=True):
         start = time.monotonic()
@@ -197,6 +241,8 @@ STEPS = {
     "an op": "in aten::_linalg_svd",
     "an op's own": "in aten::_softmax on [6, 4] S(0)[1,2,3] on cpu mesh (3)",
     "asynchronous": "step all_to_all along mesh dim 0",
+    "several": "step all_to_all along mesh dim 0",
+    "several, another of them": "step all_to_all along mesh dim 0",
     "killed": "step all_reduce along mesh dim 0",
 }
 

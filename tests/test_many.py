@@ -57,7 +57,7 @@ def many(seed):
         differentiable = [x.is_floating_point() and rng.random() < 0.7 for x in xs]
         for x, grad in zip(xs, differentiable, strict=True):
             x.requires_grad_(grad)
-        ys = _C.redistribute_all(xs, [target for *_, target in moves])
+        ys = _C.redistribute_all(xs, [target for *_, target in moves], async_op=rng.random() < 0.5)
         for x, y, grad, (whole, source, target) in zip(xs, ys, differentiable, moves, strict=True):
             assert y._layout == target and y.shape == whole.shape and y.dtype == whole.dtype and y.requires_grad == grad, (source, target)
             close(y._local_tensor.detach(), put(whole, target)._local_tensor)
@@ -79,7 +79,101 @@ def test_many(pools, world, seed):
     pools(world).run(f"{__name__}:many", seed)
 
 
-def as_one():
+def later(seed):
+    """What is started holds whatever happens to the inputs, in whichever order each rank reads its results, or drops them."""
+    rng, mine = random.Random(seed), random.Random(seed + dist.get_rank())
+    generator = torch.Generator().manual_seed(seed)
+    meshes = meshes_here()
+    for _ in range(12):
+        moves = [one_move(rng, meshes, generator) for _ in range(rng.randint(1, 9))]
+        xs = [summands(whole, source) if source.has_partial else put(whole, source) for whole, source, _ in moves]
+        ys = _C.redistribute_all(xs, [target for *_, target in moves], async_op=True)
+        results = [(y, put(whole, target)._local_tensor) for x, y, (whole, _, target) in zip(xs, ys, moves, strict=True) if y is not x]
+        for x, y in zip(xs, ys, strict=True):
+            if y is not x:
+                x._local_tensor.zero_()
+        del ys, y
+        mine.shuffle(results)
+        for y, want in results[: mine.randint(0, len(results))]:
+            close(y._local_tensor, want)
+    del results, y
+    dist.barrier()
+    _C.let_arrive()
+    assert _C.left_in_flight() == 0
+
+
+@pytest.mark.parametrize("world,seed", [(2, 10), (3, 11), (4, 12)])
+def test_later(pools, world, seed):
+    pools(world).run(f"{__name__}:later", seed)
+
+
+def three(n=3):
+    """Moves that are one call, and what they give."""
+    from oracle import mesh_of, place
+
+    mesh = mesh_of((dist.get_world_size(),))
+    wholes = [torch.arange(6.0 * rows).view(rows, 6) + rows for rows in range(4, 4 + n)]
+    return [place(whole, mesh, ["S(0)"], cut) for whole, cut in zip(wholes, itertools.cycle(["uneven", "even", "empty"]))], wholes
+
+
+def not_done_at_once():
+    """Rank 0 is past its call, and has views of the results, before the others begin. The store enforces this order, not a clock."""
+    import shardtensor as st
+
+    xs, wholes = three()
+    store = dist.distributed_c10d._get_default_store()
+    for to in (st.Replicate(), st.Shard(1)):
+        st.redistribute(xs, [to])  # the ranks compare notes
+        not_done_at_once.calls += 1
+        key = f"test_many/{not_done_at_once.calls}"
+        if dist.get_rank() == 0:
+            ys = st.redistribute(xs, [to], async_op=True)
+            views = [y.t() for y in ys]
+            store.set(key, "past")
+        else:
+            store.wait([key])
+            views = [y.t() for y in st.redistribute(xs, [to], async_op=True)]
+        for view, whole in zip(reversed(views), reversed(wholes), strict=True):
+            close(view.full_tensor(), whole.t())
+
+
+not_done_at_once.calls = 0
+
+
+def test_not_done_at_once(pools):
+    pools(3).run(f"{__name__}:not_done_at_once")
+
+
+def read_by_threads():
+    """Each result of one call is read by two threads at the same time."""
+    import threading
+
+    import shardtensor as st
+
+    xs, wholes = three(4)
+    for _ in range(5):
+        seen = []
+        ys = st.redistribute(xs, [st.Replicate()], async_op=True)
+        users = [
+            threading.Thread(target=lambda y=y, whole=whole, seen=seen: seen.append(torch.equal(y.to_local(), whole)))
+            for y, whole in [*zip(ys, wholes, strict=True)] * 2
+        ]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join()
+        assert seen == [True] * 8
+
+
+def test_read_by_threads(pools):
+    pools(3).run(f"{__name__}:read_by_threads")
+
+
+def as_one_later():
+    as_one(async_op=True)
+
+
+def as_one(async_op=False):
     """As many collectives as one tensor needs, forward and backward; for reductions, per dtype and reduction."""
     import shardtensor as st
     from oracle import mesh_of, place
@@ -94,7 +188,7 @@ def as_one():
         wholes = [numbers(n, dtype, torch.Generator().manual_seed(i)) for i, (n, dtype) in enumerate(zip(sizes, dtypes, strict=True))]
         xs = [place(whole, on, source, cut).requires_grad_() for whole, source, cut in zip(wholes, sources, itertools.cycle(["uneven", "even", "empty"]))]
         _C.reset_comm_counts()
-        ys = st.redistribute(xs, [objects[p] for p in target])
+        ys = st.redistribute(xs, [objects[p] for p in target], async_op=async_op)
         assert calls() == forward, (sources, target, calls())
         for y, whole in zip(ys, wholes, strict=True):
             assert y.placements == tuple(objects[p] for p in target)
@@ -118,13 +212,14 @@ def as_one():
         part = mesh_of((2,))
         xs = [place(numbers(n, torch.float32, torch.Generator()), mesh, ["S(0)"], "even") for n in sizes]
         _C.reset_comm_counts()
-        ys = st.redistribute(xs, [[st.Shard(d % 2)] for d in range(5)], part)
+        ys = st.redistribute(xs, [[st.Shard(d % 2)] for d in range(5)], part, async_op=async_op)
         assert calls().get("all_to_all", 0) <= 1 and len(calls()) <= 1, calls()  # a rank that keeps all it has sends nothing
         assert [y.placements for y in ys] == [(st.Shard(d % 2),) for d in range(5)]
 
 
-def test_as_one(pools):
-    pools(4).run(f"{__name__}:as_one")
+@pytest.mark.parametrize("case", [as_one, as_one_later], ids=lambda f: f.__name__)
+def test_as_one(pools, case):
+    pools(4).run(f"{__name__}:{case.__name__}")
 
 
 def large_ones_go_alone():

@@ -19,7 +19,7 @@ MORE = [
     *(("async", name) for name in ["all_pairs", "not_done_at_once", "chains", "writes", "dropped", "gradients", "threads"]),
     *(("comm", name) for name in ["scatters", "strided"]),
     ("points", "on_four_ranks"),
-    ("many", "as_one"),
+    *(("many", name) for name in ["as_one", "as_one_later", "not_done_at_once", "read_by_threads"]),
 ]  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def moves_of_each_kind():
     """Everything that a move may start, as functions that start it."""
     import torch.distributed as dist
     from oracle import mesh_of, place
-    from shardtensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor
+    from shardtensor import DeviceMesh, Partial, Replicate, Shard, ShardTensor, redistribute
 
     mesh = mesh_of((4,))
     some, others = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [1, 2]))
@@ -154,6 +154,10 @@ def moves_of_each_kind():
             yield lambda x=x, end=end: x.redistribute(placements=[end], async_op=True)
     x = place(even, some, ("S(0)",), "even")
     yield lambda: x.redistribute(others, [Shard(0)], async_op=True)
+    for start, end in (("S(0)", "R"), ("S(0)", "S(1)"), ("P", "R"), ("P", "S(0)")):  # one call for all; some are dropped at once
+        xs = [place(data, mesh, (start,), cut) for data, cut in ((even, "even"), (uneven, "uneven"), (even, "empty"))]
+        target = {"R": Replicate(), "S(0)": Shard(0), "S(1)": Shard(1)}[end]
+        yield lambda xs=xs, target=target: redistribute(xs, [target], async_op=True)[1]
 
 
 def tells_what_is_lost(kind):
@@ -207,8 +211,9 @@ def dropped_in_flight(kind):
         assert nccl_like.in_flight() == before  # and then they are freed
 
 
-def first_two_empty():
-    """Hazard d: two outputs without memory have one address (`by_address`)."""
+def first_two_empty(kind):
+    """Hazard d: two outputs without memory have one address (`by_address`). Pieces travel one by one then, the empty ones not at all."""
+    import nccl_like
     from oracle import mesh_of
     from shardtensor import Replicate, Shard, ShardTensor
 
@@ -220,14 +225,38 @@ def first_two_empty():
             data = whole if dim == 0 else whole.t().contiguous()
             piece = mine if dim == 0 else mine.t().contiguous()
             x = ShardTensor.from_local(piece, mesh, [Shard(dim)], sharding_shapes={0: [tuple(s) for s in sizes_of(data, dim, cut)]})
+            x.redistribute(placements=[Replicate()])  # the ranks compare notes
+            nccl_like.calls()
             assert torch.equal(x.redistribute(placements=[Replicate()]).to_local(), data), (cut, dim)
+            one_by_one = kind == "nccl2_like" and cut[:2] == [0, 0]
+            assert nccl_like.calls() == ({"broadcast": sum(n > 0 for n in cut)} if one_by_one else {"allgather": 1}), (cut, dim)
 
 
 def sizes_of(data, dim, cut):
     return [[*data.shape[:dim], n, *data.shape[dim + 1 :]] for n in cut]
 
 
-def an_error_in_a_batch():
+def starts_of_several(_):
+    """What is packed for several tensors starts at multiples of 16 bytes, whatever their sizes and dtypes (Packed in together.cpp)."""
+    import nccl_like
+    from oracle import mesh_of, place
+    from shardtensor import DeviceMesh, Replicate, Shard, redistribute
+
+    mesh, some = mesh_of((4,)), DeviceMesh("cpu", torch.tensor([3, 1, 2]))
+    dtypes = [torch.uint8, torch.bfloat16, torch.bool, torch.float64]
+    wholes = [(torch.arange(rows * 7) % 2).view(rows, 7).to(dtype) for rows, dtype in zip((5, 3, 9, 1), dtypes, strict=True)]
+    for cut in ("even", "uneven", "empty"):
+        for dim, to, on in ((0, Replicate(), mesh), (1, Replicate(), mesh), (0, Shard(1), mesh), (1, Shard(0), mesh), (0, Shard(1), some)):
+            xs = [place(whole, mesh, (f"S({dim})",), cut) for whole in wholes]
+            redistribute(xs, [to], on)  # the ranks compare notes
+            nccl_like.unaligned()
+            ys = redistribute(xs, [to], on)
+            assert not nccl_like.unaligned(), (cut, dim, to)
+            for y, whole in zip(ys, wholes, strict=True):
+                assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), whole)
+
+
+def an_error_in_a_batch(_):
     """Hazard k: a batch that nobody ends makes all later ones raise (~Messages in comm.cpp)."""
     import nccl_like
     import torch.distributed as dist
@@ -283,9 +312,9 @@ def test_dropped_in_flight(ranks):
     ranks.run("test_nccl_like:dropped_in_flight", ranks.backend)
 
 
-@pytest.mark.parametrize("hazard", ["first_two_empty", "an_error_in_a_batch"])
+@pytest.mark.parametrize("hazard", ["first_two_empty", "starts_of_several", "an_error_in_a_batch"])
 def test_hazards(ranks, hazard):
-    ranks.run(f"test_nccl_like:{hazard}")
+    ranks.run(f"test_nccl_like:{hazard}", ranks.backend)
 
 
 def test_a_lazy_group(ranks):

@@ -205,6 +205,22 @@ def test_copies_come_from_the_own_row():
         assert {coordinates(mesh)[r][0] for r, _ in _C.transfer_of(source, target, (12, 12), rank)["received"]} == {i}
 
 
+def test_messages_to_many():
+    """Between meshes that share ranks, in another order too; some pieces are empty."""
+    n, sizes = 24, (31, 3, 41)
+    cuts = [[(i * k) % 3 for i in range(n - 1)] for k in (1, 2)]
+    here, there, back = (mesh_of_ranks((n,), r) for r in (range(n), range(n // 2, n // 2 + n), range(n // 2 + n - 1, n // 2 - 1, -1)))
+    grid = mesh_of_ranks((4, 6), range(6, 6 + n))
+    cut = {d: [*cut, sizes[d] - sum(cut)] for d, cut in zip((0, 2), cuts, strict=True)}
+    s2 = (1, 2, 1, "sum", 2.0)
+    ends = [layout(mesh, s, cuts=[c]) for mesh in (there, back) for s in (S0, s2) for c in (None, cut[s[1]])]
+    ends += [layout(grid, S0, s2), layout(grid, s2, s2)]
+    for source in (layout(here, S0), layout(here, s2, cuts=[cut[2]])):
+        for target in ends:
+            check_transfer(source, target, sizes)
+            check_transfer(target, source, sizes)
+
+
 def test_a_rank_deals_with_few_of_many():
     big = mesh_of_ranks((64, 64))
     t = _C.transfer_of(layout(big, S0, S1), layout(big, S1, S0), (256, 256), 70)

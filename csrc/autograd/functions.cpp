@@ -85,7 +85,7 @@ at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
 }
 
 // The same for several. Tensors of a graph move one by one.
-std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const std::vector<LayoutPtr>& layouts) {
+std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const std::vector<LayoutPtr>& layouts, bool async) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   std::vector<at::Tensor> out(tensors.size());
   std::vector<Moved> moves;
@@ -94,7 +94,7 @@ std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const s
     const auto& t = tensors[i];
     const auto& self = shard_tensor(t, "redistribute");
     if (self.traced()) {
-      out[i] = move(t, layouts[i], false);
+      out[i] = move(t, layouts[i], async);
       continue;
     }
     check_same_move(t, self, layouts[i]);
@@ -102,14 +102,15 @@ std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const s
     index.push_back(i);
     moves.push_back({std::move(start.local), std::move(start.layout), layouts[i], Sizes(t.sizes().begin(), t.sizes().end())});
   }
-  auto locals = redistribute_all(moves);
+  std::vector<comm::InFlight> rests(moves.size());
+  auto locals = redistribute_all(moves, async ? &rests : nullptr);
   for (size_t n = 0; n < index.size(); ++n) {
     const auto i = index[n];
     auto& local = locals[n];
     if (moves[n].from != as_shard_tensor(tensors[i])->layout_ptr() && local.is_alias_of(moves[n].local)) { // a sum
       local = local.clone();
     }
-    out[i] = with_piece(tensors[i], std::move(local), layouts[i], false, {});
+    out[i] = with_piece(tensors[i], std::move(local), layouts[i], async, std::move(rests[n]));
   }
   return out;
 }
@@ -162,7 +163,12 @@ struct HeldAll final : torch::CustomClassHolder {
 // Several at once; their gradients too, when all have arrived.
 struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
   static variable_list forward(
-      AutogradContext* ctx, at::TensorList tensors, c10::IValue to, c10::IValue forward_dtype, c10::IValue backward_dtype) {
+      AutogradContext* ctx,
+      at::TensorList tensors,
+      c10::IValue to,
+      c10::IValue forward_dtype,
+      c10::IValue backward_dtype,
+      bool async) {
     std::vector<LayoutPtr> from;
     std::vector<int64_t> dtypes;
     variable_list cast;
@@ -175,7 +181,8 @@ struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
     ctx->saved_data["from"] = c10::IValue::make_capsule(c10::make_intrusive<HeldAll>(std::move(from)));
     ctx->saved_data["dtypes"] = dtypes;
     ctx->saved_data["backward_dtype"] = backward_dtype;
-    auto out = move_all(cast, c10::static_intrusive_pointer_cast<HeldAll>(to.toCapsule())->layouts);
+    ctx->saved_data["async"] = async;
+    auto out = move_all(cast, c10::static_intrusive_pointer_cast<HeldAll>(to.toCapsule())->layouts, async);
     variable_list constant;
     for (size_t i = 0; i < out.size(); ++i) {
       if (!tensors[i].requires_grad()) {
@@ -200,8 +207,8 @@ struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
         index.push_back(i);
       }
     }
-    const auto back = redistribute_all(there, layouts);
-    variable_list out(grads.size() + 3);
+    const auto back = redistribute_all(there, layouts, {}, {}, ctx->saved_data["async"].toBool());
+    variable_list out(grads.size() + 4);
     for (size_t n = 0; n < index.size(); ++n) {
       out[index[n]] = as_dtype(back[n], static_cast<at::ScalarType>(dtypes[index[n]]));
     }
@@ -428,7 +435,8 @@ std::vector<at::Tensor> redistribute_all(
     const std::vector<at::Tensor>& tensors,
     const std::vector<LayoutPtr>& layouts,
     std::optional<at::ScalarType> forward_dtype,
-    std::optional<at::ScalarType> backward_dtype) {
+    std::optional<at::ScalarType> backward_dtype,
+    bool async) {
   TORCH_CHECK_VALUE(tensors.size() == layouts.size(), "redistribute: ", tensors.size(), " tensors, ", layouts.size(), " layouts");
   std::vector<at::Tensor> out(tensors.size());
   struct Part {
@@ -442,7 +450,7 @@ std::vector<at::Tensor> redistribute_all(
     const auto& t = tensors[i];
     const bool stays = shard_tensor(t, "redistribute").layout_ptr() == layouts[i];
     if (stays && (!forward_dtype || *forward_dtype == t.scalar_type())) {
-      out[i] = redistribute(t, layouts[i], forward_dtype, backward_dtype);
+      out[i] = redistribute(t, layouts[i], forward_dtype, backward_dtype, async);
       continue;
     }
     records = records || (t.requires_grad() && at::GradMode::is_enabled());
@@ -456,10 +464,10 @@ std::vector<at::Tensor> redistribute_all(
     }
   }
   auto moved = !records
-                   ? move_all(moving.tensors, moving.layouts)
+                   ? move_all(moving.tensors, moving.layouts, async)
                    : RedistributeAll::apply(
                          at::TensorList(moving.tensors), c10::IValue::make_capsule(c10::make_intrusive<HeldAll>(moving.layouts)),
-                         value_of(forward_dtype), value_of(backward_dtype));
+                         value_of(forward_dtype), value_of(backward_dtype), async);
   for (size_t n = 0; n < moved.size(); ++n) {
     out[moving.index[n]] = std::move(moved[n]);
   }

@@ -46,6 +46,7 @@ std::vector<at::Tensor> redistribute_all(
     const std::vector<at::Tensor>& tensors,
     const std::vector<LayoutPtr>& layouts,
     std::optional<at::ScalarType> forward_dtype = std::nullopt,
-    std::optional<at::ScalarType> backward_dtype = std::nullopt);
+    std::optional<at::ScalarType> backward_dtype = std::nullopt,
+    bool async = false);
 
 } // namespace shardtensor

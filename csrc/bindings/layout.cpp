@@ -251,8 +251,8 @@ void register_layout(py::module& m) {
         py::dict out;
         out["sent"] = messages(t.sent);
         out["received"] = messages(t.received);
-        out["packed"] = box_tuples(t.packed);
-        out["unpacked"] = box_tuples(t.unpacked);
+        out["packed"] = box_tuples(t.packed.all());
+        out["unpacked"] = box_tuples(t.unpacked.all());
         out["kept"] = py::make_tuple(box_tuples(t.kept_from), box_tuples(t.kept_to));
         return out;
       },

@@ -170,11 +170,12 @@ void register_tensor(py::module& m) {
   m.def(
       "redistribute_all",
       [](const std::vector<at::Tensor>& tensors, const std::vector<MutableLayout>& layouts,
-         std::optional<at::ScalarType> forward_dtype, std::optional<at::ScalarType> backward_dtype) {
-        return redistribute_all(tensors, std::vector<LayoutPtr>(layouts.begin(), layouts.end()), forward_dtype, backward_dtype);
+         std::optional<at::ScalarType> forward_dtype, std::optional<at::ScalarType> backward_dtype, bool async_op) {
+        return redistribute_all(
+            tensors, std::vector<LayoutPtr>(layouts.begin(), layouts.end()), forward_dtype, backward_dtype, async_op);
       },
       py::arg("tensors"), py::arg("layouts"), py::arg("forward_dtype") = py::none(), py::arg("backward_dtype") = py::none(),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("async_op") = false, py::call_guard<py::gil_scoped_release>());
 }
 
 } // namespace shardtensor::bindings

@@ -5,6 +5,10 @@
 
 namespace shardtensor::comm {
 
+// In bytes. NCCL copies 16 bytes at a time if what is sent and where it is received start at multiples of 16, else one element at
+// a time; and to it all that is not reduced is bytes, whatever dtype it is given.
+constexpr int64_t kStart = 16;
+
 // `t` is contiguous (its strides along dims of size 1 may be anything).
 inline at::Tensor as_bytes(const at::Tensor& t) {
   return t.numel() ? at::detach(t).as_strided({t.numel()}, {1}).view(at::kByte) : at::empty({0}, t.options().dtype(at::kByte));

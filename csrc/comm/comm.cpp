@@ -107,9 +107,19 @@ constexpr auto kGather = &c10d::ProcessGroup::all_gather_single;
 constexpr auto kReduce = &c10d::ProcessGroup::reduce_scatter_single;
 #endif
 
-WorkPtr exchange_bytes(
-    c10d::ProcessGroup& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes) {
-  return (group.*kExchange)(out, in, out_sizes, in_sizes, {});
+// What travels between ranks, as bytes: `in` holds the parts for rank or peer 0, 1, ... one after the other, `out` those from
+// each.
+struct Parcel {
+  at::Tensor out, in;
+  std::vector<int64_t> out_sizes, in_sizes;
+};
+
+Parcel parcel_of(const at::Tensor& out, at::IntArrayRef out_sizes, const at::Tensor& in, at::IntArrayRef in_sizes) {
+  return {as_bytes(out), as_bytes(in), times(out_sizes, out.element_size()), times(in_sizes, in.element_size())};
+}
+
+WorkPtr exchange_bytes(c10d::ProcessGroup& group, Parcel& p) {
+  return (group.*kExchange)(p.out, p.in, p.out_sizes, p.in_sizes, {});
 }
 
 InFlight nothing() {
@@ -127,7 +137,8 @@ void enter(
   }
 }
 
-// Messages between two ranks of a group, as bytes.
+// Messages between two ranks of a group: parts of buffers of bytes. Empty ones are not sent. If the backend has batches, they are
+// only recorded, to be made as one by start().
 class Messages {
  public:
   Messages(const Where& where, c10d::ProcessGroup& group, const Backend& rules) : where_(where), group_(group), rules_(rules) {}
@@ -143,19 +154,16 @@ class Messages {
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
-  void send(const at::Tensor& bytes, int64_t rank) {
-    add(bytes, [&](auto& buffer) { return group_.send(buffer, static_cast<int>(rank), kTag); });
+  void send(const at::Tensor& bytes, int64_t at, int64_t count, int64_t rank) {
+    add(bytes, at, count, [&](auto& part) { return group_.send(part, static_cast<int>(rank), kTag); });
   }
-  void receive(const at::Tensor& bytes, int64_t rank) {
-    add(bytes, [&](auto& buffer) { return group_.recv(buffer, static_cast<int>(rank), kTag); });
-  }
-  // From now on, sends and receives are only recorded, to be made as one by start().
-  void batch(c10::DeviceType device) {
-    guarded(where_, [&] { group_.startCoalescing(device); });
-    device_ = device;
-    open_ = true;
+  void receive(const at::Tensor& bytes, int64_t at, int64_t count, int64_t rank) {
+    add(bytes, at, count, [&](auto& part) { return group_.recv(part, static_cast<int>(rank), kTag); });
   }
   InFlight start() {
+    if (!open_ && works_.empty()) {
+      return nothing();
+    }
     if (std::exchange(open_, false)) {
       works_ = {guarded(where_, [&] { return group_.endCoalescing(device_); })};
     }
@@ -164,10 +172,18 @@ class Messages {
 
  private:
   template <typename F>
-  void add(const at::Tensor& bytes, const F& call) {
-    std::vector<at::Tensor> buffer{bytes};
-    works_.push_back(guarded(where_, [&] { return call(buffer); }));
-    buffers_.push_back(bytes);
+  void add(const at::Tensor& bytes, int64_t at, int64_t count, const F& call) {
+    if (count == 0) {
+      return;
+    }
+    std::vector<at::Tensor> part{bytes.narrow(0, at, count)};
+    if (rules_.batches && !open_) {
+      device_ = bytes.device().type();
+      guarded(where_, [&] { group_.startCoalescing(device_); });
+      open_ = true;
+    }
+    works_.push_back(guarded(where_, [&] { return call(part); }));
+    buffers_.push_back(std::move(part[0]));
   }
 
   const Where& where_;
@@ -302,6 +318,14 @@ std::vector<int64_t> coordinates_by_group_rank(const Mesh& mesh, int64_t mesh_di
   std::vector<int64_t> out(mesh.size(mesh_dim));
   for (int64_t c = 0; c < mesh.size(mesh_dim); ++c) {
     out[mesh.group_rank(mesh_dim, c)] = c;
+  }
+  return out;
+}
+
+std::vector<int64_t> group_ranks(const Mesh& mesh, int64_t mesh_dim) {
+  std::vector<int64_t> out(mesh.size(mesh_dim));
+  for (int64_t c = 0; c < mesh.size(mesh_dim); ++c) {
+    out[c] = mesh.group_rank(mesh_dim, c);
   }
   return out;
 }
@@ -582,6 +606,14 @@ void all_gather(std::vector<at::Tensor>& pieces, const at::Tensor& mine, const M
 
 namespace {
 
+std::vector<int64_t> by_rank(at::IntArrayRef sizes, at::IntArrayRef peers, int64_t ranks) {
+  std::vector<int64_t> out(ranks, 0);
+  for (size_t i = 0; i < peers.size(); ++i) {
+    out[peers[i]] = sizes[i];
+  }
+  return out;
+}
+
 std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order) {
   std::vector<int64_t> out;
   for (auto c : order) {
@@ -590,130 +622,53 @@ std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector
   return out;
 }
 
-// Sends and receives the given number of bytes to and from each peer; all ranks of the group call.
-InFlight exchange_with_all(
-    const Where& where,
-    c10d::ProcessGroup& group,
-    const Backend& rules,
-    at::Tensor& out,
-    at::IntArrayRef out_bytes,
-    at::Tensor& in,
-    at::IntArrayRef in_bytes,
-    at::IntArrayRef peers) {
-  std::vector<int64_t> out_cut(group.getSize(), 0), in_cut(group.getSize(), 0);
-  for (size_t i = 0; i < peers.size(); ++i) {
-    out_cut[peers[i]] = out_bytes[i];
-    in_cut[peers[i]] = in_bytes[i];
-  }
-  return started(where, rules, {guarded(where, [&] { return exchange_bytes(group, out, in, out_cut, in_cut); })}, {out, in});
+// Between all ranks of the group; all of them call.
+InFlight exchange_with_all(const Where& where, c10d::ProcessGroup& group, const Backend& rules, Parcel parcel) {
+  return started(where, rules, {guarded(where, [&] { return exchange_bytes(group, parcel); })}, {parcel.out, parcel.in});
 }
 
 // Message by message, in an order that cannot deadlock even if a backend does them one after the other: pairs of ranks in
-// ascending order, the lower rank sends first. In one batch only if the backend supports it.
+// ascending order, the lower rank sends first. In one batch only if the backend supports it. This rank's own part is copied.
 InFlight exchange_with_peers(
-    const Where& where,
-    c10d::ProcessGroup& group,
-    const Backend& rules,
-    at::Tensor& out,
-    at::IntArrayRef out_bytes,
-    at::Tensor& in,
-    at::IntArrayRef in_bytes,
-    at::IntArrayRef peers) {
+    const Where& where, c10d::ProcessGroup& group, const Backend& rules, const Parcel& p, at::IntArrayRef peers) {
+  const auto me = group.getRank();
   Messages messages(where, group, rules);
-  if (rules.batches) {
-    messages.batch(out.device().type());
-  }
   int64_t out_at = 0, in_at = 0;
   for (size_t i = 0; i < peers.size(); ++i) {
-    const auto send = [&] {
-      if (in_bytes[i]) {
-        messages.send(in.narrow(0, in_at, in_bytes[i]), peers[i]);
-      }
-    };
-    const auto receive = [&] {
-      if (out_bytes[i]) {
-        messages.receive(out.narrow(0, out_at, out_bytes[i]), peers[i]);
-      }
-    };
-    if (group.getRank() < peers[i]) {
-      send();
-      receive();
-    } else {
-      receive();
+    const auto in = std::exchange(in_at, in_at + p.in_sizes[i]), out = std::exchange(out_at, out_at + p.out_sizes[i]);
+    const auto send = [&] { messages.send(p.in, in, p.in_sizes[i], peers[i]); };
+    if (peers[i] == me) {
+      p.out.narrow(0, out, p.out_sizes[i]).copy_(p.in.narrow(0, in, p.in_sizes[i]));
+      continue;
+    }
+    if (me < peers[i]) {
       send();
     }
-    in_at += in_bytes[i];
-    out_at += out_bytes[i];
-  }
-  return messages.start();
-}
-
-// The same along a mesh dim: only coordinates that have something for each other send and receive.
-InFlight exchange_in_a_batch(
-    const Where& where,
-    c10d::ProcessGroup& group,
-    const Backend& rules,
-    at::Tensor& out,
-    at::IntArrayRef out_bytes,
-    at::Tensor& in,
-    at::IntArrayRef in_bytes,
-    const Mesh& mesh) {
-  struct Part {
-    int64_t rank, sent_at, sent, received_at, received;
-  };
-  std::vector<Part> parts;
-  const auto n = static_cast<int64_t>(in_bytes.size()), me = mesh.coordinate()[where.mesh_dim];
-  for (int64_t c = 0, in_at = 0, out_at = 0; c < n; ++c) {
-    if (c == me) {
-      out.narrow(0, out_at, out_bytes[c]).copy_(in.narrow(0, in_at, in_bytes[c]));
-    } else if (in_bytes[c] || out_bytes[c]) {
-      parts.push_back({mesh.group_rank(where.mesh_dim, c), in_at, in_bytes[c], out_at, out_bytes[c]});
-    }
-    in_at += in_bytes[c];
-    out_at += out_bytes[c];
-  }
-  if (parts.empty()) {
-    return nothing();
-  }
-  Messages messages(where, group, rules);
-  messages.batch(out.device().type());
-  for (const auto& part : parts) {
-    if (part.sent) {
-      messages.send(in.narrow(0, part.sent_at, part.sent), part.rank);
-    }
-    if (part.received) {
-      messages.receive(out.narrow(0, part.received_at, part.received), part.rank);
+    messages.receive(p.out, out, p.out_sizes[i], peers[i]);
+    if (me > peers[i]) {
+      send();
     }
   }
   return messages.start();
 }
 
-// exchange_bytes() of buffers in the order of the coordinates, if the group's ranks have another order.
+// exchange_with_all() of parts in the order of the coordinates, if the group's ranks have another order.
 InFlight exchange_reordered(
-    const Where& where,
-    c10d::ProcessGroup& group,
-    const Backend& rules,
-    const at::Tensor& output,
-    const at::Tensor& input,
-    const std::vector<int64_t>& out_cut,
-    const std::vector<int64_t>& in_cut,
-    const std::vector<int64_t>& order) {
-  auto arrived = at::empty_like(output), sent = at::empty_like(input);
-  auto out_sizes = picked(out_cut, order), in_sizes = picked(in_cut, order);
-  const auto sources = input.split_with_sizes(in_cut), targets = sent.split_with_sizes(in_sizes);
+    const Where& where, c10d::ProcessGroup& group, const Backend& rules, const Parcel& p, const std::vector<int64_t>& order) {
+  Parcel moved{at::empty_like(p.out), at::empty_like(p.in), picked(p.out_sizes, order), picked(p.in_sizes, order)};
+  const auto sources = p.in.split_with_sizes(p.in_sizes), targets = moved.in.split_with_sizes(moved.in_sizes);
   for (size_t r = 0; r < order.size(); ++r) {
     at::Tensor(targets[r]).copy_(sources[order[r]]);
   }
-  auto moving = started(
-      where, rules, {guarded(where, [&] { return exchange_bytes(group, arrived, sent, out_sizes, in_sizes); })}, {arrived, sent});
+  auto moving = exchange_with_all(where, group, rules, moved);
   moving.then(
-      [output, arrived, out_cut, out_sizes, order] {
-        const auto pieces = arrived.split_with_sizes(out_sizes), places = output.split_with_sizes(out_cut);
+      [p, arrived = moved.out, out_sizes = moved.out_sizes, order] {
+        const auto pieces = arrived.split_with_sizes(out_sizes), places = p.out.split_with_sizes(p.out_sizes);
         for (size_t r = 0; r < order.size(); ++r) {
           at::Tensor(places[order[r]]).copy_(pieces[r]);
         }
       },
-      {output});
+      {p.out});
   return moving;
 }
 
@@ -742,32 +697,30 @@ InFlight start_all_to_all(
     as_bytes(out).copy_(as_bytes(in));
     return nothing();
   }
-  auto out_cut = times(out_sizes, out.element_size()), in_cut = times(in_sizes, in.element_size());
-  auto output = as_bytes(out), input = as_bytes(in);
+  auto parcel = parcel_of(out, out_sizes, in, in_sizes);
   if (auto* together = Together::open()) {
     return together->note(
         {.what = Together::Call::What::Exchange,
          .mesh = MeshPtr::reclaim_copy(&mesh),
          .mesh_dim = mesh_dim,
          .of_summands = of_summands,
-         .in = input,
-         .out = output,
-         .in_sizes = std::move(in_cut),
-         .out_sizes = std::move(out_cut)});
+         .in = parcel.in,
+         .out = parcel.out,
+         .in_sizes = std::move(parcel.in_sizes),
+         .out_sizes = std::move(parcel.out_sizes)});
   }
   auto group = group_of(mesh, mesh_dim, name_of(kind));
-  count(kind, input.numel() - in_cut[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
+  count(kind, parcel.in.numel() - parcel.in_sizes[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
   Where where(kind, mesh, mesh_dim);
   const auto rules = backend_of(*group, in.device());
   enter(where, group, rules, mesh, [&] { return c10::get_hash(in.scalar_type()); });
   if (rules.batches && ready_for_some(rules, *group, in.device())) {
-    return exchange_in_a_batch(where, *group, rules, output, out_cut, input, in_cut, mesh);
+    return exchange_with_peers(where, *group, rules, parcel, group_ranks(mesh, mesh_dim));
   }
   if (mesh.is_reordered(mesh_dim)) {
-    return exchange_reordered(where, *group, rules, output, input, out_cut, in_cut, coordinates_by_group_rank(mesh, mesh_dim));
+    return exchange_reordered(where, *group, rules, parcel, coordinates_by_group_rank(mesh, mesh_dim));
   }
-  return started(
-      where, rules, {guarded(where, [&] { return exchange_bytes(*group, output, input, out_cut, in_cut); })}, {output, input});
+  return exchange_with_all(where, *group, rules, std::move(parcel));
 }
 
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
@@ -834,37 +787,34 @@ InFlight start_send_receive(
         ") cannot be traced into a graph: the others would have to take part. Call redistribute() outside of "
         "the compiled function (rank ",
         mesh.rank(), ", ", mesh.str(), ")");
-    SymSizes out_cut(group->getSize(), 0), in_cut(group->getSize(), 0);
-    for (size_t i = 0; i < peers.size(); ++i) {
-      out_cut[peers[i]] = out_sizes[i];
-      in_cut[peers[i]] = in_sizes[i];
-    }
-    out.copy_(traced::all_to_all_of_world(in, out_cut, in_cut, mesh));
+    const auto n = group->getSize();
+    out.copy_(traced::all_to_all_of_world(in, symbols(by_rank(out_sizes, peers, n)), symbols(by_rank(in_sizes, peers, n)), mesh));
     return nothing();
   }
   if (!all && peers.empty()) {
     return nothing();
   }
-  auto output = as_bytes(out), input = as_bytes(in);
-  auto out_bytes = times(out_sizes, out.element_size()), in_bytes = times(in_sizes, in.element_size());
+  auto parcel = parcel_of(out, out_sizes, in, in_sizes);
   if (auto* together = Together::open()) {
     return together->note(
         {.what = Together::Call::What::Send,
          .mesh = MeshPtr::reclaim_copy(&mesh),
          .callers = callers,
-         .in = input,
-         .out = output,
-         .in_sizes = std::move(in_bytes),
-         .out_sizes = std::move(out_bytes),
+         .in = parcel.in,
+         .out = parcel.out,
+         .in_sizes = std::move(parcel.in_sizes),
+         .out_sizes = std::move(parcel.out_sizes),
          .peers = peers.vec()});
   }
   Where where(Kind::AllToAll, mesh, -1);
-  count(Kind::AllToAll, input.numel(), mesh, -1);
+  count(Kind::AllToAll, parcel.in.numel(), mesh, -1);
   const auto backend = backend_of(*group, out.device());
   const bool in_a_batch = backend.batches && ready_for_some(backend, *group, out.device());
   if (all && !in_a_batch) {
     enter(where, group, backend, mesh, [&] { return c10::get_hash(out.scalar_type()); });
-    return exchange_with_all(where, *group, backend, output, out_bytes, input, in_bytes, peers);
+    parcel.out_sizes = by_rank(parcel.out_sizes, peers, group->getSize());
+    parcel.in_sizes = by_rank(parcel.in_sizes, peers, group->getSize());
+    return exchange_with_all(where, *group, backend, std::move(parcel));
   }
   if (peers.empty()) {
     return nothing();
@@ -878,13 +828,13 @@ InFlight start_send_receive(
   if (backend.blocks) {
     where.ticket = faults::enter_messages(mesh, peers);
   }
-  const bool staged = backend.by_host;
-  auto landing = staged ? output.cpu() : output;
-  auto source = staged ? input.cpu() : input;
-  auto arrival = exchange_with_peers(where, *group, backend, landing, out_bytes, source, in_bytes, peers);
-  if (staged) {
-    arrival.then([output, landing] { output.copy_(landing); }, {output});
+  if (!backend.by_host) {
+    return exchange_with_peers(where, *group, backend, parcel, peers);
   }
+  const auto output = std::exchange(parcel.out, parcel.out.cpu());
+  parcel.in = parcel.in.cpu();
+  auto arrival = exchange_with_peers(where, *group, backend, parcel, peers);
+  arrival.then([output, landing = parcel.out] { output.copy_(landing); }, {output});
   return arrival;
 }
 
@@ -943,12 +893,12 @@ void scatter_by_sends(
   Messages messages(where, group, rules);
   const auto n = me == from ? static_cast<int64_t>(pieces.size()) : 0;
   for (int64_t i = 0; i < n; ++i) {
-    if (i != me && pieces[i].numel()) {
-      messages.send(as_bytes(pieces[i].contiguous()), i);
+    if (i != me) {
+      messages.send(as_bytes(pieces[i].contiguous()), 0, static_cast<int64_t>(pieces[i].nbytes()), i);
     }
   }
-  if (me != from && mine.numel()) {
-    messages.receive(as_bytes(mine), from);
+  if (me != from) {
+    messages.receive(as_bytes(mine), 0, static_cast<int64_t>(mine.nbytes()), from);
   }
   messages.start().wait();
 }
@@ -963,8 +913,8 @@ void scatter_by_exchange(
     int64_t me,
     int64_t from) {
   const auto n = static_cast<int64_t>(pieces.size());
-  std::vector<int64_t> in_sizes(n, 0), out_sizes(n, 0);
-  auto output = at::empty({0}, mine.options().dtype(at::kByte)), input = output;
+  const auto nowhere = at::empty({0}, mine.options().dtype(at::kByte));
+  Parcel parcel{nowhere, nowhere, std::vector<int64_t>(n, 0), std::vector<int64_t>(n, 0)};
   if (me == from) {
     int64_t numel = 0, at = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -975,15 +925,15 @@ void scatter_by_exchange(
       if (i != me) {
         packed.narrow(0, at, pieces[i].numel()).view(pieces[i].sizes()).copy_(pieces[i]);
         at += pieces[i].numel();
-        in_sizes[i] = static_cast<int64_t>(pieces[i].nbytes());
+        parcel.in_sizes[i] = static_cast<int64_t>(pieces[i].nbytes());
       }
     }
-    input = as_bytes(packed);
+    parcel.in = as_bytes(packed);
   } else {
-    output = as_bytes(mine);
-    out_sizes[from] = output.numel();
+    parcel.out = as_bytes(mine);
+    parcel.out_sizes[from] = parcel.out.numel();
   }
-  wait(where, guarded(where, [&] { return exchange_bytes(group, output, input, out_sizes, in_sizes); }));
+  wait(where, guarded(where, [&] { return exchange_bytes(group, parcel); }));
 }
 
 void scatter_now(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate) {

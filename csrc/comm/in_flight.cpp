@@ -48,6 +48,7 @@ struct InFlight::State {
   bool by_thread = false;                  // wait() blocks the thread; isCompleted() may never be true before
   std::optional<c10::Stream> made;         // where the buffers were allocated and written; none: in main memory
   bool captured = false;                   // begun within the capture of a graph
+  bool is_share = false;                   // `nexts` wait for a collective of several
   std::optional<c10::Event> ended;         // after `nexts`, for other streams
   c10::SmallVector<c10::Stream, 2> waited; // streams that come after it
 
@@ -59,6 +60,9 @@ struct InFlight::State {
   }
   bool has_ended() const {
     return std::none_of(works.begin(), works.end(), [](const WorkPtr& work) { return work; });
+  }
+  bool may_be_used_on(const c10::Stream& stream) const {
+    return is_capturing(stream) == captured || (has_ended() && !is_share);
   }
   // An event may not be asked while a graph is captured.
   bool is_known_to_have_ended() const {
@@ -243,8 +247,8 @@ void InFlight::finish() {
   if (s.made) {
     const auto now = current_stream(s.made->device());
     TORCH_CHECK(
-        is_capturing(now) == s.captured || s.has_ended(), "shardtensor: the result of an asynchronous move that began ",
-        s.captured ? "within" : "before", " the capture of a CUDA graph is first used ", s.captured ? "after it" : "within it",
+        s.may_be_used_on(now), "shardtensor: the result of an asynchronous move that began ", s.captured ? "within" : "before",
+        " the capture of a CUDA graph is first used ", s.captured ? "after it" : "within it",
         ", which CUDA does not allow. Use the result ", s.captured ? "within the capture" : "before torch.cuda.graph()",
         ", for example with to_local(), or move it without async_op (", s.where.str(), ")");
     if (now != *s.made) {
@@ -329,9 +333,12 @@ InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> 
   return InFlight(std::move(state));
 }
 
-InFlight only(std::function<void()> next) {
-  InFlight out;
-  out.then(std::move(next));
+InFlight share(const Where& where, std::function<void()> next, const std::vector<at::Tensor>& used) {
+  auto state = std::make_unique<State>();
+  state->where = where;
+  state->is_share = true;
+  InFlight out(std::move(state));
+  out.then(std::move(next), used);
   return out;
 }
 

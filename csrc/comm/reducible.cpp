@@ -37,6 +37,17 @@ at::Tensor from_ordered(const at::Tensor& t) {
   return mirror(t).view(t.scalar_type() == at::kLong ? at::kDouble : at::kFloat);
 }
 
+// Backends have no unsigned dtypes of several bytes: these have the bits of signed ones, which max and min order alike if the
+// first bit is turned.
+bool as_signed(at::ScalarType dtype) {
+  return dtype == at::kUInt32 || dtype == at::kUInt64;
+}
+at::Tensor turned(const at::Tensor& signed_bits, ReduceOp op) {
+  const bool is_long = signed_bits.scalar_type() == at::kLong;
+  const int64_t first_bit = is_long ? std::numeric_limits<int64_t>::min() : std::numeric_limits<int32_t>::min();
+  return op == ReduceOp::Max || op == ReduceOp::Min ? signed_bits.bitwise_xor(first_bit) : signed_bits;
+}
+
 } // namespace
 
 at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
@@ -53,7 +64,7 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
     return at::view_as_real(t);
   }
   if (t.scalar_type() == at::kBool) {
-    return op == ReduceOp::Sum || op == ReduceOp::Bxor ? t.to(at::kInt) : t.to(at::kByte);
+    return t.to(op == ReduceOp::Sum ? at::kInt : at::kByte); // 256 ranks' sum of bytes may be 0
   }
   const auto dtype = t.scalar_type();
   if (dtype == at::kShort || dtype == at::kUInt16) {
@@ -62,8 +73,8 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   if (c10::isFloat8Type(dtype)) { // NCCL would add in 8 bits, and does not know all of these dtypes
     return t.to(at::kFloat);
   }
-  if ((dtype == at::kUInt32 || dtype == at::kUInt64) && op != ReduceOp::Max && op != ReduceOp::Min) {
-    return t.view(dtype == at::kUInt32 ? at::kInt : at::kLong); // the same bits, as signed ones
+  if (as_signed(dtype)) {
+    return turned(t.view(dtype == at::kUInt32 ? at::kInt : at::kLong), op);
   }
   return t;
 }
@@ -79,6 +90,8 @@ at::Tensor from_reducible(at::Tensor reduced, const at::Tensor& t, ReduceOp op, 
     reduced = from_ordered(reduced);
   } else if (t.is_complex()) {
     reduced = at::view_as_complex(reduced);
+  } else if (as_signed(t.scalar_type())) {
+    reduced = turned(reduced, op).view(t.scalar_type());
   }
   return reduced.scalar_type() == t.scalar_type() ? reduced : reduced.to(t.scalar_type());
 }

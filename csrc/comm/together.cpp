@@ -1,12 +1,15 @@
 #include "comm/together.h"
 
 #include "comm/bytes.h"
+#include "comm/gil.h"
 #include "comm/where.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <utility>
 
 namespace shardtensor::comm {
@@ -18,13 +21,14 @@ thread_local Together* t_open = nullptr;
 using Call = Together::Call;
 using Calls = std::vector<Call>;
 
-// Parts of several buffers, one after the other in one.
+// Parts of several buffers, one after the other in one; each starts at a multiple of `start` bytes.
 class Packed {
  public:
+  explicit Packed(int64_t start) : start_(start) {}
   void add(const at::Tensor& bytes, int64_t at, int64_t count) {
     if (count) {
-      parts_.push_back({bytes, at, count});
-      total_ += count;
+      parts_.push_back({bytes, at, count, total_});
+      total_ += (count + start_ - 1) / start_ * start_;
     }
   }
   int64_t total() const {
@@ -40,7 +44,7 @@ class Packed {
  private:
   struct Part {
     at::Tensor bytes;
-    int64_t at, count;
+    int64_t at, count, in_flat;
   };
 
   void copy(const at::Tensor& flat, bool into_flat) const {
@@ -48,25 +52,23 @@ class Packed {
       return;
     }
     if (flat.is_cpu()) {
-      auto* at = static_cast<char*>(flat.mutable_data_ptr());
       for (const auto& part : parts_) {
+        auto* at = static_cast<char*>(flat.mutable_data_ptr()) + part.in_flat;
         auto* other = static_cast<char*>(part.bytes.mutable_data_ptr()) + part.at;
         std::memcpy(into_flat ? at : other, into_flat ? other : at, static_cast<size_t>(part.count));
-        at += part.count;
       }
       return;
     }
     std::vector<at::Tensor> in_flat, others;
-    int64_t at = 0;
     for (const auto& part : parts_) {
-      in_flat.push_back(flat.narrow(0, std::exchange(at, at + part.count), part.count));
+      in_flat.push_back(flat.narrow(0, part.in_flat, part.count));
       others.push_back(part.bytes.narrow(0, part.at, part.count));
     }
     into_flat ? at::_foreach_copy_(in_flat, others) : at::_foreach_copy_(others, in_flat);
   }
 
   std::vector<Part> parts_;
-  int64_t total_ = 0;
+  int64_t start_, total_ = 0;
 };
 
 at::Tensor bytes_like(const at::Tensor& t, int64_t count) {
@@ -97,7 +99,7 @@ Sided by_peer(
     std::vector<int64_t> Call::*sizes,
     const std::vector<at::Tensor>* buffers = nullptr,
     int64_t item = 1) {
-  Sided out;
+  Sided out{Packed(buffers ? 1 : kStart), {}};
   const auto count = peers.empty() ? (calls[0].*sizes).size() : peers.size();
   out.sizes.assign(count, 0);
   std::vector<size_t> next(calls.size(), 0);
@@ -110,8 +112,9 @@ Sided by_peer(
         continue;
       }
       const auto bytes = of_call[next[i]++] * item;
+      const auto before = out.parts.total();
       out.parts.add(buffers ? (*buffers)[i] : call.*buffer, std::exchange(at[i], at[i] + bytes), bytes);
-      out.sizes[p] += bytes;
+      out.sizes[p] += out.parts.total() - before;
     }
   }
   return out;
@@ -119,7 +122,7 @@ Sided by_peer(
 
 InFlight reduce(const Calls& calls) {
   const auto& first = calls[0];
-  Packed parts;
+  Packed parts(1); // without gaps, which would be reduced too
   int64_t numel = 0;
   for (const auto& call : calls) {
     parts.add(as_bytes(call.out), 0, static_cast<int64_t>(call.out.nbytes()));
@@ -136,7 +139,7 @@ InFlight reduce(const Calls& calls) {
 InFlight gather(const Calls& calls) {
   const auto& first = calls[0];
   const auto me = static_cast<size_t>(first.mesh->coordinate()[first.mesh_dim]);
-  Packed all, mine;
+  Packed all(kStart), mine(kStart);
   std::vector<int64_t> sizes;
   for (size_t c = 0; c < first.pieces.size(); ++c) {
     const auto before = all.total();
@@ -176,7 +179,7 @@ InFlight scatter(const Calls& calls) {
   const auto& first = calls[0];
   const auto item = static_cast<int64_t>(first.in.element_size());
   std::vector<at::Tensor> inputs;
-  Packed outs;
+  Packed outs(1);
   for (const auto& call : calls) {
     inputs.push_back(as_bytes(call.in));
     outs.add(as_bytes(call.out), 0, static_cast<int64_t>(call.out.nbytes()));
@@ -228,6 +231,21 @@ InFlight start(Calls& calls) {
   return {};
 }
 
+Kind kind_of(const Call& call) {
+  switch (call.what) {
+    case Call::What::Reduce:
+      return Kind::AllReduce;
+    case Call::What::Gather:
+      return Kind::AllGather;
+    case Call::What::Scatter:
+      return Kind::ReduceScatter;
+    case Call::What::Exchange:
+    case Call::What::Send:
+      return call.of_summands ? Kind::ReduceScatter : Kind::AllToAll;
+  }
+  return Kind::AllToAll;
+}
+
 bool alike(const Call& a, const Call& b) {
   const bool reduces = a.what == Call::What::Reduce || a.what == Call::What::Scatter;
   return a.what == b.what && a.mesh == b.mesh && a.mesh_dim == b.mesh_dim && a.of_summands == b.of_summands &&
@@ -236,14 +254,31 @@ bool alike(const Call& a, const Call& b) {
 
 } // namespace
 
-// The one call that several are. Whichever of them comes first waits for it.
+// The one call that several are. Whichever of them comes first waits for it; an error is raised for each.
 struct Together::Joint {
+  std::mutex mutex;
   InFlight rest;
+  std::exception_ptr error;
   bool begun = false;
 
-  void wait() {
+  // `used`: of what it writes for the one who waits.
+  void wait(const at::Tensor& used) {
+    const WithoutGil released; // the one who has the lock may need it
+    const std::lock_guard<std::mutex> lock(mutex);
     TORCH_INTERNAL_ASSERT(begun, "a collective is waited for before Together::go()");
-    rest.wait();
+    if (rest) {
+      try {
+        rest.wait_on_each_stream(used);
+      } catch (...) {
+        if (rest) { // not now, but later
+          throw;
+        }
+        error = std::current_exception();
+      }
+    }
+    if (error) {
+      std::rethrow_exception(error);
+    }
   }
 };
 
@@ -269,8 +304,11 @@ InFlight Together::note(Call call) {
     noted_.push_back({{}, std::make_shared<Joint>()});
     same = noted_.end() - 1;
   }
+  const auto used = call.what == Call::What::Gather ? call.pieces : std::vector<at::Tensor>{call.out};
+  const Where where(kind_of(call), *call.mesh, call.mesh_dim);
   same->calls.push_back(std::move(call));
-  return only([joint = same->joint] { joint->wait(); });
+  return share(
+      where, [joint = same->joint, used = used.front()] { joint->wait(used); }, used);
 }
 
 void Together::go() {

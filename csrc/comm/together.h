@@ -9,10 +9,10 @@ namespace shardtensor::comm {
 
 // While it is open, this thread's start_...() calls (comm.h) only note what they would send. go() closes it and makes one call
 // for all that have the same kind, mesh and mesh dim; for reductions also the same op and dtype. After that, what they return may
-// be waited for, in any order. All ranks note the same collectives in the same order.
+// be waited for, in any order, on any threads and streams; or dropped. All ranks note the same collectives in the same order.
 //
-// What several collectives send and receive is copied into and out of one buffer each. One that is alone is called as if
-// Together were not there.
+// What several collectives send and receive is copied into and out of one buffer each, at multiples of 16 bytes (kStart in
+// bytes.h) unless it is reduced. One that is alone is called as if Together were not there.
 class Together {
  public:
   Together();

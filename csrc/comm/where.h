@@ -61,7 +61,7 @@ void wait(const Where& where, const WorkPtr& work);
 
 // `buffers`: all that the works read or write.
 InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers);
-// Not a collective, but what is to be done later.
-InFlight only(std::function<void()> next);
+// Not a collective, but its share of one that is made for several, as next() waits for it. `used`: what that writes.
+InFlight share(const Where& where, std::function<void()> next, const std::vector<at::Tensor>& used);
 
 } // namespace shardtensor::comm

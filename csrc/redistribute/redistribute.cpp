@@ -21,14 +21,6 @@ namespace {
 
 using c10::IntArrayRef;
 
-// Errors of what is left to do name its step.
-comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step) {
-  rest.within([from = LayoutPtr::reclaim_copy(&from), to = LayoutPtr::reclaim_copy(&to), step](c10::function_ref<void()> run) {
-    in_step(*from, *to, step, run, nothing_due);
-  });
-  return rest;
-}
-
 // Traces the same plan into a graph, with each step as a short graph if possible.
 bool alike(const Plan& a, const Plan& b) {
   return std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {

@@ -27,7 +27,8 @@ struct Moved {
   Sizes sizes; // global
 };
 // redistribute() of each. Steps of one kind along one mesh dim are one collective, for reductions one for each op and dtype; but
-// large tensors move alone, since copying them costs more than a call. Every rank of the meshes calls it, with equal lists.
-std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors);
+// large tensors move alone, since copying them costs more than a call. Every rank of the meshes calls it, with equal lists. With
+// `rests`, the last collective of each is only started, as redistribute() does with `rest`.
+std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors, std::vector<comm::InFlight>* rests = nullptr);
 
 } // namespace shardtensor

@@ -35,9 +35,14 @@ struct Traveller {
   bool arrived() const {
     return next == legs.size();
   }
+  bool is_at_last_call() const {
+    return std::all_of(kinds.begin() + static_cast<int64_t>(next) + 1, kinds.end(), [](int64_t kind) { return kind < 0; });
+  }
 };
-using Travellers = std::vector<Traveller>;
 using Picked = std::vector<Traveller*>;
+struct Travellers : std::vector<Traveller> {
+  bool async = false; // the last call of each is only started
+};
 
 bool of_one_kind(const Leg& a, const Leg& b) {
   return a.step.kind == b.step.kind && a.step.mesh_dim == b.step.mesh_dim && &a.before->mesh() == &b.before->mesh() &&
@@ -113,6 +118,12 @@ uint64_t due_along(const Travellers& all, const Mesh& mesh) {
   return out;
 }
 
+// Errors of what is left to do name its step.
+comm::InFlight in_its_step(comm::InFlight rest, const Traveller& t) {
+  const auto last = std::find_if(t.legs.rbegin(), t.legs.rend(), [](const Leg& leg) { return communicates(leg.step); });
+  return in_its_step(std::move(rest), *t.moved.from, *t.moved.to, last->step);
+}
+
 template <typename F>
 void in_leg(const Travellers& all, const Traveller& t, const F& run) {
   const auto& moved = t.moved;
@@ -169,9 +180,13 @@ Picked next_to_go(Travellers& all) {
   return out;
 }
 
+void go_alone(const Travellers& all, Traveller& t) {
+  take(all, t, all.async && t.is_at_last_call());
+}
+
 void go_together(const Travellers& all, const Picked& picked) {
   if (picked.size() == 1) {
-    return take(all, *picked[0], false);
+    return go_alone(all, *picked[0]);
   }
   comm::Together together;
   for (auto* t : picked) {
@@ -188,7 +203,7 @@ void go_together(const Travellers& all, const Picked& picked) {
       mesh, text, [&] { together.go(); }, [&] { return due_along(all, mesh); });
   for (auto* t : picked) {
     auto& s = t->state;
-    if (s.rest) {
+    if (s.rest && !(all.async && t->is_at_last_call())) {
       in_step(
           *t->moved.from, *t->moved.to, t->leg().step, [&] { s.rest.wait(); }, nothing_due);
     }
@@ -206,7 +221,7 @@ void go(const Travellers& all, const Picked& picked) {
   };
   for (auto* t : picked) {
     if (t->bytes > kAlone) {
-      take(all, *t, false);
+      go_alone(all, *t);
       continue;
     }
     if (bytes + t->bytes > kTogether) {
@@ -220,14 +235,18 @@ void go(const Travellers& all, const Picked& picked) {
 
 } // namespace
 
-std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors) {
+std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors, std::vector<comm::InFlight>* rests) {
   std::vector<at::Tensor> out(tensors.size());
   std::vector<size_t> index;
   Travellers all;
+  all.async = rests != nullptr;
+  if (rests) {
+    rests->resize(tensors.size());
+  }
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& m = tensors[i];
     if (goes_its_own_way(m)) {
-      out[i] = redistribute(m.local, *m.from, *m.to, m.sizes);
+      out[i] = redistribute(m.local, *m.from, *m.to, m.sizes, rests ? &(*rests)[i] : nullptr);
     } else {
       index.push_back(i);
       all.push_back(traveller(m));
@@ -249,7 +268,11 @@ std::vector<at::Tensor> redistribute_all(const std::vector<Moved>& tensors) {
     }
   }
   for (size_t i = 0; i < all.size(); ++i) {
-    out[index[i]] = std::move(all[i].state.local);
+    auto& s = all[i].state;
+    out[index[i]] = std::move(s.local);
+    if (s.rest) {
+      (*rests)[index[i]] = in_its_step(std::move(s.rest), all[i]);
+    }
   }
   return out;
 }

@@ -691,6 +691,13 @@ void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype) {
   }
 }
 
+comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step) {
+  rest.within([from = LayoutPtr::reclaim_copy(&from), to = LayoutPtr::reclaim_copy(&to), step](c10::function_ref<void()> run) {
+    in_step(*from, *to, step, run, nothing_due);
+  });
+  return rest;
+}
+
 uint64_t dims_of(c10::ArrayRef<Step> steps) {
   uint64_t out = 0;
   for (const auto& step : steps) {

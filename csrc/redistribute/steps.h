@@ -38,6 +38,9 @@ void in_step(const Layout& from, const Layout& to, const Step& step, const F& ru
   comm::doing(from.mesh(), text, run, due);
 }
 
+// Errors of what is left to do name the step too.
+comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step);
+
 // `next`: the layout after the step. Every rank of the mesh calls it; for a transfer between meshes, those of either.
 // What it sends is found once for each pair of layouts and size (kept.h).
 void take_step(State& s, const Step& step, const LayoutPtr& next);

@@ -10,6 +10,9 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <limits>
+#include <mutex>
+#include <tuple>
 #include <utility>
 
 namespace shardtensor {
@@ -94,153 +97,187 @@ struct Side {
     return out;
   }
 
+  bool all_cut() const {
+    return copies.empty() && summands.empty();
+  }
+  // How far apart in the mesh the coordinates along mesh dim m are.
+  int64_t step(int64_t m) const {
+    int64_t n = 1;
+    for (auto i = m + 1; i < mesh.ndim(); ++i) {
+      n *= mesh.size(i);
+    }
+    return n;
+  }
+  // Which row of the sizes that a cut lists.
+  int64_t row(int64_t m, const Coordinate& at) const {
+    int64_t n = 0;
+    for (int64_t i = 0; i < m; ++i) {
+      n = layout.placement(i).is_shard(layout.placement(m).dim) ? n * mesh.size(i) + at[i] : n;
+    }
+    return n;
+  }
+
   const Layout& layout;
   const Mesh& mesh;
   MeshDims cuts, copies, summands;
 };
 
-// Pieces of one dim that overlap `mine`, in the order of their coordinates. Only the mesh dims that cut the dim are set.
-struct Candidate {
-  Coordinate at;
-  Overlaps overlaps;
-};
-class Candidates {
+// The pieces of one dim that share indices with `mine`, in the order of their coordinates.
+class Met {
  public:
-  Candidates(const Intervals& mine, const Side& other, int64_t dim, int64_t size, const MeshDims& cutting)
-      : mine_(mine), other_(other), cutting_(cutting), at_(other.mesh.ndim(), 0) {
+  Met(const Intervals& mine, const Side& other, int64_t dim, int64_t size)
+      : mine_(mine), other_(other), cutting_(other.cutting(dim)), at_(other.mesh.ndim(), 0) {
     const auto strided = [&](int64_t m) { return other.layout.placement(m).split_factor > 1; };
-    if (std::any_of(cutting.begin(), cutting.end(), strided)) {
+    if (std::any_of(cutting_.begin(), cutting_.end(), strided)) {
       do {
-        add(other.layout.intervals(dim, size, at_));
-      } while (advance(at_, cutting, other.mesh));
+        add(other.mesh.index_of(at_), other.layout.intervals(dim, size, at_));
+      } while (advance(at_, cutting_, other.mesh));
     } else if (!mine.empty()) {
-      start_ = mine.front().start;
-      end_ = start_;
+      start_ = end_ = mine[0].start;
       for (const auto& run : mine) {
         start_ = std::min(start_, run.start);
         end_ = std::max(end_, run.start + run.length);
       }
-      descend(0, {0, size});
+      descend(0, {0, size}, 0);
     }
   }
 
-  std::vector<Candidate> found;
+  std::vector<int64_t> index; // of the pieces in the mesh: their coordinates along the mesh dims that cut, zeros along others
+  Boxes::Dim dim;             // what they share, in the piece `mine`
 
  private:
   // Only the coordinates whose pieces of `piece` may meet `mine`, mesh dim by mesh dim.
-  void descend(size_t level, const Interval& piece) {
-    if (level == cutting_.size()) {
-      return add({piece});
-    }
-    const auto m = cutting_[level];
-    const auto start = std::max(start_, piece.start), end = std::min(end_, piece.start + piece.length);
-    if (start >= end) {
+  void descend(size_t level, const Interval& piece, int64_t at) {
+    const auto start = std::max(start_, piece.start), stop = std::min(end_, piece.start + piece.length);
+    if (start >= stop) {
       return;
     }
-    const auto [first, last] = other_.layout.meeting(m, piece.length, at_, {start - piece.start, end - start});
-    if (level + 1 == cutting_.size()) {
-      found.reserve(found.size() + static_cast<size_t>(last - first));
+    if (level == cutting_.size()) {
+      return add(at, {piece});
     }
-    for (auto c = first; c < last; ++c) {
-      at_[m] = c;
-      const auto part = other_.layout.piece(m, piece.length, at_);
-      descend(level + 1, {piece.start + part.start, part.length});
+    const auto m = cutting_[level];
+    const auto [first, last] = other_.layout.meeting(m, piece.length, at_, {start - piece.start, stop - start});
+    const auto step = other_.step(m);
+    if (level + 1 < cutting_.size() || mine_.size() > 1) {
+      each_piece(m, piece.length, first, last, [&](int64_t c, const Interval& part) {
+        at_[m] = c;
+        descend(level + 1, {piece.start + part.start, part.length}, at + c * step);
+      });
+    } else {
+      auto n = index.size(); // written in place: there may be thousands
+      index.resize(n + static_cast<size_t>(last - first));
+      dim.runs.resize(index.size());
+      auto* const indices = index.data();
+      auto* const runs = dim.runs.data();
+      each_piece(m, piece.length, first, last, [&](int64_t c, const Interval& part) {
+        const auto from = std::max(start, piece.start + part.start);
+        const auto to = std::min(stop, piece.start + part.start + part.length);
+        indices[n] = at + c * step;
+        runs[n] = {from - start_, to - from};
+        n += from < to;
+      });
+      index.resize(n);
+      dim.runs.resize(n);
     }
     at_[m] = 0;
   }
-  void add(const Intervals& theirs) {
-    auto overlaps = overlaps_of(mine_, theirs);
+  // Calls f(c, part) for the parts of the coordinates [first, last) along mesh dim m.
+  template <typename F>
+  void each_piece(int64_t m, int64_t extent, int64_t first, int64_t last, const F& f) {
+    const auto& cut = other_.layout.cut(m);
+    at_[m] = first;
+    auto part = other_.layout.piece(m, extent, at_);
+    if (!cut) {
+      const auto full = (extent + other_.mesh.size(m) - 1) / other_.mesh.size(m);
+      for (auto c = first; c < last; ++c, part = {part.start + part.length, std::min(full, extent - part.start - part.length)}) {
+        f(c, part);
+      }
+    } else if (cut->follows()) {
+      for (at_[m] = first; at_[m] < last; ++at_[m]) {
+        f(at_[m], other_.layout.piece(m, extent, at_));
+      }
+    } else {
+      const auto* lengths = cut->data() + other_.row(m, at_) * other_.mesh.size(m);
+      for (auto c = first; c < last; part.start += lengths[c++]) {
+        f(c, Interval{part.start, lengths[c]});
+      }
+    }
+  }
+  void add(int64_t at, const Intervals& theirs) {
+    const auto overlaps = overlaps_of(mine_, theirs);
     if (!overlaps.empty()) {
-      found.push_back({at_, std::move(overlaps)});
+      index.push_back(at);
+      for (const auto& o : overlaps) {
+        dim.runs.push_back({o.mine, o.length});
+      }
+      dim.ends.push_back(dim.runs.size());
     }
   }
 
   const Intervals& mine_;
   const Side& other_;
-  const MeshDims& cutting_;
+  const MeshDims cutting_;
   Coordinate at_;
   int64_t start_ = 0, end_ = 0; // of `mine` as a whole
 };
 
-// Calls f(coordinate, overlaps per dim) for every piece of `other` that overlaps the piece with the intervals `mine`. Only the
-// mesh dims that cut are set in the coordinate. Before that, expect() is told how many they are.
-template <typename Expect, typename F>
-void each_overlapping(
-    const std::vector<Intervals>& mine, const Side& other, IntArrayRef sizes, const Expect& expect, const F& f) {
-  const auto ndim = sizes.size();
-  std::vector<std::vector<Candidate>> candidates(ndim);
-  c10::SmallVector<MeshDims, 5> cutting(ndim);
-  size_t count = 1;
-  for (size_t d = 0; d < ndim; ++d) {
-    const auto dim = static_cast<int64_t>(d);
-    cutting[d] = other.cutting(dim);
-    candidates[d] = Candidates(mine[d], other, dim, sizes[d], cutting[d]).found;
-    if (candidates[d].empty()) {
+// The pieces of `other` that share elements with the piece of these intervals: the product of those that meet it along each dim.
+class Sharing {
+ public:
+  Sharing(const std::vector<Intervals>& mine, const Side& other, IntArrayRef sizes) {
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      met_.emplace_back(mine[d], other, static_cast<int64_t>(d), sizes[d]);
+      count_ *= met_.back().index.size();
+    }
+    TORCH_CHECK(count_ <= std::numeric_limits<uint32_t>::max(), "transfer: a rank has ", count_, " messages");
+  }
+
+  size_t count() const {
+    return count_;
+  }
+  // Calls f(index, numel, number) for each: where it is in the mesh (at 0 along mesh dims that cut nothing), the elements that
+  // are shared, and its number in the product.
+  template <typename F>
+  void each(const F& f) const {
+    if (count_ == 0) {
       return;
     }
-    count *= candidates[d].size();
-  }
-  expect(count);
-  c10::SmallVector<size_t, 5> pick(ndim, 0);
-  c10::SmallVector<const Overlaps*, 5> overlaps(ndim);
-  Coordinate at(other.mesh.ndim(), 0);
-  for (;;) {
-    for (size_t d = 0; d < ndim; ++d) {
-      const auto& candidate = candidates[d][pick[d]];
-      overlaps[d] = &candidate.overlaps;
-      for (auto m : cutting[d]) {
-        at[m] = candidate.at[m];
+    if (met_.empty()) {
+      return f(0, 1, 0);
+    }
+    auto inner = met_.size() - 1; // the last that has several
+    int64_t index = 0, numel = 1;
+    for (; inner > 0 && met_[inner].index.size() == 1; --inner) {
+      index += met_[inner].index[0];
+      numel *= met_[inner].dim.length(0);
+    }
+    const auto& last = met_[inner];
+    const auto n = last.index.size();
+    for (size_t outer = 0; outer < count_ / n; ++outer) {
+      auto at = index, each = numel;
+      auto rest = outer;
+      for (auto d = inner; d-- > 0; rest /= met_[d].index.size()) {
+        const auto piece = rest % met_[d].index.size();
+        at += met_[d].index[piece];
+        each *= met_[d].dim.length(piece);
+      }
+      for (size_t i = 0; i < n; ++i) {
+        f(at + last.index[i], each * last.dim.length(i), static_cast<uint32_t>(outer * n + i));
       }
     }
-    f(at, overlaps);
-    auto d = ndim;
-    while (d > 0 && ++pick[d - 1] == candidates[d - 1].size()) {
-      pick[--d] = 0;
-    }
-    if (d == 0) {
-      return;
-    }
   }
-}
+  Boxes boxes(std::vector<uint32_t> numbers) && {
+    Boxes::Dims dims;
+    for (auto& met : met_) {
+      dims.push_back(std::move(met.dim));
+    }
+    return {std::move(dims), std::move(numbers)};
+  }
 
-int64_t numel_of(c10::ArrayRef<const Overlaps*> overlaps) {
-  int64_t n = 1;
-  for (const auto* of_dim : overlaps) {
-    int64_t length = 0;
-    for (const auto& o : *of_dim) {
-      length += o.length;
-    }
-    n *= length;
-  }
-  return n;
-}
-
-// Appends the product of the overlaps as boxes of both pieces, the last dim fastest.
-void append_boxes(c10::ArrayRef<const Overlaps*> overlaps, std::vector<Box>* mine, std::vector<Box>* theirs) {
-  const auto ndim = overlaps.size();
-  c10::SmallVector<size_t, 5> pick(ndim, 0);
-  const auto add = [&](std::vector<Box>* boxes, int64_t Overlap::*start) {
-    if (boxes) {
-      auto& box = boxes->emplace_back();
-      for (size_t d = 0; d < ndim; ++d) {
-        const auto& o = (*overlaps[d])[pick[d]];
-        box.offsets.push_back(o.*start);
-        box.sizes.push_back(o.length);
-      }
-    }
-  };
-  for (;;) {
-    add(mine, &Overlap::mine);
-    add(theirs, &Overlap::theirs);
-    auto d = ndim;
-    while (d > 0 && ++pick[d - 1] == overlaps[d - 1]->size()) {
-      pick[--d] = 0;
-    }
-    if (d == 0) {
-      return;
-    }
-  }
-}
+ private:
+  std::vector<Met> met_;
+  size_t count_ = 1;
+};
 
 // Which of `copies` equal holders serves receiver number n: the sum of n's digits in base `copies`. So the load is even,
 // whether neighbouring receivers want the same piece, or every `copies`-th receiver, and so on.
@@ -269,29 +306,19 @@ class Match {
   Transfer of(int64_t rank) const {
     Transfer out;
     const auto before = from_.mesh.index_of_rank(rank), after = to_.mesh.index_of_rank(rank);
-    std::vector<Part> parts;
-    const auto add = [&](std::vector<Box>& boxes) {
-      return [&](int64_t peer, c10::ArrayRef<const Overlaps*> overlaps) {
-        parts.push_back({{peer, numel_of(overlaps)}, boxes.size(), 0});
-        append_boxes(overlaps, &boxes, nullptr);
-        parts.back().boxes = boxes.size() - parts.back().first;
-      };
-    };
-    const auto room = [&](std::vector<Box>& boxes) {
-      return [&](size_t count) {
-        parts.reserve(count);
-        boxes.reserve(count);
-      };
-    };
     if (before >= 0) {
-      each_sent(rank, from_.mesh.coordinate_at(before), room(out.packed), add(out.packed));
-      put_in_order(parts, out.sent, out.packed);
+      const auto me = from_.mesh.coordinate_at(before);
+      Sharing sharing(intervals(from_, me), to_, sizes_);
+      out.packed = list(std::move(sharing), out.sent, [&](const auto& add) { each_sent(sharing, rank, me, add); });
     }
-    parts.clear();
     if (after >= 0) {
-      const auto keep = [&](c10::ArrayRef<const Overlaps*> overlaps) { append_boxes(overlaps, &out.kept_to, &out.kept_from); };
-      each_received(to_.mesh.coordinate_at(after), held_by(rank), room(out.unpacked), keep, add(out.unpacked));
-      put_in_order(parts, out.received, out.unpacked);
+      const auto me = to_.mesh.coordinate_at(after);
+      const auto mine = intervals(to_, me);
+      Sharing sharing(mine, from_, sizes_);
+      out.unpacked = list(std::move(sharing), out.received, [&](const auto& add) { each_received(sharing, rank, me, add); });
+      if (before >= 0) {
+        list_kept(mine, intervals(from_, from_.mesh.coordinate_at(before)), out);
+      }
     }
     return out;
   }
@@ -300,9 +327,9 @@ class Match {
     Traffic out;
     const auto before = from_.mesh.index_of_rank(rank), after = to_.mesh.index_of_rank(rank);
     if (before >= 0) {
-      each_sent(
-          rank, from_.mesh.coordinate_at(before), [](size_t) {},
-          [&](int64_t, c10::ArrayRef<const Overlaps*> overlaps) { out.sent += numel_of(overlaps); });
+      const auto me = from_.mesh.coordinate_at(before);
+      const Sharing sharing(intervals(from_, me), to_, sizes_);
+      each_sent(sharing, rank, me, [&](int64_t, int64_t numel, uint32_t) { out.sent += numel; });
     }
     if (after >= 0) { // everything that it lacks, once
       const auto me = to_.mesh.coordinate_at(after);
@@ -320,12 +347,6 @@ class Match {
   }
 
  private:
-  // A message and its boxes.
-  struct Part {
-    Transfer::Message message;
-    size_t first, boxes;
-  };
-
   std::optional<Coordinate> held_by(int64_t rank) const {
     const auto index = from_.mesh.index_of_rank(rank);
     return index >= 0 ? std::optional(from_.mesh.coordinate_at(index)) : std::nullopt;
@@ -355,38 +376,50 @@ class Match {
     }
   }
 
-  // Calls get(rank, overlaps) for what comes from each holder, and keep(overlaps) for what the rank holds itself.
-  template <typename Expect, typename Keep, typename Get>
-  void each_received(
-      const Coordinate& me, const std::optional<Coordinate>& holds, const Expect& expect, const Keep& keep, const Get& get)
-      const {
-    each_overlapping(
-        intervals(to_, me), from_, sizes_, expect, [&](const Coordinate& piece, c10::ArrayRef<const Overlaps*> overlaps) {
-          if (holds && agree(piece, *holds, from_.cuts)) {
-            return keep(overlaps);
-          }
-          auto holder = piece;
-          set_server(holder, me, holds);
-          get(from_.mesh.rank_at(holder), overlaps);
-        });
+  // Calls get(rank, numel, number) for what comes from each holder but the rank itself.
+  template <typename Get>
+  void each_received(const Sharing& sharing, int64_t rank, const Coordinate& me, const Get& get) const {
+    const auto& ranks = from_.mesh.description().ranks;
+    if (from_.all_cut()) {
+      return sharing.each([&](int64_t index, int64_t numel, uint32_t number) {
+        if (ranks[index] != rank) {
+          get(ranks[index], numel, number);
+        }
+      });
+    }
+    const auto holds = held_by(rank);
+    sharing.each([&](int64_t index, int64_t numel, uint32_t number) {
+      auto holder = from_.mesh.coordinate_at(index);
+      if (!holds || !agree(holder, *holds, from_.cuts)) {
+        set_server(holder, me, holds);
+        get(from_.mesh.rank_at(holder), numel, number);
+      }
+    });
   }
 
-  // Calls send(rank, overlaps) for what goes to each receiver.
-  template <typename Expect, typename Send>
-  void each_sent(int64_t rank, const Coordinate& me, const Expect& expect, const Send& send) const {
-    each_overlapping(
-        intervals(from_, me), to_, sizes_, expect, [&](const Coordinate& piece, c10::ArrayRef<const Overlaps*> overlaps) {
-          auto receiver = piece;
-          for (auto m : to_.summands) {
-            receiver[m] = me[m];
-          }
-          do {
-            const auto to_rank = to_.mesh.rank_at(receiver);
-            if (to_rank != rank && serves(me, receiver, to_rank)) {
-              send(to_rank, overlaps);
-            }
-          } while (advance(receiver, to_.copies, to_.mesh));
-        });
+  // Calls send(rank, numel, number) for what goes to each receiver.
+  template <typename Send>
+  void each_sent(const Sharing& sharing, int64_t rank, const Coordinate& me, const Send& send) const {
+    const auto& ranks = to_.mesh.description().ranks;
+    if (from_.all_cut() && to_.all_cut()) { // each element has one holder and one receiver
+      return sharing.each([&](int64_t index, int64_t numel, uint32_t number) {
+        if (ranks[index] != rank) {
+          send(ranks[index], numel, number);
+        }
+      });
+    }
+    sharing.each([&](int64_t index, int64_t numel, uint32_t number) {
+      auto receiver = to_.mesh.coordinate_at(index);
+      for (auto m : to_.summands) {
+        receiver[m] = me[m];
+      }
+      do {
+        const auto to_rank = to_.mesh.rank_at(receiver);
+        if (to_rank != rank && serves(me, receiver, to_rank)) {
+          send(to_rank, numel, number);
+        }
+      } while (advance(receiver, to_.copies, to_.mesh));
+    });
   }
 
   bool serves(const Coordinate& me, const Coordinate& receiver, int64_t to_rank) const {
@@ -399,23 +432,53 @@ class Match {
     return holder == me;
   }
 
-  // By ascending rank.
-  static void put_in_order(std::vector<Part>& parts, std::vector<Transfer::Message>& messages, std::vector<Box>& boxes) {
-    const auto earlier = [](const Part& a, const Part& b) { return a.message.rank < b.message.rank; };
-    if (!std::is_sorted(parts.begin(), parts.end(), earlier)) {
-      std::sort(parts.begin(), parts.end(), earlier);
-      std::vector<Box> sorted;
-      sorted.reserve(boxes.size());
-      for (const auto& part : parts) {
-        const auto first = boxes.begin() + static_cast<int64_t>(part.first);
-        sorted.insert(sorted.end(), first, first + static_cast<int64_t>(part.boxes));
+  // The messages that each(add) adds, by ascending rank, and their boxes.
+  template <typename Each>
+  static Boxes list(Sharing&& sharing, std::vector<Transfer::Message>& messages, const Each& each) {
+    std::vector<uint32_t> numbers(sharing.count());
+    messages.resize(sharing.count());
+    size_t n = 0;
+    int64_t before = -1;
+    bool sorted = true;
+    each([&](int64_t rank, int64_t numel, uint32_t number) {
+      if (C10_UNLIKELY(n == messages.size())) { // several receivers of one piece
+        messages.resize(2 * n);
+        numbers.resize(2 * n);
       }
-      boxes = std::move(sorted);
+      messages[n] = {rank, numel};
+      numbers[n++] = number;
+      sorted &= std::exchange(before, rank) < rank;
+    });
+    messages.resize(n);
+    numbers.resize(n);
+    if (!sorted) {
+      std::vector<std::pair<Transfer::Message, uint32_t>> both;
+      for (size_t i = 0; i < messages.size(); ++i) {
+        both.emplace_back(messages[i], numbers[i]);
+      }
+      std::sort(both.begin(), both.end(), [](const auto& a, const auto& b) { return a.first.rank < b.first.rank; });
+      for (size_t i = 0; i < both.size(); ++i) {
+        std::tie(messages[i], numbers[i]) = both[i];
+      }
     }
-    messages.reserve(parts.size());
-    for (const auto& part : parts) {
-      messages.push_back(part.message);
+    return std::move(sharing).boxes(std::move(numbers));
+  }
+
+  static void list_kept(const std::vector<Intervals>& mine, const std::vector<Intervals>& held, Transfer& out) {
+    Boxes::Dims to, from;
+    for (size_t d = 0; d < mine.size(); ++d) {
+      auto &there = to.emplace_back(), &here = from.emplace_back();
+      for (const auto& o : overlaps_of(mine[d], held[d])) {
+        there.runs.push_back({o.mine, o.length});
+        here.runs.push_back({o.theirs, o.length});
+      }
+      if (there.runs.empty()) {
+        return;
+      }
+      there.ends = here.ends = {there.runs.size()};
     }
+    out.kept_to = Boxes(std::move(to), {0}).all();
+    out.kept_from = Boxes(std::move(from), {0}).all();
   }
 
   Side from_, to_;
@@ -443,13 +506,68 @@ int64_t ranks_without(const Mesh& mesh, const Mesh& other) {
 
 } // namespace
 
+struct Boxes::All {
+  std::once_flag once;
+  std::vector<Box> boxes;
+};
+
+Boxes::Boxes(Dims dims, std::vector<uint32_t> picked)
+    : dims_(std::move(dims)), picked_(std::move(picked)), all_(std::make_shared<All>()) {}
+
+int64_t Boxes::Dim::length(size_t piece) const {
+  if (C10_LIKELY(ends.empty())) {
+    return runs[piece].length;
+  }
+  int64_t n = 0;
+  for (const auto& run : of(piece)) {
+    n += run.length;
+  }
+  return n;
+}
+
+const std::vector<Box>& Boxes::all() const {
+  static const std::vector<Box> nothing;
+  if (empty()) {
+    return nothing;
+  }
+  std::call_once(all_->once, [&] {
+    auto& out = all_->boxes;
+    out.reserve(picked_.size());
+    const auto ndim = dims_.size();
+    c10::SmallVector<size_t, 5> piece(ndim), run(ndim, 0);
+    for (size_t number : picked_) {
+      for (auto d = ndim; d-- > 0;) {
+        piece[d] = number % dims_[d].pieces();
+        number /= dims_[d].pieces();
+      }
+      for (bool more = true; more;) { // the product of their runs, the last dim the fastest
+        auto& box = out.emplace_back();
+        for (size_t d = 0; d < ndim; ++d) {
+          const auto& r = dims_[d].of(piece[d])[run[d]];
+          box.offsets.push_back(r.start);
+          box.sizes.push_back(r.length);
+        }
+        auto d = ndim;
+        while (d > 0 && ++run[d - 1] == dims_[d - 1].of(piece[d - 1]).size()) {
+          run[--d] = 0;
+        }
+        more = d > 0;
+      }
+    }
+  });
+  return all_->boxes;
+}
+
 Transfer transfer_of(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t rank) {
   return Match(from, to, sizes).of(rank);
 }
 
 int64_t common_length(const Intervals& a, const Intervals& b) {
-  const auto overlaps = overlaps_of(a, b);
-  return numel_of({&overlaps});
+  int64_t n = 0;
+  for (const auto& o : overlaps_of(a, b)) {
+    n += o.length;
+  }
+  return n;
 }
 
 Traffic traffic_of_transfer(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t rank) {
@@ -458,17 +576,21 @@ Traffic traffic_of_transfer(const Layout& from, const Layout& to, IntArrayRef si
 
 namespace {
 
-// For a rank that is in only one of the lists, the other direction is empty.
+// Instead of the messages. For a rank that is in only one of the lists, the other direction is empty.
 void list_peers(Exchanged& x) {
-  const auto& t = x.part;
-  size_t i = 0, j = 0;
-  while (i < t.sent.size() || j < t.received.size()) {
-    const bool out = j == t.received.size() || (i < t.sent.size() && t.sent[i].rank <= t.received[j].rank);
-    const bool in = i == t.sent.size() || (j < t.received.size() && t.received[j].rank <= t.sent[i].rank);
-    x.ranks.push_back(out ? t.sent[i].rank : t.received[j].rank);
-    x.sent.push_back(out ? t.sent[i++].numel : 0);
-    x.received.push_back(in ? t.received[j++].numel : 0);
+  auto& t = x.part;
+  const auto most = t.sent.size() + t.received.size();
+  x.ranks.reserve(most);
+  x.sent.reserve(most);
+  x.received.reserve(most);
+  for (size_t i = 0, j = 0; i < t.sent.size() || j < t.received.size();) {
+    const auto to = i < t.sent.size() ? t.sent[i].rank : std::numeric_limits<int64_t>::max();
+    const auto from = j < t.received.size() ? t.received[j].rank : std::numeric_limits<int64_t>::max();
+    x.ranks.push_back(std::min(to, from));
+    x.sent.push_back(to <= from ? t.sent[i++].numel : 0);
+    x.received.push_back(from <= to ? t.received[j++].numel : 0);
   }
+  t.sent = t.received = {};
 }
 
 } // namespace
@@ -492,9 +614,10 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   auto arrived = at::empty({c10::sum_integers(x->received)}, options);
   comm::InFlight move;
   {
-    auto packed = is_traced(local) ? kernels::traced::packed(local, t.packed) : at::empty({c10::sum_integers(x->sent)}, options);
+    auto packed =
+        is_traced(local) ? kernels::traced::packed(local, t.packed.all()) : at::empty({c10::sum_integers(x->sent)}, options);
     if (!t.packed.empty() && !is_traced(local)) {
-      kernels::pack(local, t.packed, packed);
+      kernels::pack(local, t.packed.all(), packed);
     }
     if (!x->all_held) {
       move = comm::start_send_receive(arrived, x->received, packed, x->sent, x->ranks, to.mesh(), x->callers);
@@ -510,7 +633,7 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   }
   auto finish = [arrived, result, x]() mutable {
     if (!x->part.unpacked.empty()) {
-      kernels::unpack(arrived, x->part.unpacked, result);
+      kernels::unpack(arrived, x->part.unpacked.all(), result);
     }
   };
   if (move) {

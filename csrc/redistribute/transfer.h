@@ -8,7 +8,54 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+#include <vector>
+
 namespace shardtensor {
+
+// Boxes of one piece, one after the other, one or several for each of many messages: what it shares with pieces of other ranks.
+// Those of thousands of ranks differ by a run of indices along a dim or two, so only the runs are kept until all() is called.
+class Boxes {
+ public:
+  // What each of the other pieces has of one dim.
+  struct Dim {
+    std::vector<Interval> runs;
+    std::vector<size_t> ends; // in `runs`, of each piece's; empty: one run each
+
+    size_t pieces() const {
+      return ends.empty() ? runs.size() : ends.size();
+    }
+    c10::ArrayRef<Interval> of(size_t piece) const {
+      if (ends.empty()) {
+        return runs[piece];
+      }
+      const auto first = piece ? ends[piece - 1] : 0;
+      return c10::ArrayRef<Interval>(runs).slice(first, ends[piece] - first);
+    }
+    int64_t length(size_t piece) const;
+  };
+  using Dims = c10::SmallVector<Dim, 4>;
+
+  Boxes() = default;
+  // `picked`: which of the products of the dims' pieces, the last dim the fastest.
+  Boxes(Dims dims, std::vector<uint32_t> picked);
+
+  bool empty() const {
+    return picked_.empty();
+  }
+  // About so many.
+  size_t weight() const {
+    return picked_.size();
+  }
+  // Made by the first call, on whichever thread.
+  const std::vector<Box>& all() const;
+
+ private:
+  struct All;
+  Dims dims_;
+  std::vector<uint32_t> picked_;
+  std::shared_ptr<All> all_;
+};
 
 struct Transfer {
   struct Message {
@@ -18,7 +65,7 @@ struct Transfer {
   // At most one message to and from each rank, by ascending rank.
   std::vector<Message> sent, received;
   // The messages' boxes one after the other: in this rank's old piece, and in its new piece.
-  std::vector<Box> packed, unpacked;
+  Boxes packed, unpacked;
   // The boxes that the rank keeps.
   std::vector<Box> kept_from, kept_to;
 };
@@ -45,7 +92,7 @@ struct Exchanged {
   bool all_held = false;                      // no rank lacks anything
 
   size_t weight() const {
-    return part.packed.size() + part.unpacked.size() + part.kept_from.size() + ranks.size() / 4;
+    return part.packed.weight() + part.unpacked.weight() + part.kept_from.size() + ranks.size() / 4;
   }
 };
 std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes);

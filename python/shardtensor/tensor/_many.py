@@ -22,6 +22,7 @@ def redistribute(
     device_mesh: DeviceMesh | None = None,
     *,
     sharding_shapes: ShardingShapes | Sequence[ShardingShapes | None] | None = None,
+    async_op: bool = False,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> list[ShardTensor]:
@@ -32,6 +33,9 @@ def redistribute(
     reductions one for each dtype and reduction, everything else one whatever the dtypes. Tensors of more than 2 MiB move by
     themselves, because copying them into a common buffer would cost more than a call; of smaller ones, each collective has up to
     16 MiB. The gradients move back together, once all of them have arrived.
+
+    async_op returns before the last collectives are done; the first use of each result's data waits for its own, also if other
+    results have been dropped. The gradients move in the same way.
 
     All ranks of the meshes call it, with the same tensors in the same order. A sum may differ from that of `x.redistribute` in its
     last bits, since a backend may add up a longer buffer in another order; it is the same on all ranks.
@@ -58,7 +62,7 @@ def redistribute(
             if device_mesh is None and shape is None
             else target_layout(t._layout, t.shape, wanted, device_mesh, shape, who=here)
         )
-    moved = _C.redistribute_all([tensors[i] for i in dense], layouts, forward_dtype, backward_dtype)
+    moved = _C.redistribute_all([tensors[i] for i in dense], layouts, forward_dtype, backward_dtype, async_op)
     for i, t in zip(dense, moved, strict=True):
         out[i] = t
     return out
