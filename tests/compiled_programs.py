@@ -9,8 +9,9 @@ import torch
 from programs import Program
 
 # Ops that cannot be in a graph, because what they do depends on values (for cov in torch too). And unfold: if its
-# result is written, torch's graph zeroes what lies between the windows.
-NOT_TRACED = {"cov", "masked", "masked_select", "nonzero", "unique", "mask_set", "unfold"}
+# result is written, torch's graph zeroes what lies between the windows. And index_put with an index without dims, whose
+# gradient has another shape in torch's graphs.
+NOT_TRACED = {"cov", "index_put_two", "masked", "masked_select", "nonzero", "unique", "mask_set", "unfold"}
 # Errors that compiling may raise, on all ranks: for a mask without dims, as in torch; and for a leaf whose sizes change in place,
 # which torch does not trace.
 REFUSED = ["data-dependent expression", "mutate the input tensor's metadata"]

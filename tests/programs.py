@@ -79,6 +79,47 @@ def _any_of(r: Random, pieces: Any) -> torch.Tensor:
     return pieces[int(r.random() * len(pieces))]
 
 
+def _places(r: Random, x: torch.Tensor, d: int) -> torch.Tensor:
+    """An index for gather and scatter along dim d, alike along the others: no more places than the dim has, each once."""
+    n = x.shape[d]
+    places = r.sample(range(n), r.randint(0, n))
+    return torch.tensor(places, dtype=torch.long).view([-1] + [1] * (x.ndim - 1 - d % x.ndim)).expand(_with(x.shape, d, len(places)))
+
+
+def _with(sizes: Sequence[int], d: int, n: int) -> list[int]:
+    out = list(sizes)
+    out[d] = n
+    return out
+
+
+def _some_dims(r: Random, x: torch.Tensor) -> list[int]:
+    return r.sample(range(-x.ndim, 0), r.randint(1, x.ndim))
+
+
+def _sampled(r: Random, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """grid_sample of an image [N, C, H, W] at points near [h, w]."""
+    points = torch.stack([grid.tanh() * 1.2, grid.detach() * 0.3], -1).expand(x.shape[0], *grid.shape, 2)
+    return F.grid_sample(
+        x, points, r.choice(["bilinear", "nearest", "bicubic"]), r.choice(["zeros", "border", "reflection"]), r.random() < 0.5
+    )
+
+
+def _unpooled(x: torch.Tensor, k: int, space: int) -> torch.Tensor:
+    pool, back = ((F.max_pool1d, F.max_unpool1d), (F.max_pool2d, F.max_unpool2d))[space - 1]
+    return back(*pool(x, k, k, return_indices=True), k, k, output_size=x.shape[-space:])
+
+
+def _in_windows(r: Random, x: torch.Tensor) -> torch.Tensor:
+    """Attention in shifted windows of two rows."""
+    n = x.shape[-2]
+    rows = F.pad(x, (0, 0, 0, n % 2)).roll(r.randint(0, 1), -2).unflatten(-2, (-1, 2))
+    return F.scaled_dot_product_attention(rows, rows, rows).flatten(-3, -2)[..., :n, :]
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x).sum(-1)
+
+
 class Step(NamedTuple):
     """An op and its operands: tensors are numbered in the order in which they were made."""
 
@@ -260,11 +301,107 @@ VALUES: dict[str, tuple[int, Callable[..., Any]]] = {
     "smooth_l1": (0, lambda r, x: F.smooth_l1_loss(x, x * 2, reduction="none")),
     "bce": (1, lambda r, x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid())),
     "bucketize": (0, lambda r, x: torch.bucketize(x.detach(), torch.tensor([-1.0, 0.0, 1.0]).to(x.dtype)).to(x.dtype)),
-    "searchsorted": (1, lambda r, x: torch.searchsorted(x.detach().sort(-1).values, x.detach()).to(x.dtype)),
+    "searchsorted": (1, lambda r, x: (lambda v: torch.searchsorted(v.sort(-1).values, v).to(x.dtype))((x.detach() * 8).round())),
     "complex": (0, lambda r, x: torch.complex(x, x * 2).abs()),
     "fft": (1, lambda r, x: torch.view_as_real(torch.fft.fft(x, dim=-1)).sum(-1)),
     "svdvals": (2, lambda r, x: torch.linalg.svdvals(x)),
     "unique": (0, lambda r, x: x.detach().round().unique()),
+    # Across cuts: scans, order, places, windows, waves.
+    "cummin": (1, lambda r, x: x.cummin(_dim(r, x))[r.choice([0, 1])].to(x.dtype)),
+    "cummax_at": (1, lambda r, x: x.cummax(_dim(r, x)).indices.to(x.dtype)),
+    "cumsum_back": (1, lambda r, x: (lambda d: x.flip(d).cumsum(d).flip(d))(_dim(r, x))),
+    "diff_more": (1, lambda r, x: (lambda d: x.diff(r.randint(1, 3), d, prepend=x.narrow(d, 0, 1) * 2))(_dim(r, x))),
+    "gradient": (1, lambda r, x: torch.gradient(x, dim=_dim(r, x), edge_order=r.randint(1, 2))[0]),
+    "trapezoid": (1, lambda r, x: torch.cumulative_trapezoid(x, dim=_dim(r, x))),
+    "kth": (1, lambda r, x: (lambda d: x.kthvalue(r.randint(1, max(x.shape[d], 1)), d).values)(_dim(r, x))),
+    "smallest": (1, lambda r, x: (lambda d: x.topk(r.randint(0, x.shape[d]), d, largest=False).values)(_dim(r, x))),
+    "sort_down": (1, lambda r, x: x.sort(_dim(r, x), descending=True, stable=True)[r.choice([0, 1])].to(x.dtype)),
+    "nanmedian": (1, lambda r, x: x.nanmedian(_dim(r, x)).values),
+    "mode": (1, lambda r, x: (x.detach() * 2).round().mode(_dim(r, x)).values),
+    "gather": (1, lambda r, x: (lambda d: x.gather(d, _places(r, x, d)))(_dim(r, x))),
+    "scatter": (1, lambda r, x: (lambda d: x.scatter(d, _places(r, x, d), x * 2))(_dim(r, x))),
+    "scatter_to": (1, lambda r, x: (lambda d: torch.zeros_like(x).scatter_add(d, _places(r, x, d), x))(_dim(r, x))),
+    "scatter_mean": (
+        1,
+        lambda r, x: (lambda d: x.scatter_reduce(d, _places(r, x, d), x * 2, "mean", include_self=r.random() < 0.5))(_dim(r, x)),
+    ),
+    "index_copy": (1, lambda r, x: (lambda d: x.index_copy(d, torch.arange(min(2, x.shape[d])), x.narrow(d, 0, 2) * 2))(_dim(r, x))),
+    "index_add_dim": (1, lambda r, x: (lambda d: x.index_add(d, torch.zeros(x.shape[d], dtype=torch.long), x))(_dim(r, x))),
+    "index_put_two": (2, lambda r, x: x.index_put((torch.arange(min(x.shape[:2])), torch.tensor(0)), x[: min(x.shape[:2]), 0] * 2)),
+    "rows_of_both": (2, lambda r, x: x[_some(r, x.shape[0])[:, None], _some(r, x.shape[1])]),
+    "columns": (2, lambda r, x: x[:, _some(r, x.shape[1])]),
+    "select_scatter": (1, lambda r, x: (lambda d: x.select_scatter(x.select(d, 0) * 2, d, -1))(_dim(r, x))),
+    "slice_scatter": (1, lambda r, x: (lambda d: x.slice_scatter(x.narrow(d, 0, x.shape[d] // 2) * 2, d, 0, x.shape[d] // 2))(_dim(r, x))),
+    "repeat_more": (1, lambda r, x: x.repeat([r.randint(1, 2), *(r.choice([1, 1, 3, 5]) for _ in x.shape)])),
+    "repeat_by": (1, lambda r, x: (lambda d: x.repeat_interleave(torch.tensor([k % 3 for k in range(x.shape[d])]), d))(_dim(r, x))),
+    "roll_two": (2, lambda r, x: x.roll((r.randint(-3, 3), r.randint(-3, 3)), (-2, -1))),
+    "fftshift": (1, lambda r, x: torch.fft.fftshift(x, _dim(r, x))),
+    "fft_dim": (1, lambda r, x: _real(torch.fft.fft(x, dim=_dim(r, x), norm=r.choice(["forward", "backward", "ortho"])))),
+    "fft_long": (1, lambda r, x: (lambda d: _real(torch.fft.fft(x, r.randint(1, 9), d)))(_dim(r, x))),
+    "fftn": (1, lambda r, x: _real(torch.fft.fftn(x, dim=_some_dims(r, x)))),
+    "ifft2": (2, lambda r, x: _real(torch.fft.ifft2(torch.complex(x, x.cos())))),
+    "rfftn": (1, lambda r, x: _real(torch.fft.rfftn(x, dim=_some_dims(r, x)))),
+    "irfft": (1, lambda r, x: torch.fft.irfft(torch.complex(x, x.cos()), dim=_dim(r, x))),
+    "irfftn": (2, lambda r, x: torch.fft.irfftn(torch.complex(x, x.cos()), [r.randint(2, 6), r.randint(2, 6)], r.sample(range(-x.ndim, 0), 2))),
+    "spectrum": (1, lambda r, x: (lambda d: torch.fft.irfftn(torch.fft.rfftn(x, dim=d).mul(0.5), [x.shape[k] for k in d], d))(_some_dims(r, x))),
+    "stft": (2, lambda r, x: _real(torch.stft(x[0].flatten(), 4, r.randint(1, 3), window=torch.ones(4, dtype=x.dtype), return_complex=True))),
+    "conv1d_grouped": (3, lambda r, x: F.conv1d(x, x[0, :, None, :3] * 0.3, padding=r.randint(0, 2), dilation=r.randint(1, 2), groups=x.shape[1])),
+    "conv2d_far": (
+        3,
+        lambda r, x: F.conv2d(x[:, None], x[:1, None, :3, :2] * 0.3, None, r.randint(1, 3), r.randint(0, 2), r.randint(1, 2)).tanh()[:, 0],
+    ),
+    "conv3d": (3, lambda r, x: F.conv3d(x[None, None], x[None, None, :2, :2, :3] * 0.3, padding=(0, 1, 1)).tanh()[0, 0]),
+    "conv_transpose1d": (
+        3,
+        lambda r, x: (lambda s: F.conv_transpose1d(x, x.transpose(0, 1)[:, :2, :3] * 0.3, None, s, r.randint(0, 1), r.randint(0, s - 1)))(
+            r.randint(1, 3)
+        ).tanh(),
+    ),
+    "conv_transpose2d": (
+        3, lambda r, x: F.conv_transpose2d(x[None], x[:, None, :2, :3] * 0.3, None, r.randint(1, 2), r.randint(0, 1)).tanh()[0],
+    ),
+    "max_pool2d": (3, lambda r, x: F.max_pool2d(x, r.randint(1, 3), r.randint(1, 3), 0, r.randint(1, 2), r.random() < 0.5)),
+    "max_pool_at": (3, lambda r, x: F.max_pool2d(x[None], 2, 1, 1, return_indices=True)[1][0].to(x.dtype)),
+    "avg_pool2d": (3, lambda r, x: F.avg_pool2d(x, (2, 3), r.randint(1, 2), 1, r.random() < 0.5, r.random() < 0.5)),
+    "lp_pool1d": (3, lambda r, x: F.lp_pool1d(x.abs() + 0.1, 3, r.randint(1, 3), r.randint(1, 2), r.random() < 0.5)),
+    "lp_pool2d": (3, lambda r, x: F.lp_pool2d(x.abs() + 0.1, 2, (2, 1), r.randint(1, 2))),
+    "adaptive_max_pool": (3, lambda r, x: F.adaptive_max_pool1d(x, r.randint(1, 4))),
+    "adaptive_max_pool2d": (3, lambda r, x: F.adaptive_max_pool2d(x, (r.randint(1, 3), r.randint(1, 4)))),
+    "adaptive_avg_pool2d": (3, lambda r, x: F.adaptive_avg_pool2d(x, (r.randint(1, 4), r.randint(1, 3)))),
+    "fractional_pool": (
+        3,
+        lambda r, x: F.fractional_max_pool2d(
+            x, 2, (max(x.shape[1] // 2, 1), max(x.shape[2] - 1, 1)), _random_samples=torch.full((1, x.shape[0], 2), r.random(), dtype=x.dtype)
+        ),
+    ),
+    "max_unpool1d": (3, lambda r, x: _unpooled(x, r.randint(1, 3), 1)),
+    "max_unpool2d": (3, lambda r, x: _unpooled(x, r.randint(1, 2), 2)),
+    "grid_sample": (3, lambda r, x: _sampled(r, x[None], x[0])[0]),
+    "grid_sample_of_one": (3, lambda r, x: _sampled(r, x[:, None], x[0, :2])[:, 0]),
+    "interpolate_nearest": (3, lambda r, x: F.interpolate(x, r.randint(1, 8), mode=r.choice(["nearest", "nearest-exact", "area"]))),
+    "interpolate_linear": (3, lambda r, x: F.interpolate(x, r.randint(1, 8), mode="linear", align_corners=r.random() < 0.5)),
+    "interpolate_scaled": (3, lambda r, x: F.interpolate(x, scale_factor=r.choice([0.5, 1.3, 2.5]), mode=r.choice(["linear", "area", "nearest-exact"]))),
+    "interpolate2d": (
+        3,
+        lambda r, x: F.interpolate(
+            x[None], (r.randint(1, 6), r.randint(1, 6)), mode=r.choice(["bilinear", "bicubic"]), antialias=r.random() < 0.5
+        )[0],
+    ),
+    "interpolate2d_scaled": (3, lambda r, x: F.interpolate(x[:, None], scale_factor=(1.5, 0.7), mode="bicubic", align_corners=r.random() < 0.5)[:, 0]),
+    "interpolate3d": (3, lambda r, x: F.interpolate(x[None, None], (r.randint(1, 4), 3, r.randint(1, 4)), mode="trilinear")[0, 0]),
+    "local_response_norm": (3, lambda r, x: F.local_response_norm(x, r.randint(1, 3))),
+    "instance_norm": (3, lambda r, x: F.instance_norm(x)),
+    "pixel_shuffle": (3, lambda r, x: F.pixel_shuffle(torch.cat([x] * 4, -3), 2)),
+    "channel_shuffle": (3, lambda r, x: F.channel_shuffle(x, _factor(r, x.shape[1]))),
+    "pad_reflect2d": (3, lambda r, x: F.pad(x, (1, 0, r.randint(0, 2), 1), mode="reflect")),
+    "pad_replicate": (2, lambda r, x: F.pad(x, (r.randint(0, 3), r.randint(0, 2)), mode="replicate")),
+    "pad_circular2d": (3, lambda r, x: F.pad(x, (1, 0, r.randint(0, 2), 1), mode="circular")),
+    "image_unfold_far": (3, lambda r, x: F.unfold(x[None], (2, 1), r.randint(1, 2), r.randint(0, 1), r.randint(1, 2))[0]),
+    "image_fold": (3, lambda r, x: F.fold(F.unfold(x[None], 2), x.shape[1:], 2)[0]),
+    "in_windows": (2, _in_windows),
+    "image_loss": (3, lambda r, x: F.cross_entropy(x, x.detach().argmax(1), reduction=r.choice(["none", "mean"]))),
+    "attention_of_few": (3, lambda r, x: F.scaled_dot_product_attention(x[:, :2], x, x)),
+    "embedding_bag": (2, lambda r, x: F.embedding_bag(torch.zeros(3, dtype=torch.long), x, torch.tensor([0, 1]), mode=r.choice(["sum", "mean"]))),
 }  # fmt: skip
 
 WRITES: dict[str, tuple[int, Callable[..., Any]]] = {
@@ -286,6 +423,13 @@ WRITES: dict[str, tuple[int, Callable[..., Any]]] = {
     "cumsum_": (1, lambda r, x: x.cumsum_(_dim(r, x))),
     "tril_": (2, lambda r, x: x.tril_()),
     "diagonal_halved": (2, lambda r, x: (x.diagonal(0, -2, -1).mul_(0.5), x)[1]),
+    "scatter_": (1, lambda r, x: (lambda d: x.scatter_(d, _places(r, x, d), 0.3))(_dim(r, x))),
+    "index_add_": (1, lambda r, x: (lambda d: x.index_add_(d, torch.arange(x.shape[d]), x.clone() * 0.5))(_dim(r, x))),
+    "index_put_": (1, lambda r, x: x.index_put_((_some(r, x.shape[0]),), torch.tensor(0.25, dtype=x.dtype), accumulate=r.random() < 0.5)),
+    "shifted_added": (1, lambda r, x: (x[1:].add_(x[:-1].clone() * 0.5), x)[1]),
+    "flipped_copied": (1, lambda r, x: x.copy_(x.flip(_dim(r, x)))),
+    "rolled_set": (1, lambda r, x: _set(x, slice(1, None), x.roll(1, 0)[1:] * 0.5)),
+    "pooled_added": (3, lambda r, x: x.add_(F.avg_pool1d(x, 3, 1, 1) * 0.2)),
 }  # fmt: skip
 
 
@@ -321,6 +465,10 @@ def _joins(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.ndim == y.ndim > 0 and (_alike(x, y) or len(_joint_dims(x, y)) == 1)
 
 
+def _filters(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.ndim == y.ndim == 3 and x.shape[1] == y.shape[1]
+
+
 PAIRS: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
     "add": (_broadcast, lambda r, x, y: x + y),
     "mul": (_broadcast, lambda r, x, y: x * y.clamp(-2, 2)),
@@ -335,6 +483,15 @@ PAIRS: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
     "outer": (lambda x, y: x.ndim == y.ndim == 1, lambda r, x, y: torch.outer(x, y)),
     "cat": (_joins, lambda r, x, y: torch.cat([x, y, x], r.choice(_joint_dims(x, y)))),
     "stack": (_alike, lambda r, x, y: torch.stack([x, y], r.randint(0, x.ndim))),
+    "gather_by": (_alike, lambda r, x, y: (lambda d: x.gather(d, y.detach().long().abs() % max(x.shape[d], 1)))(_dim(r, x))),
+    "scatter_of": (_alike, lambda r, x, y: (lambda d: x.scatter(d, _places(r, x, d), y))(_dim(r, x))),
+    "added_by": (
+        _alike, lambda r, x, y: (lambda d: x.scatter_add(d, y.detach().long().abs() % max(x.shape[d], 1), y))(_dim(r, x)),
+    ),
+    "filtered": (_filters, lambda r, x, y: F.conv1d(x, y * 0.3, padding=r.randint(0, 2), stride=r.randint(1, 2)).tanh()),
+    "filtered_back": (_filters, lambda r, x, y: F.conv_transpose1d(x, y.transpose(0, 1) * 0.3, stride=r.randint(1, 3)).tanh()),
+    "sampled": (lambda x, y: x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0], lambda r, x, y: _sampled(r, x[None], y[0])[0]),
+    "attends": (lambda x, y: _filters(x, y) and y.shape[0] > 0, lambda r, x, y: F.scaled_dot_product_attention(x.mT, y[-1:].mT, y[-1:].mT).mT),
 }  # fmt: skip
 
 PAIR_WRITES: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
@@ -360,6 +517,8 @@ OPS = [
 REFUSED = ("comes from a view", "summands of a norm")
 # A write to memory that several elements share: pieces may share memory differently.
 SHARED = "memory location"
+# Mixed dtypes, which torch does not notice if there are no elements.
+UNCHECKED = "expected one dtype"
 # A view of a result with another order in memory: strides are not guaranteed.
 STRIDES = "view size is not compatible"
 
@@ -477,6 +636,8 @@ class Program:
         if isinstance(got, Exception):
             if SHARED in str(got):
                 raise _EndsHere from got
+            if UNCHECKED in str(got) and not all(self.plain[i].numel() for i in at):
+                return
             raise got
         self.steps.append(Step(again, [self.numbers[i] for i in at], None if writes else self.made))
         if writes:

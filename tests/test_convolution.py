@@ -17,6 +17,8 @@ CASES = [
     case("conv2d_no_bias", lambda x, w: F.conv2d(x, w, dilation=2), (3, 2, 5, 5), (3, 2, 2, 2), quiet=batch_sharded(0)),
     case("conv2d_groups", lambda x, w, b: F.conv2d(x, w, b, groups=2), (3, 4, 4, 4), (6, 2, 2, 2), (6,), quiet=batch_sharded(0)),
     case("conv2d_unbatched", F.conv2d, (4, 4, 4), (3, 4, 2, 2), (3,)),
+    case("conv1d_without_channels", F.conv1d, (3, 0, 6), (2, 0, 3), limit=30),
+    case("conv2d_without_channels", F.conv2d, (3, 0, 5, 4), (3, 0, 2, 2), (3,), limit=30),
     case("conv3d", F.conv3d, (3, 2, 3, 3, 3), (3, 2, 2, 2, 2), (3,), limit=30),
     case("conv_transpose2d", lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2), (3, 4, 3, 3), (4, 3, 2, 2), (3,), quiet=batch_sharded(0)),
     case("conv2d_second", lambda x, w: second(F.conv2d, x, w), (2, 2, 3, 3), (3, 2, 2, 2), limit=20),

@@ -32,6 +32,7 @@ CASES = [
     case("bilinear", F.bilinear, (5, 2), (5, 3), (4, 2, 3), (4,), quiet=lambda x, y, *w: alike(x, y) and {*w} <= {"R", "R R"},
          cut_alike=True, limit=LIMIT),
     case("channel_shuffle", lambda x: F.channel_shuffle(x, 2), (3, 4, 2, 2), quiet=batch_sharded(0, 2, 3), limit=LIMIT),
+    case("channel_shuffle_of_one", lambda x: F.channel_shuffle(x, 1), (3, 4, 2, 2), quiet=batch_sharded(0, 2, 3), limit=LIMIT),
     case("isin", torch.isin, ints(9, 5, 2), ints(9, 3), backward=False, quiet=batch_sharded(0, 1), limit=LIMIT),
     case("weight_norm", lambda v, g: torch._weight_norm(v, g, 0), (5, 3), (5, 1), limit=LIMIT,
          quiet=alike, cut_alike=True, partial=False),

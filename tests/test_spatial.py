@@ -1055,3 +1055,35 @@ GRAPHS = {
 @pytest.mark.parametrize("where", GRAPHS)
 def test_compiled(pools, where, dynamic):
     pools(3).run(f"{__name__}:run_compiled", *GRAPHS[where], dynamic, seconds=120)
+
+
+def run_integers_and_empties() -> None:
+    """What torch computes of integers is right, and what it refuses of them, or of tensors without channels, all ranks refuse."""
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = torch.arange(-20, 28).view(1, 2, 6, 4)
+    for cut in ([2, 4, 0], [0, 1, 5]):
+        x = place(whole, mesh, [Shard(2)], [cut])
+        for arguments in ((2, 1, 1), (3, 2, 1, True, False), (2, 1, 1, False, True, 3)):
+            assert torch.equal(F.avg_pool2d(x, *arguments).full_tensor(), F.avg_pool2d(whole, *arguments)), arguments
+        for refused in (
+            lambda x: F.adaptive_max_pool2d(x, 1),
+            lambda x: F.max_unpool2d(x, x.abs(), 1),
+            lambda x: F.fractional_max_pool2d(x, 2, 3),
+        ):
+            with pytest.raises(NotImplementedError):
+                refused(x)
+    empty = place(torch.zeros(1, 0, 6, 4), mesh, [Shard(2)], [None])
+    for name in ("nearest", "bilinear", "bicubic"):
+        with pytest.raises(RuntimeError, match="Non-empty 4D data tensor expected"):
+            F.interpolate(empty, (3, 5), mode=name)
+    with pytest.raises(RuntimeError, match="Non-empty 4D data tensor expected"):
+        F.interpolate(empty, (3, 5), mode="bicubic", antialias=True)
+    with pytest.raises(RuntimeError, match="other non-zero dimensions for input"):
+        F.unfold(empty, 2)
+
+
+def test_integers_and_empties(pools):
+    pools(3).run(f"{__name__}:run_integers_and_empties")

@@ -32,11 +32,15 @@ Factors convolution_factors(Rule& rule, bool grouped) {
   return f;
 }
 
-Dims with_space(const TensorArg& t, int64_t first, int64_t second) {
-  Dims dims(t.dim(), Dim(kNone));
+Dims with_space(int64_t ndim, int64_t first, int64_t second) {
+  Dims dims(ndim, Dim(kNone));
   dims[0] = first;
   dims[1] = second;
   return dims;
+}
+
+Dims with_space(const TensorArg& t, int64_t first, int64_t second) {
+  return with_space(t.dim(), first, second);
 }
 
 Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
@@ -225,7 +229,30 @@ std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& we
   return std::nullopt;
 }
 
+// Without channels to read, torch's result has no channels either, and the gradients are zeros of the operands' sizes. So the
+// batch alone may be cut.
+Rule without_channels(const Call& call) {
+  Rule rule;
+  const auto n = rule.reduced(ReduceOp::Sum);
+  const auto with_batch = [&](int64_t ndim) { return Operand(with_space(ndim, n, kNone)); };
+  const bool backward = call.tensors[0].arg == 0 && call.schema.returns().size() == 3;
+  for (const auto& t : call.tensors) {
+    const bool weight = t.arg > backward;
+    rule.operands.push_back(weight ? Operand(Dims(t.dim(), Dim(kNone))) : with_batch(t.dim()));
+  }
+  const auto ndim = call.tensors[0].dim();
+  rule.results.emplace_back(with_space(ndim, n, kNone));
+  if (backward) {
+    rule.results.emplace_back(Dims(ndim, Dim(kNone)));
+    rule.results.emplace_back(Dims{Dim(kNone)});
+  }
+  return rule;
+}
+
 Rule convolution(const Call& call) {
+  if (call.tensors[0].sym_size(1) == 0) {
+    return without_channels(call);
+  }
   Rule rule;
   const bool transposed = call.flag(call.position("transposed"));
   const auto grouped = call.integer(call.position("groups"));
@@ -357,6 +384,9 @@ void convolution_backward_kernel(Run& run) {
 }
 
 Rule convolution_backward(const Call& call) {
+  if (call.tensors[1].sym_size(1) == 0) {
+    return without_channels(call);
+  }
   Rule rule;
   const bool transposed = call.flag(call.position("transposed"));
   const auto f = convolution_factors(rule, call.integer(call.position("groups")) != 1);

@@ -98,6 +98,10 @@ Rule im2col(const Call& call) {
   if (!p) {
     return rule;
   }
+  TORCH_CHECK(
+      x.size(lead) && x.size(lead + 1) && x.size(lead + 2),
+      "Expected 3D or 4D (batch mode) tensor with possibly 0 batch size and other non-zero dimensions for input, but got: ",
+      x.sizes());
   Factor f;
   f.size = p->block_rows();
   const auto channel = rule.factor(), row = rule.factor(f);
@@ -225,11 +229,12 @@ Rule isin(const Call& call) {
   return rule;
 }
 
-// By copies, for any dtype: torch's kernel rejects some dtypes, but not on a rank with an empty piece.
+// By a copy, for any dtype: torch's kernel rejects some dtypes, but not on a rank with an empty piece.
 void channel_shuffle_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto groups = run.arg(1).toInt();
-  run.returns({x.unflatten(1, {groups, x.size(1) / groups}).transpose(1, 2).reshape(x.sizes())});
+  const auto shuffled = x.unflatten(1, {groups, x.size(1) / groups}).transpose(1, 2);
+  run.returns({shuffled.clone(at::MemoryFormat::Contiguous).view(x.sizes())});
 }
 
 Rule channel_shuffle(const Call& call) {

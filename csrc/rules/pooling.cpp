@@ -463,7 +463,8 @@ void average_kernel(Run& run) {
   }
   run.call_op();
   if (divisor.defined()) {
-    run.stack.back() = at::div(run.stack.back().toTensor(), divisor);
+    const auto sums = run.stack.back().toTensor();
+    run.stack.back() = at::isFloatingType(sums.scalar_type()) ? at::div(sums, divisor) : at::div(sums, divisor, "trunc");
   }
 }
 
@@ -696,7 +697,9 @@ at::Tensor added_at(const at::Tensor& values, const at::Tensor& index, c10::SymI
   return values.new_zeros_symint(all).flatten(lead).scatter_add(lead, index.flatten(lead), values.flatten(lead)).view_symint(all);
 }
 
-at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t space) {
+// The values at the indices. What a pool was called with, the rule alone reads.
+template <typename... Arguments>
+at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t space, Arguments...) {
   const auto lead = planes.dim() - space;
   return planes.flatten(lead).gather(lead, index.flatten(lead)).view_symint(index.sym_sizes());
 }
@@ -839,23 +842,6 @@ Rule pick(const Call& call) {
 
 // ---- the values at the indices that a max pool gave, each within the window of its result: gradients of its gradient ----
 
-at::Tensor picked_by_max(
-    const at::Tensor& planes,
-    const at::Tensor& index,
-    int64_t space,
-    at::IntArrayRef,
-    at::IntArrayRef,
-    at::IntArrayRef,
-    at::IntArrayRef,
-    bool) {
-  return picked(planes, index, space);
-}
-
-at::Tensor picked_by_fractional_max(
-    const at::Tensor& planes, const at::Tensor& index, int64_t space, at::IntArrayRef, at::IntArrayRef) {
-  return picked(planes, index, space);
-}
-
 // What a rank holds of the planes, with its halo. An index that lies outside belongs to another rank's summand, or to a window
 // that has no element.
 void pick_near_kernel(Run& run) {
@@ -919,40 +905,42 @@ Rule pick_near(const Call& call) {
   return rule;
 }
 
+using Ints = at::IntArrayRef;
+
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
   m.def("picked_by_adaptive_max(Tensor planes, Tensor indices, int space) -> Tensor");
-  m.impl("picked_by_adaptive_max", c10::DispatchKey::CompositeExplicitAutograd, picked);
+  m.impl("picked_by_adaptive_max", c10::DispatchKey::CompositeExplicitAutograd, picked<>);
   m.def("picked_by_fractional_max(Tensor planes, Tensor indices, int space, int[] kernel_size, int[] output_size) -> Tensor");
-  m.impl("picked_by_fractional_max", c10::DispatchKey::CompositeExplicitAutograd, picked_by_fractional_max);
+  m.impl("picked_by_fractional_max", c10::DispatchKey::CompositeExplicitAutograd, picked<Ints, Ints>);
   m.def(
       "picked_by_max(Tensor planes, Tensor indices, int space, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
       "bool ceil_mode) -> Tensor");
-  m.impl("picked_by_max", c10::DispatchKey::CompositeExplicitAutograd, picked_by_max);
+  m.impl("picked_by_max", c10::DispatchKey::CompositeExplicitAutograd, picked<Ints, Ints, Ints, Ints, bool>);
   m.def("added_at(Tensor values, Tensor indices, SymInt[] output_size) -> Tensor");
   m.impl("added_at", c10::DispatchKey::CompositeExplicitAutograd, added_at);
   m.def("picked(Tensor planes, Tensor indices, int space) -> Tensor");
-  m.impl("picked", c10::DispatchKey::CompositeExplicitAutograd, picked);
+  m.impl("picked", c10::DispatchKey::CompositeExplicitAutograd, picked<>);
 }
 
 } // namespace
 
 void register_pooling(Registry& r) {
-  const Options symbols{.symbols = true};
+  const Options symbols{.symbols = true}, reals{.symbols = true, .takes = kReals};
   r.add("pooling", {"_adaptive_avg_pool2d"}, average_pool<2, Kind::AdaptiveAverage>, symbols);
   r.add("pooling", {"_adaptive_avg_pool2d_backward"}, average_pool_backward<2, Kind::AdaptiveAverage>, symbols);
   r.add("pooling", {"_adaptive_avg_pool3d"}, average_pool<3, Kind::AdaptiveAverage>, symbols);
   r.add("pooling", {"_adaptive_avg_pool3d_backward"}, average_pool_backward<3, Kind::AdaptiveAverage>, symbols);
-  r.add("pooling", {"adaptive_max_pool2d"}, max_pool<2, Kind::AdaptiveMax>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d"}, max_pool<2, Kind::AdaptiveMax>, reals);
   r.add("pooling", {"adaptive_max_pool2d_backward"}, max_pool_backward<2, Kind::AdaptiveMax>, symbols);
-  r.add("pooling", {"adaptive_max_pool3d"}, max_pool<3, Kind::AdaptiveMax>, symbols);
+  r.add("pooling", {"adaptive_max_pool3d"}, max_pool<3, Kind::AdaptiveMax>, reals);
   r.add("pooling", {"adaptive_max_pool3d_backward"}, max_pool_backward<3, Kind::AdaptiveMax>, symbols);
   r.add("pooling", {"avg_pool2d"}, average_pool<2>, symbols);
   r.add("pooling", {"avg_pool2d_backward"}, average_pool_backward<2>, symbols);
   r.add("pooling", {"avg_pool3d"}, average_pool<3>, symbols);
   r.add("pooling", {"avg_pool3d_backward"}, average_pool_backward<3>, symbols);
-  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>, symbols);
+  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>, reals);
   r.add("pooling", {"fractional_max_pool2d_backward"}, fractional_pool_backward<2>, symbols);
-  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>, symbols);
+  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>, reals);
   r.add("pooling", {"fractional_max_pool3d_backward"}, fractional_pool_backward<3>, symbols);
   r.add(
       "pooling", {"max_pool1d"}, max_pool<1>,
@@ -961,8 +949,8 @@ void register_pooling(Registry& r) {
   r.add("pooling", {"max_pool2d_with_indices_backward"}, max_pool_backward<2>, symbols);
   r.add("pooling", {"max_pool3d_with_indices"}, max_pool<3>, symbols);
   r.add("pooling", {"max_pool3d_with_indices_backward"}, max_pool_backward<3>, symbols);
-  r.add("pooling", {"max_unpool2d"}, unpool<2>, symbols);
-  r.add("pooling", {"max_unpool3d"}, unpool<3>, symbols);
+  r.add("pooling", {"max_unpool2d"}, unpool<2>, reals);
+  r.add("pooling", {"max_unpool3d"}, unpool<3>, reals);
   r.add("pooling", {"shardtensor::added_at"}, by_space<unpool<2>, unpool<3>>, symbols);
   r.add("pooling", {"shardtensor::picked"}, pick, symbols);
   r.add("pooling", {"shardtensor::picked_by_adaptive_max"}, pick_near<Kind::AdaptiveMax>, symbols);

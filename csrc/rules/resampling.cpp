@@ -198,6 +198,13 @@ Sampling sampling_of(const Call& call, Kind kind) {
   return {kind == Kind::Linear ? 1.0 : 2.0, false, Position::Middle};
 }
 
+// torch's words: a kernel on a piece would not see that the whole has no channels.
+void check_channels(const TensorArg& input, int64_t space) {
+  TORCH_CHECK(
+      input.dim() != space + 2 || input.size(1), "Non-empty ", input.dim(), "D data tensor expected but got a tensor with sizes ",
+      input.sizes());
+}
+
 template <int64_t space>
 void resample_by_weights(const Call& call, Rule& rule, const Sampling& s) {
   const auto& input = call.tensors[0];
@@ -227,6 +234,7 @@ Rule resample(const Call& call) {
   if (!cut_in_space(call, space)) {
     return rule;
   }
+  check_channels(input, space);
   const auto out = call.ints(call.position("output_size"));
   const auto made = static_cast<int64_t>(out.size()) == space ? resampled(call, input.sizes(), out, space, kind) : std::nullopt;
   if (!fits(made, *input.layout)) {
@@ -301,6 +309,7 @@ Rule antialiased(const Call& call) {
   auto rule = planes(call, space);
   rule.linear_in({0});
   if (cut_in_space(call, space)) {
+    check_channels(call.tensors[0], space);
     resample_by_weights<space>(call, rule, {radius, true, Sampling::Position::Middle});
   }
   return rule;
