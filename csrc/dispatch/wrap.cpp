@@ -9,6 +9,7 @@
 #include <ATen/TensorUtils.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace shardtensor {
@@ -165,6 +166,12 @@ LayoutPtr evened(LayoutPtr layout) {
   return layout;
 }
 
+// Whether a view is of a gradient and will only be read. CopySlices writes into its views.
+bool is_read_by_autograd() {
+  const auto node = torch::autograd::get_current_node();
+  return node && !dynamic_cast<const torch::autograd::CopySlices*>(node.get());
+}
+
 // wrap_result() for symbolic sizes.
 at::Tensor wrap_symbolic_result(
     at::Tensor local,
@@ -180,8 +187,7 @@ at::Tensor wrap_symbolic_result(
   if (result && layout->is_sharded()) {
     sizes = sizes_of_result<Symbols>(*result, refs, local);
   }
-  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (layout->has_symbols() && (!base || copied || in_backward)) { // any other view may be written
+  if (layout->has_symbols() && (!base || copied || is_read_by_autograd())) { // any other view may be written
     auto even = evened(layout);
     local = redistribute(local, *layout, *even, sizes);
     layout = std::move(even);
@@ -199,7 +205,8 @@ at::Tensor wrap_symbolic_result(
     const auto found = form ? *form : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
     // Torch's record of a graph's tensors has no room for a symbol as an offset, so one would become a number. A gradient's
     // offset matters to nobody.
-    return wrapped(found.strides, found.offset.is_symbolic() && in_backward ? c10::SymInt(0) : found.offset);
+    const bool drop = found.offset.is_symbolic() && torch::autograd::get_current_graph_task_id() != -1;
+    return wrapped(found.strides, drop ? c10::SymInt(0) : found.offset);
   }
   if (result && !result->strides.empty()) {
     strides = result->strides;
