@@ -42,6 +42,11 @@ class Offset(NamedTuple):
 
 
 Cuts = Sequence[Sequence[int] | None]
+_Tuples = tuple[tuple[int, ...] | None, ...]
+
+
+def _tuples(cuts: Cuts) -> _Tuples:
+    return tuple(None if cut is None else tuple(cut) for cut in cuts)
 
 
 class ShardOrder(tuple):  # type: ignore[type-arg]
@@ -52,20 +57,20 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
     """
 
     offset: int | Offset
-    _given: Cuts | _C.Layout
+    _cuts: _Tuples | _C.Layout
 
     def __new__(cls, entries: Sequence[Any], cuts: Cuts | _C.Layout, offset: int | Offset = 0) -> ShardOrder:
         self = super().__new__(cls, entries)
-        self._given = cuts
+        self._cuts = cuts if isinstance(cuts, _C.Layout) else _tuples(cuts)
         self.offset = offset
         return self
 
     @property
-    def cuts(self) -> tuple[tuple[int, ...] | None, ...]:
+    def cuts(self) -> _Tuples:
         """Read late: torch flattens tensors that it never unflattens, and a view's cuts may be symbols, which become numbers here."""
-        if isinstance(self._given, _C.Layout):
-            self._given = self._given.cuts
-        return tuple(None if cut is None else tuple(cut) for cut in self._given)
+        if isinstance(self._cuts, _C.Layout):
+            self._cuts = _tuples(self._cuts.cuts)
+        return self._cuts
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -104,8 +109,7 @@ def flatten(t: ShardTensor) -> tuple[list[str], Any]:
     if order is None:
         order = cast(ShardOrder, t._spec.shard_order)
         if not layout.has_symbols:
-            assert order.cuts is not None  # read, so that it keeps no layout
-            _orders[layout.id, offset] = order
+            order = _orders[layout.id, offset] = ShardOrder(order, order.cuts, offset)  # which keeps no layout
     meta = TensorMeta(t.shape, t.stride(), t.dtype)
     return ["_local_tensor", "device_mesh"], (placements_of(layout), meta, order, t.requires_grad)
 
