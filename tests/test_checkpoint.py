@@ -358,6 +358,44 @@ def test_model_state(pools, name):
     pools(world(name)).run(f"{__name__}:model_state", name)
 
 
+def gathered_together(most):
+    """Many small tensors, on a mesh of all ranks and on one of some of them: one collective for each mesh's batch."""
+    import shardtensor as st
+    from shardtensor import _C
+    from shardtensor.patches import checkpoints
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    everyone = st.init_device_mesh("cpu", (3,))
+    pair, alone = (st.DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2]))
+    some = pair if pair.get_coordinate() is not None else alone
+    model, want = nn.Module(), {}
+    for i in range(12):
+        whole = torch.randn(5 + i, 3, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        mesh = some if i % 3 == 2 else everyone
+        want[f"p{i}"] = whole
+        model.register_parameter(f"p{i}", nn.Parameter(st.distribute_tensor(whole, mesh, [st.Shard(i % 2)], src_data_rank=None)))
+    stock = checkpoints._TOGETHER
+    checkpoints._TOGETHER = most or stock
+    try:
+        for offload in (False, True):
+            _C.reset_comm_counts()
+            got = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+            counts = sum(n for n, _ in _C.comm_counts().values())
+            kept = not offload or dist.get_rank() == 0
+            assert sorted(got) == (sorted(want) if kept else [])
+            assert all(type(v) is torch.Tensor and torch.equal(v, want[k]) for k, v in got.items())
+            one_by_one = 12 if some is pair else 8  # a mesh of one rank has nothing to gather
+            batched = 2 if some is pair else 1
+            assert counts == (one_by_one if most else batched), counts
+    finally:
+        checkpoints._TOGETHER = stock
+
+
+@pytest.mark.parametrize("most", [None, 1], ids=["one batch", "each its own"])
+def test_full_state_is_gathered_in_batches(pools, most):
+    pools(3).run(f"{__name__}:gathered_together", most)
+
+
 def steps(model, optimizer, count):
     mesh = model.weight.device_mesh
     import shardtensor as st

@@ -1,23 +1,26 @@
 """torch.distributed.checkpoint, and the state dicts of torch.distributed._state_dict_utils beneath it. All versions.
 
-Some of torch's code looks only at placements, as if all cuts were even. It is wrapped here: one entry of MENDS per function,
-applied when its module is imported (torch's checkpoints take longer to import than everything else here).
+Some of torch's code looks only at placements, as if all cuts were even, or moves one tensor at a time. It is wrapped here: one
+entry of MENDS per function, applied when its module is imported (torch's checkpoints take longer to import than everything else here).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtensor import _C
 from shardtensor._late import when_imported
 from shardtensor.shards._shards import in_places_of, wrapper_of
+from shardtensor.tensor._many import redistribute
 from shardtensor.tensor._mesh import device_of
 from shardtensor.tensor._pieces import _nothing_of, _piece, _refuse_summands, holds_shards
 from shardtensor.tensor._tensor import ShardTensor
@@ -107,6 +110,58 @@ def _spread_own(stock: Callable[..., None]) -> Callable[..., None]:
     return distribute
 
 
+# Bytes of whole tensors that a full state dict holds on the device beside those that it keeps.
+_TOGETHER = 1 << 24
+
+
+def _batches(state_dict: dict[str, Any]) -> Iterator[list[ShardTensor]]:
+    """The tensors to gather, each once, in batches of _TOGETHER bytes (or one larger tensor).
+
+    A batch has tensors of one mesh: the ranks of a mesh agree about these, but may hold different ones of other meshes. Several
+    shards on a rank, and pieces that are not on their mesh's device, are left to torch.
+    """
+    of_mesh: dict[Any, dict[int, ShardTensor]] = {}
+    for t in tree_leaves(state_dict):
+        if isinstance(t, ShardTensor) and t.device.type == t.device_mesh.device_type and not holds_shards(t._local_tensor):
+            of_mesh.setdefault(t._layout.mesh, {})[id(t)] = t
+    for tensors in of_mesh.values():
+        batch: list[ShardTensor] = []
+        room = _TOGETHER
+        for t in tensors.values():
+            room -= t.nbytes
+            if batch and room < 0:
+                yield batch
+                batch, room = [], _TOGETHER - t.nbytes
+            batch.append(t)
+        yield batch
+
+
+def _gather_together(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A full state dict: several tensors are gathered by one collective, and leave the device before the next batch if asked to."""
+
+    def gather(
+        state_dict: dict[str, Any],
+        *,
+        pg: Any = None,
+        device: torch.device | None = None,
+        cpu_offload: bool = False,
+        ranks_only: tuple[int, ...] = (),
+        type_check: bool = True,
+    ) -> dict[str, Any]:
+        kept = not ranks_only or dist.get_rank(pg) in ranks_only
+        wholes: dict[int, torch.Tensor] = {}
+        for batch in _batches(state_dict):
+            moved = redistribute(batch, [[Replicate()] * len(t.placements) for t in batch])
+            for t, whole in zip(batch, moved, strict=True):
+                local = whole.to_local()
+                wholes[id(t)] = local.new_empty(0) if not kept else local.cpu() if cpu_offload else local
+            del moved
+        gathered = tree_map(lambda value: wholes.get(id(value), value), state_dict)
+        return stock(gathered, pg=pg, device=device, cpu_offload=cpu_offload, ranks_only=ranks_only, type_check=type_check)
+
+    return gather
+
+
 def _give_memory(stock: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
     """Before a load, gives tensors on the meta device pieces on their mesh's device."""
 
@@ -187,6 +242,7 @@ MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("torch.distributed._state_dict_utils", "_broadcast_state_dict", _spread_scalars),
     ("torch.distributed._state_dict_utils", "_distribute_state_dict", _spread_own),
     ("torch.distributed._state_dict_utils", "_distribute_tensors", _spread_broadcast),
+    ("torch.distributed._state_dict_utils", "_gather_state_dict", _gather_together),
     (f"{_DCP}._state_dict_stager", "StateDictStager._offload_tensor", _stage_piece),
     (f"{_DCP}.default_planner", "_create_default_metadata_only_plan", _plan_of_boxes),
     (f"{_DCP}.default_planner", "_init_state_dict", _give_memory),
@@ -195,6 +251,8 @@ MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
     (f"{_DCP}.planner_helpers", "_init_state_dict", _give_memory),
     (f"{_DCP}.state_dict", "_broadcast_state_dict", _spread_scalars),
     (f"{_DCP}.state_dict", "_distribute_state_dict", _spread_own),
+    (f"{_DCP}.state_dict", "_gather_state_dict", _gather_together),
+    ("torch.distributed.fsdp._optim_utils", "_gather_state_dict", _gather_together),
 ]
 
 
