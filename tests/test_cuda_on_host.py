@@ -40,6 +40,7 @@ test_copy_boxes = by_cuda(test_kernels.test_copy_boxes)
 test_sources = by_cuda(test_kernels.test_expanded_conjugated_and_negated_sources)
 test_many_boxes = by_cuda(test_kernels.test_many_boxes)
 test_pack_and_unpack = by_cuda(test_kernels.test_pack_and_unpack)
+test_parts_with_gaps = by_cuda(test_kernels.test_parts_with_gaps)
 test_rows_too_many_for_a_cache = by_cuda(test_kernels.test_rows_too_many_for_a_cache)
 test_unpack_reduce = by_cuda(test_kernels.test_unpack_reduce)
 

@@ -148,6 +148,33 @@ def test_pack_and_unpack(dtype: torch.dtype, layout: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_with_gaps(dtype: torch.dtype, device: str) -> None:
+    """The boxes of each part start at a multiple of some elements. What lies between the parts is not written."""
+    rng = random.Random(f"gaps {dtype}")
+    for shape in SHAPES:
+        for elements in (1, 4, 16):
+            x = values(shape, dtype, device)
+            lists = [random_boxes(shape, rng.randint(0, 3), rng) for _ in range(4)]
+            parts, boxes = [numel(some) for some in lists], [box for some in lists for box in some]
+            starts = [sum(-(-n // elements) * elements for n in parts[:i]) for i in range(5)]
+            flat = new_flat(starts[4], x)
+            want = flat.clone()
+            for start, n, some in zip(starts, parts, lists, strict=False):
+                want[start : start + n] = packed(x, some)
+            _C.pack(x, boxes, flat, parts, elements)
+            same(flat, want)
+            lists = [[box] for box in disjoint_boxes(shape, rng)]
+            parts, boxes = [numel(some) for some in lists], [some[0] for some in lists]
+            starts = [sum(-(-n // elements) * elements for n in parts[:i]) for i in range(len(parts) + 1)]
+            flat = new_flat(starts[-1], x)
+            compact = [flat[start : start + n] for start, n in zip(starts, parts, strict=False)]
+            expected = unpacked(torch.cat(compact) if compact else flat, boxes, x)
+            _C.unpack(flat, boxes, x, parts, elements)
+            same(x, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_copy_boxes(dtype: torch.dtype, device: str) -> None:
     rng = random.Random(str(dtype))
     for shape in SHAPES:
@@ -345,6 +372,8 @@ X = torch.zeros(4, 6)
 WHOLE: list[Box] = [([0, 0], [4, 6])]
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "flat too small": (lambda: _C.pack(X, WHOLE, torch.zeros(23)), "`flat` has 23 elements where the boxes have 24"),
+    "parts of other boxes": (lambda: _C.pack(X, WHOLE, torch.zeros(40), [20], 16), r"the parts have \[20\] elements where the boxes have 24"),
+    "flat too small for gaps": (lambda: _C.pack(X, WHOLE, torch.zeros(24), [24], 16), "`flat` has 24 elements where the boxes have 32"),
     "flat of 2 dims": (lambda: _C.pack(X, WHOLE, torch.zeros(4, 6)), "`flat` must be 1-d and contiguous"),
     "flat with gaps": (lambda: _C.unpack(torch.zeros(48)[::2], WHOLE, X), "`flat` must be 1-d and contiguous"),
     "box too large": (lambda: _C.pack(X, [([1, 0], [4, 6])], torch.zeros(24)), "box 0 of `source`"),

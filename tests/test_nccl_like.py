@@ -256,6 +256,52 @@ def starts_of_several(_):
                 assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), whole)
 
 
+def starts_of_one(kind):
+    """So does what is staged for one tensor (comm::spacing()). An all-to-all of the older group may have no gaps."""
+    import nccl_like
+    import torch.nn.functional as F
+    from oracle import mesh_of, place
+    from shardtensor import DeviceMesh, Replicate, Shard
+
+    mesh, some, grid = mesh_of((4,)), DeviceMesh("cpu", torch.tensor([3, 1, 2])), mesh_of((2, 2))
+    for dtype in (torch.uint8, torch.bfloat16, torch.float64):
+        whole = (torch.arange(13 * 11) % 5).view(13, 11).to(dtype)
+        twice = [Shard(0), Shard(1)]
+        moves = [(mesh, ("S(1)",), Replicate(), mesh), (mesh, ("S(0)",), Shard(0), some), (grid, ("S(0)", "S(1)"), Shard(0), mesh)]
+        moves += [(grid, ("S(0)", "S(1)"), placements, grid) for placements in ([Shard(1), Shard(0)], twice[::-1])]
+        if kind == "nccl2_like":
+            moves += [(mesh, ("S(0)",), Shard(1), mesh), (mesh, ("S(1)",), Shard(0), mesh)]
+        for cut in ("even", "uneven", "empty"):
+            for here, placements, to, there in moves:
+                x = place(whole, here, placements, cut)
+                to = to if isinstance(to, list) else [to]
+                x.redistribute(there, to)  # the ranks compare notes
+                nccl_like.unaligned()
+                y = x.redistribute(there, to)
+                in_place = to == [Shard(1)] and x.to_local().shape[0] == 1 or to == [Shard(0)] and y.to_local().shape[0] == 1
+                assert in_place or not nccl_like.unaligned(), (dtype, cut, placements, to)
+                assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), whole), (dtype, cut, placements, to)
+    image = torch.randn(1, 1, 13, 7)
+    for cut in ("even", "uneven", "empty"):  # a halo; rows that a grid points at, and their gradients; places that a pool has kept
+        x = place(image, mesh, ("S(2)",), cut).requires_grad_()
+        weight = place(torch.randn(1, 1, 3, 3), mesh, ("R",), "even")
+        theta = torch.tensor([[[0.9, 0.1, 0.0], [0.2, 1.1, 0.1]]])
+        at = place(F.affine_grid(theta, [1, 1, 13, 7], align_corners=False), mesh, ("S(1)",), cut)
+        indexed = place(image[:, :, ::2], mesh, ("S(2)",), cut)
+        places = place(torch.randperm(91)[:49].view(1, 1, 7, 7), mesh, ("S(2)",), cut)
+        for op in (
+            lambda x: F.conv2d(x, weight, padding=1).sum(),
+            lambda x: F.grid_sample(x, at, align_corners=False).sum(),
+            lambda x: F.max_unpool2d(indexed * x.sum(), places, (2, 1), output_size=(1, 1, 13, 7)).sum(),
+        ):
+            op(x).backward()
+            x.grad = None
+            nccl_like.unaligned()
+            op(x).backward()
+            byte_by_byte = set(nccl_like.unaligned())
+            assert byte_by_byte <= {"allreduce"}, (cut, op, byte_by_byte)
+
+
 def an_error_in_a_batch(_):
     """Hazard k: a batch that nobody ends makes all later ones raise (~Messages in comm.cpp)."""
     import nccl_like
@@ -312,7 +358,7 @@ def test_dropped_in_flight(ranks):
     ranks.run("test_nccl_like:dropped_in_flight", ranks.backend)
 
 
-@pytest.mark.parametrize("hazard", ["first_two_empty", "starts_of_several", "an_error_in_a_batch"])
+@pytest.mark.parametrize("hazard", ["first_two_empty", "starts_of_several", "starts_of_one", "an_error_in_a_batch"])
 def test_hazards(ranks, hazard):
     ranks.run(f"test_nccl_like:{hazard}", ranks.backend)
 

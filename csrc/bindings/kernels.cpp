@@ -25,16 +25,20 @@ void register_kernels(py::module& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def(
       "pack",
-      [](const at::Tensor& source, const std::vector<BoxTuple>& boxes, at::Tensor flat) {
-        kernels::pack(source, boxes_from(boxes), flat);
+      [](const at::Tensor& source, const std::vector<BoxTuple>& boxes, at::Tensor flat, const std::vector<int64_t>& parts,
+         int64_t elements) {
+        kernels::pack(source, boxes_from(boxes), flat, {parts, elements});
       },
-      py::arg("source"), py::arg("boxes"), py::arg("flat"), Released());
+      py::arg("source"), py::arg("boxes"), py::arg("flat"), py::arg("parts") = std::vector<int64_t>(), py::arg("elements") = 1,
+      Released());
   m.def(
       "unpack",
-      [](const at::Tensor& flat, const std::vector<BoxTuple>& boxes, at::Tensor target) {
-        kernels::unpack(flat, boxes_from(boxes), target);
+      [](const at::Tensor& flat, const std::vector<BoxTuple>& boxes, at::Tensor target, const std::vector<int64_t>& parts,
+         int64_t elements) {
+        kernels::unpack(flat, boxes_from(boxes), target, {parts, elements});
       },
-      py::arg("flat"), py::arg("boxes"), py::arg("target"), Released());
+      py::arg("flat"), py::arg("boxes"), py::arg("target"), py::arg("parts") = std::vector<int64_t>(), py::arg("elements") = 1,
+      Released());
   m.def(
       "copy_boxes",
       [](const at::Tensor& source, const std::vector<BoxTuple>& from, at::Tensor target, const std::vector<BoxTuple>& to) {

@@ -27,16 +27,23 @@ constexpr auto kFloats = bits({at::kDouble, at::kFloat, at::kHalf, at::kBFloat16
 // cancels such a message, the older NCCL group keeps all (in_flight.cpp); and a tensor must be on the device that the group is
 // bound to (device_of() in comm.h).
 const std::array kBackends = {
-    Backend{.name = "nccl", .gathers = true, .reduces = kIntegers | kFloats, .scatters = true},
+    Backend{.name = "nccl", .gathers = true, .reduces = kIntegers | kFloats, .scatters = true, .aligned = true},
     Backend{
         .name = "nccl2",
         .gathers = true,
         .batches = true,
         .reduces = kIntegers | kFloats,
         .scatters = true,
+        .aligned = true,
         .by_address = true,
         .at_once = true},
-    Backend{.name = "nccl-lazy", .gathers = true, .reduces = kIntegers | kFloats, .scatters = true, .by_address = true},
+    Backend{
+        .name = "nccl-lazy",
+        .gathers = true,
+        .reduces = kIntegers | kFloats,
+        .scatters = true,
+        .aligned = true,
+        .by_address = true},
     Backend{
         .name = "gloo", //
         .bitwise = true,

@@ -19,6 +19,7 @@ struct Backend {
   bool batches = false;  // several sends and receives can be made as one, and the others need not call
   uint64_t reduces = 0;  // dtypes (bits) that it can reduce; with `scatters`
   bool scatters = false; // reduce-scatters of pieces of any size
+  bool aligned = false;  // is faster if what it is given starts at multiples of kStart (bytes.h)
   int64_t latency = 0;   // up to this many bytes in all, gathering them is faster than reducing them
   // What it does not do.
   bool blocks = false;  // a work's wait() blocks the thread, may time out, and may then be called again

@@ -108,14 +108,21 @@ constexpr auto kReduce = &c10d::ProcessGroup::reduce_scatter_single;
 #endif
 
 // What travels between ranks, as bytes: `in` holds the parts for rank or peer 0, 1, ... one after the other, `out` those from
-// each.
+// each. Parts start at multiples of `start`.
 struct Parcel {
   at::Tensor out, in;
   std::vector<int64_t> out_sizes, in_sizes;
+  int64_t start = 1;
+
+  int64_t sent() const {
+    return c10::sum_integers(in_sizes);
+  }
 };
 
-Parcel parcel_of(const at::Tensor& out, at::IntArrayRef out_sizes, const at::Tensor& in, at::IntArrayRef in_sizes) {
-  return {as_bytes(out), as_bytes(in), times(out_sizes, out.element_size()), times(in_sizes, in.element_size())};
+Parcel parcel_of(
+    const at::Tensor& out, at::IntArrayRef out_sizes, const at::Tensor& in, at::IntArrayRef in_sizes, int64_t spacing) {
+  const auto item = out.element_size();
+  return {as_bytes(out), as_bytes(in), times(out_sizes, item), times(in_sizes, item), spacing > 1 ? spacing * item : 1};
 }
 
 WorkPtr exchange_bytes(c10d::ProcessGroup& group, Parcel& p) {
@@ -622,8 +629,15 @@ std::vector<int64_t> picked(const std::vector<int64_t>& sizes, const std::vector
   return out;
 }
 
-// Between all ranks of the group; all of them call.
+// Between all ranks of the group; all of them call. Gaps travel too: the call takes sizes and no starts.
 InFlight exchange_with_all(const Where& where, c10d::ProcessGroup& group, const Backend& rules, Parcel parcel) {
+  if (parcel.start > 1) {
+    for (auto* sizes : {&parcel.out_sizes, &parcel.in_sizes}) {
+      for (auto& size : *sizes) {
+        size = rounded_up(size, parcel.start);
+      }
+    }
+  }
   return started(where, rules, {guarded(where, [&] { return exchange_bytes(group, parcel); })}, {parcel.out, parcel.in});
 }
 
@@ -635,7 +649,8 @@ InFlight exchange_with_peers(
   Messages messages(where, group, rules);
   int64_t out_at = 0, in_at = 0;
   for (size_t i = 0; i < peers.size(); ++i) {
-    const auto in = std::exchange(in_at, in_at + p.in_sizes[i]), out = std::exchange(out_at, out_at + p.out_sizes[i]);
+    const auto in = std::exchange(in_at, in_at + rounded_up(p.in_sizes[i], p.start));
+    const auto out = std::exchange(out_at, out_at + rounded_up(p.out_sizes[i], p.start));
     const auto send = [&] { messages.send(p.in, in, p.in_sizes[i], peers[i]); };
     if (peers[i] == me) {
       p.out.narrow(0, out, p.out_sizes[i]).copy_(p.in.narrow(0, in, p.in_sizes[i]));
@@ -674,6 +689,23 @@ InFlight exchange_reordered(
 
 } // namespace
 
+int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, Staged what) {
+  const auto item = static_cast<int64_t>(like.element_size());
+  if (kStart % item != 0 || is_traced(like) || !has_values(like) || Together::open()) { // which copies, with gaps of its own
+    return 1;
+  }
+  const bool between = what == Staged::Messages;
+  const auto& world = mesh.description().world;
+  if (between ? world.empty() : is_alone(mesh, mesh_dim)) {
+    return 1;
+  }
+  const auto group = between ? c10d::resolve_process_group(world) : group_of(mesh, mesh_dim, "all_to_all");
+  const auto rules = backend_of(*group, like.device());
+  // In an all-to-all, other ranks may send in place, without gaps: only single messages may start anywhere.
+  const bool any_start = what != Staged::AllToAll || (rules.batches && ready_for_some(rules, *group, like.device()));
+  return rules.aligned && any_start ? kStart / item : 1;
+}
+
 InFlight start_all_to_all(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
@@ -681,7 +713,8 @@ InFlight start_all_to_all(
     at::IntArrayRef in_sizes,
     const Mesh& mesh,
     int64_t mesh_dim,
-    bool of_summands) {
+    bool of_summands,
+    int64_t spacing) {
   const auto kind = of_summands ? Kind::ReduceScatter : Kind::AllToAll;
   if (is_traced(in)) {
     const auto flat = in.reshape(-1);
@@ -697,7 +730,7 @@ InFlight start_all_to_all(
     as_bytes(out).copy_(as_bytes(in));
     return nothing();
   }
-  auto parcel = parcel_of(out, out_sizes, in, in_sizes);
+  auto parcel = parcel_of(out, out_sizes, in, in_sizes, spacing);
   if (auto* together = Together::open()) {
     return together->note(
         {.what = Together::Call::What::Exchange,
@@ -710,7 +743,7 @@ InFlight start_all_to_all(
          .out_sizes = std::move(parcel.out_sizes)});
   }
   auto group = group_of(mesh, mesh_dim, name_of(kind));
-  count(kind, parcel.in.numel() - parcel.in_sizes[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
+  count(kind, parcel.sent() - parcel.in_sizes[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
   Where where(kind, mesh, mesh_dim);
   const auto rules = backend_of(*group, in.device());
   enter(where, group, rules, mesh, [&] { return c10::get_hash(in.scalar_type()); });
@@ -729,7 +762,13 @@ bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, Redu
 }
 
 InFlight start_reduce_scatter(
-    at::Tensor out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {
+    at::Tensor out,
+    const at::Tensor& in,
+    at::IntArrayRef in_sizes,
+    const Mesh& mesh,
+    int64_t mesh_dim,
+    ReduceOp op,
+    int64_t spacing) {
   if (auto* together = Together::open()) {
     return together->note(
         {.what = Together::Call::What::Scatter,
@@ -744,9 +783,10 @@ InFlight start_reduce_scatter(
   c10d::ReduceScatterOptions options;
   options.reduceOp = op_for(op, in.scalar_type());
   auto input = in.view(-1), output = out.view(-1);
-  count(Kind::ReduceScatter, static_cast<int64_t>(in.nbytes() - out.nbytes()), mesh, mesh_dim);
+  const auto numel = c10::sum_integers(in_sizes);
+  count(Kind::ReduceScatter, (numel - out.numel()) * static_cast<int64_t>(out.element_size()), mesh, mesh_dim);
   Where where(Kind::ReduceScatter, mesh, mesh_dim);
-  const auto facts = [&] { return c10::get_hash(op, in.scalar_type(), in.numel()); };
+  const auto facts = [&] { return c10::get_hash(op, in.scalar_type(), numel); };
   const auto rules = backend_of(*group, in.device());
   enter(where, group, rules, mesh, facts);
   WorkPtr work;
@@ -754,7 +794,11 @@ InFlight start_reduce_scatter(
     work = guarded(where, [&] { return ((*group).*kReduce)(output, input, options); });
   } else {
     std::vector<at::Tensor> outputs{output};
-    std::vector<std::vector<at::Tensor>> inputs{input.split_with_sizes(in_sizes)};
+    std::vector<std::vector<at::Tensor>> inputs(1);
+    int64_t at = 0;
+    for (const auto size : in_sizes) {
+      inputs[0].push_back(input.narrow(0, std::exchange(at, at + rounded_up(size, spacing)), size));
+    }
     work = guarded(where, [&] { return group->reduce_scatter(outputs, inputs, options); });
   }
   auto reduced = started(where, rules, {std::move(work)}, {input, output});
@@ -771,7 +815,8 @@ InFlight start_send_receive(
     at::IntArrayRef in_sizes,
     at::IntArrayRef peers,
     const Mesh& mesh,
-    int64_t callers) {
+    int64_t callers,
+    int64_t spacing) {
   if (callers == 1 || (!is_traced(out) && !has_values(out))) {
     return nothing();
   }
@@ -794,7 +839,7 @@ InFlight start_send_receive(
   if (!all && peers.empty()) {
     return nothing();
   }
-  auto parcel = parcel_of(out, out_sizes, in, in_sizes);
+  auto parcel = parcel_of(out, out_sizes, in, in_sizes, spacing);
   if (auto* together = Together::open()) {
     return together->note(
         {.what = Together::Call::What::Send,
@@ -807,7 +852,7 @@ InFlight start_send_receive(
          .peers = peers.vec()});
   }
   Where where(Kind::AllToAll, mesh, -1);
-  count(Kind::AllToAll, parcel.in.numel(), mesh, -1);
+  count(Kind::AllToAll, parcel.sent(), mesh, -1);
   const auto backend = backend_of(*group, out.device());
   const bool in_a_batch = backend.batches && ready_for_some(backend, *group, out.device());
   if (all && !in_a_batch) {

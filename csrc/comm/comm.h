@@ -31,8 +31,13 @@ InFlight start_all_gather(at::Tensor& whole, at::IntArrayRef sizes, const at::Te
 // Whether the backend has a faster call for pieces of one size that lie `as_one`, this rank's piece included.
 bool gathers_as_one(const at::Tensor& mine, const Mesh& mesh, int64_t mesh_dim);
 
+// Parts in a staging buffer should start at multiples of so many elements. More than 1 if the backend is faster then and can do
+// with gaps between them.
+enum class Staged : uint8_t { List, AllToAll, Messages }; // given as a list; to start_all_to_all(); to start_send_receive()
+int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, Staged what);
+
 // Contiguous buffers: `in` holds the parts for coordinates 0, 1, ... one after the other, `out` the parts from each; sizes in
-// elements. If this rank's own part has a size, the same in both, it is copied.
+// elements. If this rank's own part has a size, the same in both, it is copied. `spacing`: of both buffers; ranks may differ.
 InFlight start_all_to_all(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
@@ -40,11 +45,13 @@ InFlight start_all_to_all(
     at::IntArrayRef in_sizes,
     const Mesh& mesh,
     int64_t mesh_dim,
-    bool of_summands = false); // counted as a reduce-scatter
+    bool of_summands = false, // counted as a reduce-scatter
+    int64_t spacing = 1);
 
 // Between any ranks, of any meshes. `out` holds the parts from peers[0], peers[1], ... one after the other, `in` the parts for
 // each; sizes in elements. Peers are global ranks in ascending order, without this rank. `callers`: how many ranks make this
-// call, peers or not. If these are not all ranks of the default group, only peers need to call.
+// call, peers or not. If these are not all ranks of the default group, only peers need to call. `spacing`: of both buffers, on
+// all ranks.
 InFlight start_send_receive(
     at::Tensor& out,
     at::IntArrayRef out_sizes,
@@ -52,15 +59,22 @@ InFlight start_send_receive(
     at::IntArrayRef in_sizes,
     at::IntArrayRef peers,
     const Mesh& mesh,
-    int64_t callers);
+    int64_t callers,
+    int64_t spacing = 1);
 
 // Whether the backend can reduce while scattering, so that start_reduce_scatter() works. Otherwise the summands travel in an
 // all-to-all and the caller combines them, in the order of the coordinates.
 bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 // `in`, contiguous, holds this rank's summands of all coordinates' pieces, one after the other; `out` becomes this rank's
-// piece.
+// piece. `spacing`: of `in`; 1 if the pieces have one size.
 InFlight start_reduce_scatter(
-    at::Tensor out, const at::Tensor& in, at::IntArrayRef in_sizes, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
+    at::Tensor out,
+    const at::Tensor& in,
+    at::IntArrayRef in_sizes,
+    const Mesh& mesh,
+    int64_t mesh_dim,
+    ReduceOp op,
+    int64_t spacing = 1);
 
 void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate);
 

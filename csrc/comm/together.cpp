@@ -28,7 +28,7 @@ class Packed {
   void add(const at::Tensor& bytes, int64_t at, int64_t count) {
     if (count) {
       parts_.push_back({bytes, at, count, total_});
-      total_ += (count + start_ - 1) / start_ * start_;
+      total_ += rounded_up(count, start_);
     }
   }
   int64_t total() const {

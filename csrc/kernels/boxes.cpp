@@ -6,10 +6,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <bit>
 #include <numeric>
+#include <utility>
 
 namespace shardtensor::kernels {
 
@@ -22,7 +24,8 @@ struct Side {
   const char* name; // of the argument
   const at::Tensor& tensor;
   c10::ArrayRef<Box> boxes;
-  bool flat; // the boxes lie one after the other, ignoring their offsets
+  bool flat;            // the boxes lie one after the other, ignoring their offsets
+  Spacing spacing = {}; // of a flat side
 };
 
 // ---- checks
@@ -69,6 +72,36 @@ int64_t numel_of(c10::ArrayRef<Box> boxes) {
     n += numel_of(box);
   }
   return n;
+}
+
+int64_t rounded_up(int64_t at, int64_t multiple) {
+  return (at + multiple - 1) / multiple * multiple;
+}
+
+// Where one box after the other starts in a flat buffer, in elements or in bytes.
+class Starts {
+ public:
+  Starts(const Spacing& spacing, int64_t element)
+      : parts_(spacing.parts), start_(spacing.elements * element), element_(element) {}
+
+  int64_t next(int64_t numel) {
+    while (left_ == 0 && !parts_.empty()) {
+      left_ = parts_.front() * element_;
+      parts_ = parts_.slice(1);
+      at_ = rounded_up(at_, start_);
+    }
+    left_ = std::max<int64_t>(left_ - numel, 0);
+    return std::exchange(at_, at_ + numel);
+  }
+
+ private:
+  c10::IntArrayRef parts_;
+  int64_t start_, element_, at_ = 0, left_ = 0;
+};
+
+// What a flat side's boxes take of it.
+int64_t flat_length(const Side& side) {
+  return side.spacing.parts.empty() ? numel_of(side.boxes) : length_of(side.spacing);
 }
 
 void check_flat(const char* function, const at::Tensor& flat, int64_t needed) {
@@ -263,16 +296,16 @@ void make_plan(Plan& plan, const Side& from, const Side& to, bool bytes, int64_t
   const auto grain = for_cuda(from.tensor) ? kCuda : cpu_grain(count, numel_of(from.boxes) * element * element_bytes);
   const auto widest = std::countr_zero(static_cast<uint64_t>(std::max<int64_t>(grain.unit_bytes / element_bytes, 1)));
   const auto bits = shared_bits(moves, from, to, dims, from_bytes, to_bytes);
-  int64_t from_flat_at = 0, to_flat_at = 0, largest = 0, longest = 0;
+  Starts starts(from.flat ? from.spacing : to.spacing, element);
+  int64_t largest = 0, longest = 0;
   for (size_t i = 0; i < from.boxes.size(); ++i) {
     const auto numel = numel_of(from.boxes[i]) * element;
     if (numel == 0) {
       continue;
     }
-    const auto from_at = from.flat ? from_flat_at : start_of(from, from.boxes[i], element);
-    const auto to_at = to.flat ? to_flat_at : start_of(to, to.boxes[i], element);
-    from_flat_at += numel;
-    to_flat_at += numel;
+    const auto flat_at = starts.next(numel);
+    const auto from_at = from.flat ? flat_at : start_of(from, from.boxes[i], element);
+    const auto to_at = to.flat ? flat_at : start_of(to, to.boxes[i], element);
     const auto run = size_of(from.boxes[i], dims.back());
     auto width = std::min(widest, std::countr_zero(bits | static_cast<uint64_t>(from_at | to_at | run)));
     width = bytes || width == widest ? width : 0;
@@ -305,6 +338,7 @@ void no_kernel(const char* function, const at::Tensor& tensor) {
 void move(const char* function, const Side& from, const Side& to) {
   const auto numel = numel_of(from.boxes);
   if (is_traced(to.tensor)) {
+    TORCH_INTERNAL_ASSERT(from.spacing.elements == 1 && to.spacing.elements == 1, function, ": gaps in a graph");
     return traced::move(from.tensor, from.boxes, from.flat, to.tensor, to.boxes, to.flat);
   }
   if (numel == 0 || !has_values(to.tensor) || !has_values(from.tensor)) {
@@ -314,17 +348,19 @@ void move(const char* function, const Side& from, const Side& to) {
   const auto from_type = from.tensor.scalar_type(), to_type = to.tensor.scalar_type();
   if (from_type != to_type && !(is_float(from_type) && is_float(to_type))) {
     // A cast without a kernel of ours: torch casts, between two copies.
+    const auto& spacing = from.flat ? from.spacing : to.spacing;
+    const auto length = flat_length(from.flat ? from : to);
     auto packed = from.tensor;
     if (!from.flat) {
-      packed = at::empty({numel}, from.tensor.options());
-      move(function, from, {"flat", packed, from.boxes, true});
+      packed = at::empty({length}, from.tensor.options());
+      move(function, from, {"flat", packed, from.boxes, true, spacing});
     }
-    packed = packed.narrow(0, 0, numel);
+    packed = packed.narrow(0, 0, length);
     if (to.flat) {
-      to.tensor.narrow(0, 0, numel).copy_(packed);
+      to.tensor.narrow(0, 0, length).copy_(packed);
     } else {
       const auto cast = packed.to(to_type);
-      move(function, {"flat", cast, to.boxes, true}, to);
+      move(function, {"flat", cast, to.boxes, true, spacing}, to);
     }
     return;
   }
@@ -341,21 +377,46 @@ void move_flat(const char* function, const Side& from, const Side& to) {
   check_strided(function, from.name, from.tensor);
   check_strided(function, to.name, to.tensor);
   check_boxes(function, boxed.name, boxed.boxes, boxed.tensor);
-  check_flat(function, flat.tensor, numel_of(flat.boxes));
+  const auto needed = numel_of(flat.boxes);
+  TORCH_CHECK(
+      flat.spacing.parts.empty() || c10::sum_integers(flat.spacing.parts) == needed, "shardtensor: ", function,
+      ": the parts have ", flat.spacing.parts, " elements where the boxes have ", needed);
+  check_flat(function, flat.tensor, flat_length(flat));
   check_target(function, to.name, to.tensor);
   check_same_device(function, from, to);
   const auto plain = resolved(from.tensor);
-  move(function, {from.name, plain, from.boxes, from.flat}, to);
+  move(function, {from.name, plain, from.boxes, from.flat, from.spacing}, to);
 }
 
 } // namespace
 
-void pack(const at::Tensor& source, c10::ArrayRef<Box> boxes, at::Tensor& flat) {
-  move_flat("pack", {"source", source, boxes, false}, {"flat", flat, boxes, true});
+int64_t length_of(const Spacing& spacing) {
+  if (spacing.elements == 1) {
+    return c10::sum_integers(spacing.parts);
+  }
+  int64_t n = 0;
+  for (const auto part : spacing.parts) {
+    n += rounded_up(part, spacing.elements);
+  }
+  return n;
 }
 
-void unpack(const at::Tensor& flat, c10::ArrayRef<Box> boxes, at::Tensor& target) {
-  move_flat("unpack", {"flat", flat, boxes, true}, {"target", target, boxes, false});
+std::vector<at::Tensor> parts_of(const at::Tensor& flat, const Spacing& spacing) {
+  std::vector<at::Tensor> out;
+  out.reserve(spacing.parts.size());
+  int64_t at = 0;
+  for (const auto part : spacing.parts) {
+    out.push_back(flat.narrow(0, std::exchange(at, at + rounded_up(part, spacing.elements)), part));
+  }
+  return out;
+}
+
+void pack(const at::Tensor& source, c10::ArrayRef<Box> boxes, at::Tensor& flat, const Spacing& spacing) {
+  move_flat("pack", {"source", source, boxes, false}, {"flat", flat, boxes, true, spacing});
+}
+
+void unpack(const at::Tensor& flat, c10::ArrayRef<Box> boxes, at::Tensor& target, const Spacing& spacing) {
+  move_flat("unpack", {"flat", flat, boxes, true, spacing}, {"target", target, boxes, false});
 }
 
 void copy(const at::Tensor& source, c10::ArrayRef<Box> from, at::Tensor& target, c10::ArrayRef<Box> to) {

@@ -15,9 +15,19 @@ inline at::Tensor resolved(const at::Tensor& t) {
 // Boxes are in the indices of the given tensor. Any strides work; a source may be expanded, a target may not. If dtypes differ,
 // values are cast. One launch on the current stream, without synchronization; also in a CUDA graph.
 
+// The boxes of each part, which has so many elements, start at a multiple of `elements` in a flat buffer. Without parts there are
+// no gaps. Not in a graph.
+struct Spacing {
+  c10::IntArrayRef parts = {};
+  int64_t elements = 1;
+};
+// The length of a flat buffer with these parts, and its parts.
+int64_t length_of(const Spacing& spacing);
+std::vector<at::Tensor> parts_of(const at::Tensor& flat, const Spacing& spacing);
+
 // flat: 1-d, contiguous; the boxes one after the other, each in row-major order.
-void pack(const at::Tensor& source, c10::ArrayRef<Box> boxes, at::Tensor& flat);
-void unpack(const at::Tensor& flat, c10::ArrayRef<Box> boxes, at::Tensor& target);
+void pack(const at::Tensor& source, c10::ArrayRef<Box> boxes, at::Tensor& flat, const Spacing& spacing = {});
+void unpack(const at::Tensor& flat, c10::ArrayRef<Box> boxes, at::Tensor& target, const Spacing& spacing = {});
 // Pairs of equal sizes; source and target share no memory.
 void copy(const at::Tensor& source, c10::ArrayRef<Box> from, at::Tensor& target, c10::ArrayRef<Box> to);
 // flat: `parts` times the boxes as pack() writes them. They are combined in order, 0 first, so the result is deterministic.

@@ -212,26 +212,33 @@ struct Traffic {
   int64_t sent = 0, received = 0;
 };
 
-// Consecutive parts in a flat buffer that belong to one piece: one launch.
+// Consecutive parts of one message that belong to one piece: one launch.
 struct Run {
   size_t piece;
   std::vector<Box> boxes; // in the piece's indices
   at::Tensor flat;
 };
 
+// `parts`: message after message.
 std::vector<Run> runs_of(
-    const std::vector<Part>& parts, size_t Part::*side, const std::vector<Placed>& placed, const at::Tensor& flat) {
+    const std::vector<Part>& parts,
+    size_t Part::*side,
+    const std::vector<Placed>& placed,
+    const at::Tensor& flat,
+    const kernels::Spacing& messages) {
   std::vector<Run> out;
-  int64_t at = 0;
-  for (size_t i = 0; i < parts.size();) {
-    Run run{parts[i].*side, {}, {}};
-    const auto start = at;
-    for (; i < parts.size() && parts[i].*side == run.piece; ++i) {
-      at += numel_of(parts[i].box);
-      run.boxes.push_back(within(parts[i].box, placed[run.piece].box));
+  size_t i = 0;
+  for (const auto& message : kernels::parts_of(flat, messages)) {
+    for (int64_t at = 0; at < message.numel();) {
+      Run run{parts[i].*side, {}, {}};
+      const auto start = at;
+      for (; at < message.numel() && parts[i].*side == run.piece; ++i) {
+        at += numel_of(parts[i].box);
+        run.boxes.push_back(within(parts[i].box, placed[run.piece].box));
+      }
+      run.flat = message.narrow(0, start, at - start);
+      out.push_back(std::move(run));
     }
-    run.flat = flat.narrow(0, start, at - start);
-    out.push_back(std::move(run));
   }
   return out;
 }
@@ -274,13 +281,15 @@ std::vector<at::Tensor> exchange(
     to_each.push_back(numels.sent);
     of_each.push_back(numels.received);
   }
-  auto arrived = at::empty({c10::sum_integers(of_each)}, options);
+  const auto spacing = comm::spacing(at::empty({0}, options), mesh, -1, comm::Staged::Messages);
+  const kernels::Spacing leaving{to_each, spacing}, arriving{of_each, spacing};
+  auto arrived = at::empty({kernels::length_of(arriving)}, options);
   {
-    const auto packed = at::empty({c10::sum_integers(to_each)}, options);
-    for (auto& run : runs_of(sent, &Part::from, held, packed)) {
+    const auto packed = at::empty({kernels::length_of(leaving)}, options);
+    for (auto& run : runs_of(sent, &Part::from, held, packed, leaving)) {
       kernels::pack(sources[run.piece], run.boxes, run.flat);
     }
-    comm::start_send_receive(arrived, of_each, packed, to_each, ranks, mesh, mesh.size()).wait();
+    comm::start_send_receive(arrived, of_each, packed, to_each, ranks, mesh, mesh.size(), spacing).wait();
   }
   // The send buffer is freed before the results are made.
   std::vector<at::Tensor> results;
@@ -293,7 +302,7 @@ std::vector<at::Tensor> exchange(
   for (const auto& [from, to, box] : kept) {
     kernels::copy(sources[from], {within(box, held[from].box)}, targets[to], {within(box, wanted[to].box)});
   }
-  for (auto& run : runs_of(received, &Part::to, wanted, arrived)) {
+  for (auto& run : runs_of(received, &Part::to, wanted, arrived, arriving)) {
     kernels::unpack(run.flat, run.boxes, targets[run.piece]);
   }
   return results;

@@ -198,14 +198,16 @@ at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, 
     return out;
   }
   at::Tensor arrived;
+  int64_t spacing = 1;
   if (travels_) {
     tell_of_halo({*from_, sizes_, peers_, sent_, received_, static_cast<int64_t>(local.element_size())});
-    arrived = at::empty({c10::sum_integers(received_)}, options);
-    auto packed = traced ? kernels::traced::packed(local, packed_) : at::empty({c10::sum_integers(sent_)}, options);
+    spacing = comm::spacing(local, mesh, -1, comm::Staged::Messages);
+    arrived = at::empty({kernels::length_of({received_, spacing})}, options);
+    auto packed = traced ? kernels::traced::packed(local, packed_) : at::empty({kernels::length_of({sent_, spacing})}, options);
     if (!packed_.empty() && !traced) {
-      kernels::pack(local, packed_, packed);
+      kernels::pack(local, packed_, packed, {sent_, spacing});
     }
-    comm::start_send_receive(arrived, received_, packed, sent_, peers_, mesh, mesh.size()).wait();
+    comm::start_send_receive(arrived, received_, packed, sent_, peers_, mesh, mesh.size(), spacing).wait();
   }
   if (stays_) {
     return traced ? comm::traced::after(local, {arrived}) : local;
@@ -216,7 +218,7 @@ at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, 
     kernels::copy(local, kept_from_, out, kept_to_);
   }
   if (!unpacked_.empty()) {
-    kernels::unpack(arrived, unpacked_, out);
+    kernels::unpack(arrived, unpacked_, out, {received_, spacing});
   }
   if (traced && travels_) {
     return comm::traced::after(out, {arrived}); // also on a rank that receives nothing

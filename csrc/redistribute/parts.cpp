@@ -1,7 +1,6 @@
 #include "redistribute/parts.h"
 
 #include "comm/values.h"
-#include "kernels/boxes.h"
 #include "kernels/traced.h"
 
 #include <ATen/ATen.h>
@@ -80,13 +79,13 @@ at::Tensor Parts::stacked(const at::Tensor& t, const Rows::Row& row) const {
   return t.as_strided(sizes, strides, t.storage_offset() + row.start * stride);
 }
 
-at::Tensor Parts::pack(const at::Tensor& source) const {
+at::Tensor Parts::pack(const at::Tensor& source, const kernels::Spacing& spacing) const {
   if (is_traced(source)) {
     return kernels::traced::packed(source, as_boxes());
   }
-  auto out = at::empty({numel()}, source.options());
-  if (boxes_) {
-    kernels::pack(source, boxes(), out);
+  auto out = at::empty({kernels::length_of(spacing)}, source.options());
+  if (boxes_ || out.numel() > numel()) { // rows have no gaps
+    kernels::pack(source, boxes_ ? boxes() : as_boxes(), out, spacing);
     return out;
   }
   int64_t at = 0;
@@ -98,9 +97,9 @@ at::Tensor Parts::pack(const at::Tensor& source) const {
   return out;
 }
 
-void Parts::unpack(const at::Tensor& flat, at::Tensor& target) const {
-  if (boxes_ || is_traced(target)) {
-    kernels::unpack(flat, boxes_ ? boxes() : as_boxes(), target);
+void Parts::unpack(const at::Tensor& flat, at::Tensor& target, const kernels::Spacing& spacing) const {
+  if (boxes_ || flat.numel() > numel() || is_traced(target)) {
+    kernels::unpack(flat, boxes_ ? boxes() : as_boxes(), target, spacing);
     return;
   }
   int64_t at = 0;

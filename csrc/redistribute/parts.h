@@ -2,6 +2,7 @@
 // dims. Many parts of one width, next to each other, are one description and one copy.
 #pragma once
 
+#include "kernels/boxes.h"
 #include "layout/layout.h"
 
 #include <ATen/core/Tensor.h>
@@ -86,9 +87,9 @@ class Parts {
     return boxes_ ? static_cast<size_t>(count()) : 1;
   }
 
-  // Into a new flat tensor, and out of one, which holds these parts and nothing else.
-  at::Tensor pack(const at::Tensor& source) const;
-  void unpack(const at::Tensor& flat, at::Tensor& target) const;
+  // Into a new flat tensor, and out of one, which holds these parts and nothing else. `spacing`: of what each rank gets.
+  at::Tensor pack(const at::Tensor& source, const kernels::Spacing& spacing) const;
+  void unpack(const at::Tensor& flat, at::Tensor& target, const kernels::Spacing& spacing) const;
 
  private:
   // Made by the first call that needs them, on whichever thread.

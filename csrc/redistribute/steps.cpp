@@ -17,7 +17,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 namespace shardtensor {
@@ -294,6 +293,10 @@ Pairs pairs_between(IntArrayRef sizes, int64_t src, const Intervals& held, int64
   return out;
 }
 
+bool of_one_size(const std::vector<int64_t>& numels) {
+  return std::equal(numels.begin() + 1, numels.end(), numels.begin());
+}
+
 void take_root(State& s, double order, const at::TensorOptions& options) {
   auto out = at::empty(s.local.sizes(), options);
   then(s, out, [sum = s.local, out, order]() mutable { out.copy_(norm_root(sum, order, out.scalar_type())); });
@@ -324,6 +327,7 @@ struct Scattering {
   std::vector<Box> places;     // of this rank's boxes in its piece
   Sizes sizes;                 // of this rank's piece
   bool in_order = false;       // a contiguous summand is sent without packing
+  bool of_one_size = true;
 
   size_t weight() const {
     return all.weight() + others.weight() + own.size() + numels.size() / 16;
@@ -338,6 +342,7 @@ Scattering make_scattering(const Layout& before, const Layout& next, int64_t m, 
   const Cutting cutting(next, m, whole[dim]);
   const auto runs = cutting.runs(me);
   out.numels = cutting.numels(c10::multiply_integers(with_size(whole, dim, 1)));
+  out.of_one_size = of_one_size(out.numels);
   out.sizes = with_size(whole, dim, length_of(runs));
   out.places = boxes_along(out.sizes, dim, side_by_side(runs));
   out.in_order = cutting.in_order(whole, dim);
@@ -354,10 +359,11 @@ std::shared_ptr<const Scattering> scattering(const Layout& before, const Layout&
 // The backend reduces.
 void reduce_on_the_way(
     State& s, int64_t m, const Scattering& x, const at::Tensor& source, bool in_place, at::Tensor& out, ReduceOp op) {
-  const auto in = in_place ? source : x.all.pack(source);
+  const auto spacing = in_place || x.of_one_size ? 1 : comm::spacing(source, s.mesh(), m, comm::Staged::List);
+  const auto in = in_place ? source : x.all.pack(source, {x.numels, spacing});
   const bool direct = x.places.size() <= 1;
   auto flat = direct ? out.view(-1) : at::empty({out.numel()}, out.options());
-  auto reduced = comm::start_reduce_scatter(flat, in, x.numels, s.mesh(), m, op);
+  auto reduced = comm::start_reduce_scatter(flat, in, x.numels, s.mesh(), m, op, spacing);
   const auto finish = [flat, out, direct, places = x.places]() mutable {
     if (!direct) {
       kernels::unpack(flat, places, out);
@@ -393,7 +399,7 @@ void reduce_on_arrival(
   at::Tensor in = source;
   if (!in_place) {
     sent[me] = received[me] = 0;
-    in = x.others.pack(source);
+    in = x.others.pack(source, {sent});
     auto flat = out.view(-1);
     kernels::pack(source, x.own, flat);
   }
@@ -449,7 +455,7 @@ Gathering make_gathering(const Layout& before, int64_t m, IntArrayRef sizes) {
   const Cutting cutting(before, m, extent);
   out.sizes = with_size(local, dim, extent);
   out.numels = cutting.numels(c10::multiply_integers(with_size(local, dim, 1)));
-  out.of_one_size = std::equal(out.numels.begin() + 1, out.numels.end(), out.numels.begin());
+  out.of_one_size = of_one_size(out.numels);
   out.peers = std::count_if(out.numels.begin(), out.numels.end(), [](int64_t n) { return n > 0; });
   out.direct = cutting.in_order(out.sizes, dim);
   if (!out.direct) {
@@ -465,7 +471,6 @@ std::shared_ptr<const Gathering> gathering(const Layout& before, const Layout& n
 }
 
 void gather(State& s, int64_t m, const LayoutPtr& next) {
-  const auto n = s.mesh().size(m);
   const auto me = s.mesh().coordinate()[m];
   const auto x = gathering(*s.layout, *next, m, s.sizes);
   auto whole = at::empty(x->sizes, s.local.options());
@@ -477,23 +482,22 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
     // soon, or the backend gathers adjacent pieces faster.
     const bool as_one = x->of_one_size && comm::gathers_as_one(s.local, s.mesh(), m);
     const bool stage_own = as_one || s.later || !s.local.is_contiguous() || x->own.from.size() > 1;
-    auto flat = at::empty({c10::sum_integers(x->numels) - (stage_own ? 0 : x->numels[me])}, s.local.options());
-    comm::InFlight arrived;
+    auto numels = x->numels;
+    numels[me] = stage_own ? numels[me] : 0;
+    const auto spacing = as_one ? 1 : comm::spacing(s.local, s.mesh(), m, comm::Staged::List);
+    auto flat = at::empty({kernels::length_of({numels, spacing})}, s.local.options());
+    auto pieces = kernels::parts_of(flat, {numels, spacing});
     if (stage_own) {
-      const auto before = std::accumulate(x->numels.begin(), x->numels.begin() + me, int64_t{0});
-      auto own = flat.narrow(0, before, x->numels[me]);
-      kernels::pack(s.local, x->own.from, own);
-      arrived = comm::start_all_gather(flat, x->numels, own, s.mesh(), m);
+      kernels::pack(s.local, x->own.from, pieces[me]);
     } else {
       kernels::copy(s.local, x->own.from, whole, x->own.to);
-      std::vector<at::Tensor> received(n);
-      int64_t at = 0;
-      for (int64_t c = 0; c < n; ++c) {
-        received[c] = c == me ? s.local : flat.narrow(0, std::exchange(at, at + x->numels[c]), x->numels[c]);
-      }
-      arrived = comm::start_all_gather(received, s.local, s.mesh(), m);
+      pieces[me] = s.local;
     }
-    const auto finish = [flat, x, stage_own, whole]() mutable { (stage_own ? x->all : x->others).unpack(flat, whole); };
+    auto arrived = as_one ? comm::start_all_gather(flat, numels, pieces[me], s.mesh(), m)
+                          : comm::start_all_gather(pieces, pieces[me], s.mesh(), m);
+    const auto finish = [flat, x, stage_own, whole, numels, spacing]() mutable {
+      (stage_own ? x->all : x->others).unpack(flat, whole, {numels, spacing});
+    };
     complete(s, std::move(arrived), finish, {flat, whole});
   }
   s.local = std::move(whole);
@@ -528,19 +532,19 @@ struct Exchange {
   size_t weight() const {
     return out.weight() + in.weight() + packed.size() + unpacked.size() + own.from.size() + sent.weight() + received.weight();
   }
-  at::Tensor pack(const at::Tensor& source) const {
+  at::Tensor pack(const at::Tensor& source, const kernels::Spacing& spacing) const {
     if (!by_boxes) {
-      return out.pack(source);
+      return out.pack(source, spacing);
     }
     if (is_traced(source)) {
       return kernels::traced::packed(source, this->packed);
     }
-    auto flat = at::empty({numel_of(packed)}, source.options());
-    kernels::pack(source, packed, flat);
+    auto flat = at::empty({kernels::length_of(spacing)}, source.options());
+    kernels::pack(source, packed, flat, spacing);
     return flat;
   }
-  void unpack(const at::Tensor& flat, at::Tensor& target) const {
-    by_boxes ? kernels::unpack(flat, unpacked, target) : in.unpack(flat, target);
+  void unpack(const at::Tensor& flat, at::Tensor& target, const kernels::Spacing& spacing) const {
+    by_boxes ? kernels::unpack(flat, unpacked, target, spacing) : in.unpack(flat, target, spacing);
   }
 };
 
@@ -624,15 +628,22 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
   // The send buffer is freed before the result is made, unless the step is only started here.
   auto sent = x->sent.all(), received = x->received.all();
   sent[me] = received[me] = 0;
-  auto arrived = at::empty({c10::sum_integers(received)}, source.options());
-  auto move = comm::start_all_to_all(arrived, received, x->pack(source), sent, s.mesh(), m);
+  const auto spacing = comm::spacing(source, s.mesh(), m, comm::Staged::AllToAll);
+  auto arrived = at::empty({kernels::length_of({received, spacing})}, source.options());
+  auto move = comm::start_all_to_all(
+      arrived, received, x->pack(source, {sent, spacing}), sent, s.mesh(), m, /*of_summands=*/false, spacing);
   if (!s.later) {
     move.wait();
   }
   auto result = at::empty(x->sizes, source.options());
   kernels::copy(source, x->own.from, result, x->own.to);
   s.local = result;
-  complete(s, std::move(move), [arrived, result, x]() mutable { x->unpack(arrived, result); }, {arrived, result});
+  complete(
+      s, std::move(move),
+      [arrived, result, x, received, spacing]() mutable {
+        x->unpack(arrived, result, {received, spacing});
+      },
+      {arrived, result});
 }
 
 // Turns a replicated value into summands. If the reduction allows repeats, all ranks keep the value; else coordinate 0 keeps

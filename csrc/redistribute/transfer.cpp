@@ -611,16 +611,17 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   const auto x = kept_transfer(from, to, sizes);
   const auto& t = x->part;
   const auto options = local.options();
-  auto arrived = at::empty({c10::sum_integers(x->received)}, options);
+  const auto spacing = comm::spacing(local, to.mesh(), -1, comm::Staged::Messages);
+  auto arrived = at::empty({kernels::length_of({x->received, spacing})}, options);
   comm::InFlight move;
   {
-    auto packed =
-        is_traced(local) ? kernels::traced::packed(local, t.packed.all()) : at::empty({c10::sum_integers(x->sent)}, options);
+    auto packed = is_traced(local) ? kernels::traced::packed(local, t.packed.all())
+                                   : at::empty({kernels::length_of({x->sent, spacing})}, options);
     if (!t.packed.empty() && !is_traced(local)) {
-      kernels::pack(local, t.packed.all(), packed);
+      kernels::pack(local, t.packed.all(), packed, {x->sent, spacing});
     }
     if (!x->all_held) {
-      move = comm::start_send_receive(arrived, x->received, packed, x->sent, x->ranks, to.mesh(), x->callers);
+      move = comm::start_send_receive(arrived, x->received, packed, x->sent, x->ranks, to.mesh(), x->callers, spacing);
     }
   }
   // The send buffer is freed before the result is made, unless the transfer is only started here.
@@ -631,9 +632,9 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   if (!t.kept_to.empty()) {
     kernels::copy(local, t.kept_from, result, t.kept_to);
   }
-  auto finish = [arrived, result, x]() mutable {
+  auto finish = [arrived, result, x, spacing]() mutable {
     if (!x->part.unpacked.empty()) {
-      kernels::unpack(arrived, x->part.unpacked.all(), result);
+      kernels::unpack(arrived, x->part.unpacked.all(), result, {x->received, spacing});
     }
   };
   if (move) {

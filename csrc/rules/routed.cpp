@@ -1,11 +1,11 @@
 #include "rules/routed.h"
 
 #include "comm/comm.h"
+#include "kernels/boxes.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <numeric>
 
 namespace shardtensor::rules {
 
@@ -27,10 +27,6 @@ std::vector<Coordinate> pieces_along(const Layout& layout, int64_t d, const Coor
     out = std::move(next);
   }
   return out;
-}
-
-int64_t sum_of(const std::vector<int64_t>& numbers, size_t begin, size_t end) {
-  return std::accumulate(numbers.begin() + static_cast<int64_t>(begin), numbers.begin() + static_cast<int64_t>(end), int64_t{0});
 }
 
 template <typename T>
@@ -106,15 +102,24 @@ at::Tensor Routed::exchanged(const at::Tensor& rows, const std::vector<int64_t>&
   if (ranks_.size() == 1) {
     return rows;
   }
-  const auto own = rows.narrow(0, sum_of(out, 0, me_), out[me_]);
-  const auto before = sum_of(in, 0, me_), after = sum_of(in, me_ + 1, in.size());
-  const auto leaving = at::cat(
-      {rows.narrow(0, 0, sum_of(out, 0, me_)), rows.narrow(0, sum_of(out, 0, me_ + 1), sum_of(out, me_ + 1, out.size()))});
-  const auto coming = at::empty({before + after}, rows.options());
-  const auto peers = without(ranks_, me_), sent = without(out, me_), received = without(in, me_);
-  auto into = coming;
-  comm::start_send_receive(into, received, leaving, sent, peers, layout_->mesh(), layout_->mesh().size()).wait();
-  return at::cat({coming.narrow(0, 0, before), own, coming.narrow(0, before, after)});
+  const auto& mesh = layout_->mesh();
+  const auto spacing = comm::spacing(rows, mesh, -1, comm::Staged::Messages);
+  auto sent = out, received = in;
+  sent[me_] = received[me_] = 0;
+  const auto packed = at::empty({kernels::length_of({sent, spacing})}, rows.options());
+  auto coming = at::empty({kernels::length_of({received, spacing})}, rows.options());
+  const auto mine = kernels::parts_of(rows, {out}), leaving = kernels::parts_of(packed, {sent, spacing});
+  for (size_t k = 0; k < leaving.size(); ++k) {
+    if (k != me_) {
+      leaving[k].copy_(mine[k]);
+    }
+  }
+  comm::start_send_receive(
+      coming, without(received, me_), packed, without(sent, me_), without(ranks_, me_), mesh, mesh.size(), spacing)
+      .wait();
+  auto arrived = kernels::parts_of(coming, {received, spacing});
+  arrived[me_] = mine[me_];
+  return at::cat(arrived);
 }
 
 at::Tensor Routed::there(const at::Tensor& rows) const {

@@ -7,6 +7,7 @@
 #include "rules/windows.h"
 
 #include "comm/comm.h"
+#include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -150,36 +151,38 @@ class Reading {
       }
       const auto theirs = common(read, piece_at(mesh.coordinate_at(i)));
       peers.push_back(rank);
-      leaving.push_back(narrowed(grad, theirs).flatten());
+      leaving.push_back(narrowed(grad, theirs));
       sent.push_back(leaving.back().numel());
       received.push_back(planes * numel_of(coming.back()));
     }
-    const auto packed = leaving.empty() ? at::empty({0}, grad.options()) : at::cat(leaving);
-    auto arrived = at::empty({c10::sum_integers(received)}, grad.options());
-    comm::start_send_receive(arrived, received, packed, sent, peers, mesh, mesh.size()).wait();
+    const auto spacing = comm::spacing(grad, mesh, -1, comm::Staged::Messages);
+    const auto packed = at::empty({kernels::length_of({sent, spacing})}, grad.options());
+    const auto slots = kernels::parts_of(packed, {sent, spacing});
+    for (size_t k = 0; k < slots.size(); ++k) {
+      slots[k].view_as(leaving[k]).copy_(leaving[k]);
+    }
+    auto arrived = at::empty({kernels::length_of({received, spacing})}, grad.options());
+    comm::start_send_receive(arrived, received, packed, sent, peers, mesh, mesh.size(), spacing).wait();
+    const auto parts = kernels::parts_of(arrived, {received, spacing});
     std::vector<int64_t> sizes{grad.size(0), grad.size(1)};
     for (const auto& run : held) {
       sizes.push_back(run.length);
     }
     auto out = at::zeros(sizes, grad.options());
-    int64_t at = 0;
+    auto next = parts.begin();
     for (size_t k = 0; k < row.size(); ++k) {
       auto inside = coming[k];
+      const bool own = row[k].first == mesh.rank();
+      auto part = own ? at::Tensor() : *next++;
       if (!numel_of(inside)) {
         continue;
       }
-      const bool own = row[k].first == mesh.rank();
-      auto part = own ? narrowed(grad, inside) : at::Tensor();
+      part = own ? narrowed(grad, inside) : part;
       for (size_t d = 0; d < inside.size(); ++d) {
         inside[d].start -= held[d].start;
       }
-      auto into = narrowed(out, inside);
-      if (!own) {
-        const auto count = planes * numel_of(inside);
-        part = arrived.narrow(0, at, count).view(into.sizes());
-        at += count;
-      }
-      into.add_(part);
+      const auto into = narrowed(out, inside);
+      into.add_(part.view_as(into));
     }
     return out;
   }

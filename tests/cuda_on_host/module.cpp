@@ -67,9 +67,19 @@ void fill(
 PYBIND11_MODULE(_cuda_on_host, m) {
   namespace k = shardtensor::kernels;
   using Boxes = std::vector<k::BoxTuple>;
+  using Numbers = std::vector<int64_t>;
   m.def(
-      "pack", [](const at::Tensor& source, const Boxes& boxes, at::Tensor flat) { k::pack(source, k::boxes_from(boxes), flat); });
-  m.def("unpack", [](const at::Tensor& flat, const Boxes& boxes, at::Tensor to) { k::unpack(flat, k::boxes_from(boxes), to); });
+      "pack",
+      [](const at::Tensor& source, const Boxes& boxes, at::Tensor flat, const Numbers& parts, int64_t elements) {
+        k::pack(source, k::boxes_from(boxes), flat, {parts, elements});
+      },
+      py::arg("source"), py::arg("boxes"), py::arg("flat"), py::arg("parts") = Numbers(), py::arg("elements") = 1);
+  m.def(
+      "unpack",
+      [](const at::Tensor& flat, const Boxes& boxes, at::Tensor target, const Numbers& parts, int64_t elements) {
+        k::unpack(flat, k::boxes_from(boxes), target, {parts, elements});
+      },
+      py::arg("flat"), py::arg("boxes"), py::arg("target"), py::arg("parts") = Numbers(), py::arg("elements") = 1);
   m.def("copy_boxes", [](const at::Tensor& source, const Boxes& from, at::Tensor target, const Boxes& to) {
     k::copy(source, k::boxes_from(from), target, k::boxes_from(to));
   });
