@@ -6,11 +6,12 @@ the halo's, counted index by index from the windows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -508,6 +509,106 @@ def run_drawn(kind: str, shape: tuple[int, ...], seed: int) -> None:
 @pytest.mark.parametrize("kind", DRAWN)
 def test_equals_torch(pools, kind, shape, seed):
     pools(math.prod(shape)).run(f"{__name__}:run_drawn", kind, shape, seed)
+
+
+# ---- convolutions run on the piece while the halo travels ----
+
+AT_ONCE, NEVER = -(1 << 50), 1 << 50  # whether a rank calls torch on its piece first, if it can: always, or never
+
+
+@contextlib.contextmanager
+def second_call(cost: int) -> Iterator[None]:
+    from shardtensor import _C
+
+    before = _C.second_call()
+    _C.set_second_call(cost)
+    try:
+        yield
+    finally:
+        _C.set_second_call(before)
+
+
+def run_piece_first(shape: tuple[int, ...], seed: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    draw = random.Random(f"piece first {seed}")
+    done = 0
+    with second_call(AT_ONCE):
+        while done < CALLS:
+            call = draw_conv(draw, False)
+            if call is not None:
+                check(call, mesh, place_randomly(draw, call.x, mesh))
+                done += 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
+def test_piece_first(pools, shape, seed):
+    pools(math.prod(shape)).run(f"{__name__}:run_piece_first", shape, seed)
+
+
+def gradients(inputs: list[Any], of: Sequence[int], upstream: Any, groups: int) -> list[Any]:
+    x, w, b = (t.detach().requires_grad_(i in of) for i, t in enumerate(inputs))
+    y = F.conv2d(x, w, b, padding=1, groups=groups)
+    return [y, *torch.autograd.grad(y, [(x, w, b)[i] for i in of], upstream)]
+
+
+def run_piece_first_in(dtype: torch.dtype) -> None:
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (3,))
+    draw = random.Random(f"{dtype}")
+    for last, groups in itertools.product((False, True), (1, 2)):
+        x, w, b = (numbers(draw, *sizes).to(dtype) for sizes in ((2, 4, 22, 9), (4, 4 // groups, 3, 3), (4,)))
+        x = channels_last(x) if last else x
+        placed = [place(x, mesh, [Shard(2)], [[9, 2, 11]]), *(place(t, mesh, [Replicate()], [None]) for t in (w, b))]
+        upstream = laid_like(numbers(draw, *x.shape).to(dtype), x)
+        grad = place(upstream, mesh, [Shard(2)], [[9, 2, 11]])
+        for of in ((0, 1, 2), (0,), (1,), (2,), (1, 2)):
+            want = gradients([x, w, b], of, upstream, groups)
+            with second_call(AT_ONCE):
+                got = gradients(placed, of, grad, groups)
+            for i, (g, t) in enumerate(zip(got, want, strict=True)):
+                close = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-4}.get(dtype, 1e-9)
+                compare(g.detach(), t.detach(), close, f"{dtype}, channels last {last}, gradients of {of}: {i}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128], ids=str)
+def test_piece_first_in(pools, dtype):
+    pools(3).run(f"{__name__}:run_piece_first_in", dtype)
+
+
+def run_memory(cost: int) -> list[int]:
+    """What ops allocate in a convolution's forward, and in its backward."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.profiler import ProfilerActivity, profile
+
+    mesh = init_device_mesh("cpu", (3,))
+    whole = torch.ones(1, 4, 384, 128)
+    x = place(whole, mesh, [Shard(2)], [None]).requires_grad_()
+    w, grad = place(torch.ones(4, 4, 3, 3), mesh, [Replicate()], [None]), place(whole, mesh, [Shard(2)], [None])
+
+    def allocated(run: Callable[[], Any]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            run()
+        return sum(max(0, e.self_cpu_memory_usage) for e in seen.events())
+
+    with second_call(cost):
+        y = F.conv2d(x, w, padding=1)
+        return [
+            allocated(lambda: F.conv2d(x, w, padding=1)),
+            allocated(lambda: torch.autograd.grad(y, x, grad)),
+        ]
+
+
+def test_piece_is_not_joined_with_its_halo(pools):
+    piece = 4 * 128 * 128 * 4
+    first, joined = (pools(3).run(f"{__name__}:run_memory", cost) for cost in (AT_ONCE, NEVER))
+    for few, many in zip(itertools.chain(*first), itertools.chain(*joined), strict=True):
+        assert few < 1.4 * piece and many >= 2 * piece, (few, many)
 
 
 # ---- flip, roll, rot90: each element goes to one place ----

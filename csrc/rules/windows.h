@@ -79,6 +79,11 @@ bool may_ask_values(const at::Tensor& piece);
 // redistributions and to gathers hear of it.
 at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead);
 
+// What further small calls of a convolution cost, in bytes of its input: a rank with a piece of fewer bytes waits for the halo and
+// calls torch once (1 MiB; tests set less).
+int64_t second_call();
+void set_second_call(int64_t bytes);
+
 // A list of integers with one per dim of space, or one for all.
 inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {
   TORCH_CHECK(
