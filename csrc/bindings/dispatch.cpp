@@ -8,6 +8,7 @@
 #include "dispatch/plain.h"
 #include "redistribute/watch.h"
 #include "rules/registry.h"
+#include "rules/windows.h"
 
 namespace shardtensor::bindings {
 
@@ -49,6 +50,8 @@ void register_dispatch(py::module& m) {
     }
     return out;
   });
+  m.def("second_call", &rules::second_call);
+  m.def("set_second_call", &rules::set_second_call);
   m.def("checking", [] { return static_cast<int>(checking()); });
   m.def("set_checking", [](int how) { set_checking(static_cast<Checking>(how)); });
   m.def("set_fallback_log", [](py::object f) {

@@ -75,7 +75,7 @@ const char* why_moved(const Op& op) {
 
 namespace {
 
-// What this rank reads of an operand: its piece with a halo.
+// What this rank reads of an operand: its piece with a halo, or the piece alone if the kernel fetches that.
 at::Tensor with_halo(
     const Op& op, const Ref& r, const at::Tensor& local, const Layout& have, const Layout& from, const Solution::Halo& halo) {
   const auto move = [&](const at::Tensor& t, const Layout& start) { return move_for(op, r, why_moved(op), t, start, from); };
@@ -84,6 +84,9 @@ at::Tensor with_halo(
                                     : move(local, have);
   if (C10_UNLIKELY(halo.recut != nullptr)) {
     tell_watcher(op.name, op.schema().arguments()[r.arg].name(), why_moved(op), from, *halo.recut, *r.tensor);
+  }
+  if (halo.awaited && !is_traced(piece)) {
+    return piece;
   }
   return errors::while_doing(op, [&] {
     const auto strides = r.tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()

@@ -13,13 +13,6 @@
 
 namespace shardtensor {
 
-namespace {
-
-int64_t numel_of(const Box& box) {
-  return c10::multiply_integers(box.sizes);
-}
-
-// Whether the boxes share an element.
 bool meet(const Box& a, const Box& b) {
   for (const auto d : c10::irange(a.sizes.size())) {
     if (std::max(a.offsets[d], b.offsets[d]) >= std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d])) {
@@ -29,7 +22,6 @@ bool meet(const Box& a, const Box& b) {
   return true;
 }
 
-// The boxes must meet.
 Box intersection(const Box& a, const Box& b) {
   Box out;
   for (const auto d : c10::irange(a.sizes.size())) {
@@ -41,7 +33,6 @@ Box intersection(const Box& a, const Box& b) {
   return out;
 }
 
-// Appends the part of `box` outside `hole`: a slab before and one after the hole along each dim.
 void subtract(Box box, const Box& hole, std::vector<Box>& out) {
   if (!meet(box, hole)) {
     out.push_back(std::move(box));
@@ -61,6 +52,12 @@ void subtract(Box box, const Box& hole, std::vector<Box>& out) {
     box.offsets[d] = hole_start;
     box.sizes[d] = common.sizes[d];
   }
+}
+
+namespace {
+
+int64_t numel_of(const Box& box) {
+  return c10::multiply_integers(box.sizes);
 }
 
 std::string str(const Placed& p) {

@@ -8,6 +8,13 @@
 
 namespace shardtensor {
 
+// Whether the boxes share an element.
+bool meet(const Box& a, const Box& b);
+// The boxes must meet.
+Box intersection(const Box& a, const Box& b);
+// Appends the part of `box` outside `hole`: a slab before and one after the hole along each dim.
+void subtract(Box box, const Box& hole, std::vector<Box>& out);
+
 struct Placed {
   int64_t rank; // global
   Box box;

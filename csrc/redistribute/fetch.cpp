@@ -141,15 +141,19 @@ Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stret
   }
 }
 
-void Fetch::pad(const at::Tensor& out, const at::Scalar& beyond) const {
+// `first`: which of the cells `out` begins with.
+void Fetch::pad(const at::Tensor& out, c10::IntArrayRef first, const at::Scalar& beyond) const {
   for (size_t d = 0; d < mine_.size(); ++d) {
     const auto dim = static_cast<int64_t>(d);
     const auto& s = mine_[d];
-    if (s.before) {
-      out.narrow(dim, 0, s.before).fill_(beyond);
+    const auto size = out.size(dim);
+    const auto before = std::clamp<int64_t>(s.before - first[d], 0, size);
+    const auto after = std::clamp<int64_t>(first[d] + size - (s.length() - s.after), 0, size);
+    if (before) {
+      out.narrow(dim, 0, before).fill_(beyond);
     }
-    if (s.after) {
-      out.narrow(dim, s.length() - s.after, s.after).fill_(beyond);
+    if (after) {
+      out.narrow(dim, size - after, after).fill_(beyond);
     }
   }
 }
@@ -175,50 +179,87 @@ at::Tensor Fetch::by_gathering(const at::Tensor& local) const {
   return out;
 }
 
-at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, const at::Scalar& beyond) const {
+Fetch::Arriving Fetch::start(const at::Tensor& given) const {
   const bool traced = is_traced(given);
-  if (!travels_ && stays_) {
-    return given;
-  }
   if (!traced) {
     has_values(given); // or throws
   }
-  const auto local = kernels::resolved(given);
+  Arriving out{kernels::resolved(given)};
+  if (!travels_) {
+    return out;
+  }
   const auto& mesh = from_->mesh();
-  const auto options = local.options();
-  const auto empty = [&] { return at::empty_strided(made_, strides, options); };
-  if (traced && travels_ && !may_transfer_in_graph(mesh)) {
-    auto out = empty();
+  const auto options = out.piece.options();
+  tell_of_halo({*from_, sizes_, peers_, sent_, received_, static_cast<int64_t>(out.piece.element_size())});
+  out.spacing = comm::spacing(out.piece, mesh, -1, comm::Staged::Messages);
+  const kernels::Spacing leaving{sent_, out.spacing};
+  out.beside = at::empty({kernels::length_of({received_, out.spacing})}, options);
+  auto packed = traced ? kernels::traced::packed(out.piece, packed_) : at::empty({kernels::length_of(leaving)}, options);
+  if (!packed_.empty() && !traced) {
+    kernels::pack(out.piece, packed_, packed, leaving);
+  }
+  out.messages = comm::start_send_receive(out.beside, received_, packed, sent_, peers_, mesh, mesh.size(), out.spacing);
+  return out;
+}
+
+at::Tensor Fetch::box(const Arriving& from, const Box& cells, c10::IntArrayRef strides, const at::Scalar& beyond) const {
+  auto out = at::empty_strided(cells.sizes, strides, from.piece.options());
+  pad(out, cells.offsets, beyond);
+  const auto take = [&](const at::Tensor& source, const Box& given, const Box& at) { // `given` of the source lies at these cells
+    if (meet(at, cells)) {
+      const auto common = intersection(at, cells);
+      auto here = within(common, at.offsets);
+      for (size_t d = 0; d < here.offsets.size(); ++d) {
+        here.offsets[d] += given.offsets[d];
+      }
+      kernels::copy(source, here, out, within(common, cells.offsets));
+    }
+  };
+  for (size_t i = 0; i < kept_from_.size(); ++i) {
+    take(from.piece, kept_from_[i], kept_to_[i]);
+  }
+  auto box = unpacked_.begin();
+  for (const auto& message : kernels::parts_of(from.beside, {received_, from.spacing})) {
+    for (int64_t at = 0; at < message.numel(); ++box) {
+      const auto numel = c10::multiply_integers(box->sizes);
+      take(
+          message.narrow(0, std::exchange(at, at + numel), numel).view(box->sizes), {Sizes(box->sizes.size(), 0), box->sizes},
+          *box);
+    }
+  }
+  return out;
+}
+
+at::Tensor Fetch::operator()(const at::Tensor& given, c10::IntArrayRef strides, const at::Scalar& beyond) const {
+  if (!travels_ && stays_) {
+    return given;
+  }
+  const bool traced = is_traced(given);
+  const Sizes from_first(made_.size(), 0);
+  if (traced && travels_ && !may_transfer_in_graph(from_->mesh())) {
+    const auto local = kernels::resolved(given);
+    auto out = at::empty_strided(made_, strides, local.options());
     auto inside = out;
     for (size_t d = 0; d < mine_.size(); ++d) {
       inside = inside.narrow(static_cast<int64_t>(d), mine_[d].before, mine_[d].inside.length);
     }
     inside.copy_(by_gathering(local));
-    pad(out, beyond);
+    pad(out, from_first, beyond);
     return out;
   }
-  at::Tensor arrived;
-  int64_t spacing = 1;
-  if (travels_) {
-    tell_of_halo({*from_, sizes_, peers_, sent_, received_, static_cast<int64_t>(local.element_size())});
-    spacing = comm::spacing(local, mesh, -1, comm::Staged::Messages);
-    arrived = at::empty({kernels::length_of({received_, spacing})}, options);
-    auto packed = traced ? kernels::traced::packed(local, packed_) : at::empty({kernels::length_of({sent_, spacing})}, options);
-    if (!packed_.empty() && !traced) {
-      kernels::pack(local, packed_, packed, {sent_, spacing});
-    }
-    comm::start_send_receive(arrived, received_, packed, sent_, peers_, mesh, mesh.size(), spacing).wait();
-  }
+  auto arriving = start(given);
+  arriving.messages.wait();
+  const auto &local = arriving.piece, &arrived = arriving.beside;
   if (stays_) {
     return traced ? comm::traced::after(local, {arrived}) : local;
   }
-  auto out = empty();
-  pad(out, beyond);
+  auto out = at::empty_strided(made_, strides, local.options());
+  pad(out, from_first, beyond);
   if (!kept_from_.empty()) {
     kernels::copy(local, kept_from_, out, kept_to_);
   }
   if (!unpacked_.empty()) {
-    kernels::unpack(arrived, unpacked_, out, {received_, spacing});
+    kernels::unpack(arrived, unpacked_, out, {received_, arriving.spacing});
   }
   if (traced && travels_) {
     return comm::traced::after(out, {arrived}); // also on a rank that receives nothing

@@ -23,6 +23,18 @@ class Fetch {
   // its cells of padding, or `local` itself if that is the same.
   at::Tensor operator()(const at::Tensor& local, c10::IntArrayRef strides, const at::Scalar& beyond) const;
 
+  // The same in two steps: while the messages travel, the caller computes on its piece. Every rank of the mesh starts; what a
+  // rank then takes of it is its own affair.
+  struct Arriving {
+    at::Tensor piece;
+    at::Tensor beside = {}; // what other ranks send, if there are messages at all
+    int64_t spacing = 1;    // of the messages in it
+    comm::InFlight messages = {};
+  };
+  Arriving start(const at::Tensor& local) const;
+  // Once the messages have arrived: a box of what this rank reads, in indices of its cells. Not in graphs.
+  at::Tensor box(const Arriving& from, const Box& cells, c10::IntArrayRef strides, const at::Scalar& beyond) const;
+
   const Stretches& mine() const { // what this rank reads
     return mine_;
   }
@@ -32,7 +44,7 @@ class Fetch {
 
  private:
   at::Tensor by_gathering(const at::Tensor& local) const;
-  void pad(const at::Tensor& out, const at::Scalar& beyond) const;
+  void pad(const at::Tensor& out, c10::IntArrayRef first, const at::Scalar& beyond) const;
 
   LayoutPtr from_;
   Sizes sizes_; // of the whole tensor

@@ -1,4 +1,7 @@
 // Convolutions. Any dim may be cut: batch, channels, space.
+#include "comm/values.h"
+#include "redistribute/exchange.h"
+#include "redistribute/identity.h"
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -8,6 +11,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 
 namespace shardtensor::rules {
@@ -149,6 +153,133 @@ void stand_in_for_input(Run& run) {
   call_op_nonempty(run);
 }
 
+// ---- this rank's own piece first, while the halo travels ----
+
+std::atomic<int64_t> g_second_call{int64_t{1} << 20};
+
+// torch's op runs on the piece as it is, with the padding that brings its results where they belong. Then it runs on boxes around
+// the piece's edges, for what reads the halo.
+struct Split {
+  std::vector<Taps> taps;       // per dim of space, as the call gives them
+  std::vector<int64_t> padding; // the first call's
+  std::vector<Box> rest;        // results that other ranks' input changes; backward: those of other ranks that read this piece
+};
+
+// What a run of results reads of the input, padding included.
+Interval window(const Taps& taps, int64_t first, int64_t count) {
+  return {first * taps.stride - taps.padding, (count - 1) * taps.stride + taps.span()};
+}
+
+// Nothing where torch's op on the piece alone would place its results elsewhere, or where the boxes would cost more than reading
+// the piece once more, joined with its halo. Each rank decides for itself: the messages are the same.
+std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, bool backward) {
+  const auto given = run.arg(0).toTensor(), input = run.arg(backward).toTensor(), weight = run.arg(backward + 1).toTensor();
+  const auto gain = static_cast<int64_t>(input.nbytes()) - g_second_call.load(std::memory_order_relaxed);
+  if (gain < 0 || given.numel() == 0 || input.numel() == 0 || weight.numel() == 0) {
+    return std::nullopt;
+  }
+  Split split;
+  Box all, own; // results that this rank makes or reads, and those that the first call does
+  for (int64_t d = 0; d < input.dim(); ++d) {
+    const auto piece = run.operands[0].layout->intervals(d, run.operands[0].size(d), run.mesh().coordinate())[0];
+    const auto read = halo.fetch.mine()[d].inside;
+    const auto* mine = d < 2 ? nullptr : run_along(run, d - 2);
+    if (d >= 2) {
+      split.taps.push_back(taps_of(run, weight, d - 2));
+      split.padding.push_back(split.taps.back().padding);
+    }
+    if (!mine) { // all of this dim, by each call
+      if (!(piece == read)) {
+        return std::nullopt;
+      }
+      for (auto* box : {&all, &own}) {
+        box->offsets.push_back(0);
+        box->sizes.push_back(1);
+      }
+      continue;
+    }
+    const auto& taps = split.taps.back();
+    const auto &in = backward ? *mine : piece, &out = backward ? piece : *mine;
+    const auto in_end = in.start + in.length, out_end = out.start + out.length, read_end = read.start + read.length;
+    auto shifted = taps;
+    split.padding.back() = shifted.padding = in.start - window(taps, out.start, 1).start;
+    if (shifted.padding < 0 || shifted.results(in.length) != out.length) {
+      return std::nullopt;
+    }
+    auto start = out.start, end = out_end;
+    if (!backward && read.start < in.start) {
+      start = std::clamp(ceil_div(in.start + taps.padding, taps.stride), out.start, out_end);
+    }
+    if (!backward && read_end > in_end) {
+      end = std::clamp(floor_div(in_end + taps.padding - taps.span(), taps.stride) + 1, start, out_end);
+    }
+    all.offsets.push_back(backward ? read.start : out.start);
+    all.sizes.push_back(backward ? read.length : out.length);
+    own.offsets.push_back(start);
+    own.sizes.push_back(end - start);
+  }
+  if (!meet(all, own)) {
+    return std::nullopt;
+  }
+  subtract(all, own, split.rest);
+  int64_t boxes = 0;
+  for (const auto& box : split.rest) {
+    auto bytes = static_cast<int64_t>(input.element_size());
+    for (int64_t d = 0; d < input.dim(); ++d) {
+      const bool cut = d >= 2 && run_along(run, d - 2);
+      bytes *= cut ? window(split.taps[d - 2], box.offsets[d], box.sizes[d]).length : input.size(d);
+    }
+    boxes += bytes;
+  }
+  constexpr int64_t kBoxes = 4; // what boxes cost over the piece: they are copied, and small calls are slower
+  return gain < kBoxes * boxes ? std::nullopt : std::make_optional(std::move(split));
+}
+
+// A box of what this rank reads: `box` along the dims that are cut, in indices of the whole, and all of the others.
+at::Tensor fetched(const Run& run, const Solution::Halo& halo, const Fetch::Arriving& arriving, Box box) {
+  for (size_t d = 0; d < box.sizes.size(); ++d) {
+    const bool cut = d >= 2 && run_along(run, static_cast<int64_t>(d) - 2);
+    box.offsets[d] = cut ? box.offsets[d] - halo.fetch.mine()[d].start() : 0;
+    box.sizes[d] = cut ? box.sizes[d] : halo.fetch.sizes()[d];
+  }
+  const auto& piece = arriving.piece;
+  return halo.fetch.box(arriving, box, strides_like(box.sizes, piece), identity(halo.padding, piece.scalar_type()));
+}
+
+// The piece with all of its halo, in its place, where the kernel has to fetch that.
+void fetch_all(const Run& run, const Solution::Halo& halo) {
+  const auto piece = run.arg(0).toTensor();
+  run.arg(0) = halo.fetch(piece, strides_like(halo.fetch.sizes(), piece), identity(halo.padding, piece.scalar_type()));
+}
+
+bool has_to_fetch(const Run& run, const Solution::Halo& halo) {
+  return halo.awaited && !is_traced(run.arg(0).toTensor());
+}
+
+void piece_first(Run& run, const Solution::Halo& halo, const Split& split) {
+  const auto space = static_cast<int64_t>(split.taps.size());
+  auto arriving = halo.fetch.start(run.arg(0).toTensor());
+  replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return split.padding[i]; });
+  const auto out = results_of_op(run)[0].toTensor();
+  arriving.messages.wait();
+  replace_padding(run, space);
+  for (const auto& box : split.rest) {
+    auto reads = box;
+    auto part = out;
+    for (int64_t i = 0; i < space; ++i) {
+      if (const auto* mine = run_along(run, i)) {
+        const auto w = window(split.taps[i], box.offsets[i + 2], box.sizes[i + 2]);
+        reads.offsets[i + 2] = w.start;
+        reads.sizes[i + 2] = w.length;
+        part = part.narrow(i + 2, box.offsets[i + 2] - mine->start, box.sizes[i + 2]);
+      }
+    }
+    run.arg(0) = fetched(run, halo, arriving, reads);
+    part.copy_(results_of_op(run)[0].toTensor());
+  }
+  run.returns({out});
+}
+
 // Without padding the op's first result is the one that the first index of the operand reaches first: results before and behind
 // this rank's are dropped. torch drops `padding` on both sides, `output_padding` less behind; otherwise we drop.
 void transposed_with_halo(Run& run, const Solution::Halo& halo) {
@@ -199,6 +330,12 @@ void convolution_kernel(Run& run) {
   const auto* halo = run.solution.halo(0);
   if (!halo) {
     return call_op_nonempty(run);
+  }
+  if (has_to_fetch(run, *halo)) {
+    if (const auto split = split_of(run, *halo, false)) {
+      return piece_first(run, *halo, *split);
+    }
+    fetch_all(run, *halo);
   }
   const auto sizes = sizes_of_piece(run);
   if (std::any_of(sizes.begin() + 2, sizes.end(), [](const c10::SymInt& n) { return n == 0; })) {
@@ -280,6 +417,7 @@ Rule convolution(const Call& call) {
       rule.operands[0].dims[d] = rule.windows(o, taps.reach(transposed));
       rule.results[0].dims[d] = o;
     }
+    rule.operands[0].awaited = !transposed;
   }
   const uint64_t bias = biased ? 0b100 : 0;
   rule.jointly_linear(0b001 | bias);
@@ -301,13 +439,14 @@ Interval own_results(const Reach& readers, const Interval& run, const Stretch& r
 // The gradients of this rank's piece of the input, from the gradients of all results that read it. The windows of these results
 // may stick out of the piece: there the piece is padded, by torch, evenly on both sides; then gradients of results that lie
 // only in that padding are zeros.
-void backward_with_halo(Run& run, const Solution::Halo& halo) {
+// `piece`: what of them gives the bias's gradient, if the caller knows.
+void backward_with_halo(Run& run, const Solution::Halo& halo, const at::Tensor& piece = {}) {
   auto grad = run.arg(0).toTensor();
   const auto input = run.arg(1).toTensor(), weight = run.arg(2).toTensor();
   const auto space = weight.dim() - 2;
   const auto mask = run.arg(argument(run, "output_mask")).toBoolList();
   const bool transposed = run.arg(argument(run, "transposed")).toBool();
-  auto own = grad;
+  auto own = piece.defined() ? piece : grad;
   bool reads_nothing = false;
   std::vector<int64_t> padding, output_padding, pad(2 * space, 0);
   for (int64_t i = 0; i < space; ++i) {
@@ -323,8 +462,11 @@ void backward_with_halo(Run& run, const Solution::Halo& halo) {
     if (reads_nothing) {
       break;
     }
-    const auto ours = own_results(taps.readers(transposed), mine, read, run.operands[1].size(i + 2), run.operands[0].size(i + 2));
-    own = own.narrow(i + 2, ours.start, ours.length);
+    if (!piece.defined()) {
+      const auto ours =
+          own_results(taps.readers(transposed), mine, read, run.operands[1].size(i + 2), run.operands[0].size(i + 2));
+      own = own.narrow(i + 2, ours.start, ours.length);
+    }
     auto& before = pad[2 * (space - 1 - i)];
     auto& after = pad[2 * (space - 1 - i) + 1];
     if (transposed) { // its results without padding are those that are read, but for what the bias alone needs
@@ -343,7 +485,7 @@ void backward_with_halo(Run& run, const Solution::Halo& halo) {
   if (mask.get(2)) {
     std::vector<int64_t> over(space + 1, 0);
     std::iota(over.begin() + 1, over.end(), 2);
-    bias = reads_nothing ? grad.new_zeros_symint({grad.sym_size(1)}) : own.sum(over);
+    bias = reads_nothing && !piece.defined() ? grad.new_zeros_symint({grad.sym_size(1)}) : own.sum(over);
   }
   run.arg(argument(run, "output_mask")) = c10::List<bool>({mask.get(0), mask.get(1), false});
   if (reads_nothing) { // zeros, of the op itself
@@ -371,15 +513,103 @@ void backward_with_halo(Run& run, const Solution::Halo& halo) {
   run.stack.back() = bias;
 }
 
+void replace_bias_sizes(const Run& run) {
+  auto& sizes = run.arg(argument(run, "bias_sizes"));
+  if (!sizes.isNone()) {
+    const auto channels = run.arg(0).toTensor().sym_size(1);
+    sizes = c10::SymIntArrayRef({channels == 0 ? c10::SymInt(1) : channels});
+  }
+}
+
+// The gradients of this rank's results alone, as if other ranks had none. What those of other ranks add is linear in them: they
+// change the input's gradient near the cuts, and the weight's.
+void backward_piece_first(Run& run, const Solution::Halo& halo, const Split& split) {
+  const auto space = static_cast<int64_t>(split.taps.size());
+  const auto input = run.arg(1).toTensor();
+  const auto mask = run.arg(argument(run, "output_mask")).toBoolList();
+  auto arriving = halo.fetch.start(run.arg(0).toTensor());
+  replace_bias_sizes(run);
+  replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return split.padding[i]; });
+  auto results = results_of_op(run);
+  arriving.messages.wait();
+  run.arg(argument(run, "output_mask")) = c10::List<bool>({mask.get(0), mask.get(1), false});
+  replace_padding(run, space);
+  for (const auto& box : split.rest) {
+    auto common = input;
+    std::vector<int64_t> pad(2 * space, 0);
+    std::vector<Interval> runs(space); // of the input on this rank, by its own indices, that the results of the box read
+    bool reads = true;
+    for (int64_t i = 0; i < space; ++i) {
+      const auto* mine = run_along(run, i);
+      if (!mine) {
+        runs[i] = {0, input.size(i + 2)};
+        continue;
+      }
+      const auto w = window(split.taps[i], box.offsets[i + 2], box.sizes[i + 2]);
+      const auto before = std::max<int64_t>(mine->start - w.start, 0);
+      const auto after = std::max<int64_t>(w.start + w.length - mine->start - mine->length, 0);
+      runs[i] = {w.start + before - mine->start, w.length - before - after};
+      reads = reads && runs[i].length > 0; // with a stride, windows may leave out what lies between them
+      if (!reads) {
+        break;
+      }
+      common = common.narrow(i + 2, runs[i].start, runs[i].length);
+      pad[2 * (space - 1 - i)] = before;
+      pad[2 * (space - 1 - i) + 1] = after;
+    }
+    if (!reads) {
+      continue;
+    }
+    run.arg(0) = fetched(run, halo, arriving, box);
+    run.arg(1) = at::constant_pad_nd(common, pad);
+    const auto more = results_of_op(run);
+    if (mask.get(0)) {
+      auto to = results[0].toTensor(), from = more[0].toTensor();
+      for (int64_t i = 0; i < space; ++i) {
+        to = to.narrow(i + 2, runs[i].start, runs[i].length);
+        from = from.narrow(i + 2, pad[2 * (space - 1 - i)], runs[i].length);
+      }
+      to.add_(from);
+    }
+    if (mask.get(1)) {
+      results[1].toTensor().add_(more[1].toTensor());
+    }
+  }
+  run.returns(std::move(results));
+}
+
+// Whether each gradient of a result is in one rank's piece, of those that the weight's gradients are added up over. All ranks
+// find the same.
+bool pieces_are_apart(const Run& run) {
+  const auto& layout = *run.operands[0].layout;
+  for (int64_t d = 2; d < run.operands[0].dim(); ++d) {
+    const auto along = run.mesh_dims(kFirstSpace + d - 2);
+    for (int64_t m = 0; m < layout.ndim(); ++m) {
+      if (layout.placement(m).is_shard(d) != static_cast<bool>(along >> m & 1)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 void convolution_backward_kernel(Run& run) {
   if (const auto* halo = run.solution.halo(0)) {
-    return backward_with_halo(run, *halo);
+    if (!has_to_fetch(run, *halo)) {
+      return backward_with_halo(run, *halo);
+    }
+    const auto mask = run.arg(argument(run, "output_mask")).toBoolList();
+    const auto piece = run.arg(0).toTensor();
+    const bool apart = pieces_are_apart(run);
+    if (apart && (mask.get(0) || mask.get(1))) {
+      if (const auto split = split_of(run, *halo, true)) {
+        return backward_piece_first(run, *halo, *split);
+      }
+    }
+    fetch_all(run, *halo);
+    return backward_with_halo(run, *halo, apart ? piece : at::Tensor());
   }
-  const auto bias_sizes = run.op.schema().argumentIndexWithName("bias_sizes");
-  if (!run.arg(*bias_sizes).isNone()) {
-    const auto channels = run.arg(0).toTensor().sym_size(1);
-    run.arg(*bias_sizes) = c10::SymIntArrayRef({channels == 0 ? c10::SymInt(1) : channels});
-  }
+  replace_bias_sizes(run);
   call_op_nonempty(run);
 }
 
@@ -405,6 +635,7 @@ Rule convolution_backward(const Call& call) {
       rule.operands[0].dims[d] = rule.windows(i, taps.readers(transposed));
       rule.operands[1].dims[d] = i;
     }
+    rule.operands[0].awaited = !transposed;
   }
   rule.results.emplace_back(rule.operands[1].dims);
   rule.results.emplace_back(rule.operands[2].dims);
@@ -417,6 +648,13 @@ Rule convolution_backward(const Call& call) {
 }
 
 } // namespace
+
+int64_t second_call() {
+  return g_second_call.load(std::memory_order_relaxed);
+}
+void set_second_call(int64_t bytes) {
+  g_second_call.store(bytes, std::memory_order_relaxed);
+}
 
 void register_convolution(Registry& r) {
   Options same;

@@ -3,6 +3,7 @@
 #include "redistribute/identity.h"
 #include "rules/bands.h"
 #include "rules/empties.h"
+#include "rules/later.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/routed.h"
@@ -682,14 +683,6 @@ at::Tensor plane_numbers(const at::Tensor& index, int64_t lead) {
   return at::arange(planes, index.options()).unsqueeze(1).expand({planes, each}).flatten();
 }
 
-at::Tensor narrowed(at::Tensor t, const Run& run, int64_t lead, c10::IntArrayRef sizes) {
-  for (int64_t i = 0; i < static_cast<int64_t>(sizes.size()); ++i) {
-    const auto mine = run.solution.results[0].layout->intervals(lead + i, sizes[i], run.mesh().coordinate())[0];
-    t = t.narrow(lead + i, mine.start, mine.length);
-  }
-  return t.contiguous();
-}
-
 at::Tensor added_at(const at::Tensor& values, const at::Tensor& index, c10::SymIntArrayRef sizes) {
   const auto lead = values.dim() - static_cast<int64_t>(sizes.size());
   auto all = values.sym_sizes().slice(0, lead).vec();
@@ -714,11 +707,7 @@ void unpool_kernel(Run& run) {
     return call_op_nonempty(run);
   }
   if (!may_ask_values(values)) {
-    run.arg(0) = whole_planes(run, 0, plane.lead);
-    run.arg(1) = whole_planes(run, 1, plane.lead);
-    call_op_nonempty(run);
-    run.stack.back() = narrowed(run.stack.back().toTensor(), run, plane.lead, plane.sizes);
-    return;
+    return put_off(run, {sizes_of_piece(run)});
   }
   const auto count = c10::multiply_integers(plane.sizes);
   const auto at = index.flatten();
@@ -749,8 +738,7 @@ void pick_kernel(Run& run) {
     return call_op_nonempty(run);
   }
   if (!may_ask_values(planes)) {
-    run.arg(0) = whole_planes(run, 0, plane.lead);
-    return call_op_nonempty(run);
+    return put_off(run, {SymSizes(index.sym_sizes().begin(), index.sym_sizes().end())});
   }
   const auto count = c10::multiply_integers(plane.sizes);
   const auto at = index.flatten();

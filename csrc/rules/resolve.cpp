@@ -40,7 +40,8 @@ class Resolver {
       auto need = operand_layout(i);
       if (has_halo(i)) {
         need = before_halo(i, *need);
-        s->halos.push_back({i, fetch(i, *need), rule_.operands[i].padding.value_or(ReduceOp::Sum), recut(i)});
+        s->halos.push_back(
+            {i, fetch(i, *need), rule_.operands[i].padding.value_or(ReduceOp::Sum), rule_.operands[i].awaited, recut(i)});
         s->moves = true;
         s->operands.push_back(std::move(need));
         continue;

@@ -17,6 +17,7 @@ struct Solution final : c10::intrusive_ptr_target {
     size_t operand;
     Fetch fetch;
     ReduceOp padding; // of its cells beyond the edges: Operand::padding
+    bool awaited;     // Operand::awaited
     LayoutPtr recut;  // null if it is a halo of the pieces as they are; else the layout to which they are recut with it
   };
   std::vector<Halo> halos;

@@ -105,6 +105,9 @@ struct Operand {
   bool kept_cut = false;
   // Where it is read with a halo: the neutral value of this reduction is in the cells beyond the edges. None: there are no cells.
   std::optional<ReduceOp> padding = ReduceOp::Sum;
+  // Where it is read with a halo: outside of graphs the kernel gets the piece, and fetches the halo itself, so that it can
+  // compute while the messages travel.
+  bool awaited = false;
   // For a written operand, as Result::reduce: if the operand lacks a sharded factor that reduces, it holds summands.
   std::optional<std::optional<ReduceOp>> reduce;
 

@@ -2,13 +2,13 @@
 // ranks first tell each other which rows and columns they read, then exchange these.
 #include "rules/batched.h"
 #include "rules/empties.h"
+#include "rules/later.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
 
 #include "comm/comm.h"
 #include "kernels/boxes.h"
-#include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
@@ -247,10 +247,15 @@ bool cuts_space(const Layout& layout) {
   return layout.sharded_dims() >> kLead;
 }
 
+SymSizes sizes_of(const at::Tensor& t) {
+  return {t.sym_sizes().begin(), t.sym_sizes().end()};
+}
+
 void sample_kernel(Run& run) {
-  if (!may_ask_values(run.arg(0).toTensor())) {
-    run.arg(0) = whole_planes(run, 0, kLead);
-  } else if (cuts_space(*run.operands[0].layout)) {
+  if (cuts_space(*run.operands[0].layout)) {
+    if (!may_ask_values(run.arg(0).toTensor())) {
+      return put_off(run, {sizes_of_piece(run)});
+    }
     const Reading reading(run, 0, run.arg(1).toTensor(), how_of(run));
     run.arg(0) = reading.window(run.arg(0).toTensor());
   }
@@ -265,13 +270,11 @@ void sample_backward_kernel(Run& run) {
   }
   const auto input = run.arg(1).toTensor(), grid = run.arg(2).toTensor();
   const bool wanted = run.arg(argument(run, "output_mask")).toBoolList()[0];
-  std::optional<Reading> reading;
   if (!may_ask_values(input)) {
-    run.arg(1) = whole_planes(run, 1, kLead);
-  } else {
-    reading.emplace(run, 1, grid, how_of(run));
-    run.arg(1) = reading->window(input);
+    return put_off(run, {wanted ? std::optional(sizes_of(input)) : std::nullopt, sizes_of(grid)});
   }
+  const Reading reading(run, 1, grid, how_of(run));
+  run.arg(1) = reading.window(input);
   const auto space = run.arg(1).toTensor();
   at::Tensor to_input, to_grid;
   if (is_empty(run.arg(0).toTensor())) {
@@ -282,18 +285,7 @@ void sample_backward_kernel(Run& run) {
     to_input = results[0].toTensor();
     to_grid = results[1].toTensor();
   }
-  if (wanted && reading) {
-    to_input = reading->back(to_input);
-  } else if (wanted) {
-    auto summands = LayoutPtr::reclaim_copy(&layout);
-    for (int64_t m = 0; m < layout.ndim(); ++m) {
-      if (layout.placement(m).is_shard() && layout.placement(m).dim >= kLead) {
-        summands = summands->with(m, Placement::partial(ReduceOp::Sum));
-      }
-    }
-    to_input = redistribute(to_input, *summands, layout, run.operands[1].sizes());
-  }
-  run.returns({wanted ? to_input : at::Tensor(), to_grid});
+  run.returns({wanted ? reading.back(to_input) : at::Tensor(), to_grid});
 }
 
 // Dims of input, grid and result. Where input is cut it stays so.

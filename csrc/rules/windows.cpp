@@ -1,8 +1,6 @@
 #include "rules/windows.h"
 
 #include "comm/values.h"
-#include "redistribute/redistribute.h"
-#include "redistribute/watch.h"
 #include "rules/empties.h"
 
 namespace shardtensor::rules {
@@ -54,22 +52,6 @@ std::vector<c10::IValue> results_of_op(const Run& run) {
 
 bool may_ask_values(const at::Tensor& piece) {
   return !is_traced(piece) && !piece.is_meta();
-}
-
-at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead) {
-  const auto& have = *run.operands[operand].layout;
-  auto whole = LayoutPtr::reclaim_copy(&have);
-  for (int64_t d = lead; d < run.operands[operand].dim(); ++d) {
-    whole = whole->whole_along(d);
-  }
-  const auto piece = run.arg(operand).toTensor();
-  const auto& op = run.op.schema().name();
-  constexpr const char* kWhy = "a graph has no messages whose sizes depend on values";
-  tell_of_gather(op, kWhy, have.str());
-  tell_watcher(
-      op, run.op.schema().arguments()[operand].name(), kWhy, have, *whole, run.operands[operand].symbols,
-      static_cast<int64_t>(piece.element_size()));
-  return redistribute(piece, have, *whole, run.operands[operand].sizes());
 }
 
 } // namespace shardtensor::rules

@@ -73,11 +73,13 @@ at::Tensor stand_in(const Run& run, size_t operand, int64_t lead, int64_t first,
 // The results of the op itself on its arguments, which stay on the stack.
 std::vector<c10::IValue> results_of_op(const Run& run);
 
-// Whether values can decide what is sent: not in a graph, and not of tensors on the meta device.
+// Whether values can decide what is sent now: not in a graph (see later.h), and not of tensors on the meta device.
 bool may_ask_values(const at::Tensor& piece);
-// For where they cannot: an operand, in its layout, with its dims from `lead` on whole on every rank. Those who listen to
-// redistributions and to gathers hear of it.
-at::Tensor whole_planes(const Run& run, size_t operand, int64_t lead);
+
+// What further small calls of a convolution cost, in bytes of its input: a rank with a piece of fewer bytes waits for the halo
+// and calls torch once (1 MiB; tests set less).
+int64_t second_call();
+void set_second_call(int64_t bytes);
 
 // A list of integers with one per dim of space, or one for all.
 inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {

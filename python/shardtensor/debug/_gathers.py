@@ -38,10 +38,6 @@ _REASONS = {
         "a graph cannot send its pieces round the ranks, and there are too few heads and batches to cut these instead",
         "Keep this call out of the graph (torch.compiler.disable), or cut fewer ways",
     ),
-    "a graph has no messages whose sizes depend on values": (
-        "what a rank reads or writes depends on values, and a graph cannot send messages of such sizes",
-        "Keep this call out of the graph (torch.compiler.disable); there it exchanges what is needed",
-    ),
     "its rule requires this layout": ("no other layout that the op takes costs less", f"{_WHOLE}, or cut another dim of it"),
 }
 

@@ -16,6 +16,7 @@ from shardtensor.patches import (
     ending,
     flops,
     fsdp,
+    inductor,
     meta_kernels,
     optimizers,
     partitioners,
@@ -35,6 +36,7 @@ def install() -> None:
     when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)
     when_imported("torch._functorch._aot_autograd.graph_compile", capture.patch_caller)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", runtime.patch)
+    when_imported("torch._inductor.utils", inductor.patch)
     when_imported("torch._meta_registrations", meta_kernels.patch)
     when_imported("torch._functorch.partitioners", partitioners.patch)
     when_imported("torch.distributed.tensor.parallel.ddp", ddp.patch)
