@@ -389,6 +389,22 @@ std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
   return rule;
 }
 
+// In a graph, compares the values' sizes with the indices'. Torch does so only in the backward, and if that makes a number of a
+// symbol, all sizes become numbers.
+void guard_values(const Call& call, const Indexing& how, int64_t ndim) {
+  const auto& values = call.tensors.back();
+  for (int64_t d = 0; d < values.dim() && values.has_symbols() && !how.masks; ++d) {
+    const auto at = d + ndim - values.dim() - how.at;
+    for (size_t k = 1; k <= how.dims.size() && at >= 0 && at < how.ndim && !values.is_one(d); ++k) {
+      const auto& index = call.tensors[k];
+      const auto there = at - (how.ndim - index.dim());
+      if (there >= 0 && !index.is_one(there)) {
+        (void)(values.sym_size(d) == index.sym_size(there));
+      }
+    }
+  }
+}
+
 Rule index_put(const Call& call) {
   const auto how = read_indices(call, call.tensors[0].dim());
   if (auto rule = masked_number(call, how)) {
@@ -396,6 +412,7 @@ Rule index_put(const Call& call) {
   }
   Dims shape;
   auto rule = indexed_rule(call, how, false, shape);
+  guard_values(call, how, static_cast<int64_t>(shape.size()));
   const auto& values = call.tensors.back();
   Dims dims;
   for (int64_t d = 0; d < values.dim(); ++d) {
