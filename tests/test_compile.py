@@ -766,7 +766,6 @@ SEVERAL_GRAPHS = {
     "views, which may be written, whose cuts follow two lengths": [
         "diagonal", "diagonal_below", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube",
     ],
-    "only the backward needs numbers, so all sizes are": ["prod", "prod_dim", "setitem_list_of"],
     "one graph for each remainder by the number of chunks, or by ranks times steps": ["chunk", "slice_step"],
     "an offset or strides as numbers": [
         "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole",

@@ -78,10 +78,11 @@ SUMS = [
     case("mean_out", lambda x, o: torch.mean(x, 0, out=o.clone()), (5, 4), (4,), backward=False),
     case("prod", torch.prod, (5, 4), quiet=no_partial),
     case("prod_dim", lambda x: x.prod(0), (5, 4), quiet=no_partial),
-    case("prod_keepdim", lambda x: x.prod(-1, keepdim=True), with_zeros(5, 4), quiet=no_partial, backward=False, partial=False),
-    case("prod_zeros", torch.prod, with_zeros(5, 4), quiet=no_partial, backward=False, partial=False),
+    case("prod_keepdim", lambda x: x.prod(-1, keepdim=True), with_zeros(5, 4), quiet=no_partial, partial=False),
+    case("prod_zeros", lambda x: x.masked_fill(torch.ones_like(x).tril(-3).bool(), 0).prod(0), (5, 4), quiet=no_partial, partial=False),
+    case("prod_a_zero", lambda x: torch.cat([x, x.sum(0, True) * 0]).prod(), (5, 4), partial=False),
     case("prod_int", lambda x: x.prod(0), ints(4, 5, 4), backward=False, quiet=no_partial),
-    case("prod_complex", lambda x: x.prod(0), complexes(5, 4), backward=False),
+    case("prod_complex", lambda x: x.prod(0), complexes(5, 4)),
     case("prod_out", lambda x, o: torch.prod(x, 0, out=o.clone()), (5, 4), (4,), backward=False),
     case("count_nonzero", torch.count_nonzero, with_zeros(5, 4), backward=False, partial=False, quiet=no_partial),
     case("count_nonzero_dim", lambda x: torch.count_nonzero(x, 0), with_zeros(5, 4), backward=False, partial=False, quiet=no_partial),
@@ -288,6 +289,35 @@ def test_what_stays_partial(pools):
         "free": "S(0)[1,4]",
         "max_dim": "R",
     }
+
+
+def _second_of_prod():
+    """Second derivatives of a product whose lines have no zero, one, or two; and what the first ones send."""
+    import torch.distributed as dist
+    from oracle import UNEVEN, compare, mesh_of
+    from shardtensor import _C
+
+    mesh = mesh_of((dist.get_world_size(),))
+    whole = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole[2, 1] = whole[0, 2] = whole[4, 2] = 0
+    for f in (torch.prod, lambda t: t.prod(0), lambda t: t.prod(1, keepdim=True)):
+        for at in ("S(0)", "S(1)", "R"):
+            derivatives = []
+            for x in (whole.clone(), place(whole, mesh, (at,), UNEVEN)):
+                x.requires_grad_()
+                _C.reset_comm_counts()
+                (plain,) = torch.autograd.grad(f(x).sum(), x)
+                assert "all_gather" not in _C.comm_counts()
+                (first,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+                (second,) = torch.autograd.grad((first * first).sum() + first.sum(), x)
+                derivatives.append((plain, first.detach(), second))
+            for ours, theirs in zip(derivatives[1], derivatives[0], strict=True):
+                compare(ours, theirs, 1e-9, at)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_second_derivatives_of_products(pools, world):
+    pools(world).run("test_reductions:_second_of_prod")
 
 
 def _bytes():

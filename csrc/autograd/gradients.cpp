@@ -87,7 +87,18 @@ bool adds_gradients(const at::Tensor& sum, const at::Tensor& other) {
   return unseen && to->storage().use_count() == 1;
 }
 
+// Whether `other` is added to a plain gradient that autograd's engine alone holds: the zeros that torch makes for views without
+// elements, whatever their base.
+bool adds_to_zeros(const at::Tensor& sum, const at::Tensor& other) {
+  return !as_shard_tensor(sum) && as_shard_tensor(other) && !at::GradMode::is_enabled() &&
+         torch::autograd::get_current_graph_task_id() != -1 && sum.use_count() == 1 &&
+         !sum.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+}
+
 at::Tensor& add_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha) {
+  if (C10_UNLIKELY(adds_to_zeros(self, other))) {
+    return self = at::add(self, other, alpha); // the engine keeps what `self` refers to
+  }
   if (C10_UNLIKELY(adds_gradients(self, other))) {
     const auto sum = at::add(self, other, alpha);
     shard_tensor(self, "the gradient").shallow_copy_from(sum.getIntrusivePtr());

@@ -1,12 +1,15 @@
 // Gradients of max, sort, topk, cummax, cumprod. torch's formulas write into plain zeros, which cannot become ShardTensors.
 // Here these backward ops have rules of their own, and this file adds their derivatives. And cumsum along a cut dim, where
-// torch's formula flips the whole twice. Uses dispatch/plain, tensor/. Registers itself.
+// torch's formula flips the whole twice; and prod, where it gathers the whole to look for zeros. Uses dispatch/plain, tensor/.
+// Registers itself.
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cumsum_ops.h>
+#include <ATen/ops/prod_ops.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -108,10 +111,64 @@ Tensor cumsum(c10::DispatchKeySet keys, const Tensor& self, int64_t dim, std::op
   return RunningSum::apply(self, d, dtype, false);
 }
 
+// A product along a dim, or of all elements.
+struct Product : torch::autograd::Function<Product> {
+  static Tensor product(const Tensor& t, std::optional<int64_t> dim, bool keepdim) {
+    return dim ? t.prod(*dim, keepdim) : t.prod();
+  }
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& self, std::optional<int64_t> dim, bool keepdim) {
+    ctx->save_for_backward({self});
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["keepdim"] = keepdim;
+    at::AutoDispatchBelowADInplaceOrView below;
+    return product(self, dim, keepdim);
+  }
+
+  // Each element's gradient is the product of the others: if one of them is zero, only that one's is not. Second derivatives
+  // follow from torch's formula.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto self = ctx->get_saved_variables()[0];
+    const auto dim = ctx->saved_data["dim"].toOptional<int64_t>();
+    const bool keepdim = ctx->saved_data["keepdim"].toBool();
+    if (at::GradMode::is_enabled()) {
+      const c10::DispatchKeySet keys({c10::DispatchKey::AutogradOther, kKey});
+      const auto out = dim ? at::_ops::prod_dim_int::redispatch(keys, self, *dim, keepdim, std::nullopt)
+                           : at::_ops::prod::redispatch(keys, self, std::nullopt);
+      return {
+          torch::autograd::grad({out}, {self}, {grads[0]}, /*retain_graph=*/true, /*create_graph=*/true)[0], Tensor(), Tensor()};
+    }
+    const auto grad = dim && !keepdim && self.dim() > 0 ? grads[0].unsqueeze(*dim) : grads[0];
+    const auto zero = self.eq(0);
+    const auto zeros = dim ? zero.sum(*dim, true) : zero.sum();
+    const auto shown = self.masked_fill(zero, 1);
+    const auto counts = at::where(zero, zeros.eq(1), zeros.eq(0)).to(self.scalar_type());
+    return {grad.mul(product(shown, dim, true).conj()).div(shown.conj()).mul(counts), Tensor(), Tensor()};
+  }
+};
+
+// Whether prod's gradient is Product's. A cast before it has a gradient of its own.
+bool has_own_product(const Tensor& self, std::optional<at::ScalarType> dtype) {
+  return as_shard_tensor(self) && self.requires_grad() && at::GradMode::is_enabled() && !has_tangent(self) &&
+         (!dtype || dtype == self.scalar_type());
+}
+
+Tensor prod(c10::DispatchKeySet keys, const Tensor& self, std::optional<at::ScalarType> dtype) {
+  return has_own_product(self, dtype) ? Product::apply(self, std::nullopt, false)
+                                      : at::_ops::prod::redispatch(torchs_autograd(keys), self, dtype);
+}
+
+Tensor prod_dim(c10::DispatchKeySet keys, const Tensor& self, int64_t dim, bool keepdim, std::optional<at::ScalarType> dtype) {
+  return has_own_product(self, dtype) ? Product::apply(self, dim, keepdim)
+                                      : at::_ops::prod_dim_int::redispatch(torchs_autograd(keys), self, dim, keepdim, dtype);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("cumsum", cumsum);
   m.impl("cummaxmin_backward", cummaxmin_backward);
   m.impl("cumprod_backward", cumprod_backward);
+  m.impl("prod", prod);
+  m.impl("prod.dim_int", prod_dim);
   m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
 }
 

@@ -27,29 +27,11 @@ at::Tensor meta_of(const at::Tensor& t, bool hints) {
 
 Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs, bool hints) {
   Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
-  for (size_t i = 0; i < refs.size();) {
-    const auto& r = refs[i];
-    auto& slot = call[r.arg];
-    if (r.index < 0) {
-      slot = is_output(op, r) ? at::empty({0}, r.tensor->options().device(at::kMeta).requires_grad(false))
-                              : meta_of(*r.tensor, hints);
-      ++i;
-      continue;
-    }
-    if (slot.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
-        list.push_back(meta_of(*refs[i].tensor, hints));
-      }
-      slot = std::move(list);
-    } else { // indices, some of them None
-      auto list = c10::impl::toTypedList<std::optional<at::Tensor>>(slot.toList()).copy();
-      for (; i < refs.size() && refs[i].arg == r.arg; ++i) {
-        list.set(static_cast<size_t>(refs[i].index), meta_of(*refs[i].tensor, hints));
-      }
-      slot = std::move(list);
-    }
-  }
+  const auto all = [](const Ref&) { return true; };
+  replace_tensors(call, 0, refs, all, [&](const Ref& r) {
+    const bool sized_by_op = is_output(op, r) && r.index < 0;
+    return sized_by_op ? at::empty({0}, r.tensor->options().device(at::kMeta).requires_grad(false)) : meta_of(*r.tensor, hints);
+  });
   return call;
 }
 

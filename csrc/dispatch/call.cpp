@@ -97,14 +97,22 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
   std::move(made.begin(), made.end(), std::back_inserter(stack));
 }
 
-// If this rank's piece is empty, results may not depend on it. Another rank's graph needs the operands and the collectives
-// behind them; so this rank's results are made to depend on the operands too.
-void keep_operands(const Op& op, Stack& stack, at::TensorList operands) {
+// Replaces each tensor among the op's results by the result of `change`, unless it is an argument.
+template <typename Change>
+void change_results(const Op& op, Stack& stack, const Change& change) {
   const auto returned = op.returns_argument.size();
   for (size_t i = 0; i < returned; ++i) {
     auto& value = stack[stack.size() - returned + i];
-    if (op.returns_argument[i] < 0 && !op.is_view && value.isTensor()) {
-      value = comm::traced::after(value.toTensor(), operands);
+    if (op.returns_argument[i] >= 0) {
+      continue;
+    }
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = change(value.toTensor());
+    } else if (value.isTensorList()) {
+      auto list = value.toTensorList();
+      for (size_t k = 0; k < list.size(); ++k) {
+        list[k] = change(list[k]);
+      }
     }
   }
 }
@@ -123,11 +131,12 @@ void run_on_pieces(
     forms = forms_of(op, *refs[0].tensor, stack, base);
   }
   put_local(stack, base, refs, locals, kept);
-  for (const auto& a : solution->size_args) {
+  if (solution->sizes_arg != rules::kNone) {
+    auto& sizes = stack[base + solution->sizes_arg];
     if (C10_UNLIKELY(any_traced(refs))) {
-      stack[base + a.arg] = c10::SymIntArrayRef(local_size_argument<Symbols>(*solution, a, refs));
+      sizes = c10::SymIntArrayRef(local_sizes_argument<Symbols>(*solution, refs));
     } else {
-      stack[base + a.arg] = c10::List<int64_t>(c10::IntArrayRef(local_size_argument<Numbers>(*solution, a, refs)));
+      sizes = c10::List<int64_t>(c10::IntArrayRef(local_sizes_argument<Numbers>(*solution, refs)));
     }
   }
   run_on_locals(op, stack, refs, *solution, locals);
@@ -140,8 +149,10 @@ void run_on_pieces(
   if (op.mutated) {
     note_writes(op, refs);
   }
-  if (C10_UNLIKELY(!operands.empty())) {
-    keep_operands(op, stack, operands);
+  if (C10_UNLIKELY(!operands.empty() && !op.is_view)) {
+    // If this rank's piece is empty, results may not depend on it. Another rank's graph needs the operands and the collectives
+    // behind them; so this rank's results are made to depend on the operands too.
+    change_results(op, stack, [&](const at::Tensor& t) { return comm::traced::after(t, operands); });
   }
 
   const auto returned = op.returns_argument.size();
@@ -198,29 +209,15 @@ void run_call(const Op& op, Stack* stack_ptr) {
   c10::SmallVector<IValue, 4> kept;
   errors::guarded(op, refs, *solution, [&] { run_on_pieces(op, stack, base, refs, solution, kept); });
 }
+
 // Where this rank has nothing to fetch, a result may be an operand's piece itself, or a view of it. Whoever writes the result
 // must not write that: on other ranks it is a copy.
 void copy_what_is_shared(const Op& op, Stack& stack, const Refs& refs) {
-  const auto own = [&](const at::Tensor& t) {
+  change_results(op, stack, [&](const at::Tensor& t) {
     const bool shared =
         std::any_of(refs.begin(), refs.end(), [&](const Ref& r) { return r.impl && t.is_alias_of(r.impl->local(true)); });
     return shared ? t.clone() : t;
-  };
-  const auto returned = op.returns_argument.size();
-  for (size_t i = 0; i < returned; ++i) {
-    auto& value = stack[stack.size() - returned + i];
-    if (op.returns_argument[i] >= 0) {
-      continue;
-    }
-    if (value.isTensor() && value.toTensor().defined()) {
-      value = own(value.toTensor());
-    } else if (value.isTensorList()) {
-      auto list = value.toTensorList();
-      for (size_t k = 0; k < list.size(); ++k) {
-        list[k] = own(list[k]);
-      }
-    }
-  }
+  });
 }
 
 } // namespace

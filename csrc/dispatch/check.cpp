@@ -284,13 +284,8 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
       add_result(end, t, has_values);
     }
     for (size_t i = first; i < stack->size(); ++i) {
-      const auto& value = (*stack)[i];
-      if (value.isTensor() && op.returns_argument[i - first] < 0) {
-        add_result(end, value.toTensor(), has_values);
-      } else if (value.isTensorList()) {
-        for (const at::Tensor& t : value.toTensorList()) {
-          add_result(end, t, has_values);
-        }
+      if (op.returns_argument[i - first] < 0) {
+        each_tensor((*stack)[i], [&](const at::Tensor& t) { add_result(end, t, has_values); });
       }
     }
   }

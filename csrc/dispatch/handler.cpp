@@ -20,29 +20,28 @@ namespace {
 
 using torch::jit::Stack;
 
-struct Handler final : c10::OperatorKernel {
-  explicit Handler(const Op* op) : op_(op) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
-    handle(*op_, stack);
-  }
-  const Op* op_;
-};
+using Run = void (*)(const Op& op, c10::DispatchKeySet keys, Stack* stack);
 
-struct SpecialHandler final : c10::OperatorKernel {
-  explicit SpecialHandler(const Op* op) : op_(op) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
-    handle_specially(*op_, stack);
-  }
-  const Op* op_;
-};
-
-struct Recorder final : c10::OperatorKernel {
-  explicit Recorder(const Op* op) : op_(op) {}
+template <Run run>
+struct Boxed final : c10::OperatorKernel {
+  explicit Boxed(const Op* op) : op_(op) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
-    record(*op_, keys, stack);
+    run(*op_, keys, stack);
   }
   const Op* op_;
 };
+
+template <Run run>
+c10::KernelFunction boxed(const Op& op) {
+  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Boxed<run>>(&op));
+}
+
+void run_usual(const Op& op, c10::DispatchKeySet, Stack* stack) {
+  handle(op, stack);
+}
+void run_special(const Op& op, c10::DispatchKeySet, Stack* stack) {
+  handle_specially(op, stack);
+}
 
 std::deque<Op>& ops() {
   static auto* all = new std::deque<Op>();
@@ -214,17 +213,10 @@ int64_t install_handler() {
       registrations.push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "shardtensor"));
     };
     auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
-    if (typed) {
-      on(kKey, std::move(*typed));
-    } else if (is_special(op)) {
-      on(kKey, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<SpecialHandler>(&op)));
-    } else {
-      on(kKey, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
-    }
+    on(kKey, typed ? std::move(*typed) : is_special(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
     if (has_entrance(op)) {
       auto recorder = typed_record(op);
-      on(kAutogradKey,
-         recorder ? std::move(*recorder) : c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Recorder>(&op)));
+      on(kAutogradKey, recorder ? std::move(*recorder) : boxed<record>(op));
     }
     ++count;
   }

@@ -61,19 +61,10 @@ at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, For use, Mo
 }
 
 namespace {
+
 bool replicates(const Op& op) {
   return !op.entry || !op.entry->rule || op.entry->gathers();
 }
-} // namespace
-
-const char* why_moved(const Op& op) {
-  if (!op.entry || !op.entry->rule) {
-    return "it has no sharding rule, so its inputs are gathered";
-  }
-  return op.entry->gathers() ? "it needs whole inputs" : "its rule requires this layout";
-}
-
-namespace {
 
 // What this rank reads of an operand: its piece with a halo, or the piece alone if the kernel fetches that.
 at::Tensor with_halo(
@@ -97,6 +88,13 @@ at::Tensor with_halo(
 }
 
 } // namespace
+
+const char* why_moved(const Op& op) {
+  if (!op.entry || !op.entry->rule) {
+    return "it has no sharding rule, so its inputs are gathered";
+  }
+  return op.entry->gathers() ? "it needs whole inputs" : "its rule requires this layout";
+}
 
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {

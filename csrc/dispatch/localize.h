@@ -99,10 +99,10 @@ c10::SmallVector<rules::Run::At, 4> after_moves(const Refs& refs, const rules::S
 // Moves an operand that was written in another layout than its owner's back to its owner.
 void carry_back(const Op& op, const Refs& refs, const rules::Solution& solution, const Locals& locals);
 
-// This rank's sizes of the result whose global sizes a size argument lists. In: Numbers or Symbols.
+// This rank's sizes of the first result, for the argument that lists the global ones. In: Numbers or Symbols.
 template <typename In>
-typename In::List local_size_argument(const rules::Solution& solution, const rules::SizeArg& a, const Refs& refs) {
-  const auto& result = solution.results[a.result];
+typename In::List local_sizes_argument(const rules::Solution& solution, const Refs& refs) {
+  const auto& result = solution.results[0];
   typename In::List sizes;
   for (const auto& s : result.sizes) {
     sizes.push_back(s.operand >= 0 ? In::sizes(*refs[s.operand].tensor)[s.dim] : In::of(s.value));

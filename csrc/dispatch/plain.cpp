@@ -16,14 +16,6 @@ namespace {
 
 std::atomic<Entrance> g_entrance{nullptr};
 
-} // namespace
-
-void set_entrance(Entrance entrance) {
-  g_entrance = entrance;
-}
-
-namespace {
-
 // Whether the tensor has a Python object, as every tensor of a user has.
 bool seen_by_python(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
@@ -52,6 +44,10 @@ bool is_made_by_torch(const at::Tensor& t) {
 }
 
 } // namespace
+
+void set_entrance(Entrance entrance) {
+  g_entrance = entrance;
+}
 
 void check_plain(const Op& op, const Refs& refs) {
   const bool allowed = op.entry && op.entry->options.plain;
@@ -94,34 +90,6 @@ bool wants_entrance(const at::Tensor& t) {
   return t.layout() == at::kStrided && !t.key_set().has_any(kLevels) && (!t.key_set().has_any(kStandIns) || is_traced(t));
 }
 
-namespace {
-
-// Replaces each tensor for which `is` holds by the result of `change`.
-template <typename Is, typename Change>
-void replace(torch::jit::Stack& stack, size_t base, const Refs& refs, const Is& is, const Change& change) {
-  for (size_t i = 0; i < refs.size();) {
-    auto& slot = stack[base + refs[i].arg];
-    if (refs[i].index < 0) {
-      if (is(refs[i])) {
-        slot = change(*refs[i].tensor);
-      }
-      ++i;
-      continue;
-    }
-    const auto first = i;
-    const auto given = slot; // owns what the references point into
-    change_list(slot, given, [&](auto& list) {
-      for (; i < refs.size() && refs[i].arg == refs[first].arg; ++i) {
-        if (is(refs[i])) {
-          list.set(static_cast<size_t>(refs[i].index), change(*refs[i].tensor));
-        }
-      }
-    });
-  }
-}
-
-} // namespace
-
 void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs) {
   if (std::none_of(refs.begin(), refs.end(), [](const Ref& r) { return has_tangent(*r.tensor); })) {
     return;
@@ -131,8 +99,8 @@ void give_tangents(const Op& op, torch::jit::Stack& stack, size_t base, const Re
     return (c10::isFloatingType(dtype) || c10::isComplexType(dtype)) && r.tensor->dim() > 0 && !(op.mutated >> r.arg & 1) &&
            !has_tangent(*r.tensor);
   };
-  replace(stack, base, refs, lacks, [](const at::Tensor& t) {
-    return at::_make_dual(t, at::_new_zeros_with_same_feature_meta(t, t), /*level=*/0);
+  replace_tensors(stack, base, refs, lacks, [](const Ref& r) {
+    return at::_make_dual(*r.tensor, at::_new_zeros_with_same_feature_meta(*r.tensor, *r.tensor), /*level=*/0);
   });
 }
 
@@ -146,7 +114,7 @@ bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
   }
   check_plain(op, refs);
   const auto layout = Layout::replicated(mesh_of(op, refs));
-  replace(stack, base, refs, enters, [&](const at::Tensor& t) { return g_entrance.load()(t, layout); });
+  replace_tensors(stack, base, refs, enters, [&](const Ref& r) { return g_entrance.load()(*r.tensor, layout); });
   return true;
 }
 

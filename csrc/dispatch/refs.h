@@ -40,7 +40,7 @@ const MeshPtr& mesh_of(const Op& op, const Refs& refs);
 
 // The tensors among boxed results, those of a list one by one.
 template <typename Use>
-void each_tensor(const torch::jit::Stack& results, const Use& use) {
+void each_tensor(c10::ArrayRef<c10::IValue> results, const Use& use) {
   for (const auto& value : results) {
     if (value.isTensor()) {
       use(value.toTensor());
@@ -63,6 +63,30 @@ void change_list(c10::IValue& slot, const c10::IValue& list, const Change& chang
     put(list.toTensorList().copy());
   } else {
     put(c10::impl::toTypedList<std::optional<at::Tensor>>(list.toList()).copy());
+  }
+}
+
+// Replaces each tensor for which `is` holds by the result of `change`. Both get its Ref.
+template <typename Is, typename Change>
+void replace_tensors(torch::jit::Stack& stack, size_t base, const Refs& refs, const Is& is, const Change& change) {
+  for (size_t i = 0; i < refs.size();) {
+    auto& slot = stack[base + refs[i].arg];
+    if (refs[i].index < 0) {
+      if (is(refs[i])) {
+        slot = change(refs[i]);
+      }
+      ++i;
+      continue;
+    }
+    const auto arg = refs[i].arg;
+    const auto given = slot; // owns what the references point into
+    change_list(slot, given, [&](auto& list) {
+      for (; i < refs.size() && refs[i].arg == arg; ++i) {
+        if (is(refs[i])) {
+          list.set(static_cast<size_t>(refs[i].index), change(refs[i]));
+        }
+      }
+    });
   }
 }
 

@@ -79,28 +79,16 @@ void guard_operands(const Op& op, Stack& stack, size_t base) {
 
 // Replaces plain tensors of symbolic sizes by replicated ShardTensors, since only ShardTensors can give hints of their sizes.
 void enter_symbolic_plain(const Op& op, Stack& stack, size_t base) {
-  auto refs = collect(op, stack, base);
+  const auto refs = collect(op, stack, base);
   const auto is_such = [&](const Ref& r) { return !r.impl && !(op.mutated >> r.arg & 1) && is_symbolic(*r.tensor); };
   if (std::none_of(refs.begin(), refs.end(), is_such)) {
     return;
   }
   check_plain(op, refs);
   const auto layout = Layout::replicated(mesh_of(op, refs));
-  const auto entered = [&](const at::Tensor& t) { return wrap_symbolic(t, layout, t.sym_sizes(), t.sym_strides()); };
-  for (const auto& r : refs) {
-    if (!is_such(r)) {
-      continue;
-    }
-    auto& slot = stack[base + r.arg];
-    if (r.index < 0) {
-      slot = entered(slot.toTensor());
-    } else {
-      const auto given = slot;
-      change_list(slot, given, [&](auto& list) {
-        list.set(static_cast<size_t>(r.index), entered(given.toListRef()[r.index].toTensor()));
-      });
-    }
-  }
+  replace_tensors(stack, base, refs, is_such, [&](const Ref& r) {
+    return wrap_symbolic(*r.tensor, layout, r.tensor->sym_sizes(), r.tensor->sym_strides());
+  });
 }
 
 const Op* boxed_op(const c10::OperatorHandle& op) {
@@ -115,17 +103,6 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
   return found == known->end() ? nullptr : found->second;
 }
 
-} // namespace
-
-bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
-  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
-  return any_symbolic(refs) || std::any_of(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()), [](const IValue& v) {
-           return v.isSymInt() || v.isSymIntList() || v.isSymFloat() || v.isSymBool();
-         });
-}
-
-namespace {
-
 // Whether a rank's piece may be empty. Symbols are never 0, and neither are even pieces of one.
 bool may_be_empty(const rules::Run::At& operand) {
   bool out = false;
@@ -137,6 +114,13 @@ bool may_be_empty(const rules::Run::At& operand) {
 }
 
 } // namespace
+
+bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
+  return any_symbolic(refs) || std::any_of(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()), [](const IValue& v) {
+           return v.isSymInt() || v.isSymIntList() || v.isSymFloat() || v.isSymBool();
+         });
+}
 
 void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
   if (!solution.kernel || op.entry->options.symbols) {

@@ -131,13 +131,11 @@ template <>
 struct Localized<c10::SymIntArrayRef> {
   Sizes kept;
   c10::SymIntArrayRef operator()(Localizer& l, size_t i, c10::SymIntArrayRef given) {
-    for (const auto& a : l.solution.size_args) {
-      if (static_cast<size_t>(a.arg) == i) {
-        kept = local_size_argument<Numbers>(l.solution, a, l.refs);
-        return c10::SymIntArrayRef(reinterpret_cast<const c10::SymInt*>(kept.data()), kept.size());
-      }
+    if (l.solution.sizes_arg != static_cast<int64_t>(i)) {
+      return given;
     }
-    return given;
+    kept = local_sizes_argument<Numbers>(l.solution, l.refs);
+    return c10::SymIntArrayRef(reinterpret_cast<const c10::SymInt*>(kept.data()), kept.size());
   }
 };
 

@@ -34,14 +34,6 @@ typename In::List sizes_of_result(const Solution::Result& result, const Refs& re
   return sizes;
 }
 
-} // namespace
-
-Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
-  return sizes_of_result<Numbers>(result, refs, local);
-}
-
-namespace {
-
 // The operand `like`, if it has the result's sizes and is contiguous: its sizes and strides can then be reused.
 const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
   if (result.like < 0 || (result.order && !result.order->empty())) {
@@ -62,17 +54,6 @@ const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, cons
   }
   return &lead;
 }
-
-} // namespace
-
-Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
-  if (result.order) {
-    return dense_strides(sizes, *result.order);
-  }
-  return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
-}
-
-namespace {
 
 // The strides of a view of all of the base's elements.
 Sizes reshaped(const at::Tensor& base, c10::IntArrayRef sizes) {
@@ -140,6 +121,17 @@ bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTenso
 }
 
 } // namespace
+
+Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
+  return sizes_of_result<Numbers>(result, refs, local);
+}
+
+Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
+  if (result.order) {
+    return dense_strides(sizes, *result.order);
+  }
+  return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
+}
 
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
   c10::impl::ExcludeDispatchKeyGuard aside(kAside);
@@ -218,10 +210,6 @@ at::Tensor wrap_symbolic_result(
   }
   return wrapped(strides, 0);
 }
-
-} // namespace
-
-namespace {
 
 // No view: nobody else has its piece.
 at::Tensor new_result(at::Tensor result, const Layout& layout) {

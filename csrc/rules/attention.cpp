@@ -57,11 +57,6 @@ struct Keys {
   int64_t factor;
 };
 
-// Rows of the mask that let no key of this rank's through: torch's kernel says nothing sensible of them.
-at::Tensor blind_rows(const at::Tensor& mask) {
-  return (mask.scalar_type() == at::kBool ? mask.logical_not() : mask.isneginf()).all(-1);
-}
-
 // Attends to this rank's keys, then merges the ranks' results: the mean, weighted by the sums of exponentials.
 void merge(Run& run) {
   const auto ranks = run.mesh_dims(noted<Keys>(run.solution).factor);
@@ -109,13 +104,11 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   const bool ring = fused != Fused::Other && !biased && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.size(2) > 0 &&
                     k.size(2) > 0; // of a bias, kernels want aligned rows
   const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.sym_size(2) > 0;
-  Factor queries;
-  queries.whole = fused != Fused::Flash && !ring;
-  queries.kernel = ring || causal;
-  if (ring) {
-    queries.size = q.size(2);
-  }
-  queries.reduce = ReduceOp::Sum;                                              // for the keys' gradients
+  const Factor queries{
+      .whole = fused != Fused::Flash && !ring,
+      .kernel = ring || causal,
+      .reduce = ReduceOp::Sum, // for the keys' gradients
+      .size = ring ? q.size(2) : -1};
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // for a mask's gradient
   const auto s = rule.factor(queries);
   const auto repeats = repeats_of(q, k);
@@ -125,10 +118,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   a.key = {
       Dim(b), Dim(h), ring ? rule.windows(s, causal ? Reach{1, 1, -keys, 0} : Reach{0, 1, 0, keys - 1}) : Dim(kNone), Dim(kNone)};
   if (merges) {
-    Factor f;
-    f.kernel = true;
-    f.reduce = ReduceOp::Sum; // for the queries' gradient
-    a.key[2] = Dim(rule.factor(f));
+    a.key[2] = Dim(rule.factor({.kernel = true, .reduce = ReduceOp::Sum})); // for the queries' gradient
     rule.notes = Keys{a.key[2].factor};
   }
   a.statistics = {Dim(b), Dim(h, repeats), Dim(s)};
@@ -186,22 +176,13 @@ void choice_kernel(Run& run) {
 }
 
 Rule choice(const Call& call) {
-  Rule rule;
-  for (const auto& t : call.tensors) {
-    rule.operands.emplace_back(Dims(t.dim(), Dim(kNone)));
-    rule.operands.back().free = true;
-  }
-  rule.kernel = choice_kernel;
-  rule.always_kernel = true;
-  return rule;
+  return unread(call, choice_kernel);
 }
 
 } // namespace
 
 void register_attention(Registry& r) {
-  Options rows;
-  rows.symbols = true;
-  rows.asks_order = true; // in memory, the rows of all heads lie side by side
+  const Options rows{.symbols = true, .asks_order = true}; // in memory, the rows of all heads lie side by side
   r.add("attention", {"_fused_sdp_choice"}, choice);
   r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, rows);
   r.add("attention", {"_scaled_dot_product_cudnn_attention_backward"}, attention_backward<Fused::Cudnn>, rows);

@@ -81,11 +81,11 @@ Interval made_of(const Run& run, int64_t d, int64_t size) {
 void forward_kernel(Run& run) {
   const auto& bands = noted<Bands>(run.solution);
   const auto x = run.arg(0).toTensor();
-  const auto sizes = guarded(sizes_of_piece(run));
+  const auto sizes = sizes_of_piece(run);
   auto out = x.to(accumulate_type(x.scalar_type()));
-  if (x.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+  if (is_empty(x) || makes_nothing(sizes)) {
     band_of(run, bands, 0, {0, 0}, out.options()); // raises what other ranks raise
-    return run.returns({x.new_zeros(sizes)});
+    return run.returns({x.new_zeros_symint(sizes)});
   }
   for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
     const auto d = bands.lead + i;
@@ -106,14 +106,14 @@ void forward_kernel(Run& run) {
 void backward_kernel(Run& run) {
   const auto& bands = noted<Bands>(run.solution);
   const auto grad = run.arg(0).toTensor();
-  const auto sizes = guarded(sizes_of_piece(run));
+  const auto sizes = sizes_of_piece(run);
   auto out = grad.to(accumulate_type(grad.scalar_type()));
   const auto of_results = [&](int64_t i, const Interval& of) {
     return (bands.counts ? band_of_counts : band_of)(run, bands, i, of, out.options());
   };
-  if (grad.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+  if (is_empty(grad) || makes_nothing(sizes)) {
     of_results(0, {0, 0});
-    return run.returns({grad.new_zeros(sizes)});
+    return run.returns({grad.new_zeros_symint(sizes)});
   }
   for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
     const auto d = bands.lead + i;
@@ -134,24 +134,15 @@ void backward_kernel(Run& run) {
 }
 
 void add(Rule& rule, const SymSizes& sizes, Bands bands, bool backward, Kernel kernel) {
-  auto& result = rule.results[0];
-  result.sizes = sizes;
+  rule.results[0].sizes = sizes;
   for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
-    const auto d = bands.lead + i;
     const auto& made = backward ? bands.in : bands.out;
-    while (static_cast<int64_t>(rule.factors.size()) <= d) {
-      rule.factor(); // factor d is dim d
-    }
-    rule.factors[d].size = made[i];
-    result.sizes[d] = made[i];
-    rule.operands[0].dims[d] = rule.windows(d, backward ? mirror(bands.reaches[i], bands.in[i]) : bands.reaches[i]);
-    result.dims[d] = d;
+    read_through(rule, bands.lead + i, made[i], backward ? mirror(bands.reaches[i], bands.in[i]) : bands.reaches[i]);
   }
   rule.operands[0].padding = std::nullopt;
   rule.notes = std::move(bands);
-  rule.kernel = kernel;
+  rule.always(kernel);
   rule.kernel_if = nullptr;
-  rule.always_kernel = true;
 }
 
 } // namespace

@@ -40,11 +40,6 @@ size_t nth_tensor(const c10::FunctionSchema& schema, int64_t arg) {
 
 } // namespace
 
-Rule linear(Rule rule, std::initializer_list<int> operands) {
-  rule.linear_in(operands);
-  return rule;
-}
-
 Rule batched(const Call& call, const char* text) {
   const auto* arrow = std::strstr(text, "->");
   const auto inputs = items(std::string(text, arrow)), outputs = items(arrow + 2);

@@ -14,7 +14,4 @@ namespace shardtensor::rules {
 // A result that lacks a cut dim does not depend on that dim. (It is not a sum over it.)
 Rule batched(const Call& call, const char* text);
 
-// The same rule, linear in each of these operands alone.
-Rule linear(Rule rule, std::initializer_list<int> operands);
-
 } // namespace shardtensor::rules

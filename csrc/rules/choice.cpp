@@ -84,12 +84,12 @@ class Chooser {
         auto* known = std::find_if(candidates.begin(), candidates.end(), [&](const Choice& c) {
           return c.kind == Choice::Kind::Shard && c.factor == f;
         });
-        Choice c;
-        c.kind = Choice::Kind::Shard;
-        c.factor = f;
-        c.donor = static_cast<int64_t>(i);
-        c.donor_dim = p.dim;
-        c.split_factor = p.split_factor;
+        const Choice c{
+            .kind = Choice::Kind::Shard,
+            .factor = f,
+            .donor = static_cast<int64_t>(i),
+            .donor_dim = p.dim,
+            .split_factor = p.split_factor};
         if (known == candidates.end()) {
           candidates.push_back(c);
         } else if (is_better_donor(c, *known)) {
@@ -101,11 +101,7 @@ class Chooser {
               (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
             continue;
           }
-          Choice c;
-          c.kind = Choice::Kind::Partial;
-          c.group = &group;
-          c.partial = p;
-          candidates.push_back(c);
+          candidates.push_back({.kind = Choice::Kind::Partial, .group = &group, .partial = p});
         }
       }
     }
@@ -367,10 +363,7 @@ class Chooser {
     for (const auto f : rule_.spread) {
       const bool known = std::any_of(candidates.begin(), candidates.end(), [&](const Choice& c) { return c.factor == f; });
       if (any && !known && cutting_.factor_size(f) >= mesh_.size(m) * pieces_of(f, m)) {
-        Choice c;
-        c.kind = Choice::Kind::Shard;
-        c.factor = f;
-        candidates.push_back(c);
+        candidates.push_back({.kind = Choice::Kind::Shard, .factor = f});
       }
     }
   }

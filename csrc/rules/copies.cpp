@@ -20,17 +20,16 @@ Rule copy_of_first(const Call& call) {
 Rule cast(const Call& call) {
   auto rule = broadcast(call);
   const auto& x = call.tensors[0];
-  const auto arg = call.schema.argumentIndexWithName("dtype");
-  const auto to = arg && call.has(*arg) ? call.arg(*arg).toScalarType() : x.dtype;
+  const auto arg = call.position("dtype");
+  const auto to = call.has(arg) ? call.arg(arg).toScalarType() : x.dtype;
   const auto all = OperandSet::first(call.tensors.size());
   if (to == x.dtype) {
     rule.passes_partial(all);
   } else if (c10::isIntegralType(x.dtype, false) && c10::isFloatingType(to)) {
-    Linear group{all};
+    rule.linear.push_back({all});
     for (const auto op : {ReduceOp::Product, ReduceOp::Min, ReduceOp::Max}) {
-      group.reductions |= bit(op);
+      rule.linear.back().reductions |= bit(op);
     }
-    rule.linear.push_back(group);
   } else if (c10::isFloatingType(to) || c10::isComplexType(to)) {
     rule.linear_in({0});
   }
@@ -78,7 +77,7 @@ Rule new_like(const Call& call) {
   rule.operands[0].free = true;
   rule.results.emplace_back(std::move(out), std::move(sizes));
   rule.results[0].same_over = ~uint64_t{0}; // a new tensor: every rank makes the same
-  rule.size_args.push_back({1, 0});
+  rule.sizes_arg = 1;
   return rule;
 }
 
@@ -102,15 +101,8 @@ void new_empty_strided_kernel(Run& run) {
 Rule new_empty_strided(const Call& call) {
   auto rule = new_like(call);
   rule.results[0].strides = call.sym_ints(2);
-  rule.kernel = new_empty_strided_kernel;
-  rule.always_kernel = true;
+  rule.always(new_empty_strided_kernel);
   return rule;
-}
-
-// fill_ writes the same value everywhere. There is no linear group, so a Partial self is reduced first and carried back
-// afterwards.
-Rule fill(const Call& call) {
-  return broadcast(call);
 }
 
 Rule zero(const Call& call) {
@@ -158,7 +150,8 @@ void register_copies(Registry& r) {
           "logspace.Tensor_Tensor",
       },
       replicate);
-  r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, fill, {.repeats = true});
+  // Without a linear group, a Partial self is reduced first and carried back afterwards.
+  r.add("copies", {"fill_.Scalar", "fill_.Tensor", "fill.Scalar", "fill.Tensor"}, broadcast, {.repeats = true});
   r.add("copies", {"zero_", "zero"}, zero, {.repeats = true});
 }
 

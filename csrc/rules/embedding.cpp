@@ -2,7 +2,6 @@
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
-#include "comm/comm.h"
 #include "comm/values.h"
 #include "rules/resolve.h"
 
@@ -12,15 +11,6 @@
 namespace shardtensor::rules {
 
 namespace {
-
-// The mesh dims that shard any factor.
-uint64_t sharded_by(const Run& run) {
-  uint64_t dims = 0;
-  for (auto d : run.solution.factor_mesh_dims) {
-    dims |= d;
-  }
-  return dims;
-}
 
 // Checks against the whole table: a rank has only its own rows.
 void check_bounds(const at::Tensor& indices, const c10::SymInt& rows) {
@@ -61,10 +51,7 @@ Rule embedding(const Call& call) {
       !call.flag(4), "embedding: argument 'sparse' is True; gradients of ShardTensors are dense, pass sparse=False");
   TORCH_CHECK(call.tensors[0].dim() == 2, "'weight' must be 2-D");
   Rule rule;
-  Factor row;
-  row.kernel = true;
-  row.reduce = ReduceOp::Sum;
-  const auto v = rule.factor(row);
+  const auto v = rule.factor({.kernel = true, .reduce = ReduceOp::Sum});
   auto indices = fresh_dims(rule, call.tensors[1].dim());
   auto out = indices;
   out.emplace_back(rule.factor());
@@ -77,14 +64,7 @@ Rule embedding(const Call& call) {
 
 // The dims of the indices. A gradient sums over them; with `frequencies`, each rank needs all indices.
 Dims summed_indices(Rule& rule, const Call& call, bool frequencies) {
-  Factor f;
-  f.reduce = ReduceOp::Sum;
-  f.whole = frequencies;
-  Dims indices;
-  for (int64_t d = 0; d < call.tensors[1].dim(); ++d) {
-    indices.emplace_back(rule.factor(f));
-  }
-  return indices;
+  return fresh_dims(rule, call.tensors[1].dim(), {.whole = frequencies, .reduce = ReduceOp::Sum});
 }
 
 // (grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
@@ -115,12 +95,10 @@ void table_backward_kernel(Run& run) {
 // computes the gradient of its own rows.
 Rule table_backward(const Call& call) {
   Rule rule;
-  Factor row;
-  row.kernel = true;
   const auto indices = summed_indices(rule, call, call.flag(5));
   auto grad = indices;
   grad.emplace_back(rule.factor());
-  const Dims table{rule.factor(row), grad.back()};
+  const Dims table{rule.factor({.kernel = true}), grad.back()};
   rule.operands = {Operand(grad), Operand(indices), Operand(table)};
   rule.operands[2].free = true; // only its layout is read
   rule.results = {Result(table)};
@@ -147,13 +125,10 @@ void renorm_kernel(Run& run) {
 // (weight, indices, max_norm, norm_type)
 Rule embedding_renorm(const Call& call) {
   Rule rule;
-  Factor row;
-  row.kernel = true;
-  Dims table{rule.factor(row), rule.whole()};
+  Dims table{rule.factor({.kernel = true}), rule.whole()};
   rule.operands = {Operand(table), Operand(Dims(call.tensors[1].dim(), Dim()))};
   rule.results = {Result(table)};
-  rule.kernel = renorm_kernel;
-  rule.always_kernel = true; // torch's kernel does not check the indices
+  rule.always(renorm_kernel); // torch's kernel does not check the indices
   return rule;
 }
 
@@ -164,11 +139,8 @@ constexpr int64_t kMax = 2; // mode
 // (weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights?, ...)
 //   -> output [bags, d], offset2bag, bag_size, max_indices
 Rule embedding_bag(const Call& call) {
-  Rule rule;
+  auto rule = replicate(call);
   const auto d = rule.factor();
-  for (const auto& t : call.tensors) {
-    rule.operands.emplace_back(Dims(t.dim(), Dim()));
-  }
   rule.operands[0].dims[1] = d;
   rule.results.resize(4);
   rule.results[0].dims = {Dim(), d};
@@ -183,11 +155,8 @@ Rule embedding_bag(const Call& call) {
 
 // (grad [bags, d], indices, ..., maximum_indices, ...) -> [num_weights, d]
 Rule embedding_bag_backward(const Call& call) {
-  Rule rule;
+  auto rule = replicate(call);
   const auto d = rule.factor();
-  for (const auto& t : call.tensors) {
-    rule.operands.emplace_back(Dims(t.dim(), Dim()));
-  }
   rule.operands[0].dims[1] = d;
   const auto picked = call.operand(call.position("maximum_indices"));
   if (call.integer(call.position("mode")) == kMax && picked >= 0) {
@@ -200,11 +169,8 @@ Rule embedding_bag_backward(const Call& call) {
 
 // (grad [bags, d], weight [v, d], ...) -> one number per index
 Rule embedding_bag_per_sample_weights_backward(const Call& call) {
-  Rule rule;
+  auto rule = replicate(call);
   const auto d = rule.reduced(ReduceOp::Sum);
-  for (const auto& t : call.tensors) {
-    rule.operands.emplace_back(Dims(t.dim(), Dim()));
-  }
   rule.operands[0].dims[1] = d;
   rule.operands[1].dims[1] = d;
   rule.results.emplace_back(Dims{});
@@ -220,9 +186,8 @@ void one_hot_kernel(Run& run) {
   auto classes = run.arg(1).toInt();
   if (classes == -1) {
     need_values(x, "one_hot without a number of classes");
-    auto most = x.numel() ? x.max().reshape({}) : at::full({}, -1, x.options());
-    comm::all_reduce_over(most, run.mesh(), sharded_by(run), ReduceOp::Max);
-    classes = most.item<int64_t>() + 1;
+    const auto most = x.numel() ? x.max().reshape({}) : at::full({}, -1, x.options());
+    classes = over_ranks(most, run, mesh_dims_of(run, kAllFactors), ReduceOp::Max).item<int64_t>() + 1;
     TORCH_CHECK(classes > 0, "Can not infer total number of classes from empty tensor.");
   }
   run.returns({at::one_hot(x, classes)});
@@ -236,8 +201,7 @@ Rule one_hot(const Call& call) {
   rule.operands.emplace_back(dims);
   dims.emplace_back(kNone);
   rule.results.emplace_back(dims);
-  rule.kernel = one_hot_kernel;
-  rule.always_kernel = true;
+  rule.always(one_hot_kernel);
   return rule;
 }
 

@@ -14,13 +14,9 @@ namespace shardtensor::rules {
 namespace {
 
 // A dim that is indexed. If it is sharded, the result of a read holds summands, and a write changes only the piece.
-int64_t indexed(Rule& rule, at::ScalarType dtype, bool reads) {
-  Factor f;
-  f.kernel = true;
-  if (reads) {
-    f.reduce = dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
-  }
-  return rule.factor(f);
+Factor indexed(at::ScalarType dtype, bool reads) {
+  const auto reduce = dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
+  return {.kernel = true, .reduce = reads ? std::optional(reduce) : std::nullopt};
 }
 
 // ---- local indices ----
@@ -61,17 +57,36 @@ at::Tensor nonempty(const at::Tensor& x, int64_t dim) {
   return x.sym_size(dim) == 0 ? with_spare_row(x, dim) : x;
 }
 
-// Runs a writing op with `dim` of argument 0 sharded: on the piece with a spare row, with local indices.
-void write_along(Run& run, int64_t dim, size_t index_arg, bool negative) {
+// The result of a writing op that has run on a piece with spare rows: their end is cut off.
+void returns_without_spare(Run& run, const at::Tensor& self) {
+  auto out = run.stack.back().toTensor();
+  for (int64_t d = 0; d < self.dim(); ++d) {
+    out = run.operands[0].layout->shards(d) ? out.narrow_symint(d, 0, self.sym_size(d)) : out;
+  }
+  run.stack.back() = run.op.schema().returns()[0].alias_info() ? self.copy_(out) : out.contiguous();
+}
+
+// Runs a writing op (self, dim, index, ...) with that dim sharded: on the piece with a spare row, with local indices.
+template <bool negative>
+void write_kernel(Run& run) {
   const auto self = run.arg(0).toTensor();
-  const auto& size = run.operands[0].symbols[dim];
-  const auto piece = mine(run, 0, dim);
-  const bool in_place = !run.op.schema().returns().empty() && run.op.schema().returns()[0].alias_info();
-  run.stack[run.base()] = with_spare_row(self, dim);
-  run.stack[run.base() + index_arg] = or_spare(wrapped(run.arg(index_arg).toTensor(), size, negative), piece);
+  const auto dim = wrap_dim(run.arg(1).toInt(), self.dim());
+  run.arg(0) = with_spare_row(self, dim);
+  run.arg(2) = or_spare(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], negative), mine(run, 0, dim));
   run.call_op();
-  auto out = run.stack.back().toTensor().narrow_symint(dim, 0, piece.length);
-  run.stack.back() = in_place ? self.copy_(out) : out.contiguous();
+  returns_without_spare(run, self);
+}
+
+enum class Writes { Values, Sums, Others };
+
+// What passes through an op that writes operand 2, if there is one, into operand 0.
+template <Writes writes>
+void let_pass(Rule& rule) {
+  if (rule.operands.size() > 2 && writes == Writes::Values) {
+    rule.passes_partial(0b101);
+  } else if (rule.operands.size() > 2 && writes == Writes::Sums) {
+    rule.jointly_linear(0b101);
+  }
 }
 
 // ---- gather, scatter ----
@@ -94,7 +109,7 @@ Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const T
         none || !src || d >= src->dim() || at <= src->sym_size(d), "Expected index ", index.sizes(), " to be no larger than src ",
         src ? src->sizes() : c10::IntArrayRef());
     if (d == dim) {
-      out.self.emplace_back(indexed(rule, self.dtype, reads));
+      out.self.emplace_back(rule.factor(indexed(self.dtype, reads)));
       out.index.push_back(reads ? Dim(rule.factor()) : Dim(kNone));
     } else if (at == size && (!src || (d < src->dim() && src->sym_size(d) == at))) {
       out.self.emplace_back(rule.factor());
@@ -131,12 +146,6 @@ Rule gather(const Call& call) {
   return rule;
 }
 
-void scatter_kernel(Run& run) {
-  write_along(run, wrap_dim(run.arg(1).toInt(), run.arg(0).toTensor().dim()), 2, false);
-}
-
-enum class Writes { Values, Sums, Others };
-
 // self, dim, index, then src or a value.
 template <Writes writes>
 Rule scatter(const Call& call) {
@@ -154,12 +163,8 @@ Rule scatter(const Call& call) {
     rule.operands.emplace_back(std::move(dims.index));
   }
   rule.results.emplace_back(std::move(dims.self));
-  rule.kernel = scatter_kernel;
-  if (has_src && writes == Writes::Values) {
-    rule.passes_partial(0b101);
-  } else if (has_src && writes == Writes::Sums) {
-    rule.jointly_linear(0b101);
-  }
+  rule.kernel = write_kernel<false>;
+  let_pass<writes>(rule);
   return rule;
 }
 
@@ -182,11 +187,7 @@ Rule index_select(const Call& call) {
   }
   Rule rule;
   const auto dim = call.dim(1, x.dim());
-  Dims in, out;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    in.emplace_back(d == dim ? indexed(rule, x.dtype, true) : rule.factor());
-    out.push_back(in.back());
-  }
+  auto in = dims_along(rule, x.dim(), dim, indexed(x.dtype, true)), out = in;
   out[dim] = index.dim() ? Dim(rule.factor()) : Dim(kNone);
   rule.operands.emplace_back(std::move(in));
   rule.operands.emplace_back(index.dim() ? Dims{out[dim]} : Dims{});
@@ -194,10 +195,6 @@ Rule index_select(const Call& call) {
   rule.kernel = index_select_kernel;
   rule.passes_partial();
   return rule;
-}
-
-void rows_kernel(Run& run) {
-  write_along(run, wrap_dim(run.arg(1).toInt(), run.arg(0).toTensor().dim()), 2, true);
 }
 
 // self, dim, index, then a source with one row for each index, or a value.
@@ -211,10 +208,7 @@ Rule write_rows(const Call& call) {
   }
   Rule rule;
   const auto dim = call.dim(1, self.dim());
-  Dims dims;
-  for (int64_t d = 0; d < self.dim(); ++d) {
-    dims.emplace_back(d == dim ? indexed(rule, self.dtype, false) : rule.factor());
-  }
+  auto dims = dims_along(rule, self.dim(), dim, indexed(self.dtype, false));
   rule.operands.emplace_back(dims);
   rule.operands.emplace_back(Dims{Dim(kNone)});
   if (has_source) {
@@ -225,12 +219,8 @@ Rule write_rows(const Call& call) {
     rule.operands.emplace_back(std::move(source));
   }
   rule.results.emplace_back(std::move(dims));
-  rule.kernel = rows_kernel;
-  if (has_source && writes == Writes::Values) {
-    rule.passes_partial(0b101);
-  } else if (has_source && writes == Writes::Sums) {
-    rule.jointly_linear(0b101);
-  }
+  rule.kernel = write_kernel<true>;
+  let_pass<writes>(rule);
   return rule;
 }
 
@@ -282,7 +272,7 @@ Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape
   Dims in;
   for (int64_t d = 0; d < x.dim(); ++d) {
     const bool covered = how.covered >> d & 1;
-    in.push_back(!covered ? Dim(rule.factor()) : how.masks ? Dim(kNone) : Dim(indexed(rule, x.dtype, reads)));
+    in.push_back(!covered ? Dim(rule.factor()) : how.masks ? Dim(kNone) : Dim(rule.factor(indexed(x.dtype, reads))));
   }
   Dims broadcast(how.ndim, Dim(kNone));
   for (int64_t d = 0; d < how.ndim && reads && !how.masks; ++d) {
@@ -369,7 +359,6 @@ void index_put_kernel(Run& run) {
   const auto self = run.arg(0).toTensor();
   const auto& base = run.operands[0];
   auto padded = self;
-  const auto lengths = self.sym_sizes();
   // An index outside this piece along any dim must write nothing: along that dim it points to the spare row.
   auto indices = turn_indices(run, [&](const at::Tensor& index, int64_t dim) {
     if (!base.layout->shards(dim)) {
@@ -378,15 +367,10 @@ void index_put_kernel(Run& run) {
     padded = with_spare_row(padded, dim);
     return or_spare(wrapped(index.to(at::kLong), base.symbols[dim], true), mine(run, 0, dim));
   });
-  const bool in_place = run.op.schema().returns()[0].alias_info();
-  run.stack[run.base()] = padded;
-  run.stack[run.base() + 1] = std::move(indices);
+  run.arg(0) = padded;
+  run.arg(1) = std::move(indices);
   run.call_op();
-  auto out = run.stack.back().toTensor();
-  for (int64_t d = 0; d < self.dim(); ++d) {
-    out = out.narrow_symint(d, 0, lengths[d]);
-  }
-  run.stack.back() = in_place ? self.copy_(out) : out.contiguous();
+  returns_without_spare(run, self);
 }
 
 // x[mask] = number: elementwise.
@@ -405,6 +389,22 @@ std::optional<Rule> masked_number(const Call& call, const Indexing& how) {
   return rule;
 }
 
+// In a graph, compares the values' sizes with the indices'. Torch does so only in the backward, and if that makes a number of a
+// symbol, all sizes become numbers.
+void guard_values(const Call& call, const Indexing& how, int64_t ndim) {
+  const auto& values = call.tensors.back();
+  for (int64_t d = 0; d < values.dim() && values.has_symbols() && !how.masks; ++d) {
+    const auto at = d + ndim - values.dim() - how.at;
+    for (size_t k = 1; k <= how.dims.size() && at >= 0 && at < how.ndim && !values.is_one(d); ++k) {
+      const auto& index = call.tensors[k];
+      const auto there = at - (how.ndim - index.dim());
+      if (there >= 0 && !index.is_one(there)) {
+        (void)(values.sym_size(d) == index.sym_size(there));
+      }
+    }
+  }
+}
+
 Rule index_put(const Call& call) {
   const auto how = read_indices(call, call.tensors[0].dim());
   if (auto rule = masked_number(call, how)) {
@@ -412,6 +412,7 @@ Rule index_put(const Call& call) {
   }
   Dims shape;
   auto rule = indexed_rule(call, how, false, shape);
+  guard_values(call, how, static_cast<int64_t>(shape.size()));
   const auto& values = call.tensors.back();
   Dims dims;
   for (int64_t d = 0; d < values.dim(); ++d) {
@@ -474,11 +475,8 @@ Rule triangle(const Call& call) {
   Rule rule;
   const auto n = call.tensors[0].dim();
   TORCH_CHECK(n >= 2, call.schema.name(), ": input tensor must have at least 2 dimensions");
-  Dims dims;
-  for (int64_t d = 0; d < n; ++d) {
-    dims.emplace_back(rule.factor());
-    rule.factors.back().kernel = d >= n - 2;
-  }
+  auto dims = fresh_dims(rule, n);
+  rule.factors[n - 1].kernel = rule.factors[n - 2].kernel = true;
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     rule.operands.emplace_back(dims);
   }
@@ -495,12 +493,7 @@ void trace_kernel(Run& run) {
 Rule trace(const Call& call) {
   TORCH_CHECK(call.tensors[0].dim() == 2, "trace: expected a matrix, but got tensor with dim ", call.tensors[0].dim());
   Rule rule;
-  Factor f;
-  f.kernel = true;
-  f.reduce = ReduceOp::Sum;
-  Dims dims{Dim(rule.factor(f))};
-  dims.emplace_back(rule.factor(f));
-  rule.operands.emplace_back(std::move(dims));
+  rule.operands.emplace_back(fresh_dims(rule, 2, {.kernel = true, .reduce = ReduceOp::Sum}));
   rule.results.emplace_back();
   rule.kernel = trace_kernel;
   rule.linear_in({0});
@@ -510,9 +503,7 @@ Rule trace(const Call& call) {
 } // namespace
 
 void register_indexing(Registry& r) {
-  Options put;
-  put.one_dtype = 0b101; // self, values
-  put.repeats = put.symbols = true;
+  const Options put{.symbols = true, .one_dtype = 0b101, .repeats = true}; // self, values
   const Options symbols{.symbols = true};
   r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
   r.add("indexing", {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"}, nullptr, {.way = Way::Decomposed});

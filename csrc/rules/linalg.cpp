@@ -123,16 +123,12 @@ Rule ormqr(const Call& call) {
 void register_linalg(Registry& r) {
   const auto* family = "linalg";
   const Options any{.asks_order = true};
-  Options o = any;
-  o.takes = kWideReals | kWideComplex;
-  Options same = o;
-  same.one_dtype = 0b11;
-  Options solving = same;
-  solving.symbols = true;
-  Options with_pivots = o;
-  with_pivots.one_dtype = 0b101;
-  Options local = o; // their gradient formulas, or the ops themselves, write into plain tensors
-  local.way = Way::Local;
+  const Options o{.takes = kWideReals | kWideComplex, .asks_order = true};
+  const Options same{.takes = o.takes, .one_dtype = 0b11, .asks_order = true};
+  const Options solving{.symbols = true, .takes = o.takes, .one_dtype = 0b11, .asks_order = true};
+  const Options with_pivots{.takes = o.takes, .one_dtype = 0b101, .asks_order = true};
+  // Their gradient formulas, or the ops themselves, write into plain tensors.
+  Options local{.way = Way::Local, .takes = o.takes, .asks_order = true};
   const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
   r.add(family, {"_linalg_check_errors"}, [](const Call& c) { return batched(c, "*->"); });
   add("_linalg_det", [](const Call& c) { return batched(c, "*..->*,*..,*."); });

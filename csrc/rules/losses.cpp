@@ -1,10 +1,9 @@
 // Losses. A mean divides by the global count, so uneven pieces are right. nll_loss looks up sharded classes without a gather.
 #include "rules/registry.h"
 
-#include "comm/comm.h"
 #include "comm/values.h"
 #include "rules/pieces.h"
-#include "rules/resolve.h"
+#include "rules/windows.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
@@ -20,11 +19,16 @@ int64_t reduction_of(const Call& call) {
   return call.integer(call.position("reduction"));
 }
 
+// How the factor of a loss's terms is reduced, if any is.
+std::optional<ReduceOp> summed(bool none) {
+  return none ? std::nullopt : std::optional(ReduceOp::Sum);
+}
+
 // ---- losses that are a sum over elements or samples ----
 
 // The number of terms that a mean divides by: elements, or samples if each sample gives one term.
 c10::SymInt terms(const Run& run, bool per_sample) {
-  const auto first = *run.op.schema().argumentIndexWithName("self"); // in a backward, self and target follow grad_output
+  const auto first = argument(run, "self"); // in a backward, self and target follow grad_output
   const auto self = run.operands[first].symbols;
   if (per_sample) {
     return self.size() < 2 ? c10::SymInt(1) : self[0];
@@ -34,7 +38,7 @@ c10::SymInt terms(const Run& run, bool per_sample) {
 
 // Some of torch's kernels do not write the result if there are no samples.
 void sum_kernel(Run& run) {
-  const bool empty = run.arg(*run.op.schema().argumentIndexWithName("self")).toTensor().sym_numel() == 0;
+  const bool empty = run.arg(argument(run, "self")).toTensor().sym_numel() == 0;
   const auto returned = run.op.schema().returns().size();
   run.call_op();
   const auto result = run.stack[run.stack.size() - returned].toTensor();
@@ -48,7 +52,7 @@ void sum_kernel(Run& run) {
 template <bool per_sample>
 void mean_kernel(Run& run) {
   const auto count = terms(run, per_sample);
-  run.arg(*run.op.schema().argumentIndexWithName("reduction")) = static_cast<int64_t>(at::Reduction::Sum);
+  run.arg(argument(run, "reduction")) = static_cast<int64_t>(at::Reduction::Sum);
   const auto returned = run.op.schema().returns().size();
   sum_kernel(run);
   auto& result = run.stack[run.stack.size() - returned];
@@ -57,8 +61,7 @@ void mean_kernel(Run& run) {
 
 Rule with_mean(Rule rule, const Call& call, bool per_sample) {
   if (reduction_of(call) == at::Reduction::Mean) {
-    rule.kernel = per_sample ? mean_kernel<true> : mean_kernel<false>;
-    rule.always_kernel = true;
+    rule.always(per_sample ? mean_kernel<true> : mean_kernel<false>);
   }
   return rule;
 }
@@ -136,7 +139,7 @@ Rule margin_backward(const Call& call) {
   }
   Rule rule;
   const auto s = samples(rule, call.tensors[1].dim());
-  const bool multilabel = call.schema.argumentIndexWithName("is_target").has_value();
+  const bool multilabel = argument(call, "is_target") >= 0;
   rule.operands.emplace_back(fit(s.batch, call.tensors[0]));
   rule.operands.emplace_back(s.both);
   rule.operands.emplace_back(multilabel ? s.both : fit(s.batch, call.tensors[2]));
@@ -155,15 +158,12 @@ struct Nll {
   Dims self, target, classes;
 };
 Nll nll_dims(Rule& rule, int64_t ndim, const Factor& batch) {
-  Factor c;
-  c.kernel = true;
-  c.reduce = ReduceOp::Sum;
+  const Factor classes{.kernel = true, .reduce = ReduceOp::Sum};
   Nll dims;
   const auto class_dim = ndim > 1 ? 1 : 0;
   for (int64_t d = 0; d < ndim; ++d) {
-    const auto f = rule.factor(d == class_dim ? c : batch);
-    dims.self.emplace_back(f);
-    (d == class_dim ? dims.classes : dims.target).emplace_back(f);
+    dims.self.emplace_back(rule.factor(d == class_dim ? classes : batch));
+    (d == class_dim ? dims.classes : dims.target).push_back(dims.self.back());
   }
   return dims;
 }
@@ -199,62 +199,39 @@ struct Classes {
   int64_t factor;
 };
 
-bool classes_sharded(const Run& run) {
-  return run.mesh_dims(noted<Classes>(run.solution).factor) != 0;
-}
-
 void nll_forward(Run& run) {
   const auto self = run.arg(0).toTensor();
   const auto reduction = run.arg(3).toInt();
-  const auto returned = run.op.schema().returns().size();
   if (reduction == at::Reduction::Mean) {
     run.arg(3) = static_cast<int64_t>(at::Reduction::Sum);
   }
-  at::Tensor output, total;
-  bool none_here = false;
-  if (classes_sharded(run)) {
+  at::Tensor output, total = at::zeros({}, self.options());
+  if (run.mesh_dims(noted<Classes>(run.solution).factor)) {
     const auto lookup = localize(run, 0, run.arg(1).toTensor(), run.arg(4).toInt());
     run.arg(1) = lookup.target;
     run.arg(4) = kElsewhere;
-    none_here = lookup.held.length == 0;
-    if (none_here) {
-      output =
-          at::zeros_symint(reduction == at::Reduction::None ? lookup.target.sym_sizes() : c10::SymIntArrayRef(), self.options());
-      total = at::zeros({}, self.options());
+    if (lookup.held.length == 0) {
+      const auto sizes = reduction == at::Reduction::None ? lookup.target.sym_sizes() : c10::SymIntArrayRef();
+      output = at::zeros_symint(sizes, self.options());
     }
   }
-  if (!none_here) {
-    run.call_op();
-    output = run.stack[run.stack.size() - returned].toTensor();
-    total = run.stack[run.stack.size() - returned + 1].toTensor();
-    run.stack.erase(run.stack.end() - static_cast<int64_t>(returned), run.stack.end());
-  } else {
-    run.stack.erase(run.stack.begin() + static_cast<int64_t>(run.base()), run.stack.end());
+  if (!output.defined()) {
+    const auto results = results_of_op(run);
+    output = results[0].toTensor();
+    total = reduction == at::Reduction::None ? total : results[1].toTensor();
   }
-  if (reduction == at::Reduction::None) {
-    total = at::zeros({}, self.options());
-  } else if (reduction == at::Reduction::Mean) {
-    total = total.contiguous();
-    uint64_t over = 0;
-    for (auto dims : run.solution.factor_mesh_dims) {
-      over |= dims;
-    }
-    comm::all_reduce_over(total, run.mesh(), over, ReduceOp::Sum);
+  if (reduction == at::Reduction::Mean) {
+    total = over_ranks(total, run, mesh_dims_of(run, kAllFactors), ReduceOp::Sum);
     output.div_(total);
   }
-  run.stack.emplace_back(std::move(output));
-  run.stack.emplace_back(std::move(total));
+  run.returns({std::move(output), std::move(total)});
 }
 
 Rule nll(const Call& call) {
   Rule rule;
   const auto reduction = reduction_of(call);
   const bool none = reduction == at::Reduction::None;
-  Factor batch;
-  if (!none) {
-    batch.reduce = ReduceOp::Sum;
-  }
-  const auto dims = nll_dims(rule, call.tensors[0].dim(), batch);
+  const auto dims = nll_dims(rule, call.tensors[0].dim(), {.reduce = summed(none)});
   rule.operands.emplace_back(dims.self);
   rule.operands.emplace_back(fit(dims.target, call.tensors[1]));
   if (call.tensors.size() > 2) {
@@ -265,8 +242,7 @@ Rule nll(const Call& call) {
   if (reduction != at::Reduction::Sum) {
     rule.results[1].reduce.emplace(std::nullopt); // gathered, or not used
   }
-  rule.kernel = nll_forward;
-  rule.always_kernel = true;
+  rule.always(nll_forward);
   rule.notes = Classes{dims.classes[0].factor};
   return rule;
 }
@@ -274,8 +250,7 @@ Rule nll(const Call& call) {
 void nll_backward(Run& run) {
   const auto lookup = localize(run, 1, run.arg(2).toTensor(), run.arg(5).toInt());
   if (lookup.held.length == 0) {
-    run.returns({at::empty_like(run.arg(1).toTensor())});
-    return;
+    return run.returns({at::empty_like(run.arg(1).toTensor())});
   }
   run.arg(2) = lookup.target;
   run.arg(5) = kElsewhere;
@@ -377,12 +352,7 @@ Rule ctc(const Call& call) {
   }
   const bool none = reduction_of(call) == at::Reduction::None;
   Rule rule;
-  Factor f;
-  f.kernel = true;
-  if (!none) {
-    f.reduce = ReduceOp::Sum;
-  }
-  const Dim batch(rule.factor(f)), whole(kNone);
+  const Dim batch(rule.factor({.kernel = true, .reduce = summed(none)})), whole(kNone);
   rule.operands.emplace_back(Dims{whole, batch, whole});
   rule.operands.emplace_back(joined ? Dims{whole} : Dims{batch, whole});
   for (size_t i = 2; i < call.tensors.size(); ++i) {
@@ -400,14 +370,9 @@ Rule ctc(const Call& call) {
 } // namespace
 
 void register_losses(Registry& r) {
-  Options real;
-  real.takes = kReals;
-  Options symbols = real;
-  symbols.symbols = true;
-  Options weighted = symbols;
-  weighted.one_dtype = 0b101; // self, weight
-  Options margins = symbols;
-  margins.one_dtype = 0b10001; // self, weight
+  const Options symbols{.symbols = true, .takes = kReals};
+  const Options weighted{.symbols = true, .takes = kReals, .one_dtype = 0b101};  // self, weight
+  const Options margins{.symbols = true, .takes = kReals, .one_dtype = 0b10001}; // self, weight
   r.add(
       "losses",
       {

@@ -188,8 +188,7 @@ Rule matmul_backward(const Call& call) {
   rule.results.emplace_back(m.self);
   rule.results.emplace_back(m.other);
   rule.linear_in({0});
-  rule.kernel = matmul_backward_kernel;
-  rule.always_kernel = true;
+  rule.always(matmul_backward_kernel);
   return rule;
 }
 
@@ -206,15 +205,8 @@ Rule linear(const Call& call) {
   const auto& x = call.tensors[0];
   const auto& weight = call.tensors[1];
   const bool biased = call.operand(2) >= 0;
-  Factor contracted;
-  contracted.reduce = ReduceOp::Sum;
-  contracted.kernel = biased;
-  const auto k = rule.factor(contracted);
-  Dims in, out;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) {
-    in.emplace_back(rule.factor());
-  }
-  out = in;
+  const auto k = rule.factor({.kernel = biased, .reduce = ReduceOp::Sum});
+  auto in = fresh_dims(rule, x.dim() - 1), out = in;
   in.emplace_back(k);
   if (weight.dim() > 1) {
     out.emplace_back(rule.factor());
@@ -257,30 +249,22 @@ void linear_backward_kernel(Run& run) {
 Rule linear_backward(const Call& call) {
   Rule rule;
   const auto k = rule.reduced(ReduceOp::Sum), o = rule.reduced(ReduceOp::Sum);
-  Dims in, out;
-  for (int64_t d = 0; d + 1 < call.tensors[0].dim(); ++d) {
-    in.emplace_back(rule.reduced(ReduceOp::Sum));
-  }
-  out = in;
+  auto in = fresh_dims(rule, call.tensors[0].dim() - 1, {.reduce = ReduceOp::Sum}), out = in;
   in.emplace_back(k);
   out.emplace_back(o);
   rule.operands = {Operand(in), Operand(out), Operand({Dim(o), Dim(k)})};
   rule.results = {Result(in), Result({Dim(o), Dim(k)}), Result({Dim(o)})};
   rule.results[2].same_over = uint64_t{1} << k;
   rule.linear_in({1});
-  rule.kernel = linear_backward_kernel;
-  rule.always_kernel = true;
+  rule.always(linear_backward_kernel);
   return rule;
 }
 
 } // namespace
 
 void register_matmul(Registry& r) {
-  Options any;
-  any.takes = kAllNumbers & ~kBools;
-  Options same = any;
-  same.one_dtype = ~uint64_t{0};
-  same.symbols = true;
+  const Options any{.takes = kAllNumbers & ~kBools};
+  const Options same{.symbols = true, .takes = any.takes, .one_dtype = ~uint64_t{0}};
   Options composite = same;
   composite.way = Way::Whole;
   r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, same);

@@ -1,8 +1,8 @@
 // Normalisation: the dims that share statistics are factors with a kernel, which sums over the ranks; other dims may be cut.
 // Only sums are sent: two small all-reduces forward, one backward.
 #include "comm/comm.h"
+#include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/resolve.h"
 
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
@@ -69,28 +69,55 @@ struct Arguments {
   const Run& run;
 
   const IValue& operator[](const char* name) const {
-    return run.arg(*run.op.schema().argumentIndexWithName(name));
+    return run.arg(argument(run, name));
+  }
+  // By whichever of two names the op has.
+  const IValue& either(const char* name, const char* otherwise) const {
+    return (*this)[argument(run, name) >= 0 ? name : otherwise];
   }
   // Undefined if it is None, or if the op has no such argument.
   at::Tensor tensor(const char* name) const {
-    const auto i = run.op.schema().argumentIndexWithName(name);
-    return i && run.arg(*i).isTensor() ? run.arg(*i).toTensor() : at::Tensor();
+    const auto i = argument(run, name);
+    return i >= 0 && run.arg(i).isTensor() ? run.arg(i).toTensor() : at::Tensor();
   }
   bool wants(size_t result) const {
-    const auto i = run.op.schema().argumentIndexWithName("output_mask");
-    return !i || run.arg(*i).toBoolList()[result];
+    const auto i = argument(run, "output_mask");
+    return i < 0 || run.arg(i).toBoolList()[result];
   }
 };
+
+// What a norm gives: the normalised value, scaled and shifted where the call has tensors for that. `shape` makes them broadcast.
+template <typename Shape>
+at::Tensor scaled(const at::Tensor& value, const Arguments& args, const Shape& shape) {
+  const auto weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto out = weight.defined() ? value * shape(weight) : value;
+  return bias.defined() ? out + shape(bias) : out;
+}
 
 const std::string& name_of(const Call& call, const TensorArg& t) {
   return call.schema.arguments()[t.arg].name();
 }
 
-Factor kernel_factor(std::optional<ReduceOp> reduce = std::nullopt) {
-  Factor f;
-  f.kernel = true;
-  f.reduce = reduce;
-  return f;
+// The dims of the input, of the weight and bias, and of the statistics.
+struct NormDims {
+  Dims full, weight, statistics;
+};
+
+// Those of each operand, by its name.
+void add_operands(const Call& call, Rule& rule, const NormDims& dims) {
+  for (const auto& t : call.tensors) {
+    const auto& name = name_of(call, t);
+    rule.operands.emplace_back(
+        name == "weight" || name == "bias" ? dims.weight
+        : name == "mean" || name == "rstd" ? dims.statistics
+                                           : dims.full);
+  }
+}
+
+// The first result is like the input; the others, as many as the op returns, have these dims.
+void add_results(const Call& call, Rule& rule, const NormDims& dims, const Dims& others) {
+  rule.results.assign(call.schema.returns().size(), Result(others));
+  rule.results[0].dims = dims.full;
 }
 
 // The kernels assume contiguous inputs. Their caller has made the whole contiguous, but a piece need not be.
@@ -107,37 +134,25 @@ void call_in_order(Run& run, at::MemoryFormat format) {
 
 // ---- layer norm and rms norm: the last dims share statistics, those before are batch ----
 
-struct LayerDims {
-  Dims full, normalized, statistics;
-};
-
 // Noted by layer norms: the first dim that is normalized.
 struct Axis {
   int64_t first;
 };
 
-LayerDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch) {
-  LayerDims out;
+NormDims layer_dims(const Call& call, Rule& rule, std::optional<ReduceOp> batch) {
+  NormDims out;
   const auto n = call.tensor(call.position("input")).dim();
   const auto axis = n - static_cast<int64_t>(call.ints(call.position("normalized_shape")).size());
   TORCH_CHECK(axis >= 0, call.schema.name(), ": normalized_shape has more dims than the input, which has ", n);
   for (int64_t d = 0; d < n; ++d) {
-    Factor batch_factor;
-    batch_factor.reduce = batch;
-    out.full.emplace_back(rule.factor(d < axis ? batch_factor : kernel_factor()));
+    out.full.emplace_back(rule.factor(d < axis ? Factor{.reduce = batch} : Factor{.kernel = true}));
     out.statistics.push_back(d < axis ? out.full.back() : Dim(kNone));
     if (d >= axis) {
-      out.normalized.push_back(out.full.back());
+      out.weight.push_back(out.full.back());
     }
   }
   rule.notes = Axis{axis};
-  for (const auto& t : call.tensors) {
-    const auto& name = name_of(call, t);
-    rule.operands.emplace_back(
-        name == "weight" || name == "bias" ? out.normalized
-        : name == "mean" || name == "rstd" ? out.statistics
-                                           : out.full);
-  }
+  add_operands(call, rule, out);
   return out;
 }
 
@@ -168,52 +183,16 @@ at::Tensor sum_over(const at::Tensor& t, const std::vector<int64_t>& dims) {
   return dims.empty() ? t : t.sum(dims);
 }
 
+const at::Tensor& unchanged(const at::Tensor& t) {
+  return t;
+}
+
 void layer_norm_kernel(Run& run) {
   const Arguments args{run};
-  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto input = args.tensor("input");
   const auto n = normalize(wide(input), layer_group(run, input, run.operands[0]), args["eps"].toDouble());
-  auto out = weight.defined() ? n.value * weight : n.value;
-  out = bias.defined() ? out + bias : out;
-  const auto type = statistics_type(input, weight);
-  run.returns({out.to(input.scalar_type()), n.mean.to(type), n.rstd.to(type)});
-}
-
-Rule layer_norm(const Call& call) {
-  Rule rule;
-  const auto dims = layer_dims(call, rule, std::nullopt);
-  rule.results = {Result(dims.full), Result(dims.statistics), Result(dims.statistics)};
-  rule.kernel = layer_norm_kernel;
-  return rule;
-}
-
-void layer_norm_backward_kernel(Run& run) {
-  const Arguments args{run};
-  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
-  const auto rstd = wide(args.tensor("rstd"));
-  const auto grad = wide(args.tensor("grad_out"));
-  const auto value = (wide(input) - wide(args.tensor("mean"))) * rstd;
-  at::Tensor grad_input, grad_weight, grad_bias;
-  if (args.wants(0)) {
-    grad_input =
-        normalize_backward(weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1]), true)
-            .to(input.scalar_type());
-  }
-  if (args.wants(1) && weight.defined()) {
-    grad_weight = sum_over(grad * value, batch_dims(run)).to(weight.scalar_type());
-  }
-  if (args.wants(2) && bias.defined()) {
-    grad_bias = sum_over(grad, batch_dims(run)).to(bias.scalar_type());
-  }
-  run.returns({grad_input, grad_weight, grad_bias});
-}
-
-Rule layer_norm_backward(const Call& call) {
-  Rule rule;
-  const auto dims = layer_dims(call, rule, ReduceOp::Sum);
-  rule.results = {Result(dims.full), Result(dims.normalized), Result(dims.normalized)};
-  rule.linear_in({0});
-  rule.kernel = layer_norm_backward_kernel;
-  return rule;
+  const auto type = statistics_type(input, args.tensor("weight"));
+  run.returns({scaled(n.value, args, unchanged).to(input.scalar_type()), n.mean.to(type), n.rstd.to(type)});
 }
 
 double default_eps(at::ScalarType type) {
@@ -231,86 +210,72 @@ double default_eps(at::ScalarType type) {
 
 void rms_norm_kernel(Run& run) {
   const Arguments args{run};
-  const auto input = args.tensor("input"), weight = args.tensor("weight");
-  const auto x = wide(input);
+  const auto input = args.tensor("input"), x = wide(input);
   const auto eps = args["eps"].isNone() ? default_eps(input.scalar_type()) : args["eps"].toDouble();
   const auto rstd = layer_group(run, input, run.operands[0]).mean(x.square()).add_(eps).rsqrt_();
-  auto out = x * rstd;
-  out = weight.defined() ? out * weight : out;
-  run.returns({out.to(input.scalar_type()), rstd});
+  run.returns({scaled(x * rstd, args, unchanged).to(input.scalar_type()), rstd});
 }
 
-Rule rms_norm(const Call& call) {
+template <Kernel kernel>
+Rule layer_norm(const Call& call) {
   Rule rule;
   const auto dims = layer_dims(call, rule, std::nullopt);
-  rule.results = {Result(dims.full), Result(dims.statistics)};
-  rule.kernel = rms_norm_kernel;
+  add_results(call, rule, dims, dims.statistics);
+  rule.kernel = kernel;
   return rule;
 }
 
-// Runs on every call: torch has a kernel only for some devices.
-void rms_norm_backward_kernel(Run& run) {
+// Of layer_norm, and of rms_norm: that subtracts no mean and has no bias.
+template <bool centered>
+void layer_norm_backward_kernel(Run& run) {
   const Arguments args{run};
-  const auto input = args.tensor("input"), weight = args.tensor("weight");
-  const auto rstd = wide(args.tensor("rstd"));
-  const auto grad = wide(args.tensor("grad_out"));
-  const auto value = wide(input) * rstd;
-  at::Tensor grad_input, grad_weight;
+  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto rstd = wide(args.tensor("rstd")), grad = wide(args.tensor("grad_out")), x = wide(input);
+  const auto value = (centered ? x - wide(args.tensor("mean")) : x) * rstd;
+  std::vector<IValue> grads(run.op.schema().returns().size(), at::Tensor());
   if (args.wants(0)) {
-    grad_input =
-        normalize_backward(weight.defined() ? grad * weight : grad, value, rstd, layer_group(run, input, run.operands[1]), false)
-            .to(input.scalar_type());
+    const auto g = weight.defined() ? grad * weight : grad;
+    grads[0] = normalize_backward(g, value, rstd, layer_group(run, input, run.operands[1]), centered).to(input.scalar_type());
   }
-  if (args.wants(1) && weight.defined()) {
-    grad_weight = sum_over(grad * value, batch_dims(run)).to(weight.scalar_type());
+  if (weight.defined() && args.wants(1)) {
+    grads[1] = sum_over(grad * value, batch_dims(run)).to(weight.scalar_type());
   }
-  run.returns({grad_input, grad_weight});
+  if (bias.defined() && args.wants(2)) {
+    grads[2] = sum_over(grad, batch_dims(run)).to(bias.scalar_type());
+  }
+  run.returns(std::move(grads));
 }
 
-Rule rms_norm_backward(const Call& call) {
+template <bool centered>
+Rule layer_norm_backward(const Call& call) {
   Rule rule;
   const auto dims = layer_dims(call, rule, ReduceOp::Sum);
-  rule.results = {Result(dims.full), Result(dims.normalized)};
+  add_results(call, rule, dims, dims.weight);
   rule.linear_in({0});
-  rule.kernel = rms_norm_backward_kernel;
-  rule.always_kernel = true;
+  rule.kernel = layer_norm_backward_kernel<centered>;
+  rule.always_kernel = !centered; // torch has a kernel for rms_norm only on some devices
   return rule;
 }
 
 // ---- group norm: [n, c, ...]; a group is c / groups channels and all of space ----
-
-struct GroupDims {
-  Dims full, channels, statistics;
-  SymSizes statistics_sizes;
-};
 
 // Noted by group norms: the channels of a group.
 struct GroupChannels {
   c10::SymInt count;
 };
 
-GroupDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed) {
-  GroupDims out;
+NormDims group_dims(const Call& call, Rule& rule, std::optional<ReduceOp> summed) {
+  NormDims out;
   const auto groups = call.integer(call.position("group"));
   const auto& input = call.tensor(call.position("input"));
-  Factor batch;
-  batch.reduce = summed;
-  const auto n = rule.factor(batch), g = rule.factor();
+  const auto n = rule.factor({.reduce = summed}), g = rule.factor();
   out.full = {Dim(n), Dim(g, input.sym_size(1) / groups)};
-  out.channels = {out.full[1]};
+  out.weight = {out.full[1]};
   out.statistics = {Dim(n), Dim(g)};
-  out.statistics_sizes = {input.sym_size(0), groups};
-  for (int64_t d = 2; d < input.dim(); ++d) {
-    out.full.emplace_back(rule.factor(kernel_factor(summed)));
-  }
+  const auto space = fresh_dims(rule, input.dim() - 2, {.kernel = true, .reduce = summed});
+  out.full.append(space.begin(), space.end());
   rule.notes = GroupChannels{input.sym_size(1) / groups};
-  for (const auto& t : call.tensors) {
-    const auto& name = name_of(call, t);
-    rule.operands.emplace_back(
-        name == "weight" || name == "bias" ? out.channels
-        : name == "mean" || name == "rstd" ? out.statistics
-                                           : out.full);
-  }
+  add_operands(call, rule, out);
   return out;
 }
 
@@ -342,9 +307,7 @@ GroupPiece group_piece(const Run& run, const at::Tensor& x, c10::SymIntArrayRef 
 
 // The op also takes sizes as arguments; these must be those of this rank's piece.
 void call_group_op(Run& run, const GroupPiece& piece) {
-  const auto set = [&](const char* name, const c10::SymInt& value) {
-    run.arg(*run.op.schema().argumentIndexWithName(name)) = value;
-  };
+  const auto set = [&](const char* name, const c10::SymInt& value) { run.arg(argument(run, name)) = value; };
   set("N", piece.sizes[0]);
   set("C", piece.sizes[1] * piece.sizes[2]);
   set("HxW", piece.sizes[3]);
@@ -355,15 +318,14 @@ void call_group_op(Run& run, const GroupPiece& piece) {
 
 void group_norm_kernel(Run& run) {
   const Arguments args{run};
-  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto input = args.tensor("input");
   const auto piece = group_piece(run, input, run.operands[0].symbols);
   if (!piece.by_hand) {
     return call_group_op(run, piece);
   }
   const auto n = normalize(piece.split(input), piece.group, args["eps"].toDouble());
-  auto out = weight.defined() ? n.value * piece.per_channel(weight) : n.value;
-  out = bias.defined() ? out + piece.per_channel(bias) : out;
-  const auto type = statistics_type(input, weight);
+  const auto out = scaled(n.value, args, [&](const at::Tensor& t) { return piece.per_channel(t); });
+  const auto type = statistics_type(input, args.tensor("weight"));
   const auto flat = [&](const at::Tensor& t) { return t.to(type).view_symint({piece.sizes[0], piece.sizes[1]}); };
   run.returns({out.to(input.scalar_type()).view_symint(input.sym_sizes()), flat(n.mean), flat(n.rstd)});
 }
@@ -371,10 +333,11 @@ void group_norm_kernel(Run& run) {
 Rule group_norm(const Call& call) {
   Rule rule;
   const auto dims = group_dims(call, rule, std::nullopt);
-  rule.results = {
-      Result(dims.full), Result(dims.statistics, dims.statistics_sizes), Result(dims.statistics, dims.statistics_sizes)};
-  rule.kernel = group_norm_kernel;
-  rule.always_kernel = true;
+  add_results(call, rule, dims, dims.statistics);
+  for (size_t i : {1, 2}) {
+    rule.results[i].sizes = {call.tensor(call.position("input")).sym_size(0), call.integer(call.position("group"))};
+  }
+  rule.always(group_norm_kernel);
   return rule;
 }
 
@@ -406,36 +369,29 @@ void group_norm_backward_kernel(Run& run) {
 Rule group_norm_backward(const Call& call) {
   Rule rule;
   const auto dims = group_dims(call, rule, ReduceOp::Sum);
-  rule.results = {Result(dims.full), Result(dims.channels), Result(dims.channels)};
+  add_results(call, rule, dims, dims.weight);
   rule.linear_in({0});
-  rule.kernel = group_norm_backward_kernel;
-  rule.always_kernel = true;
+  rule.always(group_norm_backward_kernel);
   return rule;
 }
 
 // ---- batch norm: [n, c, ...]; statistics of each channel over n and space ----
 
-struct BatchDims {
-  Dims full, channels;
-};
-
 // In training, n and space share statistics. Otherwise they may be cut freely.
-BatchDims batch_norm_dims(const Call& call, Rule& rule, bool training, std::optional<ReduceOp> summed) {
-  BatchDims out;
+NormDims batch_norm_dims(const Call& call, Rule& rule, bool training, std::optional<ReduceOp> summed) {
+  NormDims out;
   const auto& input = call.tensor(call.position("input"));
-  Factor plain;
-  plain.reduce = summed;
-  const auto shared = training ? kernel_factor() : plain;
+  const auto shared = training ? Factor{.kernel = true} : Factor{.reduce = summed};
   for (int64_t d = 0; d < input.dim(); ++d) {
     out.full.emplace_back(d == 1 ? rule.factor() : rule.factor(shared));
   }
-  out.channels = {input.dim() > 1 ? out.full[1] : Dim(kNone)};
+  out.weight = {input.dim() > 1 ? out.full[1] : Dim(kNone)};
   for (const auto& t : call.tensors) {
     const auto& name = name_of(call, t);
     const bool saved = name.rfind("save_", 0) == 0; // empty where not training
     const bool channels = name == "weight" || name == "bias" || name.rfind("running_", 0) == 0 || (saved && training);
     const bool full = name == "input" || name.rfind("grad_out", 0) == 0;
-    rule.operands.emplace_back(full ? out.full : channels ? out.channels : Dims(t.dim(), Dim(kNone)));
+    rule.operands.emplace_back(full ? out.full : channels ? out.weight : Dims(t.dim(), Dim(kNone)));
   }
   return out;
 }
@@ -457,10 +413,6 @@ at::Tensor along_channels(const at::Tensor& t, const at::Tensor& x) {
   return t.view_symint(sizes);
 }
 
-double number(const Arguments& args, const char* name, const char* otherwise) {
-  return args[args.run.op.schema().argumentIndexWithName(name) ? name : otherwise].toDouble();
-}
-
 // All ranks update their running statistics alike, from the same sums.
 void update_running(const at::Tensor& running, const at::Tensor& now, double momentum) {
   if (running.defined()) {
@@ -470,8 +422,8 @@ void update_running(const at::Tensor& running, const at::Tensor& now, double mom
 
 bool is_training(const Arguments& args) {
   for (const char* name : {"training", "train", "update"}) {
-    if (const auto i = args.run.op.schema().argumentIndexWithName(name)) {
-      return args.run.arg(*i).toBool();
+    if (argument(args.run, name) >= 0) {
+      return args[name].toBool();
     }
   }
   return true;
@@ -480,7 +432,7 @@ bool is_training(const Arguments& args) {
 // torch's kernels reject empty pieces.
 void batch_norm_kernel(Run& run) {
   const Arguments args{run};
-  const auto input = args.tensor("input"), weight = args.tensor("weight"), bias = args.tensor("bias");
+  const auto input = args.tensor("input");
   const auto group = batch_group(run, input, run.operands[0].symbols);
   if (!is_empty(input) && !(is_training(args) && group.over)) {
     return call_in_order(run, input.suggest_memory_format());
@@ -492,14 +444,12 @@ void batch_norm_kernel(Run& run) {
     return run.returns(std::move(results));
   }
   const auto x = wide(input);
-  const auto n = normalize(x, group, number(args, "eps", "epsilon"));
-  auto out = weight.defined() ? n.value * along_channels(weight, x) : n.value;
-  out = bias.defined() ? out + along_channels(bias, x) : out;
-  const auto momentum_at = run.op.schema().argumentIndexWithName("momentum");
-  const auto momentum = args[momentum_at ? "momentum" : "exponential_average_factor"].toDouble();
+  const auto n = normalize(x, group, args.either("eps", "epsilon").toDouble());
+  const auto out = scaled(n.value, args, [&](const at::Tensor& t) { return along_channels(t, x); });
+  const auto momentum = args.either("momentum", "exponential_average_factor").toDouble();
   update_running(args.tensor("running_mean"), n.mean, momentum);
   update_running(args.tensor("running_var"), n.variance * at::Scalar(group.count / (group.count - 1.0)), momentum);
-  const auto type = statistics_type(input, weight);
+  const auto type = statistics_type(input, args.tensor("weight"));
   std::vector<IValue> results{out.to(input.scalar_type()), n.mean.reshape({-1}).to(type), n.rstd.reshape({-1}).to(type)};
   while (results.size() < run.op.schema().returns().size()) {
     results.emplace_back(at::empty({0}, input.options().dtype(at::kByte)));
@@ -509,25 +459,24 @@ void batch_norm_kernel(Run& run) {
 
 Rule batch_norm(const Call& call) {
   Rule rule;
-  const auto training_at = call.schema.argumentIndexWithName("training"); // _batch_norm_with_update: always
-  const bool training = !training_at || call.flag(*training_at);
+  const auto training_at = argument(call, "training"); // _batch_norm_with_update: always
+  const bool training = training_at < 0 || call.flag(training_at);
   const auto dims = batch_norm_dims(call, rule, training, std::nullopt);
-  const auto statistics = training ? dims.channels : Dims{Dim(kNone)};
+  const auto statistics = training ? dims.weight : Dims{Dim(kNone)};
   rule.results = {Result(dims.full), Result(statistics), Result(statistics), Result(Dims{Dim(kNone)})};
   rule.results.resize(call.schema.returns().size());
   for (size_t i = 1; i < rule.results.size(); ++i) {
     rule.results[i].reduce = std::optional<ReduceOp>(); // whole
   }
-  rule.kernel = batch_norm_kernel;
-  rule.always_kernel = true;
+  rule.always(batch_norm_kernel);
   return rule;
 }
 
 void batch_norm_backward_kernel(Run& run) {
   const Arguments args{run};
   const auto input = args.tensor("input"), weight = args.tensor("weight");
-  const auto grad = wide(args.tensor(run.op.schema().argumentIndexWithName("grad_out") ? "grad_out" : "grad_output"));
-  const auto save = args.tensor(run.op.schema().argumentIndexWithName("save_invstd") ? "save_invstd" : "save_var");
+  const auto grad = wide(args.either("grad_out", "grad_output").toTensor());
+  const auto save = args.either("save_invstd", "save_var").toOptional<at::Tensor>();
   const auto group = batch_group(run, input, run.operands[0].symbols);
   if (!is_empty(input) && !(is_training(args) && group.over)) {
     return call_in_order(run, input.suggest_memory_format());
@@ -537,7 +486,7 @@ void batch_norm_backward_kernel(Run& run) {
     return run.returns({at::empty_like(input), zeros, zeros.clone()});
   }
   const auto x = wide(input);
-  const auto rstd = along_channels(wide(save), x);
+  const auto rstd = along_channels(wide(*save), x);
   const auto value = (x - along_channels(wide(args.tensor("save_mean")), x)) * rstd;
   auto means = group.mean(at::stack({grad, grad * value}, -1));
   const auto type = weight.defined() ? weight.scalar_type() : input.scalar_type();
@@ -558,30 +507,24 @@ void batch_norm_backward_kernel(Run& run) {
 
 Rule batch_norm_backward(const Call& call) {
   Rule rule;
-  const auto train_at = call.schema.argumentIndexWithName("train");
-  const auto update_at = call.schema.argumentIndexWithName("update");
-  const bool training = train_at ? call.flag(*train_at) : !update_at || call.flag(*update_at);
+  const auto train_at = argument(call, "train"), update_at = argument(call, "update");
+  const bool training = train_at >= 0 ? call.flag(train_at) : update_at < 0 || call.flag(update_at);
   const auto dims = batch_norm_dims(call, rule, training, ReduceOp::Sum);
-  rule.results = {Result(dims.full), Result(dims.channels), Result(dims.channels)};
+  add_results(call, rule, dims, dims.weight);
   rule.linear_in({name_of(call, call.tensors[0]) == "input" ? 1 : 0});
-  rule.kernel = batch_norm_backward_kernel;
-  rule.always_kernel = true;
+  rule.always(batch_norm_backward_kernel);
   return rule;
 }
 
 } // namespace
 
 void register_normalization(Registry& r) {
-  Options real;
-  real.takes = kReals;
-  Options weighted = real;
-  weighted.one_dtype = ~uint64_t{0};
-  weighted.or_float = true;
+  const Options real{.symbols = true, .takes = kReals};
+  const Options weighted{.symbols = true, .takes = kReals, .one_dtype = ~uint64_t{0}, .or_float = true};
   Options running = weighted;
   running.writes = 0b11000; // running_mean, running_var
-  weighted.symbols = running.symbols = real.symbols = true;
-  r.add("normalization", {"_fused_rms_norm"}, rms_norm, {.way = Way::Whole, .symbols = true});
-  r.add("normalization", {"_fused_rms_norm_backward"}, rms_norm_backward, {.symbols = true});
+  r.add("normalization", {"_fused_rms_norm"}, layer_norm<rms_norm_kernel>, {.way = Way::Whole, .symbols = true});
+  r.add("normalization", {"_fused_rms_norm_backward"}, layer_norm_backward<false>, {.symbols = true});
   r.add(
       "normalization",
       {
@@ -601,8 +544,8 @@ void register_normalization(Registry& r) {
       batch_norm_backward, real);
   r.add("normalization", {"native_group_norm"}, group_norm, weighted);
   r.add("normalization", {"native_group_norm_backward"}, group_norm_backward, real);
-  r.add("normalization", {"native_layer_norm"}, layer_norm, weighted);
-  r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward, real);
+  r.add("normalization", {"native_layer_norm"}, layer_norm<layer_norm_kernel>, weighted);
+  r.add("normalization", {"native_layer_norm_backward"}, layer_norm_backward<true>, real);
 }
 
 } // namespace shardtensor::rules

@@ -56,8 +56,7 @@ Rule constant_pad(const Call& call) {
     TORCH_CHECK(
         sizes[d] >= 0, "The input size ", x.sym_size(d), ", plus negative padding ", before, " and ", after,
         ", resulted in a negative output size, which is invalid.");
-    Factor f;
-    f.kernel = before != 0 || after != 0;
+    Factor f{.kernel = before != 0 || after != 0};
     // The factor's indices are those of the input and those of the result; each of both has a window of them.
     const bool grows = before > 0 || after > 0, shrinks = before < 0 || after < 0;
     f.size = x.sym_size(d);
@@ -154,7 +153,7 @@ void border_kernel(Run& run) {
   const auto& border = noted<Border>(run.solution);
   auto out = run.arg(0).toTensor();
   const auto sizes = sizes_of_piece(run);
-  if (std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; })) {
+  if (makes_nothing(sizes)) {
     run.arg(0) = stand_in(run, 0, border.lead, border.lead, [](int64_t) { return 1; });
     return returns_zeros(run, border, out.new_zeros_symint(sizes));
   }
@@ -214,60 +213,31 @@ void check_not_empty(const TensorArg& input, int64_t spatial) {
   }
 }
 
-template <int64_t spatial, Beyond beyond>
+template <int64_t spatial, Beyond beyond, bool backward>
 Rule border_pad(const Call& call) {
   auto rule = planes(call, std::min<int64_t>(spatial, call.tensors[0].dim()));
   rule.linear_in({0});
-  rule.kernel = call_op_nonempty;
-  rule.always_kernel = true;
-  const auto& input = call.tensors[0];
-  check_not_empty(input, spatial);
+  rule.always(call_op_nonempty);
+  const auto& input = call.tensors[backward];
+  if (!backward) {
+    check_not_empty(input, spatial);
+  }
   const auto border = cut_in_space(call, spatial) ? border_of<spatial, beyond>(call, input.sizes()) : std::nullopt;
   if (!border) {
     return rule;
   }
-  auto& result = rule.results[0];
-  result.sizes = input.sym_sizes();
+  rule.results[0].sizes = input.sym_sizes();
   for (int64_t i = 0; i < spatial; ++i) {
-    const auto d = border->lead + i;
-    const auto& sides = border->sides[i];
-    Factor f;
-    f.size = sides.size + sides.before + sides.after;
-    result.sizes[d] = f.size;
-    const auto at = rule.factor(f);
-    rule.operands[0].dims[d] = rule.windows(at, {1, 1, -sides.before, -sides.before, beyond});
-    result.dims[d] = at;
+    const auto& [size, before, after] = border->sides[i];
+    const Reach reach{1, 1, -before, -before, beyond};
+    read_through(rule, border->lead + i, backward ? size : before + size + after, backward ? mirror(reach, size) : reach);
+  }
+  if (backward) {
+    rule.operands[1].dims = rule.results[0].dims;
   }
   rule.operands[0].padding = std::nullopt;
   rule.notes = *border;
-  rule.kernel = border_kernel;
-  return rule;
-}
-
-template <int64_t spatial, Beyond beyond>
-Rule border_pad_backward(const Call& call) {
-  auto rule = planes(call, std::min<int64_t>(spatial, call.tensors[0].dim()));
-  rule.linear_in({0});
-  rule.kernel = call_op_nonempty;
-  rule.always_kernel = true;
-  const auto& input = call.tensors[1];
-  const auto border = cut_in_space(call, spatial) ? border_of<spatial, beyond>(call, input.sizes()) : std::nullopt;
-  if (!border) {
-    return rule;
-  }
-  for (int64_t i = 0; i < spatial; ++i) {
-    const auto d = border->lead + i;
-    const auto& sides = border->sides[i];
-    Factor f;
-    f.size = sides.size;
-    const auto at = rule.factor(f);
-    rule.operands[0].dims[d] = rule.windows(at, mirror({1, 1, -sides.before, -sides.before, beyond}, sides.size));
-    rule.operands[1].dims[d] = at;
-    rule.results[0].dims[d] = at;
-  }
-  rule.operands[0].padding = std::nullopt;
-  rule.notes = *border;
-  rule.kernel = border_backward_kernel;
+  rule.kernel = backward ? border_backward_kernel : border_kernel;
   return rule;
 }
 
@@ -275,10 +245,10 @@ Rule border_pad_backward(const Call& call) {
 template <int64_t spatial>
 void register_border(
     Registry& r, const char* reflect, const char* reflect_backward, const char* replicate, const char* replicate_backward) {
-  r.add("padding", {reflect}, border_pad<spatial, Beyond::Reflect>, {.symbols = true});
-  r.add("padding", {reflect_backward}, border_pad_backward<spatial, Beyond::Reflect>, {.symbols = true});
-  r.add("padding", {replicate}, border_pad<spatial, Beyond::Replicate>, {.symbols = true});
-  r.add("padding", {replicate_backward}, border_pad_backward<spatial, Beyond::Replicate>, {.symbols = true});
+  r.add("padding", {reflect}, border_pad<spatial, Beyond::Reflect, false>, {.symbols = true});
+  r.add("padding", {reflect_backward}, border_pad<spatial, Beyond::Reflect, true>, {.symbols = true});
+  r.add("padding", {replicate}, border_pad<spatial, Beyond::Replicate, false>, {.symbols = true});
+  r.add("padding", {replicate_backward}, border_pad<spatial, Beyond::Replicate, true>, {.symbols = true});
 }
 
 } // namespace

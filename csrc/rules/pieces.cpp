@@ -69,6 +69,15 @@ Rule whole_along(const Call& call, uint64_t mask) {
   return rule;
 }
 
+Rule unread(const Call& call, Kernel kernel) {
+  auto rule = replicate(call);
+  for (auto& operand : rule.operands) {
+    operand.free = true;
+  }
+  rule.always(kernel);
+  return rule;
+}
+
 void give(const Run& run, const std::vector<at::Tensor>& results) {
   const auto& arguments = run.op.schema().arguments();
   std::vector<c10::IValue> out;

@@ -20,6 +20,9 @@ OperandSet with_outputs(const Call& call, OperandSet operands);
 // One result, and operands, of one shape whose dims in `mask` are whole. Values pass through.
 Rule whole_along(const Call& call, uint64_t mask);
 
+// No operand's values are read: the kernel knows the results.
+Rule unread(const Call& call, Kernel kernel);
+
 // Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
 void give(const Run& run, const std::vector<at::Tensor>& results);
 
@@ -36,6 +39,7 @@ struct Contracted {
 void add_bias_once(const Run& run, size_t arg);
 
 // The mesh dims (bits) that shard any of the factors in `factors` (bit f: factor f).
+constexpr uint64_t kAllFactors = ~uint64_t{0};
 uint64_t mesh_dims_of(const Run& run, uint64_t factors);
 
 // `t` reduced over the ranks along the mesh dims, the same on each. `t` is the caller's own: it may be written.

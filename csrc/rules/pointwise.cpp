@@ -8,16 +8,7 @@ namespace shardtensor::rules {
 namespace {
 
 // Summands do not pass: f(a + b) is not f(a) + f(b).
-Rule pointwise(const Call& call) {
-  return broadcast(call);
-}
-
-// Linear in the first operand, the others whole: neg, division, the gradient in every *_backward.
-Rule linear_in_first(const Call& call) {
-  auto rule = broadcast(call);
-  rule.linear_in({0});
-  return rule;
-}
+constexpr RuleFn pointwise = broadcast;
 
 // x + y holds summands if both do.
 Rule linear_jointly(const Call& call) {
@@ -28,9 +19,7 @@ Rule linear_jointly(const Call& call) {
 
 // x * y is linear in each, the other whole.
 Rule linear_in_each(const Call& call) {
-  auto rule = broadcast(call);
-  rule.linear_in({0, 1});
-  return rule;
+  return linear(broadcast(call), {0, 1});
 }
 
 Rule where(const Call& call) {
@@ -46,7 +35,8 @@ Rule addcmul(const Call& call) {
   return rule;
 }
 
-Rule addcdiv(const Call& call) {
+// addcdiv is linear in self and the dividend together, lerp in start and end; the third is whole.
+Rule linear_in_two(const Call& call) {
   auto rule = broadcast(call);
   rule.jointly_linear(with_outputs(call, 0b011));
   return rule;
@@ -55,16 +45,7 @@ Rule addcdiv(const Call& call) {
 template <ReduceOp op>
 Rule commutes_with(const Call& call) {
   auto rule = broadcast(call);
-  Linear group;
-  group.operands = OperandSet::first(call.tensors.size());
-  group.reductions = bit(op);
-  rule.linear.push_back(group);
-  return rule;
-}
-
-Rule lerp_tensor(const Call& call) {
-  auto rule = broadcast(call);
-  rule.jointly_linear(with_outputs(call, 0b011)); // in start and end together, the weight whole
+  rule.linear.push_back({.operands = OperandSet::first(call.tensors.size()), .reductions = bit(op)});
   return rule;
 }
 
@@ -84,31 +65,15 @@ Rule log_sigmoid(const Call& call) {
   return rule;
 }
 
-Rule log_sigmoid_backward(const Call& call) {
-  auto rule = log_sigmoid(call);
-  rule.linear_in({0});
-  return rule;
-}
-
 // One half of a dim gates the other, so the dim stays whole. The gradient, if there is one, is the first operand.
 Rule glu(const Call& call) {
   Rule rule;
   const auto n = call.tensors[0].dim();
-  const auto dim = call.dim(call.position("dim"), n);
-  Dims dims;
-  for (int64_t d = 0; d < n; ++d) {
-    dims.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
-  }
+  auto dims = dims_beside(rule, n, call.dim(call.position("dim"), n));
   for (const auto& t : call.tensors) {
     rule.operands.emplace_back(Dims(dims.begin(), dims.begin() + t.dim()));
   }
   rule.results.emplace_back(std::move(dims));
-  return rule;
-}
-
-Rule glu_backward(const Call& call) {
-  auto rule = glu(call);
-  rule.linear_in({0});
   return rule;
 }
 
@@ -353,7 +318,7 @@ void register_pointwise(Registry& r) {
           "positive",
           "rad2deg",
       },
-      linear_in_first, o);
+      linear_in_first<broadcast>, o);
   r.add(
       "pointwise",
       {
@@ -374,7 +339,7 @@ void register_pointwise(Registry& r) {
           "tanh_backward",
           "threshold_backward",
       },
-      linear_in_first, o);
+      linear_in_first<broadcast>, o);
   r.add(
       "pointwise",
       {
@@ -400,14 +365,14 @@ void register_pointwise(Registry& r) {
   r.add_forms("pointwise", {"masked_fill.Scalar", "masked_fill.Tensor"}, pointwise, same_each_time);
   r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
   r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid);
-  r.add("pointwise", {"log_sigmoid_backward"}, log_sigmoid_backward);
+  r.add("pointwise", {"log_sigmoid_backward"}, linear_in_first<log_sigmoid>);
   r.add("pointwise", {"glu"}, glu);
-  r.add("pointwise", {"glu_backward"}, glu_backward);
+  r.add("pointwise", {"glu_backward"}, linear_in_first<glu>);
   r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
   r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
-  r.add_forms("pointwise", {"lerp.Tensor"}, lerp_tensor, o);
+  r.add_forms("pointwise", {"lerp.Tensor"}, linear_in_two, o);
   r.add_forms("pointwise", {"addcmul"}, addcmul, o);
-  r.add_forms("pointwise", {"addcdiv"}, addcdiv, o);
+  r.add_forms("pointwise", {"addcdiv"}, linear_in_two, o);
   r.add_forms("pointwise", {"where.self"}, where, o);
   r.add_forms("pointwise", {"maximum"}, commutes_with<ReduceOp::Max>, o);
   r.add_forms("pointwise", {"minimum"}, commutes_with<ReduceOp::Min>, o);

@@ -80,45 +80,42 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
     if (size < 1) {
       return std::nullopt;
     }
-    pool.in.push_back(size);
+    Taps taps{};
+    int64_t results = 0;
     if constexpr (is_adaptive(kind)) {
-      const auto results = made ? made->size(pool.lead + i) : integer_at(output, i);
+      results = made ? made->size(pool.lead + i) : integer_at(output, i);
       if (results < 1 || (kind == Kind::AdaptiveAverage && size % results)) {
         return std::nullopt;
       }
       const auto count = widest(size, results);
-      pool.taps.push_back({count, count, 0, 1});
-      pool.out.push_back(results);
-      pool.uneven.push_back(size % results != 0);
-      continue;
-    }
-    if constexpr (kind == Kind::Fractional) {
+      taps = {count, count, 0, 1};
+    } else if constexpr (kind == Kind::Fractional) {
       constexpr int64_t kMost = 1 << 20; // beyond, a float's rounding could move a window by more
-      const auto k = integer_at(kernel, i), results = integer_at(output, i);
+      const auto k = integer_at(kernel, i);
+      results = integer_at(output, i);
       if (k < 1 || results < 1 || results + k - (space == 2) > size || size > kMost) { // as torch refuses
         return std::nullopt;
       }
-      pool.taps.push_back({k, k, 0, 1});
-      pool.out.push_back(results);
-      pool.uneven.push_back(false);
+      taps = {k, k, 0, 1};
       pool.widest.push_back(fractional(size, k, results));
-      continue;
+    } else {
+      const auto k = integer_at(kernel, i), s = stride.empty() ? k : integer_at(stride, i);
+      taps = {k, s, integer_at(padding, i), dilation.empty() ? 1 : integer_at(dilation, i)};
+      constexpr auto kMost = std::numeric_limits<int32_t>::max();
+      if (k < 1 || k > kMost || s < 1 || s > kMost || taps.dilation < 1 || taps.dilation > kMost || taps.padding < 0 ||
+          taps.padding > taps.span() / 2) {
+        return std::nullopt;
+      }
+      results = taps.results(size + (up ? s - 1 : 0));
+      results -= up && (results - 1) * s >= size + taps.padding; // the last window must begin inside
     }
-    const auto k = integer_at(kernel, i), s = stride.empty() ? k : integer_at(stride, i);
-    const Taps taps{k, s, integer_at(padding, i), dilation.empty() ? 1 : integer_at(dilation, i)};
-    constexpr auto kMost = std::numeric_limits<int32_t>::max();
-    if (k < 1 || k > kMost || s < 1 || s > kMost || taps.dilation < 1 || taps.dilation > kMost || taps.padding < 0 ||
-        taps.padding > taps.span() / 2) {
-      return std::nullopt;
-    }
-    auto results = taps.results(size + (up ? s - 1 : 0));
-    results -= up && (results - 1) * s >= size + taps.padding; // the last window must begin inside
     if (results < 1) {
       return std::nullopt;
     }
-    pool.taps.push_back(taps);
+    pool.in.push_back(size);
     pool.out.push_back(results);
-    pool.uneven.push_back(false);
+    pool.taps.push_back(taps);
+    pool.uneven.push_back(is_adaptive(kind) && size % results != 0);
   }
   return pool;
 }
@@ -144,26 +141,21 @@ void cut_forward(const Call& call, Rule& rule, int64_t space, ReduceOp padding, 
     return;
   }
   pool->merges = is_one_along_cuts<kind>(*pool, input);
-  auto sizes = input.sym_sizes();
-  auto dims = rule.results[0].dims;
+  auto& result = rule.results[0];
+  result.sizes = input.sym_sizes();
   for (int64_t i = 0; i < space; ++i) {
     const auto d = pool->lead + i;
-    Factor f;
-    f.size = sizes[d] = pool->out[i];
     if (pool->merges) {
       rule.operands[0].dims[d] = input.layout->shards(d) ? Dim(rule.factor()) : Dim(kNone);
-      continue;
+      result.sizes[d] = pool->out[i];
+    } else {
+      read_through(rule, d, pool->out[i], pool->reads(i));
     }
-    dims[d] = rule.factor(f);
-    rule.operands[0].dims[d] = rule.windows(dims[d].factor, pool->reads(i));
   }
   rule.operands[0].padding = pool->widest.empty() ? std::optional(padding) : std::nullopt;
-  for (auto& r : rule.results) {
-    r = Result(dims, sizes);
-  }
+  rule.results.back() = result;
   rule.notes = *pool;
-  rule.kernel = kernel;
-  rule.always_kernel = true;
+  rule.always(kernel);
 }
 
 // (gradient, input, ..., indices perhaps): gradient and indices are read by the reversed windows.
@@ -177,23 +169,19 @@ void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
   const bool one = is_one_along_cuts<kind>(*pool, input);
   for (int64_t i = 0; i < space; ++i) {
     const auto d = pool->lead + i;
-    Factor f;
-    f.size = pool->in[i];
-    const auto at = rule.factor(f);
     if (one) { // every rank has the gradients, and indices that say whose they are
-      rule.operands[1].dims[d] = rule.results[0].dims[d] = input.layout->shards(d) ? Dim(at) : Dim(kNone);
-      continue;
+      rule.results[0].dims[d] = input.layout->shards(d) ? Dim(rule.factor({.size = pool->in[i]})) : Dim(kNone);
+    } else {
+      read_through(rule, d, pool->in[i], pool->readers(i));
     }
-    for (auto& o : rule.operands) {
-      o.dims[d] = rule.windows(at, pool->readers(i));
-      o.padding = pool->widest.empty() ? o.padding : std::nullopt;
-    }
-    rule.operands[1].dims[d] = at;
-    rule.results[0].dims[d] = at;
   }
+  for (auto& o : rule.operands) {
+    o.dims = rule.operands[0].dims;
+    o.padding = pool->widest.empty() ? o.padding : std::nullopt;
+  }
+  rule.operands[1].dims = rule.results[0].dims;
   rule.notes = *pool;
-  rule.kernel = kernel;
-  rule.always_kernel = true;
+  rule.always(kernel);
 }
 
 // ---- kernels ----
@@ -201,10 +189,6 @@ void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
 // This rank's results along a dim of space, or its indices of the input in a backward; null if the dim is not cut.
 const Interval* run_along(const Run& run, const Pool& pool, int64_t i) {
   return cut_run(run, pool.lead + i);
-}
-
-bool makes_nothing(const SymSizes& sizes) {
-  return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; });
 }
 
 // Replaces an argument that lists integers of space.
@@ -697,6 +681,28 @@ at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t spa
   return planes.flatten(lead).gather(lead, index.flatten(lead)).view_symint(index.sym_sizes());
 }
 
+// Items at indices of the whole's planes, and the ranks that own those places.
+struct AtOwners {
+  Routed routed;
+  at::Tensor here; // of the items that this rank owns, ordered as they arrive: the place in its own piece, as if flat
+};
+
+// `piece`: the sizes of this rank's planes.
+AtOwners at_owners(const Run& run, const Layout& layout, const at::Tensor& index, c10::IntArrayRef piece) {
+  const auto& plane = noted<Places>(run.solution);
+  const auto at = index.flatten();
+  Routed routed(layout, plane.lead, plane.sizes, unraveled(at, plane.sizes));
+  const auto count = c10::multiply_integers(plane.sizes);
+  const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
+  auto split = unraveled(at::remainder(places, count), plane.sizes);
+  for (size_t i = 0; i < split.size(); ++i) {
+    const auto d = plane.lead + static_cast<int64_t>(i);
+    split[i] = split[i].sub(layout.intervals(d, plane.sizes[i], run.mesh().coordinate())[0].start);
+  }
+  piece = piece.slice(plane.lead);
+  return {std::move(routed), at::div(places, count, "floor").mul(c10::multiply_integers(piece)).add(raveled(split, piece))};
+}
+
 // For max_unpool, and for the gradient of picked(), which adds up.
 void unpool_kernel(Run& run) {
   const auto& plane = noted<Places>(run.solution);
@@ -709,23 +715,11 @@ void unpool_kernel(Run& run) {
   if (!may_ask_values(values)) {
     return put_off(run, {sizes_of_piece(run)});
   }
-  const auto count = c10::multiply_integers(plane.sizes);
-  const auto at = index.flatten();
-  const Routed routed(layout, plane.lead, plane.sizes, unraveled(at, plane.sizes));
-  const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
-  const auto arrived = routed.there(values.flatten());
-  const auto sizes = guarded(sizes_of_piece(run));
-  auto split = unraveled(at::remainder(places, count), plane.sizes);
-  std::vector<int64_t> piece;
-  for (size_t i = 0; i < split.size(); ++i) {
-    const auto d = plane.lead + static_cast<int64_t>(i);
-    split[i] = split[i].sub(layout.intervals(d, plane.sizes[i], run.mesh().coordinate())[0].start);
-    piece.push_back(sizes[d]);
-  }
-  const auto here = at::div(places, count, "floor").mul(c10::multiply_integers(piece)).add(raveled(split, piece));
-  auto out = values.new_zeros(sizes);
+  auto out = values.new_zeros(guarded(sizes_of_piece(run)));
+  const auto owned = at_owners(run, layout, index, out.sizes());
+  const auto arrived = owned.routed.there(values.flatten());
   auto flat = out.view(-1);
-  adds ? flat.scatter_add_(0, here, arrived) : flat.scatter_(0, here, arrived);
+  adds ? flat.scatter_add_(0, owned.here, arrived) : flat.scatter_(0, owned.here, arrived);
   run.returns({out});
 }
 
@@ -740,27 +734,15 @@ void pick_kernel(Run& run) {
   if (!may_ask_values(planes)) {
     return put_off(run, {SymSizes(index.sym_sizes().begin(), index.sym_sizes().end())});
   }
-  const auto count = c10::multiply_integers(plane.sizes);
-  const auto at = index.flatten();
-  const Routed routed(held, plane.lead, plane.sizes, unraveled(at, plane.sizes));
-  const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
-  auto split = unraveled(at::remainder(places, count), plane.sizes);
-  for (size_t i = 0; i < split.size(); ++i) {
-    const auto d = plane.lead + static_cast<int64_t>(i);
-    split[i] = split[i].sub(held.intervals(d, plane.sizes[i], run.mesh().coordinate())[0].start);
-  }
-  const auto piece = planes.sizes().slice(plane.lead);
-  const auto here = at::div(places, count, "floor").mul(c10::multiply_integers(piece)).add(raveled(split, piece));
-  run.returns({routed.back(planes.reshape({-1}).index_select(0, here)).view(index.sizes())});
+  const auto owned = at_owners(run, held, index, planes.sizes());
+  run.returns({owned.routed.back(planes.reshape({-1}).index_select(0, owned.here)).view(index.sizes())});
 }
 
 // Along the dims of space, `windows` stays cut as it is, and `plain` dims of `results` indices are cut in the same proportions.
 void in_proportion(
     Rule& rule, c10::ArrayRef<size_t> windows, Dims& plain, const TensorArg& held, int64_t lead, c10::IntArrayRef results) {
   for (int64_t i = 0; i < static_cast<int64_t>(results.size()); ++i) {
-    Factor f;
-    f.size = results[i];
-    plain[lead + i] = rule.factor(f);
+    plain[lead + i] = rule.factor({.size = results[i]});
     const auto dim = rule.windows(plain[lead + i].factor, {held.size(lead + i), results[i], 0, 0});
     for (const auto o : windows) {
       rule.operands[o].dims[lead + i] = dim;
@@ -798,8 +780,7 @@ Rule unpool(const Call& call) {
   result.sizes = values.sym_sizes();
   std::copy(sizes.begin(), sizes.end(), result.sizes.begin() + lead);
   rule.notes = Places{lead, sizes};
-  rule.kernel = unpool_kernel;
-  rule.always_kernel = true;
+  rule.always(unpool_kernel);
   return rule;
 }
 
@@ -823,8 +804,7 @@ Rule pick(const Call& call) {
   in_proportion(rule, {0}, rule.operands[1].dims, read, lead, results);
   rule.results[0] = Result(rule.operands[1].dims, index.sym_sizes());
   rule.notes = Places{lead, sizes};
-  rule.kernel = pick_kernel;
-  rule.always_kernel = true;
+  rule.always(pick_kernel);
   return rule;
 }
 
@@ -866,8 +846,7 @@ Rule pick_near(const Call& call) {
   const auto space = call.integer(2);
   auto rule = planes(call, space);
   rule.linear_in({0});
-  rule.kernel = pick_near_kernel;
-  rule.always_kernel = true;
+  rule.always(pick_near_kernel);
   const auto &read = call.tensors[0], &index = call.tensors[1];
   const auto pool = cut_in_space(call, space) ? pool_of<kind>(call, read, &index, space) : std::nullopt;
   if (!pool) {
@@ -882,9 +861,7 @@ Rule pick_near(const Call& call) {
       from = read.layout->shards(d) ? Dim(rule.reduced(ReduceOp::Sum)) : Dim(kNone);
       continue;
     }
-    Factor f;
-    f.size = pool->out[i];
-    at = rule.factor(f);
+    at = rule.factor({.size = pool->out[i]});
     from = rule.windows(at.factor, pool->reads(i));
   }
   rule.operands[0].padding = std::nullopt;

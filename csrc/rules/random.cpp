@@ -147,11 +147,8 @@ uint64_t largest(at::ScalarType dtype) {
 
 // low, ..., high
 Distribution integers(int64_t low, uint64_t high) {
-  Distribution d;
-  d.kind = Kind::Integer;
-  d.low = low;
-  d.range = high - static_cast<uint64_t>(low) + 1; // 2^64 wraps to 0, which stands for it
-  return d;
+  const auto range = high - static_cast<uint64_t>(low) + 1; // 2^64 wraps to 0, which stands for it
+  return {.kind = Kind::Integer, .low = low, .range = range};
 }
 
 Distribution integers_below(int64_t from, int64_t to, at::ScalarType dtype) {
@@ -303,38 +300,26 @@ void multinomial_race(Run& run) {
 
 // Every rank draws everything, from a generator with the same seed.
 void same_everywhere(Run& run) {
-  const auto i = *run.op.schema().argumentIndexWithName("generator");
   const auto self = run.arg(0).toTensor();
   need_values(self, "a draw by torch's own kernel");
   auto generator = at::globalContext().defaultGenerator(self.device()).clone();
   generator.set_current_seed(next_key(run, self).bits);
-  run.arg(i) = std::move(generator);
+  run.arg(*run.op.schema().argumentIndexWithName("generator")) = std::move(generator);
   run.call_op();
 }
 
 // ---- rules ----
 
 template <Kernel kernel>
-Rule elementwise(const Call& call) {
-  auto rule = broadcast(call);
-  rule.kernel = kernel;
-  rule.always_kernel = true;
-  return rule;
-}
+constexpr RuleFn elementwise = always<broadcast, kernel>;
+template <Kernel kernel>
+constexpr RuleFn whole = always<replicate, kernel>;
 
 // Only the shape and the shards of argument 0 are read.
 template <Kernel kernel>
 Rule like(const Call& call) {
   auto rule = elementwise<kernel>(call);
   rule.operands[0].free = true;
-  return rule;
-}
-
-template <Kernel kernel>
-Rule whole(const Call& call) {
-  auto rule = replicate(call);
-  rule.kernel = kernel;
-  rule.always_kernel = true;
   return rule;
 }
 
@@ -358,24 +343,14 @@ Rule multinomial(const Call& call) {
   out.emplace_back(kNone);
   rule.operands.emplace_back(dims);
   rule.results.emplace_back(out);
-  rule.kernel = multinomial_race;
-  rule.always_kernel = true;
-  return rule;
-}
-
-Rule linear_in_first(const Call& call) {
-  auto rule = broadcast(call);
-  rule.linear_in({0});
+  rule.always(multinomial_race);
   return rule;
 }
 
 } // namespace
 
 void register_random(Registry& r) {
-  Options real, numbers, ordinary;
-  ordinary.takes = kIntegers | kReals;
-  real.takes = kReals;
-  numbers.takes = kReals | kComplex;
+  const Options real{.takes = kReals}, numbers{.takes = kReals | kComplex}, ordinary{.takes = kIntegers | kReals};
   r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast);
   r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, {.whole = true});
   r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, real);
@@ -412,10 +387,9 @@ void register_random(Registry& r) {
   r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>);
   r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>);
   r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>);
-  Options noisy = real;
-  noisy.unwritten = true; // the noise, where it is not training
+  const Options noisy{.takes = kReals, .unwritten = true}; // the noise, where it is not training
   r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, noisy);
-  r.add("random", {"rrelu_with_noise_backward"}, linear_in_first);
+  r.add("random", {"rrelu_with_noise_backward"}, linear_in_first<broadcast>);
   r.add("random", {"uniform"}, like<fill_fresh<uniform>>, real);
   r.add("random", {"uniform_"}, elementwise<fill_self<uniform>>, real);
 }

@@ -1,6 +1,6 @@
 // Whole layers: recurrent ones, and the fused encoder layer and attention that modules call in eval mode. The batch may be cut,
 // weights stay whole.
-#include "rules/batched.h"
+#include "rules/pieces.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -21,25 +21,22 @@ Rule recurrent(const Call& call) {
     const bool whole = t.arg == params || t.dim() != 3;
     rule.operands.emplace_back(whole ? Dims(t.dim(), Dim(kNone)) : t.arg == 0 ? sequence : state);
   }
-  rule.results.emplace_back(sequence);
-  for (size_t i = 1; i < call.schema.returns().size(); ++i) {
-    rule.results.emplace_back(state);
-  }
+  rule.results.assign(call.schema.returns().size(), Result(state));
+  rule.results[0].dims = sequence;
   return rule;
 }
 
 // Operands of three dims are sequences [n, t, e], a mask of padding (type 1) is [n, t]; results [n, ...].
 Rule fused_layer(const Call& call) {
-  Rule rule;
+  auto rule = replicate(call);
   const auto n = rule.factor();
   const auto mask = call.position("mask");
   const auto per_sequence = call.integer(call.position("mask_type"), -1) == 1;
-  for (const auto& t : call.tensors) {
-    Dims dims(t.dim(), Dim(kNone));
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const auto& t = call.tensors[i];
     if (t.arg == mask ? per_sequence || t.dim() > 2 : t.dim() == 3) {
-      dims[0] = Dim(n);
+      rule.operands[i].dims[0] = n;
     }
-    rule.operands.emplace_back(dims);
   }
   rule.results.emplace_back(Dims{Dim(n), Dim(kNone), Dim(kNone)});
   return rule;
@@ -63,13 +60,7 @@ void left_aligned_kernel(Run& run) {
 }
 
 Rule left_aligned(const Call& call) {
-  auto rule = replicate(call);
-  for (auto& operand : rule.operands) {
-    operand.free = true;
-  }
-  rule.kernel = left_aligned_kernel;
-  rule.always_kernel = true;
-  return rule;
+  return unread(call, left_aligned_kernel);
 }
 
 } // namespace

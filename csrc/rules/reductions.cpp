@@ -14,14 +14,11 @@ namespace shardtensor::rules {
 
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr uint64_t kAll = ~uint64_t{0};
-
 // The dims (bits) that the argument `dim` names; all if it is None or empty.
 uint64_t reduced_dims(const Call& call, int64_t ndim) {
   const auto arg = argument(call, "dim");
   if (arg < 0 || !call.has(arg)) {
-    return kAll;
+    return kAllFactors;
   }
   uint64_t mask = 0;
   const auto dims = call.ints(arg);
@@ -30,21 +27,22 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
     TORCH_CHECK(!(mask & named), "dim ", wrap_dim(d, ndim), " appears multiple times in the list of dims");
     mask |= named;
   }
-  return dims.empty() ? kAll : mask;
+  return dims.empty() ? kAllFactors : mask;
 }
 
 // The notes of a rule made by reduce().
 struct Reduced {
   uint64_t dims; // bits
   bool keepdim;
-  c10::SmallVector<ReduceOp, 2> extremes{}; // per result: Max or Min
-  bool flat = false;                        // argmax, argmin: without a dim
-  bool negative = false;                    // the norm's order
-  bool root = false, with_mean = false;     // for var and std
+  c10::SmallVector<at::Scalar, 2> neutral{};    // per result: its value for an empty piece
+  std::optional<at::ScalarType> neutral_type{}; // if not the operand's, or as the call says
+  ReduceOp extreme = ReduceOp::Max;             // of max, argmax and the like
+  bool flat = false;                            // argmax, argmin: without a dim
+  bool root = false, with_mean = false;         // for var and std
 };
 
 // One operand; the reduced dims have factors like `f`. Factor d is the operand's dim d.
-Rule reduce(const Call& call, Factor f, uint64_t mask) {
+Rule reduce(const Call& call, const Factor& f, uint64_t mask) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto keep = argument(call, "keepdim");
@@ -60,30 +58,18 @@ Rule reduce(const Call& call, Factor f, uint64_t mask) {
     }
   }
   rule.operands.emplace_back(std::move(in));
-  for (size_t i = 0; i < call.schema.returns().size(); ++i) {
-    rule.results.emplace_back(out);
-  }
+  rule.results.assign(call.schema.returns().size(), Result(out));
   add_outputs(call, rule);
   rule.notes = Reduced{mask, keepdim};
   return rule;
 }
 
-Rule reduce(const Call& call, Factor f) {
+Rule reduce(const Call& call, const Factor& f) {
   return reduce(call, f, reduced_dims(call, call.tensors[0].dim()));
 }
 
-Factor reduced_by(ReduceOp op) {
-  Factor f;
-  f.reduce = op;
-  return f;
-}
-
 void passes(const Call& call, Rule& rule, uint32_t reductions, double norm_order = 2.0) {
-  Linear group;
-  group.operands = with_outputs(call, 1);
-  group.reductions = reductions;
-  group.norm_order = norm_order;
-  rule.linear.push_back(group);
+  rule.linear.push_back({.operands = with_outputs(call, 1), .reductions = reductions, .norm_order = norm_order});
 }
 
 // The input of a kernel of a rule made by reduce().
@@ -123,6 +109,30 @@ struct Reduction {
   }
 };
 
+// Of an empty piece, for which torch raises or has another value.
+void neutral_kernel(Run& run) {
+  const Reduction r(run);
+  if (!r.only_this_piece_is_empty()) {
+    return run.call_op();
+  }
+  const auto arg = argument(run, "dtype");
+  const auto given = arg >= 0 ? run.arg(arg).toOptional<at::ScalarType>() : std::nullopt;
+  const auto dtype = r.how.neutral_type.value_or(given.value_or(r.x.scalar_type()));
+  std::vector<at::Tensor> out;
+  for (const auto& value : r.how.neutral) {
+    out.push_back(at::full_symint(r.result_sizes(), value, r.x.options().dtype(c10::toRealValueType(dtype))));
+  }
+  give(run, out);
+}
+
+// The rule with these values for empty pieces.
+Rule with_neutral(Rule rule, c10::SmallVector<at::Scalar, 2> values) {
+  noted<Reduced>(rule).neutral = std::move(values);
+  rule.kernel = neutral_kernel;
+  rule.kernel_if = is_empty;
+  return rule;
+}
+
 // ---- sums ----
 
 std::optional<at::ScalarType> dtype_argument(const Call& call) {
@@ -137,17 +147,21 @@ bool adds_up(const Call& call) {
   return from == to || !(c10::isIntegralType(from, true) || c10::isIntegralType(to, true));
 }
 
-Rule sum(const Call& call) {
-  auto rule = reduce(call, reduced_by(ReduceOp::Sum));
+// Sums of pieces add up. But summands do not pass: a value skipped in a summand (NaN, zero) may count in the sum.
+Rule counted(const Call& call) {
+  return reduce(call, {.reduce = ReduceOp::Sum});
+}
+
+Rule summed(const Call& call, bool by_kernel) {
+  auto rule = reduce(call, {.kernel = by_kernel, .reduce = ReduceOp::Sum});
   if (adds_up(call)) {
     passes(call, rule, bit(ReduceOp::Sum) | bit(ReduceOp::Avg));
   }
   return rule;
 }
 
-// Sums of pieces add up. But summands do not pass: a value skipped in a summand (NaN, zero) may count in the sum.
-Rule counted(const Call& call) {
-  return reduce(call, reduced_by(ReduceOp::Sum));
+Rule sum(const Call& call) {
+  return summed(call, false);
 }
 
 // Sums locally and divides by the global count, so pieces may have any size.
@@ -163,21 +177,15 @@ void mean_kernel(Run& run) {
 }
 
 Rule mean(const Call& call) {
-  auto f = reduced_by(ReduceOp::Sum);
-  f.kernel = true;
-  auto rule = reduce(call, f);
+  auto rule = summed(call, true);
   rule.kernel = mean_kernel;
-  if (adds_up(call)) {
-    passes(call, rule, bit(ReduceOp::Sum) | bit(ReduceOp::Avg));
-  }
   return rule;
 }
 
 // Backends cannot multiply complex numbers over ranks.
 Rule prod(const Call& call) {
-  auto f = reduced_by(ReduceOp::Product);
-  f.whole = c10::isComplexType(dtype_argument(call).value_or(call.tensors[0].dtype));
-  auto rule = reduce(call, f);
+  const bool whole = c10::isComplexType(dtype_argument(call).value_or(call.tensors[0].dtype));
+  auto rule = reduce(call, {.whole = whole, .reduce = ReduceOp::Product});
   if (adds_up(call)) {
     passes(call, rule, bit(ReduceOp::Product));
   }
@@ -186,35 +194,18 @@ Rule prod(const Call& call) {
 
 // ---- extremes ----
 
-void extreme_kernel(Run& run) {
-  const Reduction r(run);
-  if (!r.only_this_piece_is_empty()) {
-    return run.call_op();
-  }
-  std::vector<at::Tensor> out;
-  for (const auto op : r.how.extremes) {
-    out.push_back(at::full_symint(r.result_sizes(), identity(op, r.x.scalar_type()), r.x.options()));
-  }
-  give(run, out);
-}
-
 template <ReduceOp op>
 Rule extreme_of(const Call& call) {
-  auto rule = reduce(call, reduced_by(op));
-  rule.kernel = extreme_kernel;
-  rule.kernel_if = is_empty;
-  noted<Reduced>(rule).extremes = {op};
+  auto rule = with_neutral(reduce(call, {.reduce = op}), {identity(op, call.tensors[0].dtype)});
   passes(call, rule, bit(op));
   return rule;
 }
 
 Rule aminmax(const Call& call) {
-  auto rule = reduce(call, reduced_by(ReduceOp::Max));
-  rule.kernel = extreme_kernel;
-  rule.kernel_if = is_empty;
   constexpr ReduceOp ops[] = {ReduceOp::Min, ReduceOp::Max};
+  const auto dtype = call.tensors[0].dtype;
+  auto rule = with_neutral(reduce(call, {.reduce = ops[1]}), {identity(ops[0], dtype), identity(ops[1], dtype)});
   for (size_t i = 0; i < 2; ++i) {
-    noted<Reduced>(rule).extremes.push_back(ops[i]);
     rule.results[i].reduce.emplace(ops[i]);
     if (rule.operands.size() > 1) {
       rule.operands[1 + i].reduce.emplace(ops[i]);
@@ -229,7 +220,7 @@ Rule truth(const Call& call) {
   const auto arg = argument(call, "dim");
   const bool none = arg >= 0 && call.has(arg) && call.arg(arg).isIntList() && call.ints(arg).empty();
   const auto& x = call.tensors[0];
-  auto rule = reduce(call, reduced_by(op), none ? 0 : reduced_dims(call, x.dim()));
+  auto rule = reduce(call, {.reduce = op}, none ? 0 : reduced_dims(call, x.dim()));
   if (x.dtype == at::kBool) {
     passes(call, rule, bit(op));
   }
@@ -268,7 +259,7 @@ void select_kernel(Run& run) {
   if (r.global_count() == 0) {
     return run.call_op();
   }
-  const auto op = r.how.extremes[0];
+  const auto op = r.how.extreme;
   const auto dim = r.dims[0];
   auto local = best_along(r.x, dim, op);
   if (r.count() != 0) {
@@ -297,7 +288,7 @@ void arg_kernel(Run& run) {
   if (r.global_count() == 0) {
     return run.call_op();
   }
-  const auto op = r.how.extremes[0];
+  const auto op = r.how.extreme;
   const bool flat = r.how.flat;
   auto local = flat ? best_along(r.x.reshape({-1}), 0, op) : best_along(r.x, r.dims[0], op);
   if (flat && r.count() != 0) {
@@ -309,30 +300,18 @@ void arg_kernel(Run& run) {
   give(run, {flat ? index.reshape_symint(r.result_sizes()) : squeeze_dims(index, r.dims, r.how.keepdim)});
 }
 
-Rule selected(const Call& call, ReduceOp op, Kernel kernel) {
-  Factor f;
-  f.kernel = true;
-  auto rule = reduce(call, f);
+template <ReduceOp op, Kernel kernel>
+Rule select(const Call& call) {
+  auto rule = reduce(call, {.kernel = true});
   rule.kernel = kernel;
-  noted<Reduced>(rule).extremes = {op};
+  noted<Reduced>(rule).extreme = op;
   noted<Reduced>(rule).flat = !call.has(argument(call, "dim"));
   return rule;
 }
 
-template <ReduceOp op>
-Rule select(const Call& call) {
-  return selected(call, op, select_kernel);
-}
-template <ReduceOp op>
-Rule arg(const Call& call) {
-  return selected(call, op, arg_kernel);
-}
-
 // median, mode, kthvalue: whole along the dim.
 Rule in_order(const Call& call) {
-  Factor f;
-  f.whole = true;
-  return reduce(call, f);
+  return reduce(call, {.whole = true});
 }
 
 // ---- norms ----
@@ -343,26 +322,10 @@ double norm_order(const Call& call) {
   return arg >= 0 && call.has(arg) ? call.arg(arg).toScalar().toDouble() : 2.0;
 }
 
-// The norm of an empty piece is the neutral value. torch raises for some orders.
-void norm_kernel(Run& run) {
-  const Reduction r(run);
-  if (!r.only_this_piece_is_empty()) {
-    return run.call_op();
-  }
-  const auto arg = argument(run, "dtype");
-  const auto dtype = arg >= 0 && !run.arg(arg).isNone() ? run.arg(arg).toScalarType() : r.x.scalar_type();
-  give(
-      run,
-      {at::full_symint(r.result_sizes(), r.how.negative ? kInfinity : 0.0, r.x.options().dtype(c10::toRealValueType(dtype)))});
-}
-
 Rule norm(const Call& call) {
   const auto order = norm_order(call);
   const auto f = normed(order);
-  auto rule = reduce(call, f);
-  rule.kernel = norm_kernel;
-  rule.kernel_if = is_empty;
-  noted<Reduced>(rule).negative = order < 0;
+  auto rule = with_neutral(reduce(call, f), {order < 0 ? std::numeric_limits<double>::infinity() : 0.0});
   if (f.reduce == ReduceOp::Norm) {
     passes(call, rule, bit(ReduceOp::Norm), order);
   }
@@ -389,18 +352,15 @@ Rule renorm(const Call& call) {
   const auto& x = call.tensors[0];
   const auto kept = call.dim(2, x.dim());
   Rule rule;
-  Factor f;
-  f.kernel = true;
-  f.whole = c10::isComplexType(x.dtype);
-  Dims dims;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    dims.emplace_back(d == kept ? rule.factor() : rule.factor(f));
+  const auto dims = fresh_dims(rule, x.dim(), {.whole = c10::isComplexType(x.dtype), .kernel = true});
+  if (x.dim() > 0) {
+    rule.factors[kept] = {};
   }
   rule.operands.emplace_back(dims);
   rule.results.emplace_back(dims);
   add_outputs(call, rule);
   rule.kernel = renorm_kernel;
-  rule.notes = Reduced{kAll & ~(uint64_t{1} << kept), true};
+  rule.notes = Reduced{kAllFactors & ~(uint64_t{1} << kept), true};
   return rule;
 }
 
@@ -437,9 +397,7 @@ void var_kernel(Run& run) {
 
 template <bool root>
 Rule var(const Call& call) {
-  Factor f;
-  f.kernel = true;
-  auto rule = reduce(call, f);
+  auto rule = reduce(call, {.kernel = true});
   rule.kernel = var_kernel;
   noted<Reduced>(rule).root = root;
   noted<Reduced>(rule).with_mean = call.schema.returns().size() == 2;
@@ -458,27 +416,15 @@ void logsumexp_kernel(Run& run) {
 }
 
 Rule logsumexp(const Call& call) {
-  Factor f;
-  f.kernel = true;
-  f.whole = c10::isComplexType(call.tensors[0].dtype);
-  auto rule = reduce(call, f);
+  auto rule = reduce(call, {.whole = c10::isComplexType(call.tensors[0].dtype), .kernel = true});
   rule.kernel = logsumexp_kernel;
   return rule;
 }
 
 // The bits of all elements, joined by exclusive or.
-void hash_kernel(Run& run) {
-  const Reduction r(run);
-  if (!r.only_this_piece_is_empty()) {
-    return run.call_op();
-  }
-  give(run, {at::zeros_symint(r.result_sizes(), r.x.options().dtype(at::kUInt64))});
-}
-
 Rule hash(const Call& call) {
-  auto rule = reduce(call, reduced_by(ReduceOp::Bxor));
-  rule.kernel = hash_kernel;
-  rule.kernel_if = is_empty;
+  auto rule = with_neutral(reduce(call, {.reduce = ReduceOp::Bxor}), {0});
+  noted<Reduced>(rule).neutral_type = at::kUInt64;
   return rule;
 }
 
@@ -510,8 +456,7 @@ Rule segments(const Call& call) {
       axis + 1 == call.tensors[counted].dim(), "segment_reduce(): Expected axis to be the last dimension of ",
       lengths < 0 ? "offsets" : "lengths", " but got ", axis, ".");
   Rule rule;
-  auto dims = fresh_dims(rule, data.dim());
-  dims[axis] = Dim(kNone);
+  auto dims = dims_beside(rule, data.dim(), axis);
   for (const auto& t : call.tensors) {
     TORCH_CHECK(t.dim() <= data.dim(), "segment_reduce(): ", t.dim(), " dims where the data have ", data.dim());
     rule.operands.emplace_back(Dims(dims.begin(), dims.begin() + t.dim()));
@@ -519,12 +464,6 @@ Rule segments(const Call& call) {
   rule.results.emplace_back(std::move(dims));
   rule.kernel = segments_kernel;
   rule.kernel_if = is_empty;
-  return rule;
-}
-
-Rule segments_backward(const Call& call) {
-  auto rule = segments(call);
-  rule.linear_in({0});
   return rule;
 }
 
@@ -538,26 +477,19 @@ void equal_kernel(Run& run) {
   bool same = run.operands[0].sizes() == run.operands[1].sizes();
   if (same) {
     const auto mine = at::full({1}, at::equal(a, b), a.options().dtype(at::kBool));
-    same = over_ranks(mine, run, mesh_dims_of(run, kAll), ReduceOp::Min).item<bool>();
+    same = over_ranks(mine, run, mesh_dims_of(run, kAllFactors), ReduceOp::Min).item<bool>();
   }
   run.returns({c10::IValue(same)});
 }
 
 Rule equal(const Call& call) {
   Rule rule;
-  Factor f;
-  f.kernel = true;
   const bool alike = call.tensors[0].sizes() == call.tensors[1].sizes();
-  Dims dims;
-  for (int64_t d = 0; alike && d < call.tensors[0].dim(); ++d) {
-    dims.emplace_back(rule.factor(f));
-  }
-  rule.operands.assign(2, Operand(dims));
+  rule.operands.assign(2, Operand(fresh_dims(rule, alike ? call.tensors[0].dim() : 0, {.kernel = true})));
   for (auto& o : rule.operands) {
     o.free = !alike; // different sizes already decide the result
   }
-  rule.kernel = equal_kernel;
-  rule.always_kernel = true;
+  rule.always(equal_kernel);
   return rule;
 }
 
@@ -565,11 +497,7 @@ Rule equal(const Call& call) {
 
 void register_reductions(Registry& r) {
   const char* family = "reductions";
-  Options numbers;
-  numbers.takes = kReals | kComplex;
-  Options ordered;
-  ordered.takes = kAllNumbers & ~kComplex;
-  ordered.symbols = numbers.symbols = true;
+  const Options numbers{.symbols = true, .takes = kReals | kComplex}, ordered{.symbols = true, .takes = kAllNumbers & ~kComplex};
   r.add(family, {"_assert_async", "_assert_async.msg", "_local_scalar_dense"}, replicate);
   r.add(
       family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out", "is_same_size"}, nullptr,
@@ -579,8 +507,8 @@ void register_reductions(Registry& r) {
   r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>, ordered);
   r.add(family, {"_aminmax", "_aminmax.dim", "_aminmax.dim_out", "_aminmax.out", "aminmax", "aminmax.out"}, aminmax, ordered);
   r.add(family, {"any", "any.all_out", "any.dim", "any.dims", "any.dims_out", "any.out"}, truth<ReduceOp::Max>);
-  r.add(family, {"argmax", "argmax.out"}, arg<ReduceOp::Max>, ordered);
-  r.add(family, {"argmin", "argmin.out"}, arg<ReduceOp::Min>, ordered);
+  r.add(family, {"argmax", "argmax.out"}, select<ReduceOp::Max, arg_kernel>, ordered);
+  r.add(family, {"argmin", "argmin.out"}, select<ReduceOp::Min, arg_kernel>, ordered);
   r.add(
       family,
       {
@@ -627,9 +555,9 @@ void register_reductions(Registry& r) {
       },
       norm, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp, {.symbols = true});
-  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max>, ordered);
+  r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max, select_kernel>, ordered);
   r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean, {.symbols = true});
-  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min>, ordered);
+  r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min, select_kernel>, ordered);
   r.add(family, {"prod", "prod.dim_int", "prod.int_out", "prod.out"}, prod);
   r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm, numbers);
   r.add(
@@ -641,7 +569,7 @@ void register_reductions(Registry& r) {
           "std_mean.correction_out",
       },
       var<true>, numbers);
-  r.add(family, {"_segment_reduce_backward"}, segments_backward);
+  r.add(family, {"_segment_reduce_backward"}, linear_in_first<segments>);
   r.add(family, {"segment_reduce"}, segments);
   r.add(family, {"sum", "sum.IntList_out", "sum.dim_IntList", "sum.out"}, sum, {.symbols = true});
   r.add(

@@ -226,6 +226,28 @@ void resample_backward_by_weights(const Call& call, Rule& rule, const Sampling& 
   }
 }
 
+// Where each element makes so many results, both are cut alike; else what is resampled is read through windows.
+void cut_resampled(Rule& rule, const Resampled& made, bool backward) {
+  const auto kind = made.kind;
+  for (size_t i = 0; i < made.ratios.size(); ++i) {
+    const auto d = made.lead + static_cast<int64_t>(i);
+    const auto& ratio = made.ratios[i];
+    const auto count = backward ? ratio.in : ratio.out;
+    rule.results[0].sizes[d] = count;
+    const auto at = rule.factor(); // factor d is dim d, used or not
+    if (kind == Kind::Nearest && repeats(ratio)) {
+      auto &from = rule.operands[0].dims[d], &to = rule.results[0].dims[d];
+      from = Dim(at, backward ? ratio.to : 1);
+      to = Dim(at, backward ? 1 : ratio.to);
+    } else if (kind != Kind::Nearest || picks(ratio)) {
+      read_through(rule, d, count, backward ? mirror(ratio.reach(kind), ratio.in) : from_such_a_place(ratio, kind));
+    }
+  }
+  rule.operands[0].padding = std::nullopt;
+  rule.notes = made;
+  rule.always(backward ? backward_kernel : forward_kernel);
+}
+
 template <int64_t space, Kind kind>
 Rule resample(const Call& call) {
   auto rule = planes(call, space);
@@ -241,34 +263,15 @@ Rule resample(const Call& call) {
     resample_by_weights<space>(call, rule, sampling_of(call, kind));
     return rule;
   }
-  auto& result = rule.results[0];
-  result.sizes = input.sym_sizes();
-  for (int64_t i = 0; i < space; ++i) {
-    const auto d = made->lead + i;
-    const auto& ratio = made->ratios[i];
-    result.sizes[d] = ratio.out;
-    const auto at = rule.factor(); // factor d is dim d, used or not
-    if (kind == Kind::Nearest && repeats(ratio)) {
-      rule.operands[0].dims[d] = at;
-      result.dims[d] = Dim(at, ratio.to);
-    } else if (kind != Kind::Nearest || picks(ratio)) {
-      rule.factors[at].size = ratio.out;
-      rule.operands[0].dims[d] = rule.windows(at, from_such_a_place(ratio, kind));
-      result.dims[d] = at;
-    }
-  }
-  rule.operands[0].padding = std::nullopt;
-  rule.notes = *made;
-  rule.kernel = forward_kernel;
-  rule.always_kernel = true;
+  rule.results[0].sizes = input.sym_sizes();
+  cut_resampled(rule, *made, false);
   return rule;
 }
 
 template <int64_t space, Kind kind>
 Rule resample_backward(const Call& call) {
   auto rule = planes(call, space);
-  rule.kernel = backward_kernel;
-  rule.always_kernel = true;
+  rule.always(backward_kernel);
   rule.linear_in({0});
   const auto& grad = call.tensors[0];
   if (!cut_in_space(call, space)) {
@@ -283,23 +286,8 @@ Rule resample_backward(const Call& call) {
     resample_backward_by_weights<space>(call, rule, sampling_of(call, kind), kind == Kind::Nearest);
     return rule;
   }
-  auto& result = rule.results[0];
-  result.sizes = symbols(in);
-  for (int64_t i = 0; i < space; ++i) {
-    const auto d = lead + i;
-    const auto& ratio = made->ratios[i];
-    const auto at = rule.factor();
-    if (kind == Kind::Nearest && repeats(ratio)) {
-      rule.operands[0].dims[d] = Dim(at, ratio.to);
-      result.dims[d] = at;
-    } else if (kind != Kind::Nearest || picks(ratio)) {
-      rule.factors[at].size = ratio.in;
-      rule.operands[0].dims[d] = rule.windows(at, mirror(ratio.reach(kind), ratio.in));
-      result.dims[d] = at;
-    }
-  }
-  rule.operands[0].padding = std::nullopt;
-  rule.notes = *made;
+  rule.results[0].sizes = symbols(in);
+  cut_resampled(rule, *made, true);
   return rule;
 }
 
@@ -318,8 +306,7 @@ Rule antialiased(const Call& call) {
 template <int64_t space, int radius>
 Rule antialiased_backward(const Call& call) {
   auto rule = planes(call, space);
-  rule.kernel = backward_kernel;
-  rule.always_kernel = true;
+  rule.always(backward_kernel);
   rule.linear_in({0});
   if (cut_in_space(call, space)) {
     resample_backward_by_weights<space>(call, rule, {radius, true, Sampling::Position::Middle});
@@ -357,11 +344,23 @@ Sizes some_of_each(Sizes sizes) {
   return sizes;
 }
 
+// Runs the op, and keeps of its result a piece of these sizes, which begins at `first` along each dim of space.
+void call_op_for(Run& run, int64_t lead, c10::IntArrayRef first, c10::IntArrayRef sizes) {
+  run.call_op();
+  auto out = run.stack.back().toTensor();
+  for (int64_t i = 0; i < static_cast<int64_t>(first.size()); ++i) {
+    if (out.sym_size(lead + i) != sizes[lead + i]) {
+      out = out.narrow(lead + i, first[i], sizes[lead + i]);
+    }
+  }
+  run.stack.back() = out;
+}
+
 void forward_kernel(Run& run) {
   const auto& made = noted<Resampled>(run.solution);
   const auto sizes = guarded(sizes_of_piece(run));
   auto input = run.arg(0).toTensor();
-  if (std::any_of(sizes.begin(), sizes.end(), [](int64_t n) { return n == 0; })) {
+  if (makes_nothing(symbols(sizes))) {
     run.arg(0) = stand_in(run, 0, made.lead, made.lead, [](int64_t) { return 1; });
     replace_sizes(run, "output_size", 0, c10::IntArrayRef(some_of_each(sizes)).slice(made.lead));
     run.call_op();
@@ -388,14 +387,7 @@ void forward_kernel(Run& run) {
   }
   run.arg(0) = input;
   replace_sizes(run, "output_size", 0, output);
-  run.call_op();
-  auto out = run.stack.back().toTensor();
-  for (int64_t i = 0; i < space; ++i) {
-    if (out.sym_size(made.lead + i) != sizes[made.lead + i]) {
-      out = out.narrow(made.lead + i, drop[i], sizes[made.lead + i]);
-    }
-  }
-  run.stack.back() = out;
+  call_op_for(run, made.lead, drop, sizes);
 }
 
 // Argument `input_size` lists the global sizes of the gradient; the call gets those of this rank's piece.
@@ -418,7 +410,7 @@ void backward_kernel(Run& run) {
   const auto& made = noted<Resampled>(run.solution);
   const auto sizes = guarded(sizes_of_piece(run));
   auto grad = run.arg(0).toTensor();
-  if (is_empty(grad) || std::any_of(sizes.begin(), sizes.end(), [](int64_t n) { return n == 0; })) {
+  if (is_empty(grad) || makes_nothing(symbols(sizes))) {
     const auto zeros = stand_in(run, 0, made.lead, made.lead, [](int64_t) { return 1; });
     run.arg(0) = zeros;
     replace_sizes(run, "output_size", 0, c10::IntArrayRef(guarded(zeros.sym_sizes())).slice(made.lead));
@@ -455,14 +447,7 @@ void backward_kernel(Run& run) {
   run.arg(0) = at::constant_pad_nd(grad, pad);
   replace_sizes(run, "output_size", 0, output);
   replace_sizes(run, "input_size", 0, input);
-  run.call_op();
-  auto out = run.stack.back().toTensor();
-  for (int64_t i = 0; i < space; ++i) {
-    if (out.sym_size(made.lead + i) != sizes[made.lead + i]) {
-      out = out.narrow(made.lead + i, drop[i], sizes[made.lead + i]);
-    }
-  }
-  run.stack.back() = out;
+  call_op_for(run, made.lead, drop, sizes);
 }
 
 // ---- pixels ----
@@ -512,11 +497,9 @@ Rule pixel_shuffle(const Call& call) {
   if (!shuffle && std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
     rule.operands[0].dims = fresh_dims(rule, n);
     rule.results[0] = {rule.operands[0].dims};
-    rule.kernel = [](Run& run) { run.returns({run.arg(0).toTensor().clone()}); };
-    rule.always_kernel = true;
+    rule.always([](Run& run) { run.returns({run.arg(0).toTensor().clone()}); });
   } else if (!shuffle) {
-    rule.kernel = pixel_unshuffle_kernel;
-    rule.always_kernel = true;
+    rule.always(pixel_unshuffle_kernel);
   }
   return rule;
 }

@@ -70,7 +70,7 @@ class Resolver {
       }
     }
     s->replicated = Layout::replicated(call_.tensors[0].layout->mesh_ptr());
-    s->size_args = rule_.size_args;
+    s->sizes_arg = rule_.sizes_arg;
     if (s->shards) {
       find_alike(*s);
     }
@@ -265,52 +265,39 @@ class Resolver {
       placements.push_back(choices_.placement_of(r, m));
       if (placements[m].is_shard()) {
         const auto& dim = r.dims[placements[m].dim];
-        cuts[m] = dim.reach == kNone ? cutting_.dim_cut(dim, m) : kept_cut(reader_of(dim).operand, m);
+        cuts[m] = dim.reach == kNone ? cutting_.dim_cut(dim, m) : kept_cut(source_of(dim).operand, m);
         sharded = true;
       }
     }
-    Solution::Result out;
-    out.strides = r.strides;
-    out.order = r.order;
-    out.like = like(r);
-    out.geometry = r.geometry;
-    out.layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
+    Solution::Result out{
+        .layout = Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts)),
+        .strides = r.strides,
+        .order = r.order,
+        .like = like(r),
+        .geometry = r.geometry};
     if (!r.sizes.empty() || (sharded && r.dims.empty())) {
       for (const auto& size : r.sizes) {
         out.sizes.push_back({-2, 0, size});
       }
     } else if (sharded) {
       for (size_t d = 0; d < r.dims.size(); ++d) {
-        out.sizes.push_back(source_of(r.dims[d], out.layout->shards(static_cast<int64_t>(d))));
+        const bool cut = out.layout->shards(static_cast<int64_t>(d));
+        out.sizes.push_back(cut ? source_of(r.dims[d]) : Solution::SizeSource());
       }
     }
     return out;
   }
 
-  // The operand that a result's dim with a reach is cut like.
-  Solution::SizeSource reader_of(const Dim& dim) const {
+  // The operand's dim that has as many indices as a sharded dim of a result; if that has a reach, also the same cut.
+  Solution::SizeSource source_of(const Dim& dim) const {
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto d = dim_of(rule_.operands[i].dims, dim.factor);
-      if (d >= 0 && rule_.operands[i].dims[d].reach == dim.reach) {
+      const auto* own = d < 0 ? nullptr : &rule_.operands[i].dims[d];
+      if (own && !own->window && own->reach == dim.reach && own->inner == dim.inner) {
         return {static_cast<int32_t>(i), static_cast<int16_t>(d), 0};
       }
     }
-    TORCH_INTERNAL_ASSERT(false, "the rule of ", call_.schema.name(), ": a result has a reach that no operand has");
-  }
-
-  Solution::SizeSource source_of(const Dim& dim, bool sharded) const {
-    if (sharded && dim.reach != kNone) {
-      return reader_of(dim);
-    }
-    if (sharded) {
-      for (size_t i = 0; i < rule_.operands.size(); ++i) {
-        const auto d = dim_of(rule_.operands[i].dims, dim.factor);
-        if (d >= 0 && !rule_.operands[i].dims[d].window && rule_.operands[i].dims[d].reach == kNone &&
-            rule_.operands[i].dims[d].inner == dim.inner) {
-          return {static_cast<int32_t>(i), static_cast<int16_t>(d), 0};
-        }
-      }
-    }
+    TORCH_INTERNAL_ASSERT(dim.reach == kNone, "the rule of ", call_.schema.name(), ": a result has a reach that no operand has");
     return {};
   }
 

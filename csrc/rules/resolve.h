@@ -58,7 +58,7 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<std::pair<Indexed, Indexed>, 2> alike;
 
   c10::SmallVector<uint64_t, 6> factor_mesh_dims;
-  c10::SmallVector<SizeArg, 1> size_args;
+  int16_t sizes_arg = kNone; // Rule::sizes_arg
   Kernel kernel = nullptr;
   OfPiece kernel_if = nullptr; // the kernel runs only if this holds for a local tensor
   PutBack put_back = nullptr;  // set if the kernel of a view copies

@@ -137,6 +137,10 @@ Shares::Shares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bo
   }
 }
 
+at::Tensor blind_rows(const at::Tensor& mask) {
+  return (mask.scalar_type() == at::kBool ? mask.logical_not() : mask.isneginf()).all(-1);
+}
+
 Interval Shares::lent(size_t i, size_t j) const {
   const auto n = rows_[i * queries_.size() + j];
   return {end(queries_[i]) - n, n};
@@ -154,29 +158,20 @@ constexpr int64_t kSequence = 2; // of queries, keys and values [batch, heads, s
 
 class Mail {
  public:
+  // To and from these global ranks.
+  explicit Mail(c10::ArrayRef<int64_t> ranks) : ranks_(ranks) {}
+
   void send(size_t to, const at::Tensor& t) {
-    sent_[to].push_back(t);
+    by_rank_[ranks_[to]].sent.push_back(t);
   }
   // `into` has its sizes and dtype now; its values are there once what start() returns has been waited for.
   void receive(size_t from, at::Tensor& into) {
-    received_[from].push_back(&into);
+    by_rank_[ranks_[from]].received.push_back(&into);
   }
 
-  // `ranks`: global ranks of the numbers above.
-  comm::InFlight start(c10::ArrayRef<int64_t> ranks, const Mesh& mesh, const at::TensorOptions& options) {
-    struct Parts {
-      std::vector<at::Tensor> sent;
-      std::vector<at::Tensor*> received;
-    };
-    std::map<int64_t, Parts> by_rank; // in an order that all know
-    for (auto& [at, parts] : sent_) {
-      by_rank[ranks[at]].sent = std::move(parts);
-    }
-    for (auto& [at, parts] : received_) {
-      by_rank[ranks[at]].received = std::move(parts);
-    }
+  comm::InFlight start(const Mesh& mesh, const at::TensorOptions& options) {
     std::vector<int64_t> peers, in_sizes, out_sizes;
-    for (const auto& [rank, parts] : by_rank) {
+    for (const auto& [rank, parts] : by_rank_) {
       int64_t in = 0, out = 0;
       for (const auto& t : parts.sent) {
         in += room(t);
@@ -196,7 +191,7 @@ class Mail {
       at += room(like);
       return part;
     };
-    for (auto& [rank, parts] : by_rank) {
+    for (auto& [rank, parts] : by_rank_) {
       for (const auto& t : parts.sent) {
         slot(in, in_at, t).copy_(t);
       }
@@ -212,8 +207,13 @@ class Mail {
     constexpr int64_t kAligned = 16;
     return (t.numel() * static_cast<int64_t>(t.element_size()) + kAligned - 1) / kAligned * kAligned;
   }
-  std::map<size_t, std::vector<at::Tensor>> sent_;
-  std::map<size_t, std::vector<at::Tensor*>> received_;
+
+  struct Parts {
+    std::vector<at::Tensor> sent;
+    std::vector<at::Tensor*> received;
+  };
+  c10::ArrayRef<int64_t> ranks_;
+  std::map<int64_t, Parts> by_rank_; // in an order that all know
 };
 
 // ---- one call ----
@@ -302,23 +302,30 @@ const Run::At& operand_of(const Run& run, const std::string& wanted) {
   TORCH_INTERNAL_ASSERT(false, run.op.schema().name(), " has no argument ", wanted);
 }
 
+// Undefined if it is None, or if the op has no such argument.
+at::Tensor tensor_of(const Run& run, const char* name) {
+  const auto at = argument(run, name);
+  const auto found = at < 0 ? at::Tensor() : run.arg(at).toOptional<at::Tensor>().value_or(at::Tensor());
+  return found.defined() && has_symbols(found) ? in_numbers(found) : found;
+}
+
 // The call and all ranks' pieces.
 class Ring {
  public:
   explicit Ring(Run& run)
-      : run_(run),
-        q_(tensor("query")),
-        k_(tensor("key")),
-        v_(tensor("value")),
-        mask_(tensor("attn_mask")),
+      : q(tensor_of(run, "query")),
+        k(tensor_of(run, "key")),
+        v(tensor_of(run, "value")),
+        causal(run.arg(argument(run, "is_causal")).toBool()),
+        run_(run),
+        mask_(tensor_of(run, "attn_mask")),
         efficient_(run.op.schema().name().find("efficient") != std::string::npos),
-        cudnn_(run.op.schema().name().find("cudnn") != std::string::npos),
-        causal_(run.arg(argument(run, "is_causal")).toBool()) {
-    const auto &queries = operand("query"), &keys = operand("key");
+        cudnn_(run.op.schema().name().find("cudnn") != std::string::npos) {
+    const auto &of_q = operand_of(run, "query"), &of_k = operand_of(run, "key");
     const auto& mesh = run.mesh();
     uint64_t around = 0;
     for (int64_t m = 0; m < mesh.ndim(); ++m) {
-      const bool both = keys.layout->placement(m).is_shard(kSequence) && queries.layout->placement(m).is_shard(kSequence);
+      const bool both = of_k.layout->placement(m).is_shard(kSequence) && of_q.layout->placement(m).is_shard(kSequence);
       around |= static_cast<uint64_t>(both) << m;
     }
     for (int64_t i = 0; i < mesh.size(); ++i) {
@@ -331,58 +338,38 @@ class Ring {
         continue;
       }
       if (at == mesh.coordinate()) {
-        me_ = ranks_.size();
+        me = ranks.size();
       }
-      ranks_.push_back(mesh.rank_at(at));
-      queries_.push_back(piece(*queries.layout, queries.size(kSequence), at));
-      keys_.push_back(piece(*keys.layout, keys.size(kSequence), at));
+      ranks.push_back(mesh.rank_at(at));
+      queries.push_back(of_q.layout->intervals(kSequence, of_q.size(kSequence), at)[0]);
+      keys.push_back(of_k.layout->intervals(kSequence, of_k.size(kSequence), at)[0]);
     }
     gather_if_traced();
   }
 
+  at::Tensor q, k, v;
+  bool causal;
+  std::vector<int64_t> ranks; // those that have other pieces of the same sequences, and this one: number `me` among them
+  size_t me = 0;
+  std::vector<Interval> queries, keys; // theirs
+
   size_t size() const {
-    return ranks_.size();
-  }
-  size_t me() const {
-    return me_;
-  }
-  const std::vector<int64_t>& ranks() const {
-    return ranks_;
+    return ranks.size();
   }
   const Mesh& mesh() const {
     return run_.mesh();
   }
-  Interval queries(size_t i) const {
-    return queries_[i];
-  }
-  Interval keys(size_t i) const {
-    return keys_[i];
-  }
-  bool causal() const {
-    return causal_;
-  }
-  const at::Tensor& q() const {
-    return q_;
-  }
-  const at::Tensor& k() const {
-    return k_;
-  }
-  const at::Tensor& v() const {
-    return v_;
-  }
   at::Tensor tensor(const char* name) const {
-    const auto at = argument(run_, name);
-    const auto found = at < 0 ? at::Tensor() : run_.arg(at).toOptional<at::Tensor>().value_or(at::Tensor());
-    return found.defined() && has_symbols(found) ? in_numbers(found) : found;
+    return tensor_of(run_, name);
   }
   // A mask has rows for this rank's queries only.
   Shares shares() const {
-    return {queries_, keys_, causal_, !mask_.defined()};
+    return {queries, keys, causal, !mask_.defined()};
   }
   // The keys of rank j that these queries see.
-  Interval seen(const Interval& q, size_t j) const {
-    const auto blocks = blocks_of(q, keys_[j], causal_);
-    return blocks.empty() ? Interval{keys_[j].start, 0} : between(blocks.front().k.start, end(blocks.back().k));
+  Interval seen(const Interval& at, size_t j) const {
+    const auto blocks = blocks_of(at, keys[j], causal);
+    return blocks.empty() ? Interval{keys[j].start, 0} : between(blocks.front().k.start, end(blocks.back().k));
   }
 
   // The logs of the sums, one per row, as a kernel gives them, and as it takes them: the efficient one pads the rows to a
@@ -436,21 +423,16 @@ class Ring {
     }
     run_.op.callBoxed(&stack);
     for (auto& value : stack) {
-      if (q_.numel() == 0 && value.isTensor() && value.toTensor().dim() > 2) {
+      if (q.numel() == 0 && value.isTensor() && value.toTensor().dim() > 2) {
         value = as_empty(value.toTensor());
       }
     }
     return stack;
   }
 
-  // Queries that see no key of a block, as rows of the mask; undefined without a mask. torch's kernel says nothing sensible of
-  // them.
+  // Queries that see no key of a block, as rows of the mask; undefined without a mask.
   at::Tensor blind(const Block& b) const {
-    if (!mask_.defined()) {
-      return {};
-    }
-    const auto mask = mask_of(b);
-    return (mask.scalar_type() == at::kBool ? mask.logical_not() : mask.isneginf()).all(-1);
+    return mask_.defined() ? blind_rows(mask_of(b)) : at::Tensor();
   }
 
   // Brings this rank's part of a sum over all ranks, if this one had all keys (in a graph).
@@ -458,48 +440,38 @@ class Ring {
     if (!gathered_) {
       return grad;
     }
-    auto placements = operand("key").layout->placements();
-    auto cuts = operand("key").layout->cuts();
+    const auto& home = operand_of(run_, "key");
+    auto placements = home.layout->placements();
+    auto cuts = home.layout->cuts();
     for (auto& p : placements) {
       p = p.is_shard(kSequence) ? Placement::partial(ReduceOp::Sum) : p;
     }
     for (size_t m = 0; m < placements.size(); ++m) {
       cuts[m] = placements[m].is_shard() ? cuts[m] : nullptr;
     }
-    const auto from = Layout::make(mesh_ptr(), std::move(placements), std::move(cuts));
-    return redistribute(grad, *from, *operand("key").layout, operand("key").sizes());
+    const auto from = Layout::make(home.layout->mesh_ptr(), std::move(placements), std::move(cuts));
+    return redistribute(grad, *from, *home.layout, home.sizes());
   }
 
  private:
-  const MeshPtr& mesh_ptr() const {
-    return run_.operands[0].layout->mesh_ptr();
-  }
-  static Interval piece(const Layout& layout, int64_t size, const Coordinate& at) {
-    return layout.intervals(kSequence, size, at)[0];
-  }
-
-  const Run::At& operand(const std::string& wanted) const {
-    return operand_of(run_, wanted);
-  }
-
   // In a graph, single messages are no ops, so every rank gets all keys.
   void gather_if_traced() {
-    if (!is_traced(q_) || size() == 1) {
+    if (!is_traced(q) || size() == 1) {
       return;
     }
     gathered_ = true;
-    const auto& keys = operand("key");
-    const auto whole = keys.layout->whole_along(kSequence);
-    k_ = redistribute(k_, *keys.layout, *whole, keys.sizes());
-    v_ = redistribute(v_, *keys.layout, *whole, operand("value").sizes());
-    queries_ = {queries_[me_]};
-    ranks_ = {ranks_[me_]};
-    keys_ = {{0, keys.size(kSequence)}};
-    me_ = 0;
+    const auto& of_k = operand_of(run_, "key");
+    const auto whole = of_k.layout->whole_along(kSequence);
+    k = redistribute(k, *of_k.layout, *whole, of_k.sizes());
+    v = redistribute(v, *of_k.layout, *whole, operand_of(run_, "value").sizes());
+    queries = {queries[me]};
+    ranks = {ranks[me]};
+    keys = {{0, of_k.size(kSequence)}};
+    me = 0;
   }
 
   at::Tensor mask_of(const Block& b) const {
-    const auto rows = mask_.size(-2) == 1 ? mask_ : mask_.narrow(-2, b.q.start - queries_[me_].start, b.q.length);
+    const auto rows = mask_.size(-2) == 1 ? mask_ : mask_.narrow(-2, b.q.start - queries[me].start, b.q.length);
     return rows.size(-1) == 1 ? rows : rows.narrow(-1, b.k.start, b.k.length);
   }
 
@@ -514,15 +486,12 @@ class Ring {
     return t.new_zeros(sizes);
   }
   at::Tensor as_empty(const at::Tensor& t) const {
-    return t.narrow(0, 0, std::min(t.size(0), q_.size(0))).narrow(1, 0, std::min(t.size(1), q_.size(1)));
+    return t.narrow(0, 0, std::min(t.size(0), q.size(0))).narrow(1, 0, std::min(t.size(1), q.size(1)));
   }
 
   Run& run_;
-  at::Tensor q_, k_, v_, mask_;
-  bool efficient_, cudnn_, causal_, gathered_ = false;
-  size_t me_ = 0;
-  std::vector<int64_t> ranks_; // of those that have other pieces of the same sequences
-  std::vector<Interval> queries_, keys_;
+  at::Tensor mask_;
+  bool efficient_, cudnn_, gathered_ = false;
 };
 
 // What the ranks attend with in one step: keys of one rank ahead, queries of one rank behind. In step s, rank r sends to rank r +
@@ -545,20 +514,12 @@ Step step_of(const Ring& ring, const Shares& shares, size_t rank, size_t step) {
   return s;
 }
 
-// Whether any rank sends anything in a step. All ranks of a mesh take part in a call, also those of other rings, which are alike.
-bool travels(const Ring& ring, const Shares& shares, size_t step) {
+// Whether any rank sends queries, or keys if they count, in a step. All ranks of a mesh take part in a call, also those of other
+// rings, which are alike.
+bool travels(const Ring& ring, const Shares& shares, size_t step, bool keys) {
   for (size_t i = 0; i < ring.size(); ++i) {
     const auto s = step_of(ring, shares, i, step);
-    if (s.keys_out.length || s.queries_out.length) {
-      return true;
-    }
-  }
-  return false;
-}
-bool comes_back(const Ring& ring, const Shares& shares, size_t step, bool gradients) {
-  for (size_t i = 0; i < ring.size(); ++i) {
-    const auto s = step_of(ring, shares, i, step);
-    if (s.queries_out.length || (gradients && s.keys_out.length)) {
+    if (s.queries_out.length || (keys && s.keys_out.length)) {
       return true;
     }
   }
@@ -569,18 +530,18 @@ bool comes_back(const Ring& ring, const Shares& shares, size_t step, bool gradie
 template <typename Pass>
 void go_round(const Ring& ring, const Shares& shares, Pass& pass) {
   const auto n = ring.size();
-  const auto mine = [&](size_t step) { return step_of(ring, shares, ring.me(), step); };
+  const auto mine = [&](size_t step) { return step_of(ring, shares, ring.me, step); };
   for (size_t now = 0; now <= n; ++now) {
-    const bool sends = now + 1 < n && travels(ring, shares, now + 1);
-    const bool returns = now > 1 && comes_back(ring, shares, now - 1, Pass::kGradients);
-    Mail mail;
+    const bool sends = now + 1 < n && travels(ring, shares, now + 1, true);
+    const bool returns = now > 1 && travels(ring, shares, now - 1, Pass::kGradients);
+    Mail mail(ring.ranks);
     if (sends) {
       pass.send(mail, mine(now + 1));
     }
     if (returns) {
       pass.send_back(mail, mine(now - 1));
     }
-    auto arrive = sends || returns ? mail.start(ring.ranks(), ring.mesh(), ring.q().options()) : comm::InFlight();
+    auto arrive = sends || returns ? mail.start(ring.mesh(), ring.q.options()) : comm::InFlight();
     if (now < n) {
       pass.work(mine(now));
     }
@@ -601,7 +562,7 @@ struct Guests {
 class Pass {
  public:
   Pass(const Ring& ring, const Shares& shares)
-      : ring_(ring), shares_(shares), queries_(ring.queries(ring.me())), keys_(ring.keys(ring.me())) {}
+      : ring_(ring), shares_(shares), queries_(ring.queries[ring.me]), keys_(ring.keys[ring.me]) {}
 
   void turn() {
     now_ = std::exchange(next_, {});
@@ -609,11 +570,11 @@ class Pass {
 
  protected:
   void send_keys(Mail& mail, const Step& s) {
-    for (const auto* t : {&ring_.k(), &ring_.v()}) {
+    for (const auto* t : {&ring_.k, &ring_.v}) {
       send_rows(mail, s.to, *t, s.keys_out, keys_.start);
     }
-    receive(mail, s.from, s.keys_in, ring_.k(), next_.k);
-    receive(mail, s.from, s.keys_in, ring_.v(), next_.v);
+    receive(mail, s.from, s.keys_in, ring_.k, next_.k);
+    receive(mail, s.from, s.keys_in, ring_.v, next_.v);
   }
   void send_queries(Mail& mail, const Step& s, const at::Tensor& t, at::Tensor& into) {
     send_rows(mail, s.to, t, s.queries_out, queries_.start);
@@ -644,34 +605,34 @@ class Forward : public Pass {
 
   void send(Mail& mail, const Step& s) {
     send_keys(mail, s);
-    send_queries(mail, s, ring_.q(), next_.q);
+    send_queries(mail, s, ring_.q, next_.q);
   }
 
   void work(const Step& s) {
-    if (s.from == ring_.me()) {
-      attend(mean_, ring_.q(), queries_, ring_.k(), ring_.v(), keys_);
+    if (s.from == ring_.me) {
+      attend(mean_, ring_.q, queries_, ring_.k, ring_.v, keys_);
       return;
     }
     if (s.keys_in.length) {
-      const auto kept = shares_.kept(ring_.me(), s.from);
-      attend(mean_, rows(ring_.q(), kept, queries_.start), kept, now_.k, now_.v, s.keys_in);
+      const auto kept = shares_.kept(ring_.me, s.from);
+      attend(mean_, rows(ring_.q, kept, queries_.start), kept, now_.k, now_.v, s.keys_in);
     }
     if (s.queries_in.length) {
-      attend(lent_.emplace(s.queries_in), now_.q, s.queries_in, ring_.k(), ring_.v(), keys_);
+      attend(lent_.emplace(s.queries_in), now_.q, s.queries_in, ring_.k, ring_.v, keys_);
     }
   }
 
   void send_back(Mail& mail, const Step& s) {
     if (s.queries_in.length) {
-      mail.send(s.from, lent_->mean().to(ring_.q().scalar_type()));
+      mail.send(s.from, lent_->mean().to(ring_.q.scalar_type()));
       mail.send(s.from, lent_->log());
     }
     if (s.queries_out.length) {
-      auto sizes = resized(ring_.q(), s.queries_out.length).sizes().vec();
-      sizes.back() = ring_.v().size(-1);
-      part_ = ring_.q().new_empty(sizes);
+      auto sizes = resized(ring_.q, s.queries_out.length).sizes().vec();
+      sizes.back() = ring_.v.size(-1);
+      part_ = ring_.q.new_empty(sizes);
       sizes.pop_back();
-      log_ = ring_.q().new_empty(sizes, at::TensorOptions().dtype(accumulate_type(part_.scalar_type())));
+      log_ = ring_.q.new_empty(sizes, at::TensorOptions().dtype(accumulate_type(part_.scalar_type())));
       mail.receive(s.to, part_);
       mail.receive(s.to, log_);
     }
@@ -686,11 +647,10 @@ class Forward : public Pass {
     if (rest_.empty()) { // the op knows what else it returns
       const auto one = [](const at::Tensor& t) { return resized(t, 1).zero_(); };
       rest_ = ring_.call(
-          {{"query", one(ring_.q())}, {"key", one(ring_.k())}, {"value", one(ring_.v())}, {"attn_mask", {}}},
-          {{0, 1}, {0, 1}, false});
+          {{"query", one(ring_.q)}, {"key", one(ring_.k)}, {"value", one(ring_.v)}, {"attn_mask", {}}}, {{0, 1}, {0, 1}, false});
     }
     const auto none = [&](size_t i) { return rest_[i].toTensor().narrow(kSequence, 0, 0); };
-    rest_[0] = queries_.length ? mean_.mean().to(ring_.q().scalar_type()) : none(0);
+    rest_[0] = queries_.length ? mean_.mean().to(ring_.q.scalar_type()) : none(0);
     rest_[1] = queries_.length ? ring_.logs_to_return(mean_.log()) : none(1);
     return std::move(rest_);
   }
@@ -698,7 +658,7 @@ class Forward : public Pass {
  private:
   void attend(
       Mean& mean, const at::Tensor& q, const Interval& at_q, const at::Tensor& k, const at::Tensor& v, const Interval& at_k) {
-    for (const auto& b : blocks_of(at_q, at_k, ring_.causal())) {
+    for (const auto& b : blocks_of(at_q, at_k, ring_.causal)) {
       rest_ = ring_.call(
           {{"query", rows(q, b.q, at_q.start)}, {"key", rows(k, b.k, at_k.start)}, {"value", rows(v, b.k, at_k.start)}}, b);
       auto part = rest_[0].toTensor(), log = ring_.logs(rest_[1].toTensor(), b.q.length);
@@ -724,26 +684,26 @@ class Backward : public Pass {
         grad_(ring.upstream()),
         out_(ring.tensor("out")),
         log_(ring.logs(ring.tensor("logsumexp"), queries_.length)),
-        of_q_(ring.q(), queries_.start),
-        of_k_(ring.k(), keys_.start),
-        of_v_(ring.v(), keys_.start) {}
+        of_q_(ring.q, queries_.start),
+        of_k_(ring.k, keys_.start),
+        of_v_(ring.v, keys_.start) {}
 
   void send(Mail& mail, const Step& s) {
     send_keys(mail, s);
-    send_queries(mail, s, ring_.q(), next_.q);
+    send_queries(mail, s, ring_.q, next_.q);
     send_queries(mail, s, grad_, next_.grad);
     send_queries(mail, s, out_, next_.out);
     send_queries(mail, s, log_, next_.log);
   }
 
   void work(const Step& s) {
-    const Guests own{ring_.k(), ring_.v(), ring_.q(), grad_, out_, log_};
-    if (s.from == ring_.me()) {
+    const Guests own{ring_.k, ring_.v, ring_.q, grad_, out_, log_};
+    if (s.from == ring_.me) {
       differentiate(own, queries_, own, keys_, of_q_, of_k_, of_v_);
       return;
     }
     if (s.keys_in.length) {
-      const auto kept = shares_.kept(ring_.me(), s.from);
+      const auto kept = shares_.kept(ring_.me, s.from);
       auto& k = k_guest_.emplace(now_.k, s.keys_in.start);
       auto& v = v_guest_.emplace(now_.v, s.keys_in.start);
       differentiate(own, kept, now_, s.keys_in, of_q_, k, v);
@@ -761,9 +721,9 @@ class Backward : public Pass {
     if (s.queries_in.length) {
       mail.send(s.from, q_guest_->get());
     }
-    receive(mail, s.to, s.keys_out, ring_.k(), back_.k);
-    receive(mail, s.to, s.keys_out, ring_.v(), back_.v);
-    receive(mail, s.to, s.queries_out, ring_.q(), back_.q);
+    receive(mail, s.to, s.keys_out, ring_.k, back_.k);
+    receive(mail, s.to, s.keys_out, ring_.v, back_.v);
+    receive(mail, s.to, s.queries_out, ring_.q, back_.q);
   }
   void take_back(const Step& s) {
     if (s.keys_out.length) {
@@ -785,7 +745,7 @@ class Backward : public Pass {
   // Adds what the queries of `a` and the keys of `b` give.
   void differentiate(const Guests& a, const Interval& at_q, const Guests& b, const Interval& at_k, Sum& q, Sum& k, Sum& v) {
     const auto start = &a == &now_ ? at_q.start : queries_.start;
-    for (const auto& block : blocks_of(at_q, at_k, ring_.causal())) {
+    for (const auto& block : blocks_of(at_q, at_k, ring_.causal)) {
       const auto of = [&](const at::Tensor& t) { return rows(t, block.q, start); };
       const auto grads = ring_.call(
           {{"grad_out", of(a.grad)},

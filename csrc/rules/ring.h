@@ -14,6 +14,9 @@ bool cut_together(const Layout& q, const Layout& k, const Layout& v, int64_t seq
 // of one sequence of keys: each rank can then attend to its own keys.
 bool keys_cut_alone(const Layout& q, const Layout& k, const Layout& v, int64_t sequence);
 
+// Rows of a mask that let no key through: torch's kernels say nothing sensible of them.
+at::Tensor blind_rows(const at::Tensor& mask);
+
 void attend(Run& run);
 void attend_backward(Run& run);
 

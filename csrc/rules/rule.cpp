@@ -147,12 +147,33 @@ int64_t tensors_returned(const c10::FunctionSchema& schema) {
 }
 } // namespace
 
-Dims fresh_dims(Rule& rule, int64_t n) {
+Dims fresh_dims(Rule& rule, int64_t n, const Factor& f) {
   Dims dims;
   for (int64_t d = 0; d < n; ++d) {
-    dims.emplace_back(rule.factor());
+    dims.emplace_back(rule.factor(f));
   }
   return dims;
+}
+
+Dims dims_along(Rule& rule, int64_t n, int64_t dim, const Factor& along) {
+  Dims dims;
+  for (int64_t d = 0; d < n; ++d) {
+    dims.emplace_back(rule.factor(d == dim ? along : Factor()));
+  }
+  return dims;
+}
+
+Dims dims_beside(Rule& rule, int64_t n, int64_t dim) {
+  Dims dims;
+  for (int64_t d = 0; d < n; ++d) {
+    dims.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
+  }
+  return dims;
+}
+
+Rule linear(Rule rule, std::initializer_list<int> operands) {
+  rule.linear_in(operands);
+  return rule;
 }
 
 Rule broadcast(const Call& call) {

@@ -73,19 +73,12 @@ struct Dim {
   c10::SymInt inner = 1; // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
   // A dim with only part of the factor: `length` indices start, start + step, ... In a result: a slice. In an operand (cat,
   // padding): the factor is then cut so that the operands' pieces stay on their ranks, if possible.
-  struct Window {
-    int64_t start, step, length;
-  };
   struct SymWindow {
     c10::SymInt start;
     int64_t step;
     c10::SymInt length;
 
     SymWindow(c10::SymInt from, int64_t by, c10::SymInt n) : start(std::move(from)), step(by), length(std::move(n)) {}
-    SymWindow(const Window& w) : SymWindow(w.start, w.step, w.length) {} // NOLINT: a window of numbers is one
-    Window numbers() const {
-      return {start.guard_int(__FILE__, __LINE__), step, length.guard_int(__FILE__, __LINE__)};
-    }
   };
   std::optional<SymWindow> window;
 
@@ -171,12 +164,6 @@ struct Linear {
   }
 };
 
-// Argument `arg` lists the sizes of result `result` (view, expand, new_zeros). The local op gets the local sizes.
-struct SizeArg {
-  int16_t arg;
-  int16_t result;
-};
-
 struct Solution;
 
 // A kernel's view of its call. The kernel replaces the arguments on the stack (local tensors) by the results (local tensors).
@@ -235,7 +222,8 @@ struct Rule {
   c10::SmallVector<Operand, 4> operands;
   c10::SmallVector<Result, 2> results;
   c10::SmallVector<Linear, 2> linear;
-  c10::SmallVector<SizeArg, 1> size_args;
+  // The argument that lists the sizes of the first result (view, expand, new_zeros). The local op gets the local sizes.
+  int16_t sizes_arg = kNone;
   std::vector<Reach> reaches;
   Kernel kernel = nullptr;
   // The kernel runs even if no kernel factor is sharded.
@@ -270,6 +258,11 @@ struct Rule {
     Factor f;
     f.reduce = op;
     return factor(f);
+  }
+  // `k` runs on every call, not only if a kernel factor is sharded.
+  void always(Kernel k) {
+    kernel = k;
+    always_kernel = true;
   }
   // Linear in each of these operands alone; jointly_linear(): in all of them together.
   void linear_in(std::initializer_list<int> operands_) {
@@ -440,8 +433,11 @@ using RuleFn = Rule (*)(const Call&);
 // "ik,kj->ij": each letter is a factor; a factor that no result has is summed over. Linear in each operand alone.
 Rule notation(const char* text);
 
-// n dims, each with a factor of its own.
-Dims fresh_dims(Rule& rule, int64_t n);
+// n dims, each with a factor of its own, like `f`.
+Dims fresh_dims(Rule& rule, int64_t n, const Factor& f = {});
+// The same, but dim `dim` has a factor like `along`; or stays whole.
+Dims dims_along(Rule& rule, int64_t n, int64_t dim, const Factor& along);
+Dims dims_beside(Rule& rule, int64_t n, int64_t dim);
 
 // Broadcasts all operands, right-aligned, to one shape; one result per tensor that the op returns. The rule of elementwise ops.
 Rule broadcast(const Call& call);
@@ -449,6 +445,23 @@ Rule broadcast(const Call& call, size_t operands); // the first ones
 
 // Every operand and result whole.
 Rule replicate(const Call& call);
+
+// The same rule, linear in each of these operands alone.
+Rule linear(Rule rule, std::initializer_list<int> operands);
+
+// Another rule that is linear in the first operand, the others whole: the gradient in every *_backward.
+template <RuleFn rule>
+Rule linear_in_first(const Call& call) {
+  return linear(rule(call), {0});
+}
+
+// Another rule, with a kernel that runs on every call.
+template <RuleFn rule_of, Kernel kernel>
+Rule always(const Call& call) {
+  auto rule = rule_of(call);
+  rule.always(kernel);
+  return rule;
+}
 
 int64_t wrap_dim(int64_t dim, int64_t ndim);
 

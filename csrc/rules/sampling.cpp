@@ -318,10 +318,8 @@ std::optional<Sampled> sampled(const Call& call, Rule& rule, const TensorArg& in
   const auto batch = rule.factor(), channels = rule.reduced(ReduceOp::Sum); // for the grid's gradient
   Sampled out{{batch, channels}, {batch}, {batch, channels}};
   for (int64_t i = 0; i < space; ++i) {
-    Factor f;
-    f.size = grid.size(1 + i);
-    f.reduce = ReduceOp::Sum; // for the gradient of an input that is not cut
-    const auto at = rule.factor(f);
+    // Reduced for the gradient of an input that is not cut.
+    const auto at = rule.factor({.reduce = ReduceOp::Sum, .size = grid.size(1 + i)});
     out.grid.emplace_back(at);
     out.result.emplace_back(at);
     out.input.push_back(
@@ -356,8 +354,7 @@ Rule sample(const Call& call) {
   }
   rule.results = {Result(dims->result, sizes)};
   rule.linear_in({0});
-  rule.kernel = sample_kernel;
-  rule.always_kernel = true;
+  rule.always(sample_kernel);
   return rule;
 }
 
@@ -371,19 +368,14 @@ Rule sample_backward(const Call& call) {
   rule.operands = {Operand(dims->result), kept(dims->input), Operand(dims->grid)};
   rule.results = {Result(dims->input, input.sym_sizes()), Result(dims->grid, grid.sym_sizes())};
   rule.linear_in({0});
-  rule.kernel = sample_backward_kernel;
-  rule.always_kernel = true;
+  rule.always(sample_backward_kernel);
   return rule;
 }
 
 } // namespace
 
 void register_sampling(Registry& r) {
-  Options two;
-  two.takes = kReals;
-  two.one_dtype = 0b11;
-  Options three = two;
-  three.one_dtype = 0b111;
+  const Options two{.takes = kReals, .one_dtype = 0b11}, three{.takes = kReals, .one_dtype = 0b111};
   r.add("sampling", {"_grid_sampler_2d_cpu_fallback", "grid_sampler_2d", "grid_sampler_3d"}, sample, two);
   r.add("sampling", {"grid_sampler_2d_backward", "grid_sampler_3d_backward"}, sample_backward, three);
 }

@@ -15,27 +15,13 @@ namespace shardtensor::rules {
 
 namespace {
 
-Dims factors(const Call& call, Rule& rule, const TensorArg& x, int64_t dim, Factor along) {
-  Dims dims;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    dims.emplace_back(d == dim ? rule.factor(along) : rule.factor());
-  }
-  return dims;
-}
-
-int64_t scanned_dim(const Call& call) {
-  return call.dim(argument(call, "dim"), call.tensors[0].dim());
-}
-
-// Every result has the operand's dims. Factor d is the operand's dim d.
-Rule along(const Call& call, Factor f) {
+// The operands, as many as said, and every result have the first one's dims. Factor d is dim d; `f` that of the scanned dim.
+Rule along(const Call& call, const Factor& f, size_t operands = 1) {
   Rule rule;
-  const auto dim = scanned_dim(call);
-  const auto dims = factors(call, rule, call.tensors[0], dim, f);
-  rule.operands.emplace_back(dims);
-  for (size_t i = 0; i < call.schema.returns().size(); ++i) {
-    rule.results.emplace_back(dims);
-  }
+  const auto ndim = call.tensors[0].dim(), dim = call.dim(argument(call, "dim"), ndim);
+  const auto dims = dims_along(rule, ndim, dim, f);
+  rule.operands.assign(operands, Operand(dims));
+  rule.results.assign(call.schema.returns().size(), Result(dims));
   add_outputs(call, rule);
   rule.notes = Along{dim};
   return rule;
@@ -64,9 +50,10 @@ at::Tensor before_me(
   return out;
 }
 
-at::Tensor last_slice(const at::Tensor& scan, const at::Tensor& nothing, int64_t dim) {
+// The last slice of a scan; of one that goes backwards the first.
+at::Tensor end_slice(const at::Tensor& scan, const at::Tensor& nothing, int64_t dim, bool first = false) {
   const auto n = scan.sym_size(dim);
-  return n == 0 ? nothing : scan.narrow_symint(dim, n - 1, 1);
+  return n == 0 ? nothing : scan.narrow_symint(dim, first ? c10::SymInt(0) : n - 1, 1);
 }
 
 at::Tensor slice_of(const at::Tensor& scan, int64_t dim, const at::Scalar& value) {
@@ -80,20 +67,17 @@ std::optional<at::ScalarType> dtype_of(const Run& run) {
   return given.isNone() ? std::nullopt : std::optional(given.toScalarType());
 }
 
-at::Tensor with_sums(at::Tensor scan, int64_t dim, const Run& run) {
+// A piece's running sums, with those of the pieces before it. `after`: sums of each index and all that follow.
+at::Tensor with_sums(at::Tensor scan, int64_t dim, const Run& run, bool after = false) {
   const auto nothing = slice_of(scan, dim, 0);
-  const auto dtype = scan.scalar_type();
-  const auto before = before_me(
-      last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) { return at::sum(t, {dim}, true, dtype); });
-  return scan.add_(before);
+  const auto sum = [&](const at::Tensor& t) { return at::sum(t, {dim}, true, scan.scalar_type()); };
+  return scan.add_(before_me(end_slice(scan, nothing, dim, after), nothing, dim, run, sum, after));
 }
 
 at::Tensor with_products(at::Tensor scan, int64_t dim, const Run& run) {
   const auto nothing = slice_of(scan, dim, 1);
-  const auto dtype = scan.scalar_type();
-  const auto before = before_me(
-      last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) { return at::prod(t, dim, true, dtype); });
-  return scan.mul_(before);
+  const auto product = [&](const at::Tensor& t) { return at::prod(t, dim, true, scan.scalar_type()); };
+  return scan.mul_(before_me(end_slice(scan, nothing, dim), nothing, dim, run, product));
 }
 
 void cumsum_kernel(Run& run) {
@@ -113,16 +97,9 @@ at::Tensor suffix_sum(const at::Tensor& t, int64_t dim) {
   return t.flip(dim).cumsum(dim).flip(dim);
 }
 
-at::Tensor with_sums_after(const at::Tensor& scan, int64_t dim, const Run& run) {
-  const auto nothing = slice_of(scan, dim, 0);
-  const auto total = scan.sym_size(dim) == 0 ? nothing : scan.narrow(dim, 0, 1);
-  const auto sum = [&](const at::Tensor& t) { return at::sum(t, {dim}, true, scan.scalar_type()); };
-  return scan.add(before_me(total, nothing, dim, run, sum, true));
-}
-
 void suffix_sum_kernel(Run& run) {
   const auto dim = noted<Along>(run.solution).dim;
-  run.returns({with_sums_after(suffix_sum(run.arg(0).toTensor(), dim), dim, run)});
+  run.returns({with_sums(suffix_sum(run.arg(0).toTensor(), dim), dim, run, /*after=*/true)});
 }
 
 // (grad, input, dim, output). Before the first zero of a line, each product is divided by the element. At the zero, the sum goes
@@ -134,7 +111,7 @@ void cumprod_backward_kernel(Run& run) {
   const auto zeros = with_sums(zero.to(at::kLong).cumsum(dim), dim, run); // up to here
   const auto in_front = zeros.eq(0), first = zero.logical_and(zeros.eq(1));
   const auto weighed = output.conj().mul(grad).masked_fill(in_front.logical_not(), 0);
-  const auto sums = with_sums_after(suffix_sum(weighed, dim), dim, run);
+  const auto sums = with_sums(suffix_sum(weighed, dim), dim, run, /*after=*/true);
   const auto others = with_products(input.masked_fill(first, 1).cumprod(dim), dim, run); // without the first zero
   const auto at_first = others.conj().mul(grad).masked_fill(zeros.ne(1), 0).sum({dim}, true, grad.scalar_type());
   const auto total = over_ranks(at_first, run, run.mesh_dims(dim), ReduceOp::Sum);
@@ -177,10 +154,8 @@ void logcumsumexp_kernel(Run& run) {
   const auto dim = noted<Along>(run.solution).dim;
   const auto scan = at::logcumsumexp(run.arg(0).toTensor(), dim);
   const auto nothing = slice_of(scan, dim, -std::numeric_limits<double>::infinity());
-  const auto before = before_me(last_slice(scan, nothing, dim), nothing, dim, run, [&](const at::Tensor& t) {
-    return t.size(dim) ? at::logsumexp(t, {dim}, true) : nothing;
-  });
-  give(run, {at::logaddexp(scan, before)});
+  const auto sum = [&](const at::Tensor& t) { return t.size(dim) ? at::logsumexp(t, {dim}, true) : nothing; };
+  give(run, {at::logaddexp(scan, before_me(end_slice(scan, nothing, dim), nothing, dim, run, sum))});
 }
 
 // The running extreme and its index. Earlier pieces win only if they are strictly better, or NaN.
@@ -193,21 +168,19 @@ void cumulative_extreme_kernel(Run& run) {
   indices = indices + at::Scalar(mine(run, 0, dim).start);
   const auto nothing = slice_of(values, dim, identity(op, x.scalar_type()));
   const auto nowhere = slice_of(indices, dim, -1);
-  auto value = last_slice(values, nothing, dim);
-  auto index = last_slice(indices, nowhere, dim);
+  auto value = end_slice(values, nothing, dim), index = end_slice(indices, nowhere, dim);
   at::Tensor before = nothing, where = nowhere;
+  // Whether a value wins over one before it.
+  const auto wins = [](const at::Tensor& value, const at::Tensor& over) {
+    auto out = op == ReduceOp::Max ? value.ge(over) : value.le(over);
+    return value.is_floating_point() ? out.logical_and_(over.isnan().logical_not_()).logical_or_(value.isnan()) : out;
+  };
   // Reduces slices joined along dim to the last entry of their scan, ignoring slices of empty pieces.
   const auto combine = [&](const at::Tensor& v, const at::Tensor& i) {
-    const auto n = v.size(dim);
     auto best_value = nothing, best_index = nowhere;
-    for (int64_t k = 0; k < n; ++k) {
-      const auto next = v.narrow(dim, k, 1);
-      const auto at = i.narrow(dim, k, 1);
-      auto better = op == ReduceOp::Max ? next.ge(best_value) : next.le(best_value);
-      if (next.is_floating_point()) {
-        better.logical_and_(best_value.isnan().logical_not_()).logical_or_(next.isnan());
-      }
-      better.logical_and_(at.ge(0));
+    for (int64_t k = 0; k < v.size(dim); ++k) {
+      const auto next = v.narrow(dim, k, 1), at = i.narrow(dim, k, 1);
+      const auto better = wins(next, best_value).logical_and_(at.ge(0));
       best_value = at::where(better, next, best_value);
       best_index = at::where(better, at, best_index);
     }
@@ -224,18 +197,8 @@ void cumulative_extreme_kernel(Run& run) {
     std::tie(before, where) = combine(at::cat({earlier.first, before}, dim), at::cat({earlier.second, where}, dim));
     std::tie(value, index) = combine(all_values, all_indices);
   }
-  auto stays = op == ReduceOp::Max ? values.ge(before) : values.le(before);
-  if (values.is_floating_point()) {
-    stays.logical_and_(before.isnan().logical_not_()).logical_or_(values.isnan());
-  }
-  stays.logical_or_(where.lt(0));
+  const auto stays = wins(values, before).logical_or_(where.lt(0));
   give(run, {at::where(stays, values, before), at::where(stays, indices, where)});
-}
-
-Factor scanned() {
-  Factor f;
-  f.kernel = true;
-  return f;
 }
 
 // The dtype in which a sum or product along a dim is computed.
@@ -251,9 +214,15 @@ at::ScalarType computed_in(const Call& call) {
   return dtype;
 }
 
+template <Kernel kernel>
+Rule scan(const Call& call) {
+  auto rule = along(call, {.kernel = true});
+  rule.kernel = kernel;
+  return rule;
+}
+
 Rule cumsum(const Call& call) {
-  auto rule = along(call, scanned());
-  rule.kernel = cumsum_kernel;
+  auto rule = scan<cumsum_kernel>(call);
   const auto from = call.tensors[0].dtype, to = computed_in(call);
   if (from == to || !(c10::isIntegralType(from, true) || c10::isIntegralType(to, true))) {
     rule.linear_in({0});
@@ -263,23 +232,12 @@ Rule cumsum(const Call& call) {
 
 Rule cumprod(const Call& call) {
   computed_in(call);
-  auto rule = along(call, scanned());
-  rule.kernel = cumprod_kernel;
-  return rule;
-}
-
-template <Kernel kernel>
-Rule scan(const Call& call) {
-  auto rule = along(call, scanned());
-  rule.kernel = kernel;
-  return rule;
+  return scan<cumprod_kernel>(call);
 }
 
 // A complex logarithm's branch depends on the order of the sums.
 Rule logcumsumexp(const Call& call) {
-  auto f = scanned();
-  f.whole = c10::isComplexType(call.tensors[0].dtype);
-  auto rule = along(call, f);
+  auto rule = along(call, {.whole = c10::isComplexType(call.tensors[0].dtype), .kernel = true});
   rule.kernel = logcumsumexp_kernel;
   return rule;
 }
@@ -288,9 +246,7 @@ Rule logcumsumexp(const Call& call) {
 
 // Whole along the dim; other dims may be cut.
 Rule sort(const Call& call) {
-  Factor f;
-  f.whole = true;
-  return along(call, f);
+  return along(call, {.whole = true});
 }
 
 // Each piece's best k are candidates; only these are gathered.
@@ -331,7 +287,7 @@ void topk_kernel(Run& run) {
 }
 
 Rule topk(const Call& call) {
-  auto rule = along(call, scanned());
+  auto rule = scan<topk_kernel>(call);
   const auto dim = noted<Along>(rule).dim;
   for (auto& r : rule.results) {
     if (!r.dims.empty()) {
@@ -339,11 +295,8 @@ Rule topk(const Call& call) {
     }
   }
   for (size_t i = 1; i < rule.operands.size(); ++i) {
-    if (!rule.operands[i].dims.empty()) {
-      rule.operands[i].dims[dim] = kNone;
-    }
+    rule.operands[i].dims = rule.results[0].dims;
   }
-  rule.kernel = topk_kernel;
   return rule;
 }
 
@@ -356,21 +309,14 @@ Rule value_selecting_reduction_backward(const Call& call) {
   const auto ndim = static_cast<int64_t>(sizes.size());
   const auto dim = call.dim(argument(call, "dim"), ndim);
   const bool keepdim = call.flag(argument(call, "keepdim"));
-  Dims in, out;
-  for (int64_t d = 0; d < ndim; ++d) {
-    if (d == dim) {
-      out.emplace_back(kNone);
-      if (keepdim) {
-        in.emplace_back(kNone);
-      }
-    } else {
-      out.emplace_back(rule.factor());
-      in.push_back(out.back());
-    }
+  const auto out = dims_beside(rule, ndim, dim);
+  auto in = out;
+  if (!keepdim && ndim > 0) {
+    in.erase(in.begin() + dim);
   }
   rule.operands.assign(2, Operand(in));
   rule.results.emplace_back(out, sizes);
-  rule.size_args.push_back({static_cast<int16_t>(argument(call, "sizes")), 0});
+  rule.sizes_arg = static_cast<int16_t>(argument(call, "sizes"));
   rule.linear_in({0});
   return rule;
 }
@@ -378,21 +324,9 @@ Rule value_selecting_reduction_backward(const Call& call) {
 // grad, input and indices or output have the same dims; linear in grad.
 template <Kernel kernel>
 Rule scan_backward(const Call& call) {
-  Rule rule;
-  const auto dim = scanned_dim(call);
-  const auto dims = factors(call, rule, call.tensors[0], dim, scanned());
-  rule.operands.assign(3, Operand(dims));
-  rule.results.emplace_back(dims);
+  auto rule = along(call, {.kernel = true}, 3);
   rule.linear_in({0});
   rule.kernel = kernel;
-  rule.notes = Along{dim};
-  return rule;
-}
-
-Rule suffix_sum_rule(const Call& call) {
-  auto rule = along(call, scanned());
-  rule.kernel = suffix_sum_kernel;
-  rule.linear_in({0});
   return rule;
 }
 
@@ -408,11 +342,9 @@ Rule searchsorted(const Call& call) {
   Rule rule;
   const auto sequence = call.operand(0);
   const auto values = call.operand(1);
-  Dims in, out;
+  Dims in;
   const auto n = call.tensors[sequence].dim();
-  for (int64_t d = 0; values >= 0 && d < call.tensors[values].dim(); ++d) {
-    out.emplace_back(rule.factor());
-  }
+  const auto out = fresh_dims(rule, values < 0 ? 0 : call.tensors[values].dim());
   for (int64_t d = 0; d < n; ++d) {
     in.push_back(d + 1 < n && d < static_cast<int64_t>(out.size()) ? out[d] : Dim(kNone));
   }
@@ -432,10 +364,7 @@ Rule searchsorted(const Call& call) {
 Rule bucketize(const Call& call) {
   Rule rule;
   const auto values = call.operand(0);
-  Dims out;
-  for (int64_t d = 0; values >= 0 && d < call.tensors[values].dim(); ++d) {
-    out.emplace_back(rule.factor());
-  }
+  const auto out = fresh_dims(rule, values < 0 ? 0 : call.tensors[values].dim());
   rule.results.emplace_back(out);
   if (values >= 0) {
     rule.operands.emplace_back(out);
@@ -450,14 +379,7 @@ Rule histc(const Call& call) {
   const auto low = call.arg(argument(call, "min")).toScalar().toDouble();
   const auto high = call.arg(argument(call, "max")).toScalar().toDouble();
   Rule rule;
-  Factor f;
-  f.reduce = ReduceOp::Sum;
-  f.whole = low >= high;
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
-    dims.emplace_back(rule.factor(f));
-  }
-  rule.operands.emplace_back(std::move(dims));
+  rule.operands.emplace_back(fresh_dims(rule, call.tensors[0].dim(), {.whole = low >= high, .reduce = ReduceOp::Sum}));
   rule.results.emplace_back(Dims(1, Dim(kNone)));
   add_outputs(call, rule);
   return rule;
@@ -476,7 +398,7 @@ void histogram_kernel(Run& run) {
     const auto columns = noted<Columns>(run.solution).number;
     const auto values = x.reshape({columns ? x.numel() / columns : x.numel(), std::max<int64_t>(columns, 1)});
     const auto outermost = [&](ReduceOp op) {
-      return over_ranks(extreme(values, {0}, op), run, mesh_dims_of(run, ~uint64_t{0}), op);
+      return over_ranks(extreme(values, {0}, op), run, mesh_dims_of(run, kAllFactors), op);
     };
     const auto least = outermost(ReduceOp::Min), greatest = outermost(ReduceOp::Max);
     const auto weights = run.arg(weight).isNone() ? at::ones(values.size(0), x.options()) : run.arg(weight).toTensor().flatten();
@@ -495,14 +417,8 @@ Rule histogram(const Call& call) {
     return replicate(call); // the op says what is wrong
   }
   Rule rule;
-  Factor f;
-  f.kernel = true;
-  f.reduce = ReduceOp::Sum;
-  f.whole = call.flag(argument(call, "density"));
-  Dims samples;
-  for (int64_t d = 0; d < x.dim() - dd; ++d) {
-    samples.emplace_back(rule.factor(f));
-  }
+  const bool whole = call.flag(argument(call, "density"));
+  const auto samples = fresh_dims(rule, x.dim() - dd, {.whole = whole, .kernel = true, .reduce = ReduceOp::Sum});
   auto in = samples;
   if (dd) {
     in.emplace_back(kNone);
@@ -529,10 +445,8 @@ Rule histogram(const Call& call) {
 
 void register_scans(Registry& r) {
   const Options composite{.way = Way::Whole, .symbols = true};
-  Options ordered;
-  ordered.takes = kAllNumbers & ~kComplex;
-  Options searched;
-  searched.takes = kIntegers | kReals;
+  const Options ordered{.takes = kAllNumbers & ~kComplex}, searched{.takes = kIntegers | kReals};
+  const Options cumulative{.symbols = true, .takes = ordered.takes};
   const char* family = "scans";
   r.add(
       family,
@@ -546,10 +460,8 @@ void register_scans(Registry& r) {
       },
       replicate);
   r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize, searched);
-  ordered.symbols = true;
-  r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, ordered);
-  r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, ordered);
-  ordered.symbols = false;
+  r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, cumulative);
+  r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, cumulative);
   r.add(family, {"cummaxmin_backward"}, scan_backward<cumulative_extreme_backward_kernel>, composite);
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod, {.symbols = true});
   r.add(family, {"cumprod_backward"}, scan_backward<cumprod_backward_kernel>, composite);
@@ -568,7 +480,7 @@ void register_scans(Registry& r) {
           "searchsorted.Tensor_out",
       },
       searchsorted, searched);
-  r.add(family, {"shardtensor::suffix_sum"}, suffix_sum_rule, {.symbols = true});
+  r.add(family, {"shardtensor::suffix_sum"}, linear_in_first<scan<suffix_sum_kernel>>, {.symbols = true});
   r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
   r.add(family, {"topk", "topk.values"}, topk, {.symbols = true});
   r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);

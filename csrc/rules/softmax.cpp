@@ -13,12 +13,7 @@ Rule along(const Call& call, Kernel kernel) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto dim = call.dim(argument(call, "dim"), x.dim());
-  Dims dims;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    Factor f;
-    f.kernel = d == dim;
-    dims.emplace_back(rule.factor(f));
-  }
+  const auto dims = dims_along(rule, x.dim(), dim, {.kernel = true});
   rule.results.emplace_back(dims);
   for (const auto& t : call.tensors) {
     if (!t.mutated) {
@@ -66,9 +61,7 @@ void backward_kernel(Run& run) {
 // Linear in the gradient.
 template <bool log>
 Rule backward(const Call& call) {
-  auto rule = along(call, backward_kernel<log>);
-  rule.linear_in({0});
-  return rule;
+  return linear(along(call, backward_kernel<log>), {0});
 }
 
 // The dim stays whole. If the mask has another shape than the scores, everything does.
@@ -80,9 +73,7 @@ Rule masked(const Call& call) {
     }
   }
   auto rule = along(call, nullptr);
-  auto& f = rule.factors[noted<Along>(rule).dim];
-  f.kernel = false;
-  f.whole = true;
+  rule.factors[noted<Along>(rule).dim] = {.whole = true};
   return rule;
 }
 
@@ -90,11 +81,8 @@ Rule masked(const Call& call) {
 
 void register_softmax(Registry& r) {
   const char* family = "softmax";
-  Options real;
-  real.takes = kReals;
-  real.symbols = true;
-  Options gradient = real;
-  gradient.one_dtype = 0b11; // grad_output, output
+  const Options real{.symbols = true, .takes = kReals};
+  const Options gradient{.symbols = true, .takes = kReals, .one_dtype = 0b11}; // grad_output, output
   r.add(family, {"_log_softmax", "_log_softmax.out"}, softmax<true>, real);
   r.add(family, {"_log_softmax_backward_data", "_log_softmax_backward_data.out"}, backward<true>, gradient);
   r.add(family, {"_masked_softmax", "_masked_softmax_backward"}, masked);

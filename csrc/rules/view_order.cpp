@@ -50,15 +50,6 @@ namespace {
 
 using Term = Geometry::Term;
 
-// The in-place form of a rule. It does not change the local tensor, which others may hold too.
-template <RuleFn rule_of, Kernel kernel>
-Rule in_place(const Call& call) {
-  auto rule = rule_of(call);
-  rule.kernel = kernel;
-  rule.always_kernel = true;
-  return rule;
-}
-
 Rule t(const Call& call) {
   const auto n = call.tensors[0].dim();
   TORCH_CHECK(n <= 2, "t() expects a tensor with <= 2 dimensions, but self is ", n, "D");
@@ -153,8 +144,7 @@ Rule squeeze(const Call& call) {
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out));
   rule.results[0].geometry = strides_of(kept);
-  rule.kernel = squeeze_kernel;
-  rule.always_kernel = true;
+  rule.always(squeeze_kernel);
   rule.passes_partial();
   return rule;
 }
@@ -185,7 +175,7 @@ Rule expand(const Call& call) {
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), std::move(to));
   rule.results[0].geometry = std::move(g);
-  rule.size_args.push_back({1, 0});
+  rule.sizes_arg = 1;
   rule.passes_partial();
   return rule;
 }
@@ -216,11 +206,12 @@ void register_view_order(Registry& r) {
       },
       squeeze, {.symbols = true});
   r.add("views", {"t", "t_copy"}, t);
-  r.add("views", {"t_"}, in_place<t, unary_kernel<at::t>>, {.symbols = true});
+  // In-place forms do not change the local tensor, which others may hold too.
+  r.add("views", {"t_"}, always<t, unary_kernel<at::t>>, {.symbols = true});
   r.add("views", {"transpose.int", "transpose_copy.int"}, transpose);
-  r.add("views", {"transpose_"}, in_place<transpose, transpose_kernel>, {.symbols = true});
+  r.add("views", {"transpose_"}, always<transpose, transpose_kernel>, {.symbols = true});
   r.add("views", {"unsqueeze", "unsqueeze_copy"}, unsqueeze);
-  r.add("views", {"unsqueeze_"}, in_place<unsqueeze, unsqueeze_kernel>, {.symbols = true});
+  r.add("views", {"unsqueeze_"}, always<unsqueeze, unsqueeze_kernel>, {.symbols = true});
 }
 
 } // namespace shardtensor::rules

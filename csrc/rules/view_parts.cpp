@@ -60,8 +60,7 @@ struct Windows {
 Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::SymWindow> parts) {
   Rule rule;
   const auto& x = call.tensors[0];
-  auto in = fresh_dims(rule, x.dim());
-  rule.factors[dim].kernel = true;
+  auto in = dims_along(rule, x.dim(), dim, {.kernel = true});
   rule.notes = Windows{dim, {parts.begin(), parts.end()}};
   for (const auto& w : parts) {
     auto out = in;
@@ -107,22 +106,6 @@ Rule slice(const Call& call) {
   auto rule = windows(call, dim, {window_of(call, 2, x.sym_size(dim))});
   rule.kernel = slice_kernel;
   rule.factors[dim].kernel = rule.results[0].dims[dim].window.has_value(); // a slice of all indices is so on every piece
-  return rule;
-}
-
-Rule narrow_copy(const Call& call) {
-  const auto& x = call.tensors[0];
-  TORCH_CHECK(x.dim() > 0, "narrow() cannot be applied to a 0-dim tensor.");
-  const auto dim = call.dim(1, x.dim());
-  const auto size = x.sym_size(dim), given = call.sym_ints(2)[0], length = call.sym_ints(3)[0];
-  TORCH_CHECK_INDEX(
-      given >= -size && given <= size, "start out of range (expected to be in range of [", -size, ", ", size, "], but got ",
-      given, ")");
-  const auto start = given < 0 ? given + size : given;
-  TORCH_CHECK(
-      length >= 0 && start + length <= size, "start (", start, ") + length (", length, ") exceeds dimension size (", size, ").");
-  auto rule = windows(call, dim, Dim::SymWindow(start, 1, length));
-  rule.kernel = slice_kernel;
   return rule;
 }
 
@@ -209,16 +192,19 @@ void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& given) {
   }
 }
 
+// The row of the whole's index, if the piece has it; else undefined.
+at::Tensor row_of_piece(const at::Tensor& x, int64_t dim, const c10::SymInt& index, const SymInterval& piece) {
+  const bool here = index >= piece.start && index < piece.start + piece.length;
+  return here ? x.select_symint(dim, index - piece.start) : at::Tensor();
+}
+
 // The owner has the row, the others zeros.
 void select_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
-  const auto sizes = run.operands[0].symbols;
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto index = checked_index(run.arg(2).toSymInt(), dim, sizes);
-  const auto piece = mine(run, 0, dim);
-  if (index >= piece.start && index < piece.start + piece.length) {
-    run.returns({x.select_symint(dim, index - piece.start).clone(at::MemoryFormat::Contiguous)});
-    return;
+  const auto index = checked_index(run.arg(2).toSymInt(), dim, run.operands[0].symbols);
+  if (const auto row = row_of_piece(x, dim, index, mine(run, 0, dim)); row.defined()) {
+    return run.returns({row.clone(at::MemoryFormat::Contiguous)});
   }
   auto shape = x.sym_sizes().vec();
   shape.erase(shape.begin() + dim);
@@ -232,9 +218,9 @@ struct Row {
 
 void put_row_back(const Solution& solution, const Run::At& base, const at::Tensor& piece, const at::Tensor& row) {
   const auto [dim, index] = noted<Row>(solution);
-  const auto held = mine(*base.layout, dim, base.symbols[dim]).numbers();
-  if (index >= held.start && index < held.start + held.length) {
-    piece.select_symint(dim, index - held.start).copy_(row);
+  const auto own = row_of_piece(piece, dim, index, mine(*base.layout, dim, base.symbols[dim]));
+  if (own.defined()) {
+    own.copy_(row);
   }
 }
 
@@ -255,11 +241,8 @@ void unbind_kernel(Run& run) {
 Rule rows(const Call& call, int64_t dim) {
   Rule rule;
   const auto& x = call.tensors[0];
-  auto in = fresh_dims(rule, x.dim());
-  auto& f = rule.factors[dim];
-  f.kernel = true;
-  f.reduce = x.dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
-  rule.operands.emplace_back(std::move(in));
+  const auto reduce = x.dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
+  rule.operands.emplace_back(dims_along(rule, x.dim(), dim, {.kernel = true, .reduce = reduce}));
   rule.passes_partial();
   return rule;
 }
@@ -340,22 +323,8 @@ void diagonal_kernel(Run& run) {
   run.returns({own(run, diagonal_of_piece(run, run.arg(0).toTensor(), *run.operands[0].layout))});
 }
 
-// One of the two dims may stay cut: the diagonal is a window of it.
-Factor along_diagonal(const Diagonal& d, int64_t cut, c10::SymIntArrayRef sizes, Rule& rule) {
-  Factor f;
-  f.kernel = true;
-  f.size = sizes[cut];
-  rule.notes = CutDiagonal{d, cut, sizes.vec()};
-  return f;
-}
-
-Dim on_diagonal(const Diagonal& d, int64_t cut, int64_t factor) {
-  Dim dim(factor);
-  dim.window = Dim::SymWindow{cut == d.a ? d.row : d.column, 1, d.length};
-  return dim;
-}
-
-// The dims of the matrices' tensor and of the diagonals'. `cut`: which of the two dims may stay cut, or -1.
+// The dims of the matrices' tensor and of the diagonals'. `cut`: which of the two dims may stay cut, or -1. The diagonal is a
+// window of it.
 struct DiagonalDims {
   Dims matrices, diagonals;
 };
@@ -368,11 +337,11 @@ DiagonalDims diagonal_dims(Rule& rule, const Diagonal& d, int64_t cut, c10::SymI
       dims.diagonals.push_back(dims.matrices[i]);
     }
   }
+  dims.diagonals.emplace_back(kNone);
   if (cut >= 0) {
-    dims.matrices[cut] = Dim(rule.factor(along_diagonal(d, cut, sizes, rule)));
-    dims.diagonals.push_back(on_diagonal(d, cut, dims.matrices[cut].factor));
-  } else {
-    dims.diagonals.emplace_back(kNone);
+    dims.matrices[cut] = dims.diagonals.back() = Dim(rule.factor({.kernel = true, .size = sizes[cut]}));
+    dims.diagonals.back().window = Dim::SymWindow{cut == d.a ? d.row : d.column, 1, d.length};
+    rule.notes = CutDiagonal{d, cut, sizes.vec()};
   }
   return dims;
 }
@@ -458,26 +427,19 @@ Rule unfold(const Call& call) {
     if (size >= 1 && size <= x.size(dim) && step >= 1) {
       auto dims = fresh_dims(rule, n);
       const auto count = (x.size(dim) - size) / step + 1;
-      rule.factors[dim].size = count;
       rule.operands.emplace_back(dims);
-      rule.operands[0].dims[dim] = rule.windows(dim, {step, 1, 0, size - 1});
       rule.operands[0].padding = std::nullopt;
       dims.emplace_back(kNone);
       auto sizes = x.sym_sizes();
-      sizes[dim] = count;
       sizes.emplace_back(size);
       rule.results.emplace_back(std::move(dims), std::move(sizes));
-      rule.kernel = unfold_kernel;
-      rule.always_kernel = true;
+      read_through(rule, dim, count, {step, 1, 0, size - 1});
+      rule.always(unfold_kernel);
       rule.passes_partial();
       return rule;
     }
   }
-  Dims in;
-  for (int64_t d = 0; d < n; ++d) {
-    in.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
-  }
-  auto out = in;
+  auto in = dims_beside(rule, n, dim), out = in;
   out.emplace_back(kNone);
   rule.operands.emplace_back(std::move(in));
   auto& result = rule.results.emplace_back(std::move(out));
@@ -500,7 +462,7 @@ Rule select_backward(const Call& call) {
   rule.operands.emplace_back(dims);
   dims.insert(dims.begin() + dim, Dim(kNone));
   rule.results.emplace_back(std::move(dims), std::move(sizes));
-  rule.size_args.push_back({1, 0});
+  rule.sizes_arg = 1;
   rule.passes_partial();
   rule.linear[0].any_reduction = false;
   return rule;
@@ -513,12 +475,27 @@ struct Part {
   c10::SymInt size;
 };
 
-void slice_backward_kernel(Run& run) {
-  const auto grad = run.arg(0).toTensor();
+at::Tensor noted_slice(const Run& run, const at::Tensor& piece, const Layout& layout) {
   const auto& [dim, window, size] = noted<Part>(run.solution);
-  const auto& layout = *run.solution.results[0].layout;
+  return slice_of_piece(piece, dim, window, mine(layout, dim, size));
+}
+
+using PartOf = at::Tensor (*)(const Run&, const at::Tensor& piece, const Layout&);
+
+// A gradient in zeros of this rank's sizes.
+template <PartOf part>
+void backward_kernel(Run& run) {
+  const auto grad = run.arg(0).toTensor();
   auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
-  slice_of_piece(out, dim, window, mine(layout, dim, size)).copy_(grad);
+  part(run, out, *run.solution.results[0].layout).copy_(grad);
+  run.returns({out});
+}
+
+// A source in a copy of the piece.
+template <PartOf part>
+void scatter_kernel(Run& run) {
+  auto out = run.arg(0).toTensor().clone();
+  part(run, out, *run.operands[0].layout).copy_(run.arg(1).toTensor());
   run.returns({out});
 }
 
@@ -527,24 +504,15 @@ Rule slice_backward(const Call& call) {
   auto sizes = call.sym_ints(1);
   const auto dim = call.dim(2, static_cast<int64_t>(sizes.size()));
   const auto w = window_of(call, 3, sizes[dim]);
-  auto dims = fresh_dims(rule, call.tensors[0].dim());
-  rule.factors[dim].kernel = true;
-  rule.factors[dim].size = sizes[dim];
+  auto dims = dims_along(rule, call.tensors[0].dim(), dim, {.kernel = true, .size = sizes[dim]});
   rule.notes = Part{dim, w, sizes[dim]};
   rule.results.emplace_back(dims, std::move(sizes));
   dims[dim].window = w;
   rule.operands.emplace_back(std::move(dims));
-  rule.size_args.push_back({1, 0});
-  rule.kernel = slice_backward_kernel;
+  rule.sizes_arg = 1;
+  rule.kernel = backward_kernel<noted_slice>;
   rule.linear_in({0});
   return rule;
-}
-
-void diagonal_backward_kernel(Run& run) {
-  const auto grad = run.arg(0).toTensor();
-  auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
-  diagonal_of_piece(run, out, *run.solution.results[0].layout).copy_(grad);
-  run.returns({out});
 }
 
 Rule diagonal_backward(const Call& call) {
@@ -554,11 +522,11 @@ Rule diagonal_backward(const Call& call) {
   const bool cut = call.tensors[0].layout->shards(static_cast<int64_t>(sizes.size()) - 2);
   auto dims = diagonal_dims(rule, diag, cut ? diag.a : -1, sizes);
   if (cut) {
-    rule.kernel = diagonal_backward_kernel;
+    rule.kernel = backward_kernel<diagonal_of_piece>;
   }
   rule.operands.emplace_back(std::move(dims.diagonals));
   rule.results.emplace_back(std::move(dims.matrices), std::move(sizes));
-  rule.size_args.push_back({1, 0});
+  rule.sizes_arg = 1;
   rule.linear_in({0});
   return rule;
 }
@@ -602,59 +570,44 @@ Rule unfold_backward(const Call& call) {
     const auto size = call.integer(3), step = call.integer(4), whole = sizes[dim].guard_int(__FILE__, __LINE__);
     if (size >= 1 && step >= 1 && whole >= size && grad.size(dim) == (whole - size) / step + 1) {
       auto dims = fresh_dims(rule, n);
-      rule.factors[dim].size = whole;
       rule.results.emplace_back(dims, sizes);
       dims.emplace_back(kNone);
       rule.operands.emplace_back(dims);
-      rule.operands[0].dims[dim] = rule.windows(dim, mirror(Reach{step, 1, 0, size - 1}, -1));
       rule.operands[0].padding = std::nullopt;
-      rule.size_args.push_back({1, 0});
+      read_through(rule, dim, whole, mirror(Reach{step, 1, 0, size - 1}, -1));
+      rule.sizes_arg = 1;
       rule.notes = Unfolded{dim, size, step};
-      rule.kernel = unfold_backward_kernel;
-      rule.always_kernel = true;
+      rule.always(unfold_backward_kernel);
       rule.linear_in({0});
       return rule;
     }
   }
-  Dims out;
-  for (int64_t d = 0; d < n; ++d) {
-    out.push_back(d == dim ? Dim(kNone) : Dim(rule.factor()));
-  }
-  auto in = out;
+  auto out = dims_beside(rule, n, dim), in = out;
   if (n > 0) {
     in.emplace_back(kNone);
   }
   in.resize(call.tensors[0].dim(), Dim(kNone));
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), std::move(sizes));
-  rule.size_args.push_back({1, 0});
+  rule.sizes_arg = 1;
   rule.linear_in({0});
   return rule;
 }
 
 // ---- a source written into a view of a copy: slice_scatter, select_scatter, diagonal_scatter ----
 
-void slice_scatter_kernel(Run& run) {
-  const auto& [dim, window, size] = noted<Part>(run.solution);
-  auto out = run.arg(0).toTensor().clone();
-  slice_of_piece(out, dim, window, mine(*run.operands[0].layout, dim, size)).copy_(run.arg(1).toTensor());
-  run.returns({out});
-}
-
 Rule slice_scatter(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto dim = call.dim(2, x.dim());
   const auto w = window_of(call, 3, x.sym_size(dim));
-  auto dims = fresh_dims(rule, x.dim());
-  rule.factors[dim].kernel = true;
-  rule.factors[dim].size = x.sym_size(dim);
+  auto dims = dims_along(rule, x.dim(), dim, {.kernel = true, .size = x.sym_size(dim)});
   rule.notes = Part{dim, w, x.sym_size(dim)};
   rule.operands.emplace_back(dims);
   rule.results.emplace_back(dims, x.sym_sizes());
   dims[dim].window = w;
   rule.operands.emplace_back(std::move(dims));
-  rule.kernel = slice_scatter_kernel;
+  rule.kernel = scatter_kernel<noted_slice>;
   rule.passes_partial(0b11);
   return rule;
 }
@@ -663,9 +616,9 @@ void select_scatter_kernel(Run& run) {
   auto out = run.arg(0).toTensor().clone();
   const auto dim = wrap_dim(run.arg(2).toInt(), out.dim());
   const auto index = checked_index(run.arg(3).toSymInt(), dim, run.operands[0].symbols);
-  const auto piece = mine(run, 0, dim);
-  if (index >= piece.start && index < piece.start + piece.length) {
-    out.select_symint(dim, index - piece.start).copy_(run.arg(1).toTensor());
+  const auto row = row_of_piece(out, dim, index, mine(run, 0, dim));
+  if (row.defined()) {
+    row.copy_(run.arg(1).toTensor());
   }
   run.returns({out});
 }
@@ -675,8 +628,7 @@ Rule select_scatter(const Call& call) {
   const auto& x = call.tensors[0];
   const auto dim = call.dim(2, x.dim());
   guard_place(x, dim, call.sym_ints(3)[0]);
-  auto dims = fresh_dims(rule, x.dim());
-  rule.factors[dim].kernel = true;
+  auto dims = dims_along(rule, x.dim(), dim, {.kernel = true});
   rule.operands.emplace_back(dims);
   rule.results.emplace_back(dims);
   dims.erase(dims.begin() + dim);
@@ -684,12 +636,6 @@ Rule select_scatter(const Call& call) {
   rule.kernel = select_scatter_kernel;
   rule.passes_partial(0b11);
   return rule;
-}
-
-void diagonal_scatter_kernel(Run& run) {
-  auto out = run.arg(0).toTensor().clone();
-  diagonal_of_piece(run, out, *run.operands[0].layout).copy_(run.arg(1).toTensor());
-  run.returns({out});
 }
 
 Rule diagonal_scatter(const Call& call) {
@@ -706,7 +652,7 @@ Rule diagonal_scatter(const Call& call) {
   const auto cut = own < 0 && source.layout->shards(source.dim() - 1) ? diag.a : own;
   auto dims = diagonal_dims(rule, diag, cut, whole);
   if (cut >= 0) {
-    rule.kernel = diagonal_scatter_kernel;
+    rule.kernel = scatter_kernel<diagonal_of_piece>;
   }
   rule.operands.emplace_back(dims.matrices);
   rule.operands.emplace_back(std::move(dims.diagonals));
@@ -723,7 +669,7 @@ void register_view_parts(Registry& r) {
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal, symbols);
   r.add("views", {"diagonal_backward"}, diagonal_backward, symbols);
   r.add("views", {"diagonal_scatter"}, diagonal_scatter, symbols);
-  r.add("views", {"narrow_copy"}, narrow_copy, symbols);
+  r.add("views", {"narrow_copy"}, nullptr, {.way = Way::Decomposed});
   r.add("views", {"select.int", "select_copy.int"}, select, symbols);
   r.add("views", {"select_backward"}, select_backward, symbols);
   r.add("views", {"select_scatter"}, select_scatter, symbols);

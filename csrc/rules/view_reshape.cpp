@@ -89,7 +89,7 @@ Rule reshaped(const Call& call, const SymSizes& to, Told told) {
   rule.results.emplace_back(std::move(out), to);
   rule.results[0].geometry.emplace();
   rule.results[0].geometry->reshaped = true;
-  rule.size_args.push_back({1, 0});
+  rule.sizes_arg = 1;
   rule.kernel = view_kernel;
   rule.always_kernel = told == Told::Strides;
   // A dim with any stride can be split, so only merging needs the kernel.
@@ -151,8 +151,7 @@ void view_as_real_kernel(Run& run) {
 
 Rule view_as_real(const Call& call) {
   Rule rule;
-  rule.kernel = view_as_real_kernel;
-  rule.always_kernel = true;
+  rule.always(view_as_real_kernel);
   auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
   dims.emplace_back(kNone);

@@ -20,7 +20,7 @@ struct Strided {
 // For each dim of the result: its base dim, start and step. Nothing if the result is not made of slices and transposes.
 struct Undone {
   c10::SmallVector<int64_t, 5> dims; // of the base, or -1: size 1 or stride 0
-  c10::SmallVector<Dim::Window, 5> windows;
+  c10::SmallVector<Dim::SymWindow, 5> windows;
   Sizes starts; // per base dim
 };
 
@@ -50,7 +50,7 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
   }
   const auto n = to.sizes.size();
   out.dims.assign(n, -1);
-  out.windows.assign(n, {0, 1, 1});
+  out.windows.assign(n, Dim::SymWindow(0, 1, 1));
   uint64_t used = 0;
   for (const bool single : {false, true}) { // dims of size 1 take the base dims that the others leave
     for (size_t j = 0; j < n; ++j) {
@@ -73,7 +73,7 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
       }
       used |= uint64_t{1} << *d;
       out.dims[j] = *d;
-      out.windows[j] = {out.starts[*d], step, to.sizes[j]};
+      out.windows[j] = Dim::SymWindow(out.starts[*d], step, to.sizes[j]);
     }
   }
   // The base's own dims of size 1, which may be sharded too: match a result dim with the same stride.
@@ -116,9 +116,9 @@ void undone_kernel(Run& run) {
   for (size_t j = 0; j < n; ++j) {
     if (undone.dims[j] < 0) {
       x = x.unsqueeze(static_cast<int64_t>(j));
-      Sizes sizes(x.dim(), -1);
+      SymSizes sizes(x.dim(), -1);
       sizes[j] = undone.windows[j].length;
-      x = x.expand(sizes);
+      x = x.expand_symint(sizes);
     }
   }
   run.returns({own(run, x)});
@@ -144,8 +144,7 @@ Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
   rule.notes = std::move(undone);
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), to.sizes);
-  rule.kernel = undone_kernel;
-  rule.always_kernel = true;
+  rule.always(undone_kernel);
   rule.passes_partial();
   return rule;
 }
@@ -166,8 +165,7 @@ Rule restrided(const Call& call) {
       "; rank ", call.mesh.rank(), ")");
   auto rule = same(call);
   rule.results[0].geometry.reset();
-  rule.kernel = unary_kernel<at::alias>;
-  rule.always_kernel = true;
+  rule.always(unary_kernel<at::alias>);
   return rule;
 }
 
@@ -233,8 +231,7 @@ Rule as_strided(const Call& call) {
   rule.passes_partial();
   rule.results.emplace_back(Dims(to.sizes.size(), Dim(kNone)));
   rule.notes = Laid{empty ? 0 : to.offset, Sizes(x.strides().begin(), x.strides().end())};
-  rule.kernel = whole_strided_kernel;
-  rule.always_kernel = true;
+  rule.always(whole_strided_kernel);
   return rule;
 }
 
@@ -277,8 +274,7 @@ Rule as_strided_scatter(const Call& call) {
   rule.operands.emplace_back(std::move(part));
   rule.results.emplace_back(std::move(in));
   rule.notes = Laid{to.offset, Sizes(x.strides().begin(), x.strides().end())};
-  rule.kernel = strided_scatter_kernel;
-  rule.always_kernel = true;
+  rule.always(strided_scatter_kernel);
   rule.passes_partial(0b11);
   return rule;
 }

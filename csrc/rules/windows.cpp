@@ -16,16 +16,12 @@ bool cut_in_space(const Call& call, int64_t space) {
 Rule planes(const Call& call, int64_t space) {
   Rule rule;
   const auto lead = call.tensors[0].dim() - space;
-  Dims dims;
-  for (int64_t d = 0; d < call.tensors[0].dim(); ++d) {
-    dims.push_back(d < lead ? Dim(rule.factor()) : Dim(kNone));
-  }
+  auto dims = fresh_dims(rule, lead);
+  dims.resize(call.tensors[0].dim(), Dim(kNone));
   for (const auto& t : call.tensors) {
     rule.operands.emplace_back(t.dim() == static_cast<int64_t>(dims.size()) ? dims : Dims(t.dim(), Dim(kNone)));
   }
-  for (size_t i = 0; i < call.schema.returns().size(); ++i) {
-    rule.results.emplace_back(dims);
-  }
+  rule.results.assign(call.schema.returns().size(), Result(dims));
   if (cut_in_space(call, space)) {
     for (int64_t d = 0; d < lead; ++d) {
       rule.spread.push_back(dims[d].factor);
@@ -34,6 +30,23 @@ Rule planes(const Call& call, int64_t space) {
   rule.kernel = call_op_nonempty;
   rule.kernel_if = is_empty;
   return rule;
+}
+
+void read_through(Rule& rule, int64_t d, int64_t count, const Reach& reach) {
+  while (static_cast<int64_t>(rule.factors.size()) <= d) {
+    rule.factor();
+  }
+  auto& result = rule.results[0];
+  rule.factors[d].size = count;
+  rule.operands[0].dims[d] = rule.windows(d, reach);
+  result.dims[d] = d;
+  if (!result.sizes.empty()) {
+    result.sizes[d] = count;
+  }
+}
+
+bool makes_nothing(c10::SymIntArrayRef sizes) {
+  return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; });
 }
 
 SymSizes sizes_of_piece(const Run& run, size_t nth) {

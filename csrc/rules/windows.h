@@ -17,6 +17,12 @@ bool cut_in_space(const Call& call, int64_t space);
 // stays whole. If it is cut, dims before it may be cut instead.
 Rule planes(const Call& call, int64_t space);
 
+// Dim d of operand 0 is read through windows, one for each of the `count` indices of the result's dim d. Their factor is d.
+void read_through(Rule& rule, int64_t d, int64_t count, const Reach& reach);
+
+// Whether a result of these sizes has no elements.
+bool makes_nothing(c10::SymIntArrayRef sizes);
+
 // A kernel's taps along one dim.
 struct Taps {
   int64_t count, stride, padding, dilation, output_padding = 0;
