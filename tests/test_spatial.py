@@ -713,8 +713,6 @@ def run_quiet(inference: bool) -> None:
 
     mesh = init_device_mesh("cpu", (3,))
     for (name, (function, kinds)), (d, cut) in itertools.product(QUIET.items(), ((2, [5, 0, 7]), (2, [4, 4, 4]), (3, [1, 8, 2]))):
-        if name == "glu" and (d == 3 or inference):
-            continue
         whole = numbers(random.Random(2), 1, 2, 12, 11).requires_grad_()
         x = place(whole, mesh, [Shard(d)], [cut]).requires_grad_()
         text = f"{name} of {x._layout}"

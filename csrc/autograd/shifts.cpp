@@ -1,5 +1,5 @@
 // Circular padding along cut dims and the gradient of repeat() there, by shardtensor::shifted and repeats_added
-// (rules/turns.cpp), so that nothing is gathered. glu along a cut dim. Flips and rolls in graphs. Uses autograd/functions,
+// (rules/turns.cpp), so that nothing is gathered. Flips and rolls in graphs. Uses autograd/functions,
 // dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
 #include "autograd/functions.h"
 #include "dispatch/plain.h"
@@ -12,7 +12,6 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/_pad_circular_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/flip_ops.h>
-#include <ATen/ops/glu_ops.h>
 #include <ATen/ops/repeat_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -198,45 +197,6 @@ void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   stack->emplace_back(std::move(out));
 }
 
-// The layout of half of a dim whose whole is cut along one mesh dim: in the same proportions. Along several: evenly.
-LayoutPtr of_half(const Layout& whole, int64_t dim, int64_t size) {
-  auto placements = whole.placements();
-  auto cuts = whole.cuts();
-  int64_t along = -1, count = 0;
-  for (int64_t m = 0; m < whole.ndim(); ++m) {
-    if (placements[m].is_shard() && placements[m].dim == dim) {
-      placements[m] = Placement::shard(dim);
-      cuts[m] = nullptr;
-      along = m;
-      ++count;
-    }
-  }
-  if (count == 1 && whole.placement(along).split_factor == 1) {
-    std::vector<int64_t> sizes;
-    auto at = whole.mesh().coordinate();
-    for (at[along] = 0; at[along] < whole.mesh().size(along); ++at[along]) {
-      const auto run = whole.intervals(dim, size, at)[0];
-      sizes.push_back((run.start + run.length) / 2 - run.start / 2);
-    }
-    cuts[along] = std::make_shared<const PieceSizes>(std::move(sizes));
-  }
-  return Layout::make(whole.mesh_ptr(), std::move(placements), std::move(cuts));
-}
-
-// One half of a cut dim gates the other: both are cut alike, and then lie side by side.
-Tensor glu(c10::DispatchKeySet keys, const Tensor& self, int64_t given) {
-  const auto* impl = as_shard_tensor(self);
-  const auto dim = given < 0 ? given + self.dim() : given;
-  if (!impl || dim < 0 || dim >= self.dim() || !is_cut(self, dim) || is_symbolic(self) || self.size(dim) % 2) {
-    return at::_ops::glu::redispatch(torchs_autograd(keys), self, given);
-  }
-  const auto half = self.size(dim) / 2;
-  const auto to = of_half(impl->layout(), dim, self.size(dim));
-  tell_watcher("aten::glu", "self", "both halves of it are cut alike", impl->layout(), *to, self);
-  const auto halves = redistribute_all({self.narrow(dim, 0, half), self.narrow(dim, half, half)}, {to, to});
-  return at::squeeze_copy(at::glu(at::stack(halves, dim), dim), dim); // not a view, as torch's
-}
-
 // In a graph whose sizes are symbols, equal pieces are gathered, and cut again once they are flipped: one graph serves all
 // lengths. (What a rank reads of other pieces are numbers.)
 Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims) {
@@ -265,7 +225,6 @@ Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims)
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("_pad_circular", pad_circular);
   m.impl("flip", flip);
-  m.impl("glu", glu);
   m.impl("repeat", repeat);
   m.impl("roll", torch::CppFunction::makeFromBoxedFunction<roll>());
 }

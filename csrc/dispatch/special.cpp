@@ -55,7 +55,8 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
 
 thread_local std::map<std::vector<int64_t>, Order> t_orders;
 
-// The dims of the op's result in memory, as torch orders them. It depends on the order of self's and on the other arguments.
+// The dims of the op's result in memory, as torch orders them. It depends on the orders of the tensors, and on the other
+// arguments.
 Order order_of_result(const Op& op, Stack& stack) {
   const auto base = stack.size() - op.kinds.size();
   const auto refs = collect(op, stack, base);
@@ -70,11 +71,17 @@ Order order_of_result(const Op& op, Stack& stack) {
     return ask();
   }
   constexpr size_t kMost = 1024;
-  const auto& self = *refs[0].tensor;
-  const auto order = order_of(self.strides());
-  std::vector<int64_t> key{op.id, static_cast<int64_t>(self.device().type()), self.dim()};
-  key.insert(key.end(), order.begin(), order.end());
-  for (auto i = base + 1; i < stack.size(); ++i) {
+  std::vector<int64_t> key{op.id, static_cast<int64_t>(refs[0].tensor->device().type())};
+  for (const auto& r : refs) {
+    const auto order = order_of(r.tensor->strides());
+    key.push_back(r.tensor->dim());
+    key.push_back(static_cast<int64_t>(order.size()));
+    key.insert(key.end(), order.begin(), order.end());
+  }
+  for (auto i = base; i < stack.size(); ++i) {
+    if (stack[i].isTensor()) {
+      continue;
+    }
     const auto numbers = stack[i].isIntList() ? stack[i].toIntVector() : std::vector<int64_t>{stack[i].toScalar().to<int64_t>()};
     key.push_back(static_cast<int64_t>(numbers.size()));
     key.insert(key.end(), numbers.begin(), numbers.end());

@@ -2,6 +2,8 @@
 // To add one, put its name into the table of its kind; add_forms adds the in-place and out= forms.
 #include "rules/pieces.h"
 #include "rules/registry.h"
+#include "rules/stages.h"
+#include "tensor/shard_tensor.h"
 
 namespace shardtensor::rules {
 
@@ -75,6 +77,75 @@ Rule glu(const Call& call) {
   }
   rule.results.emplace_back(std::move(dims));
   return rule;
+}
+
+// The layout of half of a dim whose whole is cut along one mesh dim: in the same proportions. Along several: evenly.
+LayoutPtr of_half(const Layout& whole, int64_t dim, int64_t size) {
+  auto placements = whole.placements();
+  auto cuts = whole.cuts();
+  int64_t along = -1, count = 0;
+  for (int64_t m = 0; m < whole.ndim(); ++m) {
+    if (placements[m].is_shard() && placements[m].dim == dim) {
+      placements[m] = Placement::shard(dim);
+      cuts[m] = nullptr;
+      along = m;
+      ++count;
+    }
+  }
+  if (count == 1 && whole.placement(along).split_factor == 1) {
+    std::vector<int64_t> sizes;
+    auto at = whole.mesh().coordinate();
+    for (at[along] = 0; at[along] < whole.mesh().size(along); ++at[along]) {
+      const auto run = whole.intervals(dim, size, at)[0];
+      sizes.push_back((run.start + run.length) / 2 - run.start / 2);
+    }
+    cuts[along] = std::make_shared<const PieceSizes>(std::move(sizes));
+  }
+  return Layout::make(whole.mesh_ptr(), std::move(placements), std::move(cuts));
+}
+
+// Both halves of a cut dim are cut alike, and then lie side by side.
+struct Halves {
+  int64_t dim;
+  LayoutPtr layout;
+  std::vector<at::Tensor> parts;
+};
+std::optional<Halves> halves_of(const at::Tensor& self, int64_t given) {
+  const auto* impl = as_shard_tensor(self);
+  const auto dim = given < 0 ? given + self.dim() : given;
+  if (!impl || dim < 0 || dim >= self.dim() || !impl->layout().shards(dim) || is_symbolic(self) || self.size(dim) % 2) {
+    return std::nullopt;
+  }
+  const auto half = self.size(dim) / 2;
+  return Halves{
+      dim, of_half(impl->layout(), dim, self.size(dim)), {at::slice(self, dim, 0, half), at::slice(self, dim, half, 2 * half)}};
+}
+
+constexpr const char* kHalves = "both halves of it are cut alike";
+
+std::optional<at::Tensor> glu_in_stages(c10::ArrayRef<c10::IValue> arguments) {
+  const auto halves = halves_of(arguments[0].toTensor(), arguments[1].toInt());
+  if (!halves) {
+    return std::nullopt;
+  }
+  const auto& [dim, layout, parts] = *halves;
+  const auto both = moved("aten::glu", "self", kHalves, parts, {layout, layout});
+  return at::squeeze_copy(at::glu(at::stack(both, dim), dim), dim); // not a view, as torch's
+}
+
+// (gradient, self, dim)
+std::optional<at::Tensor> glu_backward_in_stages(c10::ArrayRef<c10::IValue> arguments) {
+  const auto& grad = arguments[0].toTensor();
+  const auto halves = as_shard_tensor(grad) ? halves_of(arguments[1].toTensor(), arguments[2].toInt()) : std::nullopt;
+  if (!halves) {
+    return std::nullopt;
+  }
+  const auto& [dim, layout, parts] = *halves;
+  constexpr auto kOp = "aten::glu_backward";
+  const auto there = moved(kOp, "self", kHalves, {parts[0], parts[1], grad}, {layout, layout, layout});
+  const auto grads = at::glu_backward(there[2].unsqueeze(dim), at::stack({there[0], there[1]}, dim), dim);
+  const std::vector<LayoutPtr> homes{as_shard_tensor(parts[0])->layout_ptr(), as_shard_tensor(parts[1])->layout_ptr()};
+  return at::cat(moved(kOp, "self", kHalves, {grads.select(dim, 0), grads.select(dim, 1)}, homes), dim);
 }
 
 } // namespace
@@ -366,8 +437,8 @@ void register_pointwise(Registry& r) {
   r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
   r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid);
   r.add("pointwise", {"log_sigmoid_backward"}, linear_in_first<log_sigmoid>);
-  r.add("pointwise", {"glu"}, glu);
-  r.add("pointwise", {"glu_backward"}, linear_in_first<glu>);
+  r.add("pointwise", {"glu"}, glu, {.way = Way::Stages, .in_stages = glu_in_stages});
+  r.add("pointwise", {"glu_backward"}, linear_in_first<glu>, {.way = Way::Stages, .in_stages = glu_backward_in_stages});
   r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
   r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
   r.add_forms("pointwise", {"lerp.Tensor"}, linear_in_two, o);
