@@ -109,6 +109,22 @@ Rule slice(const Call& call) {
   return rule;
 }
 
+Rule narrow_copy(const Call& call) {
+  const auto& x = call.tensors[0];
+  TORCH_CHECK(x.dim() > 0, "narrow() cannot be applied to a 0-dim tensor.");
+  const auto dim = call.dim(1, x.dim());
+  const auto size = x.sym_size(dim), given = call.sym_ints(2)[0], length = call.sym_ints(3)[0];
+  TORCH_CHECK_INDEX(
+      given >= -size && given <= size, "start out of range (expected to be in range of [", -size, ", ", size, "], but got ",
+      given, ")");
+  const auto start = given < 0 ? given + size : given;
+  TORCH_CHECK(
+      length >= 0 && start + length <= size, "start (", start, ") + length (", length, ") exceeds dimension size (", size, ").");
+  auto rule = windows(call, dim, Dim::SymWindow(start, 1, length));
+  rule.kernel = slice_kernel;
+  return rule;
+}
+
 Rule split_into(const Call& call, int64_t dim, const SymSizes& lengths) {
   std::vector<Dim::SymWindow> parts;
   c10::SymInt start = 0;
@@ -669,7 +685,7 @@ void register_view_parts(Registry& r) {
   r.add("views", {"diagonal", "diagonal_copy"}, diagonal, symbols);
   r.add("views", {"diagonal_backward"}, diagonal_backward, symbols);
   r.add("views", {"diagonal_scatter"}, diagonal_scatter, symbols);
-  r.add("views", {"narrow_copy"}, nullptr, {.way = Way::Decomposed});
+  r.add("views", {"narrow_copy"}, narrow_copy, symbols);
   r.add("views", {"select.int", "select_copy.int"}, select, symbols);
   r.add("views", {"select_backward"}, select_backward, symbols);
   r.add("views", {"select_scatter"}, select_scatter, symbols);
