@@ -936,6 +936,24 @@ def waits():
         assert (_whole(gathered) == 1).all() and (written == 2).all()
 
 
+def forward_ends_with_a_move():
+    """torch's default partitioner goes by the order of the nodes: no wait of the forward may come after the backward's nodes."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: (x * x).redistribute(placements=[R]), backend="aot_eager_default_partitioner", fullgraph=True, dynamic=False
+    )
+    whole = torch.randn(7, 6)
+    x = spread(whole).requires_grad_()
+    y = compiled(x)
+    y.sum().backward()
+    torch.testing.assert_close(_whole(y.detach()), whole * whole)
+    torch.testing.assert_close(_whole(x.grad), 2 * whole)
+
+
+def test_a_forward_that_ends_with_a_move(pools):
+    pools(3).run(f"{__name__}:forward_ends_with_a_move")
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_graphs_wait_where_a_value_is_first_used(pools, world):
     pools(world).run(f"{__name__}:waits", seconds=110)

@@ -119,7 +119,7 @@ WAVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def run_signal(name: str, compiled: bool = False) -> None:
+def run_signal(name: str, compiled: bool = False, inference: bool = False) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
@@ -129,10 +129,13 @@ def run_signal(name: str, compiled: bool = False) -> None:
         text = f"{name} of {x._layout}, {length}"
         torch._dynamo.reset()
         wave = torch.compile(WAVES[name], backend="aot_eager", dynamic=False) if compiled else WAVES[name]
-        y, sent = counted(lambda: wave(x))  # noqa: B023
+        with torch.inference_mode(inference), strict_mode(not compiled):
+            y, sent = counted(lambda: wave(x))  # noqa: B023
         want = WAVES[name](whole)
         compare(y, want.detach(), 1e-9, text)
         assert y.placements == (Shard(1),) and set(sent) <= {"all_to_all"}, f"{text} sends {sent}"
+        if inference:
+            continue
         parts = [y._layout.intervals(1, y.shape[1], [i])[0][1] for i in range(3)]
         assert max(parts) - min(parts) <= 200, f"{text}: {y._layout}"
         upstream = numbers(draw, *want.shape)
@@ -142,9 +145,38 @@ def run_signal(name: str, compiled: bool = False) -> None:
         assert set(sent) <= {"all_to_all"}, f"gradient of {text} sends {sent}"
 
 
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 @pytest.mark.parametrize("name", WAVES)
-def test_one_signal(pools, name):
-    pools(3).run(f"{__name__}:run_signal", name)
+def test_one_signal(pools, name, inference):
+    pools(3).run(f"{__name__}:run_signal", name, inference=inference)
+
+
+def run_signal_of_any_length() -> None:
+    """In a graph whose sizes are symbols: a long signal is compiled again for each length, and exchanged."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, draw, called = init_device_mesh("cpu", (3,)), random.Random(1), []
+
+    def keep(graph: Any, _: Any) -> Any:
+        called.extend(n.target._opname for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.fft.rfft, backend=aot_autograd(fw_compiler=keep), dynamic=True)
+    for length in (6000, 6300):
+        whole = numbers(draw, 1, length).requires_grad_()
+        x = place(whole, mesh, [Shard(1)], [None]).requires_grad_()
+        y, want = compiled(x), torch.fft.rfft(whole)
+        compare(y, want.detach(), 1e-9, "result")
+        upstream = torch.ones_like(want).detach()
+        (g,) = torch.autograd.grad(y, x, place(upstream, mesh, y.placements, y._layout.cuts))
+        compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, "gradient")
+    assert "all_to_all_single" in called and "all_gather_into_tensor" not in called, called
+
+
+def test_signal_of_any_length(pools):
+    pools(3).run(f"{__name__}:run_signal_of_any_length", seconds=100)
 
 
 def test_one_signal_compiled(pools):

@@ -1,14 +1,18 @@
 // Fourier transforms: the transformed dims stay whole, every other dim may be cut, and summands pass. If a transformed dim is
 // cut, another dim is cut instead, by one exchange: the first (a batch), or else the last, that has an index for each rank. Of
-// several transformed dims, those that are whole on every rank may go first, and the rest in a second call.
+// several transformed dims, those that are whole on every rank may go first, and the rest in a second call. If no other dim can
+// be cut, one long signal is taken as rows and columns.
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
+#include "rules/stages.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
+#include <numbers>
 
 namespace shardtensor::rules {
 
@@ -59,6 +63,145 @@ bool takes_cut(const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dim
 // From complex numbers to complex ones, from real ones, or to real ones. torch transforms the last dim first if it starts from
 // real numbers, and last if it ends with them.
 enum class Transform : uint8_t { C2C, R2C, C2R };
+
+// ---- one signal, of which each rank has a part ----
+
+// The mesh dims that cut tensor dim d.
+std::vector<int64_t> mesh_dims_along(const Layout& layout, int64_t d) {
+  std::vector<int64_t> out;
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (layout.placement(m).is_shard(d)) {
+      out.push_back(m);
+    }
+  }
+  return out;
+}
+
+int64_t pieces_along(const Layout& layout, int64_t d) {
+  int64_t pieces = 1;
+  for (const auto m : mesh_dims_along(layout, d)) {
+    pieces *= layout.mesh().size(m);
+  }
+  return pieces;
+}
+
+LayoutPtr recut(const at::Tensor& t, int64_t from, int64_t to) {
+  auto layout = as_shard_tensor(t)->layout_ptr();
+  for (const auto m : mesh_dims_along(*layout, from)) {
+    layout = layout->with(m, Placement::shard(to));
+  }
+  return layout;
+}
+
+// A signal of n = rows * columns numbers: its transform is that of the rows' numbers, column by column, then of the columns'.
+struct Grid {
+  int64_t dim, rows, columns;
+};
+
+// If the transformed dim is cut, no other dim has an index for each rank, and n has two factors that do. A short signal is
+// gathered: that takes one message instead of three.
+std::optional<Grid> grid_of(const at::Tensor& self, const Sizes& dims, const c10::SymInt& results) {
+  constexpr int64_t kShort = 1 << 12;
+  const auto& layout = as_shard_tensor(self)->layout();
+  if (dims.size() != 1 || !layout.shards(dims[0]) || results < kShort) {
+    return std::nullopt;
+  }
+  const auto d = dims[0];
+  const auto ranks = pieces_along(layout, d);
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (layout.placement(m).is_partial() || layout.placement(m).split_factor != 1) {
+      return std::nullopt;
+    }
+  }
+  for (int64_t e = 0; e < self.dim(); ++e) {
+    if (e != d && self.sym_size(e) >= ranks * pieces_along(layout, e)) {
+      return std::nullopt; // cut instead, by the rule
+    }
+  }
+  const auto n = results.guard_int(__FILE__, __LINE__);
+  for (auto rows = static_cast<int64_t>(std::sqrt(static_cast<double>(n))); rows >= ranks; --rows) {
+    if (n % rows == 0) {
+      return Grid{d, rows, n / rows};
+    }
+  }
+  return std::nullopt;
+}
+
+// exp(-2 pi i row column / n), or its conjugate, where `like`, [.., rows, columns, ..], has its columns.
+at::Tensor twiddles(const at::Tensor& like, const Grid& grid, bool forward) {
+  const auto& has = as_shard_tensor(like)->layout();
+  auto layout = Layout::replicated(has.mesh_ptr());
+  for (const auto m : mesh_dims_along(has, grid.dim + 1)) {
+    layout = layout->with(m, Placement::shard(1));
+  }
+  const auto columns = layout->intervals(1, grid.columns, layout->mesh().coordinate())[0];
+  const auto numbers = as_shard_tensor(like)->local().options().dtype(at::kLong);
+  const auto n = grid.rows * grid.columns;
+  const auto turns = at::arange(grid.rows, numbers)
+                         .unsqueeze(1)
+                         .mul(at::arange(columns.start, columns.start + columns.length, numbers))
+                         .remainder(n)
+                         .to(at::kDouble);
+  const auto angles = turns.mul((forward ? -2 : 2) * std::numbers::pi / static_cast<double>(n));
+  const auto local = at::polar(at::ones_like(angles), angles).to(like.scalar_type());
+  std::vector<int64_t> sizes{grid.rows, grid.columns}, broad = sizes;
+  broad.resize(like.dim() - grid.dim, 1);
+  return wrap(local, layout, sizes, {grid.columns, 1}).view(broad);
+}
+
+// Of the first `kept` frequencies. Calls no op that torch composes of others: in a graph such a call has no rule. Three
+// exchanges, and one before if a rank's piece is not whole rows. No rank ever has more than its part.
+at::Tensor transformed(
+    const std::string& op, const at::Tensor& self, const Grid& grid, int64_t normalization, bool forward, int64_t kept) {
+  const auto d = grid.dim;
+  const auto exchanged = [&](const at::Tensor& t, int64_t from, int64_t to) {
+    return moved(op, "self", "rows of one signal are exchanged for columns", {t}, {recut(t, from, to)})[0];
+  };
+  const auto columns = (kept + grid.rows - 1) / grid.rows;
+  auto split = self.sym_sizes().vec(), joined = split;
+  split[d] = grid.rows;
+  split.insert(split.begin() + d + 1, grid.columns);
+  joined[d] = grid.rows * columns;
+  auto t = exchanged(self.view_symint(split), d, d + 1);
+  t = t.is_complex() ? t : at::_to_copy(t, c10::toComplexType(t.scalar_type()));
+  t = at::_fft_c2c(t, {d}, normalization, forward);
+  t = exchanged(t * twiddles(t, grid, forward), d + 1, d);
+  t = at::slice(at::_fft_c2c(t, {d + 1}, normalization, forward), d + 1, 0, columns);
+  t = at::clone(exchanged(t, d, d + 1).transpose(d, d + 1), at::MemoryFormat::Contiguous);
+  t = at::slice(t.view_symint(joined), d, 0, kept);  // frequency row + rows * column
+  return at::clone(t, at::MemoryFormat::Contiguous); // not a view, as torch's
+}
+
+// From real numbers: the frequencies that are asked for. To real numbers: from all frequencies; those that are not given are the
+// mirrored ones' conjugates.
+template <Transform kind>
+std::optional<at::Tensor> of_one_signal(const at::Tensor& self, const Sizes& dims, c10::ArrayRef<c10::IValue> arguments) {
+  const auto normalization = arguments[2].toInt();
+  if constexpr (kind == Transform::C2R) {
+    const auto size = arguments[3].toSymInt();
+    const auto grid = grid_of(self, dims, size);
+    if (!grid || self.sym_size(grid->dim) != size / 2 + 1) {
+      return std::nullopt;
+    }
+    const auto d = grid->dim, n = grid->rows * grid->columns;
+    const auto rest = at::_conj(at::slice(self, d, 1, n - n / 2).flip(d));
+    const auto all = transformed("aten::_fft_c2r", at::cat({self, rest}, d), *grid, normalization, false, n);
+    return at::clone(at::view_as_real(all).select(-1, 0), at::MemoryFormat::Contiguous);
+  } else {
+    const auto grid = dims.size() == 1 ? grid_of(self, dims, self.sym_size(dims[0])) : std::nullopt;
+    if (!grid) {
+      return std::nullopt;
+    }
+    const auto n = grid->rows * grid->columns;
+    if constexpr (kind == Transform::C2C) {
+      return transformed("aten::_fft_c2c", self, *grid, normalization, arguments[3].toBool(), n);
+    } else {
+      return transformed("aten::_fft_r2c", self, *grid, normalization, true, arguments[3].toBool() ? n / 2 + 1 : n);
+    }
+  }
+}
+
+// ---- several signals ----
 
 struct Stages {
   Sizes first, rest;
@@ -116,6 +259,9 @@ std::optional<at::Tensor> in_stages(c10::ArrayRef<c10::IValue> arguments) {
       return std::nullopt;
     }
     dims.push_back(at);
+  }
+  if (auto out = of_one_signal<kind>(self, dims, arguments)) {
+    return out;
   }
   const auto stages = stages_of(kind, impl->layout(), self.sym_sizes(), dims);
   if (!stages) {

@@ -4,6 +4,7 @@ late. All versions."""
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from typing import Any
 
@@ -71,19 +72,22 @@ def _has_settled(meta: Any) -> bool:
 
 def _wait_late(graph: torch.fx.Graph) -> None:
     """Moves each wait for a collective to the first use of its result, so that other ops run meanwhile. Not past ops that write
-    memory: they might write the data that is being sent."""
+    memory: they might write the data that is being sent. Nor from the forward into the backward, if a graph has both: one of torch's
+    partitioners takes all up to the last node of the forward for the forward."""
     late: set[torch.fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if _name(node) == _WAIT or (inputs and late.issuperset(inputs) and (_name(node) in _ARRANGE or node.target is operator.getitem)):
             late.add(node)
-    writers = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable]
+    barriers = [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable]
+    backward = (node for node in graph.nodes if node.op != "placeholder" and node.meta.get("partitioner_tag") == "is_backward")
+    barriers += itertools.islice(backward, 1)
     for node in reversed(list(graph.nodes)):
         if node not in late:
             continue
         if node.users:
             first = min(node.users)
-            min([first, *(w for w in writers if node < w < first)]).prepend(node)
+            min([first, *(b for b in barriers if node < b < first)]).prepend(node)
         elif _name(node) != _WAIT:
             graph.erase_node(node)
 
