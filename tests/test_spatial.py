@@ -1122,7 +1122,14 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     return x.flip(1).roll(2, 1).rot90(1, (1, 2)).flip(0, 2)
 
 
-def run_turns_compiled() -> None:
+# Function, whether sizes are symbols, cuts of a dim of 12.
+QUIET_GRAPHS: dict[str, tuple[Callable[[Any], Any], bool, list[list[int] | None]]] = {
+    "turned": (turned, False, [None]),  # equal pieces
+    "glu": (lambda x: F.glu(x, 1), True, [None, [5, 0, 7], [1, 10, 1]]),
+}
+
+
+def run_quiet_graph(name: str) -> None:
     from functorch.compile import make_boxed_func
     from shardtensor import Shard
     from torch._dynamo.backends.common import aot_autograd
@@ -1134,16 +1141,24 @@ def run_turns_compiled() -> None:
         called.extend(n.target._opname for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
         return make_boxed_func(graph.forward)
 
-    torch._dynamo.reset()
-    whole = numbers(random.Random(1), 2, 12, 4)
-    x = place(whole, mesh, [Shard(1)], [None])  # equal pieces
-    y = torch.compile(turned, backend=aot_autograd(fw_compiler=keep), dynamic=False)(x)
-    compare(y, turned(whole), 0, "result")
-    assert "all_to_all_single" in called and "all_gather_into_tensor" not in called, called
+    function, dynamic, cuts = QUIET_GRAPHS[name]
+    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic)
+    for cut in cuts:
+        torch._dynamo.reset()
+        called.clear()
+        whole = numbers(random.Random(1), 2, 12, 4).requires_grad_()
+        x = place(whole, mesh, [Shard(1)], [cut]).requires_grad_()
+        y, want = compiled(x), function(whole)
+        compare(y, want.detach(), 1e-12, f"{name} of {x._layout}")
+        upstream = numbers(random.Random(2), *want.shape)
+        (g,) = torch.autograd.grad(y, x, place(upstream, mesh, y.placements, y._layout.cuts))
+        compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-12, f"gradient of {name} of {x._layout}")
+        assert "all_to_all_single" in called and "all_gather_into_tensor" not in called, called
 
 
-def test_turns_compiled(pools):
-    pools(3).run(f"{__name__}:run_turns_compiled", seconds=100)
+@pytest.mark.parametrize("name", QUIET_GRAPHS)
+def test_quiet_graphs(pools, name):
+    pools(3).run(f"{__name__}:run_quiet_graph", name, seconds=100)
 
 
 GRAPHS = {

@@ -113,12 +113,14 @@ struct Halves {
 std::optional<Halves> halves_of(const at::Tensor& self, int64_t given) {
   const auto* impl = as_shard_tensor(self);
   const auto dim = given < 0 ? given + self.dim() : given;
-  if (!impl || dim < 0 || dim >= self.dim() || !impl->layout().shards(dim) || is_symbolic(self) || self.size(dim) % 2) {
+  if (!impl || dim < 0 || dim >= self.dim() || !impl->layout().shards(dim)) {
     return std::nullopt;
   }
-  const auto half = self.size(dim) / 2;
-  return Halves{
-      dim, of_half(impl->layout(), dim, self.size(dim)), {at::slice(self, dim, 0, half), at::slice(self, dim, half, 2 * half)}};
+  const auto size = self.sym_size(dim).guard_int(__FILE__, __LINE__); // in a graph: a number
+  if (size % 2) {
+    return std::nullopt;
+  }
+  return Halves{dim, of_half(impl->layout(), dim, size), {at::slice(self, dim, 0, size / 2), at::slice(self, dim, size / 2, size)}};
 }
 
 constexpr const char* kHalves = "both halves of it are cut alike";
