@@ -120,7 +120,8 @@ std::optional<Halves> halves_of(const at::Tensor& self, int64_t given) {
   if (size % 2) {
     return std::nullopt;
   }
-  return Halves{dim, of_half(impl->layout(), dim, size), {at::slice(self, dim, 0, size / 2), at::slice(self, dim, size / 2, size)}};
+  return Halves{
+      dim, of_half(impl->layout(), dim, size), {at::slice(self, dim, 0, size / 2), at::slice(self, dim, size / 2, size)}};
 }
 
 constexpr const char* kHalves = "both halves of it are cut alike";
