@@ -1067,9 +1067,10 @@ def run_values_compiled(backend: str) -> None:
 
     from shardtensor import Replicate, Shard
     from shardtensor.debug import log_gathers
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     mesh = init_device_mesh("cpu", (3,))
+    backwards = place(torch.ones(3), DeviceMesh("cpu", torch.tensor([2, 1, 0])), [Shard(0)], [None])  # of the same group
     told: list[str] = []
     log, handler = logging.getLogger("shardtensor"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -1090,6 +1091,7 @@ def run_values_compiled(backend: str) -> None:
         compare(g, torch.autograd.grad(want, whole[0], upstream)[0], 1e-9, f"gradient of {name}")
         log_gathers("once", all_ranks=True)  # again
         assert not told, (name, told)
+    compare(backwards, torch.ones(3), 0, "on the other mesh")
     log_gathers("off")
     log.removeHandler(handler)
 

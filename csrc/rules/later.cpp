@@ -26,6 +26,17 @@ class Writer {
     number(static_cast<int64_t>(all.size()));
     list.insert(list.end(), all.begin(), all.end());
   }
+  // Its names are written by names_of().
+  void mesh(const Mesh::Description& d) {
+    numbers(d.shape);
+    numbers(d.ranks);
+    number(d.rank);
+    number(static_cast<int64_t>(d.groups.size()));
+    number(static_cast<int64_t>(d.group_ranks.size()));
+    for (const auto& ranks : d.group_ranks) {
+      numbers(ranks);
+    }
+  }
   void layout(const Layout& layout, c10::IntArrayRef sizes) {
     const auto settled = layout.settled(sizes);
     number(settled->ndim());
@@ -65,6 +76,13 @@ class Writer {
   std::vector<int64_t> list;
 };
 
+std::vector<std::string> names_of(const Mesh::Description& d) {
+  std::vector<std::string> names{d.device_type, d.world};
+  names.insert(names.end(), d.groups.begin(), d.groups.end());
+  names.insert(names.end(), d.dim_names.begin(), d.dim_names.end());
+  return names;
+}
+
 class Reader {
  public:
   explicit Reader(c10::IntArrayRef list) : list_(list) {}
@@ -79,6 +97,22 @@ class Reader {
     const auto n = static_cast<size_t>(number());
     at_ += n;
     return list_.slice(at_ - n, n);
+  }
+  // Equal meshes are one object, so this is the mesh of the eager tensors. Others may have the same groups, in another order.
+  MeshPtr mesh(const c10::List<std::string>& names) {
+    Mesh::Description d;
+    d.shape = numbers().vec();
+    d.ranks = numbers().vec();
+    d.rank = number();
+    const auto first = names.begin(), groups = first + 2, end = groups + number();
+    for (auto n = number(); n > 0; --n) {
+      d.group_ranks.push_back(numbers().vec());
+    }
+    d.device_type = *first;
+    d.world = *(first + 1);
+    d.groups.assign(groups, end);
+    d.dim_names.assign(end, names.end());
+    return Mesh::make(std::move(d));
   }
   LayoutPtr layout(const MeshPtr& mesh) {
     Placements placements;
@@ -124,12 +158,11 @@ std::vector<at::Tensor> put_off_now(
     c10::string_view name,
     at::IntArrayRef call,
     at::IntArrayRef results,
-    const c10::List<std::string>& groups) {
-  const auto mesh = Mesh::with_groups(groups.vec());
-  TORCH_CHECK(mesh, name, ": a graph calls it on a mesh that this process has not made");
+    const c10::List<std::string>& names) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(name).c_str(), "");
   torch::jit::Stack stack;
   Reader in(call);
+  const auto mesh = in.mesh(names);
   for (size_t operand = 0; in.more();) {
     const auto kind = in.number();
     if (kind != kTensor) {
@@ -174,7 +207,7 @@ std::vector<at::Tensor> put_off_meta(
 
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
   const std::vector<at::Tag> tags{at::Tag::nondeterministic_seeded}; // not to be merged, left out or run again
-  m.def("put_off(Tensor[] pieces, str op, int[] call, int[] results, str[] groups) -> Tensor[]", tags);
+  m.def("put_off(Tensor[] pieces, str op, int[] call, int[] results, str[] names) -> Tensor[]", tags);
 }
 
 TORCH_LIBRARY_IMPL(shardtensor, CPU, m) {
@@ -191,6 +224,7 @@ TORCH_LIBRARY_IMPL(shardtensor, Meta, m) {
 
 void put_off(Run& run, const std::vector<std::optional<SymSizes>>& results) {
   Writer call, made;
+  call.mesh(run.mesh().description());
   std::vector<at::Tensor> pieces;
   for (size_t i = 0; i < run.op.schema().arguments().size(); ++i) {
     const auto& value = run.arg(i);
@@ -219,7 +253,7 @@ void put_off(Run& run, const std::vector<std::optional<SymSizes>>& results) {
     }
   }
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("shardtensor::put_off", "");
-  torch::jit::Stack stack{pieces, run.op.schema().name(), call.list, made.list, run.mesh().description().groups};
+  torch::jit::Stack stack{pieces, run.op.schema().name(), call.list, made.list, names_of(run.mesh().description())};
   op.callBoxed(&stack);
   const auto got = stack[0].toTensorVector();
   std::vector<c10::IValue> out;
