@@ -8,8 +8,8 @@ namespace shardtensor::comm {
 // In bytes. NCCL copies 16 bytes at a time if what is sent and where it is received start at multiples of 16, else one element at
 // a time; and to it all that is not reduced is bytes, whatever dtype it is given.
 constexpr int64_t kStart = 16;
-inline int64_t rounded_up(int64_t bytes, int64_t start) {
-  return (bytes + start - 1) / start * start;
+inline int64_t rounded_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
 }
 
 // `t` is contiguous (its strides along dims of size 1 may be anything).

@@ -1,5 +1,6 @@
 #include "kernels/boxes.h"
 
+#include "comm/bytes.h"
 #include "comm/values.h"
 #include "kernels/moves.h"
 #include "kernels/traced.h"
@@ -74,9 +75,7 @@ int64_t numel_of(c10::ArrayRef<Box> boxes) {
   return n;
 }
 
-int64_t rounded_up(int64_t at, int64_t multiple) {
-  return (at + multiple - 1) / multiple * multiple;
-}
+using comm::rounded_up;
 
 // Where one box after the other starts in a flat buffer, in elements or in bytes.
 class Starts {

@@ -1,5 +1,6 @@
 #include "rules/ring.h"
 
+#include "comm/bytes.h"
 #include "comm/comm.h"
 #include "comm/values.h"
 #include "redistribute/redistribute.h"
@@ -204,8 +205,7 @@ class Mail {
 
  private:
   static int64_t room(const at::Tensor& t) {
-    constexpr int64_t kAligned = 16;
-    return (t.numel() * static_cast<int64_t>(t.element_size()) + kAligned - 1) / kAligned * kAligned;
+    return comm::rounded_up(t.numel() * static_cast<int64_t>(t.element_size()), comm::kStart);
   }
 
   struct Parts {
