@@ -175,8 +175,9 @@ void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
       read_through(rule, d, pool->in[i], pool->readers(i));
     }
   }
+  const auto dims = rule.operands[0].dims; // a copy: a SmallVector that is assigned to itself may lose its elements
   for (auto& o : rule.operands) {
-    o.dims = rule.operands[0].dims;
+    o.dims = dims;
     o.padding = pool->widest.empty() ? o.padding : std::nullopt;
   }
   rule.operands[1].dims = rule.results[0].dims;
