@@ -270,6 +270,8 @@ Rule weight_norm(const Call& call) {
     rule.operands.emplace_back(t.dim() == ndim ? dims : Dims(t.dim(), Dim(kNone)));
   }
   rule.results = {Result(dims), Result(dims)};
+  rule.kernel = call_op_nonempty; // torch 2.11 divides by the number of indices
+  rule.kernel_if = is_empty;
   return rule;
 }
 
