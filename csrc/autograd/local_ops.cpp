@@ -7,6 +7,7 @@
 #include "dispatch/wrap.h"
 #include "redistribute/watch.h"
 
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 namespace shardtensor {
