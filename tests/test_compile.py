@@ -578,6 +578,7 @@ DYNAMIC_FORWARD = {
     "cumsum": lambda x, w: x.cumsum(1),
     "any": lambda x, w: (x > 0).any(0),
     "isnan": lambda x, w: x.isnan(),
+    "var_of_complex_rows": lambda x, w: torch.complex(x, x * 2).var(0),
 }
 # Of every family, what the list above lacks.
 DYNAMIC_FAMILIES = {
@@ -640,6 +641,12 @@ DYNAMIC_FAMILIES = {
     "grid_sample": lambda x, w: F.grid_sample(x.view(-1, 1, 2, 3), x.view(-1, 1, 3, 2).sigmoid(), align_corners=False),
     "attention_of_groups": lambda x, w: _attention_of_groups(torch.stack([x, x * 2]).view(2, -1, 6, 1).transpose(1, 2)),
     "causal_attention": lambda x, w: _attention(torch.stack([x, x * 2]).view(2, -1, 2, 3).transpose(1, 2), is_causal=True),
+}
+# Where torch's own code reads sizes, and ours does not.
+DYNAMIC_READ = {
+    "trace": lambda x, w: (x @ x.t()).trace(),
+    "masked_index_of_rows": lambda x, w: torch.ops.aten._unsafe_masked_index(x, w[:3, :1] > 1, [w[:3].argmax(1), None], 1.5),
+    "cross_entropy_of_rows": lambda x, w: F.cross_entropy(x.t(), x.detach().argmax(0), x.detach()[:, 0].exp(), label_smoothing=0.1),
 }
 if torch.__version__ < "2.14":  # it loses track of a product of symbols
     del DYNAMIC_FAMILIES["diag_embed"]
@@ -710,6 +717,11 @@ def test_one_graph_for_all_lengths_in_every_family(pools):
     pools(2).run(f"{__name__}:dynamic", "DYNAMIC_FAMILIES", True, seconds=110)
 
 
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_one_graph_where_torch_reads_sizes(pools, beyond):
+    pools(2).run(f"{__name__}:dynamic", "DYNAMIC_READ", True, beyond=beyond, seconds=110)
+
+
 # What a rank reads of others, or the cut of a merged dim, is known as symbols only of equal pieces.
 NUMBERS_IF_UNEVEN = [
     "reshape_to_rows", "flatten", "flip_of_rows", "roll_of_rows", "roll_back", "rolled", "cumsum_of_rows", "logcumsumexp_of_rows",
@@ -770,10 +782,6 @@ SEVERAL_GRAPHS = {
     "an offset or strides as numbers": [
         "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole",
         "slice_negative",
-    ],
-    "torch's own code reads sizes": [
-        "cross_entropy_smoothed_mean", "cross_entropy_smoothed_none", "cross_entropy_smoothed_sum", "unsafe_masked_index",
-        "unsafe_masked_put", "var_complex",
     ],
     "what a rank reads of the others are numbers": ["unfold"],
     "written views that had to move data raise": ["write_row_add", "write_row_sigmoid"],

@@ -13,6 +13,7 @@
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_to_copy_ops.h>
+#include <ATen/ops/cross_entropy_loss_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/embedding_ops.h>
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_compositeimplicitautograd_dispatch.h>
@@ -427,10 +428,9 @@ std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& s
 }
 
 // Puts grad on the diagonal of zeros. torch's formula writes it into a plain tensor.
-at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sym_sizes) {
-  const auto sizes = C10_AS_INTARRAYREF_SLOW(sym_sizes);
+at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
   TORCH_CHECK(sizes.size() == 2, "expected matrix input");
-  return at::diagonal_backward(grad.expand({std::min(sizes[0], sizes[1])}), sizes, 0, 0, 1);
+  return at::diagonal_backward_symint(grad.expand_symint({sizes[0].min(sizes[1])}), sizes, 0, 0, 1);
 }
 
 // torch's version writes through a stride that a cut tensor cannot have.
@@ -571,17 +571,67 @@ void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* sta
   }
 }
 
+// torch's steps. In a graph, torch makes a number of the number of classes.
+at::Tensor smoothed(
+    const at::Tensor& x,
+    const at::Tensor& target,
+    const at::Tensor& weight,
+    int64_t reduction,
+    const c10::SymInt& ignore_index,
+    double smoothing) {
+  TORCH_CHECK(smoothing <= 1.0, "label_smoothing must be between 0.0 and 1.0. Got: ", smoothing);
+  const int64_t class_dim = x.dim() == 1 ? 0 : 1;
+  const auto log_p = at::log_softmax(x, class_dim, x.scalar_type());
+  const auto of_labels = at::nll_loss_nd_symint(log_p, target, weight, reduction, ignore_index);
+  std::vector<c10::SymInt> along(x.dim(), 1);
+  along[class_dim] = weight.sym_size(0);
+  const auto ignored = target.eq(at::Scalar(ignore_index));
+  auto of_all = (log_p * weight.view_symint(along)).sum(class_dim).neg().masked_fill_(ignored, 0);
+  if (reduction == at::Reduction::Mean) {
+    const auto weights = weight.gather(0, target.masked_fill(ignored, 0).flatten()).masked_fill_(ignored.flatten(), 0);
+    of_all = of_all.sum() / weights.sum();
+  } else if (reduction == at::Reduction::Sum) {
+    of_all = of_all.sum();
+  }
+  return (1 - smoothing) * of_labels + of_all * at::Scalar(smoothing / log_p.sym_size(class_dim));
+}
+
+// While this lives, plain targets and weights are taken as replicated, if they are allowed.
+struct PlainTargets {
+  std::optional<AsReplicated> taken;
+  PlainTargets() {
+    if (kPlainTargets.get() == 1) {
+      taken.emplace();
+    }
+  }
+};
+
 // As in torch: log-softmax and the loss by labels both have rules.
 void loss_of_labels(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  std::optional<AsReplicated> targets;
-  if (kPlainTargets.get() == 1) {
-    targets.emplace();
-  }
+  const PlainTargets taken;
   op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
 }
 
+at::Tensor cross_entropy(
+    const at::Tensor& x,
+    const at::Tensor& target,
+    const std::optional<at::Tensor>& weight,
+    int64_t reduction,
+    c10::SymInt ignore_index,
+    double smoothing) {
+  const PlainTargets taken;
+  const auto* impl = as_shard_tensor(x);
+  const bool weighted = weight && weight->defined();
+  if (impl && impl->traced() && weighted && smoothing > 0 && x.sym_sizes() != target.sym_sizes()) {
+    return smoothed(x, target, *weight, reduction, ignore_index, smoothing);
+  }
+  return at::compositeimplicitautograd::cross_entropy_loss_symint(
+      x, target, weight, reduction, std::move(ignore_index), smoothing);
+}
+
 void take_composites(torch::Library& m) {
-  for (const char* name : {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"}) {
+  m.impl("cross_entropy_loss", cross_entropy);
+  for (const char* name : {"nll_loss", "nll_loss2d", "nll_loss_nd"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<loss_of_labels>());
   }
   m.impl("fill_diagonal_", fill_diagonal_);

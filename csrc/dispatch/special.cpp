@@ -110,6 +110,19 @@ at::Tensor in_order(const at::Tensor& t, const Order& order) {
   return dense(t.permute(dims)).permute(back);
 }
 
+void handle_decomposed(const Op& op, Stack* stack) {
+  auto* const parts = op.entry->options.in_stages;
+  if (auto out = parts ? parts(torch::jit::last(*stack, op.kinds.size())) : std::nullopt) {
+    torch::jit::drop(*stack, op.kinds.size());
+    stack->emplace_back(*std::move(out));
+    return;
+  }
+  using c10::DispatchKey;
+  const bool usual = op.handle.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+  op.handle.callBoxedForDispatchKey(
+      usual ? DispatchKey::CompositeExplicitAutograd : DispatchKey::CompositeExplicitAutogradNonFunctional, *stack);
+}
+
 void handle_stages(const Op& op, Stack* stack) {
   const auto out = op.entry->options.in_stages(torch::jit::last(*stack, op.kinds.size()));
   if (!out) {
@@ -124,10 +137,7 @@ void handle_stages(const Op& op, Stack* stack) {
 
 void handle_specially(const Op& op, Stack* stack) {
   if (op.is(rules::Way::Decomposed)) {
-    using c10::DispatchKey;
-    const bool usual = op.handle.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
-    op.handle.callBoxedForDispatchKey(
-        usual ? DispatchKey::CompositeExplicitAutograd : DispatchKey::CompositeExplicitAutogradNonFunctional, *stack);
+    handle_decomposed(op, stack);
   } else if (op.is(rules::Way::FoundInf)) {
     handle_found_inf(op, stack);
   } else if (op.is(rules::Way::Stages)) {

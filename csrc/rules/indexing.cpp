@@ -500,13 +500,51 @@ Rule trace(const Call& call) {
   return rule;
 }
 
+// ---- masked indices, by torch's parts: torch's own kernels read sizes, which makes numbers of a graph's symbols ----
+
+// Indices of masked elements may be out of bounds.
+c10::List<std::optional<at::Tensor>> clamped(const at::Tensor& x, const c10::IValue& given) {
+  const auto indices = given.toListRef();
+  TORCH_CHECK_INDEX(static_cast<int64_t>(indices.size()) <= x.dim(), "too many indices for tensor of dimension ", x.dim());
+  c10::List<std::optional<at::Tensor>> out;
+  for (size_t d = 0; d < indices.size(); ++d) {
+    auto index = indices[d].toOptional<at::Tensor>();
+    if (index && index->defined()) {
+      TORCH_CHECK(
+          index->scalar_type() == at::kLong || index->scalar_type() == at::kInt,
+          "_unsafe_masked_index found unexpected index type ", index->scalar_type());
+      const auto size = x.sym_size(static_cast<int64_t>(d));
+      index = at::clamp(*index, at::Scalar(-size), at::Scalar(size - 1));
+    }
+    out.push_back(std::move(index));
+  }
+  return out;
+}
+
+std::optional<at::Tensor> masked_index(c10::ArrayRef<c10::IValue> arguments) {
+  const auto x = arguments[0].toTensor(), mask = arguments[1].toTensor();
+  if (x.sym_numel() == 0) {
+    return std::nullopt;
+  }
+  return at::_unsafe_index(x, clamped(x, arguments[2])).masked_fill(mask.logical_not(), arguments[3].toScalar());
+}
+
+std::optional<at::Tensor> masked_index_put(c10::ArrayRef<c10::IValue> arguments) {
+  const auto x = arguments[0].toTensor(), mask = arguments[1].toTensor(), values = arguments[3].toTensor();
+  if (x.sym_numel() == 0) {
+    return std::nullopt;
+  }
+  return at::_unsafe_index_put(x, clamped(x, arguments[2]), values.masked_fill(mask.logical_not(), 0), true);
+}
+
 } // namespace
 
 void register_indexing(Registry& r) {
   const Options put{.symbols = true, .one_dtype = 0b101, .repeats = true}; // self, values
   const Options symbols{.symbols = true};
   r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
-  r.add("indexing", {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"}, nullptr, {.way = Way::Decomposed});
+  r.add("indexing", {"_unsafe_masked_index"}, nullptr, {.way = Way::Decomposed, .in_stages = masked_index});
+  r.add("indexing", {"_unsafe_masked_index_put_accumulate"}, nullptr, {.way = Way::Decomposed, .in_stages = masked_index_put});
   r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index, symbols);
   r.add("indexing", {"gather"}, gather, symbols);
   r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, symbols);

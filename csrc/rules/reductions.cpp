@@ -366,23 +366,27 @@ Rule renorm(const Call& call) {
 
 // ---- moments ----
 
-// Combines each piece's count, mean and sum of squared deviations by two small all-reduces (Chan et al.).
+// Combines each piece's count, mean and sum of squared deviations by two small all-reduces (Chan et al.). Complex numbers are
+// pairs of reals: torch divides them by numbers only, not by a graph's symbols.
 void var_kernel(Run& run) {
   const Reduction r(run);
   const auto& given = run.arg(argument(run, "correction"));
   const double correction = given.isNone() ? 1.0 : given.toScalar().toDouble();
   const c10::SymFloat n = r.count(), total = r.global_count();
-  const auto x = r.x.to(accumulate_type(r.x.scalar_type()));
+  const auto wide = r.x.to(accumulate_type(r.x.scalar_type()));
+  const bool pairs = wide.is_complex();
+  const auto x = pairs ? at::view_as_real(wide.resolve_conj()) : wide;
   at::Tensor mean, squares;
   if (r.count() != 0) {
     std::tie(squares, mean) = at::var_mean(x, r.dims, at::Scalar(0), true);
     squares = squares * at::Scalar(n);
   } else {
     mean = at::sum(x, r.dims, true);
-    squares = at::zeros_like(mean, x.options().dtype(c10::toRealValueType(x.scalar_type())));
+    squares = at::zeros_like(mean);
   }
   const auto whole_mean = over_ranks(mean * at::Scalar(n / total), run, r.mesh_dims, ReduceOp::Sum);
-  squares = over_ranks(squares + (mean - whole_mean).abs().square_().mul_(at::Scalar(n)), run, r.mesh_dims, ReduceOp::Sum);
+  squares = squares + (mean - whole_mean).square_().mul_(at::Scalar(n));
+  squares = over_ranks(pairs ? squares.sum(-1) : squares, run, r.mesh_dims, ReduceOp::Sum);
   auto var = squares.div_(at::Scalar((total - correction).max(0.0)));
   if (r.how.root) {
     var.sqrt_();
@@ -390,7 +394,8 @@ void var_kernel(Run& run) {
   const auto dtype = r.x.scalar_type();
   std::vector<at::Tensor> out{squeeze_dims(var, r.dims, r.how.keepdim).to(c10::toRealValueType(dtype))};
   if (r.how.with_mean) {
-    out.push_back(squeeze_dims(whole_mean, r.dims, r.how.keepdim).to(dtype));
+    const auto whole = pairs ? at::view_as_complex(whole_mean) : whole_mean;
+    out.push_back(squeeze_dims(whole, r.dims, r.how.keepdim).to(dtype));
   }
   give(run, out);
 }

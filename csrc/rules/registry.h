@@ -27,7 +27,7 @@ enum class Way : uint8_t {
   Rule,       // by its rule, on pieces
   Whole,      // as Rule, though torch would decompose it; its gradient formula is in autograd/
   Local,      // as Rule, and differentiated on pieces, with its kernel: torch's formula cannot run on ShardTensors
-  Decomposed, // by its own CompositeExplicit kernel on the global tensors, in terms of ops that have rules
+  Decomposed, // by torch's CompositeExplicit kernel, or `in_stages`, on the global tensors, in terms of ops that have rules
   Stages,     // as Rule, or as several calls on the global tensors, where that sends less
   Each,       // lists of tensors (foreach, fused optimizers): by the rule, one index after the other
   FoundInf,   // GradScaler's check, in dispatch/special.cpp
@@ -53,7 +53,7 @@ struct Options {
   bool whole = false;
   // Bit mask of arguments that the op writes though its schema does not say so: native_batch_norm's running statistics.
   uint64_t writes = 0;
-  // For Way::Stages: the calls. Nothing if the rule sends as little.
+  // The calls of Way::Stages, or of Way::Decomposed. Nothing if the rule sends as little, or torch's decomposition is right.
   std::optional<at::Tensor> (*in_stages)(c10::ArrayRef<c10::IValue> arguments) = nullptr;
   // For Way::Each: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
   bool elementwise = false;
