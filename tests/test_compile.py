@@ -655,7 +655,6 @@ if torch.__version__ < "2.13":  # it solves and factors for each length
 # What needs numbers along a cut dim: cuts that follow no length, and what torch's own code reads as numbers.
 SPECIALISED = {
     "prod_of_rows": lambda x, w: x.prod(0),
-    "as_strided": lambda x, w: x.as_strided((2, 3), (6, 1)) * 1,
     "interpolate": lambda x, w: F.interpolate(x[:, None], scale_factor=2),
 }
 
@@ -779,10 +778,7 @@ SEVERAL_GRAPHS = {
         "diagonal", "diagonal_below", "diagonal_none", "diagonal_used", "fill_diagonal", "fill_diagonal_cube",
     ],
     "one graph for each remainder by the number of chunks, or by ranks times steps": ["chunk", "slice_step"],
-    "an offset or strides as numbers": [
-        "as_strided_merged", "as_strided_scatter", "as_strided_scatter_gaps", "as_strided_scatter_rows", "as_strided_whole",
-        "slice_negative",
-    ],
+    "an offset as a number": ["slice_negative"],
     "what a rank reads of the others are numbers": ["unfold"],
     "written views that had to move data raise": ["write_row_add", "write_row_sigmoid"],
     "torch before 2.14": [

@@ -193,7 +193,7 @@ at::Tensor wrap_symbolic_result(
     }
     return out;
   };
-  if (base && !moved) {
+  if (base && (!moved || form)) {
     const auto found = form ? *form : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
     // Torch's record of a graph's tensors has no room for a symbol as an offset, so one would become a number. A gradient's
     // offset matters to nobody.

@@ -356,10 +356,11 @@ std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& we
     if (t->has_symbols()) {
       continue;
     }
-    if (c10::is_channels_last_strides_2d(t->sizes(), t->strides())) {
+    const auto strides = guarded(t->sym_strides());
+    if (c10::is_channels_last_strides_2d(t->sizes(), strides)) {
       return Order{0, 2, 3, 1};
     }
-    if (c10::is_channels_last_strides_3d(t->sizes(), t->strides())) {
+    if (c10::is_channels_last_strides_3d(t->sizes(), strides)) {
       return Order{0, 2, 3, 4, 1};
     }
   }

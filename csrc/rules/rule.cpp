@@ -37,17 +37,14 @@ c10::SymInt TensorArg::sym_bytes() const {
   return numel_of(tensor_->sym_sizes()) * static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-c10::IntArrayRef TensorArg::strides() const {
-  if (symbolic_) {
-    sizes(); // so that the strides are numbers too
-  }
+SymSizes TensorArg::sym_strides() const {
   reads_->add(Reads::kStrides);
-  return tensor_->strides();
+  return tensor_->sym_strides().vec();
 }
 
-int64_t TensorArg::offset() const {
+c10::SymInt TensorArg::sym_offset() const {
   reads_->add(Reads::kStrides);
-  return tensor_->storage_offset();
+  return tensor_->sym_storage_offset();
 }
 
 int64_t Call::position(const char* name) const {

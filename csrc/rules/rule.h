@@ -362,9 +362,9 @@ class TensorArg {
   }
   // Whether any of its sizes is a symbol.
   bool has_symbols() const;
-  c10::SymInt sym_bytes() const;    // for the resolver, as `bytes`
-  c10::IntArrayRef strides() const; // as numbers
-  int64_t offset() const;
+  c10::SymInt sym_bytes() const; // for the resolver, as `bytes`
+  SymSizes sym_strides() const;
+  c10::SymInt sym_offset() const;
 
  private:
   const at::Tensor* tensor_;

@@ -13,74 +13,108 @@ namespace shardtensor::rules {
 namespace {
 
 struct Strided {
-  Sizes sizes, strides;
-  int64_t offset; // from the base's first element
+  SymSizes sizes, strides;
+  c10::SymInt offset; // from the base's first element
 };
 
 // For each dim of the result: its base dim, start and step. Nothing if the result is not made of slices and transposes.
 struct Undone {
   c10::SmallVector<int64_t, 5> dims; // of the base, or -1: size 1 or stride 0
   c10::SmallVector<Dim::SymWindow, 5> windows;
-  Sizes starts; // per base dim
+  SymSizes starts; // per base dim
 };
 
-std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
+// The dims that have more than one index, the longest stride first. Nothing if one of them repeats its elements.
+std::optional<Sizes> by_stride(const TensorArg& x, const SymSizes& strides) {
   Sizes order;
   for (int64_t d = 0; d < x.dim(); ++d) {
-    if (x.size(d) > 1) {
+    if (!x.is_one(d)) {
       order.push_back(d);
+      if (strides[d] <= 0) {
+        return std::nullopt;
+      }
     }
   }
-  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.strides()[a] > x.strides()[b]; });
-  Undone out;
-  out.starts.assign(x.dim(), 0);
-  int64_t rest = to.offset;
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  return order;
+}
+
+// The index of each dim at an offset. Nothing if no element lies there. What is less than a symbolic stride is compared, not
+// divided, so that it stays a number.
+std::optional<SymSizes> index_at(const c10::SymInt& offset, const TensorArg& x, const SymSizes& strides, const Sizes& order) {
+  SymSizes out(x.dim(), 0);
+  auto rest = offset;
   for (auto d : order) {
-    if (x.strides()[d] <= 0) {
-      return std::nullopt;
+    if (rest >= strides[d]) {
+      out[d] = strides[d] == 1 ? rest : rest / strides[d];
+      rest = strides[d] == 1 ? c10::SymInt(0) : rest % strides[d];
     }
-    out.starts[d] = rest / x.strides()[d];
-    rest %= x.strides()[d];
-    if (out.starts[d] >= x.size(d)) {
+    if (out[d] >= x.sym_size(d)) {
       return std::nullopt;
     }
   }
-  if (rest) {
+  return rest == 0 ? std::make_optional(out) : std::nullopt;
+}
+
+// The base dim of each dim of the result that is larger than 1: the one with the longest stride that is no longer than its
+// own. -1: stride 0. Nothing if two have the same.
+std::optional<Sizes> dims_stepped_along(const Strided& to, const SymSizes& strides, const Sizes& order) {
+  Sizes out(to.sizes.size(), -1);
+  uint64_t used = 0;
+  for (size_t j = 0; j < out.size(); ++j) {
+    if (to.sizes[j] == 1 || to.strides[j] == 0) {
+      continue;
+    }
+    const auto* d = std::find_if(order.begin(), order.end(), [&](int64_t k) { return strides[k] <= to.strides[j]; });
+    if (d == order.end() || (used >> *d & 1)) {
+      return std::nullopt;
+    }
+    used |= uint64_t{1} << *d;
+    out[j] = *d;
+  }
+  return out;
+}
+
+std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
+  const auto strides = x.sym_strides();
+  const auto order = by_stride(x, strides);
+  const auto dims = order ? dims_stepped_along(to, strides, *order) : std::nullopt;
+  const auto starts = dims ? index_at(to.offset, x, strides, *order) : std::nullopt;
+  if (!starts) {
     return std::nullopt;
   }
+  Undone out{*dims, {}, *starts};
   const auto n = to.sizes.size();
-  out.dims.assign(n, -1);
   out.windows.assign(n, Dim::SymWindow(0, 1, 1));
-  uint64_t used = 0;
-  for (const bool single : {false, true}) { // dims of size 1 take the base dims that the others leave
-    for (size_t j = 0; j < n; ++j) {
-      if ((to.sizes[j] == 1) != single || (to.strides[j] == 0 && !single)) {
-        continue;
-      }
-      const auto* d = std::find_if(order.begin(), order.end(), [&](int64_t k) {
-        return single ? x.strides()[k] == to.strides[j] && !(used >> k & 1) : x.strides()[k] <= to.strides[j];
-      });
-      if (d == order.end()) {
-        if (single) {
-          continue;
-        }
+  for (size_t j = 0; j < n; ++j) {
+    if (const auto d = out.dims[j]; d >= 0) {
+      if (to.strides[j] % strides[d] != 0) {
         return std::nullopt;
       }
-      const auto step = single ? 1 : to.strides[j] / x.strides()[*d];
-      if ((!single && to.strides[j] % x.strides()[*d]) || (used >> *d & 1) ||
-          out.starts[*d] + (to.sizes[j] - 1) * step >= x.size(*d)) {
+      const auto step = (to.strides[j] / strides[d]).guard_int(__FILE__, __LINE__);
+      if (plus(out.starts[d], (to.sizes[j] - 1) * step) >= x.sym_size(d)) {
         return std::nullopt;
       }
-      used |= uint64_t{1} << *d;
-      out.dims[j] = *d;
-      out.windows[j] = Dim::SymWindow(out.starts[*d], step, to.sizes[j]);
+      out.windows[j] = Dim::SymWindow(out.starts[d], step, to.sizes[j]);
     }
   }
-  // The base's own dims of size 1, which may be sharded too: match a result dim with the same stride.
+  // Dims of size 1 take the base dims that the others leave, with the same stride; its own dims of size 1, which may be sharded
+  // too, after the others.
+  const auto take = [&](size_t j, int64_t d) {
+    const bool fits = to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == strides[d] &&
+                      std::find(out.dims.begin(), out.dims.end(), d) == out.dims.end();
+    if (fits) {
+      out.dims[j] = d;
+      out.windows[j] = Dim::SymWindow(out.starts[d], 1, 1);
+    }
+    return fits;
+  };
+  for (size_t j = 0; j < n; ++j) {
+    std::any_of(order->begin(), order->end(), [&](int64_t d) { return take(j, d); });
+  }
   for (int64_t d = 0; d < x.dim(); ++d) {
     for (size_t j = 0; j < n && x.is_one(d); ++j) {
-      if (to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == x.strides()[d]) {
-        out.dims[j] = d;
+      if (take(j, d)) {
         break;
       }
     }
@@ -103,7 +137,7 @@ void undone_kernel(Run& run) {
   }
   for (int64_t d = 0; d < ndim; ++d) {
     if (std::find(order.begin(), order.end(), d) == order.end()) {
-      x = x.narrow(d, undone.starts[d], 1);
+      x = x.narrow_symint(d, undone.starts[d], 1);
       chosen.push_back(d);
     }
   }
@@ -137,7 +171,7 @@ Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
     }
     in[d] = Dim(rule.factor());
     auto& dim = out.emplace_back(in[d]);
-    if (w.step != 1 || w.length != x.size(d)) {
+    if (w.step != 1 || w.length != x.sym_size(d)) {
       dim.window = w;
     }
   }
@@ -154,11 +188,11 @@ constexpr auto kFrozen = "the memory or shape of its pieces cannot be replaced i
 // In place: changes only strides of dims of size 1, so nothing moves (a pooled image becomes channels_last).
 Rule restrided(const Call& call) {
   const auto& x = call.tensors[0];
-  const auto sizes = call.ints(1), strides = call.ints(2);
-  bool alike =
-      call.integer(3, x.offset()) == x.offset() && x.sizes() == c10::IntArrayRef(sizes) && strides.size() == sizes.size();
+  const auto sizes = call.sym_ints(1), strides = call.sym_ints(2), own = x.sym_strides();
+  const auto offset = call.has(3) ? call.sym_ints(3)[0] : x.sym_offset();
+  bool alike = offset == x.sym_offset() && sizes == x.sym_sizes() && strides.size() == sizes.size();
   for (int64_t d = 0; alike && d < x.dim(); ++d) {
-    alike = x.size(d) <= 1 || x.strides()[d] == strides[d];
+    alike = sizes[d] == 0 || sizes[d] == 1 || own[d] == strides[d];
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       alike, call.schema.name(), ": cannot be done on a ShardTensor: ", kFrozen, ". (self: ", x.sizes(), " ", x.layout->str(),
@@ -169,9 +203,9 @@ Rule restrided(const Call& call) {
   return rule;
 }
 
-bool lies_by(const at::Tensor& x, c10::IntArrayRef strides) {
+bool lies_by(const at::Tensor& x, const SymSizes& strides) {
   for (int64_t d = 0; d < x.dim(); ++d) {
-    if (x.size(d) > 1 && x.stride(d) != strides[d]) {
+    if (x.sym_size(d) > 1 && x.sym_stride(d) != strides[d]) {
       return false;
     }
   }
@@ -179,58 +213,67 @@ bool lies_by(const at::Tensor& x, c10::IntArrayRef strides) {
 }
 
 struct Laid {
-  int64_t offset; // from the first element
-  Sizes strides;  // of the base; the local tensor may have others
+  c10::SymInt offset; // from the first element
+  SymSizes strides;   // of the base; the local tensor may have others
 };
 
 void whole_strided_kernel(Run& run) {
   auto x = run.arg(0).toTensor();
   const auto& [offset, strides] = noted<Laid>(run.solution);
   if (!lies_by(x, strides)) {
-    x = at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
+    x = at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
   }
-  run.returns({own(run, x.as_strided(run.arg(1).toIntVector(), run.arg(2).toIntVector(), x.storage_offset() + offset))});
+  const auto sizes = run.arg(1).toSymIntVector(), steps = run.arg(2).toSymIntVector();
+  run.returns({own(run, x.as_strided_symint(sizes, steps, plus(x.sym_storage_offset(), offset)))});
+}
+
+// The offset of the last of these elements.
+c10::SymInt last_of(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, c10::SymInt offset = 0) {
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    offset = plus(offset, (sizes[d] - 1) * strides[d]);
+  }
+  return offset;
 }
 
 // What the arguments from `arg` on ask for: sizes, strides, offset; within the elements.
 Strided asked_for(const Call& call, int64_t arg) {
   const auto& x = call.tensors[0];
-  Strided to{call.ints(arg), call.ints(arg + 1), call.integer(arg + 2, x.offset()) - x.offset()};
+  Strided to{call.sym_ints(arg), call.sym_ints(arg + 1), 0};
+  if (call.has(arg + 2)) {
+    to.offset = plus(call.sym_ints(arg + 2)[0], -x.sym_offset());
+  }
   TORCH_CHECK(to.sizes.size() == to.strides.size(), "mismatch in length of strides and shape");
-  int64_t first = 0, last = to.offset;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    first += (x.size(d) - 1) * x.strides()[d];
-  }
-  for (size_t j = 0; j < to.sizes.size(); ++j) {
-    last += (to.sizes[j] - 1) * to.strides[j];
-  }
   TORCH_CHECK(
-      c10::multiply_integers(to.sizes) == 0 || (to.offset >= 0 && last <= first), call.schema.name(), ": sizes ",
-      c10::IntArrayRef(to.sizes), ", strides ", c10::IntArrayRef(to.strides), " and offset ", to.offset,
-      " reach outside of the ShardTensor (", x.sizes(), ", ", x.layout->str(), ", rank ", call.mesh.rank(),
-      "), which has no memory beyond its elements. Slice and permute the base tensor instead.");
+      numel_of(to.sizes) == 0 ||
+          (to.offset >= 0 && last_of(to.sizes, to.strides, to.offset) <= last_of(x.sym_sizes(), x.sym_strides())),
+      call.schema.name(), ": sizes ", c10::SymIntArrayRef(to.sizes), ", strides ", c10::SymIntArrayRef(to.strides),
+      " and offset ", to.offset, " reach outside of the ShardTensor (", c10::SymIntArrayRef(x.sym_sizes()), ", ", x.layout->str(),
+      ", rank ", call.mesh.rank(), "), which has no memory beyond its elements. Slice and permute the base tensor instead.");
   return to;
+}
+
+// The strides of a view of all elements in their order.
+std::optional<SymSizes> reshaped_strides(const TensorArg& x, const SymSizes& to) {
+  const auto found = at::detail::computeStride(x.sym_sizes(), x.sym_strides(), c10::SymDimVector(to.begin(), to.end()));
+  return found ? std::make_optional(SymSizes(found->begin(), found->end())) : std::nullopt;
 }
 
 Rule as_strided(const Call& call) {
   const auto& x = call.tensors[0];
   const auto to = asked_for(call, 1);
-  const bool empty = c10::multiply_integers(to.sizes) == 0;
+  const bool empty = numel_of(to.sizes) == 0;
   if (x.layout->is_sharded() && !empty) {
     if (const auto undone = undo(x, to)) {
       return undone_rule(x, to, *undone);
     }
-    if (to.offset == 0 && c10::multiply_integers(to.sizes) == c10::multiply_integers(x.sizes())) {
-      const auto strides = at::detail::computeStride(x.sizes(), x.strides(), to.sizes);
-      if (strides && c10::IntArrayRef(*strides) == to.strides) {
-        return reshaped(call, symbols(to.sizes), Told::Strides);
-      }
+    if (to.offset == 0 && numel_of(to.sizes) == numel_of(x.sym_sizes()) && reshaped_strides(x, to.sizes) == to.strides) {
+      return reshaped(call, to.sizes, Told::Strides);
     }
   }
   auto rule = replicate(call);
   rule.passes_partial();
   rule.results.emplace_back(Dims(to.sizes.size(), Dim(kNone)));
-  rule.notes = Laid{empty ? 0 : to.offset, Sizes(x.strides().begin(), x.strides().end())};
+  rule.notes = Laid{empty ? c10::SymInt(0) : to.offset, x.sym_strides()};
   rule.always(whole_strided_kernel);
   return rule;
 }
@@ -238,33 +281,28 @@ Rule as_strided(const Call& call) {
 void strided_scatter_kernel(Run& run) {
   const auto x = run.arg(0).toTensor(), source = run.arg(1).toTensor();
   const auto& [offset, strides] = noted<Laid>(run.solution);
-  auto out = at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
-  out.as_strided(source.sizes(), run.arg(3).toIntVector(), offset).copy_(source);
+  auto out = at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
+  out.as_strided_symint(source.sym_sizes(), run.arg(3).toSymIntVector(), offset).copy_(source);
   run.returns({out});
 }
 
 // Whether index i of the first dim asked for lies in index i of x's, for all i.
 bool first_dim_stays(const TensorArg& x, const Strided& to) {
-  if (x.dim() == 0 || to.sizes.empty() || to.sizes[0] != x.size(0) || to.strides[0] != x.strides()[0]) {
+  const auto sizes = x.sym_sizes(), strides = x.sym_strides();
+  if (sizes.empty() || to.sizes.empty() || to.sizes[0] != sizes[0] || to.strides[0] != strides[0]) {
     return false;
   }
-  int64_t own = 0, asked = to.offset;
-  for (int64_t d = 1; d < x.dim(); ++d) {
-    own += (x.size(d) - 1) * x.strides()[d];
-  }
-  for (size_t j = 1; j < to.sizes.size(); ++j) {
-    asked += (to.sizes[j] - 1) * to.strides[j];
-  }
-  return std::max(own, asked) < x.strides()[0];
+  const auto rest = [](const SymSizes& n) { return c10::SymIntArrayRef(n).slice(1); };
+  return last_of(rest(sizes), rest(strides)) < strides[0] && last_of(rest(to.sizes), rest(to.strides), to.offset) < strides[0];
 }
 
 Rule as_strided_scatter(const Call& call) {
   const auto& x = call.tensors[0];
   const auto to = asked_for(call, 2);
   TORCH_CHECK(
-      call.tensors[1].sizes() == c10::IntArrayRef(to.sizes),
-      "expected src to have a size equal to the slice of self. src size = ", call.tensors[1].sizes(),
-      ", slice size = ", c10::IntArrayRef(to.sizes));
+      call.tensors[1].sym_sizes() == to.sizes,
+      "expected src to have a size equal to the slice of self. src size = ", call.tensors[1].sym_sizes(),
+      ", slice size = ", to.sizes);
   Rule rule;
   Dims in(x.dim(), Dim(kNone)), part(to.sizes.size(), Dim(kNone));
   if (first_dim_stays(x, to)) {
@@ -273,7 +311,7 @@ Rule as_strided_scatter(const Call& call) {
   rule.operands.emplace_back(in);
   rule.operands.emplace_back(std::move(part));
   rule.results.emplace_back(std::move(in));
-  rule.notes = Laid{to.offset, Sizes(x.strides().begin(), x.strides().end())};
+  rule.notes = Laid{to.offset, x.sym_strides()};
   rule.always(strided_scatter_kernel);
   rule.passes_partial(0b11);
   return rule;
@@ -282,9 +320,10 @@ Rule as_strided_scatter(const Call& call) {
 } // namespace
 
 void register_view_strided(Registry& r) {
-  r.add("views", {"as_strided", "as_strided_copy"}, as_strided);
-  r.add("views", {"as_strided_"}, restrided);
-  r.add("views", {"as_strided_scatter"}, as_strided_scatter);
+  const Options symbols{.symbols = true};
+  r.add("views", {"as_strided", "as_strided_copy"}, as_strided, symbols);
+  r.add("views", {"as_strided_"}, restrided, symbols);
+  r.add("views", {"as_strided_scatter"}, as_strided_scatter, symbols);
   r.add(
       "views",
       {
