@@ -436,16 +436,17 @@ at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
 // torch's version writes through a stride that a cut tensor cannot have.
 at::Tensor& fill_diagonal_(at::Tensor& self, const at::Scalar& value, bool wrap) {
   TORCH_CHECK(self.dim() >= 2, "dimensions must larger than 1");
-  const auto rows = self.size(0), columns = self.size(1);
+  const auto rows = self.sym_size(0), columns = self.sym_size(1);
   if (self.dim() > 2) {
-    const auto sizes = self.sizes();
+    const auto sizes = self.sym_sizes();
     TORCH_CHECK(
-        std::all_of(sizes.begin(), sizes.end(), [&](int64_t n) { return n == rows; }),
+        std::all_of(sizes.begin(), sizes.end(), [&](const auto& n) { return n == rows; }),
         "all dimensions of input must be of equal length");
   }
   if (wrap && self.dim() == 2 && columns > 0) {
-    for (int64_t first = 0; first < rows; first += columns + 1) { // skips a row between two diagonals
-      self.narrow(0, first, std::min(columns, rows - first)).diagonal().fill_(value);
+    for (c10::SymInt first = 0; first < rows; first = plus(first, columns + 1)) { // skips a row between two diagonals
+      const auto left = plus(rows, -first);
+      self.narrow_symint(0, first, left < columns ? left : columns).diagonal().fill_(value);
     }
     return self;
   }

@@ -42,12 +42,22 @@ std::vector<std::pair<int64_t, int64_t>> pairs(const Intervals& runs) {
 
 // A cut as Python passes it: sizes, or (size, share, per) of each piece where they follow the extent.
 using CutInPython = std::variant<std::vector<int64_t>, std::vector<std::tuple<int64_t, int64_t, int64_t>>>;
+// The same, or (size,) of each piece where the sizes are symbols of a graph.
+using TracedCut =
+    std::variant<std::vector<int64_t>, std::vector<std::tuple<int64_t, int64_t, int64_t>>, std::vector<std::tuple<c10::SymInt>>>;
 
-Cut cut_from(const CutInPython& given) {
+Cut cut_from(const TracedCut& given) {
   if (const auto* sizes = std::get_if<std::vector<int64_t>>(&given)) {
     return std::make_shared<const PieceSizes>(*sizes);
   }
   auto out = std::make_shared<PieceSizes>();
+  if (const auto* symbols = std::get_if<std::vector<std::tuple<c10::SymInt>>>(&given)) {
+    for (const auto& [size] : *symbols) {
+      out->push_back(0);
+      out->symbols.push_back(size);
+    }
+    return out;
+  }
   for (const auto& [size, share, per] : std::get<1>(given)) {
     out->push_back(size);
     out->shares.push_back(share);
@@ -67,6 +77,17 @@ CutInPython in_python(const PieceSizes& cut) {
   std::vector<std::tuple<int64_t, int64_t, int64_t>> out;
   for (size_t i = 0; i < cut.size(); ++i) {
     out.emplace_back(cut[i], cut.shares[i], cut.per);
+  }
+  return out;
+}
+
+TracedCut traced_in_python(const PieceSizes& cut) {
+  if (cut.symbols.empty()) {
+    return std::visit([](auto list) { return TracedCut(std::move(list)); }, in_python(cut));
+  }
+  std::vector<std::tuple<c10::SymInt>> out;
+  for (const auto& n : cut.symbols) {
+    out.emplace_back(n);
   }
   return out;
 }
@@ -133,7 +154,7 @@ void register_layout(py::module& m) {
   py::class_<Layout, c10::intrusive_ptr<Layout>>(m, "Layout")
       .def(
           py::init([](const c10::intrusive_ptr<Mesh>& mesh, const std::vector<Tuple>& placements,
-                      const std::vector<std::optional<CutInPython>>& cuts) {
+                      const std::vector<std::optional<TracedCut>>& cuts) {
             Placements p;
             for (const auto& t : placements) {
               p.push_back(placement_from(t));
@@ -144,7 +165,7 @@ void register_layout(py::module& m) {
             }
             return as_mutable(Layout::make(MeshPtr(mesh), std::move(p), std::move(c)));
           }),
-          py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<CutInPython>>{})
+          py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<TracedCut>>{})
       .def_property_readonly("id", &Layout::id)
       .def_property_readonly("mesh", [](const Layout& self) { return as_mutable(self.mesh_ptr()); })
       .def_property_readonly(
@@ -162,6 +183,15 @@ void register_layout(py::module& m) {
             std::vector<std::optional<CutInPython>> out;
             for (const auto& cut : self.cuts()) {
               out.push_back(cut ? std::optional(in_python(*cut)) : std::nullopt);
+            }
+            return out;
+          })
+      .def_property_readonly(
+          "traced_cuts",
+          [](const Layout& self) {
+            std::vector<std::optional<TracedCut>> out;
+            for (const auto& cut : self.cuts()) {
+              out.push_back(cut ? std::optional(traced_in_python(*cut)) : std::nullopt);
             }
             return out;
           })

@@ -52,7 +52,7 @@ class InBarrier:
     def __init__(self, group: str) -> None: ...
     def leave(self) -> None: ...
 
-_Cut = Sequence[int] | Sequence[tuple[int, int, int]]
+_Cut = Sequence[int] | Sequence[tuple[int, int, int]] | Sequence[tuple[int]]
 
 class Layout:
     def __init__(
@@ -66,6 +66,8 @@ class Layout:
     def placements(self) -> list[_Placement]: ...
     @property
     def cuts(self) -> list[list[int] | None]: ...  # in graphs also lists of (size, share, per)
+    @property
+    def traced_cuts(self) -> list[Any]: ...  # `cuts`, but (size,) of each piece where the sizes are symbols of a graph
     @property
     def follows_sizes(self) -> bool: ...
     @property

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._guards import CompileContext, Guard, TracingContext
@@ -28,18 +28,9 @@ if TYPE_CHECKING:
     from shardtensor.tensor._tensor import ShardTensor
 
 
-class Offset(NamedTuple):
-    """A storage offset that is a symbol, as a sum of multiples of the tensor's strides and sizes and of their products, since a
-    context holds only numbers."""
-
-    number: int
-    terms: tuple[tuple[int, tuple[int, ...]], ...]  # times, and which of (*strides, *sizes) are multiplied
-
-    def __call__(self, sizes: Any, strides: Any) -> Any:
-        of = (*strides, *sizes)
-        terms = [math.prod((of[i] for i in factors), start=times) for times, factors in self.terms]
-        return sum(terms, self.number) if self.number else sum(terms[1:], terms[0])  # torch cannot trace a symbol plus 0
-
+# The inner tensor of a view that has symbols which its sizes and strides do not tell: its storage offset, and pieces that follow
+# more than the length that they cut. They are the sizes of this tensor, which has no elements: (0, offset, *pieces).
+EXTENTS = "_extents"
 
 Cuts = Sequence[Sequence[int] | None]
 _Tuples = tuple[tuple[int, ...] | None, ...]
@@ -51,15 +42,15 @@ def _tuples(cuts: Cuts) -> _Tuples:
 
 class ShardOrder(tuple):  # type: ignore[type-arg]
     """A spec's shard_order with torch's entries, plus two facts that torch does not know: every rank's cuts, and the storage
-    offset.
+    offset. If EXTENTS has them, a cut is () and the offset is None.
 
     torch.compile stores it, compares it, writes it to its caches, and passes it back when it unflattens a tensor.
     """
 
-    offset: int | Offset
+    offset: int | None
     _cuts: _Tuples | _C.Layout
 
-    def __new__(cls, entries: Sequence[Any], cuts: Cuts | _C.Layout, offset: int | Offset = 0) -> ShardOrder:
+    def __new__(cls, entries: Sequence[Any], cuts: Cuts | _C.Layout, offset: int | None = 0) -> ShardOrder:
         self = super().__new__(cls, entries)
         self._cuts = cuts if isinstance(cuts, _C.Layout) else _tuples(cuts)
         self.offset = offset
@@ -93,7 +84,7 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
         return f"ShardOrder({tuple(self)!r}, cuts={self.cuts!r}, offset={self.offset!r})"
 
 
-_orders: dict[tuple[int, int | Offset], ShardOrder] = {}  # by layout and offset
+_orders: dict[tuple[int, int | None], ShardOrder] = {}  # by layout and offset
 _TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
 
@@ -104,45 +95,65 @@ def flatten(t: ShardTensor) -> tuple[list[str], Any]:
             "compiled function, or mark their function with torch.compiler.disable"
         )
     guard_graph()
-    layout, offset = t._layout, offset_of(t)
+    layout, offset, extents = t._layout, offset_of(t), _has_extents(t)
     order = _orders.get((layout.id, offset))
     if order is None:
         order = cast(ShardOrder, t._spec.shard_order)
         if not layout.has_symbols:
             order = _orders[layout.id, offset] = ShardOrder(order, order.cuts, offset)  # which keeps no layout
+        elif extents:
+            order = ShardOrder(order, [() if _is_of_symbols(cut) else cut for cut in layout.traced_cuts], offset)
     meta = TensorMeta(t.shape, t.stride(), t.dtype)
-    return ["_local_tensor", "device_mesh"], (placements_of(layout), meta, order, t.requires_grad)
+    return ["_local_tensor", "device_mesh", *[EXTENTS] * extents], (placements_of(layout), meta, order, t.requires_grad)
 
 
-def offset_of(t: torch.Tensor) -> int | Offset:
-    """The storage offset in a form that a context can hold. A symbol that has no such form is guarded to be a number."""
-    offset = t.storage_offset()
-    if not isinstance(offset, torch.SymInt) or offset.node.maybe_as_int() is not None:
-        return int(offset)
-    of = [n.node.expr if isinstance(n, torch.SymInt) else n for n in (*t.stride(), *t.shape)]
-    products = [(i, j) for i in range(t.ndim) for j in range(t.ndim, 2 * t.ndim)]
-    for env in (None, offset.node.shape_env):
-        rest, terms = _without_floors(offset.node.expr, env).expand(), []
-        for factors in (*products, *((i,) for i in range(2 * t.ndim))):
-            candidate = _without_floors(math.prod(of[i] for i in factors), env)
-            if isinstance(candidate, int) or candidate.is_number:
-                continue
-            leading, by = _leading(candidate.expand())
-            times = rest.as_coefficients_dict().get(leading, 0) / by
-            if times and times.is_Integer:
-                rest = (rest - times * candidate).expand()
-                terms.append((int(times), factors))
-        if rest.is_Integer:
-            return Offset(int(rest), tuple(terms))
-    return int(offset)
+def offset_of(t: torch.Tensor) -> int | None:
+    """The storage offset; None if EXTENTS has it. Another symbol is guarded to be a number."""
+    return None if _has_extents(t) and _is_symbol(t.storage_offset()) else int(t.storage_offset())
+
+
+def _is_symbol(n: Any) -> bool:
+    return isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None
+
+
+def _is_of_symbols(cut: Any) -> bool:
+    return bool(cut) and isinstance(cut[0], tuple) and len(cut[0]) == 1
+
+
+def _has_extents(t: torch.Tensor) -> bool:
+    return EXTENTS in t.__dict__
+
+
+def keep_extents(t: torch.Tensor) -> None:
+    """Makes EXTENTS of a tensor of a graph that needs one."""
+    layout, offset = _C.layout(t), t.storage_offset()
+    t.__dict__.pop(EXTENTS, None)  # an in-place view may have had another
+    if layout.has_symbols or _is_symbol(offset):
+        pieces = [n for cut in layout.traced_cuts if _is_of_symbols(cut) for (n,) in cut]
+        t.__dict__[EXTENTS] = _C.local(t).new_empty((0, offset, *pieces))
 
 
 def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> torch.Tensor:
     placements, _meta, order, requires_grad = context
-    layout = _layout_of(inner["device_mesh"], placements, sizes, order)
-    offset = order.offset(sizes, strides) if isinstance(order.offset, Offset) else order.offset
+    mesh, offset = inner["device_mesh"], order.offset
+    extents = inner.get(EXTENTS)
+    if extents is None:
+        layout = _layout_of(mesh, placements, sizes, order)
+    else:
+        _, there, *pieces = extents.shape
+        offset = there if offset is None else offset
+        cuts = [_taken(pieces, n) if cut == () else cut for cut, n in zip(order.cuts, mesh.shape, strict=True)]
+        layout = _settled(make_layout(mesh, placements, len(sizes), cuts, who="ShardTensor.__tensor_unflatten__"), sizes)
     out = _C.wrap(inner["_local_tensor"], layout, sizes, strides, offset)
+    if layout.has_symbols or _is_symbol(offset):
+        out.__dict__[EXTENTS] = extents
     return out.requires_grad_(requires_grad)
+
+
+def _taken(pieces: list[Any], n: int) -> list[Any]:
+    """The first n pieces, which leave the list."""
+    taken, pieces[:] = pieces[:n], pieces[n:]
+    return [(piece,) for piece in taken] if any(_is_symbol(piece) for piece in taken) else [int(piece) for piece in taken]
 
 
 def _layout_of(mesh: Any, placements: tuple[Placement, ...], sizes: Any, order: ShardOrder) -> _C.Layout:
@@ -153,9 +164,13 @@ def _layout_of(mesh: Any, placements: tuple[Placement, ...], sizes: Any, order: 
         cuts = order.cuts if any(order.cuts) else ()
         layout = make_layout(mesh, placements, len(sizes), cuts, who="ShardTensor.__tensor_unflatten__")
         order.__dict__["_layout"] = mesh, placements, layout
+    return _settled(layout, sizes)
+
+
+def _settled(layout: _C.Layout, sizes: Any) -> _C.Layout:
     if layout.follows_sizes and not any(isinstance(n, torch.SymInt) for n in sizes):
-        return layout.settled(sizes)  # type: ignore[no-any-return]
-    return layout  # type: ignore[no-any-return]
+        return layout.settled(sizes)
+    return layout
 
 
 def shares_of(pieces: list[Any], size: torch.SymInt) -> tuple[list[int], list[int], int] | None:
@@ -195,10 +210,10 @@ def _leading(expression: Any) -> tuple[Any, Any]:
 
 
 def tangent(t: ShardTensor) -> ShardTensor:
-    """The tangent in the form that the graph expects: whole instead of in summands."""
-    if not t._layout.has_partial:
-        return t
-    return t.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in t.placements])
+    """The tangent in the form that the graph expects: whole instead of in summands, and no view."""
+    if t._layout.has_partial:
+        return t.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in t.placements])
+    return t.clone() if _has_extents(t) else t  # type: ignore[return-value]
 
 
 def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTensor | None:

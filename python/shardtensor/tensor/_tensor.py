@@ -52,7 +52,7 @@ class ShardTensorSpec(DTensorSpec):
     """A DTensorSpec with uneven cuts. It never equals a stock spec, so stock DTensor's caches never match a ShardTensor."""
 
     _layout: _C.Layout = None  # type: ignore[assignment]
-    _offset: int | _compile.Offset = 0  # of the tensor in its storage
+    _offset: int | None = 0  # of the tensor in its storage
 
     def __post_init__(self) -> None:
         if isinstance(self.shard_order, _compile.ShardOrder):  # kept by dataclasses.replace, but wrong now
@@ -374,7 +374,11 @@ class ShardTensor(DTensor):
         _compile.guard_graph()
         _compile.settle(ours)
         with detect_fake_mode([_C.local(t) for t in ours]) or nullcontext():  # tensors made inside are fake too
-            return _C.call(_handlers.overrides(_handlers.name_of(func)), func._schema.name, func._schema.overload_name, *args, **kwargs)
+            out = _C.call(_handlers.overrides(_handlers.name_of(func)), func._schema.name, func._schema.overload_name, *args, **kwargs)
+            for t in tree_leaves(out):
+                if isinstance(t, ShardTensor):
+                    _compile.keep_extents(t)
+            return out
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return _compile.flatten(self)
