@@ -642,8 +642,10 @@ DYNAMIC_FAMILIES = {
     "attention_of_groups": lambda x, w: _attention_of_groups(torch.stack([x, x * 2]).view(2, -1, 6, 1).transpose(1, 2)),
     "causal_attention": lambda x, w: _attention(torch.stack([x, x * 2]).view(2, -1, 2, 3).transpose(1, 2), is_causal=True),
 }
-# Where torch's own code reads sizes, and ours does not.
+# Where torch's own code reads sizes: ours does not, or reads those of dims that do not grow.
 DYNAMIC_READ = {
+    "gru_cell": lambda x, w: torch.gru_cell(x, x[:, :2], w, w[:, :2]),
+    "lstm_cell": lambda x, w: torch.cat(torch.lstm_cell(x, (x[:, :3], x[:, 3:]), torch.cat([w, w]), torch.cat([w, w])[:, :3]), 1),
     "trace": lambda x, w: (x @ x.t()).trace(),
     "masked_index_of_rows": lambda x, w: torch.ops.aten._unsafe_masked_index(x, w[:3, :1] > 1, [w[:3].argmax(1), None], 1.5),
     "cross_entropy_of_rows": lambda x, w: F.cross_entropy(x.t(), x.detach().argmax(0), x.detach()[:, 0].exp(), label_smoothing=0.1),

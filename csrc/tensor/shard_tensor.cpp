@@ -177,6 +177,11 @@ IntArrayRef ShardTensorImpl::sizes_custom() const {
   return is_symbolic() ? IntArrayRef(in_graph().sizes = guarded(sym_sizes())) : TensorImpl::sizes_custom();
 }
 
+// Only this one becomes a number.
+int64_t ShardTensorImpl::size_custom(int64_t d) const {
+  return is_symbolic() ? sym_size(d).guard_int(__FILE__, __LINE__) : TensorImpl::size_custom(d);
+}
+
 IntArrayRef ShardTensorImpl::strides_custom() const {
   return is_symbolic() ? IntArrayRef(in_graph().strides = guarded(sym_strides())) : TensorImpl::strides_custom();
 }

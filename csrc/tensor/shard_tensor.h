@@ -166,6 +166,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
 
   // Reading symbolic sizes as numbers adds a guard to the graph: it then holds only for these numbers.
   c10::IntArrayRef sizes_custom() const override;
+  int64_t size_custom(int64_t d) const override;
   c10::IntArrayRef strides_custom() const override;
   int64_t numel_custom() const override;
   int64_t storage_offset_custom() const override;
