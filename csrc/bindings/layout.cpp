@@ -40,13 +40,12 @@ std::vector<std::pair<int64_t, int64_t>> pairs(const Intervals& runs) {
   return out;
 }
 
-// A cut as Python passes it: sizes, or (size, share, per) of each piece where they follow the extent.
-using CutInPython = std::variant<std::vector<int64_t>, std::vector<std::tuple<int64_t, int64_t, int64_t>>>;
-// The same, or (size,) of each piece where the sizes are symbols of a graph.
-using TracedCut =
+// A cut as Python passes it: sizes, or (size, share, per) of each piece where they follow the extent, or (size,) of each piece
+// where the sizes are symbols of a graph.
+using CutInPython =
     std::variant<std::vector<int64_t>, std::vector<std::tuple<int64_t, int64_t, int64_t>>, std::vector<std::tuple<c10::SymInt>>>;
 
-Cut cut_from(const TracedCut& given) {
+Cut cut_from(const CutInPython& given) {
   if (const auto* sizes = std::get_if<std::vector<int64_t>>(&given)) {
     return std::make_shared<const PieceSizes>(*sizes);
   }
@@ -66,8 +65,12 @@ Cut cut_from(const TracedCut& given) {
   return out;
 }
 
-CutInPython in_python(const PieceSizes& cut) {
+// Symbols as such if `traced`, otherwise as numbers, which guards them.
+CutInPython in_python(const PieceSizes& cut, bool traced) {
   if (!cut.symbols.empty()) {
+    if (traced) {
+      return std::vector<std::tuple<c10::SymInt>>(cut.symbols.begin(), cut.symbols.end());
+    }
     const auto numbers = guarded(cut.symbols);
     return std::vector<int64_t>(numbers.begin(), numbers.end());
   }
@@ -81,13 +84,11 @@ CutInPython in_python(const PieceSizes& cut) {
   return out;
 }
 
-TracedCut traced_in_python(const PieceSizes& cut) {
-  if (cut.symbols.empty()) {
-    return std::visit([](auto list) { return TracedCut(std::move(list)); }, in_python(cut));
-  }
-  std::vector<std::tuple<c10::SymInt>> out;
-  for (const auto& n : cut.symbols) {
-    out.emplace_back(n);
+template <bool traced>
+std::vector<std::optional<CutInPython>> cuts_in_python(const Layout& layout) {
+  std::vector<std::optional<CutInPython>> out;
+  for (const auto& cut : layout.cuts()) {
+    out.push_back(cut ? std::optional(in_python(*cut, traced)) : std::nullopt);
   }
   return out;
 }
@@ -154,7 +155,7 @@ void register_layout(py::module& m) {
   py::class_<Layout, c10::intrusive_ptr<Layout>>(m, "Layout")
       .def(
           py::init([](const c10::intrusive_ptr<Mesh>& mesh, const std::vector<Tuple>& placements,
-                      const std::vector<std::optional<TracedCut>>& cuts) {
+                      const std::vector<std::optional<CutInPython>>& cuts) {
             Placements p;
             for (const auto& t : placements) {
               p.push_back(placement_from(t));
@@ -165,7 +166,7 @@ void register_layout(py::module& m) {
             }
             return as_mutable(Layout::make(MeshPtr(mesh), std::move(p), std::move(c)));
           }),
-          py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<TracedCut>>{})
+          py::arg("mesh"), py::arg("placements"), py::arg("cuts") = std::vector<std::optional<CutInPython>>{})
       .def_property_readonly("id", &Layout::id)
       .def_property_readonly("mesh", [](const Layout& self) { return as_mutable(self.mesh_ptr()); })
       .def_property_readonly(
@@ -177,24 +178,8 @@ void register_layout(py::module& m) {
             }
             return out;
           })
-      .def_property_readonly(
-          "cuts",
-          [](const Layout& self) {
-            std::vector<std::optional<CutInPython>> out;
-            for (const auto& cut : self.cuts()) {
-              out.push_back(cut ? std::optional(in_python(*cut)) : std::nullopt);
-            }
-            return out;
-          })
-      .def_property_readonly(
-          "traced_cuts",
-          [](const Layout& self) {
-            std::vector<std::optional<TracedCut>> out;
-            for (const auto& cut : self.cuts()) {
-              out.push_back(cut ? std::optional(traced_in_python(*cut)) : std::nullopt);
-            }
-            return out;
-          })
+      .def_property_readonly("cuts", cuts_in_python<false>)
+      .def_property_readonly("traced_cuts", cuts_in_python<true>)
       .def_property_readonly("is_even", &Layout::is_even)
       .def_property_readonly("follows_sizes", &Layout::follows_sizes)
       .def_property_readonly("has_symbols", &Layout::has_symbols)

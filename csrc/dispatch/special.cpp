@@ -110,12 +110,20 @@ at::Tensor in_order(const at::Tensor& t, const Order& order) {
   return dense(t.permute(dims)).permute(back);
 }
 
+// The entry's own calls, if it has any for these arguments.
+std::optional<at::Tensor> made_in_stages(const Op& op, const Stack& stack) {
+  const auto calls = op.entry->options.in_stages;
+  return calls ? calls(torch::jit::last(stack, op.kinds.size())) : std::nullopt;
+}
+
+void give(const Op& op, Stack* stack, at::Tensor out) {
+  torch::jit::drop(*stack, op.kinds.size());
+  stack->emplace_back(std::move(out));
+}
+
 void handle_decomposed(const Op& op, Stack* stack) {
-  auto* const parts = op.entry->options.in_stages;
-  if (auto out = parts ? parts(torch::jit::last(*stack, op.kinds.size())) : std::nullopt) {
-    torch::jit::drop(*stack, op.kinds.size());
-    stack->emplace_back(*std::move(out));
-    return;
+  if (const auto out = made_in_stages(op, *stack)) {
+    return give(op, stack, *out);
   }
   using c10::DispatchKey;
   const bool usual = op.handle.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
@@ -124,13 +132,8 @@ void handle_decomposed(const Op& op, Stack* stack) {
 }
 
 void handle_stages(const Op& op, Stack* stack) {
-  const auto out = op.entry->options.in_stages(torch::jit::last(*stack, op.kinds.size()));
-  if (!out) {
-    return handle(op, stack);
-  }
-  auto ordered = in_order(*out, order_of_result(op, *stack));
-  torch::jit::drop(*stack, op.kinds.size());
-  stack->emplace_back(std::move(ordered));
+  const auto out = made_in_stages(op, *stack);
+  out ? give(op, stack, in_order(*out, order_of_result(op, *stack))) : handle(op, stack);
 }
 
 } // namespace

@@ -195,8 +195,7 @@ at::Tensor wrap_symbolic_result(
   };
   if (base && (!moved || form)) {
     const auto found = form ? *form : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
-    // Torch's record of a graph's tensors has no room for a symbol as an offset, so one would become a number. A gradient's
-    // offset matters to nobody.
+    // A gradient's offset matters to nobody; a symbol would be kept as a size of one more tensor.
     const bool drop = found.offset.is_symbolic() && torch::autograd::get_current_graph_task_id() != -1;
     return wrapped(found.strides, drop ? c10::SymInt(0) : found.offset);
   }
