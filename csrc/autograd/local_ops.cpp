@@ -49,7 +49,7 @@ at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const S
   const auto& t = *ref.tensor;
   const auto given = ref.impl ? t : from_local(t, solution.replicated, t.sizes(), t.strides());
   const auto have = as_shard_tensor(given)->layout_ptr();
-  const auto want = need ? of_a_tensor(need, t.sym_sizes()) : have;
+  const auto want = need ? in_numbers(need, t.sym_sizes()) : have;
   if (have != want) {
     tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why_moved(op), *have, *want, given);
   }
@@ -64,7 +64,7 @@ at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth
   const auto& result = solution.results[nth];
   const auto sizes = global_sizes(result, refs, piece);
   const auto strides = strides_of(result, refs, sizes);
-  return from_local(laid(piece, strides), of_a_tensor(result.layout, symbols(sizes)), sizes, strides);
+  return from_local(laid(piece, strides), in_numbers(result.layout, symbols(sizes)), sizes, strides);
 }
 
 // A rank outside the mesh has empty pieces of the results, but records the same graph as all ranks.

@@ -142,6 +142,8 @@ class Layout final : public c10::intrusive_ptr_target {
   // The last mesh dim that cuts tensor dim `dim`, or -1.
   int64_t innermost(int64_t dim) const;
 
+  // Which row of the sizes that the cut of a mesh dim lists: a row has a size for each coordinate along it.
+  int64_t row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const;
   // How many indices of tensor dim `dim`, of `size`, the mesh dims before `mesh_dim` leave to the coordinate.
   int64_t extent_before(int64_t mesh_dim, int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
   // The part of coordinate[mesh_dim] in the `extent` that the earlier mesh dims leave.
@@ -191,7 +193,6 @@ class Layout final : public c10::intrusive_ptr_target {
   void release_resources() override; // only for intrusive_ptr, after the last reference is gone
 
  private:
-  int64_t row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const;
   Interval piece_at(int64_t mesh_dim, int64_t extent, int64_t row, int64_t at) const;
 
   MeshPtr mesh_;

@@ -137,7 +137,7 @@ class SymSplit {
 };
 
 // The layout with numbers for pieces that are symbols of their own (PieceSizes::symbols), which guards the graph.
-inline LayoutPtr of_a_tensor(const LayoutPtr& layout, c10::SymIntArrayRef sizes) {
+inline LayoutPtr in_numbers(const LayoutPtr& layout, c10::SymIntArrayRef sizes) {
   return layout->has_symbols() ? layout->settled(guarded(sizes)) : layout;
 }
 

@@ -21,7 +21,7 @@ namespace {
 
 using c10::IntArrayRef;
 
-// Traces the same plan into a graph, with each step as a short graph if possible.
+// Whether both plans take the same steps along the same mesh dims.
 bool alike(const Plan& a, const Plan& b) {
   return std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
     return x.kind == y.kind && x.mesh_dim == y.mesh_dim;

@@ -108,14 +108,6 @@ struct Side {
     }
     return n;
   }
-  // Which row of the sizes that a cut lists.
-  int64_t row(int64_t m, const Coordinate& at) const {
-    int64_t n = 0;
-    for (int64_t i = 0; i < m; ++i) {
-      n = layout.placement(i).is_shard(layout.placement(m).dim) ? n * mesh.size(i) + at[i] : n;
-    }
-    return n;
-  }
 
   const Layout& layout;
   const Mesh& mesh;
@@ -197,7 +189,7 @@ class Met {
         f(at_[m], other_.layout.piece(m, extent, at_));
       }
     } else {
-      const auto* lengths = cut->data() + other_.row(m, at_) * other_.mesh.size(m);
+      const auto* lengths = cut->data() + other_.layout.row_of(m, at_) * other_.mesh.size(m);
       for (auto c = first; c < last; part.start += lengths[c++]) {
         f(c, Interval{part.start, lengths[c]});
       }

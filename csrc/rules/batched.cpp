@@ -69,24 +69,15 @@ Rule batched(const Call& call, const char* text) {
     }
     batch = std::max(batch, t.dim() - named(item));
   }
-  auto all = fresh_dims(rule, batch);
-  c10::SmallVector<bool, 4> wide(batch, false);
-  const auto each_batch_dim = [&](const TensorArg& t, auto use) {
-    const auto own = t.dim() - named(item_of(t));
-    for (int64_t d = 0; d < own; ++d) {
-      use(batch - own + d, t.is_one(d));
-    }
-  };
+  Broadcast all(fresh_dims(rule, batch));
   for (const auto& t : call.tensors) {
     if (!t.output) {
-      each_batch_dim(t, [&](int64_t at, bool one) { wide[at] = wide[at] || !one; });
+      all.widen(t, t.dim() - named(item_of(t)));
     }
   }
   for (const auto& t : call.tensors) {
     if (!t.output) {
-      Dims dims;
-      each_batch_dim(t, [&](int64_t at, bool one) { dims.push_back(one && wide[at] ? Dim(kNone) : all[at]); });
-      rule.operands.emplace_back(named_dims(item_of(t), dims));
+      rule.operands.emplace_back(named_dims(item_of(t), all.of(t, t.dim() - named(item_of(t)))));
     }
   }
   const auto first_batch = rule.operands[0].dims.size() - static_cast<size_t>(named(item_of(call.tensors[0])));
@@ -95,7 +86,7 @@ Rule batched(const Call& call, const char* text) {
       rule.results.emplace_back(Dims{Dim(kNone)});
     } else {
       const Dims first(rule.operands[0].dims.begin(), rule.operands[0].dims.begin() + static_cast<int64_t>(first_batch));
-      rule.results.emplace_back(named_dims(item, item[0] == '*' ? all : item[0] == '^' ? first : Dims{}));
+      rule.results.emplace_back(named_dims(item, item[0] == '*' ? all.dims : item[0] == '^' ? first : Dims{}));
     }
     rule.results.back().same_over = ~uint64_t{0};
   }

@@ -274,31 +274,20 @@ Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape
     const bool covered = how.covered >> d & 1;
     in.push_back(!covered ? Dim(rule.factor()) : how.masks ? Dim(kNone) : Dim(rule.factor(indexed(x.dtype, reads))));
   }
-  Dims broadcast(how.ndim, Dim(kNone));
-  for (int64_t d = 0; d < how.ndim && reads && !how.masks; ++d) {
-    broadcast[d] = Dim(rule.factor());
-  }
   rule.operands.emplace_back(in);
-  for (size_t i = 1; i <= how.dims.size(); ++i) {
-    const auto& t = call.tensors[i];
-    Dims dims(t.dim(), Dim(kNone));
-    for (int64_t d = 0; d < t.dim() && !how.masks; ++d) {
-      const auto at = d + how.ndim - t.dim();
-      bool wide = false;
-      for (size_t k = 1; k <= how.dims.size(); ++k) {
-        const auto& other = call.tensors[k];
-        const auto there = at - (how.ndim - other.dim());
-        wide |= there >= 0 && !other.is_one(there);
-      }
-      if (!wide || !t.is_one(d)) {
-        dims[d] = broadcast[at];
-      }
+  const auto indices = c10::ArrayRef<TensorArg>(call.tensors).slice(1, how.dims.size());
+  Broadcast places(reads && !how.masks ? fresh_dims(rule, how.ndim) : Dims(how.ndim, Dim(kNone)));
+  for (const auto& t : indices) {
+    if (!how.masks) {
+      places.widen(t, t.dim());
     }
-    rule.operands.emplace_back(std::move(dims));
+  }
+  for (const auto& t : indices) {
+    rule.operands.emplace_back(how.masks ? Dims(t.dim(), Dim(kNone)) : places.of(t, t.dim()));
   }
   for (int64_t d = 0; d < x.dim(); ++d) {
     if (d == how.at) {
-      shape.append(broadcast.begin(), broadcast.end());
+      shape.append(places.dims.begin(), places.dims.end());
     }
     if (!(how.covered >> d & 1)) {
       shape.push_back(in[d]);

@@ -21,9 +21,9 @@ void add_summing_out(const Call& call, Rule& rule) {
   rule.operands.back().summand = true;
 }
 
-// Whether a factor has more than one index in any of the operands [from, ...).
-bool is_wide(const Call& call, const Rule& rule, size_t from, int64_t factor) {
-  for (size_t i = from; i < rule.operands.size(); ++i) {
+// Whether a factor of the product has more than one index.
+bool is_wide(const Call& call, const Rule& rule, int64_t factor) {
+  for (size_t i = 1; i < rule.operands.size(); ++i) {
     for (size_t d = 0; d < rule.operands[i].dims.size(); ++d) {
       if (rule.operands[i].dims[d].factor == factor) {
         return !call.tensors[i].is_one(static_cast<int64_t>(d));
@@ -31,17 +31,6 @@ bool is_wide(const Call& call, const Rule& rule, size_t from, int64_t factor) {
     }
   }
   return false;
-}
-
-// The dims of `t` broadcast to `out`, right-aligned; `stretched(d)` says whether out's dim d is larger than 1.
-template <typename F>
-Dims broadcast_to(const TensorArg& t, const Dims& out, F stretched) {
-  Dims dims;
-  const auto lead = static_cast<int64_t>(out.size()) - t.dim();
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    dims.push_back(lead + d < 0 || (t.is_one(d) && stretched(lead + d)) ? Dim(kNone) : out[lead + d]);
-  }
-  return dims;
 }
 
 template <const char* text>
@@ -57,8 +46,9 @@ template <const char* text>
 Rule plus_product(const Call& call) {
   auto rule = notation(text);
   rule.operands.insert(rule.operands.begin(), Operand());
-  const auto out = rule.results[0].dims;
-  rule.operands[0].dims = broadcast_to(call.tensors[0], out, [&](int64_t d) { return is_wide(call, rule, 1, out[d].factor); });
+  Broadcast out(rule.results[0].dims);
+  std::transform(out.dims.begin(), out.dims.end(), out.wide.begin(), [&](const Dim& d) { return is_wide(call, rule, d.factor); });
+  rule.operands[0].dims = out.of(call.tensors[0], call.tensors[0].dim());
   rule.operands[0].summand = true;
   rule.linear.clear();
   rule.jointly_linear(0b011);
@@ -216,8 +206,11 @@ Rule linear(const Call& call) {
   }
   uint64_t bias = 0;
   if (biased) {
-    rule.operands.emplace_back(
-        broadcast_to(call.tensors[2], out, [&](int64_t d) { return d + 1 < x.dim() ? !x.is_one(d) : !weight.is_one(0); }));
+    Broadcast to(out);
+    for (int64_t d = 0; d < static_cast<int64_t>(out.size()); ++d) {
+      to.wide[d] = d + 1 < x.dim() ? !x.is_one(d) : !weight.is_one(0);
+    }
+    rule.operands.emplace_back(to.of(call.tensors[2], call.tensors[2].dim()));
     rule.kernel = linear_kernel;
     rule.notes = Contracted{k};
     bias = 0b100;

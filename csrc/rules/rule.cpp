@@ -173,6 +173,22 @@ Rule linear(Rule rule, std::initializer_list<int> operands) {
   return rule;
 }
 
+void Broadcast::widen(const TensorArg& t, int64_t n) {
+  auto at = static_cast<int64_t>(dims.size()) - n;
+  for (int64_t d = 0; d < n; ++d, ++at) {
+    wide[at] = wide[at] || !t.is_one(d);
+  }
+}
+
+Dims Broadcast::of(const TensorArg& t, int64_t n) const {
+  Dims out;
+  auto at = static_cast<int64_t>(dims.size()) - n;
+  for (int64_t d = 0; d < n; ++d, ++at) {
+    out.push_back(at < 0 || (wide[at] && t.is_one(d)) ? Dim(kNone) : dims[at]);
+  }
+  return out;
+}
+
 Rule broadcast(const Call& call) {
   return broadcast(call, call.tensors.size());
 }
@@ -184,21 +200,12 @@ Rule broadcast(const Call& call, size_t operands) {
   for (const auto& t : tensors) {
     ndim = std::max(ndim, t.dim());
   }
-  Dims out;
-  c10::SmallVector<bool, 8> wide(ndim, false);
-  for (int64_t d = 0; d < ndim; ++d) {
-    out.emplace_back(rule.factor());
-    for (const auto& t : tensors) {
-      const auto at = d - (ndim - t.dim());
-      wide[d] = wide[d] || (at >= 0 && !t.is_one(at));
-    }
+  Broadcast out(fresh_dims(rule, ndim));
+  for (const auto& t : tensors) {
+    out.widen(t, t.dim());
   }
   for (const auto& t : tensors) {
-    Dims dims;
-    for (int64_t d = ndim - t.dim(); d < ndim; ++d) {
-      const bool stretched = wide[d] && t.is_one(d - (ndim - t.dim()));
-      dims.push_back(stretched ? Dim(kNone) : out[d]);
-    }
+    auto dims = out.of(t, t.dim());
     const bool written = t.mutated && !t.output;
     TORCH_CHECK(
         !written || (t.dim() == ndim && std::none_of(dims.begin(), dims.end(), [](const Dim& d) { return d.factor == kNone; })),
@@ -207,7 +214,7 @@ Rule broadcast(const Call& call, size_t operands) {
   }
   rule.results.resize(tensors_returned(call.schema));
   for (auto& r : rule.results) {
-    r.dims = out;
+    r.dims = out.dims;
   }
   return rule;
 }

@@ -439,7 +439,20 @@ Dims fresh_dims(Rule& rule, int64_t n, const Factor& f = {});
 Dims dims_along(Rule& rule, int64_t n, int64_t dim, const Factor& along);
 Dims dims_beside(Rule& rule, int64_t n, int64_t dim);
 
-// Broadcasts all operands, right-aligned, to one shape; one result per tensor that the op returns. The rule of elementwise ops.
+// Dims that operands broadcast to, aligned at the last.
+struct Broadcast {
+  explicit Broadcast(Dims dims) : dims(std::move(dims)), wide(this->dims.size(), false) {}
+
+  // Takes in the sizes of an operand's first n dims.
+  void widen(const TensorArg& t, int64_t n);
+  // The dims of an operand's first n; one of size 1 stays whole where another operand has more.
+  Dims of(const TensorArg& t, int64_t n) const;
+
+  Dims dims;
+  c10::SmallVector<bool, 8> wide; // whether some operand has more than one index
+};
+
+// Broadcasts all operands to one shape; one result per tensor that the op returns. The rule of elementwise ops.
 Rule broadcast(const Call& call);
 Rule broadcast(const Call& call, size_t operands); // the first ones
 

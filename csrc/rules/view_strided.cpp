@@ -98,25 +98,21 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
       out.windows[j] = Dim::SymWindow(out.starts[d], step, to.sizes[j]);
     }
   }
-  // Dims of size 1 take the base dims that the others leave, with the same stride; its own dims of size 1, which may be sharded
-  // too, after the others.
-  const auto take = [&](size_t j, int64_t d) {
-    const bool fits = to.sizes[j] == 1 && out.dims[j] < 0 && to.strides[j] == strides[d] &&
-                      std::find(out.dims.begin(), out.dims.end(), d) == out.dims.end();
-    if (fits) {
-      out.dims[j] = d;
-      out.windows[j] = Dim::SymWindow(out.starts[d], 1, 1);
-    }
-    return fits;
-  };
-  for (size_t j = 0; j < n; ++j) {
-    std::any_of(order->begin(), order->end(), [&](int64_t d) { return take(j, d); });
-  }
+  // Dims of size 1 take the base dims of their stride that the others leave; last the base's dims of size 1, which may be
+  // sharded.
+  auto left = *order;
   for (int64_t d = 0; d < x.dim(); ++d) {
-    for (size_t j = 0; j < n && x.is_one(d); ++j) {
-      if (take(j, d)) {
-        break;
-      }
+    if (x.is_one(d)) {
+      left.push_back(d);
+    }
+  }
+  for (size_t j = 0; j < n; ++j) {
+    const auto fits = [&](int64_t d) {
+      return to.strides[j] == strides[d] && std::find(out.dims.begin(), out.dims.end(), d) == out.dims.end();
+    };
+    if (const auto* d = std::find_if(left.begin(), left.end(), fits); to.sizes[j] == 1 && out.dims[j] < 0 && d != left.end()) {
+      out.dims[j] = *d;
+      out.windows[j] = Dim::SymWindow(out.starts[*d], 1, 1);
     }
   }
   return out;
