@@ -106,6 +106,9 @@ rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t bas
   }
   std::optional<AllSizes> needed;
   if (op.entry && op.entry->options.broadcasts) {
+    if (std::all_of(refs.begin(), refs.end(), [&](const Ref& r) { return r.tensor->sizes() == refs[0].tensor->sizes(); })) {
+      return find_solution(op, stack, base, refs);
+    }
     needed = broadcast_sizes(op, refs);
     if (needed && resizes(op, refs, *needed)) {
       needed = asked_sizes(op, stack, base, refs); // nothing if torch rejects the call: then resize nothing
