@@ -32,14 +32,18 @@ def as_function(program: Program) -> Callable[..., list[torch.Tensor]]:
     return run
 
 
-def compare(program: Program, backend: str) -> None:
-    """Compares with plain torch, whose tensors the program has kept. Skips a program whose gradients torch refuses."""
+def compare(program: Program, backend: str, dynamic: bool) -> None:
+    """Compares with plain torch, whose tensors the program has kept; with symbols for sizes if `dynamic`. Skips a program whose
+    gradients torch refuses."""
     if program.without_gradients:
         return
     torch._dynamo.reset()
     leaves = [make() for make in program.makers]
     program.lines.append("compiled")
     compiled = torch.compile(as_function(program), backend=backend, fullgraph=True)
+    for leaf in leaves if dynamic else ():
+        for d in range(leaf.ndim):
+            torch._dynamo.maybe_mark_dynamic(leaf, d)
     got = program.together("compiled", lambda: compiled(*leaves), *REFUSED)
     if isinstance(got, Exception):
         if any(text in str(got) for text in REFUSED):

@@ -765,7 +765,7 @@ def run_programs(
             with st.implicit_replication(), checking(check):
                 program.run(steps)
                 if backend:
-                    compiled_programs.compare(program, backend)
+                    compiled_programs.compare(program, backend, dynamic=seed % 2 == 1)
         except _EndsHere:
             pass
         except Exception as error:

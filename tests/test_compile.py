@@ -773,6 +773,53 @@ def test_one_graph_for_two_lengths_at_once(pools, world, beyond):
     pools(world).run(f"{__name__}:two_lengths", beyond)
 
 
+# Of 6 and 5 rows two ranks have one piece as before; of 3 and 2 a piece has one row.
+HISTORY = (7, 6, 5, 8, 9, 3, 4, 12, 13, 2, 11)
+
+
+def compiles_as_often(functions, limit):
+    """A rank that compiles more often than others reaches torch's limit alone. Then it runs eager mode, which may send otherwise."""
+    import torch.distributed as dist
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    for name, function in {**DYNAMIC, **DYNAMIC_FAMILIES}.items() if functions is None else ((n, DYNAMIC[n]) for n in functions):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled, weight = torch.compile(function, backend=counter), torch.eye(6).double() + 1
+        mine = []
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            for n in HISTORY:
+                whole = torch.randn(n, 6, generator=torch.Generator().manual_seed(n)).double()
+                got = compiled(spread(whole, S0), spread(weight, R))
+                torch.testing.assert_close(_whole(got), _whole(function(spread(whole, S0), spread(weight, R))), msg=lambda m: f"{name}, {n}: {m}")  # noqa: B023
+                mine.append(counter.frame_count)
+        theirs = [None] * mesh_here().size()
+        dist.all_gather_object(theirs, mine)
+        assert theirs == [mine] * len(theirs), f"{name}: {theirs}"
+
+
+@pytest.mark.parametrize("limit", [3, 99])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_compile_as_often(pools, world, limit):
+    pools(world).run(f"{__name__}:compiles_as_often", ["mul", "mm", "flip_of_rows", "sort_of_rows", "to_other_dim", "repeat"], limit)
+
+
+def piece_as_long_as_another():
+    """On rank 0, x's piece is as long as y. What makes x's length a number must leave y's a symbol there, as on the other ranks."""
+    world = mesh_here().size()
+    for function in (lambda x, y: y.repeat(2, 1), lambda x, y: torch.cat([y, x.mean(0, True)])[1:]):
+        both = lambda x, y, function=function: (x.roll(1, 0), function(x, y))  # noqa: E731
+        compiled, _ = _counting(both, dynamic=True)
+        whole = [torch.randn(n, 6, generator=torch.Generator().manual_seed(n)).double() for n in (4 * world - 1, 4)]
+        got, want = compiled(*(spread(t, S0) for t in whole)), both(*whole)
+        torch.testing.assert_close([_whole(t) for t in got], list(want))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_piece_as_long_as_another_tensor(pools, world):
+    pools(world).run(f"{__name__}:piece_as_long_as_another")
+
+
 # Views that are returned, of arguments and of tensors made in the graph: neither their offsets nor their pieces follow from their
 # sizes.
 RETURNED = {

@@ -60,17 +60,16 @@ struct SymChunks {
         missing != 0 && index == pieces - 1 ? full - missing : full};
   }
 };
-// Guards the graph to have this remainder. Nothing if more pieces than the last are short: such sizes are small, and numbers.
+// Guards the graph to have this remainder. Nothing if a piece has fewer than two indices: such sizes are small, and numbers on all
+// ranks, since torch makes 0 and 1 numbers on the rank that has them.
 inline std::optional<SymChunks> sym_chunks(const c10::SymInt& size, int64_t pieces) {
   if (!size.is_symbolic()) {
     return std::nullopt;
   }
-  if (divides(pieces, size)) {
-    return SymChunks{size / pieces, 0};
-  }
-  const auto missing = pieces - (size % pieces).guard_int(__FILE__, __LINE__);
-  const auto filled = size + missing;
-  if (!divides(pieces, filled) || filled / pieces <= missing) {
+  const bool even = divides(pieces, size);
+  const auto missing = even ? 0 : pieces - (size % pieces).guard_int(__FILE__, __LINE__);
+  const auto filled = even ? size : size + missing;
+  if ((!even && !divides(pieces, filled)) || filled / pieces < missing + 2) {
     return std::nullopt;
   }
   return SymChunks{filled / pieces, missing};

@@ -353,14 +353,12 @@ void convolution_kernel(Run& run) {
 // The meta kernel does not recognize a batch of one as channels_last.
 std::optional<Order> order_of_result(const TensorArg& input, const TensorArg& weight) {
   for (const auto* t : {&input, &weight}) {
-    if (t->has_symbols()) {
-      continue;
-    }
-    const auto strides = guarded(t->sym_strides());
-    if (c10::is_channels_last_strides_2d(t->sizes(), strides)) {
+    const auto sizes = t->sym_sizes(), strides = t->sym_strides();
+    const c10::SymIntArrayRef size(sizes), stride(strides);
+    if (c10::is_channels_last_strides_2d(size, stride)) {
       return Order{0, 2, 3, 1};
     }
-    if (c10::is_channels_last_strides_3d(t->sizes(), strides)) {
+    if (c10::is_channels_last_strides_3d(size, stride)) {
       return Order{0, 2, 3, 4, 1};
     }
   }

@@ -222,7 +222,7 @@ Rule repeat(const Call& call) {
   auto& operand = rule.operands.emplace_back();
   for (int64_t d = 0; d < x.dim(); ++d) {
     const bool once = times[lead + d] == 1;
-    if (once || times[lead + d] < 1 || !x.layout->shards(d) || x.has_symbols() || numel_of(x.sym_sizes()) == 0) {
+    if (once || times[lead + d] < 1 || !x.layout->shards(d) || numel_of(x.sym_sizes()) == 0) {
       in.push_back(once ? Dim(rule.factor()) : Dim(kNone));
       out.push_back(in.back());
       continue;

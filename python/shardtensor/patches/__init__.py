@@ -13,6 +13,7 @@ from shardtensor.patches import (
     ddp,
     decompositions,
     dtensor,
+    dynamic,
     ending,
     flops,
     fsdp,
@@ -31,6 +32,7 @@ def install() -> None:
     """Called once."""
     for module in (backward, checkpoints, clipping, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors):
         module.install()
+    when_imported("torch._dynamo.variables.builder", dynamic.patch)
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)
     when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)

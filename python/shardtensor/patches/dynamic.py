@@ -1,0 +1,43 @@
+"""torch._dynamo.variables.builder: which sizes of an input's piece are symbols. All versions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from shardtensor import _C
+from shardtensor.tensor._layout import placements_of
+
+
+def patch(builder: Any) -> None:
+    """A size that is cut becomes a symbol of the piece if it becomes one of the whole, on every rank. torch would decide by the piece's own
+    history: a rank whose piece kept its size would compile more graphs than others, and reach torch's limit alone. And with
+    dynamic=True a piece shares no symbol with equal sizes: the length of another tensor would become a number on one rank only."""
+    builder._automatic_dynamic = _as_the_whole(builder._automatic_dynamic)
+
+
+def _as_the_whole(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic  # noqa: PLC0415  slow: sympy
+
+    def as_whole(own: DimDynamic, whole: DimDynamic) -> DimDynamic:
+        if whole is DimDynamic.STATIC:
+            return whole
+        return DimDynamic.DYNAMIC if whole in (DimDynamic.DYNAMIC, DimDynamic.DUCK) else own
+
+    @functools.wraps(torchs)
+    def automatic_dynamic(e: torch.Tensor, *args: Any, **options: Any) -> Any:
+        out = torchs(e, *args, **options)
+        pieces = getattr(out, "inner_contexts", {})
+        if "_local_tensor" in pieces and _C.is_shard_tensor(e):
+            sizes, cut = pieces["_local_tensor"].dynamic_sizes, {p.dim for p in placements_of(_C.layout(e)) if isinstance(p, (Shard, _StridedShard))}
+            sizes[:] = [
+                as_whole(own, whole) if d in cut else own
+                for d, (own, whole) in enumerate(zip(sizes, out.dynamic_sizes, strict=True))
+            ]
+        return out
+
+    return automatic_dynamic
