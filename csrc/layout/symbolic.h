@@ -60,8 +60,8 @@ struct SymChunks {
         missing != 0 && index == pieces - 1 ? full - missing : full};
   }
 };
-// Guards the graph to have this remainder. Nothing if a piece has fewer than two indices: such sizes are small, and numbers on all
-// ranks, since torch makes 0 and 1 numbers on the rank that has them.
+// Guards the graph to have this remainder. Nothing if a piece has fewer than two indices: torch makes 0 and 1 numbers on the rank
+// that has them, so such sizes are numbers on all ranks.
 inline std::optional<SymChunks> sym_chunks(const c10::SymInt& size, int64_t pieces) {
   if (!size.is_symbolic()) {
     return std::nullopt;
