@@ -378,9 +378,16 @@ def _counting(function, backend="aot_eager", **options):
     return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
 
+def _same_on_all_ranks(frames, what=""):
+    import torch.distributed as dist
+
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, frames)
+    assert everywhere == [frames] * len(everywhere), f"{what}: {everywhere}"
+
+
 def other_sizes():
     """Compiled for 8 rows, called with others: the ranks compile together, however many of their own rows change."""
-    import torch.distributed as dist
 
     def loss(x):
         return x.softmax(0).sum(1) + x.mean()
@@ -396,9 +403,7 @@ def other_sizes():
         _whole(got.square().sum()).backward()
         torch.testing.assert_close(_whole(ours.grad), plain.grad)
         frames.append(counter.frame_count)
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, frames)
-    assert everywhere == [frames] * len(everywhere)
+    _same_on_all_ranks(frames)
     assert frames[0] == 1 and frames[1] == 2
 
 
@@ -779,7 +784,6 @@ HISTORY = (7, 6, 5, 8, 9, 3, 4, 12, 13, 2, 11)
 
 def compiles_as_often(functions, limit):
     """A rank that compiles more often than others reaches torch's limit alone. Then it runs eager mode, which may send otherwise."""
-    import torch.distributed as dist
     from torch._dynamo.testing import CompileCounterWithBackend
 
     for name, function in ((n, DYNAMIC[n]) for n in functions):
@@ -793,9 +797,7 @@ def compiles_as_often(functions, limit):
                 got = compiled(spread(whole, S0), spread(weight, R))
                 torch.testing.assert_close(_whole(got), _whole(function(spread(whole, S0), spread(weight, R))), msg=lambda m: f"{name}, {n}: {m}")  # noqa: B023
                 mine.append(counter.frame_count)
-        theirs = [None] * mesh_here().size()
-        dist.all_gather_object(theirs, mine)
-        assert theirs == [mine] * len(theirs), f"{name}: {theirs}"
+        _same_on_all_ranks(mine, name)
 
 
 @pytest.mark.parametrize(("world", "limit"), [(2, 3), (3, 3), (2, 99)])

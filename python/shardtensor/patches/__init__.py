@@ -32,8 +32,8 @@ def install() -> None:
     """Called once."""
     for module in (backward, checkpoints, clipping, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors):
         module.install()
-    when_imported("torch._dynamo.variables.builder", dynamic.patch)
     when_imported("torch._decomp.decompositions", decompositions.patch)
+    when_imported("torch._dynamo.variables.builder", dynamic.patch)
     when_imported("torch._functorch._aot_autograd.autograd_cache", caches.patch)
     when_imported("torch._functorch._aot_autograd.graph_capture", capture.patch)
     when_imported("torch._functorch._aot_autograd.graph_compile", capture.patch_caller)

@@ -14,9 +14,9 @@ from shardtensor.tensor._layout import placements_of
 
 
 def patch(builder: Any) -> None:
-    """A size that is cut becomes a symbol of the piece if it becomes one of the whole, on every rank. torch would decide by the piece's own
-    history: a rank whose piece kept its size would compile more graphs than others, and reach torch's limit alone. And with
-    dynamic=True a piece shares no symbol with equal sizes: the length of another tensor would become a number on one rank only."""
+    """A cut size is a symbol of the piece if it is one of the whole, so on every rank. torch would decide by the piece's own history:
+    a rank whose piece kept its size would compile more graphs than others, and reach torch's limit alone. And with dynamic=True a
+    piece shares no symbol with equal sizes: the length of another tensor would become a number on one rank only."""
     builder._automatic_dynamic = _as_the_whole(builder._automatic_dynamic)
 
 
@@ -33,11 +33,9 @@ def _as_the_whole(torchs: Callable[..., Any]) -> Callable[..., Any]:
         out = torchs(e, *args, **options)
         pieces = getattr(out, "inner_contexts", {})
         if "_local_tensor" in pieces and _C.is_shard_tensor(e):
-            sizes, cut = pieces["_local_tensor"].dynamic_sizes, {p.dim for p in placements_of(_C.layout(e)) if isinstance(p, (Shard, _StridedShard))}
-            sizes[:] = [
-                as_whole(own, whole) if d in cut else own
-                for d, (own, whole) in enumerate(zip(sizes, out.dynamic_sizes, strict=True))
-            ]
+            sizes = pieces["_local_tensor"].dynamic_sizes
+            for d in {p.dim for p in placements_of(_C.layout(e)) if isinstance(p, (Shard, _StridedShard))}:
+                sizes[d] = as_whole(sizes[d], out.dynamic_sizes[d])
         return out
 
     return automatic_dynamic
