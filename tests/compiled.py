@@ -239,6 +239,7 @@ def run(
 # ---- how many graphs serve two lengths ----
 
 LONGER = 4, 6  # times the sizes in the table
+LONGER_UNEVEN = 7, 11  # 3 ranks do not divide these, and they leave different remainders
 
 
 class Frames(NamedTuple):
@@ -262,7 +263,7 @@ def _longer(case: Any, grown: set[int], times: int) -> list[torch.Tensor]:
     return out
 
 
-def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any) -> int:
+def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any, longer: tuple[int, ...]) -> int:
     """How many graphs serve all lengths: of plain torch, or of tensors sharded on their first dim of size `cut`."""
     from oracle import EVEN, arguments_of, differentiable, place
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -271,7 +272,7 @@ def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any) -> int:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(case.function, backend=counter, fullgraph=True, dynamic=True)
     table = arguments_of(case)
-    for times in LONGER:
+    for times in longer:
         arguments = _longer(case, grown, times)
         for i, t in enumerate(table):
             if cut is not None and i not in case.plain:
@@ -288,7 +289,9 @@ def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any) -> int:
     return counter.frame_count
 
 
-def frames(family: str, names: list[str], mesh_shape: tuple[int, ...], every_cut: bool = False) -> list[Frames]:
+def frames(
+    family: str, names: list[str], mesh_shape: tuple[int, ...], longer: tuple[int, ...] = LONGER, every_cut: bool = False
+) -> list[Frames]:
     """Called on every rank: the graphs for two lengths, with the first dim that can be longer cut, or each in turn."""
     from oracle import arguments_of, mesh_of
 
@@ -299,7 +302,7 @@ def frames(family: str, names: list[str], mesh_shape: tuple[int, ...], every_cut
         sizes = list(dict.fromkeys(s for t in table for s in t.shape if s > 1))
         for grown in [set(sizes), *({s} for s in sizes)] if len(sizes) > 1 else [set(sizes)]:
             cuts = [s for s in sizes if s in grown]
-            tried = [_frames_of(case, grown, cut, mesh) for cut in (cuts if every_cut else cuts[:1])]
+            tried = [_frames_of(case, grown, cut, mesh, longer) for cut in (cuts if every_cut else cuts[:1])]
             fitting = [f for f in tried if f.ours or f.plain]
             out += fitting
             if fitting:
@@ -307,10 +310,10 @@ def frames(family: str, names: list[str], mesh_shape: tuple[int, ...], every_cut
     return out
 
 
-def _frames_of(case: Any, grown: set[int], cut: int, mesh: Any) -> Frames:
+def _frames_of(case: Any, grown: set[int], cut: int, mesh: Any, longer: tuple[int, ...]) -> Frames:
     ours, plain, text = 0, None, ""
     try:
-        ours = _graphs(case, grown, cut, mesh)
+        ours = _graphs(case, grown, cut, mesh, longer)
     except dist.DistBackendError:
         raise
     except Exception as error:
@@ -319,7 +322,7 @@ def _frames_of(case: Any, grown: set[int], cut: int, mesh: Any) -> Frames:
     ours = max(counts) if all(counts) else 0
     if ours != 1:
         try:
-            plain = _graphs(case, grown, None, mesh)
+            plain = _graphs(case, grown, None, mesh, longer)
         except Exception:  # torch itself takes no other sizes
             ours = 0
     return Frames(case.name, f"{sorted(grown)} longer, {cut} cut", ours, plain, text)
@@ -366,6 +369,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--frames", action="store_true", help="count the graphs for several lengths, plain and ours")
+    parser.add_argument("--longer", type=int, nargs=2, default=LONGER, help="how many times as long, with --frames")
     parser.add_argument("--dynamic", action="store_true", default=None, help="with symbols for sizes")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
@@ -376,7 +380,7 @@ def main() -> None:
         family, _, one = name.partition(".")
         for case in [one] if one else pool.run("compiled:names_of", family, shape)[0]:
             if options.frames:
-                for f in pool.run("compiled:frames", family, [case], shape, seconds=100)[0]:
+                for f in pool.run("compiled:frames", family, [case], shape, tuple(options.longer), seconds=100)[0]:
                     counts["one graph" if f.ours == 1 else "as plain" if f.ours == f.plain else "more graphs" if f.ours else RAISES] += 1
                     if f.ours not in (1, f.plain):
                         print(f"{family}.{f.name}: {f.where}: ours {f.ours}, plain {f.plain} {' '.join(f.text.split())[:600]}", flush=True)

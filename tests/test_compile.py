@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled import FAMILIES, OTHER_LAYOUT, RAISES, RIGHT
+from compiled import FAMILIES, LONGER, LONGER_UNEVEN, OTHER_LAYOUT, RAISES, RIGHT
 from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
 from torch.utils import _pytree as pytree
 
@@ -688,16 +689,17 @@ def _with_row(x):
     return x
 
 
-def dynamic(functions, one_graph, grad=True, beyond=0):
-    """`beyond`: how many rows more than whole pieces, then without the functions of NUMBERS_IF_UNEVEN."""
-    several = []
-    tried = [(n, f) for n, f in globals()[functions].items() if not (beyond and n in NUMBERS_IF_UNEVEN)]
+def dynamic(functions, one_graph, grad=True, uneven=False):
+    """`uneven`: lengths of all remainders by the number of ranks but 0."""
+    several, world = [], mesh_here().size()
+    left_out = [*NUMBERS_IF_UNEVEN, *(BY_REMAINDER if world > 2 else [])] if uneven else []
+    tried = [(n, f) for n, f in globals()[functions].items() if n not in left_out]
+    lengths = [(8 + 6 * i) * world + 1 + i % (world - 1) for i in range(max(world - 1, 2))] if uneven else [n * world for n in (4, 6, 10)]
     if not os.environ.get("SHARDTENSOR_TEST_ALL"):
-        tried = tried[:: 3 if mesh_here().size() > 2 else 2 if beyond else 1]
+        tried = tried[:: {2: 2 if uneven else 1, 3: 3}.get(world, 9)]
     for name, function in tried:
         compiled, counter = _counting(function, dynamic=True)
-        for pieces in (8, 14) if beyond else (4, 6, 10):
-            n = pieces * mesh_here().size() + beyond
+        for n in lengths:
             whole = torch.randn(n, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
             weight = torch.eye(6, dtype=torch.float64) + 1
             results = []
@@ -723,21 +725,20 @@ def test_one_graph_for_all_lengths_in_every_family(pools):
     pools(2).run(f"{__name__}:dynamic", "DYNAMIC_FAMILIES", True, seconds=110)
 
 
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_one_graph_where_torch_reads_sizes(pools, beyond):
-    pools(2).run(f"{__name__}:dynamic", "DYNAMIC_READ", True, beyond=beyond, seconds=110)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_one_graph_where_torch_reads_sizes(pools, uneven):
+    pools(2).run(f"{__name__}:dynamic", "DYNAMIC_READ", True, uneven=uneven, seconds=110)
 
 
-# What a rank reads of others, or the cut of a merged dim, is known as symbols only of equal pieces.
-NUMBERS_IF_UNEVEN = [
-    "reshape_to_rows", "flatten", "flip_of_rows", "roll_of_rows", "roll_back", "rolled", "cumsum_of_rows", "logcumsumexp_of_rows",
-    "embedding_bag", "cdist", "instance_norm",
-]  # fmt: skip
+# What a rank reads of others is known as symbols only of equal pieces.
+NUMBERS_IF_UNEVEN = ["flip_of_rows", "roll_of_rows", "roll_back", "rolled", "logcumsumexp_of_rows", "cdist", "instance_norm"]
+# Which ranks a rank reads from, or where a step begins in its piece, depends on the remainder by the number of ranks.
+BY_REMAINDER = ["cat_of_rows", "cat_of_rows_and_a_row", "second_half_of_rows", "every_second_row"]
 
 
-@pytest.mark.parametrize(("world", "functions"), [(2, "DYNAMIC"), (3, "DYNAMIC"), (2, "DYNAMIC_FAMILIES")])
+@pytest.mark.parametrize(("world", "functions"), [(2, "DYNAMIC"), (3, "DYNAMIC"), (4, "DYNAMIC"), (2, "DYNAMIC_FAMILIES")])
 def test_one_graph_for_all_uneven_lengths(pools, world, functions):
-    pools(world).run(f"{__name__}:dynamic", functions, True, beyond=1, seconds=110)
+    pools(world).run(f"{__name__}:dynamic", functions, True, uneven=True, seconds=110)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -780,9 +781,10 @@ def test_one_graph_for_two_lengths_at_once(pools, world, beyond):
 
 # Of 6 and 5 rows two ranks have one piece as before; of 3 and 2 a piece has one row.
 HISTORY = (7, 6, 5, 8, 9, 3, 4, 12, 13, 2, 11)
+HISTORY_OF_JOINS = (33, 58, 83, 64, 37, 62)
 
 
-def compiles_as_often(functions, limit):
+def compiles_as_often(functions, limit, lengths):
     """A rank that compiles more often than others reaches torch's limit alone. Then it runs eager mode, which may send otherwise."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -792,7 +794,7 @@ def compiles_as_often(functions, limit):
         compiled, weight = torch.compile(function, backend=counter), torch.eye(6).double() + 1
         mine = []
         with torch._dynamo.config.patch(recompile_limit=limit):
-            for n in HISTORY:
+            for n in lengths:
                 whole = torch.randn(n, 6, generator=torch.Generator().manual_seed(n)).double()
                 got = compiled(spread(whole, S0), spread(weight, R))
                 torch.testing.assert_close(_whole(got), _whole(function(spread(whole, S0), spread(weight, R))), msg=lambda m: f"{name}, {n}: {m}")  # noqa: B023
@@ -802,7 +804,13 @@ def compiles_as_often(functions, limit):
 
 @pytest.mark.parametrize(("world", "limit"), [(2, 3), (3, 3), (2, 99)])
 def test_ranks_compile_as_often(pools, world, limit):
-    pools(world).run(f"{__name__}:compiles_as_often", ["mul", "mm", "flip_of_rows", "sort_of_rows", "to_other_dim", "repeat"], limit)
+    functions = ["mul", "mm", "flip_of_rows", "sort_of_rows", "to_other_dim", "repeat"]
+    pools(world).run(f"{__name__}:compiles_as_often", functions, limit, HISTORY)
+
+
+def test_ranks_compile_joins_as_often(pools):
+    """Each rank sends to and receives from others than its neighbours; all compare the bounds of all pieces."""
+    pools(4).run(f"{__name__}:compiles_as_often", ["cat_of_rows", "pad_of_rows", "second_half_of_rows"], 99, HISTORY_OF_JOINS)
 
 
 def piece_as_long_as_another():
@@ -872,13 +880,23 @@ SEVERAL_GRAPHS = {
 }  # fmt: skip
 
 
+# With lengths that the ranks do not divide, of different remainders.
+SEVERAL_IF_UNEVEN = {
+    "what a rank reads of the others are numbers": ["flip", "flip_negative", "roll", "prod_a_zero"],
+    "the size of a dim that is merged with a cut one is a number": ["flatten_used", "view_minus_one", "write_flat"],
+    "what is cut, heads or sequences, is chosen by its cost": ["sdpa_broadcast_causal", "sdpa_query"],
+}
+
+
+@pytest.mark.parametrize(("world", "longer"), [(2, LONGER), (3, LONGER_UNEVEN)])
 @pytest.mark.parametrize("family", ONE_GRAPH)
-def test_one_graph_for_two_lengths_of_each_case(pools, family):
+def test_one_graph_for_two_lengths_of_each_case(pools, family, world, longer):
     """A part of the table's cases; `python tests/compiled.py --frames` takes all."""
-    names = [n for n in pools(2).run("compiled:names_of", family, (2,))[0] if not _listed(family, n, LEFT_OUT)]
-    names = [n for n in names if _expected(family, n) != RAISES and not any(n in listed for listed in SEVERAL_GRAPHS.values())]
-    part = names if os.environ.get("SHARDTENSOR_TEST_ALL") else names[::6]
-    counted = pools(2).run("compiled:frames", family, part, (2,), seconds=110 * -(-len(part) // 60))[0]
+    listed = [*itertools.chain(*SEVERAL_GRAPHS.values()), *(itertools.chain(*SEVERAL_IF_UNEVEN.values()) if longer == LONGER_UNEVEN else ())]
+    names = [n for n in pools(world).run("compiled:names_of", family, (world,))[0] if not _listed(family, n, LEFT_OUT)]
+    names = [n for n in names if _expected(family, n) != RAISES and n not in listed]
+    part = names if os.environ.get("SHARDTENSOR_TEST_ALL") else names[3 * (world - 2) :: 6 * (world - 1)]
+    counted = pools(world).run("compiled:frames", family, part, (world,), longer, seconds=110 * -(-len(part) // 60))[0]
     more = [f for f in counted if f.ours not in (1, f.plain)]
     assert counted and not more, more
 

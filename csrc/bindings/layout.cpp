@@ -40,10 +40,9 @@ std::vector<std::pair<int64_t, int64_t>> pairs(const Intervals& runs) {
   return out;
 }
 
-// A cut as Python passes it: sizes, or (size, share, per) of each piece where they follow the extent, or (size,) of each piece
-// where the sizes are symbols of a graph.
-using CutInPython =
-    std::variant<std::vector<int64_t>, std::vector<std::tuple<int64_t, int64_t, int64_t>>, std::vector<std::tuple<c10::SymInt>>>;
+// A cut as Python passes it: sizes, or (size,) of each piece where the sizes are symbols of a graph, or of each piece where they
+// follow the extent (size, share, per) and, for each quotient, (times, up, shift, down).
+using CutInPython = std::variant<std::vector<int64_t>, std::vector<std::tuple<c10::SymInt>>, std::vector<py::tuple>>;
 
 Cut cut_from(const CutInPython& given) {
   if (const auto* sizes = std::get_if<std::vector<int64_t>>(&given)) {
@@ -57,10 +56,16 @@ Cut cut_from(const CutInPython& given) {
     }
     return out;
   }
-  for (const auto& [size, share, per] : std::get<1>(given)) {
-    out->push_back(size);
-    out->shares.push_back(share);
-    out->per = per;
+  for (const auto& piece : std::get<std::vector<py::tuple>>(given)) {
+    const auto at = [&](size_t i) { return piece[i].cast<int64_t>(); };
+    out->push_back(at(0));
+    out->shares.push_back(at(1));
+    out->per = at(2);
+    out->quotients.clear();
+    for (size_t i = 3; i < piece.size(); i += 4) {
+      out->times.push_back(at(i));
+      out->quotients.push_back({at(i + 1), at(i + 2), at(i + 3)});
+    }
   }
   return out;
 }
@@ -77,9 +82,14 @@ CutInPython in_python(const PieceSizes& cut, bool traced) {
   if (!cut.follows()) {
     return static_cast<const std::vector<int64_t>&>(cut);
   }
-  std::vector<std::tuple<int64_t, int64_t, int64_t>> out;
+  std::vector<py::tuple> out;
   for (size_t i = 0; i < cut.size(); ++i) {
-    out.emplace_back(cut[i], cut.shares[i], cut.per);
+    py::list piece(py::make_tuple(cut[i], cut.shares[i], cut.per));
+    for (size_t k = 0; k < cut.quotients.size(); ++k) {
+      const auto& q = cut.quotients[k];
+      piece += py::make_tuple(cut.times[i * cut.quotients.size() + k], q.up, q.shift, q.down);
+    }
+    out.emplace_back(piece);
   }
   return out;
 }

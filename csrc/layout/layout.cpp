@@ -33,7 +33,7 @@ size_t hash_of(const Mesh& mesh, const Placements& placements, const Cuts& cuts)
   }
   for (const auto& cut : cuts) {
     if (cut) {
-      for (const auto* list : {static_cast<const std::vector<int64_t>*>(cut.get()), &cut->shares}) {
+      for (const auto* list : {static_cast<const std::vector<int64_t>*>(cut.get()), &cut->shares, &cut->times}) {
         for (auto s : *list) {
           h = c10::hash_combine(h, static_cast<size_t>(s));
         }
@@ -49,20 +49,31 @@ bool same(const Cuts& a, const Cuts& b) {
       a.begin(), a.end(), b.begin(), b.end(), [](const Cut& x, const Cut& y) { return x == y || (x && y && *x == *y); });
 }
 
-// torch.chunk's pieces of a size of which it is known what it lacks to be a multiple of their number.
+// torch.chunk's pieces of a size: the last takes what the others leave.
 bool chunks_follow(const PieceSizes& sizes, int64_t pieces) {
+  PieceSizes any(std::vector<int64_t>(pieces, 0));
+  any.shares.resize(pieces, 0);
+  any.times.resize(pieces, 1);
+  any.shares.back() = 1;
+  any.times.back() = 1 - pieces;
+  any.quotients = {{1, pieces - 1, pieces}};
+  return sizes == any;
+}
+
+// The same, of a size of which it is known what it lacks to be a multiple of their number.
+bool equal_chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   const auto lacks = sizes[0];
   for (int64_t i = 0; i < pieces; ++i) {
     if (sizes.shares[i] * pieces != sizes.per || sizes[i] != (i == pieces - 1 ? lacks - lacks * pieces : lacks)) {
       return false;
     }
   }
-  return lacks >= 0 && lacks < pieces;
+  return lacks >= 0 && lacks < pieces && sizes.quotients.empty();
 }
 
 bool is_even(const PieceSizes& sizes, int64_t pieces) {
   if (sizes.follows()) {
-    return sizes.symbols.empty() && chunks_follow(sizes, pieces);
+    return sizes.symbols.empty() && (chunks_follow(sizes, pieces) || equal_chunks_follow(sizes, pieces));
   }
   for (size_t row = 0; row < sizes.size(); row += pieces) {
     int64_t extent = 0;
@@ -81,8 +92,14 @@ bool is_even(const PieceSizes& sizes, int64_t pieces) {
 // Piece i of a cut that follows the extent. Symbols become numbers, which guards the graph.
 Interval piece_that_follows(const PieceSizes& sizes, int64_t extent, int64_t i) {
   const auto size = [&](int64_t j) {
-    return sizes.symbols.empty() ? (sizes[j] + sizes.shares[j] * extent) / sizes.per
-                                 : sizes.symbols[j].guard_int(__FILE__, __LINE__);
+    if (!sizes.symbols.empty()) {
+      return sizes.symbols[j].guard_int(__FILE__, __LINE__);
+    }
+    auto out = (sizes[j] + sizes.shares[j] * extent) / sizes.per;
+    for (size_t k = 0; k < sizes.quotients.size(); ++k) {
+      out += sizes.times[j * sizes.quotients.size() + k] * sizes.quotients[k].of(extent);
+    }
+    return out;
   };
   int64_t start = 0;
   for (int64_t j = 0; j < i; ++j) {
@@ -494,6 +511,10 @@ std::string Layout::str() const {
           out << cut->symbols[i];
         } else if (cut->follows()) {
           out << "(" << cut->shares[i] << "n+" << (*cut)[i] << ")/" << cut->per;
+          for (size_t k = 0; k < cut->quotients.size(); ++k) {
+            const auto& q = cut->quotients[k];
+            out << "+" << cut->times[i * cut->quotients.size() + k] << "((" << q.up << "n+" << q.shift << ")//" << q.down << ")";
+          }
         } else {
           out << (*cut)[i];
         }

@@ -7,6 +7,7 @@
 
 #include <c10/core/SymInt.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/generic_math.h>
 
 #include <algorithm>
 #include <memory>
@@ -40,10 +41,22 @@ struct PieceSizes : std::vector<int64_t> {
   using vector::vector;
   explicit PieceSizes(std::vector<int64_t> sizes) : vector(std::move(sizes)) {}
 
+  // (up * extent + shift) / down, rounded down.
+  struct Quotient {
+    int64_t up = 0, shift = 0, down = 1;
+
+    int64_t of(int64_t extent) const {
+      return c10::div_floor_integer(up * extent + shift, down);
+    }
+    bool operator==(const Quotient& o) const {
+      return up == o.up && shift == o.shift && down == o.down;
+    }
+  };
   // Only in a graph whose sizes are symbols, and not empty there if the pieces follow the extent that is cut: piece i has
-  // ((*this)[i] + shares[i] * extent) / per indices. One row.
-  std::vector<int64_t> shares;
+  // ((*this)[i] + shares[i] * extent) / per indices, and times[i * quotients.size() + k] times quotient k. One row.
+  std::vector<int64_t> shares, times;
   int64_t per = 1;
+  std::vector<Quotient> quotients;
   // Only in a graph: the sizes, where they follow more than the extent. One row; the numbers are 0. Of tensors, only views have
   // such a cut. A call may move its operands to one, and moves its other results to even pieces.
   std::vector<c10::SymInt> symbols;
@@ -52,7 +65,8 @@ struct PieceSizes : std::vector<int64_t> {
     return !shares.empty() || !symbols.empty();
   }
   bool operator==(const PieceSizes& o) const {
-    return static_cast<const std::vector<int64_t>&>(*this) == o && shares == o.shares && per == o.per &&
+    return static_cast<const std::vector<int64_t>&>(*this) == o && shares == o.shares && times == o.times && per == o.per &&
+           quotients == o.quotients &&
            std::equal(symbols.begin(), symbols.end(), o.symbols.begin(), o.symbols.end(), [](const auto& a, const auto& b) {
              return a.is_same(b);
            });

@@ -47,40 +47,48 @@ struct SymInterval {
   }
 };
 
-// Pieces by torch.chunk's rule, all of length `full` but for the last, which lacks `missing`.
+// Pieces by torch.chunk's rule: all have the length `full` but for the last.
 struct SymChunks {
-  c10::SymInt full;
-  int64_t missing;
+  c10::SymInt full, last;
 
+  bool equal() const {
+    return last.is_same(full);
+  }
   SymInterval operator()(int64_t pieces, int64_t index) const {
-    return {
-        index == 0   ? c10::SymInt(0)
-        : index == 1 ? full
-                     : full * index,
-        missing != 0 && index == pieces - 1 ? full - missing : full};
+    return {index == 0 ? c10::SymInt(0) : index == 1 ? full : full * index, index == pieces - 1 ? last : full};
   }
 };
-// Guards the graph to have this remainder. Nothing if a piece has fewer than two indices: torch makes 0 and 1 numbers on the rank
-// that has them, so such sizes are numbers on all ranks.
-inline std::optional<SymChunks> sym_chunks(const c10::SymInt& size, int64_t pieces) {
+// Guards the graph to have equal pieces, or not. `nested`: where another mesh dim cuts the same tensor dim. There the ranks'
+// sizes differ, and guards of them agree only if they are of the remainder. Nothing if a piece has fewer than two indices: torch
+// makes 0 and 1 numbers on the rank that has them, so such sizes are numbers on all ranks.
+inline std::optional<SymChunks> sym_chunks(const c10::SymInt& size, int64_t pieces, bool nested) {
   if (!size.is_symbolic()) {
     return std::nullopt;
   }
-  const bool even = divides(pieces, size);
-  const auto missing = even ? 0 : pieces - (size % pieces).guard_int(__FILE__, __LINE__);
-  const auto filled = even ? size : size + missing;
-  if ((!even && !divides(pieces, filled)) || filled / pieces < missing + 2) {
-    return std::nullopt;
+  const bool equal = divides(pieces, size);
+  if (nested && !equal) {
+    (void)(size % pieces).guard_int(__FILE__, __LINE__);
   }
-  return SymChunks{filled / pieces, missing};
+  const auto full = (equal ? size : size + (pieces - 1)) / pieces;
+  const auto last = equal ? full : size - full * (pieces - 1);
+  return last < 2 ? std::nullopt : std::optional(SymChunks{full, last});
 }
 // chunk() over symbols.
 inline SymInterval sym_chunk(const c10::SymInt& size, int64_t pieces, int64_t index) {
-  if (const auto chunks = sym_chunks(size, pieces)) {
+  if (const auto chunks = sym_chunks(size, pieces, false)) {
     return (*chunks)(pieces, index);
   }
   const auto piece = chunk(size.guard_int(__FILE__, __LINE__), pieces, index);
   return {piece.start, piece.length};
+}
+
+// Whether another mesh dim cuts the same tensor dim.
+inline bool is_nested(const Layout& layout, int64_t m) {
+  int64_t cuts = 0;
+  for (const auto& p : layout.placements()) {
+    cuts += p.is_shard(layout.placement(m).dim);
+  }
+  return cuts > 1;
 }
 
 // The pieces of mesh dim m for each of its coordinates, if they can be symbols.
@@ -91,8 +99,8 @@ class SymSplit {
       return;
     }
     if (!layout.cut(m)) {
-      chunks_ = sym_chunks(extent, pieces_);
-    } else if (layout.cut(m)->follows()) {
+      chunks_ = sym_chunks(extent, pieces_, is_nested(layout, m));
+    } else if (layout.cut(m)->follows() && (layout.cut(m)->quotients.empty() || !is_nested(layout, m))) {
       follows_ = layout.cut(m);
       extent_ = extent;
     }
@@ -111,22 +119,41 @@ class SymSplit {
       }
       return {start, symbols[coordinate]};
     }
-    int64_t sizes = 0, shares = 0;
-    for (int64_t i = 0; i < coordinate; ++i) {
-      sizes += (*follows_)[i];
-      shares += follows_->shares[i];
-    }
-    return {of_extent(sizes, shares), of_extent((*follows_)[coordinate], follows_->shares[coordinate])};
+    return {sum(0, coordinate), sum(coordinate, coordinate + 1)};
   }
 
  private:
-  c10::SymInt of_extent(int64_t size, int64_t share) const {
+  // The indices of several pieces that follow the extent.
+  c10::SymInt sum(int64_t first, int64_t end) const {
+    const auto n = follows_->quotients.size();
+    int64_t size = 0, share = 0;
+    std::vector<int64_t> times(n, 0);
+    for (auto i = first; i < end; ++i) {
+      size += (*follows_)[i];
+      share += follows_->shares[i];
+      for (size_t k = 0; k < n; ++k) {
+        times[k] += follows_->times[i * n + k];
+      }
+    }
+    auto out = shared(size, share);
+    for (size_t k = 0; k < n; ++k) {
+      out = times[k] == 0 ? out : plus(out, multiple(quotient(follows_->quotients[k]), times[k]));
+    }
+    return out;
+  }
+  c10::SymInt shared(int64_t size, int64_t share) const {
     if (share == 0) {
       return size / follows_->per;
     }
-    const auto n = plus(share == 1 ? extent_ : extent_ * share, size);
+    const auto n = plus(multiple(extent_, share), size);
     TORCH_SYM_CHECK((n % follows_->per).sym_eq(0), "shardtensor: the cut of a graph does not fit its size");
     return follows_->per == 1 ? n : n / follows_->per;
+  }
+  c10::SymInt quotient(const PieceSizes::Quotient& q) const {
+    return plus(multiple(extent_, q.up), q.shift) / q.down;
+  }
+  static c10::SymInt multiple(const c10::SymInt& n, int64_t times) {
+    return times == 1 ? n : n * times;
   }
 
   int64_t pieces_;

@@ -165,27 +165,60 @@ at::Tensor exchange(
   return joined(all, received, sizes, src, held);
 }
 
-// From one cut of `dim` to another.
-at::Tensor recut(const at::Tensor& local, int64_t dim, const Lengths& held, const Lengths& wanted, const Mesh& mesh, int64_t m) {
-  const auto me = mesh.coordinate()[m], n = mesh.size(m);
-  const auto ends_of = [](const Lengths& lengths) {
-    Lengths ends{0};
+// The pieces of a cut, end to end.
+struct Row {
+  explicit Row(const Lengths& given) : lengths(given), order(given.size() + 1) {
     for (const auto& length : lengths) {
       ends.push_back(plus(ends.back(), length));
     }
-    return ends;
-  };
-  const auto held_ends = ends_of(held), wanted_ends = ends_of(wanted);
+  }
+  // The next boundary is the nth of both rows; so are those of empty pieces behind it.
+  void take(int64_t nth) {
+    order[taken] = nth;
+    while (taken < lengths.size() && lengths[taken] == 0) {
+      order[++taken] = nth;
+    }
+    ++taken;
+  }
+
+  const Lengths& lengths;
+  Lengths ends{0};
+  std::vector<int64_t> order;
+  size_t taken = 0;
+};
+
+// Compares the boundaries of all pieces, so that the guards are alike on all ranks.
+void put_in_order(Row& a, Row& b) {
+  for (int64_t nth = 0; a.taken < a.ends.size() && b.taken < b.ends.size(); ++nth) {
+    const auto &x = a.ends[a.taken], &y = b.ends[b.taken];
+    const bool both = x.is_same(y) || x == y, first = both || x < y;
+    if (first) {
+      a.take(nth);
+    }
+    if (both || !first) {
+      b.take(nth);
+    }
+  }
+}
+
+// From one cut of `dim` to another.
+at::Tensor recut(const at::Tensor& local, int64_t dim, const Lengths& held, const Lengths& wanted, const Mesh& mesh, int64_t m) {
+  const auto me = mesh.coordinate()[m], n = mesh.size(m);
+  Row now(held), next(wanted);
+  put_in_order(now, next);
   const auto common = [&](int64_t holder, int64_t wants) -> SymInterval {
-    const auto& start = held_ends[holder] < wanted_ends[wants] ? wanted_ends[wants] : held_ends[holder];
-    const auto& end = held_ends[holder + 1] < wanted_ends[wants + 1] ? held_ends[holder + 1] : wanted_ends[wants + 1];
-    return start < end ? SymInterval{start, plus(end, -start)} : SymInterval{held_ends[holder], 0};
+    const auto later = now.order[holder] < next.order[wants], earlier = now.order[holder + 1] < next.order[wants + 1];
+    if (std::max(now.order[holder], next.order[wants]) >= std::min(now.order[holder + 1], next.order[wants + 1])) {
+      return {now.ends[holder], 0};
+    }
+    const auto &start = later ? next.ends[wants] : now.ends[holder], &end = earlier ? now.ends[holder + 1] : next.ends[wants + 1];
+    return {start, plus(end, -start)};
   };
   Lengths leaving, coming;
   std::vector<at::Tensor> parts;
   for (int64_t c = 0; c < n; ++c) {
     const auto part = common(me, c);
-    parts.push_back(local.narrow_symint(dim, plus(part.start, -held_ends[me]), part.length));
+    parts.push_back(local.narrow_symint(dim, plus(part.start, -now.ends[me]), part.length));
     leaving.push_back(part.length);
     coming.push_back(common(c, me).length);
   }

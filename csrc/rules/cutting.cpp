@@ -6,6 +6,28 @@
 
 namespace shardtensor::rules {
 
+namespace {
+
+// A cut that depends on the size of the dim follows it if it can. Several rows of symbols make the size a number, and not only
+// its half or the like.
+Cut cut_of(const SymSizes& pieces, const c10::SymInt& size, int64_t per_row) {
+  if (std::any_of(pieces.begin(), pieces.end(), [](const auto& n) { return !n.maybe_as_int(); })) {
+    if (static_cast<int64_t>(pieces.size()) == per_row) {
+      if (auto follows = cut_that_follows(pieces, size)) {
+        return follows;
+      }
+      auto out = std::make_shared<PieceSizes>(std::vector<int64_t>(pieces.size(), 0));
+      out->symbols = pieces;
+      return out;
+    }
+    size.guard_int(__FILE__, __LINE__);
+  }
+  const auto numbers = guarded(pieces);
+  return std::make_shared<const PieceSizes>(numbers.begin(), numbers.end());
+}
+
+} // namespace
+
 template <typename F>
 void Cutting::each_row(const Layout& layout, int64_t d, int64_t m, F f) const {
   Coordinate c(mesh_.ndim(), 0);
@@ -36,12 +58,9 @@ bool Cutting::aligned(size_t i, int64_t d, int64_t m) const {
   if (even_and_divisible(i, d)) {
     return true;
   }
-  for (const auto s : piece_sizes(*t.layout, d, t.size(d), m)) {
-    if (s % inner.guard_int(__FILE__, __LINE__)) {
-      return false;
-    }
-  }
-  return true;
+  const auto sizes = piece_sizes(*t.layout, d, t.sym_size(d), m);
+  const auto unit = inner.guard_int(__FILE__, __LINE__);
+  return std::all_of(sizes.begin(), sizes.end(), [&](const auto& n) { return divides(unit, n); });
 }
 
 bool Cutting::even_and_divisible(size_t i, int64_t d) const {
@@ -49,12 +68,11 @@ bool Cutting::even_and_divisible(size_t i, int64_t d) const {
   return t.layout->is_even() && t.sym_size(d) % (rule_.operands[i].dims[d].inner * mesh_.size()) == 0;
 }
 
-std::vector<int64_t> Cutting::piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const {
-  std::vector<int64_t> out;
+SymSizes Cutting::piece_sizes(const Layout& layout, int64_t d, const c10::SymInt& size, int64_t m) const {
+  SymSizes out;
   each_row(layout, d, m, [&](Coordinate& c) {
-    const auto extent = layout.extent_before(m, d, size, c);
     for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
-      out.push_back(layout.split_size(m, extent, c));
+      out.push_back(sym_extent_before(layout, m + 1, d, size, c));
     }
   });
   return out;
@@ -101,11 +119,11 @@ Cut Cutting::factor_cut(int64_t m) const {
   if (even_and_divisible(static_cast<size_t>(c.donor), c.donor_dim)) {
     return nullptr;
   }
-  auto sizes = piece_sizes(*t.layout, c.donor_dim, t.size(c.donor_dim), m);
-  for (auto& s : sizes) {
-    s /= inner.guard_int(__FILE__, __LINE__);
+  auto sizes = piece_sizes(*t.layout, c.donor_dim, t.sym_size(c.donor_dim), m);
+  for (auto& n : sizes) {
+    n = n / inner;
   }
-  return std::make_shared<const PieceSizes>(std::move(sizes));
+  return cut_of(sizes, t.sym_size(c.donor_dim) / inner, mesh_.size(m));
 }
 
 Cut Cutting::cut_of_readers(const Choice& c, int64_t m) const {
@@ -129,28 +147,6 @@ bool Cutting::has_windows(int64_t f) const {
     return d >= 0 && o.dims[d].window;
   });
 }
-
-namespace {
-
-// A cut that depends on the size of the dim follows it if it can. Several rows of symbols make the size a number, and not only
-// its half or the like.
-Cut cut_of(const SymSizes& pieces, const c10::SymInt& size, int64_t per_row) {
-  if (std::any_of(pieces.begin(), pieces.end(), [](const auto& n) { return !n.maybe_as_int(); })) {
-    if (static_cast<int64_t>(pieces.size()) == per_row) {
-      if (auto follows = cut_that_follows(pieces, size)) {
-        return follows;
-      }
-      auto out = std::make_shared<PieceSizes>(std::vector<int64_t>(pieces.size(), 0));
-      out->symbols = pieces;
-      return out;
-    }
-    size.guard_int(__FILE__, __LINE__);
-  }
-  const auto numbers = guarded(pieces);
-  return std::make_shared<const PieceSizes>(numbers.begin(), numbers.end());
-}
-
-} // namespace
 
 c10::SymInt window_before(const Dim::SymWindow& w, const c10::SymInt& at) {
   if (at <= w.start) {
@@ -277,6 +273,7 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
   if (!dim.window && layout->is_even() && size % mesh_.size() == 0) {
     return nullptr;
   }
+  (void)dim.inner.guard_int(__FILE__, __LINE__); // or the pieces would follow two sizes
   // The size of each piece at mesh dim m: the sum over the pieces that later mesh dims cut it into.
   SymSizes out;
   each_row(*layout, 0, m, [&](Coordinate& c) {

@@ -33,7 +33,7 @@ class Cutting {
   // Whether all pieces of operand i along dim d are equal and hold whole indices of its factor. Asks no rank's size.
   bool even_and_divisible(size_t i, int64_t d) const;
   // The sizes of a cut as a table, even ones too: one row per coordinate of the earlier mesh dims that cut the dim.
-  std::vector<int64_t> piece_sizes(const Layout& layout, int64_t d, int64_t size, int64_t m) const;
+  SymSizes piece_sizes(const Layout& layout, int64_t d, const c10::SymInt& size, int64_t m) const;
   // Whether the earlier mesh dims that shard the factor are those that cut the donor's dim. Only then do the rows of the two
   // cuts have the same meaning.
   bool nested_alike(int64_t m) const;

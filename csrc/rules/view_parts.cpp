@@ -189,8 +189,8 @@ void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& given) {
       continue;
     }
     const auto n = x.layout->mesh().size(m);
-    const auto chunks = x.layout->cut(m) ? std::nullopt : sym_chunks(each, n);
-    if (!chunks || (chunks->missing != 0 && x.layout->innermost(dim) != m)) {
+    const auto chunks = x.layout->cut(m) ? std::nullopt : sym_chunks(each, n, false);
+    if (!chunks || (!chunks->equal() && x.layout->innermost(dim) != m)) {
       size.guard_int(__FILE__, __LINE__);
       return;
     }

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 namespace shardtensor {
@@ -45,10 +46,16 @@ Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size) {
   if (found.is_none()) {
     return nullptr;
   }
-  auto [sizes, shares, per] = pybind11::object(found).cast<std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>>();
+  using List = std::vector<int64_t>;
+  auto [sizes, shares, per, times, quotients] =
+      pybind11::object(found).cast<std::tuple<List, List, int64_t, List, std::vector<std::array<int64_t, 3>>>>();
   auto out = std::make_shared<PieceSizes>(std::move(sizes));
   out->shares = std::move(shares);
   out->per = per;
+  out->times = std::move(times);
+  for (const auto& [up, shift, down] : quotients) {
+    out->quotients.push_back({up, shift, down});
+  }
   return out;
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -173,34 +174,67 @@ def _settled(layout: _C.Layout, sizes: Any) -> _C.Layout:
     return layout
 
 
-def shares_of(pieces: list[Any], size: torch.SymInt) -> tuple[list[int], list[int], int] | None:
-    """How pieces follow from the size that they cut: piece i has (sizes[i] + shares[i] * size) / per indices. None if they do not."""
+def shares_of(pieces: list[Any], size: torch.SymInt) -> tuple[list[int], list[int], int, list[int], list[list[int]]] | None:
+    """How pieces follow from the size that they cut: (sizes, shares, per, times, quotients), as PieceSizes has them. None if they
+    do not."""
     import sympy  # type: ignore[import-untyped]  # noqa: PLC0415  slow
-
-    def exact(n: Any) -> Any:
-        return _without_floors(n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n), size.node.shape_env).expand()
-
-    whole, parts = exact(size), [exact(n) for n in pieces]
-    if whole.is_number:
-        return None
-    leading, times = _leading(whole)
-    shares = [part.as_coefficients_dict().get(leading, sympy.Integer(0)) / times for part in parts]
-    sizes = [(part - share * whole).expand() for part, share in zip(parts, shares, strict=True)]
-    if not all(n.is_Rational for n in (*sizes, *shares)):
-        return None
-    per = math.lcm(*(int(n.q) for n in (*sizes, *shares)))
-    return [int(n * per) for n in sizes], [int(n * per) for n in shares], per
-
-
-def _without_floors(expression: Any, env: Any) -> Any:
-    """Each division's remainder becomes a number of the graph; without an environment the expression stays as it is."""
     from torch.utils._sympy.functions import FloorDiv  # noqa: PLC0415  slow: sympy
 
-    for division in expression.atoms(FloorDiv) if env and not isinstance(expression, int) else ():
-        numerator, divisor = division.args
-        if divisor.is_Integer:
-            expression = expression.xreplace({division: (numerator - env.evaluate_expr(numerator % divisor)) / divisor})
-    return expression
+    def expressions(all_numbers: bool) -> list[Any]:
+        given = [n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n) for n in (size, *pieces)]
+        return [_without_floors(n, size.node.shape_env, all_numbers).expand() for n in given]
+
+    whole, *parts = expressions(all_numbers=False)
+    floors = [floor for part in parts for floor in part.atoms(FloorDiv)]
+    if whole.has(FloorDiv) or any(floor.args[0].has(FloorDiv) for floor in floors):
+        whole, *parts = expressions(all_numbers=True)
+        floors = []
+    if whole.is_number:
+        return None
+    leading, factor = _leading(whole)
+
+    def times(n: Any, term: Any) -> Any:
+        return n.as_coefficients_dict().get(term, sympy.Integer(0))
+
+    def of_whole(n: Any) -> tuple[Any, Any]:
+        """The share of the size, and what is left."""
+        share = times(n, leading) / factor
+        return share, (n - share * whole).expand()
+
+    quotients = {floor: [*of_whole(floor.args[0].expand()), floor.args[1]] for floor in floors}
+    floors = sorted(quotients, key=lambda floor: str(quotients[floor]))  # the same for equal cuts
+    rest = [of_whole(part - sum(times(part, floor) * floor for floor in floors)) for part in parts]
+    each = [times(part, floor) for part in parts for floor in floors]
+    if not all(n.is_Rational for n in itertools.chain(*rest, *quotients.values())) or not all(n.is_Integer for n in each):
+        return None
+    shares_and_sizes, per = _integers([n for both in rest for n in both])
+    return shares_and_sizes[1::2], shares_and_sizes[::2], per, [int(n) for n in each], [_integers(quotients[floor])[0] for floor in floors]
+
+
+def _integers(numbers: list[Any]) -> tuple[list[int], int]:
+    """The rational numbers times the second result."""
+    per = math.lcm(*(int(n.q) for n in numbers))
+    return [int(n * per) for n in numbers], per
+
+
+def _without_floors(expression: Any, env: Any, all_numbers: bool) -> Any:
+    """Divisions without a remainder become fractions. With `all_numbers` the others do too: their remainders become numbers of the
+    graph. Without an environment the expression stays as it is."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # noqa: PLC0415  slow: sympy
+    from torch.utils._sympy.functions import FloorDiv  # noqa: PLC0415  slow: sympy
+
+    def exact(n: Any) -> Any:
+        if not n.has(FloorDiv):
+            return n
+        if not isinstance(n, FloorDiv):
+            return n.func(*map(exact, n.args))
+        numerator, divisor = n.args
+        known = divisor.is_Integer and statically_known_true(env.create_symintnode(numerator, hint=None) % int(divisor) == 0)
+        if known or (divisor.is_Integer and all_numbers):
+            return (exact(numerator) - env.evaluate_expr(numerator % divisor)) / divisor
+        return n
+
+    return exact(expression) if env else expression
 
 
 def _leading(expression: Any) -> tuple[Any, Any]:
