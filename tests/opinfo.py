@@ -310,6 +310,12 @@ def run_op(
     return Outcome(right, promoted, unsupported)
 
 
+def _small_dtype(op: Any) -> Any:
+    import torch
+
+    return next((d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in op.supported_dtypes("cpu")), None)
+
+
 # ---- the order of results' dims in memory ----
 
 MEMORY = ("given", "transposed", "channels_last", "expanded")
@@ -337,7 +343,7 @@ def run_orders(name: str, memory: str, samples: int, layouts: int) -> tuple[int,
     from oracle import lies_as_the_whole, mesh_of, place
 
     op, mesh = database()[name], mesh_of((dist.get_world_size(),))
-    dtype = next((d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in op.supported_dtypes("cpu")), None)
+    dtype = _small_dtype(op)
     if dtype is None:
         return 0, []
     torch.manual_seed(0)
@@ -471,6 +477,51 @@ def run_refusals(names: list[str], layouts: int, kind: str) -> int:
             assert ranks or kind != "errors", f"{what}: not refused"
             refused += bool(ranks)
     return refused
+
+
+# ---- strict mode ----
+
+
+def run_strict(names: list[str], samples: int) -> dict[str, tuple[int, int]]:
+    """Called on every rank: of samples whose tensors are cut along their first dims, how many strict mode refuses, forward or
+    backward; and how many there are."""
+    import shardtensor as st
+    import torch
+    import torch.distributed as dist
+    import torch.utils._pytree as pytree
+    from oracle import differentiable, mesh_of
+
+    mesh = mesh_of((dist.get_world_size(),))
+    tried: list[str] = []
+    refused: list[bool] = []
+    for name in names:
+        op = database()[name]
+        dtype = _small_dtype(op)
+        torch.manual_seed(0)
+        grad = op.supports_autograd and dtype in (torch.float32, torch.complex64)
+        for sample in _spread(list(op.sample_inputs("cpu", dtype, requires_grad=grad)), samples) if dtype else ():
+            flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+            cuts = {i: [st.Shard(0)] if t.ndim and t.shape[0] > 1 else [st.Replicate()] for i, t in enumerate(flat) if _is_strided(t)}
+            if [st.Shard(0)] not in cuts.values() or _refused(op, tree, flat):
+                continue
+            for i, cut in cuts.items():
+                flat[i] = st.distribute_tensor(flat[i].detach(), mesh, cut).requires_grad_(flat[i].requires_grad)
+            tried.append(name)
+            refused.append(False)
+            try:
+                with st.implicit_replication(), st.strict_mode():
+                    results = differentiable(sample.output_process_fn_grad(_call(op, tree, flat)))
+                    if results:
+                        torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+            except Exception as error:
+                refused[-1] = "strict mode" in str(error)
+    ranks = torch.tensor(refused, dtype=torch.int64)
+    dist.all_reduce(ranks)
+    assert set(ranks.tolist()) <= {0, mesh.size()}, "the ranks disagree"
+    out = dict.fromkeys(tried, (0, 0))
+    for name, here in zip(tried, refused, strict=True):
+        out[name] = out[name][0] + here, out[name][1] + 1
+    return out
 
 
 def main() -> None:

@@ -82,6 +82,17 @@ def test_mixed_dtypes_equal_torch(pools, part):
     assert sum(o.right for o in outcomes) > 250
 
 
+def test_strict_mode_refuses_few(pools):
+    """With the first dim of each tensor cut. Of the ops that are refused, most need the whole matrix, or find sizes in values."""
+    names, counts = sorted(OPS.keys() - set(WITHOUT_CPU)), {}
+    for part in range(4):
+        counts |= pools(2).run("opinfo:run_strict", names[part::4], 2, seconds=110)[0]
+    always = [name for name, (refused, tried) in counts.items() if refused == tried]
+    assert len(counts) > 600 and "masked_select" in always
+    assert len(always) <= 45, always
+    assert sum(refused > 0 for refused, _ in counts.values()) <= 80
+
+
 # Ops whose result has another order in memory than torch's, or is a view where torch's is not. By the arguments' order in memory.
 _META = "torch's meta kernel says otherwise than its CPU kernel"
 _NO_META = "torch has no meta kernel of it, so its results are taken for contiguous"
