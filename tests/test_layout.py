@@ -67,12 +67,14 @@ def test_explicit(cut, want):
     assert "add up" in l.misfit([sum(cut) + 1])
 
 
-# (size, share, per) of each piece, a size, and what the pieces are then
+# (size, share, per) of each piece and (times, up, shift, down) of each quotient; a size, and what the pieces are then
 FOLLOWING = [
     ([(0, 1, 1), (0, 0, 1)], 4, [4, 0]),
     ([(3, 1, 2), (-3, 1, 2)], 9, [6, 3]),
     ([(0, 1, 6), (0, 4, 6), (0, 1, 6)], 12, [2, 8, 2]),
     ([(2, 0, 1), (-2, 1, 1)], 5, [2, 3]),
+    ([(0, 0, 1, 2, 1, 4, 6), (0, 0, 1, 2, 1, 4, 6), (0, 1, 1, -4, 1, 4, 6)], 14, [6, 6, 2]),
+    ([(-1, 0, 1, 1, 1, 2, 2, 0, 2, 1, 3), (0, 0, 1, -1, 1, 2, 2, 1, 2, 1, 3), (1, 1, 1, 0, 1, 2, 2, -1, 2, 1, 3)], 8, [4, 0, 4]),
 ]
 
 
@@ -87,9 +89,47 @@ def test_cuts_that_follow_the_size(cut, size, want):
     assert l.misfit([size]) == ""
 
 
-@pytest.mark.parametrize("cut", [[(0, 1, 2), (0, 1, 2)], [(1, 1, 2), (-1, 1, 2)], [(2, 1, 3), (2, 1, 3), (-4, 1, 3)]])
+EVEN_CHUNKS = [
+    [(0, 1, 2), (0, 1, 2)],
+    [(1, 1, 2), (-1, 1, 2)],
+    [(2, 1, 3), (2, 1, 3), (-4, 1, 3)],
+    [(0, 0, 1, 1, 1, 1, 2), (0, 1, 1, -1, 1, 1, 2)],
+]
+
+
+@pytest.mark.parametrize("cut", EVEN_CHUNKS)
 def test_chunks_that_follow_the_size_are_even(cut):
     assert layout((len(cut),), [S(0)], [cut]).is_even
+
+
+def test_cuts_of_symbols_follow_the_size():
+    """In the units of `FOLLOWING`, for all sizes."""
+    from shardtensor.tensor._compile import shares_of
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    env = ShapeEnv()
+    n, m = (env.create_unspecified_symint_and_symbol(v, ConstantSource(s), DimDynamic.DYNAMIC) for v, s in ((25, "n"), (9, "m")))
+    full = (n + 2) // 3
+    for pieces, size in (
+        ([full, full, n - 2 * full], n),
+        ([full + 1, full, n - 2 * full], n + 1),
+        ([2 * full, 2 * full, 2 * n - 4 * full], 2 * n),
+        ([(n + 5) // 3 - 1, full, n + 1 - full - (n + 5) // 3], n),
+        ([n // 2, n - n // 2], n),
+    ):
+        found = shares_of(pieces, size)
+        assert found is not None
+        sizes, shares, per, times, quotients = found
+        k = len(quotients)
+        cut = [(sizes[i], shares[i], per, *(x for j in range(k) for x in (times[i * k + j], *quotients[j]))) for i in range(len(pieces))]
+        l = layout((len(cut),), [S(0)], [cut])
+        for number in range(9, 30):
+            want = [int(p.node.expr.subs(n.node.expr, number)) for p in pieces]
+            total = int(size.node.expr.subs(n.node.expr, number))
+            assert [l.local_sizes([total], [c])[0] for c in range(len(cut))] == want
+        assert l.is_even == (pieces[0] is full)
+    assert shares_of([n * m // 2, n - n * m // 2], n) is None
 
 
 def test_nested_rows():
