@@ -320,6 +320,7 @@ def _frames_of(case: Any, grown: set[int], cut: int, mesh: Any, longer: tuple[in
         text = f"{type(error).__name__}: {error}"
     counts = _on_all_ranks(ours)  # a rank may compile again alone, if only its piece's sizes have become numbers
     ours = max(counts) if all(counts) else 0
+    text = text or (f"the ranks compile {counts} times" if len(set(counts)) > 1 else "")
     if ours != 1:
         try:
             plain = _graphs(case, grown, None, mesh, longer)
