@@ -264,15 +264,17 @@ def _longer(case: Any, grown: set[int], times: int) -> list[torch.Tensor]:
 
 
 def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any, longer: tuple[int, ...]) -> int:
-    """How many graphs serve all lengths: of plain torch, or of tensors sharded on their first dim of size `cut`."""
-    from oracle import EVEN, arguments_of, differentiable, place
+    """How many graphs serve all lengths: of plain torch, or of tensors sharded on their first dim of size `cut`. These must give
+    eager mode's values and gradients."""
+    from oracle import EVEN, arguments_of, differentiable, place, whole
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(case.function, backend=counter, fullgraph=True, dynamic=True)
     table = arguments_of(case)
-    for times in longer:
+
+    def values(function: Any, times: int) -> list[Any]:
         arguments = _longer(case, grown, times)
         for i, t in enumerate(table):
             if cut is not None and i not in case.plain:
@@ -282,10 +284,17 @@ def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any, longer: tupl
         for t in arguments:
             t.requires_grad_(case.backward and t.is_floating_point())
         torch.manual_seed(1)
-        results = differentiable(compiled(*arguments))
+        out = function(*arguments)
+        results = differentiable(out)
         if case.backward and results:
             losses = [t.abs().sum() for t in results]
             sum(loss if cut is None else loss.full_tensor() for loss in losses).backward()
+        return [whole(t) for t in (*pytree.tree_leaves(out), *(t.grad for t in arguments))]
+
+    for times in longer:
+        got = values(compiled, times)
+        if cut is not None:
+            torch.testing.assert_close(got, values(case.function, times), equal_nan=True)
     return counter.frame_count
 
 
