@@ -60,8 +60,8 @@ bool chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   return sizes == any;
 }
 
-// The same, of a size of which it is known what it lacks to be a multiple of their number.
-bool equal_chunks_follow(const PieceSizes& sizes, int64_t pieces) {
+// The same, of a size of which it is known what it lacks to fill all pieces.
+bool filled_chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   const auto lacks = sizes[0];
   for (int64_t i = 0; i < pieces; ++i) {
     if (sizes.shares[i] * pieces != sizes.per || sizes[i] != (i == pieces - 1 ? lacks - lacks * pieces : lacks)) {
@@ -73,7 +73,7 @@ bool equal_chunks_follow(const PieceSizes& sizes, int64_t pieces) {
 
 bool is_even(const PieceSizes& sizes, int64_t pieces) {
   if (sizes.follows()) {
-    return sizes.symbols.empty() && (chunks_follow(sizes, pieces) || equal_chunks_follow(sizes, pieces));
+    return sizes.symbols.empty() && (chunks_follow(sizes, pieces) || filled_chunks_follow(sizes, pieces));
   }
   for (size_t row = 0; row < sizes.size(); row += pieces) {
     int64_t extent = 0;
