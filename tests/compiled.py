@@ -193,13 +193,13 @@ def _outcomes(trials: list[Trial], mesh: Any, backend: str, dynamic: bool | None
     """Runs them in one graph if all come out right in it, otherwise in one graph each."""
     if len(trials) > 1:
         kind, text = _outcome(_joined(trials), mesh, backend, dynamic)
-        _agree(kind, text)
+        agree(kind, text)
         if kind == RIGHT:
             yield from (Outcome(t.name, kind, f"with {t.where}: ") for t in trials)
             return
     for trial in trials:
         kind, text = _outcome(trial, mesh, backend, dynamic)
-        _agree(f"{trial.name}: {kind}", f"with {trial.where}: {kind} {text}")
+        agree(f"{trial.name}: {kind}", f"with {trial.where}: {kind} {text}")
         yield Outcome(trial.name, kind, f"with {trial.where}: {text}")
 
 
@@ -298,10 +298,8 @@ def _graphs(case: Any, grown: set[int], cut: int | None, mesh: Any, longer: tupl
     return counter.frame_count
 
 
-def frames(
-    family: str, names: list[str], mesh_shape: tuple[int, ...], longer: tuple[int, ...] = LONGER, every_cut: bool = False
-) -> list[Frames]:
-    """Called on every rank: the graphs for two lengths, with the first dim that can be longer cut, or each in turn."""
+def frames(family: str, names: list[str], mesh_shape: tuple[int, ...], longer: tuple[int, ...]) -> list[Frames]:
+    """Called on every rank: the graphs for two lengths, with the first dim that can be longer cut."""
     from oracle import arguments_of, mesh_of
 
     mesh, out = mesh_of(mesh_shape), []
@@ -309,12 +307,10 @@ def frames(
     for case in (cases[name] for name in names if name in cases):
         table = arguments_of(case)
         sizes = list(dict.fromkeys(s for t in table for s in t.shape if s > 1))
-        for grown in [set(sizes), *({s} for s in sizes)] if len(sizes) > 1 else [set(sizes)]:
-            cuts = [s for s in sizes if s in grown]
-            tried = [_frames_of(case, grown, cut, mesh, longer) for cut in (cuts if every_cut else cuts[:1])]
-            fitting = [f for f in tried if f.ours or f.plain]
-            out += fitting
-            if fitting:
+        for grown in [sizes, *([s] for s in sizes)] if len(sizes) > 1 else [sizes] if sizes else []:
+            found = _frames_of(case, set(grown), grown[0], mesh, longer)
+            if found.ours or found.plain:
+                out.append(found)
                 break
     return out
 
@@ -362,7 +358,7 @@ def _on_all_ranks(mine: Any) -> list[Any]:
     return theirs
 
 
-def _agree(mine: str, more: str) -> None:
+def agree(mine: Any, more: str) -> None:
     """Raises if the ranks disagree."""
     theirs = _on_all_ranks(mine)
     assert theirs == [mine] * len(theirs), f"the ranks disagree: {theirs}; here: {more}"

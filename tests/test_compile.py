@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled import FAMILIES, LONGER, LONGER_UNEVEN, OTHER_LAYOUT, RAISES, RIGHT
+from compiled import FAMILIES, LONGER, LONGER_UNEVEN, OTHER_LAYOUT, RAISES, RIGHT, agree
 from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
 from torch.utils import _pytree as pytree
 
@@ -379,14 +379,6 @@ def _counting(function, backend="aot_eager", **options):
     return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
 
-def _same_on_all_ranks(frames, what=""):
-    import torch.distributed as dist
-
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, frames)
-    assert everywhere == [frames] * len(everywhere), f"{what}: {everywhere}"
-
-
 def other_sizes():
     """Compiled for 8 rows, called with others: the ranks compile together, however many of their own rows change."""
 
@@ -404,7 +396,7 @@ def other_sizes():
         _whole(got.square().sum()).backward()
         torch.testing.assert_close(_whole(ours.grad), plain.grad)
         frames.append(counter.frame_count)
-    _same_on_all_ranks(frames)
+    agree(frames, "graphs")
     assert frames[0] == 1 and frames[1] == 2
 
 
@@ -799,7 +791,7 @@ def compiles_as_often(functions, limit, lengths):
                 got = compiled(spread(whole, S0), spread(weight, R))
                 torch.testing.assert_close(_whole(got), _whole(function(spread(whole, S0), spread(weight, R))), msg=lambda m: f"{name}, {n}: {m}")  # noqa: B023
                 mine.append(counter.frame_count)
-        _same_on_all_ranks(mine, name)
+        agree(mine, name)
 
 
 @pytest.mark.parametrize(("world", "limit"), [(2, 3), (3, 3), (2, 99)])
