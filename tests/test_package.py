@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shutil
@@ -57,6 +58,24 @@ def test_every_public_name_is_there():
 
 def test_offers_every_name_of_torch_distributed_tensor():
     assert set(torch.distributed.tensor.__all__) <= set(shardtensor.__all__)
+
+
+def test_the_class_declares_the_methods_that_folders_add():
+    """For type checkers, since the class may not import what builds on it."""
+    cls = next(n for n in ast.parse((ROOT / "python/shardtensor/tensor/_tensor.py").read_text()).body if getattr(n, "name", "") == "ShardTensor")
+    declared = [n for n in cls.body if isinstance(n, ast.If)][-1]
+    names = [n.name if isinstance(n, ast.FunctionDef) else n.target.id for n in declared.body]
+    assert [n for n in names if not callable(getattr(shardtensor.ShardTensor, n, None))] == []
+    for method in (n for n in declared.body if isinstance(n, ast.FunctionDef)):
+        static = any(d.id == "staticmethod" for d in method.decorator_list)
+        added = inspect.getattr_static(shardtensor.ShardTensor, method.name)
+        assert isinstance(added, staticmethod) == static, method.name
+        function = added.__func__ if static else added
+        parameters = list(inspect.signature(function).parameters.values())[not static :]
+        given = [ast.unparse(a) for a in ast.walk(method.args) if isinstance(a, ast.arg)][not static :]
+        assert [f"{p.name}: {p.annotation}" for p in parameters] == given, method.name
+        defaults = [p.default for p in parameters if p.default is not p.empty]
+        assert defaults == [ast.literal_eval(d) for d in (*method.args.defaults, *method.args.kw_defaults) if d], method.name
 
 
 def test_versions_agree():

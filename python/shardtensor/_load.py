@@ -10,7 +10,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 try:
-    from shardtensor import _build
+    import shardtensor._build as _build
 except ImportError:
     raise ImportError(
         "shardtensor: the extension has not been built; run `pip install .` (or `pip install -e . --no-build-isolation`)"
@@ -27,6 +27,6 @@ if not torch.distributed.is_available():
     raise ImportError("shardtensor: this torch was built without torch.distributed")
 
 try:
-    from shardtensor import _C  # noqa: F401
+    import shardtensor._C  # noqa: F401
 except ImportError as error:
     raise ImportError(f"shardtensor: the extension does not load with torch {torch.__version__}: {error}") from None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._mesh import as_mesh, given_mesh
 
 __all__ = ["is_rng_supported_mesh", "manual_seed"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._from_local import from_everyone
 from shardtensor.tensor._layout import _SHARD
 from shardtensor.tensor._mesh import device_of

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.utils.data import DistributedSampler
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.data._messages import ENDED, FAILED, LIVE, About, Exchange, Message, about
 from shardtensor.data._structure import put_together, replaced, take_apart, without_rows
 from shardtensor.data._where import check_placements, dim_of_rows

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._factories import _full_layout
 from shardtensor.tensor._from_local import from_everyone
 from shardtensor.tensor._layout import _REPLICATE, ShardingShapes

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._from_local import _DTYPES, from_everyone
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._mesh import as_mesh, device_of

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 _OFF, _SAMPLED, _FULL = range(3)
 _HERE = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.sep + os.path.join("torch", ""))

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode as _Stock
 from torch.utils._pytree import tree_leaves
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.debug import _watch
 from shardtensor.debug._explain import in_bytes
 from shardtensor.tensor._tensor import ShardTensor

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from torch._guards import TracingContext
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.debug import _watch
 from shardtensor.debug._checking import call_site
 from shardtensor.debug._explain import in_bytes

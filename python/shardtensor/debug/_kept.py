@@ -6,7 +6,7 @@ from typing import NamedTuple, overload
 
 from torch import Tensor
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 
 class Kept(NamedTuple):

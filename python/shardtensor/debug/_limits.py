@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch.distributed.tensor._utils import ExplicitRedistributionContext as _Stock
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.debug import _watch
 
 _log = logging.getLogger("shardtensor")

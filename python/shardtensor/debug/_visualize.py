@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._tensor import ShardTensor
 
 # Half-open: rows, columns.

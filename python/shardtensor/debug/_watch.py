@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 T = TypeVar("T")
 

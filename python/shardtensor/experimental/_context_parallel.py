@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.experimental._kernels import kernel_for
 from shardtensor.experimental._ring import SEQUENCE, Method, Plan, RingAttention, make_plan
 from shardtensor.tensor._from_local import from_everyone

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor import _compile
 from shardtensor.tensor._from_local import Shapes
 from shardtensor.tensor._tensor import ShardTensor

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._handlers import register_dispatch_handler
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._mesh import as_device_mesh, told_apart

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.experimental._kernels import Extras, Kernel
 from shardtensor.tensor._mesh import as_mesh
 

@@ -16,7 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Replicate
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor import _compile
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._mesh import as_device_mesh

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.parallel._entered import Entrance, can_share, enter_in_graph
 from shardtensor.tensor import _compile
 from shardtensor.tensor._factories import distribute_module, distribute_tensor

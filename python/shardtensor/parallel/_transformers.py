@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor._late import when_imported
 from shardtensor.parallel._attention import AttentionHeads, CountedHeads, FusedHeads, OutputHeads, QueryHeads
 from shardtensor.parallel._heads import HEAD_SIZES, OUTPUTS, PROJECTIONS, number

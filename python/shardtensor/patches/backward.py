@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 
 def install() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor._late import when_imported
 from shardtensor.shards._shards import in_places_of, wrapper_of
 from shardtensor.tensor._many import redistribute

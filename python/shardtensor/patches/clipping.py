@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.patches._once import wrap_once
 from shardtensor.tensor._layout import _SHARD, _UNCUT
 from shardtensor.tensor._tensor import ShardTensor

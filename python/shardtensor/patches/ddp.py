@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._layout import placements_of
 
 

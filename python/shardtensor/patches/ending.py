@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.compiler import is_compiling
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 _failed: list[BaseException] = []  # the error that ends the script
 

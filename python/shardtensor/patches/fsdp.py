@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor._late import when_imported
 from shardtensor.tensor._compile import outside_graphs
 from shardtensor.tensor._layout import _SHARD, make_layout

@@ -19,7 +19,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.patches._once import wrap_once
 from shardtensor.tensor._tensor import ShardTensor
 

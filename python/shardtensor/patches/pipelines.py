@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor._late import when_imported
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._tensor import ShardTensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 
 def patch(wrappers: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import graph
 from torch.autograd.graph import save_on_cpu
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._tensor import ShardTensor
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._from_local import coordinate_at, from_everyone
 from shardtensor.tensor._layout import _PARTIAL, _REPLICATE, _SHARD, _UNCUT, placements_of
 from shardtensor.tensor._modes import get_promotion_mode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.points._rows import as_sharded, made, outside_graphs, with_whole
 from shardtensor.tensor._layout import _SHARD, _UNCUT
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.points._rows import as_sharded, lengths_as_cuts, made, outside_graphs, take, with_gradient_of, with_whole
 from shardtensor.tensor._from_local import from_everyone
 from shardtensor.tensor._layout import _SHARD

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-if TYPE_CHECKING:
-    from shardtensor.sharded_tensor import ShardedTensor
 
-
-def _written(t: ShardedTensor) -> list[Shard]:
+def _written(t: Any) -> list[Shard]:
     """The shards with elements; if no rank has elements, one shard per place."""
     return list({tuple(s.metadata.shard_offsets): s for s in t._local_shards if all(s.metadata.shard_sizes) or not t.numel()}.values())
 
@@ -23,11 +20,11 @@ def _chunk(shard: Shard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes))
 
 
-def chunks(t: ShardedTensor) -> list[ChunkStorageMetadata]:
+def chunks(t: Any) -> list[ChunkStorageMetadata]:
     return [_chunk(shard) for shard in _written(t)]
 
 
-def write_items(t: ShardedTensor, fqn: str) -> list[WriteItem]:
+def write_items(t: Any, fqn: str) -> list[WriteItem]:
     return [
         WriteItem(
             MetadataIndex(fqn, _chunk(shard).offsets),
@@ -38,7 +35,7 @@ def write_items(t: ShardedTensor, fqn: str) -> list[WriteItem]:
     ]
 
 
-def shard_at(t: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
+def shard_at(t: Any, index: MetadataIndex) -> torch.Tensor:
     """The shard itself, detached. A load writes into it."""
     if index.offset is None:
         raise ValueError(f"Cannot lookup {index.fqn} since its a ShardedTensor and no offset was provided (rank {dist.get_rank()})")

@@ -17,7 +17,7 @@ from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.sharded_tensor._move import Box, carrier_of, group_of, move, require_member
 from shardtensor.sharded_tensor._spec import ChunkShardingSpec, ShardingSpec, own_spec
 from shardtensor.sharded_tensor._tensor import ShardedTensor, _device_types, _with_spec

@@ -18,7 +18,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
 from torch.distributed.remote_device import _remote_device
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._mesh import group_mesh
 
 Box = tuple[int, list[int], list[int]]

@@ -4,17 +4,16 @@ on the generator's state and the element's global index, as in shardtensor.rando
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.sharded_tensor._move import carrier_of
+from shardtensor.sharded_tensor._tensor import ShardedTensor
 from shardtensor.tensor._mesh import group_mesh
 
-if TYPE_CHECKING:
-    from shardtensor.sharded_tensor import ShardedTensor
 
 def _box_layout(offsets: list[int], sizes: list[int], whole: list[int], device_type: str) -> _C.Layout:
     """A layout whose piece here is that box. Its mesh only gives positions and never communicates: each dim that is cut has

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
-if TYPE_CHECKING:
-    from shardtensor.sharded_tensor import ShardedTensor
-
 _lock = threading.Lock()
 _next_id = 0
-_sharded_tensor_map: dict[int, weakref.ReferenceType[ShardedTensor]] = {}
+_sharded_tensor_map: dict[int, weakref.ReferenceType[Any]] = {}
 
 
-def share(tensor: ShardedTensor) -> None:
+def share(tensor: Any) -> None:
     """Must be called by all RPC workers, in the same order as for their other ShardedTensors."""
     if not rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -41,7 +38,7 @@ def share(tensor: ShardedTensor) -> None:
     rpc.api._all_gather(None)  # no rank goes on before it has them all
 
 
-def _register(tensor: ShardedTensor) -> int:
+def _register(tensor: Any) -> int:
     global _next_id
     with _lock:
         number, _next_id = _next_id, _next_id + 1

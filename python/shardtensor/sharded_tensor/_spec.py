@@ -20,8 +20,6 @@ from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShar
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from shardtensor.sharded_tensor import ShardedTensor
-
 __all__ = [
     "ChunkShardingSpec",
     "DevicePlacementSpec",
@@ -32,7 +30,7 @@ __all__ = [
 ]
 
 _PUBLIC = "shardtensor.sharding_spec"  # where users and files find the classes
-_shard: Callable[..., ShardedTensor]  # add_shard() sets it
+_shard: Callable[..., Any]  # add_shard() sets it
 
 
 # ---- checks of a list of shards ----
@@ -112,7 +110,7 @@ class ChunkShardingSpec(StockChunk):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> ShardedTensor:  # type: ignore[override]
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> Any:
         return _shard(tensor, self, src_rank, process_group)
 
 
@@ -134,11 +132,11 @@ class EnumerableShardingSpec(StockEnumerable):
         check_cover(self.shards, tensor_sizes)
         return ShardedTensorMetadata(list(self.shards), tensor_sizes, tensor_properties)
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> ShardedTensor:  # type: ignore[override]
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> Any:
         return _shard(tensor, self, src_rank, process_group)
 
 
-def add_shard(shard_whole: Callable[..., ShardedTensor]) -> None:
+def add_shard(shard_whole: Callable[..., Any]) -> None:
     """Sets the function that the specs' shard() calls with tensor, spec, source and process group. _modules, which knows
     ShardedTensor, calls this."""
     global _shard

@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardtensor.tensor._pieces import holds_shards
-
-if TYPE_CHECKING:
-    from shardtensor.shards._wrapper import LocalShardsWrapper
 
 _FOREACH = "_foreach_"
 # Besides the ops that torch tags as pointwise.
@@ -86,7 +83,7 @@ def refuse_unlike(func: Any, tensors: Sequence[Any]) -> None:
             )
 
 
-def _places(w: LocalShardsWrapper) -> list[tuple[list[int], list[int]]]:
+def _places(w: Any) -> list[tuple[list[int], list[int]]]:
     return [(list(c.offsets), list(c.sizes)) for c in w.local_chunks]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.shards._ops import is_in_place, is_on_lists, runs_shard_by_shard, sizes_meant, written
 from shardtensor.tensor._from_local import _DTYPES, Shapes, check_same_arguments, coordinate_at, from_everyone
 from shardtensor.tensor._layout import ShardingShapes, make_layout, target_layout

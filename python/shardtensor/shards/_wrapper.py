@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as _Stock
 from torch.utils import _pytree as pytree
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.shards._ops import is_in_place, is_on_lists, on_each, on_each_of_lists, runs_shard_by_shard, sizes_meant, written
 from shardtensor.tensor._tensor import _rebuild_shards
 

@@ -12,22 +12,18 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch._guards import CompileContext, Guard, TracingContext
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor._late import when_imported
 from shardtensor.tensor import _handlers
 from shardtensor.tensor._layout import make_layout, placements_of
 from shardtensor.tensor._mesh import as_device_mesh, innermost_mesh
-
-if TYPE_CHECKING:
-    from shardtensor.tensor._tensor import ShardTensor
-
 
 # The inner tensor of a view that has symbols which its sizes and strides do not tell: its storage offset, and pieces that follow
 # more than the length that they cut. They are the sizes of this tensor, which has no elements: (0, offset, *pieces).
@@ -89,7 +85,7 @@ _orders: dict[tuple[int, int | None], ShardOrder] = {}  # by layout and offset
 _TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
 
-def flatten(t: ShardTensor) -> tuple[list[str], Any]:
+def flatten(t: Any) -> tuple[list[str], Any]:
     if _TORCH < (2, 12) and TracingContext.try_get() is not None:
         raise NotImplementedError(
             f"shardtensor: torch {torch.__version__} cannot compile functions of ShardTensors; 2.12 and newer can. Keep them out of the "
@@ -243,20 +239,20 @@ def _leading(expression: Any) -> tuple[Any, Any]:
     return max(terms, key=lambda t: str(t[0]))
 
 
-def tangent(t: ShardTensor) -> ShardTensor:
+def tangent(t: Any) -> Any:
     """The tangent in the form that the graph expects: whole instead of in summands, and no view."""
     if t._layout.has_partial:
         return t.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in t.placements])
-    return t.clone() if _has_extents(t) else t  # type: ignore[return-value]
+    return t.clone() if _has_extents(t) else t
 
 
-def tangent_like(t: ShardTensor, context: Any, expected_type: Any) -> ShardTensor | None:
+def tangent_like(t: Any, context: Any, expected_type: Any) -> Any:
     """Converts a tangent whose layout differs from the one that the graph was traced for."""
     if expected_type is not None:
         return None
     placements, _meta, order, _requires_grad = context
     layout = _layout_of(as_device_mesh(t._layout.mesh), placements, t.shape, order)
-    return _C.redistribute(t, layout)  # type: ignore[return-value]
+    return _C.redistribute(t, layout)
 
 
 # ---- sizes that only the backward needs as numbers ----
@@ -274,7 +270,7 @@ def numbers_from_now_on() -> bool:
     return True
 
 
-def settle(tensors: list[ShardTensor]) -> None:
+def settle(tensors: Sequence[torch.Tensor]) -> None:
     """Makes all sizes numbers, if the compilation started again for that."""
     global _in_numbers
     context = CompileContext.try_get()
@@ -402,7 +398,7 @@ def _refuse(what: str, why: str, way_out: str) -> None:
 # ---- AOTAutograd's cache of graphs, which ranks may share ----
 
 
-def stable_hash(t: ShardTensor) -> str:
+def stable_hash(t: Any) -> str:
     """Part of a graph's cache key: this rank's sizes, its place in the mesh, and the names of process groups."""
     local = t._local_tensor
     parts = code(), text_of(t._layout.mesh), flatten(t)[1], local.shape, local.stride(), local.device

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor import _compile
 from shardtensor.tensor._from_local import _MOST_DIMS, coordinate_at, one_of
 from shardtensor.tensor._layout import _PARTIAL, _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout, upto

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._layout import _SHARD, ShardingShapes, check_cuts, cuts_from_shapes, make_layout
 from shardtensor.tensor._mesh import as_mesh
 

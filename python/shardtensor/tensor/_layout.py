@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._mesh import as_mesh
 
 # For each mesh dim, one entry per rank along it: the size of its piece along the tensor dim that is cut, or the piece's shape.

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor import _compile
 from shardtensor.tensor._layout import ShardingShapes, moved_layout, target_layout
 from shardtensor.tensor._pieces import holds_shards

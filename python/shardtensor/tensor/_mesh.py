@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 # Not an attribute of the DeviceMesh, because users pickle meshes. By identity, because equal meshes may have other groups.
 _meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str]] = {}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.fx.node import has_side_effect
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor import _compile
 
 Mode = Literal["error", "warn", "replicate"]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
-from shardtensor import _C
-
-if TYPE_CHECKING:
-    from shardtensor.shards._wrapper import LocalShardsWrapper
+import shardtensor._C as _C
 
 
 def _piece(whole: torch.Tensor, layout: _C.Layout, coordinate: Sequence[int] | None = None) -> torch.Tensor:
@@ -55,7 +52,7 @@ def _refuse_summands(layout: _C.Layout, what: str) -> None:
 # ---- several shards ----
 
 
-def holds_shards(t: Any) -> TypeGuard[LocalShardsWrapper]:
+def holds_shards(t: Any) -> TypeGuard[Any]:
     """Whether `t` is a LocalShardsWrapper, this project's or torch's. Checks its attributes, which needs no import."""
     return isinstance(t, torch.Tensor) and hasattr(type(t), "local_chunks")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardtensor import _C
+import shardtensor._C as _C
 
 _FAR = 1 << 40  # rows between one block and the next
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.utils._pytree import tree_leaves
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor import _compile, _handlers
 from shardtensor.tensor._from_local import Shapes, coordinate_at, layout_for_local, layout_of_equal_pieces, one_of
 from shardtensor.tensor._layout import (
@@ -36,12 +36,8 @@ from shardtensor.tensor._layout import (
 from shardtensor.tensor._mesh import as_device_mesh, at_home, given_mesh
 from shardtensor.tensor._pieces import _nothing_of, has_shards, holds_shards
 
-if TYPE_CHECKING:  # folders that add methods
-    from shardtensor import _conversions
-    from shardtensor.checkpoint import _boxes
-    from shardtensor.data import _balance
-    from shardtensor.debug import _explain
-    from shardtensor.shards import _shards
+if TYPE_CHECKING:
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 
 _WHOLE = (Replicate(),) * 16  # more mesh dims than any mesh has
@@ -391,10 +387,10 @@ class ShardTensor(DTensor):
         return _compile.stable_hash(self)
 
     def __coerce_tangent_metadata__(self) -> ShardTensor:
-        return _compile.tangent(self)
+        return _compile.tangent(self)  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(self, flatten_spec: Any, expected_type: Any = None) -> ShardTensor | None:
-        return _compile.tangent_like(self, flatten_spec, expected_type)
+        return _compile.tangent_like(self, flatten_spec, expected_type)  # type: ignore[no-any-return]
 
     # ---- values ----
 
@@ -503,24 +499,48 @@ class ShardTensor(DTensor):
         )
         return _rebuild, state
 
-    # ---- from other folders ----
+    # ---- from other folders, which call add_methods() ----
 
     if TYPE_CHECKING:
-        explain = _explain.explain
-        rebalance = _balance.rebalance
-        local_shards = _shards.as_shards
-        from_sharded_tensor = staticmethod(_conversions.from_sharded_tensor)
-        to_sharded_tensor = _conversions.to_sharded_tensor
-        __create_chunk_list__ = _boxes.chunks
-        __create_write_items__ = _boxes.write_items
-        __get_tensor_shard__ = _boxes.box_at
+
+        def explain(
+            self,
+            placements: Sequence[Placement],
+            device_mesh: DeviceMesh | None = None,
+            *,
+            sharding_shapes: ShardingShapes | None = None,
+        ) -> Any: ...
+
+        def rebalance(
+            self,
+            *,
+            costs: torch.Tensor | Sequence[float] | None = None,
+            times: float | Sequence[float] | None = None,
+            mesh_dim: int | None = None,
+            tolerance: float = 0.02,
+            multiple_of: int = 1,
+        ) -> ShardTensor: ...
+
+        def local_shards(self) -> LocalShardsWrapper: ...
+
+        @staticmethod
+        def from_sharded_tensor(
+            sharded_tensor: Any,
+            device_mesh: DeviceMesh | None = None,
+            placements: Sequence[Placement] | None = None,
+            *,
+            sharding_shapes: ShardingShapes | None = None,
+        ) -> ShardTensor: ...
+
+        def to_sharded_tensor(self, sharding_spec: Any = None, *, process_group: Any = None) -> Any: ...
+
         # Replacements for the class's own methods if the piece is several shards.
-        _from_shards = staticmethod(_shards.from_shards)
-        _shards_as_local = _shards.to_local
-        _redistribute_shards = _shards.redistribute
-        _first_offsets_of_shards = _shards.first_offsets
-        _dispatch_on_shards = staticmethod(_shards.dispatch)
-        _rebuilt_shards = staticmethod(_shards.rebuild)
+        _from_shards: ClassVar[Callable[..., ShardTensor]]
+        _shards_as_local: Callable[[], torch.Tensor]
+        _redistribute_shards: Callable[..., ShardTensor]
+        _first_offsets_of_shards: Callable[[], tuple[int, ...]]
+        _dispatch_on_shards: ClassVar[Callable[..., Any]]
+        _rebuilt_shards: ClassVar[Callable[..., torch.Tensor]]
 
 
 def add_methods(**methods: Any) -> None:

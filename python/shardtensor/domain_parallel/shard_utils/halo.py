@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardtensor import _C
+import shardtensor._C as _C
 from shardtensor.tensor._from_local import coordinate_at, from_everyone
 from shardtensor.tensor._mesh import as_mesh
 from shardtensor.tensor._swap import swap
