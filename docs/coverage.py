@@ -20,7 +20,7 @@ from shardtensor import _C  # noqa: E402
 PAGE = HERE / "coverage.md"
 HEAD = """# What each op does
 
-Written by `python docs/coverage.py` from the tables at the end of the files in `csrc/rules/`; do not edit.
+Written by `python docs/coverage.py` from the tables at the end of the files in `csrc/rules/ops/`; do not edit.
 
 An op either has a rule, by which it runs on the pieces, or it gathers its inputs on every rank, or it is refused. In-place and
 `out=` forms are counted with their op.

@@ -165,3 +165,23 @@ def test_the_design_lists_all_state_of_the_process():
     table = (ROOT / "docs/design.md").read_text().split("## State that outlives a call")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert holders == {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_each_folder_of_the_extension_includes_only_those_above_it():
+    tree = (ROOT / "docs/design.md").read_text().split("csrc/\n")[1].split("```")[0]
+    order, outer = [], ""
+    for indent, name in re.findall(r"^( +)([a-z]+)/ ", tree, re.MULTILINE):
+        outer = outer if len(indent) > 2 else name
+        order.append(f"{outer}/{name}" if len(indent) > 2 else name)
+    csrc, wrong = ROOT / "csrc", []
+    assert {str(f.relative_to(csrc)) for f in csrc.iterdir() if f.is_dir()} == {name for name in order if "/" not in name}
+
+    def place(path):
+        folder = str(path.parent)
+        return order.index(folder if folder in order else path.parts[0])
+
+    for source in (f.relative_to(csrc) for f in csrc.rglob("*.*") if f.parent != csrc):
+        for included in re.findall(r'^#include "(\w+/[\w/]+\.c?u?h)"', (csrc / source).read_text(), re.MULTILINE):
+            if place(Path(included)) > place(source):
+                wrong.append(f"{source} includes {included}")
+    assert wrong == []

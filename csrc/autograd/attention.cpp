@@ -1,12 +1,12 @@
 // scaled_dot_product_attention and its form by matrix products, which torch would decompose. If the sequence is cut, decides by
-// cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ring and tensor/. Registers itself at
+// cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ops/ring and tensor/. Registers itself at
 // AutogradPrivateUse2.
 #include "autograd/functions.h"
 #include "comm/values.h"
 #include "dispatch/handler.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
-#include "rules/ring.h"
+#include "rules/ops/ring.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -74,7 +74,7 @@ class Placing {
         traced_(is_traced(as_shard_tensor(query)->local())),
         sequence_(query.dim() - 2) {}
 
-  // Nothing if the tensors stay where they are: then keys and queries travel piece by piece (rules/ring.h).
+  // Nothing if the tensors stay where they are: then keys and queries travel piece by piece (rules/ops/ring.h).
   std::optional<Places> decide() const {
     if (!any_cut()) {
       return std::nullopt;
@@ -144,7 +144,7 @@ class Placing {
                : std::nullopt;
   }
 
-  // Queries whole where the keys are cut; each rank's results are merged (rules/attention.cpp).
+  // Queries whole where the keys are cut; each rank's results are merged (rules/ops/attention.cpp).
   std::optional<Places> merging() const {
     const auto& have = layout(query_);
     auto placements = have.placements();

@@ -1,5 +1,5 @@
 // Circular padding along cut dims and the gradient of repeat() there, by shardtensor::shifted and repeats_added
-// (rules/turns.cpp), so that nothing is gathered. Flips and rolls in graphs. Uses autograd/functions,
+// (rules/ops/turns.cpp), so that nothing is gathered. Flips and rolls in graphs. Uses autograd/functions,
 // dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
 #include "autograd/functions.h"
 #include "dispatch/plain.h"

@@ -1,4 +1,4 @@
-// max_unpool along cut dims: its gradient is picked from where the values went, by shardtensor::picked (rules/pooling.cpp);
+// max_unpool along cut dims: its gradient is picked from where the values went, by shardtensor::picked (rules/ops/pooling.cpp);
 // torch's formula would gather planes. Uses autograd/functions, dispatch/plain,
 // tensor/. Registers itself at AutogradPrivateUse2.
 #include "autograd/functions.h"

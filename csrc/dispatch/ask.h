@@ -3,7 +3,7 @@
 #pragma once
 
 #include "dispatch/refs.h"
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 namespace shardtensor {
 

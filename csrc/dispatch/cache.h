@@ -2,7 +2,7 @@
 #pragma once
 
 #include "dispatch/key.h"
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 #include <memory>
 #include <vector>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "dispatch/refs.h"
-#include "rules/resolve.h"
+#include "rules/solution.h"
 #include "tensor/sums.h"
 #include "tensor/symbolic.h"
 

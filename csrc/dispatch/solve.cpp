@@ -6,6 +6,7 @@
 #include "dispatch/modes.h"
 #include "dispatch/traced.h"
 #include "redistribute/watch.h"
+#include "rules/resolve/resolve.h"
 
 #include <ATen/ATen.h>
 

@@ -1,6 +1,6 @@
 #include "rules/empties.h"
 
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 #include <ATen/ATen.h>
 

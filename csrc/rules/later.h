@@ -2,7 +2,7 @@
 // runs, as eager mode does.
 #pragma once
 
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 namespace shardtensor::rules {
 

@@ -1,8 +1,8 @@
 // What rule kernels share: reductions of a piece that may be empty, small reductions over ranks, results into out= arguments.
 #pragma once
 
-#include "rules/resolve.h" // Solution: what a kernel finds its notes in
 #include "rules/rule.h"
+#include "rules/solution.h" // Solution: what a kernel finds its notes in
 
 #include <vector>
 

@@ -102,7 +102,7 @@ class Registry {
 
 const Registry& registry();
 
-// One per file of this folder.
+// One per family, at the end of its file in ops/.
 void register_attention(Registry&);
 void register_convolution(Registry&);
 void register_copies(Registry&);

@@ -1,6 +1,6 @@
 #include "rules/rule.h"
 
-#include "rules/resolve.h"
+#include "rules/solution.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -2,7 +2,7 @@
 // with a halo, and at the edges of the whole with cells of padding; the op needs no padding of its own along that dim.
 #pragma once
 
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 #include <ATen/ATen.h>
 

@@ -6,7 +6,7 @@
 #include "draws/graph.h"
 #include "draws/keys.h"
 #include "kernels/random.h"
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>

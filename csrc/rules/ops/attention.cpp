@@ -1,9 +1,9 @@
 // Scaled dot product attention: batch and heads may be cut, queries too. Keys may be cut together with the queries, where torch's
 // kernel gives the logs of the sums (ring.h); or alone: then each rank attends to its own keys, and the results are merged.
 #include "rules/empties.h"
+#include "rules/ops/ring.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/ring.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>

@@ -3,7 +3,7 @@
 #include "rules/registry.h"
 
 #include "comm/values.h"
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>

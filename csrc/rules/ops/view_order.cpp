@@ -1,5 +1,5 @@
 // Views with the dims in another order, or with more or fewer dims: transposes, squeeze, expand.
-#include "rules/views.h"
+#include "rules/ops/views.h"
 
 #include "rules/registry.h"
 

@@ -1,9 +1,9 @@
 // Reading and writing by index. If an indexed dim is sharded, every rank reads or writes only its own piece: a read gives
 // summands (one rank has the value, the others zeros), a write changes this rank's piece. The indices are then whole.
+#include "rules/ops/views.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/resolve.h"
-#include "rules/views.h"
+#include "rules/solution.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "rules/ring.h"
+#include "rules/ops/ring.h"
 
 #include "comm/bytes.h"
 #include "comm/comm.h"

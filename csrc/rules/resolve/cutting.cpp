@@ -1,4 +1,4 @@
-#include "rules/cutting.h"
+#include "rules/resolve/cutting.h"
 
 #include "tensor/symbolic.h"
 

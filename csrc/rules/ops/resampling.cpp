@@ -3,7 +3,7 @@
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/resolve.h"
+#include "rules/solution.h"
 #include "rules/windows.h"
 
 #include <ATen/ATen.h>

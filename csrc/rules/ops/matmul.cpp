@@ -1,7 +1,7 @@
 // Matrix products: factors as in einsum. If the contracted factor is sharded, results hold summands.
 #include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/resolve.h"
+#include "rules/solution.h"
 
 #include <ATen/ATen.h>
 

@@ -1,7 +1,7 @@
-#include "rules/resolve.h"
+#include "rules/resolve/resolve.h"
 
-#include "rules/choice.h"
-#include "rules/cutting.h"
+#include "rules/resolve/choice.h"
+#include "rules/resolve/cutting.h"
 
 #include <algorithm>
 

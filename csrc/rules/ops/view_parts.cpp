@@ -1,8 +1,8 @@
 // Parts of a dim: slices, rows, diagonals, windows; and the ops that write gradients and values into them.
-#include "rules/views.h"
+#include "rules/ops/views.h"
 
-#include "rules/cutting.h"
 #include "rules/registry.h"
+#include "rules/resolve/cutting.h"
 #include "rules/windows.h"
 
 #include <ATen/ATen.h>

@@ -1,5 +1,5 @@
-// From a rule and the operands' layouts to a solution: the layout that every operand needs, and the layouts of the results.
-// Pure functions of layouts and sizes, so that every rank finds the same.
+// What a rule comes to for a call's layouts: the layout that every operand needs, the layouts of the results, and what a kernel
+// reads of them.
 #pragma once
 
 #include "redistribute/fetch.h"
@@ -78,7 +78,5 @@ const T& noted(const Solution& solution) {
   TORCH_INTERNAL_ASSERT(found, "the rule's notes have another type than its kernel reads");
   return *found;
 }
-
-c10::intrusive_ptr<Solution> resolve(const Call& call, const Rule& rule);
 
 } // namespace shardtensor::rules

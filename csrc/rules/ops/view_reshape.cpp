@@ -1,5 +1,5 @@
 // Reshapes, and views as another dtype.
-#include "rules/views.h"
+#include "rules/ops/views.h"
 
 #include "rules/registry.h"
 

@@ -1,5 +1,5 @@
 // as_strided, and ops that would change a tensor's memory.
-#include "rules/views.h"
+#include "rules/ops/views.h"
 
 #include "rules/registry.h"
 

@@ -1,7 +1,7 @@
-#include "rules/choice.h"
+#include "rules/resolve/choice.h"
 
 #include "redistribute/plan.h"
-#include "rules/cutting.h"
+#include "rules/resolve/cutting.h"
 
 #include <algorithm>
 #include <cmath>
