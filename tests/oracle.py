@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,14 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+
+TRIES_ALL = "SHARDTENSOR_TEST_ALL" in os.environ
+
+
+def share(items: Iterable[Any], n: int, first: int = 0) -> list[Any]:
+    """Every n-th of the items, from the one numbered `first` on; where all are to be tried, all."""
+    return list(items) if TRIES_ALL else list(items)[first::n]
+
 
 # A tensor argument: sizes (double precision, random), or a function that makes it from a generator.
 Maker = Callable[[torch.Generator], torch.Tensor]
@@ -398,7 +406,7 @@ def run_case(module: str, name: str, mesh_shape: tuple[int, ...], check: bool = 
     torch.manual_seed(0)  # checking mode compares the ranks' generators, and an earlier test may have drawn on some ranks only
     arguments = arguments_of(case)
     tried = combinations(case, arguments, mesh)
-    if "SHARDTENSOR_TEST_ALL" not in os.environ:
+    if not TRIES_ALL:
         tried = telling(tried)
     plain = [a.clone().requires_grad_(case.backward and a.is_floating_point()) for a in arguments]
     want = case.function(*plain)

@@ -6,13 +6,12 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compiled import FAMILIES, LONGER, LONGER_UNEVEN, OTHER_LAYOUT, RAISES, RIGHT, agree
-from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
+from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place, share
 from torch.utils import _pytree as pytree
 
 # What a rank holds of the 7 rows, by the number of ranks.
@@ -263,13 +262,12 @@ def equal_compiled(names, backend, cases=CASES):
         assert torch.equal(state, want_state), f"{name}: draws another number of random keys than eager"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_equals_eager(pools, name, world):
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, n in ((3, 1), (2, 2), (1, 4)) for name in share(CASES, n)])
+def test_equals_eager(pools, world, name):
     pools(world).run(f"{__name__}:equal_compiled", [name], "aot_eager")
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", share([3, 1], 2))
 def test_equals_eager_in_dynamo_alone(pools, world):
     # Of plain tensors, too, this backend draws anew where a checkpointed region runs again.
     names = [name for name in CASES if name != "checkpointed_dropout"]
@@ -279,9 +277,8 @@ def test_equals_eager_in_dynamo_alone(pools, world):
 DEEP = ["relu_of_product", "softmax", "to_other_dim", "summands_to_shard", "from_local_cuts", "two_draws", "set_rows", "attention"]
 
 
-@pytest.mark.parametrize("name", DEEP)
-@pytest.mark.parametrize("world", [2, 3])
-def test_equals_eager_by_inductor(pools, name, world):
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, n in ((2, 1), (3, 3)) for name in share(DEEP, n)])
+def test_equals_eager_by_inductor(pools, world, name):
     pools(world).run(f"{__name__}:equal_compiled", [name], "inductor", seconds=110)
 
 
@@ -687,8 +684,7 @@ def dynamic(functions, one_graph, grad=True, uneven=False):
     left_out = [*NUMBERS_IF_UNEVEN, *(BY_REMAINDER if world > 2 else [])] if uneven else []
     tried = [(n, f) for n, f in globals()[functions].items() if n not in left_out]
     lengths = [(8 + 6 * i) * world + 1 + i % (world - 1) for i in range(max(world - 1, 2))] if uneven else [n * world for n in (4, 6, 10)]
-    if not os.environ.get("SHARDTENSOR_TEST_ALL"):
-        tried = tried[:: {2: 2 if uneven else 1, 3: 3}.get(world, 9)]
+    tried = share(tried, {2: 2, 3: 4}.get(world, 9), int(uneven))
     for name, function in tried:
         compiled, counter = _counting(function, dynamic=True)
         for n in lengths:
@@ -765,8 +761,7 @@ def two_lengths(beyond):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("beyond", [0, 1])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "beyond"), share([(2, 0), (2, 1), (3, 0), (3, 1)], 3))
 def test_one_graph_for_two_lengths_at_once(pools, world, beyond):
     pools(world).run(f"{__name__}:two_lengths", beyond)
 
@@ -851,9 +846,8 @@ def returned(name):
     assert counter.frame_count == 1, counter.frame_count
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", RETURNED)
-def test_returned_views_are_one_graph(pools, name, world):
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 3) for name in share(RETURNED, 2, world - 2)])
+def test_returned_views_are_one_graph(pools, world, name):
     pools(world).run(f"{__name__}:returned", name)
 
 
@@ -887,7 +881,7 @@ def test_one_graph_for_two_lengths_of_each_case(pools, family, world, longer):
     listed = [*itertools.chain(*SEVERAL_GRAPHS.values()), *(itertools.chain(*SEVERAL_IF_UNEVEN.values()) if longer == LONGER_UNEVEN else ())]
     names = [n for n in pools(world).run("compiled:names_of", family, (world,))[0] if not _listed(family, n, LEFT_OUT)]
     names = [n for n in names if _expected(family, n) != RAISES and n not in listed]
-    part = names if os.environ.get("SHARDTENSOR_TEST_ALL") else names[3 * (world - 2) :: 6 * (world - 1)]
+    part = share(names, 8 * (world - 1), 4 * (world - 2))
     counted = pools(world).run("compiled:frames", family, part, (world,), longer, seconds=110 * -(-len(part) // 60))[0]
     more = [f for f in counted if f.ours not in (1, f.plain)]
     assert counted and not more, more
@@ -1108,7 +1102,7 @@ def one_move_for_all():
             torch.testing.assert_close(*(torch.utils._pytree.tree_map(_whole, out) for out in (got, function(x, w))))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", share([2, 3], 2))
 def test_two_moves_to_one_layout_are_one(pools, world):
     pools(world).run(f"{__name__}:one_move_for_all", seconds=110)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import mesh_here
+from oracle import mesh_here, share
 from test_compile import S0, S1, Block, P, R, _counting, _features, _steps, _tensor_parallel, _whole, equal_compiled, rows, spread
 
 
@@ -136,7 +136,7 @@ def test_modes_inside(pools, world, backend):
     pools(world).run(f"{__name__}:equal_in_modes", list(MODES), backend, seconds=110)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", share([3, 1], 2))
 def test_modes_inside_by_inductor(pools, world):
     pools(world).run(f"{__name__}:equal_in_modes", ["replicated", "nested", "read", "loss"], "inductor", seconds=110)
 
