@@ -152,6 +152,18 @@ print(*sorted(m for m in set(sys.modules) - before if m.startswith("torch")))
     assert [m for m in brought if not m.startswith("torch.distributed.tensor.")] == []
 
 
+def test_ops_have_typed_entries_by_their_signatures():
+    """Whatever their names; no op is named for it."""
+
+    def is_typed(name):
+        (line,) = [k for k in torch._C._dispatch_dump(f"aten::{name}").splitlines() if k.startswith("PrivateUse2: shardtensor")]
+        return "unboxed" in line
+
+    typed = ["add.Tensor", "relu", "floor", "logical_and", "squeeze.dim", "mul_.Tensor", "cat", "stack", "_foreach_exp", "_fused_adam_"]
+    boxed = ["topk", "add.out", "squeeze_", "squeeze_.dim", "convolution", "_foreach_exp.out", "_foreach_addcmul.Tensor"]
+    assert [n for n in typed if not is_typed(n)] == [] and [n for n in boxed if is_typed(n)] == []
+
+
 def test_the_design_lists_all_state_of_the_process():
     kept = re.compile(
         r"""^(?:thread_local|inline\ std::atomic|std::atomic|std::array<std::atomic|PyObject\*|PyTypeObject\*)[^()]*\b[gt]_\w+

@@ -238,7 +238,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
     const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
     const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
     return check::on() || kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs) ||
-           (op_.is_view && s.moves);
+           (op_.is_view && (s.moves || s.put_back)) || !s.halos.empty();
   }
 
   const Op& op_;
@@ -296,102 +296,49 @@ class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
-// One line per signature. Add ops that run very often in training; all others work without an entry.
+// Of the ops that run often in training. All others are boxed.
 template <template <typename> class Kernel>
-KernelTable<Kernel> make_table() {
-  KernelTable<Kernel> t;
-  t.template add<Tensor(const Tensor&)>({
-      "abs",
-      "alias",
-      "cos",
-      "detach",
-      "exp",
-      "log",
-      "neg",
-      "reciprocal",
-      "relu",
-      "rsqrt",
-      "sigmoid",
-      "silu",
-      "sin",
-      "sqrt",
-      "t",
-      "tanh",
-  });
-  t.template add<Tensor(const Tensor&, const Tensor&)>({
-      "bmm",
-      "div.Tensor",
-      "dot",
-      "eq.Tensor",
-      "ge.Tensor",
-      "gt.Tensor",
-      "le.Tensor",
-      "lt.Tensor",
-      "matmul",
-      "maximum",
-      "minimum",
-      "mm",
-      "mul.Tensor",
-      "mv",
-      "ne.Tensor",
-      "sigmoid_backward",
-      "silu_backward",
-      "tanh_backward",
-  });
-  t.template add<Tensor(const Tensor&, const Tensor&, const c10::Scalar&)>({"add.Tensor", "sub.Tensor", "threshold_backward"});
-  t.template add<Tensor(const Tensor&, const Tensor&, const Tensor&)>({"where.self"});
-  t.template add<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&)>({"linear"});
-  t.template add<Tensor(const Tensor&, const c10::Scalar&)>({
-      "div.Scalar",
-      "eq.Scalar",
-      "ge.Scalar",
-      "gt.Scalar",
-      "le.Scalar",
-      "lt.Scalar",
-      "mul.Scalar",
-      "ne.Scalar",
-      "pow.Tensor_Scalar",
-  });
-  t.template add<Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
-      {"mean.dim", "sum.dim_IntList"});
-  t.template add<Tensor(const Tensor&, std::optional<at::ScalarType>)>({"mean", "sum"});
-  t.template add<Tensor(const Tensor&, const c10::Scalar&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>)>(
-      {"linalg_vector_norm"});
-  t.template add<Tensor(const Tensor&, int64_t, bool)>({"_log_softmax", "_softmax"});
-  t.template add<Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType)>(
-      {"_log_softmax_backward_data", "_softmax_backward_data"});
-  t.template add<Tensor(const Tensor&, int64_t, int64_t)>({"transpose.int"});
-  t.template add<Tensor(const Tensor&, int64_t)>({"unsqueeze"});
-  t.template add<Tensor(const Tensor&, c10::IntArrayRef)>({"permute"});
-  t.template add<Tensor(const Tensor&, c10::SymIntArrayRef)>({"_unsafe_view", "view"});
-  t.template add<Tensor(const Tensor&, c10::SymIntArrayRef, bool)>({"expand"});
-  t.template add<Tensor(const Tensor&, std::optional<at::MemoryFormat>)>({"clone"});
-  t.template add<Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&)>({"addmm"});
-  t.template add<Tensor(const at::ITensorListRef&, int64_t)>({"cat"});
-  t.template add<Tensor(at::TensorList, int64_t)>({"stack"});
-  t.template add<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double)>(
-      {"native_layer_norm"});
-  t.template add<Tensor&(Tensor&)>({"relu_", "zero_"});
-  t.template add<Tensor&(Tensor&, const Tensor&)>({"div_.Tensor", "mul_.Tensor"});
-  t.template add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"add_.Tensor", "sub_.Tensor"});
-  t.template add<Tensor&(Tensor&, const c10::Scalar&)>({"fill_.Scalar", "mul_.Scalar"});
-  t.template add<Tensor&(Tensor&, const Tensor&, bool)>({"copy_"});
-  t.template add<Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>({"addcdiv_", "addcmul_"});
-  t.template add<Tensor&(Tensor&, const Tensor&, const c10::Scalar&)>({"lerp_.Scalar"});
-  return t;
-}
+using Table = KernelTable<
+    Kernel,
+    Tensor(const Tensor&),
+    Tensor(const Tensor&, const Tensor&),
+    Tensor(const Tensor&, const Tensor&, const c10::Scalar&),
+    Tensor(const Tensor&, const Tensor&, const Tensor&),
+    Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&),
+    Tensor(const Tensor&, const c10::Scalar&),
+    Tensor(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>),
+    Tensor(const Tensor&, std::optional<at::ScalarType>),
+    Tensor(const Tensor&, const c10::Scalar&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>),
+    Tensor(const Tensor&, int64_t, bool),
+    Tensor(const Tensor&, const Tensor&, int64_t, at::ScalarType),
+    Tensor(const Tensor&, int64_t, int64_t),
+    Tensor(const Tensor&, int64_t),
+    Tensor(const Tensor&, c10::IntArrayRef),
+    Tensor(const Tensor&, c10::SymIntArrayRef),
+    Tensor(const Tensor&, c10::SymIntArrayRef, bool),
+    Tensor(const Tensor&, std::optional<at::MemoryFormat>),
+    Tensor(const Tensor&, const Tensor&, const Tensor&, const c10::Scalar&, const c10::Scalar&),
+    Tensor(const at::ITensorListRef&, int64_t),
+    Tensor(at::TensorList, int64_t),
+    std::tuple<Tensor, Tensor, Tensor>(
+        const Tensor&, c10::SymIntArrayRef, const std::optional<Tensor>&, const std::optional<Tensor>&, double),
+    Tensor&(Tensor&),
+    Tensor&(Tensor&, const Tensor&),
+    Tensor&(Tensor&, const Tensor&, const c10::Scalar&),
+    Tensor&(Tensor&, const c10::Scalar&),
+    Tensor&(Tensor&, const Tensor&, bool),
+    Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>;
 
 } // namespace
 
 std::optional<c10::KernelFunction> typed_kernel(const Op& op) {
-  static const auto table = make_table<Typed>();
-  return table.kernel_for(op);
+  static const Table<Typed> table;
+  return op.mutated > 1 || op.reshapes_self ? std::nullopt : table.kernel_for(op);
 }
 
 std::optional<c10::KernelFunction> typed_record(const Op& op) {
-  static const auto table = make_table<TypedRecord>();
-  return table.kernel_for(op);
+  static const Table<TypedRecord> table;
+  return op.mutated > 1 || op.reshapes_self ? std::nullopt : table.kernel_for(op);
 }
 
 } // namespace shardtensor

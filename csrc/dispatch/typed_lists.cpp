@@ -147,44 +147,39 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
   c10::TypedOperatorHandle<Result(TensorList, Args...)> call_;
 };
 
-// One line per signature: the calls of torch.optim and clip_grad_norm_. All other list ops work without an entry.
-KernelTable<TypedList> make_table() {
-  using List = TensorList;
-  using Lists = std::vector<Tensor>;
-  using Scalar = c10::Scalar;
-  using Scalars = at::ArrayRef<c10::Scalar>;
-  using Maybe = std::optional<Tensor>;
-  KernelTable<TypedList> t;
-  t.add<void(List)>({"_foreach_neg_", "_foreach_reciprocal_", "_foreach_sqrt_", "_foreach_zero_"});
-  t.add<void(List, const Scalar&)>(
-      {"_foreach_add_.Scalar", "_foreach_div_.Scalar", "_foreach_mul_.Scalar", "_foreach_pow_.Scalar", "_foreach_sub_.Scalar"});
-  t.add<void(List, Scalars)>({"_foreach_add_.ScalarList", "_foreach_div_.ScalarList", "_foreach_mul_.ScalarList"});
-  t.add<void(List, const Tensor&)>({"_foreach_div_.Tensor", "_foreach_mul_.Tensor"});
-  t.add<void(List, List)>({"_foreach_div_.List", "_foreach_maximum_.List", "_foreach_mul_.List"});
-  t.add<void(List, List, const Scalar&)>({"_foreach_add_.List", "_foreach_lerp_.Scalar", "_foreach_sub_.List"});
-  t.add<void(List, List, bool)>({"_foreach_copy_"});
-  t.add<void(List, List, List, const Scalar&)>({"_foreach_addcdiv_.Scalar", "_foreach_addcmul_.Scalar"});
-  t.add<void(List, List, List, Scalars)>({"_foreach_addcdiv_.ScalarList", "_foreach_addcmul_.ScalarList"});
-  t.add<Lists(List)>({"_foreach_abs", "_foreach_neg", "_foreach_sqrt"});
-  t.add<Lists(List, const Scalar&)>({"_foreach_add.Scalar", "_foreach_div.Scalar", "_foreach_mul.Scalar"});
-  t.add<Lists(List, Scalars)>({"_foreach_div.ScalarList", "_foreach_mul.ScalarList"});
-  t.add<Lists(List, List)>({"_foreach_div.List", "_foreach_mul.List"});
-  t.add<Lists(List, List, const Scalar&)>({"_foreach_add.List", "_foreach_sub.List"});
-  t.add<Lists(List, const Scalar&, std::optional<at::ScalarType>)>({"_foreach_norm.Scalar"});
-  t.add<void(List, List, List, List, List, List, double, double, double, double, double, bool, bool, const Maybe&, const Maybe&)>(
-      {"_fused_adam_", "_fused_adamw_"});
-  t.add<void(
-      List, List, List, List, List, List, const Tensor&, double, double, double, double, bool, bool, const Maybe&, const Maybe&)>(
-      {"_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr"});
-  t.add<void(List, List, List, double, double, double, double, bool, bool, bool, const Maybe&, const Maybe&)>({"_fused_sgd_"});
-  return t;
-}
+using List = TensorList;
+using Lists = std::vector<Tensor>;
+using Scalar = c10::Scalar;
+using Scalars = at::ArrayRef<c10::Scalar>;
+using Maybe = const std::optional<Tensor>&;
+
+// Of the calls of torch.optim and clip_grad_norm_. All other list ops are boxed.
+using Table = KernelTable<
+    TypedList,
+    void(List),
+    void(List, const Scalar&),
+    void(List, Scalars),
+    void(List, const Tensor&),
+    void(List, List),
+    void(List, List, const Scalar&),
+    void(List, List, bool),
+    void(List, List, List, const Scalar&),
+    void(List, List, List, Scalars),
+    Lists(List),
+    Lists(List, const Scalar&),
+    Lists(List, Scalars),
+    Lists(List, List),
+    Lists(List, List, const Scalar&),
+    Lists(List, const Scalar&, std::optional<at::ScalarType>),
+    void(List, List, List, List, List, List, double, double, double, double, double, bool, bool, Maybe, Maybe),
+    void(List, List, List, List, List, List, const Tensor&, double, double, double, double, bool, bool, Maybe, Maybe),
+    void(List, List, List, double, double, double, double, bool, bool, bool, Maybe, Maybe)>;
 
 } // namespace
 
 std::optional<c10::KernelFunction> typed_list_kernel(const Op& op) {
-  static const auto table = make_table();
-  return table.kernel_for(op);
+  static const Table table;
+  return op.is(rules::Way::Each) ? table.kernel_for(op) : std::nullopt;
 }
 
 } // namespace shardtensor
