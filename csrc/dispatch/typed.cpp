@@ -329,16 +329,21 @@ using Table = KernelTable<
     Tensor&(Tensor&, const Tensor&, bool),
     Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>;
 
-} // namespace
-
-std::optional<c10::KernelFunction> typed_kernel(const Op& op) {
-  static const Table<Typed> table;
+// Nothing for ops that write other arguments than the first, or that make it a view of itself.
+template <template <typename> class Kernel>
+std::optional<c10::KernelFunction> find(const Op& op) {
+  static const Table<Kernel> table;
   return op.mutated > 1 || op.reshapes_self ? std::nullopt : table.kernel_for(op);
 }
 
+} // namespace
+
+std::optional<c10::KernelFunction> typed_kernel(const Op& op) {
+  return find<Typed>(op);
+}
+
 std::optional<c10::KernelFunction> typed_record(const Op& op) {
-  static const Table<TypedRecord> table;
-  return op.mutated > 1 || op.reshapes_self ? std::nullopt : table.kernel_for(op);
+  return find<TypedRecord>(op);
 }
 
 } // namespace shardtensor
