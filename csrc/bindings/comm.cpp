@@ -125,7 +125,7 @@ void register_comm(py::module& m) {
       [](const std::vector<at::Tensor>& pieces, const Places& held, const Places& wanted, const c10::intrusive_ptr<Mesh>& mesh,
          at::ScalarType dtype, c10::Device device) {
         const auto placed = [](const Places& places) {
-          std::vector<Placed> out;
+          std::vector<RankBox> out;
           for (const auto& [rank, offsets, sizes] : places) {
             out.push_back({rank, box_from({offsets, sizes})});
           }

@@ -52,7 +52,7 @@ void count_memory(bool on) {
   c10::SetCPUAllocator(on ? counting : counting->below(), kPriority);
 }
 
-Held held_memory() {
+AllocatedBytes held_memory() {
   return {g_now, g_most};
 }
 

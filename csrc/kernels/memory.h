@@ -8,10 +8,10 @@ namespace shardtensor::kernels {
 // While on, CPU allocations of tensors made by any thread are counted until they are freed.
 void count_memory(bool on);
 
-struct Held {
+struct AllocatedBytes {
   int64_t now, most; // bytes
 };
-Held held_memory();
+AllocatedBytes held_memory();
 void reset_most_held();
 
 } // namespace shardtensor::kernels

@@ -60,7 +60,7 @@ int64_t numel_of(const Box& box) {
   return c10::multiply_integers(box.sizes);
 }
 
-std::string str(const Placed& p) {
+std::string str(const RankBox& p) {
   std::ostringstream out;
   out << "offsets " << c10::IntArrayRef(p.box.offsets) << ", sizes " << c10::IntArrayRef(p.box.sizes) << " on rank " << p.rank;
   return out.str();
@@ -69,7 +69,7 @@ std::string str(const Placed& p) {
 // Boxes sorted by their starts along the dim with the most different starts, so that boxes that may meet a box are found fast.
 class Sorted {
  public:
-  explicit Sorted(const std::vector<Placed>& held) : held_(held), order_(held.size()), reach_(held.size()) {
+  explicit Sorted(const std::vector<RankBox>& held) : held_(held), order_(held.size()), reach_(held.size()) {
     const size_t ndim = held.empty() ? 0 : held[0].box.offsets.size();
     for (size_t d = 0, most = 0; d < ndim; ++d) {
       std::unordered_set<int64_t> starts;
@@ -110,7 +110,7 @@ class Sorted {
     return held_[i].box.offsets[dim_];
   }
 
-  const std::vector<Placed>& held_;
+  const std::vector<RankBox>& held_;
   size_t dim_ = 0;
   std::vector<size_t> order_;
   std::vector<int64_t> reach_; // the furthest end of all boxes up to here
@@ -118,7 +118,7 @@ class Sorted {
 
 // Parts of one wanted box. Elements that the rank holds itself come first; then those of each holder in turn. The first holder
 // differs from box to box, so that several holders of the same elements share the work.
-std::vector<Part> match_one(const std::vector<Placed>& held, const Sorted& sorted, const Placed& wanted, size_t to) {
+std::vector<Part> match_one(const std::vector<RankBox>& held, const Sorted& sorted, const RankBox& wanted, size_t to) {
   std::vector<Part> parts;
   auto missing = numel_of(wanted.box);
   const auto take = [&](size_t from) {
@@ -155,7 +155,7 @@ std::vector<Part> match_one(const std::vector<Placed>& held, const Sorted& sorte
 
 } // namespace
 
-std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted) {
+std::vector<Part> match(const std::vector<RankBox>& held, const std::vector<RankBox>& wanted) {
   std::vector<Part> parts;
   const Sorted sorted(held);
   for (const auto to : c10::irange(wanted.size())) {
@@ -176,7 +176,7 @@ Box within(Box box, const Box& outer) {
 }
 
 // This rank's tensors by their numbers in `placed`.
-std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std::vector<Placed>& placed, int64_t rank) {
+std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std::vector<RankBox>& placed, int64_t rank) {
   std::vector<at::Tensor> out(placed.size());
   size_t next = 0;
   for (const auto i : c10::irange(placed.size())) {
@@ -193,7 +193,7 @@ std::vector<at::Tensor> numbered(const std::vector<at::Tensor>& mine, const std:
 }
 
 // `ndim`: of the tensor.
-void check(const std::vector<Placed>& list, const char* name, size_t ndim, const Mesh& mesh) {
+void check(const std::vector<RankBox>& list, const char* name, size_t ndim, const Mesh& mesh) {
   for (const auto& p : list) {
     TORCH_CHECK(
         mesh.index_of_rank(p.rank) >= 0, "shardtensor: ", name, ": ", str(p), ", a rank that is not in ", mesh.str(), " (rank ",
@@ -220,7 +220,7 @@ struct Run {
 std::vector<Run> runs_of(
     const std::vector<Part>& parts,
     size_t Part::*side,
-    const std::vector<Placed>& placed,
+    const std::vector<RankBox>& placed,
     const at::Tensor& flat,
     const kernels::Spacing& messages) {
   std::vector<Run> out;
@@ -244,8 +244,8 @@ std::vector<Run> runs_of(
 
 std::vector<at::Tensor> exchange(
     const std::vector<at::Tensor>& pieces,
-    const std::vector<Placed>& held,
-    const std::vector<Placed>& wanted,
+    const std::vector<RankBox>& held,
+    const std::vector<RankBox>& wanted,
     const Mesh& mesh,
     const at::TensorOptions& options) {
   const auto& some = held.empty() ? wanted : held;

@@ -15,7 +15,7 @@ Box intersection(const Box& a, const Box& b);
 // Appends the part of `box` outside `hole`: a slab before and one after the hole along each dim.
 void subtract(Box box, const Box& hole, std::vector<Box>& out);
 
-struct Placed {
+struct RankBox {
   int64_t rank; // global
   Box box;
 };
@@ -27,15 +27,15 @@ struct Part {
 };
 // Every element of every wanted box, once: from the rank itself if it holds the element, else from one of its holders. Sorted
 // by `from`, then `to`. Throws if no rank holds an element.
-std::vector<Part> match(const std::vector<Placed>& held, const std::vector<Placed>& wanted);
+std::vector<Part> match(const std::vector<RankBox>& held, const std::vector<RankBox>& wanted);
 
 // Every rank of the mesh calls it with equal lists. `pieces` are this rank's boxes of `held`, in order. Returns this rank's
 // boxes of `wanted`, in new memory. Each element arrives once, from this rank itself if it holds the element. An element that
 // no rank holds raises on all ranks. Time grows as the product of the lists' lengths.
 std::vector<at::Tensor> exchange(
     const std::vector<at::Tensor>& pieces,
-    const std::vector<Placed>& held,
-    const std::vector<Placed>& wanted,
+    const std::vector<RankBox>& held,
+    const std::vector<RankBox>& wanted,
     const Mesh& mesh,
     const at::TensorOptions& options);
 

@@ -70,7 +70,7 @@ Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stret
     return;
   }
   const auto me = mesh.rank();
-  std::vector<Placed> held, wanted, again; // again: wanted too, from beyond the edges
+  std::vector<RankBox> held, wanted, again; // again: wanted too, from beyond the edges
   std::vector<Sizes> origins, origins_again;
   for (int64_t i = 0; i < mesh.size(); ++i) {
     const auto at = mesh.coordinate_at(i);
