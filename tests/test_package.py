@@ -197,3 +197,32 @@ def test_each_folder_of_the_extension_includes_only_those_above_it():
             if place(Path(included)) > place(source):
                 wrong.append(f"{source} includes {included}")
     assert wrong == []
+
+
+def named_types(source):
+    """The types that a C++ source defines outside of unnamed namespaces, each with the names around it."""
+    text = re.sub(r'//.*|/\*.*?\*/|"(?:\\.|[^"\\])*"', "", source, flags=re.DOTALL if "/*" in source else 0)
+    around: list[str | None] = []  # per open brace: a name, "" for an unnamed namespace, None for a block
+    for m in re.finditer(r"\bnamespace\s*([\w:]*)\s*\{|\b(?:struct|class|enum|union)\s+(?:class\s+)?([\w:]+)[^;{}()=]*\{|[{}]", text):
+        namespace, kind = m.groups()
+        if m.group() == "}":
+            around.pop()
+        elif kind is not None:
+            around.append(kind)
+            if all(around):
+                yield "::".join(map(str, around))
+        else:
+            around.append(namespace)
+
+
+def test_a_type_is_defined_once():
+    """Two types of one name in one namespace emit the same weak symbols: a build that is not optimized then calls the wrong ones."""
+    places: dict[str, list[str]] = {}
+    for f in sorted((ROOT / "csrc").rglob("*.*")):
+        if f.suffix in (".h", ".cpp", ".cu", ".cuh"):
+            for name in named_types(f.read_text()):
+                places.setdefault(name, []).append(str(f.relative_to(ROOT)))
+    assert len(places) > 100
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+    twice = "namespace a { namespace { struct S {}; } struct S { struct T {}; }; } namespace a { struct S {}; }"
+    assert list(named_types(twice)) == ["a::S", "a::S::T", "a::S"]
