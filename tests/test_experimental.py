@@ -187,3 +187,34 @@ def rules_of_ones_own(mesh_shape, first, second, cut, quiet):
 )
 def test_register_sharding(pools, mesh_shape, first, second, cut, quiet):
     pools(torch.Size(mesh_shape).numel()).run(f"{__name__}:rules_of_ones_own", mesh_shape, first, second, cut, quiet)
+
+
+
+def compiled_rules():
+    """A graph of a user's rule serves all even lengths; another one serves all others."""
+    from oracle import EVEN, mesh_here, place
+    from shardtensor import Replicate, Shard, ShardTensor
+    from shardtensor.experimental import register_sharding
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    register_sharding(torch.ops.aten.sin.default)(lambda x: [([p], [p]) for p in (Replicate(), Shard(0), Shard(1))])
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: x.sin() * 2, backend=counter, fullgraph=True, dynamic=True)
+    try:
+        mesh, frames = mesh_here(), []
+        for n in (4 * mesh.size(), 6 * mesh.size(), 8 * mesh.size() + 1, 10 * mesh.size() + 1):
+            whole = torch.arange(3.0 * n).reshape(n, 3)
+            ours = place(whole, mesh, ("S(0)",), EVEN).requires_grad_()
+            out = compiled(ours)
+            torch.testing.assert_close(out.full_tensor(), whole.sin() * 2)
+            out.sum().full_tensor().backward()
+            torch.testing.assert_close(ours.grad.full_tensor(), whole.cos() * 2)
+            frames.append(counter.frame_count)
+    finally:
+        ShardTensor.unregister_handler(torch.ops.aten.sin.default)
+    assert frames == [1, 1, 2, 2], frames
+
+
+def test_register_sharding_in_graphs(pools):
+    pools(2).run(f"{__name__}:compiled_rules")

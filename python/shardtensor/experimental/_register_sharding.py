@@ -61,10 +61,12 @@ class _Sharded:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardTensor)]
         self._check_plain(leaves)
-        key = (str(tree), *(_key(leaf) for leaf in leaves))
-        solution = self._known.get(key)
-        if solution is None:
-            solution = self._known[key] = self._solve(leaves, places, tree)
+        if any(_is_symbolic(leaf) for leaf in leaves):
+            solution = self._solve(leaves, places, tree)  # a graph needs the guards of each call
+        else:
+            key = (str(tree), *(_key(leaf) for leaf in leaves))
+            known = self._known.get(key)
+            solution = self._known[key] = known or self._solve(leaves, places, tree)
         with torch.no_grad():
             for i, layout in zip(places, solution.arguments, strict=True):
                 leaves[i] = _C.local(_C.redistribute(leaves[i], layout))
@@ -89,7 +91,7 @@ class _Sharded:
         if result is None:
             return local
         layout, sizes, strides = result
-        if list(local.shape) != layout.local_sizes(sizes):
+        if _hints(local.shape) != layout.local_sizes(_hints(sizes)):
             raise RuntimeError(
                 f"{self._op}: register_sharding: the result on rank {layout.mesh.rank} has shape {tuple(local.shape)}, but under "
                 f"{layout} a tensor of shape {tuple(sizes)} has {tuple(layout.local_sizes(sizes))} there; the sharding does not match this result"
@@ -148,12 +150,21 @@ def _key(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
+def _is_symbolic(leaf: Any) -> bool:
+    return isinstance(leaf, torch.SymInt) or (isinstance(leaf, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in leaf.shape))
+
+
+def _hints(sizes: Sequence[Any]) -> list[int]:
+    """The numbers for which a graph is traced, without a guard: the same on all ranks."""
+    return [int(n.node.hint) if isinstance(n, torch.SymInt) and n.node.hint is not None else int(n) for n in sizes]
+
+
 def _cost(tensor: ShardTensor, target: _C.Layout) -> float:
     source = _C.layout(tensor)
     for before, after in zip(source.placements, target.placements, strict=True):
         if after[0] == 2 and after != before:
             return math.inf  # a value is never turned into summands
-    return _C.plan(source, target, float(tensor.numel() * tensor.element_size()))[1]
+    return _C.plan(source, target, float(math.prod(_hints(tensor.shape)) * tensor.element_size()))[1]
 
 
 def _laid_out(choice: Sequence[Any], tensors: list[ShardTensor], outputs: list[Any], mesh: _C.Mesh) -> _Solution:
@@ -183,12 +194,14 @@ def _common_cut(m: int, choice: Sequence[Any], tensors: list[ShardTensor]) -> tu
     """The cut of everything that mesh dim `m` shards, and the size that it cuts: the cut of the first argument that already
     has the chosen placement; even, if there is none or the sizes differ."""
     sharded = [(t, p) for t, p in zip(tensors, choice[m][1], strict=True) if isinstance(p, Shard)]
-    sizes = {t.shape[p.dim] for t, p in sharded}
-    if len(sizes) != 1:
+    sizes = [t.shape[p.dim] for t, p in sharded]
+    if not sizes or any(n != sizes[0] for n in sizes):
         return None, -1
     for t, p in sharded:
         layout, dim = _C.layout(t), p.dim % t.ndim
         along = [k for k, (kind, d, *_) in enumerate(layout.placements) if kind == 1 and d == dim]
         if along == [m] and layout.placements[m][2] == 1:
+            if layout.follows_sizes or layout.has_symbols:
+                layout = layout.settled(list(map(int, t.shape)))
             return layout.cuts[m], t.shape[dim]
     return None, -1
