@@ -196,6 +196,53 @@ def test_zarr_chunks_are_written_by_one_rank_at_a_time(pools, tmp_path):
     pools(3).run(f"{__name__}:run_zarr", tmp_path)
 
 
+def run_whole_or_not_at_all(folder, name):
+    from oracle import mesh_here
+    from shardtensor import Shard, distribute_tensor
+    from shardtensor.data import _io, write, write_safetensors
+
+    def store(values):
+        x = distribute_tensor(values, mesh_here(), [Shard(0)])
+        path = folder / name
+        write(x, path) if name.endswith("npy") else write_safetensors({"a": x}, path)
+
+    store(torch.arange(18.0).view(9, 2))
+    dist.barrier()
+    good = (folder / name).read_bytes()
+    (folder / name).chmod(0o640)
+    seen = []
+    to_disk = _io._to_disk
+
+    def last_step(path):
+        """What a rank that dies here would leave."""
+        seen.append((folder / name).read_bytes())
+        if dist.get_rank() == 1:
+            raise OSError("the disk is full, as it were")
+        to_disk(path)
+
+    _io._to_disk = last_step
+    try:
+        with pytest.raises((OSError, RuntimeError), match=r"as it were|failed on rank 1"):
+            store(torch.ones(12, 5))
+    finally:
+        _io._to_disk = to_disk
+    dist.barrier()
+    assert seen == [good]
+    assert (folder / name).read_bytes() == good
+    assert [file.name for file in folder.iterdir()] == [name]  # nothing is left of the other
+    dist.barrier()
+    store(torch.ones(12, 5))
+    dist.barrier()
+    assert (folder / name).read_bytes() != good
+    assert [file.name for file in folder.iterdir()] == [name]
+    assert (folder / name).stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.safetensors"])
+def test_a_file_appears_when_all_ranks_have_written_it(pools, tmp_path, name):
+    pools(2).run(f"{__name__}:run_whole_or_not_at_all", tmp_path, name)
+
+
 def run_refused(folder):
     import numpy
     from oracle import mesh_here

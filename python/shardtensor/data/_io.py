@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -64,7 +65,8 @@ def write(x: torch.Tensor, target: Any, *, in_turn: bool = False) -> None:
     """Writes a ShardTensor to `target`: each rank its box; of ranks that hold the same piece, the first.
 
     target: what takes a part for a tuple of slices, such as a numpy memmap opened with "r+", a zarr Array or an h5py Dataset of a
-    file that all ranks may write to; or the path of a .npy file, which is made. It may also be a function that opens one and
+    file that all ranks may write to; or the path of a .npy file, which appears when it is complete (one that was there before stays as
+    it was until then). It may also be a function that opens one and
     returns it, or returns a context manager that gives it.
 
     in_turn: one rank after the other opens the target by the function, writes and closes it. For files that only one process at
@@ -78,9 +80,10 @@ def write(x: torch.Tensor, target: Any, *, in_turn: bool = False) -> None:
     view, device = x._layout.mesh, device_of(x._layout.mesh)
     if in_turn and not callable(target):
         raise TypeError(f"{who}: with in_turn=True the argument 'target' is a function that opens the target, not {type(target).__name__}")
-    if isinstance(target, (str, os.PathLike)):
-        _make_npy(Path(target), x, who)
-        target = _mapped(Path(target), "r+")
+    path = Path(os.path.realpath(target)) if isinstance(target, (str, os.PathLike)) else None
+    if path is not None:
+        _make_npy(path, x, who)
+        target = _mapped(_unfinished(path), "r+")
     for turn in range(len(view.ranks)) if in_turn else [None]:
         error: Exception | None = None
         try:
@@ -96,11 +99,16 @@ def write(x: torch.Tensor, target: Any, *, in_turn: bool = False) -> None:
                         array.flush()
         except Exception as problem:
             error = problem
-        _agree(who, view, device, error, None)
+        if path is None:
+            _agree(who, view, device, error, None)
+        else:
+            _finish(path, who, view, device, error)
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes ShardTensors of one mesh to a .safetensors file: the first rank its header, and each rank its boxes."""
+    """Writes ShardTensors of one mesh to a .safetensors file: the first rank its header, and each rank its boxes.
+
+    The file appears when it is complete. Until then it has another name beside it, and a file that was there before stays as it was."""
     who = "data.write_safetensors"
     if not tensors:
         raise ValueError(f"{who}: argument 'tensors' is empty")
@@ -120,10 +128,11 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLi
         start += t.numel() * t.itemsize
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    path = Path(os.path.realpath(path))
     error: Exception | None = None
     try:
         if view.rank == view.ranks[0]:
-            with open(path, "wb") as file:
+            with open(_unfinished(path), "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.truncate(8 + len(text) + start)
     except Exception as problem:
@@ -131,10 +140,51 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLi
     _agree(who, view, device, error, (text, os.fspath(path)))
     try:
         for name, t in checked.items():
-            _write_bytes(t, path, 8 + len(text) + begins[name])
+            _write_bytes(t, _unfinished(path), 8 + len(text) + begins[name])
+    except Exception as problem:
+        error = problem
+    _finish(path, who, view, device, error)
+
+
+# ---- a file appears when it is complete ----
+
+
+def _unfinished(path: Path) -> Path:
+    """The file's name until all ranks have written it; the same on all ranks, and in the same folder."""
+    return path.with_name(f".{path.stem}.unfinished{path.suffix}")
+
+
+def _finish(path: Path, who: str, view: _C.Mesh, device: torch.device, error: Exception | None) -> None:
+    """This rank has written its part, or failed. If all have, and all parts are on the disk, the file gets its name."""
+    part, first = _unfinished(path), view.rank == view.ranks[0]
+    try:
+        if error is None:
+            _to_disk(part)
+    except Exception as problem:
+        error = problem
+    try:
+        _agree(who, view, device, error, None)
+    except Exception:
+        if first:
+            part.unlink(missing_ok=True)
+        raise
+    try:
+        if first:
+            if path.exists():
+                shutil.copymode(path, part)
+            os.replace(part, path)
+            _to_disk(path.parent)
     except Exception as problem:
         error = problem
     _agree(who, view, device, error, None)
+
+
+def _to_disk(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 # ---- all ranks go on, or none ----
@@ -253,7 +303,8 @@ def _make_npy(path: Path, x: ShardTensor, who: str) -> None:
         if view.rank == view.ranks[0]:
             import numpy  # noqa: PLC0415  optional
 
-            numpy.lib.format.open_memmap(path, mode="w+", dtype=_for_target(x._local_tensor.new_empty(0), None).dtype, shape=tuple(x.shape)).flush()
+            dtype = _for_target(x._local_tensor.new_empty(0), None).dtype
+            numpy.lib.format.open_memmap(_unfinished(path), mode="w+", dtype=dtype, shape=tuple(x.shape)).flush()
     except Exception as problem:
         error = problem
     _agree(who, view, device_of(view), error, (os.fspath(path), x.dtype, x._layout.placements, x._layout.cuts))
