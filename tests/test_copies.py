@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import make, mesh_id, mesh_of, place, whole
 from torch import nn
 
@@ -44,6 +45,54 @@ def tensors(shape):
     for first, cut in (("R", "even"), ("P", "even"), ("S(0)", "even"), ("S(0)", "uneven"), ("S(1)", "empty")):
         yield value, place(value, mesh, (first, *rest), cut)
     yield value, place(value.t(), mesh, ("S(0)", *rest), "uneven").t()  # strides
+
+
+def file_of_another_rank(folder):
+    from shardtensor import Replicate, ShardTensor
+
+    mesh = mesh_of((2,))
+    me, other = dist.get_rank(), 1 - dist.get_rank()
+    for cut in ("even", "uneven"):
+        x = place(make((6, 4), torch.Generator().manual_seed(3)), mesh, ("S(0)",), cut)
+        torch.save({"x": x, "whole": x.redistribute(placements=[Replicate()])}, f"{folder}/{cut}{me}")
+    torch.save({"sum": place(torch.ones(3), mesh, ("P",), "even")}, f"{folder}/sum{me}")
+    dist.barrier()
+    for weights_only in (True, False):
+        for name in ("even", "uneven", "sum"):
+            mine = torch.load(f"{folder}/{name}{me}", weights_only=weights_only)
+            assert all(type(t) is ShardTensor for t in mine.values())
+            with pytest.raises(ValueError, match=f"does not hold the piece of rank {me}: rank {other} saved it"):
+                torch.load(f"{folder}/{name}{other}", weights_only=weights_only)
+    whole = place(torch.arange(5.0), mesh, ("R",), "even")
+    torch.save(whole, f"{folder}/whole{me}")
+    dist.barrier()
+    assert torch.equal(torch.load(f"{folder}/whole{other}", weights_only=True).to_local(), torch.arange(5.0))
+
+
+def from_a_smaller_world(folder):
+    with pytest.raises(ValueError, match="one of 2 ranks saved it, and now there are 3"):
+        torch.load(f"{folder}/even{dist.get_rank() % 2}", weights_only=True)
+
+
+def test_a_file_of_another_rank_is_refused(pools, tmp_path):
+    pools(2).run("test_copies:file_of_another_rank", str(tmp_path))
+    pools(3).run("test_copies:from_a_smaller_world", str(tmp_path))
+
+
+def old_file():
+    """The state of a file that does not say who saved it: its sizes are compared."""
+    from shardtensor.tensor import _tensor
+
+    x = place(make((5, 4), torch.Generator().manual_seed(3)), mesh_of((2,)), ("S(0)",), "uneven")
+    rebuild, state = x.__reduce_ex__(2)
+    assert rebuild is _tensor._rebuild
+    assert rebuild(*state[:-1]).shape == x.shape
+    with pytest.raises(ValueError, match=r"it has sizes \[7, 4\]"):
+        rebuild(torch.ones(7, 4), *state[1:-1])
+
+
+def test_sizes_of_an_old_file_are_compared(pools):
+    pools(2).run("test_copies:old_file")
 
 
 def copied(shape, name):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from shardtensor.tensor import _compile, _handlers
 from shardtensor.tensor._from_local import Shapes, coordinate_at, layout_for_local, layout_of_equal_pieces, one_of
 from shardtensor.tensor._layout import (
     _PARTIALS,
+    _REPLICATE,
     _SHARD,
     ShardingShapes,
     fitting_cuts,
@@ -496,6 +498,7 @@ class ShardTensor(DTensor):
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
             self._attributes(),
+            (layout.mesh.rank, dist.get_world_size() if dist.is_initialized() else 0),
         )
         return _rebuild, state
 
@@ -613,10 +616,50 @@ def _rebuild(
     requires_grad: bool,
     is_parameter: bool,
     attributes: dict[str, Any],
+    saved_by: tuple[int, int] | None = None,
 ) -> ShardTensor:
     layout = make_layout(at_home(mesh), placements, len(shape), cuts, who="ShardTensor.__reduce_ex__")
+    _check_piece(local, layout, list(shape), saved_by)
     out = _as_leaf(_C.wrap(local, layout, list(shape), list(stride)), requires_grad, is_parameter)
     out.__dict__.update(attributes)
+    return out
+
+
+def _check_piece(local: torch.Tensor, layout: _C.Layout, shape: list[int], saved_by: tuple[int, int] | None) -> None:
+    """Refuses a piece that is not this rank's: a file of torch.save holds the piece of the rank that wrote it.
+
+    saved_by: that rank, and the number of ranks then (0: no process group); files from before 2026-12 do not say it.
+    """
+    mesh = layout.mesh
+    wrong = ""
+    if saved_by is not None:
+        rank, ranks = saved_by
+        now = dist.get_world_size() if dist.is_initialized() else 0
+        if ranks and now and ranks != now:
+            wrong = f"one of {ranks} ranks saved it, and now there are {now}"
+        elif rank != mesh.rank and _piece_at(layout, rank) != _piece_at(layout, mesh.rank):
+            wrong = f"rank {rank} saved it"
+    if not wrong and mesh.has_me and not holds_shards(local):
+        due = layout.local_sizes(shape)
+        if list(local.shape) != due:
+            wrong = f"it has sizes {list(local.shape)}, and this rank's piece has {due}"
+    if wrong:
+        raise ValueError(
+            f"torch.load: a ShardTensor of sizes {shape}, {layout}: the file does not hold the piece of rank {mesh.rank}: {wrong}. torch.save writes "
+            "the pieces of one rank: save on each rank to a file of its own and load that, save full_tensor(), or use torch.distributed.checkpoint, "
+            "which loads into any layout on any number of ranks"
+        )
+
+
+def _piece_at(layout: _C.Layout, rank: int) -> Any:
+    """What tells the piece of a rank from others': its coordinates where the layout does not replicate."""
+    mesh = layout.mesh
+    if rank not in mesh.ranks:
+        return None
+    at, out = mesh.ranks.index(rank), []
+    for n, (kind, *_) in zip(reversed(mesh.shape), reversed(layout.placements), strict=True):
+        at, coordinate = divmod(at, n)
+        out.append(None if kind == _REPLICATE else coordinate)
     return out
 
 
