@@ -183,14 +183,14 @@ def test_a_rank_that_fails_between_two_steps_of_a_move():
     assert sum("DistBackendError" in str(second) for _, second, _ in answers) >= 2
 
 
-def in_a_hook():
+def in_a_hook(kind):
     x, _ = cut(6)
     x = x.detach().requires_grad_()
     y = x * 2
 
     def hook(grad):
         if me() == 0:
-            raise ValueError("the user's hook")
+            raise kind("the user's hook")
 
     y.register_hook(hook)
     w = torch.ones(2, 2)
@@ -202,13 +202,14 @@ def in_a_hook():
     try:
         out.backward()
         w.grad.full_tensor()
-    except Exception as e:
+    except BaseException as e:
         first = f"{type(e).__name__}: {e}"
     return first, outcome(lambda: cut(6, x.device_mesh)[0].full_tensor())
 
 
-def test_a_hook_that_raises_on_one_rank():
-    answers = ask(2, "in_a_hook")
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_hook_that_raises_on_one_rank(kind):
+    answers = ask(2, "in_a_hook", kind)
     assert "the user's hook" in answers[0][0]
     for first, second in answers:
         assert "DistBackendError" in first or "DistBackendError" in second, answers

@@ -18,7 +18,7 @@ def install() -> None:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
-        except Exception as e:
+        except BaseException as e:
             _C.failed_in_part("backward", f"{type(e).__name__}: {e}")
             raise
 

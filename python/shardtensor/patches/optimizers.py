@@ -41,7 +41,7 @@ def _on_pieces(step: Callable[..., None]) -> Callable[..., None]:
             given[i] = changed
         try:
             return step(*given, **kwargs)
-        except Exception as e:
+        except BaseException as e:
             _C.failed_in_part("an optimizer's step", f"{type(e).__name__}: {e}")
             raise
 
