@@ -38,6 +38,18 @@ def test_equal_meshes_are_one():
     assert mesh_of(5, group="again").id != was  # a new one
 
 
+def test_stand_ins_for_device_meshes_are_few():
+    from shardtensor.tensor import _mesh
+
+    for i in range(40):
+        mesh = mesh_of(3, group=f"gone {i}")
+        assert list(_mesh.as_device_mesh(mesh).mesh) == [0, 1, 2]
+        assert _mesh.as_device_mesh(mesh) is _mesh.as_device_mesh(mesh)
+        del mesh
+    gc.collect()
+    assert len(_mesh._stand_ins) <= 16 and len(_mesh._meshes) <= 20 + len(_mesh._stand_ins)
+
+
 def prepared(n, sizes, cut=None):
     mesh = mesh_of(n)
     return _C.prepare(_C.Layout(mesh, [S0], [cut]), _C.Layout(mesh, [S1]), sizes, 4)

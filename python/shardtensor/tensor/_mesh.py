@@ -18,8 +18,9 @@ import shardtensor._C as _C
 
 # Not an attribute of the DeviceMesh, because users pickle meshes. By identity, because equal meshes may have other groups.
 _meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str]] = {}
-# DeviceMeshes made here, without groups of their own.
+# DeviceMeshes made here, without groups of their own: the last few. If another is wanted again, an equal one is made.
 _stand_ins: dict[int, DeviceMesh] = {}
+_KEPT = 16
 _SUBMESHES = "_shardtensor_submeshes"
 
 
@@ -128,6 +129,8 @@ def as_device_mesh(mesh: _C.Mesh) -> DeviceMesh:
             device_mesh._dim_group_names = list(mesh.groups)  # type: ignore[arg-type]
         _remember(device_mesh, mesh)
         _stand_ins[mesh.id] = device_mesh
+        while len(_stand_ins) > _KEPT:
+            del _stand_ins[next(iter(_stand_ins))]
     return device_mesh
 
 
