@@ -402,3 +402,121 @@ def bad_use():
 @pytest.mark.parametrize("world", [2, 4])
 def test_bad_use(pools, world):
     pools(world).run(f"{__name__}:bad_use")
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v, **options):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class QKV(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.attention, self.out = torch.nn.Linear(8, 24), Attention(), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def torchs_names(order, compiled):
+    """As torchtitan does it, with torch's names."""
+    import copy
+
+    import shardtensor
+    from oracle import mesh_here
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental import _attention as names
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh, n = mesh_here(), dist.get_world_size()
+    length = 8 * n if order else 8 * n - 3
+    documents = [4 * n, 4 * n] if order == "documents" else [length]
+    torch.manual_seed(7)
+    plain, (x, y), qkv = QKV(), torch.randn(2, 2, length, 8), torch.randn(3, 2, 2, length, 4)
+    x_parts, y_parts = x.split(documents, 1), y.split(documents, 1)
+    with shardtensor.replace_dtensor():
+        balancer = {
+            "head-tail": lambda: names._HeadTailLoadBalancer(length, n, "cpu"),
+            "documents": lambda: names._PerDocumentHeadTailLoadBalancer([documents] * 2, n, "cpu"),
+            None: lambda: None,
+        }[order]()
+        model = copy.deepcopy(plain)
+        names._enable_context_parallel_dispatcher()
+        try:
+            style = names._ContextParallel(seq_dim=2, attention_type=names._ContextParallel.AttentionType.SDPA)
+            parallelize_module(model.attention, mesh, style)
+            for _ in range(2):
+                xs, ys = names._context_parallel_shard(mesh, [x, y], [1, 1], balancer)
+                run = torch.compile(model, backend="aot_eager") if compiled else model
+                loss = (run(xs) - ys).square().sum()
+                loss.backward()
+            sums = [loss.detach(), *(p.grad for p in model.parameters())]
+            for t in sums:
+                dist.all_reduce(t)
+            for _ in range(2):
+                want = sum((plain(a) - b).square().sum() for a, b in zip(x_parts, y_parts, strict=True))
+                want.backward()
+            for a, b in zip(sums, [want, *(p.grad for p in plain.parameters())], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            # ShardTensors made by hand, and results made whole
+            pieces = names._context_parallel_shard(mesh, {"q": qkv[0], "k": qkv[1], "v": qkv[2]}, {"q": 2, "k": 2, "v": 2}, balancer)
+            cuts = {0: [t.size() for t in qkv[0].chunk(n, 2)]}
+            held = [DTensor.from_local(t, mesh, [Shard(2)], sharding_shapes=cuts) for t in pieces.values()]
+            out = F.scaled_dot_product_attention(*held, is_causal=True)
+            assert isinstance(out, shardtensor.ShardTensor)
+            (whole,) = names.context_parallel_unshard(mesh, [out.to_local()], [2], balancer)
+            parts = zip(*(t.split(documents, 2) for t in qkv), strict=True)
+            torch.testing.assert_close(whole, torch.cat([plain.attention(*t, is_causal=True) for t in parts], 2))
+            if order:
+                with pytest.raises(NotImplementedError, match=r"all \[Shard\(2\)\]"):
+                    F.scaled_dot_product_attention(held[0], *(t.full_tensor() for t in held[1:]))
+        finally:
+            names._disable_context_parallel_dispatcher()
+            names._cp_options.enable_load_balance = True  # torch's function above sets it
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(("order", "compiled"), [("head-tail", False), ("documents", False), (None, False), ("head-tail", True)])
+def test_torchs_private_names(pools, order, compiled):
+    pools(2).run(f"{__name__}:torchs_names", order, compiled, seconds=100)
+
+
+def orders_refused():
+    import shardtensor
+    from oracle import mesh_here
+    from shardtensor.experimental import _torch_names as ours
+    from torch.distributed.tensor.experimental import _attention as names
+
+    mesh, n = mesh_here(), dist.get_world_size()
+    q = torch.randn(2, 2, 4 * n, 4)
+    with shardtensor.replace_dtensor():
+        module = Attention()
+        names._ContextParallel(2, names._ContextParallel.AttentionType.SDPA)._apply(module, mesh)
+        ours._orders.clear()
+        with pytest.raises(RuntimeError, match="call _context_parallel_shard"):
+            module(q, q, q)
+        pieces = names._context_parallel_shard(
+            mesh, [q], [2], names._PerDocumentHeadTailLoadBalancer([[4 * n], [2 * n, 2 * n]], n, "cpu")
+        )
+        with pytest.raises(NotImplementedError, match="differently"):
+            module(*pieces * 3)
+        (piece,) = names._context_parallel_shard(mesh, [q], [2], names._HeadTailLoadBalancer(4 * n, n, "cpu"))
+        with pytest.raises(ValueError, match="is expected, this rank's part"):
+            module(piece[:, :, 1:], piece, piece)
+        assert module(piece, piece, piece).shape == piece.shape
+        with pytest.raises(NotImplementedError, match="seq_dim"):
+            names._ContextParallel(1, names._ContextParallel.AttentionType.SDPA)._apply(module, mesh)
+        # torch's option is the default of load_balance
+        names._cp_options.enable_load_balance = False
+        try:
+            buffer = torch.arange(4 * n)
+            with names.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], check_attention=False):
+                assert buffer.tolist() == list(range(4 * dist.get_rank(), 4 * dist.get_rank() + 4))
+                assert names.context_parallel_unshard(mesh, [buffer], [0])[0].tolist() == list(range(4 * n))
+        finally:
+            names._cp_options.enable_load_balance = True
+
+
+def test_orders_refused(pools):
+    pools(2).run(f"{__name__}:orders_refused")

@@ -14,7 +14,14 @@ from shardtensor.patches import dtensor
 from shardtensor.tensor._tensor import ShardTensor
 
 # torch's modules and the modules with the same names here; and names that are public in torch without being listed.
-_MODULES = {"": "tensor._factories", ".parallel": "parallel", ".experimental": "experimental", ".debug": "debug", "._utils": "debug"}
+_MODULES = {
+    "": "tensor._factories",
+    ".parallel": "parallel",
+    ".experimental": "experimental",
+    ".experimental._attention": "experimental._torch_names",
+    ".debug": "debug",
+    "._utils": "debug",
+}
 _UNLISTED = {".parallel": ("input_reshard",), "._utils": ("ExplicitRedistributionContext",)}
 
 

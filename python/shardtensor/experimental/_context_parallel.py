@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import _attention as stock
 from torch.overrides import TorchFunctionMode
 
 import shardtensor._C as _C
@@ -25,6 +26,7 @@ from shardtensor.tensor._from_local import from_everyone
 from shardtensor.tensor._mesh import as_mesh
 
 _method: Method = "allgather"
+_unshard = stock.context_parallel_unshard
 
 
 def set_rotate_method(rotate_method: Method) -> None:
@@ -237,6 +239,10 @@ def _refuse(what: str) -> None:
 # ---- what users call ----
 
 
+def _balances(load_balance: bool | None) -> bool:
+    return bool(stock._cp_options.enable_load_balance) if load_balance is None else load_balance
+
+
 @contextmanager
 def context_parallel(
     mesh: DeviceMesh,
@@ -244,7 +250,7 @@ def context_parallel(
     buffers: list[torch.Tensor] | None = None,
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
-    load_balance: bool = True,
+    load_balance: bool | None = None,
     document_lengths: Sequence[int] | None = None,
     check_attention: bool = True,
 ) -> Iterator[None]:
@@ -253,7 +259,8 @@ def context_parallel(
     `no_restore_buffers`.
 
     The number of ranks need not divide the length. `load_balance` gives each rank a part from the front and one from the back,
-    so that causal attention costs the same on all. `document_lengths` says that the sequence is several documents, which do
+    so that causal attention costs the same on all; its default is torch's option, `_cp_options.enable_load_balance`, which is True
+    unless a script has changed it. `document_lengths` says that the sequence is several documents, which do
     not attend to each other. Backward may run inside or after; inside, if activation checkpointing calls attention again.
 
     Only attention looks at other positions. Positions must come from a buffer (position_ids), not from a count of what is
@@ -272,7 +279,7 @@ def context_parallel(
     lengths = {b.size(d) for b, d in zip(buffers, dims, strict=True)}
     if len(lengths) != 1:
         raise ValueError(f"context_parallel: argument 'buffers': sequences of different lengths, {sorted(lengths)}")
-    plan = make_plan(mesh, lengths.pop(), load_balance, document_lengths)
+    plan = make_plan(mesh, lengths.pop(), _balances(load_balance), document_lengths)
     mine = plan.mine()
     originals = [(b, b.clone()) for b in buffers if not any(b is k for k in kept)]
     with torch.no_grad():
@@ -298,20 +305,27 @@ def context_parallel_unshard(
     seq_dims: list[int],
     load_balancer: Any = None,
     *,
-    load_balance: bool = True,
+    load_balance: bool | None = None,
 ) -> list[torch.Tensor]:
     """Makes whole tensors, in the order of the sequence, of tensors that hold each rank's part (results of a forward pass
-    inside context_parallel). All ranks of the mesh must call it, with the `load_balance` of that context."""
+    inside context_parallel). All ranks of the mesh must call it, with the `load_balance` of that context, or with the load balancer
+    that torch's `_context_parallel_shard` got."""
     if load_balancer is not None:
-        raise NotImplementedError("context_parallel_unshard: argument 'load_balancer': only the default, load_balance=True, is supported")
+        return list(_unshard(mesh, buffers, seq_dims, load_balancer))  # plain tensors only
     out = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
-        sizes = from_everyone([buffer.size(dim)], as_mesh(mesh), buffer.device)
-        plan = make_plan(mesh, sum(n for n, in sizes), load_balance, None)
+        sizes = [n for (n,) in from_everyone([buffer.size(dim)], as_mesh(mesh), buffer.device)]
         moved = buffer.movedim(dim, 0).contiguous()
-        pieces = _C.all_gather([moved.new_empty(n, *moved.shape[1:]) for n in plan.lengths()], moved, as_mesh(mesh), 0)
-        held = torch.cat(pieces)
-        whole = torch.empty_like(held)
-        whole[plan.order().to(whole.device)] = held
+        pieces = _C.all_gather([moved.new_empty(n, *moved.shape[1:]) for n in sizes], moved, as_mesh(mesh), 0)
+        whole = held = torch.cat(pieces)
+        if _balances(load_balance):
+            plan = make_plan(mesh, sum(sizes), True, None)
+            if plan.lengths() != sizes:
+                raise ValueError(
+                    f"context_parallel_unshard: argument 'buffers': the ranks have {sizes} positions, but load_balance=True gives them "
+                    f"{plan.lengths()}; pass the load_balance or the load_balancer of the context (rank {as_mesh(mesh).rank})"
+                )
+            whole = torch.empty_like(held)
+            whole[plan.order().to(whole.device)] = held
         out.append(whole.movedim(0, dim).contiguous())
     return out
