@@ -484,6 +484,45 @@ def submesh(shape):
 test_submesh = on_ranks(submesh, MESHES[2:])
 
 
+def wrapper_subclass(shape):
+    """Each tensor in a wrapper is sent: ranks have other values before."""
+    import shardtensor as st
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    mesh = mesh_of(shape)
+    rest = [st.Replicate()] * (mesh.ndim - 1)
+    rank, value = dist.get_rank(), numbers(5, 4)
+    for made in (TwoTensor(value + rank, value * 2 - rank), TwoTensor(TwoTensor(value + rank, value), value * 2 - rank)):
+        for placement in (st.Shard(0), st.Shard(1), st.Replicate()):
+            t = st.distribute_tensor(made, mesh, [placement, *rest])
+            a, b = value, value * 2
+            if placement.is_shard():
+                at = mesh.get_coordinate()[0]
+                cuts = [[*x.chunk(mesh.size(0), placement.dim), x.narrow(placement.dim, 0, 0)] for x in (a, b)]
+                a, b = (cut[min(at, len(cut) - 1)] for cut in cuts)
+            piece = t.to_local()
+            assert type(piece) is TwoTensor and t.shape == made.shape
+            inner = piece.a.a if isinstance(piece.a, TwoTensor) else piece.a
+            assert inner.equal(a) and piece.b.equal(b), (placement, rank)
+            assert (t + 1).to_local().b.equal(b + 1)
+
+
+test_wrapper_subclass = on_ranks(wrapper_subclass)
+
+
+def local_tensor_mode(shape):
+    import shardtensor as st
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    mesh = mesh_of(shape)
+    with LocalTensorMode(mesh.size()), pytest.raises(NotImplementedError, match="simulates all ranks in one process"):
+        st.distribute_tensor(torch.ones(4), torch.distributed.device_mesh.DeviceMesh("cpu", torch.arange(mesh.size())), [st.Shard(0)])
+    assert st.distribute_tensor(torch.ones(4), mesh, [st.Replicate()] * mesh.ndim).full_tensor().eq(1).all()
+
+
+test_local_tensor_mode = on_ranks(local_tensor_mode, MESHES[:1])
+
+
 # ---- beside stock DTensors ----
 
 

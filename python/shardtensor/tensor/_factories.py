@@ -13,6 +13,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import shardtensor._C as _C
 from shardtensor.tensor import _compile
@@ -98,14 +99,25 @@ def distribute_tensor(
         local = local.to(device_of(mesh))
         if src_data_rank is not None:
             local = local.clone(memory_format=torch.contiguous_format)
-            for mesh_dim in range(len(layout.mesh.shape)):
-                _C.broadcast(local, layout.mesh, mesh_dim, src_data_rank)
+            for part in _parts(local):
+                whole = part.contiguous()
+                for mesh_dim in range(len(layout.mesh.shape)):
+                    _C.broadcast(whole, layout.mesh, mesh_dim, src_data_rank)
+                if whole is not part:
+                    part.copy_(whole)
     piece = _piece(_summand(local, layout), layout)
     if src_data_rank is None or piece is not local:  # never alias the user's tensor, nor keep the whole alive
         piece = piece.clone()
     strides = _C.strides_like(list(tensor.shape), tensor)
     out = _C.wrap(_C.laid(piece, strides), layout, list(tensor.shape), strides)
     return out.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+
+
+def _parts(t: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory in a wrapper tensor (a quantized one, for example); of others, the tensor itself."""
+    if not is_traceable_wrapper_subclass(t):
+        return [t]
+    return [part for name in t.__tensor_flatten__()[0] for part in _parts(getattr(t, name))]
 
 
 def scatter_tensor(

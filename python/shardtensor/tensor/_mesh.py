@@ -6,6 +6,7 @@ DeviceMesh objects hold groups, so they are not kept alive here either, except s
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -49,6 +50,12 @@ def given_mesh(device_mesh: DeviceMesh | None, who: str) -> DeviceMesh:
 
 
 def _view(device_mesh: DeviceMesh, names: list[str]) -> _C.Mesh:
+    simulation: Any = sys.modules.get("torch.distributed._local_tensor")
+    if simulation is not None and simulation.local_tensor_mode() is not None:
+        raise NotImplementedError(
+            "shardtensor: torch's LocalTensorMode simulates all ranks in one process; a ShardTensor's piece belongs to the rank of its "
+            "process. Run one process per rank (torchrun, with gloo on CPUs), or use torch.distributed.tensor in this mode"
+        )
     rank = device_mesh.get_rank() if dist.is_initialized() else device_mesh._rank
     return _C.Mesh(
         device_mesh.device_type,
