@@ -301,6 +301,10 @@ def run_ring(shape, mesh_dim):
                 assert torch.equal(got, torch.full((rows[other], 2), 1.0 + other))
                 (grad,) = torch.autograd.grad((got * (1 + me)).sum(), t)
                 assert torch.equal(grad, torch.full_like(t, 1.0 + (me + step) % n))
+                if method == "a2a":
+                    with pytest.raises(ValueError, match=r"perform_ring_iteration_async only supports p2p communication.*'a2a'"):
+                        module.perform_ring_iteration_async(torch.ones(2), mesh, config)
+                    continue
                 same, handles = module.perform_ring_iteration_async(torch.full((2,), float(me)), mesh, config)
                 for handle in handles:
                     handle.wait()

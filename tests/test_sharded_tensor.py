@@ -717,6 +717,33 @@ def test_users_own_specs():
     holds(st._shard_tensor(whole() + dist.get_rank(), spec, src_rank=1), whole() + 1)
 
 
+@on_ranks(2)
+def test_specs_of_users_that_only_shard():
+    """torch asks such a spec's `shard` alone."""
+    from shardtensor import sharded_tensor as st
+    from shardtensor import sharding_spec
+
+    class Bare(sharding_spec.ShardingSpec):
+        def build_metadata(self, tensor_sizes, tensor_properties):
+            raise NotImplementedError("no metadata")
+
+        def shard(self, tensor, src_rank=0, process_group=None):
+            return chunks(1).shard(tensor, src_rank, process_group)
+
+    class Elsewhere(Bare):  # its placements fit no group here
+        def build_metadata(self, tensor_sizes, tensor_properties):
+            return sharding_spec.ChunkShardingSpec(0, ["rank:7/cpu"]).build_metadata(tensor_sizes, tensor_properties)
+
+        def shard(self, tensor, src_rank=0, process_group=None):
+            raise NotImplementedError("Elsewhere.shard not implemented")
+
+    holds(st._shard_tensor(whole() + dist.get_rank(), Bare(), src_rank=1), whole() + 1)
+    raises_everywhere(lambda: st._shard_tensor(whole(), Elsewhere()), NotImplementedError, "Elsewhere.shard not implemented")
+    raises_everywhere(
+        lambda: st._shard_tensor(whole(), Bare() if dist.get_rank() else Elsewhere()), ValueError, "sharding_spec=.* does not match"
+    )
+
+
 # ---- copies, comparison, files ----
 
 
@@ -1002,6 +1029,10 @@ def test_users_own_ops():
 
     try:
         assert torch.asin(t) == ("mine", 1, {}, True)
+        assert sharding_spec._has_custom_op(t.sharding_spec(), torch.acos) and not sharding_spec._has_custom_op(t.sharding_spec(), torch.cos)
+        assert sharding_spec._dispatch_custom_op(t.sharding_spec(), torch.acos, (), (t,), {}, None) == "chunked"
+        with pytest.raises(RuntimeError, match=r"Custom op: .* not registered for EnumerableShardingSpec"):
+            sharding_spec._dispatch_custom_op(enumerated.sharding_spec(), torch.acos, (), (t,), {}, None)
         assert torch.acos(t) == "chunked" and torch.acos(enumerated).sharding_spec() == enumerated.sharding_spec()
         with pytest.raises(TypeError, match="Custom sharded op function expects signature"):
             st.custom_sharded_op_impl(torch.asin)(lambda types, args: None)

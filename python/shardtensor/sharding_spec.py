@@ -1,6 +1,6 @@
 """How a ShardedTensor is cut: a drop-in for torch.distributed._shard.sharding_spec."""
 
-from shardtensor.sharded_tensor._ops import custom_sharding_spec_op
+from shardtensor.sharded_tensor._ops import _dispatch_custom_op, _has_custom_op, custom_sharding_spec_op  # noqa: F401  as below
 from shardtensor.sharded_tensor._spec import (  # noqa: F401  torch's private name, which is in use
     ChunkShardingSpec,
     DevicePlacementSpec,

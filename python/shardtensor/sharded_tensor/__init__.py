@@ -23,7 +23,13 @@ from shardtensor.sharded_tensor._modules import (  # noqa: F401  torch's private
     state_dict_hook,
 )
 from shardtensor.sharded_tensor._move import _get_current_process_group, load_with_process_group  # noqa: F401
-from shardtensor.sharded_tensor._ops import _likes, _sharded_op_impl, custom_sharded_op_impl  # noqa: F401
+from shardtensor.sharded_tensor._ops import (  # noqa: F401
+    _CUSTOM_SHARDED_OPS,
+    _SHARDED_OPS,
+    _likes,
+    _sharded_op_impl,
+    custom_sharded_op_impl,
+)
 from shardtensor.sharded_tensor._optim import ShardedOptimizer, named_params_with_sharded_tensor
 from shardtensor.sharded_tensor._spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardtensor.sharded_tensor._tensor import ShardedTensor, ShardedTensorBase

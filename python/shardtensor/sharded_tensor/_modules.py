@@ -48,6 +48,15 @@ def _shard_tensor(
     return _shard_agreed(tensor, None, sharding_spec, src_rank, process_group)
 
 
+def _shards_of(spec: ShardingSpec, tensor: torch.Tensor) -> Any:
+    """What the ranks compare of a user's spec, which need not define equality: its shards, if it lists them. Its own `shard` alone
+    decides where they lie."""
+    try:
+        return spec.build_metadata(tensor.size(), _check.properties_of(tensor)).shards_metadata
+    except NotImplementedError:
+        return type(spec).__qualname__
+
+
 def _shard_agreed(
     tensor: torch.Tensor | None, error: Exception | None, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None
 ) -> ShardedTensor:
@@ -64,9 +73,11 @@ def _shard_agreed(
         if not 0 <= src_rank < dist.get_world_size(group):
             raise ValueError(f"src_rank={src_rank} is not a rank of a group of {dist.get_world_size(group)} ranks")
         ours = own_spec(spec)
-        shards = ours.build_metadata(tensor.size(), _check.properties_of(tensor)).shards_metadata
-        boxes_of(shards, group)
-        asked = ours if isinstance(ours, _SPECS) else shards  # users' specs need not define equality
+        asked: Any = ours
+        if isinstance(ours, _SPECS):
+            boxes_of(ours.build_metadata(tensor.size(), _check.properties_of(tensor)).shards_metadata, group)
+        else:
+            asked = _shards_of(ours, tensor)
         facts = dict(size=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad, device=tensor.device.type)
         return dict(src_rank=src_rank, sharding_spec=asked) | facts
 

@@ -67,6 +67,19 @@ def spec_op(spec: ShardingSpec, func: Op) -> Op | None:
     return next((_SPEC_OPS[c, func] for c in type(spec).__mro__ if (c, func) in _SPEC_OPS), None)
 
 
+def _has_custom_op(sharding_spec: ShardingSpec, op: Op) -> bool:
+    """Whether a function that custom_sharding_spec_op has registered implements `op` for the spec."""
+    return spec_op(sharding_spec, op) is not None
+
+
+def _dispatch_custom_op(sharding_spec: ShardingSpec, op: Op, types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    """Calls that function."""
+    func = spec_op(sharding_spec, op)
+    if func is None:
+        raise RuntimeError(f"Custom op: {op} not registered for {type(sharding_spec).__qualname__}")
+    return func(types, args, kwargs, process_group)
+
+
 def sharded_among(*values: Any) -> list[ShardedTensor]:
     return [x for x in pytree.tree_leaves(values) if isinstance(x, ShardedTensor)]
 

@@ -58,7 +58,13 @@ def perform_ring_iteration_async(
     recv_tensor: torch.Tensor | None = None,
     recv_shape: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """The same, with a list of handles to wait for. The list is empty: the tensor has arrived when the function returns."""
+    """The same, with a list of handles to wait for. The list is empty: the tensor has arrived when the function returns. As in
+    PhysicsNeMo, only for the method "p2p"."""
+    if ring_config.communication_method != "p2p":
+        raise ValueError(
+            "perform_ring_iteration_async only supports p2p communication: argument 'ring_config' has the communication_method "
+            f"{ring_config.communication_method!r}. Use perform_ring_iteration, or communication_method='p2p'"
+        )
     if recv_tensor is not None:
         recv_tensor.copy_(perform_ring_iteration(tensor, mesh, ring_config, recv_tensor.shape))
         return recv_tensor, []
