@@ -149,3 +149,64 @@ def gradients_together():
 
 def test_gradients_together(pools):
     pools(4).run(f"{__name__}:gradients_together")
+
+
+def nothing_of_a_piece(hidden, options):
+    """Some ranks of the tensor-parallel dim have no hidden unit, or none has."""
+    from shardtensor import init_device_mesh, replace_dtensor
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(4, hidden), nn.GELU(), nn.Linear(hidden, 3))
+    with replace_dtensor():
+        ours = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(ours, mesh=mesh["dp"], **options())
+        for p in ours.parameters():
+            assert p.to_local().shape == p.local_sizes()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
+        for step in range(3):
+            x = torch.randn(8, 4)
+            ours(x.chunk(2)[mesh.get_local_rank("dp")]).square().mean().backward()
+            plain(x).square().mean().backward()
+            for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            ours.load_state_dict(copy.deepcopy(ours.state_dict()), assign=step == 1)
+            if step == 1:
+                optimizers[0] = torch.optim.AdamW(ours.parameters(), lr=0.1)
+                optimizers[1] = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize(("hidden", "options"), [(1, dict), (1, columns), (0, dict)])
+def test_nothing_of_a_piece(pools, hidden, options):
+    needs_uneven_columns()
+    pools(4).run(f"{__name__}:nothing_of_a_piece", hidden, options)
+
+
+def optimizer_from_before():
+    from oracle import mesh_of
+    from shardtensor import replace_dtensor
+    from torch.distributed.fsdp import fully_shard
+
+    with replace_dtensor():
+        model = nn.Linear(4, 3)
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        fully_shard(model, mesh=mesh_of((2,)))
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"SGD.step: 2 of its 2 parameters .* fully_shard has replaced them"):
+            early.step()
+        late = torch.optim.SGD(model.parameters(), lr=0.1)
+        late.step()
+        early.param_groups[0]["params"] = list(model.parameters())  # as accelerate does
+        early.step()
+
+
+def test_optimizer_from_before(pools):
+    pools(2).run(f"{__name__}:optimizer_from_before")

@@ -20,6 +20,7 @@ import shardtensor._C as _C
 from shardtensor._late import when_imported
 from shardtensor.tensor._compile import outside_graphs
 from shardtensor.tensor._layout import _SHARD, make_layout
+from shardtensor.tensor._replaced import note_gone
 from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 
@@ -105,30 +106,38 @@ def _check_in_one_group(param: Any, at: Any) -> None:
         )
 
 
-# ---- uneven dims other than the first ----
+# ---- uneven dims other than the first, and pieces without elements ----
 
 
 class _Padded:
-    """A parameter that FSDP should cut unevenly along a dim other than the first, which FSDP refuses. FSDP sees a padded
-    parameter, cut evenly. Users of its shard, its gradient or the whole get views without the padding."""
+    """A parameter that FSDP should cut unevenly along a dim other than the first, which FSDP refuses, or of whose piece nothing is
+    left, which FSDP can neither describe nor reduce. FSDP sees a padded parameter, which is cut evenly and has elements. Users of
+    its shard, its gradient or the whole get views without the padding."""
 
     def __init__(self, param: Any, data: torch.Tensor, dim: int) -> None:
-        ranks = param.mesh_info.shard_mesh_size
-        self.sizes, self.dim = data.size(), dim
-        self.length = _chunk(data.size(dim), ranks, param.mesh_info.shard_mesh_rank)
-        self.padded = -(-data.size(dim) // ranks) * ranks
+        ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
+        self.sizes = data.size()
+        self.mine = list(self.sizes)
+        self.mine[dim] = _chunk(self.sizes[dim], ranks, getattr(param.mesh_info, "shard_mesh_rank", 0))
+        self.padded = [max(n, 1) for n in self.sizes]
+        if dim > 0:
+            self.padded[dim] = -(-self.padded[dim] // ranks) * ranks
 
     @staticmethod
     def needed(param: Any, data: torch.Tensor, dim: int) -> bool:
-        ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
-        elsewhere = param.post_forward_mesh_info not in (None, param.mesh_info)  # then torch cuts along the first dim
-        return 0 < dim < data.ndim and data.size(dim) % ranks != 0 and not elsewhere
+        if not 0 <= dim < data.ndim or param.post_forward_mesh_info not in (None, param.mesh_info):
+            return False  # in the second case torch cuts along the first dim
+        uneven = dim > 0 and data.size(dim) % getattr(param.mesh_info, "shard_mesh_size", 1) != 0
+        return uneven or data.numel() == 0
 
     def shard(self, padded: torch.Tensor) -> torch.Tensor:
-        return padded.narrow(self.dim, 0, self.length)
+        for dim, n in enumerate(self.mine):
+            padded = padded.narrow(dim, 0, n) if padded.size(dim) != n else padded
+        return padded
 
     def whole(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(t, [0, 0] * (t.ndim - self.dim - 1) + [0, self.padded - t.size(self.dim)])
+        missing = [want - n for want, n in zip(self.padded, t.size(), strict=True)]
+        return torch.nn.functional.pad(t, [n for more in reversed(missing) for n in (0, more)])
 
     def take_over(self, param: Any, shard: torch.nn.Parameter) -> None:
         """Copies a new local tensor (from a state dict, or on another device) into padded memory."""
@@ -150,6 +159,8 @@ def _wrap(module: Any) -> None:
     def __init__(self: Any, given: Any, module_info: Any, *args: Any, **kwargs: Any) -> None:
         _check_in_one_group(given, module_info)
         init(self, given, module_info, *args, **kwargs)
+        if isinstance(self.sharded_param, ShardTensor):
+            note_gone([given])  # an optimizer that has been built may hold it
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Of the shard, and in each step of its gradient. The first call decides about layout and class."""
