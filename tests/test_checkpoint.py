@@ -680,3 +680,30 @@ test_checkpoint.all_is_mended()
     path = {"PYTHONPATH": os.path.dirname(__file__)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=os.environ | path)
     assert done.returncode == 0, done.stderr
+
+
+def saved_alone(folder):
+    import io
+    import warnings
+
+    from shardtensor import Replicate, Shard, distribute_tensor
+
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    cut = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    whole = cut.redistribute(placements=[Replicate()])
+    if rank == 1:
+        with pytest.warns(UserWarning, match=r"model-10.pt' has only this rank's pieces of 2 ShardTensors .* \(rank 1\)"):
+            torch.save({"x": cut, "deep": [torch.nn.Parameter(cut)]}, f"{folder}/model-10.pt")
+        with pytest.warns(UserWarning, match="pieces of 1 ShardTensor "), open(f"{folder}/file", "wb") as file:
+            torch.save(cut, file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save({"x": whole, "n": 3}, f"{folder}/whole{'ab'[rank]}.pt")
+        torch.save(cut, f"{folder}/rank_0{rank}.pt")
+        torch.save(cut, io.BytesIO())
+
+
+def test_pieces_saved_alone_are_noticed(pools, tmp_path):
+    folder = tmp_path / "no-digits"
+    folder.mkdir()
+    pools(2).run(f"{__name__}:saved_alone", str(folder))

@@ -24,13 +24,14 @@ from shardtensor.patches import (
     pipelines,
     runtime,
     saved_tensors,
+    saving,
     symbols,
 )
 
 
 def install() -> None:
     """Called once."""
-    for module in (backward, checkpoints, clipping, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors):
+    for module in (backward, checkpoints, clipping, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors, saving):
         module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._dynamo.variables.builder", dynamic.patch)

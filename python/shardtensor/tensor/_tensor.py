@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 
 _WHOLE = (Replicate(),) * 16  # more mesh dims than any mesh has
+
+# While torch.save runs: what it saves as pieces (patches/saving.py).
+pieces_saved: ContextVar[list[str] | None] = ContextVar("pieces_saved", default=None)
 
 
 @dataclass(eq=False)
@@ -488,6 +492,9 @@ class ShardTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         layout = self._layout
+        saved = pieces_saved.get()
+        if saved is not None and not layout.is_replicated:
+            saved.append(f"shape {tuple(self.shape)}, {layout}")
         state = (
             self._local_tensor.detach(),
             self.device_mesh,
