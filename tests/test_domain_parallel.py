@@ -313,6 +313,33 @@ def run_ring(shape, mesh_dim):
                 assert module.perform_ring_iteration_async(torch.full((2,), float(me)), mesh, config, buffer)[0] is buffer
 
 
+def halo_in_graphs():
+    """A graph holds the removal of a halo, and is split where the ranks exchange sizes."""
+    from oracle import mesh_here
+
+    with theirs() as module:
+        mesh, config = mesh_here(), module.HaloConfig(0, 0, 1, edge_padding_size=2)
+        mine = torch.arange(12.0).reshape(4, 3) + 100 * dist.get_rank()
+        padded = module.halo_padding(mine, mesh, config)
+
+        def without(t):
+            return module.unhalo_padding(t * 2, mesh, config) + 1
+
+        def with_halo(t):
+            return module.halo_padding(t * 2, mesh, config) + 1
+
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(without, backend="aot_eager", fullgraph=True)(padded), mine * 2 + 1)
+        assert torch.equal(torch.compile(with_halo, backend="aot_eager")(mine)[2 if dist.get_rank() == 0 else 1 :][:4], mine * 2 + 1)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="the ranks exchange sizes"):
+            torch.compile(with_halo, backend="aot_eager", fullgraph=True)(mine)
+
+
+def test_halo_in_graphs(pools):
+    pools(2).run(f"{__name__}:halo_in_graphs")
+
+
 @pytest.mark.parametrize(("shape", "mesh_dim"), [((2,), 0), ((3,), 0), ((2, 2), 0), ((2, 2), 1)], ids=str)
 def test_ring(pools, shape, mesh_dim):
     pools(math.prod(shape)).run(f"{__name__}:run_ring", shape, mesh_dim)

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardtensor._C as _C
+from shardtensor.tensor._compile import in_graph
 from shardtensor.tensor._from_local import coordinate_at, from_everyone
 from shardtensor.tensor._mesh import as_mesh
 from shardtensor.tensor._swap import swap
@@ -37,6 +38,7 @@ class HaloConfig:
             raise ValueError(f"HaloConfig: arguments 'halo_size' {self.halo_size} and 'edge_padding_size' {self.edge_padding_size}: not below 0")
 
 
+@torch.compiler.disable(reason="halo_padding: the ranks exchange sizes")  # type: ignore[untyped-decorator, no-untyped-call]
 def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig) -> torch.Tensor:
     """This rank's plain piece with its halo, a plain tensor; differentiable: the halo's gradient goes back and is added.
 
@@ -79,11 +81,18 @@ def halo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig
 
 def unhalo_padding(tensor: torch.Tensor, mesh: DeviceMesh, halo_config: HaloConfig) -> torch.Tensor:
     """The piece without the halo that `halo_padding` has added."""
-    view, dim = as_mesh(mesh), halo_config.tensor_dim % tensor.ndim
-    me, n = view.coordinate[halo_config.mesh_dim], view.shape[halo_config.mesh_dim]
-    before = halo_config.edge_padding_size if me == 0 else halo_config.halo_size
-    after = halo_config.edge_padding_size if me == n - 1 else halo_config.halo_size
+    c = halo_config
+    return _without_halo(tensor, mesh, c.tensor_dim % tensor.ndim, c.mesh_dim, c.halo_size, c.edge_padding_size)
+
+
+def _without_halo(tensor: torch.Tensor, mesh: DeviceMesh, dim: int, mesh_dim: int, halo: int, edge: int) -> torch.Tensor:
+    view = as_mesh(mesh)
+    me, n = view.coordinate[mesh_dim], view.shape[mesh_dim]
+    before, after = edge if me == 0 else halo, edge if me == n - 1 else halo
     return tensor.narrow(dim, before, tensor.size(dim) - before - after)
+
+
+in_graph(_without_halo)
 
 
 def _line(view: _C.Mesh, mesh_dim: int) -> list[int]:
