@@ -44,6 +44,15 @@ def gradient_reaches_stock():
     (converted * ours).sum().backward()
     assert isinstance(stock.grad, DTensor) and not isinstance(stock.grad, st.ShardTensor)
     torch.testing.assert_close(stock.grad.full_tensor(), a)
+    # The converted tensor keeps its gradient too, in memory of its own.
+    torch.testing.assert_close(converted.grad.full_tensor(), a)
+    converted.grad.mul_(0)
+    torch.testing.assert_close(stock.grad.full_tensor(), a)
+    torch.optim.SGD([converted], lr=1.0)  # refuses what has no .grad
+    (converted * ours).sum().backward()
+    torch.testing.assert_close(converted.grad.full_tensor(), a)
+    torch.testing.assert_close(stock.grad.full_tensor(), 2 * a)
+    assert not st.ShardTensor.from_dtensor(stock * 2).retains_grad and not st.ShardTensor.from_dtensor(stock.detach()).requires_grad
     back = place(b, mesh, ("S(1)",), "even").requires_grad_()
     (back.to_dtensor() * 2).sum().backward()
     torch.testing.assert_close(back.grad.full_tensor(), torch.full_like(b, 2))

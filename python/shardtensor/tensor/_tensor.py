@@ -322,9 +322,11 @@ class ShardTensor(DTensor):
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
-        """Converts a stock DTensor to a ShardTensor without a copy; differentiable."""
+        """Converts a stock DTensor to a ShardTensor without a copy; differentiable. The gradient of a leaf arrives in the
+        `.grad` of both."""
         if isinstance(dtensor, ShardTensor):
             return dtensor
+        leaf = dtensor.is_leaf
         known = [Replicate() if isinstance(p, Partial) and type(p) not in _PARTIALS else p for p in dtensor.placements]
         if known != list(dtensor.placements):  # torch's masked summands: only torch can add them up
             dtensor = dtensor.redistribute(placements=known)
@@ -334,9 +336,12 @@ class ShardTensor(DTensor):
             ).requires_grad_(dtensor.requires_grad)  # type: ignore[return-value]
         layout = make_layout(dtensor.device_mesh, known, dtensor.ndim, who="ShardTensor.from_dtensor")
         local = dtensor.to_local() if dtensor.requires_grad else dtensor._local_tensor
-        return _C.from_local(  # type: ignore[return-value]
-            local, layout, list(dtensor.shape), list(dtensor.stride()), None
-        )
+        out = _C.from_local(local, layout, list(dtensor.shape), list(dtensor.stride()), None)
+        if leaf and out.requires_grad and not _C.is_traced(out):
+            out.retain_grad()
+            # The two gradients do not share memory: either may be written.
+            local.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+        return out  # type: ignore[return-value]
 
     def to_dtensor(self) -> DTensor:
         """A stock DTensor with the same pieces; raises if a DTensor cannot express the cuts."""
