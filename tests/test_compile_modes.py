@@ -554,3 +554,31 @@ def resharded():
 
 def test_input_reshard_is_not_compiled(pools):
     pools(2).run(f"{__name__}:resharded", seconds=110)
+
+
+# ---- how much the forward saves ----
+
+
+def memory_budgets():
+    """Less memory, the same values: collectives and random keys of the forward are saved, whatever else is computed again."""
+    import torch._functorch.config as config
+
+    def loss(x, w):
+        return (F.dropout(torch.relu(x @ w), 0.5).tanh() @ w).softmax(0).square().sum()
+
+    results = []
+    for budget in (None, 0, 0.1, 0.5):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        x, w = (spread(torch.arange(n * 6.0).sin().reshape(n, 6), S0, grad=True) for n in (7, 6))
+        with config.patch(activation_memory_budget=1 if budget is None else budget):
+            run = loss if budget is None else torch.compile(loss, backend="aot_eager", fullgraph=True)
+            out = run(x, w)
+            _whole(out).backward()
+        results.append([_whole(t.detach()) for t in (out, x.grad, w.grad)])
+    for one in results[1:]:
+        torch.testing.assert_close(one, results[0])
+
+
+def test_memory_budgets(pools):
+    pools(2).run(f"{__name__}:memory_budgets")

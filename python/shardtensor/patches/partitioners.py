@@ -4,6 +4,7 @@ ShardTensors do not change. All versions; seen in torch 2.12 to 2.15."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,23 @@ def patch(partitioners: Any) -> None:
         partitioners.is_not_collective = _keep_unused(partitioners.is_not_collective)
     if hasattr(partitioners, "reordering_to_mimic_autograd_engine"):
         partitioners.reordering_to_mimic_autograd_engine = _keep_order(partitioners.reordering_to_mimic_autograd_engine)
+    if hasattr(partitioners, "choose_saved_values_set"):
+        partitioners.choose_saved_values_set = _keep_saved(partitioners.choose_saved_values_set, partitioners.config)
+
+
+def _keep_saved(choose: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """With `activation_memory_budget = 0` torch saves nothing but a graph's inputs. What must be saved (see below) still is. With a
+    budget between 0 and 1 torch sums up sizes, and raises at a mesh, which has no memory."""
+    meshes = {name: True for name in ("unsafe_treat_script_objects_as_zero_size",) if hasattr(config, name)}
+
+    @functools.wraps(choose)
+    def chosen(graph: Any, info: Any, memory_budget: float = 1, **options: Any) -> Any:
+        if memory_budget == 1 or not may_be_of_ours():
+            return choose(graph, info, memory_budget=memory_budget, **options)
+        with config.patch(meshes if memory_budget else {"aggressive_recomputation": True}):
+            return choose(graph, info, memory_budget=memory_budget or 1, **options)
+
+    return chosen
 
 
 def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
