@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
 
 
@@ -106,3 +107,37 @@ def products_with_the_hessian():
 @pytest.mark.parametrize("world", [2, 3])
 def test_products_with_the_hessian(pools, world):
     pools(world).run(f"{__name__}:products_with_the_hessian")
+
+
+PARTS = {  # kernels of torch that read contiguous memory, whatever their operands' strides; each with the sizes of its arguments
+    "layer_norm": (lambda x, w, b, _: F.layer_norm(x, (8,), w, b), [(4, 6, 8), (8,), (8,)]),
+    "group_norm": (lambda x, w, b, _: F.group_norm(x, 2, w, b), [(4, 6, 8), (6,), (6,)]),
+    "fractional_max_pool2d": (lambda x, s: F.fractional_max_pool2d(x, 2, output_size=(3, 3), _random_samples=s), [(2, 6, 8, 8)]),
+}
+
+
+def parts():
+    """The operands are whole or cut along one dim, the gradient along another: the backward takes parts of the whole ones."""
+    generator = torch.Generator().manual_seed(0)
+    mesh, one = mesh_here(), lambda at: (at, *["R"] * (mesh_here().ndim - 1))
+    samples = torch.rand(2, 6, 2, dtype=torch.float64, generator=generator)
+    for name, (f, sizes) in PARTS.items():
+        plain = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in sizes]
+        y = f(*plain, samples)
+        grad = torch.randn(y.shape, dtype=y.dtype, generator=generator)
+        wanted = torch.autograd.grad(y, plain, grad)
+        for start in ("R", *(f"S({d})" for d in range(plain[0].dim()))):
+            for to in (f"S({d})" for d in range(y.dim())):
+                for cut in (EVEN, UNEVEN, EMPTY):
+                    first = place(plain[0].detach(), mesh, one(start), cut)
+                    xs = [t.requires_grad_() for t in (first, *(place(p.detach(), mesh, one("R"), EVEN) for p in plain[1:]))]
+                    out = f(*xs, place(samples, mesh, one("R"), EVEN)) + place(torch.zeros_like(y), mesh, one(to), cut)
+                    got = torch.autograd.grad(out, xs, place(grad, mesh, one(to), cut))
+                    for g, w in zip(got, wanted, strict=True):
+                        compare(g, w, 1e-9, f"{name} {start} {to} {cut}")
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_backward_of_parts_of_whole_operands(pools, world):
+    assert all(pools(world).run(f"{__name__}:parts"))

@@ -66,6 +66,12 @@ bool replicates(const Op& op) {
   return !op.entry || !op.entry->rule || op.entry->gathers();
 }
 
+// Whether the op's kernel gets moved operands in the whole's order. A part of a replicated operand is a view with gaps, which some
+// of torch's kernels (the backward of layer_norm) read as contiguous memory. Elementwise kernels take any strides.
+bool needs_order(const Op& op) {
+  return op.is_view || replicates(op) || !op.entry->options.broadcasts;
+}
+
 // What this rank reads of an operand: its piece with a halo, or the piece alone if the kernel fetches that.
 at::Tensor with_halo(
     const Op& op, const Ref& r, const at::Tensor& local, const Layout& have, const Layout& from, const Solution::Halo& halo) {
@@ -162,8 +168,8 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const bool summand = !op.is_view && have.has_partial() && r.impl && r.impl->keeps_sums();
     auto moved = r.impl && !written && !numbers.defined() ? moved_once(*r.impl, need, summand ? For::Reading : For::Owning, move)
                                                           : move(local, have);
-    if (!written && (replicates(op) || op.is_view) && !is_symbolic(moved)) {
-      moved = laid(std::move(moved), r.tensor->strides()); // so that the results' strides are as in torch
+    if (!written && needs_order(op) && !is_symbolic(moved)) {
+      moved = laid(std::move(moved), r.tensor->strides()); // so that the results' strides are as in torch, too
     }
     // Written copies are contiguous: some of torch's out= kernels assume that.
     locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous(), summand && !written);
