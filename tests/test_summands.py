@@ -3,12 +3,13 @@ another kind."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 
 import pytest
 import torch
-from oracle import MESHES, Joint, compare, mesh_id, mesh_of, place, with_summands
+from oracle import MESHES, Joint, compare, mesh_id, mesh_of, place, random_summands, with_summands
 
 KINDS = ["sum", "avg", "product", "min", "max", "norm"]
 OPS = {
@@ -99,3 +100,182 @@ def norms_written() -> None:
 
 def test_norms_written(pools):
     pools(2).run(f"{__name__}:norms_written")
+
+
+# Summands of integers that wrap, of bools. `a` and `b` hold them; `w` and `f` are
+# of 64-bit integers and of floating-point numbers.
+WRAPPING = {
+    "double": lambda a, b, w, f: a.double(),
+    "long": lambda a, b, w, f: a.long(),
+    "complex": lambda a, b, w, f: a.to(torch.complex64),
+    "bool": lambda a, b, w, f: a.bool(),
+    "narrower": lambda a, b, w, f: a.to(torch.int8),
+    "neg": lambda a, b, w, f: (-a).float(),
+    "times_fraction": lambda a, b, w, f: a * 2.5,
+    "times_fraction_0d": lambda a, b, w, f: a * torch.tensor(2.5),
+    "times_long": lambda a, b, w, f: a * w,
+    "times_own": lambda a, b, w, f: (a * 3).double(),
+    "times_float": lambda a, b, w, f: a * f,
+    "add_long": lambda a, b, w, f: a + w,
+    "add_float": lambda a, b, w, f: a + f,
+    "add_own": lambda a, b, w, f: (a + b).double(),
+    "rsub": lambda a, b, w, f: 2.5 - a,
+    "div": lambda a, b, w, f: a / 4,
+    "div_by": lambda a, b, w, f: a / f,
+    "addcmul": lambda a, b, w, f: torch.addcmul(f, a, f),
+    "where": lambda a, b, w, f: torch.where(f > 0, a, w),
+    "where_float": lambda a, b, w, f: torch.where(f > 0, a, f),
+    "where_number": lambda a, b, w, f: torch.where(f > 0, a, 0.5),
+    "where_own": lambda a, b, w, f: torch.where(f > 0, a, b).double(),
+    "cat": lambda a, b, w, f: torch.cat((a, w)),
+    "cat_float": lambda a, b, w, f: torch.cat((f, a), 1),
+    "cat_complex": lambda a, b, w, f: torch.cat((f.to(torch.complex128), a)),
+    "cat_own": lambda a, b, w, f: torch.cat((a, b)).double(),
+    "stack": lambda a, b, w, f: torch.stack((a, w)),
+    "block_diag": lambda a, b, w, f: torch.block_diag(a, f),
+    "copied": lambda a, b, w, f: w.clone().copy_(a),
+    "copied_float": lambda a, b, w, f: f.clone().copy_(a),
+    "select_scatter": lambda a, b, w, f: w.select_scatter(a[0], 0, 1),
+    "slice_scatter": lambda a, b, w, f: f.slice_scatter(a, 0, 0, 4),
+    "diagonal_scatter": lambda a, b, w, f: f.diagonal_scatter(a[0]),
+    "as_strided_scatter": lambda a, b, w, f: w.as_strided_scatter(a[0], (3,), (1,), 3),
+    "written": lambda a, b, w, f: _written(w.clone(), 1, a[2]),
+    "sum": lambda a, b, w, f: a.sum(0),
+    "sum_float": lambda a, b, w, f: a.sum(0, dtype=torch.float64),
+    "sum_own": lambda a, b, w, f: a.sum(0, dtype=a.dtype).double(),
+    "mean": lambda a, b, w, f: a.mean(0, dtype=torch.float64),
+    "cumsum": lambda a, b, w, f: a.cumsum(0),
+    "prod": lambda a, b, w, f: a.prod(0),
+    "trace": lambda a, b, w, f: a.trace(),
+    "fft": lambda a, b, w, f: torch.fft.fft(f + a),
+    "padded": lambda a, b, w, f: torch.nn.functional.pad(a, (1, 1)).double(),
+    "diag_embed": lambda a, b, w, f: a.diag_embed().double(),
+    "zeroed": lambda a, b, w, f: a.clone().zero_().double(),
+    "doubled": lambda a, b, w, f: a.clone().mul_(2).double(),
+    "foreach_mul": lambda a, b, w, f: torch._foreach_mul([a, b], 2.5),
+    "foreach_add": lambda a, b, w, f: torch._foreach_add([a, b], [w, f]),
+    "max": lambda a, b, w, f: torch.maximum(a, w),
+}
+
+
+REDUCTIONS = {
+    "sum": lambda x, y: x | y if x.dtype == torch.bool else x + y,
+    "product": lambda x, y: x * y,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": lambda x, y: x & y,
+    "bor": lambda x, y: x | y,
+    "bxor": lambda x, y: x ^ y,
+}
+
+
+def _split(whole: torch.Tensor, n: int, mesh_dim: int) -> list[torch.Tensor]:
+    if whole.is_floating_point():
+        return random_summands(whole, n, mesh_dim)
+    g = torch.Generator().manual_seed(mesh_dim)
+    parts = [torch.randint(-50, 50, whole.shape, generator=g).to(whole.dtype) for _ in range(n - 1)]
+    return [*parts, whole - sum(parts)]
+
+
+def _outcome(f, *tensors):
+    import shardtensor as st
+
+    try:
+        out = f(*tensors)
+    except Exception as e:
+        return e
+    return [t.full_tensor() if isinstance(t, st.ShardTensor) else t for t in (out if isinstance(out, (list, tuple)) else [out])]
+
+
+def wrapping(name: str, mesh_shape: tuple[int, ...]) -> None:
+    """The op on summands gives what it gives on the values that they sum up to in their own dtype, and raises where that raises."""
+    import shardtensor as st
+
+    mesh = mesh_of(mesh_shape)
+    g = torch.Generator().manual_seed(0)
+    n = mesh.size(0)
+    for dtype, reduces, least, most in (
+        (torch.uint8, ("sum", "product", "max", "min"), 0, 256),
+        (torch.int32, ("sum", "product", "max", "band", "bor", "bxor"), -(2**31), 2**31 - 1),
+        (torch.int64, ("sum", "max"), -100, 100),
+        (torch.bool, ("sum", "bor", "band"), 0, 2),
+        (torch.float64, ("sum", "max"), -100, 100),
+    ):
+        for reduce in reduces:
+            parts = [torch.randint(least, most, (2, 4, 3), generator=g).to(dtype) * (0.5 if dtype.is_floating_point else 1) for _ in range(n)]
+            parts = [p.to(dtype) for p in parts]
+            a, b = functools.reduce(REDUCTIONS[reduce], parts).unbind()
+            where = [st.Partial(reduce), *[st.Replicate()] * (mesh.ndim - 1)]
+            ours = [st.ShardTensor.from_local(t.clone(), mesh, where) for t in parts[mesh.get_local_rank(0)].unbind()]
+            w = torch.randint(-100, 100, (4, 3), generator=g)
+            f = torch.randn(4, 3, generator=g, dtype=torch.float64)
+            want = _outcome(WRAPPING[name], a, b, w, f)
+            for at in ("R", "S(0)", "P"):
+                others = [place(t, mesh, (at,) * mesh.ndim, "even", summands=_split) for t in (w, f)]
+                got = _outcome(WRAPPING[name], *ours, *others)
+                what = f"{name} of {reduce} of {dtype}, others {at}"
+                if isinstance(want, Exception) or isinstance(got, Exception):
+                    assert isinstance(want, Exception) and isinstance(got, Exception), f"{what}: {got!r} instead of {want!r}"
+                    continue
+                for x, y in zip(got, want, strict=True):
+                    torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, msg=lambda m, what=what: f"{what}: {m}")
+
+
+@pytest.mark.parametrize("mesh", [MESHES[0], MESHES[2]], ids=mesh_id)
+@pytest.mark.parametrize("name", WRAPPING)
+def test_wrapping(pools, name, mesh):
+    world, shape = mesh
+    pools(world).run(f"{__name__}:wrapping", name, shape)
+
+
+# What is read from places that other ranks hold.
+READS = {
+    "row": lambda x, i: x[1],
+    "last_row": lambda x, i: x[-1],
+    "column": lambda x, i: x[:, 2],
+    "element": lambda x, i: x[3, 1],
+    "rows": lambda x, i: x.unbind(0),
+    "columns": lambda x, i: x.unbind(1),
+    "copied": lambda x, i: torch.select_copy(x, 0, 2),
+    "indexed": lambda x, i: x[i],
+    "indexed_twice": lambda x, i: x[i, i],
+    "index_select": lambda x, i: x.index_select(1, i),
+    "gather": lambda x, i: x.gather(0, i[:, None].expand(3, 6)),
+    "embedding": lambda x, i: torch.nn.functional.embedding(i, x),
+}
+
+
+def reads(name: str, mesh_shape: tuple[int, ...]) -> None:
+    """Signs of zeros, infinities and NaN come as they are."""
+    mesh = mesh_of(mesh_shape)
+    values = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.5, -2.0])
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool):
+        x = values[torch.arange(30) % 7].reshape(5, 6)
+        x = torch.complex(x, x.flip(0)) if dtype.is_complex else x.nan_to_num(0, 3, -3).to(dtype) if not dtype.is_floating_point else x.to(dtype)
+        i = torch.tensor([4, 0, 1])
+        want = READS[name](x, i)
+        for at in itertools.product(("R", "S(0)", "S(1)"), repeat=mesh.ndim):
+            for cut in ("even", "uneven", "empty") if len({*at} - {"R"}) == len([a for a in at if a != "R"]) else ("even",):
+                got = READS[name](place(x, mesh, at, cut), place(i, mesh, ("R",) * mesh.ndim, "even"))
+                for g, w in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, want)), strict=True):
+                    _same_bits(g, w, f"{name} of {dtype}, {at} {cut}")
+                    _same_bits(g.clone().reshape(-1), w.reshape(-1), f"{name} of {dtype}, {at} {cut}, flattened")
+                    if dtype == torch.float64:
+                        _same_bits(1 / g, 1 / w, f"1 / {name}, {at} {cut}")
+
+
+def _same_bits(got, want, what):
+    got = got.full_tensor()
+    assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape}, {got.dtype}"
+    bits = [torch.view_as_real(t) if t.is_complex() else t for t in (got, want)]
+    torch.testing.assert_close(*bits, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    if bits[0].is_floating_point():
+        signs = [t.signbit() & (t == 0) for t in bits]
+        assert torch.equal(*signs), f"{what}: {got} instead of {want}"
+
+
+@pytest.mark.parametrize("mesh", [MESHES[0], MESHES[2]], ids=mesh_id)
+@pytest.mark.parametrize("name", READS)
+def test_reads(pools, name, mesh):
+    world, shape = mesh
+    pools(world).run(f"{__name__}:reads", name, shape)

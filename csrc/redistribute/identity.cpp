@@ -70,6 +70,15 @@ at::Scalar identity(ReduceOp op, at::ScalarType type, double norm_order) {
   TORCH_INTERNAL_ASSERT(false, name_of(op), " has no identity");
 }
 
+at::Scalar no_summand(ReduceOp op, at::ScalarType type, double norm_order) {
+  if (op != ReduceOp::Sum || c10::isFloat8Type(type)) {
+    return identity(op, type, norm_order);
+  }
+  return c10::isComplexType(type)    ? at::Scalar(c10::complex<double>(-0.0, -0.0))
+         : c10::isFloatingType(type) ? at::Scalar(-0.0)
+                                     : at::Scalar(0);
+}
+
 // Half precision is widened: a norm may fit although its square does not.
 at::Tensor norm_power(const at::Tensor& t, double order) {
   const bool half = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;

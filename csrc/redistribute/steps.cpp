@@ -658,7 +658,7 @@ void make_partial(State& s, int64_t m, const LayoutPtr& next) {
   const bool repeats =
       p.reduce == ReduceOp::Avg || p.reduce == ReduceOp::Min || p.reduce == ReduceOp::Max || p.reduce == ReduceOp::Band;
   if (!repeats && s.mesh().coordinate()[m] != 0) {
-    const auto nothing = identity(p.reduce, s.local.scalar_type(), p.norm_order);
+    const auto nothing = no_summand(p.reduce, s.local.scalar_type(), p.norm_order);
     if (s.local.unsafeGetTensorImpl()->is_wrapped_number()) { // type promotion must be the same on all ranks
       s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number under a fake mode too
       s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -675,7 +675,7 @@ void pad(State& s, int64_t m, const LayoutPtr& next) {
   const auto dim = s.layout->placement(m).dim;
   const auto& me = s.mesh().coordinate();
   const auto extent = s.layout->extent_before(m, dim, s.sizes[dim], me);
-  const auto nothing = identity(p.reduce, s.local.scalar_type(), p.norm_order);
+  const auto nothing = no_summand(p.reduce, s.local.scalar_type(), p.norm_order);
   auto out = at::full(with_size(s.local.sizes(), dim, extent), nothing, s.local.options());
   then(s, out, [piece = s.local, out, dim, runs = s.layout->split(m, extent, me)]() mutable {
     kernels::copy(piece, boxes_along(piece.sizes(), dim, side_by_side(runs)), out, boxes_along(out.sizes(), dim, runs));

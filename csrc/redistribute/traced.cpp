@@ -319,7 +319,7 @@ std::optional<at::Tensor> traced_step(
       return std::nullopt;
     case StepKind::Pad:
       if (const auto lengths = lengths_along(now, m, sizes)) {
-        const auto nothing = identity(q.reduce, local.scalar_type(), q.norm_order);
+        const auto nothing = no_summand(q.reduce, local.scalar_type(), q.norm_order);
         return spread(local, p.dim, *lengths, mesh.coordinate()[m], nothing);
       }
       return std::nullopt;

@@ -1,4 +1,5 @@
 // Copies and factories: ops that keep any layout of their tensor.
+#include "rules/exact.h"
 #include "rules/registry.h"
 
 #include <algorithm>
@@ -11,39 +12,24 @@ namespace {
 // Only moves values, so every kind of Partial passes.
 Rule copy_of_first(const Call& call) {
   auto rule = broadcast(call);
-  rule.passes_partial(OperandSet::first(call.tensors.size()));
+  rule.linear.push_back(moves(call, OperandSet::first(call.tensors.size()), call.tensors[0].dtype));
   return rule;
 }
 
-// A cast. An integral result needs the value itself: rounded summands do not add up to the rounded sum. And bitwise reductions
-// cannot combine floating-point numbers.
+// A cast.
 Rule cast(const Call& call) {
   auto rule = broadcast(call);
   const auto& x = call.tensors[0];
   const auto arg = call.position("dtype");
   const auto to = call.has(arg) ? call.arg(arg).toScalarType() : x.dtype;
-  const auto all = OperandSet::first(call.tensors.size());
-  if (to == x.dtype) {
-    rule.passes_partial(all);
-  } else if (c10::isIntegralType(x.dtype, false) && c10::isFloatingType(to)) {
-    rule.linear.push_back({all});
-    for (const auto op : {ReduceOp::Product, ReduceOp::Min, ReduceOp::Max}) {
-      rule.linear.back().reductions |= bit(op);
-    }
-  } else if (c10::isFloatingType(to) || c10::isComplexType(to)) {
-    rule.linear_in({0});
-  }
+  rule.linear.push_back(moves(call, OperandSet::first(call.tensors.size()), to));
   return rule;
 }
 
 // self.copy_(src): src is brought to self's layout, cast and broadcast.
 Rule copy_into(const Call& call) {
   auto rule = broadcast(call);
-  if (call.tensors[0].dtype == call.tensors[1].dtype) {
-    rule.passes_partial(0b11);
-  } else if (!c10::isIntegralType(call.tensors[0].dtype, true)) {
-    rule.jointly_linear(0b11);
-  }
+  rule.linear.push_back(moves(call, 0b11, call.tensors[0].dtype));
   return rule;
 }
 
@@ -107,7 +93,7 @@ Rule new_empty_strided(const Call& call) {
 
 Rule zero(const Call& call) {
   auto rule = broadcast(call);
-  rule.jointly_linear(1); // zero everywhere sums to zero
+  rule.linear.push_back(computes(call, 1, call.tensors[0].dtype)); // zero everywhere sums to zero
   return rule;
 }
 

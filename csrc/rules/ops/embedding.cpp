@@ -1,4 +1,5 @@
 // Embeddings: if a table is sharded over its rows, each rank looks up its own rows, and the result holds summands.
+#include "redistribute/identity.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
@@ -27,22 +28,23 @@ void check_bounds(const at::Tensor& indices, const c10::SymInt& rows) {
   }
 }
 
-// Rows that this rank does not hold count as zeros: the sum over the ranks is the lookup.
+// Rows that this rank does not hold count as nothing: the sum over the ranks is the lookup.
 void embedding_kernel(Run& run) {
   const auto weight = run.arg(0).toTensor();
   const auto indices = run.arg(1).toTensor();
   check_bounds(indices, run.operands[0].symbols[0]);
   const auto held = mine(run, 0, 0);
+  const auto nothing = no_summand(ReduceOp::Sum, weight.scalar_type());
   if (held.length == 0) {
     auto sizes = indices.sym_sizes().vec();
     sizes.push_back(weight.sym_size(1));
-    run.returns({at::zeros_symint(sizes, weight.options())});
+    run.returns({at::full_symint(sizes, nothing, weight.options())});
     return;
   }
   const at::Scalar start(held.start), end(held.start + held.length);
   const auto elsewhere = (indices < start).logical_or_(indices >= end);
   const auto at = (indices - start).masked_fill_(elsewhere, 0);
-  run.returns({at::embedding(weight, at).masked_fill_(elsewhere.unsqueeze(-1), 0)});
+  run.returns({at::embedding(weight, at).masked_fill_(elsewhere.unsqueeze(-1), nothing)});
 }
 
 // (weight, indices, padding_idx, scale_grad_by_freq, sparse)

@@ -1,5 +1,7 @@
 // Reading and writing by index. If an indexed dim is sharded, every rank reads or writes only its own piece: a read gives
 // summands (one rank has the value, the others zeros), a write changes this rank's piece. The indices are then whole.
+#include "redistribute/identity.h"
+#include "rules/exact.h"
 #include "rules/ops/views.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -26,6 +28,11 @@ at::Tensor wrapped(const at::Tensor& index, const c10::SymInt& size, bool negati
   const at::Scalar least(negative ? -size : c10::SymInt(0)), end(size);
   at::_assert_async(index.ge(least).logical_and_(index.lt(end)).all(), "index out of bounds");
   return negative ? at::where(index.lt(0), index + end, index) : index;
+}
+
+// What a read gives for an index that another rank holds.
+at::Scalar elsewhere(const at::Tensor& x) {
+  return no_summand(ReduceOp::Sum, x.scalar_type());
 }
 
 // Indices into the piece, and which of them are outside the piece; the latter are set to 0.
@@ -81,11 +88,11 @@ enum class Writes { Values, Sums, Others };
 
 // What passes through an op that writes operand 2, if there is one, into operand 0.
 template <Writes writes>
-void let_pass(Rule& rule) {
+void let_pass(const Call& call, Rule& rule) {
   if (rule.operands.size() > 2 && writes == Writes::Values) {
     rule.passes_partial(0b101);
   } else if (rule.operands.size() > 2 && writes == Writes::Sums) {
-    rule.jointly_linear(0b101);
+    rule.linear.push_back(computes(call, 0b101, call.tensors[0].dtype));
   }
 }
 
@@ -127,7 +134,7 @@ void gather_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
   const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
-  run.returns({nonempty(x, dim).gather(dim, at.index).masked_fill_(at.outside, 0)});
+  run.returns({nonempty(x, dim).gather(dim, at.index).masked_fill_(at.outside, elsewhere(x))});
 }
 
 Rule gather(const Call& call) {
@@ -164,7 +171,7 @@ Rule scatter(const Call& call) {
   }
   rule.results.emplace_back(std::move(dims.self));
   rule.kernel = write_kernel<false>;
-  let_pass<writes>(rule);
+  let_pass<writes>(call, rule);
   return rule;
 }
 
@@ -176,7 +183,7 @@ void index_select_kernel(Run& run) {
   const auto at = inside(wrapped(run.arg(2).toTensor(), run.operands[0].symbols[dim], false), mine(run, 0, dim));
   SymSizes shape(x.dim(), 1);
   shape[dim] = at.outside.sym_numel();
-  run.returns({nonempty(x, dim).index_select(dim, at.index).masked_fill_(at.outside.view_symint(shape), 0)});
+  run.returns({nonempty(x, dim).index_select(dim, at.index).masked_fill_(at.outside.view_symint(shape), elsewhere(x))});
 }
 
 Rule index_select(const Call& call) {
@@ -220,7 +227,7 @@ Rule write_rows(const Call& call) {
   }
   rule.results.emplace_back(std::move(dims));
   rule.kernel = write_kernel<true>;
-  let_pass<writes>(rule);
+  let_pass<writes>(call, rule);
   return rule;
 }
 
@@ -331,7 +338,7 @@ void index_kernel(Run& run) {
   const auto& how = noted<Indexing>(run.solution);
   auto shape = outside.sym_sizes().vec();
   shape.insert(shape.end(), out.dim() - how.at - how.ndim, 1);
-  run.returns({out.masked_fill_(outside.view_symint(shape), 0)});
+  run.returns({out.masked_fill_(outside.view_symint(shape), elsewhere(x))});
 }
 
 Rule index(const Call& call) {
@@ -414,7 +421,7 @@ Rule index_put(const Call& call) {
   OperandSet both(0b1);
   both.add(call.tensors.size() - 1);
   if (call.flag(3)) {
-    rule.jointly_linear(both);
+    rule.linear.push_back(computes(call, both, call.tensors[0].dtype));
   } else {
     rule.passes_partial(both);
   }
@@ -485,7 +492,8 @@ Rule trace(const Call& call) {
   rule.operands.emplace_back(fresh_dims(rule, 2, {.kernel = true, .reduce = ReduceOp::Sum}));
   rule.results.emplace_back();
   rule.kernel = trace_kernel;
-  rule.linear_in({0});
+  const auto from = call.tensors[0].dtype;
+  rule.linear.push_back(computes(call, 1, c10::isIntegralType(from, true) ? at::kLong : from));
   return rule;
 }
 

@@ -1,6 +1,7 @@
 // Cat, stack and similar ops: several operands become one, or one is repeated.
 // Along a sharded dim each operand of cat is a window of the result: pieces stay on their ranks if their order allows it.
 #include "rules/empties.h"
+#include "rules/exact.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/solution.h"
@@ -62,7 +63,7 @@ Rule cat(const Call& call) {
     sizes[dim] = total;
     result.sizes = std::move(sizes);
   }
-  rule.passes_partial(OperandSet::first(call.tensors.size()));
+  rule.linear.push_back(moves(call, OperandSet::first(call.tensors.size()), promoted(call)));
   return rule;
 }
 
@@ -78,14 +79,14 @@ Rule stack(const Call& call) {
   }
   dims.insert(dims.begin() + dim, Dim(kNone));
   rule.results.emplace_back(std::move(dims));
-  rule.passes_partial(OperandSet::first(call.tensors.size()));
+  rule.linear.push_back(moves(call, OperandSet::first(call.tensors.size()), promoted(call)));
   return rule;
 }
 
 Rule block_diag(const Call& call) {
   auto rule = replicate(call);
   rule.results.emplace_back(Dims(2, Dim(kNone)));
-  rule.passes_partial(OperandSet::first(call.tensors.size()));
+  rule.linear.push_back(moves(call, OperandSet::first(call.tensors.size()), promoted(call)));
   return rule;
 }
 
@@ -112,7 +113,7 @@ Rule chunk_cat(const Call& call) {
   }
   rule.results.emplace_back(std::move(out));
   add_outputs(call, rule);
-  rule.jointly_linear(OperandSet::first(call.tensors.size()));
+  rule.linear.push_back(computes(call, OperandSet::first(call.tensors.size()), call.tensors[0].dtype));
   rule.kernel = call_op_nonempty;
   rule.kernel_if = is_empty;
   return rule;

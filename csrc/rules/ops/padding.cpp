@@ -1,5 +1,6 @@
 // Padding, along any dim: with a number, each piece adding its share; with the border's values, each piece reading what it shows.
 #include "rules/empties.h"
+#include "rules/exact.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
@@ -77,7 +78,7 @@ Rule constant_pad(const Call& call) {
   rule.results.emplace_back(std::move(out), std::move(sizes));
   rule.kernel = pad_kernel;
   if (call.arg(2).toScalar().equal(0)) {
-    rule.linear_in({0});
+    rule.linear.push_back(computes(call, 1, call.tensors[0].dtype));
   }
   return rule;
 }

@@ -1,5 +1,6 @@
 // Elementwise ops: every dim is a factor of its own, broadcast dims stay whole.
 // To add one, put its name into the table of its kind; add_forms adds the in-place and out= forms.
+#include "rules/exact.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/stages.h"
@@ -15,25 +16,35 @@ constexpr RuleFn pointwise = broadcast;
 // x + y holds summands if both do.
 Rule linear_jointly(const Call& call) {
   auto rule = broadcast(call);
-  rule.jointly_linear(OperandSet::first(call.tensors.size()));
+  rule.linear.push_back(computes(call, OperandSet::first(call.tensors.size()), promoted(call)));
   return rule;
 }
 
 // x * y is linear in each, the other whole.
 Rule linear_in_each(const Call& call) {
-  return linear(broadcast(call), {0, 1});
+  auto rule = broadcast(call);
+  rule.linear.push_back(computes(call, 0b01, promoted(call)));
+  rule.linear.push_back(computes(call, 0b10, promoted(call)));
+  return rule;
+}
+
+// -x and 2 * x are also linear in integers that wrap. What divides is not.
+Rule linear_in_wrapping(const Call& call) {
+  auto rule = broadcast(call);
+  rule.linear.push_back(computes(call, 1, promoted(call)));
+  return rule;
 }
 
 Rule where(const Call& call) {
   auto rule = broadcast(call);
-  rule.passes_partial(with_outputs(call, 0b110));
+  rule.linear.push_back(moves(call, with_outputs(call, 0b110), promoted(call, 0b110)));
   return rule;
 }
 
 Rule addcmul(const Call& call) {
   auto rule = broadcast(call);
-  rule.jointly_linear(with_outputs(call, 0b011));
-  rule.jointly_linear(with_outputs(call, 0b101));
+  rule.linear.push_back(computes(call, with_outputs(call, 0b011), promoted(call)));
+  rule.linear.push_back(computes(call, with_outputs(call, 0b101), promoted(call)));
   return rule;
 }
 
@@ -47,7 +58,10 @@ Rule linear_in_two(const Call& call) {
 template <ReduceOp op>
 Rule commutes_with(const Call& call) {
   auto rule = broadcast(call);
-  rule.linear.push_back({.operands = OperandSet::first(call.tensors.size()), .reductions = bit(op)});
+  auto group = moves(call, OperandSet::first(call.tensors.size()), promoted(call));
+  group.reductions = group.any_reduction ? bit(op) : group.reductions & bit(op);
+  group.any_reduction = false;
+  rule.linear.push_back(std::move(group));
   return rule;
 }
 
@@ -384,15 +398,12 @@ void register_pointwise(Registry& r) {
       {
           "_conj_physical",
           "conj_physical",
-          "deg2rad",
-          "div.Scalar",
-          "div.Tensor",
           "mul.Scalar",
           "neg",
           "positive",
-          "rad2deg",
       },
-      linear_in_first<broadcast>, o);
+      linear_in_wrapping, o);
+  r.add_forms("pointwise", {"deg2rad", "div.Scalar", "div.Tensor", "rad2deg"}, linear_in_first<broadcast>, o);
   r.add(
       "pointwise",
       {

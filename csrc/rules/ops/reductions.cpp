@@ -1,6 +1,7 @@
 // Reductions: the reduced dims are factors that the result lacks. If the reduction can be finished later (sum, max, norm), the
 // result is Partial; else a kernel combines small tensors. A piece may be empty: kernels use the neutral value for it.
 #include "redistribute/identity.h"
+#include "rules/exact.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
@@ -140,11 +141,10 @@ std::optional<at::ScalarType> dtype_argument(const Call& call) {
   return arg >= 0 && call.has(arg) ? std::optional(call.arg(arg).toScalarType()) : std::nullopt;
 }
 
-// Whether summands may be added up in the result's dtype: only if it neither rounds nor wraps differently.
-bool adds_up(const Call& call) {
+// In which dtype a sum or product is computed.
+at::ScalarType computed_in(const Call& call) {
   const auto from = call.tensors[0].dtype;
-  const auto to = dtype_argument(call).value_or(c10::isIntegralType(from, true) ? at::kLong : from);
-  return from == to || !(c10::isIntegralType(from, true) || c10::isIntegralType(to, true));
+  return dtype_argument(call).value_or(c10::isIntegralType(from, true) ? at::kLong : from);
 }
 
 // Sums of pieces add up. But summands do not pass: a value skipped in a summand (NaN, zero) may count in the sum.
@@ -154,9 +154,7 @@ Rule counted(const Call& call) {
 
 Rule summed(const Call& call, bool by_kernel) {
   auto rule = reduce(call, {.kernel = by_kernel, .reduce = ReduceOp::Sum});
-  if (adds_up(call)) {
-    passes(call, rule, bit(ReduceOp::Sum) | bit(ReduceOp::Avg));
-  }
+  rule.linear.push_back(computes(call, with_outputs(call, 1), computed_in(call)));
   return rule;
 }
 
@@ -186,7 +184,7 @@ Rule mean(const Call& call) {
 Rule prod(const Call& call) {
   const bool whole = c10::isComplexType(dtype_argument(call).value_or(call.tensors[0].dtype));
   auto rule = reduce(call, {.whole = whole, .reduce = ReduceOp::Product});
-  if (adds_up(call)) {
+  if (moves(call, with_outputs(call, 1), computed_in(call)).any_reduction) { // casts nothing
     passes(call, rule, bit(ReduceOp::Product));
   }
   return rule;

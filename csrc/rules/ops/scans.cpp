@@ -1,6 +1,7 @@
 // Ops along a dim that keep the dim: cumsum and similar scans, sort, topk. A scan along a sharded dim runs on each piece and
 // then adds the totals of the pieces before it: one slice per rank is gathered, never the data.
 #include "redistribute/identity.h"
+#include "rules/exact.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
@@ -223,10 +224,7 @@ Rule scan(const Call& call) {
 
 Rule cumsum(const Call& call) {
   auto rule = scan<cumsum_kernel>(call);
-  const auto from = call.tensors[0].dtype, to = computed_in(call);
-  if (from == to || !(c10::isIntegralType(from, true) || c10::isIntegralType(to, true))) {
-    rule.linear_in({0});
-  }
+  rule.linear.push_back(computes(call, 1, computed_in(call)));
   return rule;
 }
 

@@ -1,6 +1,8 @@
 // Parts of a dim: slices, rows, diagonals, windows; and the ops that write gradients and values into them.
 #include "rules/ops/views.h"
 
+#include "redistribute/identity.h"
+#include "rules/exact.h"
 #include "rules/registry.h"
 #include "rules/resolve/cutting.h"
 #include "rules/windows.h"
@@ -214,7 +216,7 @@ at::Tensor row_of_piece(const at::Tensor& x, int64_t dim, const c10::SymInt& ind
   return here ? x.select_symint(dim, index - piece.start) : at::Tensor();
 }
 
-// The owner has the row, the others zeros.
+// The owner has the row, the others nothing.
 void select_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
@@ -224,7 +226,7 @@ void select_kernel(Run& run) {
   }
   auto shape = x.sym_sizes().vec();
   shape.erase(shape.begin() + dim);
-  run.returns({at::zeros_symint(shape, x.options())});
+  run.returns({at::full_symint(shape, no_summand(ReduceOp::Sum, x.scalar_type()), x.options())});
 }
 
 struct Row {
@@ -248,7 +250,7 @@ void unbind_kernel(Run& run) {
   Sizes shape(x.sizes().begin(), x.sizes().end());
   shape.erase(shape.begin() + dim);
   shape.insert(shape.begin(), sizes[dim]);
-  auto rows = at::zeros(shape, x.options());
+  auto rows = at::full(shape, no_summand(ReduceOp::Sum, x.scalar_type()), x.options());
   rows.narrow(0, piece.start, piece.length).copy_(x.movedim(dim, 0));
   run.returns({c10::List<at::Tensor>(rows.unbind())});
 }
@@ -419,7 +421,7 @@ Rule diag_embed(const Call& call) {
   in.emplace_back(kNone);
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out));
-  rule.linear_in({0});
+  rule.linear.push_back(computes(call, 1, call.tensors[0].dtype));
   return rule;
 }
 
@@ -624,7 +626,7 @@ Rule slice_scatter(const Call& call) {
   dims[dim].window = w;
   rule.operands.emplace_back(std::move(dims));
   rule.kernel = scatter_kernel<noted_slice>;
-  rule.passes_partial(0b11);
+  rule.linear.push_back(moves(call, 0b11, call.tensors[0].dtype));
   return rule;
 }
 
@@ -650,7 +652,7 @@ Rule select_scatter(const Call& call) {
   dims.erase(dims.begin() + dim);
   rule.operands.emplace_back(std::move(dims));
   rule.kernel = select_scatter_kernel;
-  rule.passes_partial(0b11);
+  rule.linear.push_back(moves(call, 0b11, call.tensors[0].dtype));
   return rule;
 }
 
@@ -673,7 +675,7 @@ Rule diagonal_scatter(const Call& call) {
   rule.operands.emplace_back(dims.matrices);
   rule.operands.emplace_back(std::move(dims.diagonals));
   rule.results.emplace_back(std::move(dims.matrices), whole);
-  rule.passes_partial(0b11);
+  rule.linear.push_back(moves(call, 0b11, call.tensors[0].dtype));
   return rule;
 }
 

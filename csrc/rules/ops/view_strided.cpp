@@ -1,6 +1,7 @@
 // as_strided, and ops that would change a tensor's memory.
 #include "rules/ops/views.h"
 
+#include "rules/exact.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
@@ -309,7 +310,7 @@ Rule as_strided_scatter(const Call& call) {
   rule.results.emplace_back(std::move(in));
   rule.notes = Laid{to.offset, x.sym_strides()};
   rule.always(strided_scatter_kernel);
-  rule.passes_partial(0b11);
+  rule.linear.push_back(moves(call, 0b11, x.dtype));
   return rule;
 }
 

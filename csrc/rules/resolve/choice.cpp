@@ -1,6 +1,7 @@
 #include "rules/resolve/choice.h"
 
 #include "redistribute/plan.h"
+#include "rules/exact.h"
 #include "rules/resolve/cutting.h"
 
 #include <algorithm>
@@ -97,7 +98,7 @@ class Chooser {
         }
       } else if (p.is_partial() && !rule_.operands[i].free && summands_pass_) {
         for (const auto& group : rule_.linear) {
-          if (!group.operands.has(i) || !group.passes(p) || !adds_up(group, p) ||
+          if (!group.operands.has(i) || !group.passes(p) || !adds_up(group, p, call_) ||
               (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
             continue;
           }
@@ -322,20 +323,6 @@ class Chooser {
       }
       if (c.kind == Choice::Kind::Shard && dim_of(rule_.operands[i].dims, c.factor) < 0 &&
           so_far_.summands(c.factor, rule_.operands[i].reduce).is_partial() && !rule_.operands[i].summand) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  // False for sums of bools: such a sum is true or false, so the op's results on the summands do not add up to its result on
-  // the sum.
-  bool adds_up(const Linear& group, const Placement& p) const {
-    if (group.any_reduction || (p.reduce != ReduceOp::Sum && p.reduce != ReduceOp::Avg)) {
-      return true;
-    }
-    for (size_t i = 0; i < call_.tensors.size(); ++i) {
-      if (group.operands.has(i) && call_.tensors[i].dtype == at::kBool && !call_.tensors[i].output) {
         return false;
       }
     }
