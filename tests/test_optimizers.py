@@ -204,3 +204,69 @@ def test_beside_plain_parameters(ranks, name, how):
         if name == "Rprop":  # makes a state like the gradient, in another layout than a cut parameter's
             calls.pop("all_gather")
         assert calls == {"all_reduce": 1, "reduce_scatter": 1}  # four gradients together; the cut one
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps matrices and vectors of its own, as plain tensors."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.setdefault(p, {})
+                left = state.setdefault("left", torch.eye(p.shape[0]) + 0.1)
+                scale = state.setdefault("scale", torch.arange(1.0, p.shape[1] + 1))
+                p.add_(left @ p.grad * scale, alpha=-0.1)
+        return loss
+
+
+def state_of_its_own(kind):
+    import copy
+
+    import shardtensor as st
+    from oracle import mesh_here
+    from torch import nn
+
+    mesh = mesh_here()
+    make = {"own": Preconditioned, "lbfgs": lambda params: torch.optim.LBFGS(params, max_iter=3)}[kind]
+    torch.manual_seed(1)
+    plain = nn.Linear(6, 5, bias=False)
+    ours = st.distribute_module(copy.deepcopy(plain), mesh, lambda name, module, mesh: cut(module, mesh))
+    x = torch.randn(7, 6)
+    put = st.distribute_tensor(x, mesh, [st.Replicate()])
+    optimizers = make(plain.parameters()), make(ours.parameters())
+    for _ in range(3):
+        for model, batch, optimizer in ((plain, x, optimizers[0]), (ours, put, optimizers[1])):
+
+            def closure(model=model, batch=batch, optimizer=optimizer):
+                optimizer.zero_grad()
+                with torch.enable_grad():
+                    loss = model(batch).square().sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    torch.testing.assert_close(ours.weight.full_tensor(), plain.weight, rtol=1e-4, atol=1e-5)
+    # The model in a closure is not the optimizer's, and plain parameters may differ between ranks.
+    with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
+        optimizers[1].step(lambda: ours(x).sum())
+    assert st.get_promotion_mode() == "error"
+    mixed = Preconditioned([*ours.parameters(), nn.Parameter(torch.ones(2, 3))])
+    ours(put).sum().backward()
+    with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
+        mixed.step()
+
+
+def cut(module, mesh):
+    import shardtensor as st
+
+    module.weight = torch.nn.Parameter(st.distribute_tensor(module.weight.detach(), mesh, [st.Shard(0)]))
+
+
+@pytest.mark.parametrize("kind", ["own", "lbfgs"])
+def test_state_of_its_own(ranks, kind):
+    ranks.run(f"{__name__}:state_of_its_own", kind)

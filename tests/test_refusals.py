@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import opinfo
 import pytest
+import torch
 
 PARTS = 4
 # We ask a kernel for its dtypes with few elements: too few for the square that these ops need.
@@ -21,3 +22,30 @@ def test_on_all_ranks(pools, kind, part):
     names = sorted(n for n in opinfo.database() if n not in (*opinfo.BY_VALUE, *left_out))[part::PARTS]
     refused = pools(3).run("opinfo:run_refusals", names, 2, kind, seconds=110)
     assert refused[0] > 80, refused
+
+
+def asked_by_name():
+    import shardtensor as st
+    from oracle import mesh_here
+    from shardtensor.parallel import ColwiseParallel, parallelize_module
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh, n = mesh_here(), mesh_here().size()
+    x = st.distribute_tensor(torch.arange(6.0), mesh, [st.Shard(0)])
+    with st.debug.comm_budget(calls=0):
+        assert not x.is_pinned()
+    with pytest.raises(NotImplementedError, match=r"ShardTensor\.to_mkldnn"):
+        x.to_mkldnn()
+    with pytest.raises(TypeError, match="distribute_tensor: argument 'tensor' is a list"):
+        st.distribute_tensor([1.0, 2.0], mesh, [st.Shard(0)])
+    model = nn.Sequential(nn.Linear(4, 4 * n), nn.Linear(4 * n, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": ColwiseParallel()})
+    with pytest.raises(ValueError, match=f"has 4 features on rank .* the Linear takes {4 * n}.*RowwiseParallel"):
+        model(torch.ones(2, 4))
+    with pytest.raises(TypeError, match=r"parameter '0.weight' is a ShardTensor, S\(0\).*fully_shard"):
+        DistributedDataParallel(model)
+
+
+def test_what_is_asked_by_name(pools):
+    pools(2).run(f"{__name__}:asked_by_name")

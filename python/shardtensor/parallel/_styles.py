@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -212,11 +213,22 @@ class ColwiseParallel(_Features):
         entrance = Entrance(mesh) if isinstance(layout, Replicate) and shapes is None else None
 
         def prepare(module: nn.Module, value: Any) -> torch.Tensor:
+            if entrance is not None and type(value) is torch.Tensor and isinstance(module, nn.Linear):
+                _check_features(module, value)
             if entrance is not None and can_share(value):
                 return entrance.enter(value)
             return target.move(_enter(value, mesh, layout, shapes, "ColwiseParallel"))
 
         return prepare
+
+
+def _check_features(module: nn.Linear, value: torch.Tensor) -> None:
+    if value.ndim and value.shape[-1] != module.in_features:
+        raise ValueError(
+            f"ColwiseParallel: the input has {value.shape[-1]} features on rank {dist.get_rank()}, but the Linear takes "
+            f"{module.in_features}. If this is one rank's part, the output of another ColwiseParallel: make this module a RowwiseParallel, or "
+            "give it input_layouts=Shard(-1), which gathers the parts"
+        )
 
 
 class RowwiseParallel(_Features):

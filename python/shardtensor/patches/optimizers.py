@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.optim.optimizer import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 
 import shardtensor._C as _C
 from shardtensor.patches._once import wrap_once
+from shardtensor.tensor._modes import get_promotion_mode, implicit_replication, promotion_mode
 from shardtensor.tensor._tensor import ShardTensor
 
 _ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
@@ -76,8 +78,56 @@ def _all_as_pieces(lists: Lists, scaled: bool, number: bool) -> Lists:
     return pieces or lists
 
 
+def _with_own_state(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's step, in which plain tensors (identity matrices, vectors of numbers) count as replicated: all ranks make them
+    alike. Not if it also has plain parameters, whose gradients may differ between ranks. The closure keeps the caller's mode: it
+    runs the model."""
+
+    @functools.wraps(step)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not _only_ours(self):
+            return step(self, *args, **kwargs)
+        outside = get_promotion_mode()
+
+        def as_before(closure: Any) -> Any:
+            def call() -> Any:
+                with promotion_mode(outside):
+                    return closure()
+
+            return call if callable(closure) else closure
+
+        if args:
+            args = as_before(args[0]), *args[1:]
+        if "closure" in kwargs:
+            kwargs["closure"] = as_before(kwargs["closure"])
+        with implicit_replication():
+            return step(self, *args, **kwargs)
+
+    return run
+
+
+def _only_ours(optimizer: Any) -> bool:
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim.") and kind.__name__.lower() in _ELEMENTWISE:  # their state has the parameters' layouts
+        return False
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return bool(held) and all(isinstance(p, ShardTensor) for p in held)
+
+
+def _wrap_steps(profile_hook_step: Callable[..., Any]) -> Any:
+    @functools.wraps(profile_hook_step)
+    def wrap(step: Callable[..., Any]) -> Any:
+        return profile_hook_step(_with_own_state(step))
+
+    return wrap
+
+
 def install() -> None:
-    """Wraps torch.optim's functions, and makes torch choose foreach as for plain tensors; once."""
+    """Wraps torch.optim's functions and the steps of other optimizers, and makes torch choose foreach as for plain tensors; once."""
+    if not hasattr(Optimizer.profile_hook_step, "_shardtensor"):
+        wrapped = _wrap_steps(Optimizer.profile_hook_step)
+        wrapped._shardtensor = True
+        Optimizer.profile_hook_step = staticmethod(wrapped)  # type: ignore[method-assign]
     for name in _ELEMENTWISE:
         wrap_once(importlib.import_module(f"torch.optim.{name}"), name, _on_pieces)
     if ShardTensor not in _optimizers_types:

@@ -72,6 +72,8 @@ def distribute_tensor(
     """
     who = "distribute_tensor"
     mesh = given_mesh(device_mesh, who)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{who}: argument 'tensor' is a {type(tensor).__name__}, not a torch.Tensor; pass torch.as_tensor(...) of it")
     if isinstance(tensor, DTensor):
         ours = ShardTensor.from_dtensor(tensor)
         layout = _full_layout(mesh, placements, tensor.shape, sharding_shapes, who, partial=("sum", "avg"))

@@ -365,7 +365,8 @@ class ShardTensor(DTensor):
         root = self
         if self._layout.has_partial:
             whole = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
-            root = self.redistribute(placements=whole)
+            with torch.enable_grad():  # an optimizer's step may call a closure without it
+                root = self.redistribute(placements=whole)
         if gradient is None and root.numel() == 1:
             gradient = torch.ones_like(root)
         torch.autograd.backward(root, gradient, retain_graph, create_graph, inputs=inputs)
@@ -437,6 +438,11 @@ class ShardTensor(DTensor):
     resize_as_ = _refuse_storage("resize_as_")
     set_ = _refuse_storage("set_")
     pin_memory = _refuse_storage("pin_memory")
+    to_mkldnn = _refuse_storage("to_mkldnn")
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether this rank's piece is; without communication."""
+        return bool(self._local_tensor.is_pinned() if device is None else self._local_tensor.is_pinned(device))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Replaces an int index on a sharded dim by a slice of length 1, which does not move."""
