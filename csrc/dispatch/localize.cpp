@@ -66,8 +66,8 @@ bool replicates(const Op& op) {
   return !op.entry || !op.entry->rule || op.entry->gathers();
 }
 
-// Whether the op's kernel gets moved operands in the whole's order. A part of a replicated operand is a view with gaps, which some
-// of torch's kernels (the backward of layer_norm) read as contiguous memory. Elementwise kernels take any strides.
+// Whether the op's kernel gets moved operands in the whole's order. A part of a replicated operand is a view with gaps. Some of
+// torch's kernels (the backward of layer_norm) read it as contiguous memory. Elementwise kernels take any strides.
 bool needs_order(const Op& op) {
   return op.is_view || replicates(op) || !op.entry->options.broadcasts;
 }
