@@ -1211,6 +1211,98 @@ def written_inputs():
     assert torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)(none).shape == (0, 6)
 
 
+WRITES = {
+    "copy": lambda t: t.copy_(torch.ones_like(t)),
+    "detached": lambda t: t.detach().mul_(2),
+    "element": lambda t: t.__setitem__((slice(None), 0), 2.0),
+    "graph": lambda t: torch.compile(lambda t: t.add_(1), backend="aot_eager", fullgraph=True)(t),
+    "list": lambda t: torch._foreach_add_([t], 1.0),
+    "moved_row": lambda t: t[1].add_(1),
+    "mul": lambda t: t.mul_(2),
+    "reshaped": lambda t: t.view(-1).add_(1),
+    "transposed": lambda t: t.t().zero_(),
+    "view": lambda t: t[:, 1:].mul_(2),
+}
+
+
+def writes_are_seen():
+    """What one side of a graph has saved, the other has not written unnoticed."""
+
+    def compiled(function):
+        torch._dynamo.reset()
+        return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    def product(a, b):
+        return a * b
+
+    def refuses_backward(y):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    def made(grad=False):
+        return spread(torch.arange(42.0).reshape(7, 6), grad=grad)
+
+    for write in WRITES.values():
+        a, b = made(grad=True), made()
+        y = compiled(product)(a, b)
+        with torch.no_grad():
+            write(b)
+        refuses_backward(y)
+    for options in ({}, {"foreach": True}, {"foreach": False}):  # torch counts no write of a fused step
+        weight = torch.nn.Parameter(spread(torch.ones(6, 6), R))
+        weight.grad = torch.ones_like(weight)
+        y = compiled(torch.matmul)(made(grad=True), weight)
+        torch.optim.SGD([weight], lr=0.1, **options).step()
+        refuses_backward(y)
+    a = made(grad=True)
+    y = compiled(torch.exp)(a * 0.01)
+    with torch.no_grad():
+        y.mul_(2)
+    refuses_backward(y)
+    b = made()
+    y = made(grad=True) * b
+    WRITES["graph"](b)
+    refuses_backward(y)
+
+    def writes_first(a, b):
+        b.mul_(2)
+        return a * b
+
+    a, b = made(grad=True), made()
+    compiled(writes_first)(a, b).sum().backward()
+    torch.testing.assert_close(_whole(a.grad), _whole(b))
+
+
+def writes_reach_views():
+    """A graph's write counts for a view that had to move data, and for sums that are kept."""
+
+    def add(t):
+        return t.add_(1)
+
+    compiled = torch.compile(add, backend="aot_eager", fullgraph=True)
+
+    def row_after(write, part):
+        cache = spread(torch.arange(42.0).reshape(7, 6))
+        row = cache[1]
+        write(part(cache))
+        try:
+            return _whole(row + 0)
+        except RuntimeError as error:
+            assert "after its base tensor was written" in str(error)
+            return None
+
+    for part in (lambda t: t, lambda t: t[:, 1:]):
+        torch.testing.assert_close(row_after(compiled, part), row_after(add, part))
+    for make in (lambda: spread(torch.ones(4, 6), S1) @ spread(torch.ones(6, 6), S0), lambda: spread(torch.ones(7, 6)).sum()):
+        summands = []
+        for write in (add, compiled):
+            t = make()
+            _whole(t)
+            write(t)
+            summands.append(_whole(t))
+        torch.testing.assert_close(summands[1], summands[0])
+
+
 def running_statistics():
     from shardtensor import ShardTensor, distribute_module
 
@@ -1257,7 +1349,11 @@ def copied_results():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
-    "name", ["copied_results", "inference", "module_with_tensors", "running_statistics", "several_meshes", "written_inputs"]
+    "name",
+    [
+        "copied_results", "inference", "module_with_tensors", "running_statistics", "several_meshes", "writes_are_seen", "writes_reach_views",
+        "written_inputs",
+    ],
 )
 def test_inputs_and_outputs(pools, name, world):
     pools(world).run(f"{__name__}:{name}")

@@ -4,6 +4,7 @@
 #include "comm/values.h"
 #include "tensor/lists.h"
 #include "tensor/shard_tensor.h"
+#include "tensor/versions.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -77,6 +78,10 @@ void register_tensor(py::module& m) {
   m.def("is_shard_tensor", [](const at::Tensor& t) { return as_shard_tensor(t) != nullptr; });
   m.def("local", [](const at::Tensor& t) { return shard_tensor(t, "_local_tensor").local(); });
   m.def("set_local", [](const at::Tensor& t, const at::Tensor& local) { shard_tensor(t, "_local_tensor").set_local(local); });
+  m.def("count_on_piece", [](const at::Tensor& t) { bump_piece(shard_tensor(t, "count_on_piece").local(/*to_view=*/true)); });
+  m.def(
+      "note_write", [](const at::Tensor& t) { shard_tensor(t, "note_write").note_write(); },
+      py::call_guard<py::gil_scoped_release>());
   m.def("cut_alike", [](const py::list& list) {
     const auto tensors = tensor_list(list);
     return tensors && cut_alike(*tensors);

@@ -6,6 +6,7 @@
 #include "redistribute/identity.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
+#include "tensor/versions.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/strides.h>
@@ -179,7 +180,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
 void note_writes(const Op& op, const Refs& refs) {
   for (const auto& r : refs) {
     if ((op.mutated >> r.arg & 1) && r.impl) {
-      r.impl->note_write();
+      r.index < 0 ? note_write_and_piece(*r.impl) : note_write_in_list(*r.impl);
     }
   }
 }

@@ -3,6 +3,7 @@
 #include "dispatch/errors.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
+#include "tensor/versions.h"
 
 #include <ATen/ATen.h>
 
@@ -72,6 +73,7 @@ void remember_base(
     if (source.layout != home.layout) {
       at::Tensor(home.local).copy_(moved(op, source, home.layout));
     }
+    bump_piece(home.local);
     if (behind) {
       if (behind->put_back) {
         behind->put_back();

@@ -3,6 +3,7 @@
 #include "dispatch/kernel_table.h"
 #include "dispatch/lists.h"
 #include "tensor/lists.h"
+#include "tensor/versions.h"
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
@@ -65,7 +66,7 @@ bool stays(const Op&, size_t, const T&, TensorList, std::vector<Tensor>&) {
 void note_writes(const Op& op, size_t arg, TensorList list) {
   for (size_t n = 0; (op.mutated >> arg & 1) && n < list.size(); ++n) {
     if (auto* impl = as_shard_tensor(list[n])) {
-      impl->note_write();
+      note_write_in_list(*impl);
     }
   }
 }
@@ -103,10 +104,8 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
     if constexpr (std::is_void_v<Result>) {
       c10::impl::ExcludeDispatchKeyGuard below(kBelow);
       call_.call(localized(first, locals[0]), localized(args, locals[I + 1])...);
-      if (Writes::alive) {
-        note_writes(op_, 0, first);
-        (note_writes(op_, I + 1, args), ...);
-      }
+      note_writes(op_, 0, first);
+      (note_writes(op_, I + 1, args), ...);
     } else {
       if (!op_.entry->options.elementwise && !solve_each(first, locals[0], solutions, args...)) {
         return boxed(first, args...);

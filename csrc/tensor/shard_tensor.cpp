@@ -249,11 +249,9 @@ void ShardTensorImpl::let_keep_sums() {
                 !comm::may_be_capturing(local_) && !makes_leafs_gradient();
 }
 
-// Below autograd a view's piece has got a version counter of its own, which would miss writes.
 void ShardTensorImpl::share_sums(const ShardTensorImpl& other) {
   if (C10_UNLIKELY(other.keeps_sums_) && !local_.is_inference() && !makes_leafs_gradient()) {
     keeps_sums_ = true;
-    local_.unsafeGetTensorImpl()->set_version_counter(other.local_.unsafeGetTensorImpl()->version_counter());
   }
 }
 
@@ -452,6 +450,18 @@ ShardTensorImpl& shard_tensor(const at::TensorBase& t, const char* what) {
   return *impl;
 }
 
+namespace {
+
+// Below autograd a view's piece gets a version counter of its own, which would miss writes.
+void share_version(const at::Tensor& view, const at::Tensor& base) {
+  auto *of_view = view.unsafeGetTensorImpl(), *of_base = base.unsafeGetTensorImpl();
+  if (of_view != of_base && !view.is_inference() && !base.is_inference()) {
+    of_view->set_version_counter(of_base->version_counter());
+  }
+}
+
+} // namespace
+
 at::Tensor wrap(
     at::Tensor local,
     LayoutPtr layout,
@@ -461,6 +471,9 @@ at::Tensor wrap(
     int64_t offset,
     bool moved) {
   const bool traced = needs_tracing(local);
+  if (base && !moved && !traced) {
+    share_version(local, base->local(/*to_view=*/true));
+  }
   c10::intrusive_ptr<ShardTensorImpl> impl;
   const bool inference = base && const_cast<ShardTensorImpl*>(base)->is_inference();
   if (base && (inference || base->key_set().has(DispatchKey::ADInplaceOrView))) {

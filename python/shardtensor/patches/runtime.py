@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,36 @@ import shardtensor._C as _C
 def patch(wrappers: Any) -> None:
     wrappers.gen_alias_from_base = _with_our_aliases(wrappers.gen_alias_from_base)
     _look_through(wrappers)
+    wrappers.RuntimeWrapper.post_compile = _counting_writes(wrappers.RuntimeWrapper.post_compile)
+
+
+def _counting_writes(post_compile: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph writes the pieces of its inputs. The writes are counted as in eager mode: on the piece before the graph runs, as torch
+    counts them on the ShardTensor, since the graph may save the piece; for views and kept sums afterwards, since the values of a view
+    that moved data are then copied into its base. Which inputs a graph writes is the same on all ranks."""
+
+    @functools.wraps(post_compile)
+    def counted(self: Any, compiled: Any, config: Any, *, runtime_metadata: Any) -> Any:
+        run = post_compile(self, compiled, config, runtime_metadata=runtime_metadata)
+        written = [i for i, info in enumerate(runtime_metadata.input_info) if info.mutates_data and info.mutation_type.name == "MUTATED_IN_GRAPH"]
+        if not written:
+            return run
+        seen = set(runtime_metadata.mutated_graph_handled_indices_seen_by_autograd)
+
+        @functools.wraps(run)
+        def counting(args: list[Any]) -> Any:
+            ours = [(i, args[i]) for i in written if isinstance(args[i], torch.Tensor) and _C.is_shard_tensor(args[i])]
+            for i, t in ours:
+                if i in seen:
+                    _C.count_on_piece(t)
+            out = run(args)
+            for _, t in ours:
+                _C.note_write(t)
+            return out
+
+        return counting
+
+    return counted
 
 
 def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -70,4 +101,3 @@ def _look_through(wrappers: Any) -> None:
         return dispatch(self, func, types, args, kwargs)
 
     mode.__torch_dispatch__ = look
-
