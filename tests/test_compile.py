@@ -739,6 +739,40 @@ def test_other_ops_are_compiled_for_each_length(pools, world):
     pools(world).run(f"{__name__}:dynamic", "SPECIALISED", False, seconds=110)
 
 
+# With the same seed as in eager mode.
+RANDOM = {
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout_of_product": lambda x: F.dropout(x, 0.1) @ x.new_ones(6, 2),
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "rand_like": lambda x: torch.rand_like(x) + x,
+    "uniform": lambda x: x.clone().uniform_(),
+}
+
+
+def random_lengths(name):
+    function, world = RANDOM[name], mesh_here().size()
+    compiled, counter = _counting(function, dynamic=True)
+    frames = []
+    for n in (8 * world, 12 * world, 16 * world + 1, 20 * world + 1):
+        results = []
+        for run in (function, compiled):
+            torch.manual_seed(n)
+            x = spread(torch.arange(6.0 * n).reshape(n, 6) / 30, S0, grad=True)
+            out = run(x)
+            if out.requires_grad:
+                _whole(out.sum()).backward()
+            results.append((_whole(out.detach()), None if x.grad is None else _whole(x.grad), torch.rand(1)))
+        torch.testing.assert_close(results[1], results[0])
+        frames.append(counter.frame_count)
+    assert frames == [1, 1, 2, 2], frames
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_ops_are_one_graph(pools, name):
+    pools(2).run(f"{__name__}:random_lengths", name)
+
+
 def two_lengths(beyond):
     """Two sequences joined, as text and image tokens are, and parted again: neither result has cuts that follow one length."""
 

@@ -2,11 +2,13 @@
 
 #include "comm/values.h"
 #include "draws/keys.h"
+#include "layout/symbolic.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <bit>
 #include <memory>
 
@@ -46,13 +48,28 @@ at::Tensor call(const char* name, Args&&... args) {
   return stack[0].toTensor();
 }
 
-// The runs of all dims in one list: how many, then start and length of each.
-std::vector<int64_t> listed(c10::ArrayRef<Intervals> runs) {
-  std::vector<int64_t> out;
-  for (const auto& dim : runs) {
-    out.push_back(static_cast<int64_t>(dim.size()));
-    for (const auto& run : dim) {
-      out.insert(out.end(), {run.start, run.length});
+// Whether Layout::intervals() must find the runs: a strided shard has several.
+bool has_several_runs(const Layout& layout, int64_t dim) {
+  const auto& all = layout.placements();
+  return std::any_of(all.begin(), all.end(), [&](const Placement& p) { return p.is_shard(dim) && p.split_factor > 1; });
+}
+
+// What this rank holds of each dim, in one list: how many runs, then start and length of each.
+SymSizes listed(const Layout& layout, c10::SymIntArrayRef sizes) {
+  SymSizes out;
+  const auto add = [&](const c10::SymInt& start, const c10::SymInt& length) { out.insert(out.end(), {start, length}); };
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    if (sizes[d].is_symbolic() && !has_several_runs(layout, dim)) {
+      const auto run = mine(layout, dim, sizes[d]);
+      out.emplace_back(1);
+      add(run.start, run.length);
+      continue;
+    }
+    const auto runs = layout.intervals(dim, sizes[d].guard_int(__FILE__, __LINE__), layout.mesh().coordinate());
+    out.emplace_back(static_cast<int64_t>(runs.size()));
+    for (const auto& run : runs) {
+      add(run.start, run.length);
     }
   }
   return out;
@@ -77,8 +94,8 @@ at::Tensor next_key_now(const at::Tensor& like, const std::optional<at::Tensor>&
 at::Tensor drawn_now(
     const at::Tensor& like,
     const at::Tensor& key,
-    at::IntArrayRef sizes,
-    at::IntArrayRef runs,
+    c10::SymIntArrayRef sizes,
+    c10::SymIntArrayRef runs,
     int64_t kind,
     double a,
     double b,
@@ -87,19 +104,28 @@ at::Tensor drawn_now(
   auto out = at::empty_like(like);
   const kernels::Distribution distribution{
       static_cast<kernels::Distribution::Kind>(kind), a, b, low, std::bit_cast<uint64_t>(range)};
-  kernels::fill_runs(out, std::bit_cast<uint64_t>(key.item<int64_t>()), sizes, unlisted(runs), distribution);
+  kernels::fill_runs(out, std::bit_cast<uint64_t>(key.item<int64_t>()), guarded(sizes), unlisted(guarded(runs)), distribution);
   return out;
 }
 
 at::Tensor drawn_meta(
-    const at::Tensor& like, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t, double, double, int64_t, int64_t) {
+    const at::Tensor& like,
+    const at::Tensor&,
+    c10::SymIntArrayRef,
+    c10::SymIntArrayRef,
+    int64_t,
+    double,
+    double,
+    int64_t,
+    int64_t) {
   return at::empty_like(like);
 }
 
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
   const std::vector<at::Tag> tags{at::Tag::nondeterministic_seeded}; // not to be merged, left out or run again
   m.def("next_key(Tensor like, Tensor? after, str[] groups) -> Tensor", tags);
-  m.def("drawn(Tensor like, Tensor key, int[] sizes, int[] runs, int kind, float a, float b, int low, int range) -> Tensor");
+  m.def(
+      "drawn(Tensor like, Tensor key, SymInt[] sizes, SymInt[] runs, int kind, float a, float b, int low, int range) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(shardtensor, CPU, m) {
@@ -126,11 +152,11 @@ at::Tensor next_key_in_graph(const at::Tensor& local, const Mesh& mesh) {
 at::Tensor drawn_in_graph(
     const at::Tensor& local,
     const at::Tensor& key,
-    c10::IntArrayRef sizes,
-    c10::ArrayRef<Intervals> runs,
+    const Layout& layout,
+    c10::SymIntArrayRef sizes,
     const kernels::Distribution& d) {
   return call(
-      "shardtensor::drawn", local, key, sizes, listed(runs), static_cast<int64_t>(d.kind), d.a, d.b, d.low,
+      "shardtensor::drawn", local, key, sizes, listed(layout, sizes), static_cast<int64_t>(d.kind), d.a, d.b, d.low,
       std::bit_cast<int64_t>(d.range));
 }
 

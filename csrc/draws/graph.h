@@ -11,12 +11,12 @@ namespace shardtensor::draws {
 // argument.
 at::Tensor next_key_in_graph(const at::Tensor& local, const Mesh& mesh);
 
-// A new tensor like `local`, filled.
+// A new tensor like `local`, this rank's piece under `layout` of a tensor of global `sizes`, filled. Sizes may be symbols.
 at::Tensor drawn_in_graph(
     const at::Tensor& local,
     const at::Tensor& key,
-    c10::IntArrayRef sizes,
-    c10::ArrayRef<Intervals> runs,
+    const Layout& layout,
+    c10::SymIntArrayRef sizes,
     const kernels::Distribution& distribution);
 
 } // namespace shardtensor::draws

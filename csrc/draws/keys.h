@@ -5,6 +5,7 @@
 #include "kernels/random.h"
 
 #include <ATen/core/Generator.h>
+#include <c10/core/SymIntArrayRef.h>
 
 #include <optional>
 
@@ -28,8 +29,13 @@ struct Key {
   at::Tensor traced;
 };
 
-// Fills `local`, this rank's piece under `layout` of a tensor of global `sizes`. Any strides; empty pieces too.
+// Fills `local`, this rank's piece under `layout` of a tensor of global `sizes`, which may be symbols in a graph. Any strides;
+// empty pieces too.
 void fill(
-    at::Tensor& local, const Key& key, const Layout& layout, c10::IntArrayRef sizes, const kernels::Distribution& distribution);
+    at::Tensor& local,
+    const Key& key,
+    const Layout& layout,
+    c10::SymIntArrayRef sizes,
+    const kernels::Distribution& distribution);
 
 } // namespace shardtensor::draws

@@ -6,6 +6,7 @@
 #include "draws/graph.h"
 #include "draws/keys.h"
 #include "kernels/random.h"
+#include "layout/symbolic.h"
 #include "rules/solution.h"
 
 #include <ATen/ATen.h>
@@ -62,7 +63,7 @@ void check_values(const at::Tensor& holds, const char* message) {
 // Fills `local`, a piece like operand i's.
 void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t i = 0) {
   const auto& like = run.operands[i];
-  draws::fill(local, next_key(run, local), *like.layout, like.sizes(), d);
+  draws::fill(local, next_key(run, local), *like.layout, like.symbols, d);
 }
 
 // A new local tensor like argument 0, as empty_like makes it.
@@ -200,7 +201,7 @@ void fill_fresh(Run& run) {
 
 // Whether a uniform number of the same index is below `p`, with the shape of `of`.
 at::Tensor below(const Run& run, const at::Tensor& p, const at::Tensor& of) {
-  auto u = at::empty(of.sizes(), of.options().dtype(at::kDouble));
+  auto u = at::empty_symint(of.sym_sizes(), of.options().dtype(at::kDouble));
   fill_like(run, u, {Kind::Uniform, 0, 1});
   check_values(at::logical_and(p >= 0, p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true");
   return u < p;
@@ -225,13 +226,13 @@ void bernoulli_of_self(Run& run) {
 // normal(mean, std) where one or both are tensors; the result has the mean's dtype.
 void normal_of_tensors(Run& run) {
   const auto mean = run.arg(0), std = run.arg(1);
-  auto sizes = c10::IntArrayRef(run.operands[0].sizes()).vec();
+  auto sizes = run.operands[0].symbols.vec();
   if (run.operands.size() > 1) {
-    sizes = at::infer_size(sizes, run.operands[1].sizes());
+    sizes = at::infer_size_symint(sizes, run.operands[1].symbols);
   }
   const auto& layout = *run.solution.results[0].layout;
   const auto& like = (mean.isTensor() ? mean : std).toTensor();
-  auto out = at::empty(layout.local_sizes(sizes), like.options());
+  auto out = at::empty_symint(sym_local_sizes(layout, sizes), like.options());
   draws::fill(out, next_key(run, out), layout, sizes, {Kind::Normal, 0, 1});
   if (std.isTensor()) {
     const auto s = std.toTensor();
@@ -288,7 +289,7 @@ void multinomial_race(Run& run) {
   const auto n = run.arg(1).toInt();
   auto q = at::empty_like(p);
   fill_like(run, q, {Kind::Exponential, 1}); // all ranks draw a key here, before checks that may raise on one
-  if (p.numel()) {
+  if (!is_empty(p)) {
     const auto total = p.sum(-1);
     check_values(
         at::logical_and(total > 0, at::isfinite(total)).all().logical_and(p.min().ge(0)),
@@ -350,14 +351,16 @@ Rule multinomial(const Call& call) {
 } // namespace
 
 void register_random(Registry& r) {
-  const Options real{.takes = kReals}, numbers{.takes = kReals | kComplex}, ordinary{.takes = kIntegers | kReals};
+  const Options any{.symbols = true}, real{.symbols = true, .takes = kReals},
+      numbers{.symbols = true, .takes = kReals | kComplex};
+  const Options ordinary{.symbols = true, .takes = kIntegers | kReals};
   r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast);
   r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, {.whole = true});
   r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, real);
-  r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>);
-  r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>);
-  r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>);
-  r.add("random", {"bernoulli_.float"}, elementwise<fill_self<bernoulli>>);
+  r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>, any);
+  r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>, any);
+  r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>, any);
+  r.add("random", {"bernoulli_.float"}, elementwise<fill_self<bernoulli>>, any);
   r.add("random", {"cauchy"}, like<fill_fresh<cauchy>>, real);
   r.add("random", {"cauchy_"}, elementwise<fill_self<cauchy>>, real);
   r.add("random", {"exponential"}, like<fill_fresh<exponential>>, real);
@@ -367,12 +370,12 @@ void register_random(Registry& r) {
   r.add("random", {"log_normal"}, like<fill_fresh<log_normal>>, real);
   r.add("random", {"log_normal_"}, elementwise<fill_self<log_normal>>, real);
   r.add("random", {"multinomial"}, multinomial);
-  r.add("random", {"native_dropout"}, elementwise<native_dropout>);
+  r.add("random", {"native_dropout"}, elementwise<native_dropout>, any);
   r.add(
       "random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>, numbers);
   r.add("random", {"normal_"}, elementwise<fill_self<normal>>, numbers);
   r.add("random", {"normal_functional"}, like<fill_fresh<normal>>, numbers);
-  r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>);
+  r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>, any);
   r.add(
       "random",
       {
@@ -384,10 +387,10 @@ void register_random(Registry& r) {
           "randint_like.low_generator_dtype",
       },
       like<fill_fresh<randint>>);
-  r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>);
+  r.add("random", {"randn_like", "randn_like.generator"}, like<fill_fresh<unit_normal>>, any);
   r.add("random", {"random", "random.from", "random.to"}, like<fill_fresh<random>>);
   r.add("random", {"random_", "random_.from", "random_.to"}, elementwise<fill_self<random>>);
-  const Options noisy{.takes = kReals, .unwritten = true}; // the noise, where it is not training
+  const Options noisy{.symbols = true, .takes = kReals, .unwritten = true}; // the noise, where it is not training
   r.add("random", {"rrelu_with_noise", "rrelu_with_noise_"}, elementwise<rrelu_with_noise>, noisy);
   r.add("random", {"rrelu_with_noise_backward"}, linear_in_first<broadcast>);
   r.add("random", {"uniform"}, like<fill_fresh<uniform>>, real);
