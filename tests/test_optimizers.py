@@ -270,3 +270,42 @@ def cut(module, mesh):
 @pytest.mark.parametrize("kind", ["own", "lbfgs"])
 def test_state_of_its_own(ranks, kind):
     ranks.run(f"{__name__}:state_of_its_own", kind)
+
+
+LISTS = {
+    "row": lambda x, y: torch._foreach_sub_([x, x[:, 0]], [y, y[:, 0]]),
+    "row_first": lambda x, y: torch._foreach_mul_([x[:, 1], x], [y[:, 1], y]),
+    "twice": lambda x, y: torch._foreach_add_([x, x], [y, y]),
+    "twice_scalars": lambda x, y: torch._foreach_mul_([x, x, x], [2.0, 3.0, 5.0]),
+    "exchanged": lambda x, y: torch._foreach_copy_([x, y], [y, x]),
+    "blocks": lambda x, y: torch._foreach_add_([x[:, :2], x[:, 2:]], [y[:, :2], y[:, 2:]]),
+    "scalars": lambda x, y: torch._foreach_addcmul_([x, x], [y, y], [y, y], torch.tensor([2.0, 3.0])),
+    "read": lambda x, y: torch._foreach_add_([y, x], [x, y]),
+}
+
+
+def overlap_in_lists() -> None:
+    """Entries of a list are written one after the other, as in torch, whatever moves between them."""
+    from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
+
+    whole, other = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    layouts = [("R", EVEN), ("P", EVEN), *((f"S({d})", cut) for d in range(2) for cut in (EVEN, UNEVEN, EMPTY))]
+    for name, write in LISTS.items():
+        wants = [whole.clone(), other.clone()]
+        write(*wants)
+        for at, cut in layouts:
+            for its_at, its_cut in layouts:
+                x = place(whole, mesh_here(), (at,), cut)
+                y = place(other, mesh_here(), (its_at,), its_cut)
+                try:
+                    write(x, y)
+                except RuntimeError as error:  # a column of a matrix that is cut along its columns is a copy
+                    assert name in ("row", "row_first", "blocks") and at == "S(1)", (name, at, its_at, error)
+                    assert "read after its base tensor was written" in str(error), error
+                    continue
+                compare([x, y], wants, 1e-12, f"{name} {at} {cut} {its_at} {its_cut}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_entries_of_a_list_that_overlap(pools, world):
+    pools(world).run(f"{__name__}:overlap_in_lists")

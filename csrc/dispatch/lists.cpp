@@ -13,7 +13,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
+#include <map>
+#include <unordered_map>
 
 namespace shardtensor {
 
@@ -286,12 +289,131 @@ void run_lists(const Op& op, Stack* stack_ptr) {
   stack.back() = std::move(out);
 }
 
+// ---- entries that share memory ----
+
+// One for a tensor and its views, also those that had to move.
+const void* memory_of(const ShardTensorImpl& t) {
+  const Writes* writes = t.watches() ? t.copied()->base_writes.get() : t.known_writes();
+  return writes ? static_cast<const void*>(writes) : t.storage().unsafeGetStorageImpl();
+}
+
+// Whether some element of the memory may be in both. Decided from the whole tensors' strides: pieces differ from rank to rank.
+// Exact for slices, rows and columns of a tensor without gaps: boxes on a grid that has a dim per stride.
+bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (is_symbolic(a) || is_symbolic(b)) {
+    return true;
+  }
+  if (a.numel() == 0 || b.numel() == 0) {
+    return false;
+  }
+  std::map<int64_t, std::array<int64_t, 2>, std::greater<>> steps; // by stride: how far a and b go along it
+  for (const auto* t : {&a, &b}) {
+    for (int64_t d = 0; d < t->dim(); ++d) {
+      if (t->size(d) > 1 && t->stride(d) > 0) {
+        steps[t->stride(d)][t == &b] += t->size(d) - 1;
+      }
+    }
+  }
+  const std::array<int64_t, 2> from{a.storage_offset(), b.storage_offset()};
+  auto to = from; // the last elements
+  for (const auto& [stride, n] : steps) {
+    to[0] += stride * n[0];
+    to[1] += stride * n[1];
+  }
+  if (to[0] < from[1] || to[1] < from[0]) {
+    return false;
+  }
+  auto rest = from;
+  int64_t outer = 0;
+  bool apart = false;
+  for (const auto& [stride, n] : steps) {
+    const std::array<int64_t, 2> at{rest[0] / stride, rest[1] / stride};
+    if (outer && (outer % stride || at[0] + n[0] >= outer / stride || at[1] + n[1] >= outer / stride)) {
+      return true; // no grid, or one goes round its end
+    }
+    apart |= at[0] + n[0] < at[1] || at[1] + n[1] < at[0];
+    rest = {rest[0] % stride, rest[1] % stride};
+    outer = stride;
+  }
+  return !apart && rest[0] == rest[1];
+}
+
+// Whether an index reads or writes what another index writes.
+bool indices_overlap(const Op& op, const Refs& refs) {
+  std::unordered_map<const void*, c10::SmallVector<const Ref*, 2>> known;
+  for (const auto& r : refs) {
+    if (!r.impl || r.index < 0) {
+      continue;
+    }
+    auto& others = known[memory_of(*r.impl)];
+    for (const auto* o : others) {
+      if (o->index != r.index && ((op.mutated >> o->arg | op.mutated >> r.arg) & 1) && may_overlap(*o->tensor, *r.tensor)) {
+        return true;
+      }
+    }
+    others.push_back(&r);
+  }
+  return false;
+}
+
+// The argument for index n alone, of `count` indices.
+IValue only(const Op& op, size_t arg, const IValue& value, int64_t n, int64_t count) {
+  if (op.kinds[arg] == ArgKind::TensorList) {
+    if (value.isNone()) {
+      return value;
+    }
+    const auto list = value.toTensorList();
+    return static_cast<int64_t>(list.size()) == count ? IValue(c10::List<at::Tensor>({list.get(n)})) : value;
+  }
+  if (op.kinds[arg] == ArgKind::Tensor && op.schema().arguments()[arg].name() == "scalars") {
+    return value.toTensor().narrow(0, n, 1); // of addcmul and addcdiv: a number per index
+  }
+  if (value.isList() && static_cast<int64_t>(value.toListRef().size()) == count) {
+    c10::List<IValue> one(value.toList().elementType());
+    one.push_back(value.toListRef()[n]);
+    return one;
+  }
+  return value;
+}
+
+// One index after the other, as torch does: each sees what those before it wrote.
+void run_in_order(const Op& op, Stack& stack, int64_t count) {
+  const auto base = stack.size() - op.kinds.size();
+  c10::List<at::Tensor> results;
+  for (int64_t n = 0; n < count; ++n) {
+    Stack one;
+    for (size_t i = 0; i < op.kinds.size(); ++i) {
+      one.push_back(only(op, i, stack[base + i], n, count));
+    }
+    run_lists(op, &one);
+    for (size_t i = 0; i < one.size(); ++i) {
+      results.push_back(one[i].toTensorList().get(0));
+    }
+  }
+  const bool returns = !op.schema().returns().empty();
+  stack.resize(base);
+  if (returns) {
+    stack.emplace_back(std::move(results));
+  }
+}
+
+void run_all(const Op& op, Stack* stack) {
+  const auto base = stack->size() - op.kinds.size();
+  if (op.mutated && op.kinds[0] == ArgKind::TensorList && op.schema().returns().size() <= 1) {
+    const auto count = (*stack)[base].toTensorList().size();
+    if (count > 1 && indices_overlap(op, collect(op, *stack, base))) {
+      return run_in_order(op, *stack, static_cast<int64_t>(count));
+    }
+  }
+  run_lists(op, stack);
+}
+
 } // namespace
 
 void handle_lists(const Op& op, Stack* stack) {
   const auto run = [&] {
     try {
-      run_lists(op, stack);
+      run_all(op, stack);
     } catch (c10::Error& e) {
       e.add_context("in " + op.name);
       throw;
