@@ -211,6 +211,28 @@ def test_rows_of_unbind_are_not_written(pools):
     pools(2).run(f"{__name__}:refused")
 
 
+def old_rows_of_unbind() -> None:
+    """All ranks take the rows for copies, also those whose piece has no elements."""
+    import torch.distributed as dist
+    from oracle import EMPTY, EVEN, mesh_of, place
+
+    world, whole = dist.get_world_size(), torch.arange(16.0).view(4, 4)
+    for shape, dim, cut in itertools.product(((1, world), (world // 2, 2)), (0, 1), (EMPTY, EVEN)):
+        x = place(whole, mesh_of(shape), (f"S({dim})", f"S({1 - dim})"), cut)
+        rows = x.unbind(dim)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="read after its base tensor was written"):
+            rows[1] + 0
+        with torch.no_grad(), pytest.raises(RuntimeError, match="comes from a view that had to move data"):
+            x.unbind(dim)[1].add_(1)
+        assert torch.equal(torch.stack([row.full_tensor() for row in x.unbind(dim)], dim), whole + 1)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_of_unbind_are_copies_on_all_ranks(pools, world):
+    pools(world).run(f"{__name__}:old_rows_of_unbind")
+
+
 def written_through_windows() -> None:
     """Through a view that reads other ranks' rows, and through views of it. Only some ranks fetch rows, or have windows."""
     import torch.distributed as dist

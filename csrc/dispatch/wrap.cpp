@@ -112,12 +112,26 @@ void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied
   }
 }
 
+// Whether a view holds summands along a mesh dim along which its base has none: then it has other memory than the base, also on
+// ranks whose piece has no elements.
+bool has_new_summands(const Layout& view, const Layout& base) {
+  for (int64_t m = 0; view.has_partial() && m < base.ndim(); ++m) {
+    if (view.placement(m).is_partial() && !base.placement(m).is_partial()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Whether a view shares no memory with its base's piece, alike on all ranks: one without elements tells nothing. If the piece is
 // a Python subclass, only the op can tell: the class may put a view of its memory into a new wrapper.
-bool is_copy(const at::Tensor& local, const Solution& solution, const ShardTensorImpl& base) {
+bool is_copy(const at::Tensor& local, const Layout& layout, const Solution& solution, const ShardTensorImpl& base) {
+  if (solution.operands[0] || solution.put_back || has_new_summands(layout, base.layout())) {
+    return true;
+  }
   const auto& piece = base.local(true);
   const bool wrapped = piece.key_set().has(c10::DispatchKey::Python) && !is_traced(piece);
-  return solution.operands[0] || solution.put_back || (!wrapped && !rules::is_empty(local) && !local.is_alias_of(piece));
+  return !wrapped && !rules::is_empty(local) && !local.is_alias_of(piece);
 }
 
 } // namespace
@@ -224,9 +238,9 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
   const ShardTensorImpl* base = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   // A copy, or a view of one: a write to it does not reach the base on every rank.
-  const bool copied = base && is_copy(local, solution, *base);
-  const bool moved = copied || (base && base->broken_view());
   const auto& layout = result ? result->layout : solution.replicated;
+  const bool copied = base && is_copy(local, *layout, solution, *base);
+  const bool moved = copied || (base && base->broken_view());
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
     return wrap_symbolic_result(std::move(local), solution, nth, refs, form, base, copied);
   }
