@@ -239,3 +239,21 @@ assert x.shape == (5,) and x.offsets() == (1,) and x.to_local().tolist() == [1.0
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def emptied():
+    from shardtensor import Partial, Replicate, ShardTensor
+
+    for shape, placements in (((2,), [Partial()]), ((2,), [Partial("max")]), ((2, 1), [Partial("avg"), Replicate()])):
+        model = nn.Module()
+        model.register_buffer("counts", ShardTensor.from_local(torch.ones(3), mesh_of(shape), placements))
+        assert torch.empty_like(model.counts, dtype=torch.float64).placements == tuple(placements)
+        assert torch.zeros_like(model.counts).placements == (Replicate(),) * len(shape)  # as DTensor's
+        model.to_empty(device="cpu")
+        assert model.counts.placements == tuple(placements)
+        model.counts.zero_()
+        assert torch.equal(model.counts.full_tensor(), torch.zeros(3))
+
+
+def test_emptied_buffers_stay_summands(pools):
+    pools(2).run("test_copies:emptied")

@@ -33,7 +33,7 @@ Rule copy_into(const Call& call) {
   return rule;
 }
 
-// zeros_like, empty_like: read the shape and the shards of the operand, but no values.
+// zeros_like, ones_like: read the shape and the shards of the operand, but no values.
 Rule like(const Call& call) {
   Rule rule;
   auto dims = fresh_dims(rule, call.tensors[0].dim());
@@ -43,6 +43,14 @@ Rule like(const Call& call) {
     rule.operands.emplace_back(dims);
   }
   rule.results.emplace_back(dims);
+  return rule;
+}
+
+// empty_like: nothing is in it yet, so it keeps Partial too, as DTensor's does: Module.to_empty() leaves buffers what they were.
+Rule empty_like(const Call& call) {
+  auto rule = like(call);
+  rule.operands[0].free = false;
+  rule.passes_partial();
   return rule;
 }
 
@@ -116,7 +124,7 @@ void register_copies(Registry& r) {
           "zeros_like",
       },
       like);
-  r.add("copies", {"empty_like"}, like, {.unwritten = true});
+  r.add("copies", {"empty_like"}, empty_like, {.unwritten = true});
   constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
   r.add(
       "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
