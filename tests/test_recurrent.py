@@ -106,3 +106,30 @@ def fused(name, masked):
 @pytest.mark.parametrize("name", ["encoder", "layer", "attention"])
 def test_fused_layers_equal_torch(pools, name, masked):
     pools(3).run("test_recurrent:fused", name, masked)
+
+
+CELLS = {"RNNCell": torch.nn.RNNCell, "GRUCell": torch.nn.GRUCell, "LSTMCell": torch.nn.LSTMCell}
+
+
+def first_step(name):
+    """A cell without a state starts from zeros on the input's mesh."""
+    import shardtensor as st
+    from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
+
+    torch.manual_seed(0)
+    for inputs, shape in ((4, (3, 4)), (6, (3, 6)), (4, (4,)), (4, (0, 4))):
+        plain = CELLS[name](inputs, 6, dtype=torch.float64)
+        ours = CELLS[name](inputs, 6, dtype=torch.float64)
+        ours.load_state_dict(plain.state_dict())
+        st.distribute_module(ours, mesh_here())
+        x = torch.randn(shape, dtype=torch.float64)
+        for at, cut in (("R", EVEN), ("P", EVEN), ("S(0)", EVEN), ("S(0)", UNEVEN), ("S(0)", EMPTY), (f"S({x.ndim - 1})", UNEVEN)):
+            y = place(x, mesh_here(), (at,), cut)
+            out, want = ours(y), plain(x)
+            out = ours(y, out)
+            compare(out, plain(x, want), 1e-9, f"{name} {shape} {at} {cut}")
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_without_a_state(pools, name):
+    pools(2).run(f"{__name__}:first_step", name)

@@ -8,6 +8,7 @@ from shardtensor.patches import (
     backward,
     caches,
     capture,
+    cells,
     checkpoints,
     clipping,
     ddp,
@@ -31,7 +32,7 @@ from shardtensor.patches import (
 
 def install() -> None:
     """Called once."""
-    for module in (backward, checkpoints, clipping, ddp, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors, saving):
+    for module in (backward, cells, checkpoints, clipping, ddp, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors, saving):
         module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._dynamo.variables.builder", dynamic.patch)

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 
-def wrap_once(module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap_once(module: ModuleType | type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     function = getattr(module, name)
     if not hasattr(function, "_shardtensor"):
         wrapped: Any = wrap(function)
