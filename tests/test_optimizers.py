@@ -127,6 +127,41 @@ def clip_equals_torch(kind, foreach):
     compare([p.grad for p in ours], [p.grad for p in plain], 1e-9, "clipped")
 
 
+def maxima_and_power_sums(mesh_shape):
+    """Each is a summand: making it sends nothing, however many tensors there are and whether pieces are empty."""
+    from oracle import EMPTY, UNEVEN, compare, mesh_of, place
+    from shardtensor import _C
+
+    mesh = mesh_of(mesh_shape)
+    generator = torch.Generator().manual_seed(3)
+    rest = ("R",) * (mesh.ndim - 1)
+    plain = [torch.randn(n, 4, generator=generator, dtype=torch.float64) - 5 for n in (5, 1, 7)]
+    whole_numbers = [t.mul(10).to(torch.int64) for t in plain]
+    makes = [(torch._foreach_max, (), plain), (torch._foreach_max, (), whole_numbers), (torch._foreach_max, (), [t > -5 for t in plain])]
+    if hasattr(torch, "_foreach_powsum"):
+        makes += [(torch._foreach_powsum, (order,), plain) for order in (2, 0, 1, 3.5)]
+        makes += [(torch._foreach_powsum, (2, torch.float64), [t.float() for t in plain])]
+    for make, arguments, values in makes:
+        for placements in (("S(0)", *rest), ("S(1)", *rest), ("S(0)", "S(1)")[: mesh.ndim]):
+            ours = [place(t, mesh, placements, cut) for t, cut in zip(values, (UNEVEN, UNEVEN, EMPTY), strict=True)]
+            _C.reset_comm_counts()
+            got = make(ours, *arguments)
+            assert not _C.comm_counts(), (make.__name__, _C.comm_counts())
+            compare(list(got), list(make(values, *arguments)), 1e-9, f"{make.__name__} {arguments} {placements}")
+        if values is plain:
+            summands = [place(t, mesh, ("P", *rest), "even") for t in values]
+            compare(list(make(summands, *arguments)), list(make(values, *arguments)), 1e-9, f"{make.__name__} of summands")
+    nothing = place(torch.zeros(0, 4), mesh, ("S(0)", *rest), "even")
+    with pytest.raises(RuntimeError, match="empty tensor"):
+        torch._foreach_max([nothing])
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
+def test_foreach_max_and_powsum(pools, mesh_shape):
+    world = 4 if mesh_shape == (2, 2) else mesh_shape[0]
+    pools(world).run(f"{__name__}:maxima_and_power_sums", mesh_shape)
+
+
 def norms_of_lists(foreach):
     """Empty pieces and all orders. The total takes one all-reduce, however many tensors there are."""
     import torch.distributed as dist

@@ -1,9 +1,11 @@
 // foreach and fused optimizer ops: lists of tensors. Each index is one elementwise op, resolved by the rule of that op.
 // dispatch/lists.cpp runs them: one call on the lists of local tensors.
+#include "redistribute/identity.h"
 #include "rules/registry.h"
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <string>
@@ -34,6 +36,26 @@ Rule norms(const Call& call) {
   auto rule = registry().find("linalg_vector_norm")->rule(call);
   rule.kernel = norm_of_nothing;
   return rule;
+}
+
+// The op refuses an empty piece.
+void max_of_nothing(Run& run) {
+  const auto x = run.arg(0).toTensorList().get(0);
+  const auto sizes = run.operands[0].symbols;
+  if (std::any_of(sizes.begin(), sizes.end(), [](const auto& n) { return n == 0; })) {
+    return run.call_op(); // the whole is empty: torch's error
+  }
+  run.returns({c10::List<at::Tensor>({at::full({}, identity(ReduceOp::Max, x.scalar_type()), x.options())})});
+}
+
+Rule maxima(const Call& call) {
+  auto rule = registry().find("max")->rule(call);
+  rule.kernel = max_of_nothing;
+  return rule;
+}
+
+Rule power_sums(const Call& call) {
+  return registry().find("linalg__powsum")->rule(call);
 }
 
 // The rule of the op for one index of the lists, by the type of its other argument.
@@ -80,7 +102,9 @@ void register_lists(Registry& r) {
       r.add("lists", {("_fused_" + optimizer + "_" + overload).c_str()}, broadcast, o);
     }
   }
+  r.add("lists", {"_foreach_max"}, maxima, {.way = Way::Each});
   r.add("lists", {"_foreach_norm.Scalar"}, norms, {.way = Way::Each});
+  r.add("lists", {"_foreach_powsum.Scalar"}, power_sums, {.way = Way::Each});
   r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, nullptr, {.way = Way::FoundInf});
 }
 

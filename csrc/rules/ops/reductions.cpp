@@ -330,6 +330,11 @@ Rule norm(const Call& call) {
   return rule;
 }
 
+// The sum of |x|^ord, without the root.
+Rule power_sum(const Call& call) {
+  return reduce(call, {.reduce = ReduceOp::Sum});
+}
+
 // Scales each slice along a dim down to a maximal norm. Argument `dim` is the dim that is not reduced.
 void renorm_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
@@ -557,6 +562,7 @@ void register_reductions(Registry& r) {
           "norm.out",
       },
       norm, numbers);
+  r.add(family, {"linalg__powsum", "linalg__powsum.out"}, power_sum, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp, {.symbols = true});
   r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max, select_kernel>, ordered);
   r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean, {.symbols = true});
