@@ -484,6 +484,30 @@ def submesh(shape):
 test_submesh = on_ranks(submesh, MESHES[2:])
 
 
+def outside(shape):
+    """As in torch: on a rank outside the mesh a number's piece is a number, 0; other pieces are empty."""
+    from shardtensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [1])
+    there = dist.get_rank() == 1
+    x = distribute_tensor(numbers(5, 4), mesh, [Shard(0)]).requires_grad_()
+    numbers_of = (x.sum(), x.mean(), x.max(), x[1, 2], torch.linalg.vector_norm(x), x.sum() * 2 + 1, torch.stack(x.unbind(0)).sum())
+    for number in (*numbers_of, nn.functional.mse_loss(x, x + 1)):
+        piece = number.to_local()
+        assert number.shape == () and piece.shape == () and piece.dtype == x.dtype
+        assert there or piece.item() == 0
+        assert number.redistribute(placements=[Replicate()]).to_local().shape == () and number.full_tensor().shape == ()
+    assert x.sum(0).to_local().shape == ((4,) if there else (0,))
+    (x.sum() * 2).full_tensor().backward()
+    assert x.grad.shape == x.shape and (not there or x.grad.to_local().eq(2).all())
+    far = x.detach().sum().redistribute(DeviceMesh("cpu", [0]), [Replicate()])
+    assert far.shape == () and (dist.get_rank() or far.to_local() == numbers(5, 4).sum())
+
+
+test_outside = on_ranks(outside, MESHES[:2])
+
+
 def wrapper_subclass(shape):
     """Each tensor in a wrapper is sent: ranks have other values before."""
     import shardtensor as st

@@ -336,7 +336,7 @@ struct ToLocal : torch::autograd::Function<ToLocal> {
     if (grad.defined()) {
       const auto sizes = symbols_of(ctx->saved_data["sizes"]), strides = symbols_of(ctx->saved_data["strides"]);
       const auto& layout = held(ctx->saved_data["grad_layout"]);
-      if (const auto numbers = c10::asIntArrayRefSlowOpt(sizes); numbers && !is_symbolic(grad)) {
+      if (const auto numbers = c10::asIntArrayRefSlowOpt(sizes); numbers && !is_symbolic(grad) && layout->mesh().has_me()) {
         const auto want = layout->local_sizes(*numbers);
         TORCH_CHECK(
             grad.sizes() == c10::IntArrayRef(want), "to_local: the gradient on rank ", layout->mesh().rank(), " has sizes ",

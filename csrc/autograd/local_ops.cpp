@@ -67,7 +67,7 @@ at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth
   return from_local(laid(piece, strides), in_numbers(result.layout, symbols(sizes)), sizes, strides);
 }
 
-// A rank outside the mesh has empty pieces of the results, but records the same graph as all ranks.
+// A rank outside the mesh has empty pieces of the results (0 of a number), but records the same graph as all ranks.
 void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   auto results = on_meta(op, stack, base, refs);
   {
@@ -85,7 +85,10 @@ void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
   for (size_t n = 0; n < results.size(); ++n) {
     const auto& t = results[n].toTensor();
     const auto& layout = n < solution.results.size() ? solution.results[n].layout : solution.replicated;
-    stack.emplace_back(t.defined() ? from_local(nothing.to(t.scalar_type()), layout, t.sizes(), t.strides()) : t);
+    const auto piece = [&] {
+      return t.dim() == 0 ? nothing.to(t.scalar_type()).sum(t.scalar_type()) : nothing.to(t.scalar_type());
+    };
+    stack.emplace_back(t.defined() ? from_local(piece(), layout, t.sizes(), t.strides()) : t);
   }
 }
 

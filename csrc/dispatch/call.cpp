@@ -47,7 +47,8 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   }
 }
 
-// A rank outside the mesh takes no part: its results have empty pieces and the same global sizes as on other ranks.
+// A rank outside the mesh takes no part: its results have empty pieces (0 of a number) and the same global sizes as on other
+// ranks.
 void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   const auto& mesh = solution.replicated->mesh();
   const auto& returns = op.schema().returns();
@@ -72,7 +73,8 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
   const auto empty = [&](const at::Tensor& like) {
     const auto& layout = nth < solution.results.size() ? solution.results[nth].layout : solution.replicated;
     ++nth;
-    auto local = at::empty({0}, like.options().device(device));
+    const auto options = like.options().device(device);
+    auto local = like.dim() == 0 ? at::zeros({}, options) : at::empty({0}, options); // as in torch: a number is one there, too
     return wrap(std::move(local), layout, like.sizes(), like.strides(), view_of, view_of ? like.storage_offset() : 0);
   };
   for (size_t i = 0; i < made.size(); ++i) {
