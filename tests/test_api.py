@@ -508,6 +508,36 @@ def outside(shape):
 test_outside = on_ranks(outside, MESHES[:2])
 
 
+def grad_of_leaf(shape):
+    """torch.autograd.grad returns a leaf's gradient as .grad would have it: in the leaf's cuts."""
+    mesh = mesh_of(shape)
+    rest = ("R",) * (mesh.ndim - 1)
+    value = numbers(5, 4)
+    for cut in ("even", "uneven"):
+        for placements in (("S(0)", *rest), ("S(1)", *rest), ("S(0)", "S(1)")[: mesh.ndim], ("S(0)", "S(0)")[: mesh.ndim]):
+            leaf = place(value, mesh, placements, "even" if placements == ("S(0)", "S(0)") else cut).requires_grad_()
+            for cotangent in [("P", *rest), ("R", *rest), ("S(1)", *rest), ("P", "S(1)")[: mesh.ndim], ("P", "P")[: mesh.ndim]]:
+                for create_graph in (False, True):
+                    weights = place(value + 1, mesh, cotangent, "even")
+                    weights = weights.requires_grad_() if create_graph else weights
+                    (grad,) = torch.autograd.grad(leaf * 2, leaf, weights, create_graph=create_graph)
+                    assert grad._layout == leaf._layout or not any(a.is_shard() and a != b for a, b in zip(leaf.placements, grad.placements, strict=True)), grad
+                    close(whole(grad), 2 * (value + 1))
+                    if create_graph:
+                        assert grad.requires_grad
+                        grad.sum().backward(inputs=[weights])
+                        close(whole(weights.grad), torch.full_like(value, 2))
+            weights = place(value + 1, mesh, ("P", *rest), "even")
+            out = leaf * 2
+            inner, none = torch.autograd.grad(out.sum() * 0 + (out * weights).sum(), [leaf, torch.ones(1, requires_grad=True)], allow_unused=True)
+            assert none is None and all(not a.is_shard() or a == b for a, b in zip(leaf.placements, inner.placements, strict=True))
+    plain = torch.ones(3, requires_grad=True)
+    assert type(torch.autograd.grad(plain.sum(), plain)[0]) is torch.Tensor
+
+
+test_grad_of_leaf = on_ranks(grad_of_leaf)
+
+
 def wrapper_subclass(shape):
     """Each tensor in a wrapper is sent: ranks have other values before."""
     import shardtensor as st

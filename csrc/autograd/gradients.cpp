@@ -10,6 +10,8 @@
 // The gradients of a tensor with several uses are added up, in place where autograd's engine holds the only reference to the sum
 // so far. In place, a replicated sum would have to gather a gradient that is cut; and only some ranks may hold another reference.
 // So if the layouts differ, the sum gets the one that a new tensor would have.
+#include "autograd/gradients.h"
+
 #include "autograd/functions.h"
 #include "dispatch/call.h"
 #include "dispatch/handler.h"
@@ -53,10 +55,9 @@ LayoutPtr layout_to_keep(const Layout& grad, const LayoutPtr& leaf) {
   return out;
 }
 
-// The layout in which the running node's leaf keeps `grad`; null if `grad` has it already, or no AccumulateGrad is running.
-LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
-  const auto* accumulate = running<AccumulateGrad>();
-  const auto* leaf = accumulate ? as_shard_tensor(accumulate->variable) : nullptr;
+// The layout in which a leaf keeps `grad`; null if `grad` has it already.
+LayoutPtr wanted_by(const at::Tensor& leaf_, const at::Tensor& grad) {
+  const auto* leaf = as_shard_tensor(leaf_);
   const auto* impl = leaf ? as_shard_tensor(grad) : nullptr;
   if (!impl || &impl->layout() == &leaf->layout() || !leaf->layout().is_sharded() || leaf->traced() || impl->traced() ||
       impl->layout().mesh_ptr() != leaf->layout().mesh_ptr()) {
@@ -66,10 +67,20 @@ LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
   return out == impl->layout_ptr() ? nullptr : out;
 }
 
+// The same for the leaf of the running node; null if no AccumulateGrad is running.
+LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
+  const auto* accumulate = running<AccumulateGrad>();
+  return accumulate ? wanted_by(accumulate->variable, grad) : nullptr;
+}
+
+void tell_of_leaf(const at::Tensor& grad, const Layout& to) {
+  static const std::string op = "AccumulateGrad", argument = "gradient";
+  tell_watcher(op, argument, "its leaf has these cuts", shard_tensor(grad, "the gradient").layout(), to, grad);
+}
+
 at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
   if (const auto layout = wanted_by_leaf(self)) {
-    static const std::string op = "AccumulateGrad", argument = "gradient";
-    tell_watcher(op, argument, "its leaf has these cuts", shard_tensor(self, "the gradient").layout(), *layout, self);
+    tell_of_leaf(self, *layout);
     return redistribute(self, layout);
   }
   return at::_ops::detach::redispatch(torchs_autograd(keys), self);
@@ -145,6 +156,19 @@ at::Tensor new_empty_strided(
   }
   return empty(made, shard_tensor(made, "the gradient").layout().uncut(~uint64_t{0}));
 }
+
+} // namespace
+
+at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad) {
+  const auto layout = wanted_by(leaf, grad);
+  if (!layout) {
+    return grad;
+  }
+  tell_of_leaf(grad, *layout);
+  return redistribute(grad, layout);
+}
+
+namespace {
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("add_.Tensor", add_);

@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "autograd/functions.h"
+#include "autograd/gradients.h"
 #include "comm/values.h"
 #include "tensor/lists.h"
 #include "tensor/shard_tensor.h"
@@ -159,6 +160,7 @@ void register_tensor(py::module& m) {
       },
       py::arg("local"), py::arg("layout"), py::arg("sizes") = py::none(), py::arg("strides") = py::none(),
       py::arg("grad_layout") = py::none(), py::call_guard<py::gil_scoped_release>());
+  m.def("with_cuts_of", &with_cuts_of, py::arg("leaf"), py::arg("grad"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "to_local",
       [](const at::Tensor& t, const std::optional<MutableLayout>& grad_layout) {

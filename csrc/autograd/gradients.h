@@ -1,0 +1,11 @@
+// The gradient of a leaf, as the leaf keeps it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace shardtensor {
+
+// The gradient as the leaf would keep it in .grad: in the leaf's placements and cuts along the mesh dims that cut the leaf.
+at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad);
+
+} // namespace shardtensor
