@@ -5,6 +5,7 @@
 #include "dispatch/ahead.h"
 #include "dispatch/check.h"
 #include "dispatch/handler.h"
+#include "dispatch/others.h"
 #include "dispatch/plain.h"
 #include "redistribute/watch.h"
 #include "rules/registry.h"
@@ -29,6 +30,7 @@ void register_dispatch(py::module& m) {
     });
     return count;
   });
+  m.def("settle_op", &settle_op);
   m.def("common_promotion", [] { return static_cast<int>(common_promotion()); });
   m.def("set_common_promotion", [](int mode) { set_common_promotion(static_cast<Promotion>(mode)); });
   m.def("state_of_modes", &state_of_modes);

@@ -2,6 +2,7 @@
 
 #include "dispatch/call.h"
 #include "dispatch/lists.h"
+#include "dispatch/others.h"
 #include "dispatch/plain.h"
 #include "dispatch/special.h"
 #include "dispatch/typed.h"
@@ -96,6 +97,17 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
   handle(*op, stack);
 }
 
+// Ops of other libraries whose kernel is one for all backends. That kernel would come before the key's fallback and get the
+// ShardTensors themselves, so these have the fallback as a kernel of their own. A definition that goes leaves it in place.
+struct TakenOps {
+  std::mutex mutex;
+  std::unordered_map<std::string, c10::RegistrationHandleRAII> known;
+};
+TakenOps& taken_ops() {
+  static auto* taken = new TakenOps();
+  return *taken;
+}
+
 // A plain sparse tensor among ShardTensors, or a sparse result of an op on them.
 void refuse_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -177,6 +189,30 @@ const Op& installed_op(const char* name) {
   const auto it = std::find_if(ops().begin(), ops().end(), [&](const Op& op) { return op.name == name; });
   TORCH_INTERNAL_ASSERT(it != ops().end(), name, " is not installed");
   return *it;
+}
+
+void settle_op(const std::string& name, const std::string& overload) {
+  if (is_known(name)) {
+    return;
+  }
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const c10::OperatorName whole(name, overload);
+  const auto op = dispatcher.findSchema(whole);
+  const auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+  auto& taken = taken_ops();
+  std::lock_guard<std::mutex> lock(taken.mutex);
+  const auto found = taken.known.find(c10::toString(whole));
+  const bool held = found != taken.known.end();
+  const bool wanted = op && takes_tensors(op->schema()) && has(c10::DispatchKey::CompositeExplicitAutograd) &&
+                      !has(c10::DispatchKey::CompositeImplicitAutograd);
+  if (held && op && !wanted) {
+    taken.known.erase(found);
+  } else if (!held && wanted && !has(kKey)) {
+    taken.known.emplace(
+        c10::toString(whole),
+        dispatcher.registerImpl(
+            whole, kKey, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr, "shardtensor"));
+  }
 }
 
 int64_t install_handler() {

@@ -19,6 +19,7 @@ from shardtensor.patches import (
     flops,
     fsdp,
     inductor,
+    libraries,
     meta_kernels,
     optimizers,
     partitioners,
@@ -32,7 +33,21 @@ from shardtensor.patches import (
 
 def install() -> None:
     """Called once."""
-    for module in (backward, cells, checkpoints, clipping, ddp, dtensor, ending, fsdp, optimizers, pipelines, saved_tensors, saving):
+    for module in (
+        backward,
+        cells,
+        checkpoints,
+        clipping,
+        ddp,
+        dtensor,
+        ending,
+        fsdp,
+        libraries,
+        optimizers,
+        pipelines,
+        saved_tensors,
+        saving,
+    ):
         module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
     when_imported("torch._dynamo.variables.builder", dynamic.patch)

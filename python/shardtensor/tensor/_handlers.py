@@ -10,7 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 KEY = "PrivateUse2"
 
-_libraries: dict[str, torch.library.Library] = {}
+_libraries: dict[str, tuple[torch.library.Library, Callable[..., Any]]] = {}  # and the handler in it
 _functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 _named: dict[str, Callable[..., Any]] = {}  # as "namespace.op.overload"
 _version = 0
@@ -47,8 +47,18 @@ def _override(qualified: str, handler: Callable[..., Any]) -> None:
     _libraries.pop(qualified, None)
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     library.impl(name, handler, KEY, allow_override=True)  # type: ignore[no-untyped-call]
-    _libraries[qualified] = library
+    _libraries[qualified] = (library, handler)
     _changed()
+
+
+def register_below(qualified: str, register: Callable[[], None]) -> None:
+    """Calls `register`, which registers a kernel for our key. The user's handler of the op, if any, still comes before it."""
+    held = _libraries.pop(qualified, None)
+    if held:
+        held[0]._destroy()  # type: ignore[no-untyped-call]
+    register()
+    if held:
+        _override(qualified, held[1])
 
 
 def name_of(op: OpOverload) -> str:

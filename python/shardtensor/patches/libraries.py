@@ -1,0 +1,63 @@
+"""Other libraries' ops (torch.library.custom_op, TORCH_LIBRARY). All versions.
+
+A kernel for all backends (CompositeExplicitAutograd, as custom_op registers it) serves our dispatch key too, and so comes before
+the key's fallback, which gathers. Such a kernel may read memory, so the handler is registered for the op itself: when Python
+registers the kernel, or for a C++ library when its op is first looked up. torch's own kernels of this kind call other ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, _OpNamespace
+
+import shardtensor._C as _C
+from shardtensor.patches._once import wrap_once
+from shardtensor.tensor._handlers import register_below
+
+_TORCHS = {
+    *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "c10d_functional", "coor", "debug_mode_ops"),
+    *("flex_gemm", "flex_lib", "fsdp", "inductor", "mempool", "mkldnn", "onednn", "onnx", "onnx_symbolic", "prim", "prims"),
+    *("profiler", "quantized", "quantized_decomposed", "rngprims", "shardtensor", "sparse", "streams", "symm_mem"),
+}
+
+
+def _settle(name: str) -> None:
+    """`name` as "namespace::op.overload"."""
+    if name.partition("::")[0] in _TORCHS:
+        return
+    op, _, overload = name.partition(".")
+    register_below(name, lambda: _C.settle_op(op, overload))
+
+
+def _after_impl(impl: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
+        out = impl(self, op_name, fn, dispatch_key, **options)
+        if (dispatch_key or self.dispatch_key or "Composite").startswith("Composite"):
+            name = str(op_name._schema.name) if isinstance(op_name, OpOverload) else str(op_name)
+            if isinstance(op_name, OpOverload) and op_name._schema.overload_name:
+                name += "." + op_name._schema.overload_name
+            _settle(name if "::" in name else f"{self.ns}::{name}")
+        return out
+
+    return wrapped
+
+
+def _after_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, name: str) -> Any:
+        packet = lookup(self, name)
+        if self.name not in _TORCHS:
+            for overload in packet.overloads():
+                _settle(f"{self.name}::{name}" + ("" if overload == "default" else "." + overload))
+        return packet
+
+    return wrapped
+
+
+def install() -> None:
+    for name in torch._C._dispatch_get_all_op_names():
+        _settle(name)
+    wrap_once(torch.library.Library, "impl", _after_impl)  # type: ignore[arg-type]
+    wrap_once(_OpNamespace, "__getattr__", _after_lookup)  # type: ignore[arg-type]
