@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,3 +144,45 @@ def parts():
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_backward_of_parts_of_whole_operands(pools, world):
     assert all(pools(world).run(f"{__name__}:parts"))
+
+
+def of_summands(shape):
+    """Second and third derivatives with respect to each rank's summand, beside those of plain summands that one process adds up."""
+    from oracle import mesh_of
+    from shardtensor import Partial, Replicate, Shard, ShardTensor
+
+    mesh, generator = mesh_of(shape), torch.Generator().manual_seed(0)
+    coordinate = mesh.get_coordinate()
+    for placements in itertools.product(("sum", "avg", "R", "S"), repeat=mesh.ndim):
+        if len(set(placements) & {"sum", "avg"}) != 1:
+            continue
+        sizes = [1 if p in ("R", "S") else n for p, n in zip(placements, shape, strict=True)]
+        cut = [n if p == "S" else 1 for p, n in zip(placements, shape, strict=True)]
+        rows = 2 * math.prod(cut)
+        summands = torch.randn(*sizes, rows, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        weights = torch.randn(2, *summands.shape, dtype=torch.float64, generator=generator)
+        over = list(range(mesh.ndim))
+        added = summands.mean(over) if "avg" in placements else summands.sum(over)
+
+        def derivatives(y, x, first, second):
+            (one,) = torch.autograd.grad((y**4).sum(), x, create_graph=True)
+            (two,) = torch.autograd.grad((one * first).sum(), x, create_graph=True)
+            return one, two, *torch.autograd.grad((two**2 * second).sum(), x)
+
+        def mine(t, placements=placements):
+            for m, (p, n) in enumerate(zip(placements, shape, strict=True)):
+                t = t[coordinate[m] if p in ("sum", "avg") else 0]
+                t = t.chunk(n, -2)[coordinate[m]] if p == "S" else t
+            return t
+
+        wanted = derivatives(added, summands, *weights)
+        x = mine(summands).detach().clone().requires_grad_()
+        kinds = {"R": Replicate(), "S": Shard(0), "sum": Partial(), "avg": Partial("avg")}
+        y = ShardTensor.from_local(x, mesh, [kinds[p] for p in placements])
+        for number, (got, want) in enumerate(zip(derivatives(y, x, *(mine(w) for w in weights)), wanted, strict=True)):
+            compare(got, mine(want), 1e-9, f"{placements}, derivative {number + 1}")
+
+
+@pytest.mark.parametrize(("world", "shape"), [(2, (2,)), (3, (3,)), (4, (2, 2))])
+def test_derivatives_of_summands(pools, world, shape):
+    pools(world).run(f"{__name__}:of_summands", shape)

@@ -246,6 +246,18 @@ int64_t averaged(const Layout& layout) {
   return n;
 }
 
+// `grad_layout`, with Partial where `layout` has it and `grad_layout` none: what ranks do with the gradients of their summands
+// adds up, as each of them is the whole gradient.
+LayoutPtr layout_of_second(const LayoutPtr& grad_layout, const Layout& layout) {
+  auto out = grad_layout;
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (layout.placement(m).is_partial() && out->placement(m).is_replicate()) {
+      out = out->with(m, Placement::partial(ReduceOp::Sum));
+    }
+  }
+  return out;
+}
+
 // The first mesh dim whose summands are maxima, minima, factors or norms, or -1. The gradient of such a summand depends on the
 // others.
 int64_t entangled(const Layout& layout) {
@@ -290,7 +302,9 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     ctx->set_materialize_grads(false);
     const auto& have = held(layout);
     const bool told = !grad_layout.isNone();
-    ctx->saved_data["grad_layout"] = told ? grad_layout : hold(without_partial(have));
+    const auto want = told ? held(grad_layout) : without_partial(have);
+    ctx->saved_data["grad_layout"] = hold(want);
+    ctx->saved_data["second_layout"] = hold(layout_of_second(want, *have));
     ctx->saved_data["averaged"] = told ? 1 : averaged(*have);
     return made(local, have, sizes, strides);
   }
@@ -300,7 +314,7 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     if (grad.defined()) {
       const auto& want = held(ctx->saved_data["grad_layout"]);
       tell_of_gradient(grad, *want);
-      grad = to_local(redistribute(grad, want));
+      grad = to_local(redistribute(grad, want), held(ctx->saved_data["second_layout"]));
       if (const auto n = ctx->saved_data["averaged"].toInt(); n > 1) {
         grad = grad / n;
       }
