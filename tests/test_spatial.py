@@ -580,6 +580,37 @@ def test_piece_first_in(pools, dtype):
     pools(3).run(f"{__name__}:run_piece_first_in", dtype)
 
 
+def run_bias_gradients(shape: tuple[int, ...], second: int) -> None:
+    """The gradient may be cut as the input is, or in some of its dims, or along others, with other cuts."""
+    from oracle import EVEN, UNEVEN
+    from oracle import place as placed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    draw = random.Random("bias")
+    for batch, groups in ((3, 1), (1, 1), (2, 2)):
+        x, w, b = (numbers(draw, *sizes) for sizes in ((batch, 4, 12, 5), (6, 4 // groups, 3, 3), (6,)))
+        upstream = numbers(draw, batch, 6, 12, 5)
+        want = gradients([x, w, b], (0, 1, 2), upstream, groups)
+        placements = list(itertools.product(("R", "S(0)", "S(1)", "S(2)", "S(3)", "P"), repeat=len(shape)))
+        kinds = [(p, kind) for p in placements for kind in (EVEN, UNEVEN) if len(set(p)) == len(p) or kind == EVEN]
+        for at, weight in itertools.product(kinds, ("R", "S(0)")):
+            if "S(2)" not in at[0] or "P" in at[0]:
+                continue
+            for to in draw.sample(kinds, min(len(kinds), 9)):
+                inputs = [placed(x, mesh, *at), *(placed(t, mesh, (weight, *["R"] * (len(shape) - 1)), EVEN) for t in (w, b))]
+                with second_call(second):
+                    got = gradients(inputs, (0, 1, 2), placed(upstream, mesh, *to), groups)
+                for g, t in zip(got, want, strict=True):
+                    compare(g.detach(), t.detach(), 1e-9, f"{batch} {groups} input {at} weight {weight} gradient {to}")
+
+
+@pytest.mark.parametrize("second", [AT_ONCE, NEVER])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_gradients_of_any_layout(pools, shape, second):
+    pools(math.prod(shape)).run(f"{__name__}:run_bias_gradients", shape, second)
+
+
 def run_memory(cost: int) -> list[int]:
     """What ops allocate in a convolution's forward, and in its backward."""
     from shardtensor import Replicate, Shard

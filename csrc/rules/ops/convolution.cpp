@@ -53,7 +53,7 @@ Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
 
 // ---- space: where it is cut, the op needs no padding of its own (windows.h) ----
 
-constexpr int64_t kFirstSpace = 3; // the factors n, in, out come before those of space
+constexpr int64_t kBatch = 0, kOut = 2, kFirstSpace = 3; // the factors are n, in, out, and those of space
 
 // From a call (rules) or a run (kernels), with the weight's sizes.
 template <typename Ints>
@@ -577,16 +577,28 @@ void backward_piece_first(Run& run, const Solution::Halo& halo, const Split& spl
   run.returns(std::move(results));
 }
 
-// Whether each gradient of a result is in one rank's piece, of those that the weight's gradients are added up over. All ranks
-// find the same.
+// Whether each gradient of a result is in one rank's piece, of those that the weight's and the bias's gradients are added up
+// over, and in all pieces of the others. So a mesh dim cuts the pieces along the dim whose factor it cuts, channels alike. All
+// ranks find the same.
 bool pieces_are_apart(const Run& run) {
-  const auto& layout = *run.operands[0].layout;
-  for (int64_t d = 2; d < run.operands[0].dim(); ++d) {
-    const auto along = run.mesh_dims(kFirstSpace + d - 2);
-    for (int64_t m = 0; m < layout.ndim(); ++m) {
-      if (layout.placement(m).is_shard(d) != static_cast<bool>(along >> m & 1)) {
-        return false;
-      }
+  const auto& grad = run.operands[0];
+  const auto& layout = *grad.layout;
+  const auto& bias = *run.solution.results[2].layout;
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    if (run.mesh().size(m) == 1) {
+      continue;
+    }
+    const auto& placement = layout.placement(m);
+    const auto cuts = [&](int64_t d) {
+      const auto factor = d == 0 ? kBatch : d == 1 ? kOut : kFirstSpace + d - 2;
+      return static_cast<bool>(run.mesh_dims(factor) >> m & 1);
+    };
+    bool apart = true;
+    for (int64_t d = 0; d < grad.dim(); ++d) {
+      apart = apart && placement.is_shard(d) == cuts(d);
+    }
+    if (!apart || (cuts(1) && !same_cut(layout.cut(m), bias.cut(m)))) {
+      return false;
     }
   }
   return true;
