@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from oracle import MESHES, case, mesh_id, run_on
+from oracle import EVEN, MESHES, case, compare, mesh_here, mesh_id, place, run_on
 from test_matmul import batch_sharded
 
 LIMIT = 12
@@ -86,3 +88,48 @@ CASES = [
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
+
+
+# torch's kernels and formulas ask whether matrices are contiguous: pieces may be where the whole is not, and the reverse.
+SLICES = {
+    "one": lambda x: x[1, :, :, :3],
+    "some": lambda x: x[1:3, 2:3, :, :3],
+    "last": lambda x: x[1:2, 2:3, :, 1:4],
+    "transposed": lambda x: x[..., :3].mT,
+    "permuted": lambda x: x[:, :2, :, :3].contiguous().transpose(0, 1),
+}
+FACTORED = {
+    "det": torch.linalg.det,
+    "slogdet": lambda x: torch.linalg.slogdet(x).logabsdet,
+    "solve": lambda x: torch.linalg.solve(x, x.mT[..., :2]),
+    "inv": torch.linalg.inv,
+}
+
+
+def sliced():
+    from shardtensor import Shard, ShardTensor
+
+    mesh, generator = mesh_here(), torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 6, 3, 5, dtype=torch.float64, generator=generator)
+    for (name, f), (part, view) in itertools.product(FACTORED.items(), SLICES.items()):
+        plain = whole.clone().requires_grad_()
+        y = f(view(plain))
+        grad = torch.randn(y.shape, dtype=y.dtype, generator=generator)
+        (want,) = torch.autograd.grad(y, plain, grad)
+        for at in ("R", "S(0)", "S(1)", "S(2)", "S(3)"):
+            x = place(whole, mesh, (at,), EVEN).requires_grad_()
+            out = f(view(x))
+            for to in ("R", "S(0)") if y.ndim else ("R",):
+                (got,) = torch.autograd.grad(out, x, place(grad, mesh, (to,), EVEN), retain_graph=True)
+                compare([out, got], [y, want], 1e-9, f"{name} of {part} of {at}, gradient {to}")
+        columns = whole[..., :3]
+        plain = columns.clone().requires_grad_()
+        (want,) = torch.autograd.grad(f(plain).sum(), plain)
+        piece = whole.chunk(mesh.size())[mesh.get_local_rank()][..., :3]  # with gaps
+        x = ShardTensor.from_local(piece, mesh, [Shard(0)], shape=columns.shape, stride=plain.stride()).requires_grad_()
+        (got,) = torch.autograd.grad(f(x).sum(), x)
+        compare(got, want, 1e-9, f"{name} of a slice of a local tensor")
+
+
+def test_slices(pools):
+    pools(2).run(f"{__name__}:sliced")

@@ -1,6 +1,6 @@
-// Autograd for two kinds of ops: ops that torch would decompose but that have a rule (Way::Whole), and ops whose torch formula
-// lacks an argument that we need (embedding, mean). These kernels register themselves at AutogradPrivateUse2 when the module
-// loads.
+// Autograd for three kinds of ops: ops that torch would decompose but that have a rule (Way::Whole), ops whose torch formula
+// lacks an argument that we need (embedding, mean), and ops whose formula asks what the kernel has found (det). These kernels
+// register themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
 #include "comm/values.h"
 #include "dispatch/handler.h"
@@ -630,6 +630,18 @@ at::Tensor cross_entropy(
       x, target, weight, reduction, std::move(ignore_index), smoothing);
 }
 
+// torch's kernels factor the transposes of contiguous matrices, and the formulas for gradients ask again whether the matrices
+// were contiguous. A piece may be where the whole is not (one matrix of a batch, a moved slice), so the whole is made contiguous.
+// The formulas for complex matrices do not ask.
+void factored(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& op = installed_op(c10::toString(handle.operator_name()).c_str());
+  auto& matrices = stack->at(stack->size() - op.kinds.size());
+  if (const auto t = matrices.toTensor(); as_shard_tensor(t) && !t.is_complex()) {
+    matrices = t.contiguous();
+  }
+  record(op, keys, stack);
+}
+
 void take_composites(torch::Library& m) {
   m.impl("cross_entropy_loss", cross_entropy);
   for (const char* name : {"nll_loss", "nll_loss2d", "nll_loss_nd"}) {
@@ -653,6 +665,9 @@ void take_chunked(torch::Library& m) {
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  for (const char* name : {"_linalg_det", "_linalg_slogdet", "_linalg_solve_ex"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<factored>());
+  }
   m.impl("_to_copy", to_copy);
   m.impl("cat", cat);
   m.impl("embedding", embedding);

@@ -73,6 +73,12 @@ bool needs_order(const Op& op) {
   return op.is_view || replicates(op) || !op.entry->options.broadcasts;
 }
 
+// Whether a piece that stays has gaps where the whole has none: a user's own local tensor may (from_local of a slice).
+bool has_gaps(const Op& op, const Ref& r, const at::Tensor& piece) {
+  return !piece.is_contiguous() && r.impl && !op.is_view && needs_order(op) && !is_symbolic(piece) && !is_symbolic(*r.tensor) &&
+         r.tensor->is_contiguous();
+}
+
 // What this rank reads of an operand: its piece with a halo, or the piece alone if the kernel fetches that.
 at::Tensor with_halo(
     const Op& op, const Ref& r, const at::Tensor& local, const Layout& have, const Layout& from, const Solution::Halo& halo) {
@@ -149,7 +155,14 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     }
     const auto& local = numbers.defined() ? numbers : given;
     if (!need) {
-      numbers.defined() ? locals.hold(std::move(numbers)) : locals.borrow(given);
+      if (C10_UNLIKELY(numbers.defined())) {
+        locals.hold(std::move(numbers));
+      } else if (C10_UNLIKELY(!written && has_gaps(op, r, given))) {
+        locals.reserve(refs.size());
+        locals.hold(given.contiguous());
+      } else {
+        locals.borrow(given);
+      }
       continue;
     }
     if (op.outputs >> r.arg & 1) { // its old values are not read
