@@ -13,6 +13,8 @@ import math
 import operator
 import random
 import sys
+import zlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,16 +93,17 @@ def database() -> dict[str, Any]:
     return {_key(op): op for op in op_db}
 
 
-def _spread(samples: list[Any], n: int) -> list[Any]:
-    """n of the samples, evenly spread over the small ones if there are any: a large tensor is slow and finds no more errors."""
+def _elements(sample: Any) -> int:
     import torch
     import torch.utils._pytree as pytree
 
-    def elements(sample: Any) -> int:
-        leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
-        return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
 
-    small = [s for s in samples if elements(s) <= SMALL] or samples
+
+def _spread(samples: list[Any], n: int) -> list[Any]:
+    """n of the samples, evenly spread over the small ones if there are any: a large tensor is slow and finds no more errors."""
+    small = [s for s in samples if _elements(s) <= SMALL] or samples
     return small if len(small) <= n else [small[i * len(small) // n] for i in range(n)]
 
 
@@ -231,10 +234,10 @@ class Outcome(NamedTuple):
     unsupported: list[str]
 
 
-def _attempt(*args: Any) -> str:
+def _attempt(attempt: Callable[..., None], *args: Any) -> str:
     """The result of one call: "right", "plain" if it met a plain tensor, or why it is not supported. Raises if it is wrong."""
     try:
-        _try(*args)
+        attempt(*args)
     except NotImplementedError as error:
         return str(error)
     except Exception as error:
@@ -296,10 +299,10 @@ def run_op(
             arguments = op, sample, choice, mesh, comparable, what, inplace, (inplace, choice) == warm, joint
             try:
                 with checking(check and (inplace, choice) != warm and choice == choices[0]):
-                    kind = _attempt(*arguments)
+                    kind = _attempt(_try, *arguments)
                     if kind == "plain":
                         with st.implicit_replication():
-                            kind = _attempt(*arguments)
+                            kind = _attempt(_try, *arguments)
                         promoted += kind == "right"
             except Exception as error:
                 raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
@@ -314,6 +317,123 @@ def _small_dtype(op: Any) -> Any:
     import torch
 
     return next((d for d in (torch.float32, torch.int64, torch.bool, torch.complex64) if d in op.supported_dtypes("cpu")), None)
+
+
+# ---- the layout of gradients ----
+
+FORMS = ("whole", "sliced", "transposed")
+FIRST = 12  # samples of an op, of which some are tried
+
+
+def _largest(samples: list[Any], n: int) -> list[Any]:
+    """The n largest of the small samples: in tensors of one element there is nothing to lay out."""
+    return sorted((s for s in samples if _elements(s) <= SMALL // 10), key=_elements, reverse=True)[:n]
+
+
+def _viewed(t: Any, form: str) -> tuple[Any, Callable[[Any], Any]]:
+    """A tensor, and how `t` is a view of it: all of it, the first columns of a larger one, or its transpose."""
+    import torch
+
+    if form == "sliced" and t.ndim:
+        return torch.cat([t, t], -1), lambda x: x.narrow(-1, 0, t.shape[-1])
+    if form == "transposed" and t.ndim > 1:
+        return t.mT.contiguous(), lambda x: x.mT
+    return t, lambda x: x
+
+
+def _try_gradient(op: Any, sample: Any, form: str, layouts: list[Layout], seeded: Layout, mesh: Any, what: str) -> None:
+    import torch
+    import torch.utils._pytree as pytree
+    from oracle import _seeds, compare, differentiable, place, plain_gradients, whole
+
+    flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    where = [i for i, t in enumerate(flat) if _is_strided(t)]
+    plain, ours = list(flat), list(flat)
+    leaves: list[list[Any]] = [[], []]
+    for i, (placements, cut) in zip(where, layouts, strict=True):
+        base, view = _viewed(flat[i].detach(), form)
+        for side, leaf in ((plain, base.clone()), (ours, place(base, mesh, placements, cut))):
+            leaves[side is ours].append(leaf.requires_grad_(flat[i].requires_grad))
+            side[i] = view(leaf)
+    torch.manual_seed(1)
+    try:
+        want = sample.output_process_fn_grad(_call(op, tree, plain))
+        want_grads = plain_gradients(leaves[0], want)
+    except Exception:
+        return  # torch itself rejects it
+    torch.manual_seed(1)
+    got = sample.output_process_fn_grad(_call(op, tree, ours))
+    placements, cut = seeded
+    seeds = [place(s, mesh, [p if p == "R" or int(p[2:-1]) < s.ndim else "R" for p in placements], cut) for s in _seeds(differentiable(want))]
+    wanted = [t for t in leaves[1] if t.requires_grad]
+    grads = torch.autograd.grad(differentiable(got), wanted, seeds, allow_unused=True)
+    # Whole values, so that all ranks find the same and go on.
+    compare(pytree.tree_map(whole, (got, list(grads))), (want, want_grads), _tolerance(flat, want), what)
+
+
+def _gradient_layouts(tensors: list[Any], result: Any, mesh_ndim: int, seed: str) -> list[tuple[str, list[Layout], Layout]]:
+    """Each form of the arguments, each placement of each argument, the others replicated or as drawn, each of the gradient."""
+    from oracle import EVEN, choices
+
+    rng = random.Random(seed)
+    whole = (("R",) * mesh_ndim, EVEN)
+    options = [choices(t, mesh_ndim, False) for t in tensors]
+    gradients = choices(result, mesh_ndim, False)
+    out = []
+    for form, (i, own), seeded in itertools.product(FORMS, enumerate(options), gradients):
+        for mine, rest in itertools.product(own, (False, True)):
+            if rest and len(options) == 1:
+                continue
+            layouts = [mine if k == i else rng.choice(o) if rest else whole for k, o in enumerate(options)]
+            if (form, layouts, seeded) not in out[-2:]:
+                out.append((form, layouts, seeded))
+    return out
+
+
+def run_gradient_layouts(names: list[str], shape: tuple[int, ...], every: int, most: int, samples: int = 2) -> tuple[int, list[str]]:
+    """Called on every rank: how many calls with their gradients were right, and what was wrong.
+
+    Of at most `most` calls per sample every `every`-th, at least one; in a run of all tests all of them.
+    """
+    import shardtensor as st
+    import torch
+    import torch.utils._pytree as pytree
+    from oracle import differentiable, mesh_of, share
+
+    mesh, right, wrong = mesh_of(shape), 0, []
+    for name in names:
+        op = database()[name]
+        if name in NOT_COMPARABLE or not op.supports_autograd or torch.float64 not in op.supported_dtypes("cpu"):
+            continue
+        torch.manual_seed(0)
+        random.seed(0)
+        drawn = list(itertools.islice(op.sample_inputs("cpu", torch.float64, requires_grad=True), FIRST))
+        for number, sample in enumerate(_largest(drawn, samples)):
+            flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+            tensors = [t for t in flat if _is_strided(t)]
+            try:
+                results = differentiable(sample.output_process_fn_grad(_call(op, tree, list(flat))))
+            except Exception:
+                continue
+            if not results or sample.kwargs.get("dropout_p"):
+                continue
+            seed = f"{name} {number} {shape}"
+            calls = _gradient_layouts(tensors, max(results, key=lambda t: t.ndim), mesh.ndim, seed)
+            calls = random.Random(seed).sample(calls, min(most, len(calls)))
+            for form, layouts, seeded in share(calls, every, zlib.crc32(seed.encode()) % min(every, len(calls))):
+                what = f"{name}, {form}, sample {number} " + ", ".join(
+                    f"{tuple(t.shape)} {' '.join(p)} {cut}" for t, (p, cut) in zip(tensors, layouts, strict=True)
+                )
+                arguments = op, sample, form, layouts, seeded, mesh, what
+                try:
+                    kind = _attempt(_try_gradient, *arguments)
+                    if kind == "plain":
+                        with st.implicit_replication():
+                            kind = _attempt(_try_gradient, *arguments)
+                    right += kind == "right"
+                except Exception as error:
+                    wrong.append(f"{what}, gradient {seeded}: {type(error).__name__}: {error}")
+    return right, wrong
 
 
 # ---- the order of results' dims in memory ----
