@@ -49,3 +49,20 @@ def asked_by_name():
 
 def test_what_is_asked_by_name(pools):
     pools(2).run(f"{__name__}:asked_by_name")
+
+
+def cropped_too_far():
+    """torch crops before it pads, and a piece that is cut otherwise has enough, or nothing."""
+    from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
+
+    x = torch.arange(20.0).reshape(4, 5)
+    for pad in ((-6, 0), (-6, 7), (0, -6), (-3, -3), (9, -6), (0, 0, -5, 0), (1, 1, -5, 3)):
+        for at in ("R", "S(0)", "S(1)"):
+            for cut in (EVEN, UNEVEN, EMPTY):
+                with pytest.raises(RuntimeError, match=r"must be non-negative|negative output size"):
+                    torch.nn.functional.pad(place(x, mesh_here(), (at,), cut), pad)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_crops_beyond_the_end(pools, world):
+    pools(world).run(f"{__name__}:cropped_too_far")

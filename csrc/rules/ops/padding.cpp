@@ -57,6 +57,14 @@ Rule constant_pad(const Call& call) {
     TORCH_CHECK(
         sizes[d] >= 0, "The input size ", x.sym_size(d), ", plus negative padding ", before, " and ", after,
         ", resulted in a negative output size, which is invalid.");
+    auto left = x.sym_size(d);
+    for (const auto& side : {before, after}) {
+      left = side < 0 ? left + side : left;
+    }
+    // torch crops before it pads. Pieces might have enough to crop, or nothing.
+    TORCH_CHECK(
+        left >= 0, "narrow(): length must be non-negative: constant_pad_nd crops ", x.sym_size(d), " by ", before, " and ", after,
+        " along dim ", d, ".");
     Factor f{.kernel = before != 0 || after != 0};
     // The factor's indices are those of the input and those of the result; each of both has a window of them.
     const bool grows = before > 0 || after > 0, shrinks = before < 0 || after < 0;
