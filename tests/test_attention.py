@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import random
+
 import pytest
+import torch
 import torch.nn.functional as F
-from oracle import MESHES, bools, case, mesh_id, run_on
+from oracle import MESHES, bools, case, compare, mesh_id, mesh_of, place, run_on
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sdpa = F.scaled_dot_product_attention
@@ -69,3 +72,44 @@ CASES = [
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
+
+
+def cut_twice(draws):
+    """Any dims may be cut along both mesh dims, by sizes that follow no rule."""
+    from shardtensor import _C, Replicate, Shard
+    from shardtensor.tensor._layout import make_layout
+
+    mesh, draw = mesh_of((2, 2)), random.Random("cut twice")
+
+    def halves(n):
+        first = draw.randint(0, n)
+        return [first, n - first]
+
+    def placed(t, like=None):
+        dims = [draw.choice((2, 2, 1, 0, 3, None)) for _ in range(2)]
+        cuts = [None if d is None else halves(t.shape[d]) for d in dims]
+        if cuts[0] and dims[0] == dims[1]:
+            cuts[1] = [n for half in cuts[0] for n in halves(half)]
+        layout = make_layout(mesh, [Replicate() if d is None else Shard(d) for d in dims], t.ndim, cuts, who="test") if like is None else like
+        piece = t.detach()
+        for d in range(t.ndim):
+            ((start, length),) = layout.intervals(d, t.shape[d])
+            piece = piece.narrow(d, start, length)
+        return _C.wrap(piece.clone(memory_format=torch.contiguous_format), layout, list(t.shape), list(t.stride()))
+
+    for _ in range(draws):
+        queries, keys = draw.choice(((9, 9), (9, 7), (12, 12), (2, 9)))
+        plain = [torch.randn(2, 3, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (queries, keys, keys)]
+        q, k = placed(plain[0]), placed(plain[1])
+        v = placed(plain[2], k._layout if draw.random() < 0.6 else None)
+        ours, plain = [t.requires_grad_() for t in (q, k, v)], [t.requires_grad_() for t in plain]
+        for causal in (False, True):
+            out, want = (F.scaled_dot_product_attention(*t, is_causal=causal) for t in (ours, plain))
+            grad = torch.ones_like(want).cumsum(-1)
+            got = torch.autograd.grad(out, ours, place(grad, mesh, ("S(0)", "R"), "even"))
+            what = f"causal {causal}: {[str(t._layout) for t in ours]} of {queries} and {keys}"
+            compare([out, *got], [want, *torch.autograd.grad(want, plain, grad)], 1e-9, what)
+
+
+def test_cut_twice(pools):
+    pools(4).run(f"{__name__}:cut_twice", 60)

@@ -146,18 +146,11 @@ class Placing {
 
   // Queries whole where the keys are cut; each rank's results are merged (rules/ops/attention.cpp).
   std::optional<Places> merging() const {
-    const auto& have = layout(query_);
-    auto placements = have.placements();
-    auto cuts_of = have.cuts();
-    for (int64_t m = 0; m < have.ndim(); ++m) {
-      if (layout(key_).placement(m).is_shard(sequence_)) {
-        placements[m] = Placement::replicate();
-        cuts_of[m] = nullptr;
-      }
+    auto queries = as_shard_tensor(query_)->layout_ptr();
+    for (int64_t m = 0; m < queries->ndim(); ++m) {
+      queries = layout(key_).placement(m).is_shard(sequence_) ? queries->with(m, Placement::replicate()) : queries;
     }
-    Places out{
-        Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts_of)), as_shard_tensor(key_)->layout_ptr(),
-        as_shard_tensor(value_)->layout_ptr(), kOwnKeys};
+    Places out{std::move(queries), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), kOwnKeys};
     const bool fits = query_.dim() == 4 && !causal_ && rules::keys_cut_alone(*out.query, *out.key, *out.value, sequence_);
     return fits ? std::optional(out) : std::nullopt;
   }
@@ -182,26 +175,23 @@ class Placing {
 
   // The layout of `t` with dim d in place of the cut sequence, its `count` groups of indices spread as evenly as possible.
   LayoutPtr along(const at::Tensor& t, int64_t d, const c10::SymInt& symbol) const {
-    const auto& have = layout(t);
-    auto placements = have.placements();
-    auto sizes = have.cuts();
+    auto to = as_shard_tensor(t)->layout_ptr();
     int64_t pieces = 1;
-    for (int64_t m = 0; m < have.ndim(); ++m) {
-      pieces *= cuts(m) || have.placement(m).is_shard(d) ? have.mesh().size(m) : 1;
+    for (int64_t m = 0; m < to->ndim(); ++m) {
+      pieces *= cuts(m) || to->placement(m).is_shard(d) ? to->mesh().size(m) : 1;
     }
     bool nested = symbol.is_symbolic() && divides(pieces, symbol); // then all cuts are even
     const auto count = nested ? 1 : symbol.guard_int(__FILE__, __LINE__);
     const auto group = nested ? 1 : t.sym_size(d).guard_int(__FILE__, __LINE__) / count;
-    for (int64_t m = 0; m < have.ndim(); ++m) {
+    for (int64_t m = 0; m < to->ndim(); ++m) {
       if (cuts(m)) {
-        placements[m] = Placement::shard(d);
-        sizes[m] = nested ? nullptr : evenly(count, have.mesh().size(m), group);
-      } else if (nested && placements[m].is_shard(d)) {
-        sizes[m] = nullptr;
+        to = to->with(m, Placement::shard(d), nested ? nullptr : evenly(count, to->mesh().size(m), group));
+      } else if (nested && to->placement(m).is_shard(d)) {
+        to = to->with(m, to->placement(m));
       }
-      nested = nested || placements[m].is_shard(d);
+      nested = nested || to->placement(m).is_shard(d);
     }
-    return Layout::make(have.mesh_ptr(), std::move(placements), std::move(sizes));
+    return to;
   }
 
   static Cut evenly(int64_t count, int64_t pieces, int64_t group) {
@@ -340,16 +330,12 @@ void tell_if_gathered(const at::Tensor& key, const Places& places) {
 
 // The result comes back to where the queries were.
 LayoutPtr home(const at::Tensor& query) {
-  const auto& have = as_shard_tensor(query)->layout();
-  auto placements = have.placements();
-  auto cuts = have.cuts();
-  for (int64_t m = 0; m < have.ndim(); ++m) {
-    if (placements[m].is_partial() || placements[m].is_shard(query.dim() - 1)) {
-      placements[m] = Placement::replicate();
-      cuts[m] = nullptr;
-    }
+  auto to = as_shard_tensor(query)->layout_ptr();
+  for (int64_t m = 0; m < to->ndim(); ++m) {
+    const auto& placement = to->placement(m);
+    to = placement.is_partial() || placement.is_shard(query.dim() - 1) ? to->with(m, Placement::replicate()) : to;
   }
-  return Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts));
+  return to;
 }
 
 // How many keys causal queries see, where the others need not move: as many as there are queries. Nothing if all are taken.

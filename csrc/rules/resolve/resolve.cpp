@@ -196,18 +196,13 @@ class Resolver {
   // Where operand i's pieces must be so that a fetch can bring every rank what it reads: as they are, but with summands only
   // where the op takes them, and without strided shards.
   LayoutPtr before_halo(size_t i, const Layout& want) const {
-    const auto& have = *call_.tensors[i].layout;
-    Placements placements;
-    Cuts cuts = have.cuts();
-    bool as_is = true;
+    auto from = LayoutPtr::reclaim_copy(call_.tensors[i].layout);
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
-      const auto &p = have.placement(m), &w = want.placement(m);
+      const auto p = from->placement(m), w = want.placement(m);
       const bool stays = p.is_partial() || w.is_partial() ? p == w : p.split_factor == 1;
-      placements.push_back(stays ? p : w.is_partial() ? w : Placement::replicate());
-      cuts[m] = stays ? cuts[m] : nullptr;
-      as_is = as_is && stays;
+      from = stays ? from : from->with(m, w.is_partial() ? w : Placement::replicate());
     }
-    return as_is ? LayoutPtr::reclaim_copy(&have) : Layout::make(have.mesh_ptr(), std::move(placements), std::move(cuts));
+    return from;
   }
 
   // The indices of the factor at a coordinate of the mesh. `cut`: its factor_layout().
