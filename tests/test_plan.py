@@ -48,6 +48,12 @@ def test_one_mesh_dim(name):
     assert [kind for kind, _ in steps(layout(ONE, source), layout(ONE, target))] == want
 
 
+def test_many_peers_are_not_sent_to_one_by_one():
+    large = mesh(64, 64)
+    for size in (2.0**13, 2.0**15, 2.0**20):
+        assert [kind for kind, _ in steps(layout(large, S0, S0), layout(large, R, R), size)] == ["all_gather", "all_gather"]
+
+
 def test_recut_is_an_exchange():
     assert steps(layout(ONE, S0, cuts=[[5, 3, 0, 1]]), layout(ONE, S0)) == [("all_to_all", 0)]
 

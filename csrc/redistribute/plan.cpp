@@ -2,6 +2,7 @@
 
 #include "redistribute/kept.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -44,8 +45,9 @@ bool can_pad(const Placement& summand) {
   return summand.is_partial() && summand.reduce != ReduceOp::Avg && summand.reduce != ReduceOp::Norm;
 }
 
-double transfer_cost(double lacking) {
-  return kTransferLatency + kTransferByte * lacking;
+double transfer_cost(double lacking, int64_t ranks) {
+  const auto many = std::max<int64_t>(0, ranks - 1 - kFewPeers);
+  return kTransferLatency + kPeerLatency * static_cast<double>(many) + kTransferByte * lacking;
 }
 
 // Finds the least cost from the first state to every other. There are 3^(mesh dims) states, with few edges each.
@@ -213,8 +215,17 @@ class Search {
     }
     const auto lacking = held(end) * (1 - overlap(stages, end));
     if (lacking > 0) {
-      reach(at, end, {StepKind::Transfer, -1}, transfer_cost(lacking));
+      reach(at, end, {StepKind::Transfer, -1}, transfer_cost(lacking, exchanging(stages, end)));
     }
+  }
+
+  // At most so many ranks exchange pieces with each other, assuming even cuts.
+  int64_t exchanging(const Stages& stages, const Stages& end) const {
+    int64_t out = 1;
+    for (int64_t m = 0; m < n_; ++m) {
+      out *= stages[m] != end[m] ? from_.mesh().size(m) : 1;
+    }
+    return out;
   }
 
   // The average share of its new piece that a rank already holds, assuming even cuts. Mesh dims with the same cut on both
@@ -291,7 +302,7 @@ double cost_of(StepKind kind, double held, int64_t n) {
     case StepKind::AllGather:
       return kLatency + held * others;
     case StepKind::Transfer:
-      return transfer_cost(held);
+      return transfer_cost(held, n);
     case StepKind::Slice:
     case StepKind::MakePartial:
     case StepKind::Pad:
