@@ -373,6 +373,21 @@ def dtypes():
 test_dtypes = on_ranks(dtypes)
 
 
+def summands_of_8_bits():
+    from shardtensor import Partial, Replicate, Shard, ShardTensor
+
+    mesh = device_mesh((2, 2))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for rows in (5, 1):
+            x = ShardTensor.from_local(torch.full((rows, 2), 0.5).to(dtype), mesh, [Partial(), Replicate()])
+            got = x.redistribute(placements=[Shard(0), Replicate()])
+            assert got.dtype == dtype
+            assert torch.equal(got.to_local().float(), torch.ones(got.to_local().shape))
+
+
+test_summands_of_8_bits = on_ranks(summands_of_8_bits)
+
+
 def locals_of_any_strides():
     from shardtensor.tensor._mesh import as_mesh
 

@@ -469,6 +469,9 @@ InFlight start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim,
   if (stays(tensor, mesh, mesh_dim)) {
     return nothing();
   }
+  TORCH_CHECK(
+      can_reduce(tensor.scalar_type(), op), "shardtensor: a complex tensor can be reduced over ranks only by sum or avg, not by ",
+      shardtensor::name_of(op)); // also if it is empty here: other ranks' may not be
   if (tensor.numel() == 0) {
     tell(Kind::AllReduce, 0, mesh, mesh_dim);
     return nothing();

@@ -50,6 +50,10 @@ at::Tensor turned(const at::Tensor& signed_bits, ReduceOp op) {
 
 } // namespace
 
+bool can_reduce(at::ScalarType dtype, ReduceOp op) {
+  return !c10::isComplexType(dtype) || op == ReduceOp::Sum || op == ReduceOp::Avg;
+}
+
 at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   if (by_order(t, op)) {
     return ordered(t, op);
@@ -59,8 +63,8 @@ at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   }
   if (t.is_complex()) {
     TORCH_CHECK(
-        op == ReduceOp::Sum || op == ReduceOp::Avg,
-        "shardtensor: a complex tensor can be reduced over ranks only by sum or avg, not by ", shardtensor::name_of(op));
+        can_reduce(t.scalar_type(), op), "shardtensor: a complex tensor can be reduced over ranks only by sum or avg, not by ",
+        shardtensor::name_of(op));
     return at::view_as_real(t);
   }
   if (t.scalar_type() == at::kBool) {

@@ -8,6 +8,8 @@
 
 namespace shardtensor::comm {
 
+// Whether the ranks can reduce values of the dtype by `op`.
+bool can_reduce(at::ScalarType dtype, ReduceOp op);
 // A tensor for the backend to reduce: it shares `t`'s memory or represents `t`.
 at::Tensor reducible(const at::Tensor& t, ReduceOp op);
 // Converts `reduced`, the reduction of n ranks' reducible(t), back to a tensor like `t`. May write into `reduced`. Divides for

@@ -91,7 +91,7 @@ at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layou
   if (&from == &to) {
     return local;
   }
-  check_mean(from, to, local.scalar_type());
+  check_reducible(from, to, local.scalar_type());
   if (is_traced(local)) {
     return redistribute_in_graph(local, from, to, symbols(sizes));
   }

@@ -59,7 +59,7 @@ bool goes_its_own_way(const Moved& m) {
 }
 
 Traveller traveller(const Moved& m) {
-  check_mean(*m.from, *m.to, m.local.scalar_type());
+  check_reducible(*m.from, *m.to, m.local.scalar_type());
   if (&m.from->mesh() != &m.to->mesh()) {
     check_devices(*m.from, *m.to);
   }

@@ -2,6 +2,7 @@
 
 #include "comm/comm.h"
 #include "comm/epoch.h"
+#include "comm/reducible.h"
 #include "comm/traced.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
@@ -419,8 +420,9 @@ void reduce_into_pieces(State& s, int64_t m, const LayoutPtr& next) {
   const auto p = s.layout->placement(m);
   const auto summand = s.local;
   const bool norm = p.reduce == ReduceOp::Norm;
+  const bool in_8_bits = c10::isFloat8Type(summand.scalar_type()); // the sum is rounded once
   const auto x = scattering(*s.layout, *next, m, s.sizes);
-  const auto source = norm ? norm_power(summand, p.norm_order) : summand;
+  const auto source = norm ? norm_power(summand, p.norm_order) : in_8_bits ? summand.to(at::kFloat) : summand;
   const bool in_place = !s.later && x->in_order && source.is_contiguous(); // if sent later, it may have been written
   s.layout = next;
   s.local = at::empty(x->sizes, source.options());
@@ -428,6 +430,9 @@ void reduce_into_pieces(State& s, int64_t m, const LayoutPtr& next) {
   (on_the_way ? reduce_on_the_way : reduce_on_arrival)(s, m, *x, source, in_place, s.local, p.reduce);
   if (norm) {
     take_root(s, p.norm_order, summand.options());
+  } else if (in_8_bits) {
+    auto out = at::empty(s.local.sizes(), summand.options());
+    then(s, out, [sum = s.local, out]() mutable { out.copy_(sum); });
   }
 }
 
@@ -692,13 +697,18 @@ void go_at_once(State& s, const LayoutPtr& next) {
 
 } // namespace
 
-void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype) {
+void check_reducible(const Layout& from, const Layout& to, at::ScalarType dtype) {
   for (int64_t m = 0; from.has_partial() && m < from.ndim(); ++m) {
     const auto& p = from.placement(m);
     TORCH_CHECK_TYPE(
         !p.is_partial() || p.reduce != ReduceOp::Avg || !c10::isIntegralType(dtype, true), "redistribute: from ", from.str(),
         " to ", to.str(), ": the mean of a tensor of dtype ", dtype, " over ranks is not a value of ", dtype,
         "; convert it to a floating-point dtype first, or use Partial(\"sum\") (rank ", from.mesh().rank(), ")");
+    const bool stays = from.mesh().size(m) == 1 || (&from.mesh() == &to.mesh() && p == to.placement(m));
+    TORCH_CHECK(
+        !p.is_partial() || stays || comm::can_reduce(dtype, p.reduce), "redistribute: from ", from.str(), " to ", to.str(),
+        ": a complex tensor can be reduced over ranks only by sum or avg, not by ", shardtensor::name_of(p.reduce), " (rank ",
+        from.mesh().rank(), ")");
   }
 }
 

@@ -18,8 +18,9 @@ struct State : Moving {
   }
 };
 
-// Before anything is sent: whether the values can move so. A backend might raise on only some ranks, or drop a fraction.
-void check_mean(const Layout& from, const Layout& to, at::ScalarType dtype);
+// Before anything is sent: whether the values can be reduced so. A backend would raise on some ranks only, those whose piece is
+// not empty, or drop a fraction.
+void check_reducible(const Layout& from, const Layout& to, at::ScalarType dtype);
 // Before the first step: whether the ranks agree about the tensor, once for each plan (agreed.h).
 void agree(const Plan& plan, const Layout& from, const Layout& to, c10::IntArrayRef sizes, at::ScalarType dtype);
 
