@@ -233,7 +233,7 @@ void agree(const Ticket& ticket, c10d::ProcessGroup& process_group, Text text) {
   const auto& [world, group, number, peers, by_messages, needs_all] = ticket;
   const WithoutGil released;
   const auto longest = process_group.getDefaultBackend()->getBackendOptions()->timeout;
-  world->come_back();
+  world->come_back(group->name);
   Late late(ticket);
   for (std::chrono::milliseconds pause = 1ms;; pause = std::min<std::chrono::milliseconds>(2 * pause, kShort)) {
     if (const auto why = late.look([&] { return c10::str(text(), ", ", doing_now()); }); !why.empty()) {
@@ -314,7 +314,7 @@ Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers) {
   if (world) {
     world->note_thread();
     const WithoutGil released;
-    world->come_back();
+    world->come_back("");
   }
   return {std::move(world), nullptr, 0, peers.vec(), true, false};
 }

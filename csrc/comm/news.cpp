@@ -184,6 +184,9 @@ std::optional<std::string> World::found(const std::string& key) {
 
 void World::add(const std::shared_ptr<Group>& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = groups_.begin(); it != groups_.end();) {
+    it = it->second.expired() ? groups_.erase(it) : std::next(it);
+  }
   groups_[group->name] = group;
 }
 
@@ -212,24 +215,35 @@ void World::tell(const std::string& doing, const std::string& error, bool ended)
     mine.nth = store_->add(prefix_ + "count", 1) - 1;
     store_->set(key(mine.nth), written(mine));
     const std::lock_guard<std::mutex> lock(mutex_);
-    absent_.push_back(mine.nth);
+    push(absent_, Absent{mine.nth, std::this_thread::get_id(), {}}, kTold);
     own_.push_back(std::move(mine));
     if (static_cast<int64_t>(own_.size()) > kTold) {
       store_->set(key(own_.front().nth), std::string()); // others may still count on the key
-      store_->deleteKey(key(own_.front().nth) + "/back");
+      store_->deleteKey(back_key(own_.front().nth));
+      for (const auto& [name, count] : own_.front().groups) {
+        store_->deleteKey(back_key(own_.front().nth, name));
+      }
       own_.pop_front();
     }
   });
 }
 
-void World::come_back() {
-  std::vector<int64_t> all;
+void World::come_back(const std::string& group) {
+  std::vector<std::string> keys;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    all.swap(absent_);
+    const auto me = std::this_thread::get_id();
+    for (auto& absent : absent_) {
+      if (absent.thread == me) {
+        keys.push_back(back_key(absent.nth));
+      } else if (absent.back.insert(group).second) {
+        keys.push_back(back_key(absent.nth, group));
+      }
+    }
+    absent_.erase(std::remove_if(absent_.begin(), absent_.end(), [&](const Absent& a) { return a.thread == me; }), absent_.end());
   }
-  for (const auto nth : all) {
-    ask([&] { store_->set(key(nth) + "/back", "1"); });
+  for (const auto& k : keys) {
+    ask([&] { store_->set(k, "1"); });
   }
 }
 
@@ -325,7 +339,8 @@ std::optional<Failure> World::in_vain(
     if (has_begun) {
       continue;
     }
-    if (f.ended || (!failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace && !is_back(f.nth))) {
+    if (f.ended || (!failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace &&
+                    !is_back(f.nth, group ? group->name : ""))) {
       return f;
     }
   }
@@ -413,6 +428,12 @@ bool World::has_begun(const Stuck& other) {
 std::string World::key(int64_t nth) const {
   return c10::str(prefix_, nth);
 }
+std::string World::back_key(int64_t nth) const {
+  return key(nth) + "/back";
+}
+std::string World::back_key(int64_t nth, const std::string& group) const {
+  return c10::str(key(nth), "/back in ", group);
+}
 std::string World::stuck_key(int64_t rank) const {
   return c10::str(prefix_, "stuck/", rank);
 }
@@ -488,9 +509,9 @@ bool World::failed_alike(const Failure& f, const Group* group) const {
          });
 }
 
-bool World::is_back(int64_t nth) {
+bool World::is_back(int64_t nth, const std::string& group) {
   bool back = false;
-  ask([&] { back = store_->check({key(nth) + "/back"}); });
+  ask([&] { back = store_->check({back_key(nth)}) || store_->check({back_key(nth, group)}); });
   return back;
 }
 

@@ -17,6 +17,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace shardtensor::comm::faults {
@@ -120,8 +121,9 @@ class World {
 
   // This rank has failed, or ends.
   void tell(const std::string& doing, const std::string& error, bool ended = false);
-  // It goes on with communication.
-  void come_back();
+  // This thread goes on with communication, in a group (by name; "": by messages). It is back everywhere from failures of its
+  // own, and back there from those of other threads of this process, which may never go on.
+  void come_back(const std::string& group);
 
   // Claims a number of the group for a collective. `text` describes it.
   Claim claim(Group& group, int64_t number, uint64_t facts, const std::string& text);
@@ -166,7 +168,9 @@ class World {
   void read_news();
   void answer();
   bool failed_alike(const Failure& f, const Group* group) const;
-  bool is_back(int64_t nth);
+  bool is_back(int64_t nth, const std::string& group);
+  std::string back_key(int64_t nth) const;                           // in every group
+  std::string back_key(int64_t nth, const std::string& group) const; // in one
   std::string stuck_key(int64_t rank) const;
   bool has_begun(const Stuck& other);
 
@@ -180,8 +184,14 @@ class World {
   std::mutex mutex_; // of what follows
   std::map<std::string, std::weak_ptr<Group>> groups_;
   std::deque<Failure> news_, own_;
-  int64_t next_ = 0;            // the failure to read next
-  std::vector<int64_t> absent_; // this rank's failures since it last communicated
+  int64_t next_ = 0; // the failure to read next
+  // This rank's failures from which their threads have not come back.
+  struct Absent {
+    int64_t nth;
+    std::thread::id thread;
+    std::set<std::string> back; // groups in which another thread goes on
+  };
+  std::deque<Absent> absent_;
 };
 
 // Barriers of torch.distributed in a group that this process has begun.
