@@ -80,6 +80,8 @@ void register_comm(py::module& m) {
   m.def("device_of", [](const c10::intrusive_ptr<Mesh>& mesh) { return comm::device_of(*mesh); });
   m.def("let_arrive", &comm::let_arrive, py::call_guard<py::gil_scoped_release>());
   m.def("left_in_flight", &comm::left_in_flight);
+  // The destructor of a group with a collective in flight would wait for it.
+  m.def("keep_for_ever", [](py::object thing) { (void)thing.release(); });
   m.def("keep_what_is_left", &comm::keep_what_is_left);
   m.def("begin_barrier", &comm::faults::begin_barrier);
   py::class_<comm::faults::InBarrier>(m, "InBarrier").def(py::init<std::string>()).def("leave", &comm::faults::InBarrier::leave);

@@ -6,6 +6,7 @@
 #include "comm/values.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -563,7 +564,27 @@ uint64_t drawn(const Mesh& mesh, int64_t mesh_dim) {
   return group->drawn;
 }
 
+namespace {
+// The rank that keeps the store may have ended before. torch warns of that, with a stack trace; at an ordinary end it is no news.
+class Quiet {
+ public:
+  Quiet() : before_(FLAGS_caffe2_log_level) {
+    constexpr int kErrors = 2; // as in glog
+    FLAGS_caffe2_log_level = std::max(before_, kErrors);
+  }
+  ~Quiet() {
+    FLAGS_caffe2_log_level = before_;
+  }
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+
+ private:
+  const int before_;
+};
+} // namespace
+
 void ended(const std::string& done) {
+  const Quiet quiet;
   if (g_on.load(std::memory_order_relaxed)) {
     for (const auto& world : worlds().alive()) {
       if (world->has_store()) {

@@ -124,13 +124,9 @@ class Left {
   }
   void let_arrive() {
     const WithoutGil released;
-    const auto longest = std::chrono::steady_clock::now() + 10min; // NCCL's own time-out; Gloo's works have theirs
-    for (; count() > 0 && !is_forked(); std::this_thread::sleep_for(1ms)) {
+    const auto end = std::chrono::steady_clock::now() + 2s;
+    for (; count() > 0 && !is_forked() && std::chrono::steady_clock::now() < end; std::this_thread::sleep_for(1ms)) {
       ask();
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (blocking_.empty() && !in_wait_ && std::chrono::steady_clock::now() > longest) {
-        return;
-      }
     }
   }
 
@@ -153,7 +149,6 @@ class Left {
     while (changed_.wait_for(lock, 1s, [&] { return !blocking_.empty(); })) {
       auto state = std::move(blocking_.front());
       blocking_.pop_front();
-      in_wait_ = true;
       lock.unlock();
       for (const auto& work : state->works) {
         if (work) {
@@ -162,7 +157,6 @@ class Left {
       }
       free_or_not(std::move(state));
       lock.lock();
-      in_wait_ = false;
       --count_;
     }
     has_thread_ = false;
@@ -174,7 +168,7 @@ class Left {
   std::deque<std::unique_ptr<State>> blocking_;
   std::vector<std::unique_ptr<State>> asked_;
   std::atomic<int64_t> count_{0};
-  bool has_thread_ = false, in_wait_ = false;
+  bool has_thread_ = false;
 };
 
 // The works of a capture end with it: they are part of the graph, whose memory they use. Until then the capturing stream has to

@@ -49,8 +49,8 @@ class InFlight {
 // Whether the tensor's stream captures a graph, as far as torch tells: before 2.12 any stream might.
 bool may_be_capturing(const at::Tensor& t);
 
-// Waits until all that was dropped in flight has ended, for as long as one who waits for a result would: before process groups
-// are destroyed. No error is raised.
+// Waits until all that was dropped in flight has ended, but at most two seconds: before process groups are destroyed. Peers may
+// never come; left_in_flight() tells. No error is raised.
 void let_arrive();
 // How many are still in flight of those that were dropped.
 int64_t left_in_flight();

@@ -40,19 +40,29 @@ def _tell_end(_: object = None) -> None:
 
 
 def _end() -> None:
-    """Peers may still need what this rank has sent and dropped; after an error they do not get it."""
-    if not _failed:
-        _C.let_arrive()
-    _C.keep_what_is_left()
+    """Peers may still need what this rank has sent and dropped; after an error they do not get it. They are told first: one that waits
+    for this rank in something else raises, and then this rank need not wait for it."""
     _C.ended("ended its script")
+    _let_arrive()
+    _C.keep_what_is_left()
+
+
+def _let_arrive() -> None:
+    """Waits a little for what was dropped in flight. The groups of what is still in flight then stay for ever: to free one would wait
+    until its time-out."""
+    if not _failed and sys.exc_info()[0] is None:
+        _C.let_arrive()
+    if _C.left_in_flight() and dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            _C.keep_for_ever(group)
 
 
 def _destroys(destroy: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(destroy)
     def run(group: Any = None) -> None:
-        _C.let_arrive()
         if group is None or group == dist.GroupMember.WORLD:
             _C.destroyed_groups()
+        _let_arrive()
         destroy(group)
 
     return run
