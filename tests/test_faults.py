@@ -464,6 +464,167 @@ def test_it_can_be_switched_off():
         assert got == right and told == 0
 
 
+ALONE = {
+    "mean": lambda x: (x * 100).mean(),
+    "mean of the same": lambda x: x.mean(),
+    "repr": lambda x: repr(x.mean()),
+    "loss": lambda x: torch.nn.functional.mse_loss(x, x * 2),
+    "integers": lambda x: (x > 3).sum(),
+    "in a function": lambda x: mean_in_a_function(x),
+}
+
+
+def mean_in_a_function(x):
+    return x.mean()
+
+
+def reducing_ahead(rows):
+    from shardtensor import set_reduce_ahead
+
+    set_reduce_ahead(True)
+    return cut(rows)
+
+
+def made_on_one_rank(how):
+    x, whole = reducing_ahead(7)
+    if me() == 0:
+        made = ALONE[how](x)
+        del made
+    out = []
+    for i in range(3):
+        out.append(outcome(lambda: torch.tensor(mean_in_a_function(x + i).item())))  # noqa: B023
+    return out, [(whole + i).mean().item() for i in range(3)]
+
+
+@pytest.mark.parametrize("how", ALONE)
+def test_a_sum_that_one_rank_makes_alone_is_not_added_to_another(how):
+    for rank, (got, _) in enumerate(ask(3, "made_on_one_rank", how)):
+        assert all("DistBackendError" in str(text) for text in got), (rank, got)
+        assert "have not made the same sums of no dims" in got[0] and "test_faults.py:" in got[0], got[0]
+
+
+def dropped_at_once():
+    """The sums that meet another are dropped; all that follow differ too."""
+    x, _ = reducing_ahead(7)
+    if me() == 0:
+        x.mean()
+    for i in range(20):
+        mean = (x + i).mean()
+    return outcome(lambda: torch.tensor(mean.item()))
+
+
+def test_later_sums_differ_too():
+    for text in ask(2, "dropped_at_once"):
+        assert "have not made the same sums of no dims" in str(text)
+
+
+def other_lines():
+    """What is legal: all ranks make the same, and some read it."""
+    x, whole = reducing_ahead(7)
+    for i in range(40):
+        mean = (x + i).mean()
+        if i % 3 == me():
+            assert mean.item() == pytest.approx((whole + i).mean().item())
+    return mean.item(), (whole + 39).mean().item()
+
+
+def test_sums_that_all_ranks_make_are_right():
+    for got, want in ask(3, "other_lines"):
+        assert got == pytest.approx(want)
+
+
+def drawn_alone(then):
+    x, _ = reducing_ahead(6)
+    if me() == 0:
+        return outcome(lambda: torch.rand_like(x).to_local())
+    if then == "scalar":
+        return outcome(lambda: torch.tensor(x.mean().item()))
+    return outcome(x.full_tensor)
+
+
+@pytest.mark.parametrize("then", ["move", "scalar"])
+def test_a_rank_that_draws_alone_ends_nobodys_process(then):
+    texts = ask(3, "drawn_alone", then)
+    assert all("DistBackendError" in str(text) for text in texts), texts
+    assert any("first random op" in text for text in texts), texts
+
+
+def ends_with_a_move_in_flight(how):
+    """Rank 0 has started a sum that the others never make."""
+    import torch.distributed as dist
+
+    x, _ = reducing_ahead(6)
+    if me() == 0:
+        x.mean()
+        start = time.monotonic()
+        if how == "destroy":
+            dist.destroy_process_group()
+        else:
+            try:
+                raise ValueError
+            except ValueError:
+                dist.destroy_process_group()
+        return time.monotonic() - start
+    time.sleep(6)
+    return 0
+
+
+@pytest.mark.parametrize(("how", "most"), [("destroy", 4), ("while an exception is on its way", 1.5)])
+def test_the_end_of_a_rank_waits_only_a_little(how, most):
+    assert ask(2, "ends_with_a_move_in_flight", how)[0] < most * pool._PATIENCE
+
+
+def another_thread_goes_on():
+    """One thread of rank 0 fails and does not come back; another one goes on, in another group."""
+    import threading
+
+    grid = mesh(2, 2)
+    from shardtensor import Replicate, Shard, distribute_tensor
+
+    along = [distribute_tensor(torch.ones(4, 4), grid, p, src_data_rank=None) for p in ([Shard(0), Replicate()], [Replicate(), Shard(0)])]
+    for x in along:
+        x.full_tensor()
+    rows = distribute_tensor(torch.tensor([99, 0, 0, 0]), grid, [Shard(0), Replicate()], src_data_rank=None)
+    table = distribute_tensor(torch.ones(5, 3), grid, [Replicate()] * 2, src_data_rank=None)
+    if me() == 0:
+        failed = threading.Thread(target=lambda: outcome(lambda: torch.nn.functional.embedding(rows, table)))
+        failed.start()
+        failed.join()
+        assert count_of_failures() == 1
+    stop = time.monotonic() + 4
+    other = outcome(along[1].full_tensor) if me() in (0, 1) else None
+    if me() == 0:
+        while time.monotonic() < stop:
+            time.sleep(0.1)
+        return other
+    return other, outcome(along[0].full_tensor) if me() == 2 else None
+
+
+def test_a_thread_that_goes_on_elsewhere_does_not_answer_for_one_that_failed():
+    answers = ask(4, "another_thread_goes_on")
+    assert "rank 0 failed" in str(answers[2][1]), answers
+
+
+def refused_alike():
+    from shardtensor import Partial, Replicate, Shard, ShardTensor
+
+    grid, out = mesh(2, 2), []
+    for reduce in ("product", "max"):
+        piece = torch.ones(1 - me() // 2, 2, dtype=torch.complex64)
+        x = ShardTensor.from_local(piece, grid, [Shard(0), Partial(reduce)], shape=(1, 2), stride=(2, 1))
+        out.append(outcome(x.full_tensor))
+    whole = ShardTensor.from_local(torch.ones(2, 2), grid, [Shard(0), Replicate()]).sum().full_tensor()  # the groups work
+    out.append(whole.item())
+    return out
+
+
+def test_what_cannot_be_reduced_is_refused_also_where_the_piece_is_empty():
+    answers = ask(4, "refused_alike")
+    for texts in answers:
+        assert all("can be reduced over ranks only by sum or avg" in text for text in texts[:2]), texts
+        assert texts[2] == 8
+
+
 def many_errors():
     import torch.distributed as dist
 
@@ -473,6 +634,7 @@ def many_errors():
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()  # a rank that waits for another asks what has failed there
     told = sum(len(store.get(f"shardtensor/faults/1/{n}")) > 0 for n in range(2 * 600))
+    dist.barrier()  # the next failure of one rank takes away its oldest
     with Fails(1, rank=1):
         first = outcome(x.full_tensor)
     return told, first, outcome(x.full_tensor)

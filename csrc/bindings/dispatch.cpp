@@ -11,12 +11,78 @@
 #include "rules/registry.h"
 #include "rules/windows.h"
 
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <string_view>
+#include <unordered_map>
+
 namespace shardtensor::bindings {
 
 namespace {
 
 void tell_of_fallback(const std::string& op, const char* why, const std::string& layouts) {
   ear_for<FallbackLog>().tell([&] { return py::make_tuple(op, why, layouts); });
+}
+
+// The lines of the user's script that have made sums of no dims. Guarded by the GIL.
+struct ScriptLines {
+  std::vector<std::string> own; // the folders of torch and of this package, whose frames do not count
+  std::unordered_map<uint64_t, std::string> texts;
+
+  bool is_own(std::string_view file) const {
+    return std::any_of(
+        own.begin(), own.end(), [&](const std::string& folder) { return file.substr(0, folder.size()) == folder; });
+  }
+};
+ScriptLines& script_lines() {
+  static auto* lines = new ScriptLines(); // never destroyed: the interpreter may be gone by then
+  return *lines;
+}
+
+// The two innermost frames of the user's script: the second tells the calls of a function apart. Ranks may have the script in
+// different folders. It runs for each sum of no dims, so it makes a text only for a line that it has not met.
+uint64_t script_line() {
+  if (!Py_IsInitialized()) {
+    return 0;
+  }
+  const py::gil_scoped_acquire gil;
+  auto& lines = script_lines();
+  uint64_t out = 0;
+  std::pair<py::object, int> first;
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  for (int found = 0; frame && found < 2;) {
+    auto* now = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(now)));
+    Py_ssize_t size = 0;
+    const auto* name = PyUnicode_AsUTF8AndSize(reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename, &size);
+    if (!name) {
+      PyErr_Clear();
+      break;
+    }
+    const std::string_view file(name, size);
+    if (!lines.is_own(file)) {
+      const auto line = PyFrame_GetLineNumber(now);
+      out = c10::hash_combine(out, std::hash<std::string_view>()(file.substr(file.rfind('/') + 1)));
+      out = c10::hash_combine(out, static_cast<size_t>(line));
+      if (found++ == 0) {
+        first = {code, line};
+      }
+    }
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(now)));
+  }
+  if (first.first && !lines.texts.count(out)) {
+    const auto file = py::reinterpret_borrow<py::str>(reinterpret_cast<PyCodeObject*>(first.first.ptr())->co_filename);
+    lines.texts.emplace(out, c10::str(std::string(file), ":", first.second));
+  }
+  return out;
+}
+
+std::string text_of_line(uint64_t line) {
+  const py::gil_scoped_acquire gil;
+  const auto& texts = script_lines().texts;
+  const auto it = texts.find(line);
+  return it == texts.end() ? "" : it->second;
 }
 
 } // namespace
@@ -42,6 +108,10 @@ void register_dispatch(py::module& m) {
   m.def("set_strict_mode", &set_strict_mode);
   m.def("reduces_ahead", &reduces_ahead);
   m.def("set_reduces_ahead", &set_reduces_ahead);
+  m.def("set_own_folders", [](std::vector<std::string> folders) {
+    script_lines().own = std::move(folders);
+    set_script_line({&script_line, &text_of_line});
+  });
   m.def("reduces_once", &reduces_once);
   m.def("set_reduces_once", &set_reduces_once);
   m.def("sums", &how_many_sums);

@@ -1,5 +1,6 @@
 #include "comm/faults.h"
 
+#include "comm/backend.h"
 #include "comm/doing.h"
 #include "comm/gil.h"
 #include "comm/news.h"
@@ -132,6 +133,7 @@ std::shared_ptr<Watched> watched(const GroupPtr& group, const Mesh& mesh, int64_
 // The exception that this thread told of last: it passes through several frames.
 thread_local std::exception_ptr t_told;
 thread_local int64_t t_begun = 0;
+thread_local int64_t t_careful = 0;
 
 // Raises what other ranks have caused. The group takes part in nothing any more: a collective is begun that will not end.
 [[noreturn]] void part(const Ticket& ticket, const std::string& why) {
@@ -263,7 +265,7 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
     return {};
   }
   auto& group = *all->group;
-  Ticket ticket{all->world, all->group, 0, {}, false, needs_all};
+  Ticket ticket{all->world, all->group, 0, {}, false, needs_all || t_careful};
   all->world->note_thread();
   bool others_wait = false; // perhaps; then they have claimed the number
   bool compares = false;    // with the next rank: so that what went wrong within a slice does not stay unnoticed
@@ -278,7 +280,7 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
       compares = true;
     }
   }
-  if (const auto failures = all->world->failures(); C10_UNLIKELY(group.checked != failures)) {
+  if (const auto failures = all->world->failures(); C10_UNLIKELY(t_careful || group.checked != failures)) {
     agree(ticket, *process_group, text);
     group.checked = failures;
   } else if (C10_UNLIKELY(others_wait)) {
@@ -308,6 +310,18 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   }
   ++t_begun;
   return ticket;
+}
+
+bool watches(const Mesh& mesh, int64_t mesh_dim) {
+  const auto& name = mesh.group(mesh_dim);
+  return !name.empty() && backend_of(*c10d::resolve_process_group(name), at::kCPU).blocks;
+}
+
+Careful::Careful() {
+  ++t_careful;
+}
+Careful::~Careful() {
+  --t_careful;
 }
 
 Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers) {
@@ -545,6 +559,14 @@ std::shared_ptr<Group> group_along(const Mesh& mesh, int64_t mesh_dim) {
   return all ? all->group : nullptr;
 }
 } // namespace
+
+void parted(const Mesh& mesh, int64_t mesh_dim, const std::string& why) {
+  const auto group = g_on.load(std::memory_order_relaxed) ? group_along(mesh, mesh_dim) : nullptr;
+  if (const auto world = group ? world_of(mesh) : nullptr) {
+    part({world, group}, why);
+  }
+  throw c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, why);
+}
 
 void note_draw(const Mesh& mesh, uint64_t key) {
   for (int64_t m = 0; g_on.load(std::memory_order_relaxed) && mesh.has_me() && m < mesh.ndim(); ++m) {

@@ -43,6 +43,21 @@ struct Ticket {
 // Before a collective of all ranks along the mesh dim (-1: of all ranks of the default group). `facts`: a hash of what all of
 // them know about it. Raises if the group has broken, or if the ranks turn out to make different collectives.
 Ticket enter(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim, uint64_t facts, bool needs_all, Text text);
+// While one is alive, this thread's collectives begin only after all ranks of their group have come to the same one, as if this
+// rank had failed before: for what a rank may begin without being asked for, once. A rank that comes alone raises, and so do
+// those that it meets in another collective; nothing is exchanged.
+class Careful {
+ public:
+  Careful();
+  ~Careful();
+  Careful(const Careful&) = delete;
+  Careful& operator=(const Careful&) = delete;
+};
+// Whether the mesh dim's group is one whose faults are noticed: its backend makes this thread wait, and moves data (torch's fake
+// groups do not). Whether ranks tell each other (set_notice()) does not matter.
+bool watches(const Mesh& mesh, int64_t mesh_dim);
+// Raises: the ranks along the mesh dim turn out to have made different things, so the process group is of no more use.
+[[noreturn]] void parted(const Mesh& mesh, int64_t mesh_dim, const std::string& why);
 // Before messages between this rank and `peers` (global ranks).
 Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers);
 

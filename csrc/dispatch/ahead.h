@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
+
 namespace shardtensor {
 
 // Process-wide, and alike on all ranks.
@@ -14,6 +16,17 @@ void set_reduces_ahead(bool on);
 
 // Starts the reduction of an op's result of no dims, if it is a sum over ranks. All ranks of its mesh call it. Not in a
 // backward: nobody reads the gradient of a number, and it may be one of many.
+//
+// A rank that makes such a result alone would add its value to another one of the other ranks. So over Gloo each value travels
+// with a hash of the op, of the user's line, and of all such results so far in the process group. If the hashes differ, waiting
+// for the value raises on every rank that waits.
 void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& replicated);
+
+// Where the user's script is: a number for its line, the same on all ranks, and that line's text, for errors.
+struct ScriptLine {
+  uint64_t (*now)();
+  std::string (*text)(uint64_t line);
+};
+void set_script_line(ScriptLine line);
 
 } // namespace shardtensor

@@ -1,6 +1,7 @@
 #include "draws/keys.h"
 
 #include "comm/comm.h"
+#include "comm/doing.h"
 #include "comm/epoch.h"
 #include "comm/faults.h"
 #include "draws/graph.h"
@@ -53,6 +54,11 @@ void agree(const Mesh& mesh) {
   auto generator = at::detail::getDefaultCPUGenerator();
   const auto mine = state_of(generator);
   auto first = mesh.description().device_type == "cpu" ? mine.clone() : mine.to(comm::device_of(mesh));
+  const auto text = [&] {
+    return c10::str("the first random op on ", mesh.str(), ", for which its ranks agree on the generator's state");
+  };
+  const comm::Frame frame(text);
+  const comm::faults::Careful careful; // nobody asked for it, so a rank may come alone
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     comm::broadcast(first, mesh, m, 0);
   }

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 import shardtensor._C as _C
 
 _OFF, _SAMPLED, _FULL = range(3)
@@ -41,6 +43,7 @@ def check(full: bool = False) -> Iterator[None]:
 
 def install() -> None:
     _C.set_call_site(call_site)
+    _C.set_own_folders([_HERE[0], os.path.dirname(os.path.abspath(torch.__file__)) + os.sep])
     asked = os.environ.get("SHARDTENSOR_CHECK", "0").lower()
     if asked not in ("0", "", "1", "full"):
         raise ValueError(f"shardtensor: the environment variable SHARDTENSOR_CHECK is {asked!r}; use 0, 1 or full")
