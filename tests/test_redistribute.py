@@ -278,7 +278,7 @@ def device_mesh(shape, ranks=None):
 def put(whole, where):
     """The whole tensor under a layout, without communication."""
     piece = indices(where, tuple(whole.shape), dist.get_rank())
-    local = whole.new_empty(0) if piece is None else whole.detach().flatten()[piece]
+    local = whole.new_zeros(0 if whole.ndim else ()) if piece is None else whole.detach().flatten()[piece]
     return _C.wrap(local, where, list(whole.shape), list(whole.stride()))
 
 

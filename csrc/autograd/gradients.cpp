@@ -49,7 +49,11 @@ LayoutPtr layout_to_keep(const Layout& grad, const LayoutPtr& leaf) {
     const auto& p = grad.placement(m);
     const bool crosses = p.is_shard() && leaf->shards(p.dim); // the leaf cuts that dim along another mesh dim
     if (!leaf->placement(m).is_shard() && !crosses) {
-      out = out->with(m, p, grad.cut(m));
+      bool nests = false; // in a cut that the leaf's replaces
+      for (int64_t i = 0; i < m && p.is_shard(); ++i) {
+        nests = nests || (grad.placement(i).is_shard(p.dim) && !out->placement(i).is_shard(p.dim));
+      }
+      out = out->with(m, p, nests ? nullptr : grad.cut(m));
     }
   }
   return out;

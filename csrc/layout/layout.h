@@ -178,9 +178,12 @@ class Layout final : public c10::intrusive_ptr_target {
     return shards(dim) ? local_size(dim, size, mesh_->coordinate()) : size;
   }
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
-  // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims.
+  // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims, or a number where all have one.
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
-    return C10_LIKELY(mesh_->has_me()) ? local_sizes(sizes, mesh_->coordinate()) : Sizes{0};
+    if (C10_UNLIKELY(!mesh_->has_me())) {
+      return sizes.empty() ? Sizes{} : Sizes{0};
+    }
+    return local_sizes(sizes, mesh_->coordinate());
   }
   // The global sizes if every rank's piece has the sizes `local`.
   Sizes sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const;

@@ -620,7 +620,7 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   if (!later) {
     move.wait();
   }
-  auto result = at::empty(to.local_sizes(sizes), options);
+  auto result = to.mesh().has_me() ? at::empty(to.local_sizes(sizes), options) : at::zeros(to.local_sizes(sizes), options);
   if (!t.kept_to.empty()) {
     kernels::copy(local, t.kept_from, result, t.kept_to);
   }
