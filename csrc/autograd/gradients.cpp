@@ -165,7 +165,12 @@ at::Tensor new_empty_strided(
 
 at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad) {
   const auto layout = wanted_by(leaf, grad);
-  if (!layout) {
+  bool lacks_a_cut = false;
+  for (int64_t m = 0; layout && m < layout->ndim(); ++m) {
+    lacks_a_cut =
+        lacks_a_cut || (layout->placement(m).is_shard() && !shard_tensor(grad, "the gradient").layout().placement(m).is_shard());
+  }
+  if (!lacks_a_cut) {
     return grad;
   }
   tell_of_leaf(grad, *layout);
