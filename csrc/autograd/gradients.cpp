@@ -43,17 +43,13 @@ const Node* running() {
 
 // The leaf's placements and cuts along the mesh dims that cut the leaf. Along the others the gradient's own: summands may stay
 // summands until their sum is needed.
-LayoutPtr layout_to_keep(const Layout& grad, const LayoutPtr& leaf) {
-  auto out = leaf;
-  for (int64_t m = 0; m < leaf->ndim(); ++m) {
-    const auto& p = grad.placement(m);
-    const bool crosses = p.is_shard() && leaf->shards(p.dim); // the leaf cuts that dim along another mesh dim
-    if (!leaf->placement(m).is_shard() && !crosses) {
-      bool nests = false; // in a cut that the leaf's replaces
-      for (int64_t i = 0; i < m && p.is_shard(); ++i) {
-        nests = nests || (grad.placement(i).is_shard(p.dim) && !out->placement(i).is_shard(p.dim));
-      }
-      out = out->with(m, p, nests ? nullptr : grad.cut(m));
+LayoutPtr layout_to_keep(const LayoutPtr& grad, const Layout& leaf) {
+  auto out = grad;
+  for (int64_t m = 0; m < leaf.ndim(); ++m) {
+    const auto& p = grad->placement(m);
+    const bool crosses = p.is_shard() && leaf.shards(p.dim); // the leaf cuts that dim along another mesh dim
+    if (leaf.placement(m).is_shard() || crosses) {
+      out = out->with(m, leaf.placement(m), leaf.cut(m));
     }
   }
   return out;
@@ -67,7 +63,7 @@ LayoutPtr wanted_by(const at::Tensor& leaf_, const at::Tensor& grad) {
       impl->layout().mesh_ptr() != leaf->layout().mesh_ptr()) {
     return nullptr;
   }
-  auto out = layout_to_keep(impl->layout(), leaf->layout_ptr());
+  auto out = layout_to_keep(impl->layout_ptr(), leaf->layout());
   return out == impl->layout_ptr() ? nullptr : out;
 }
 
@@ -161,16 +157,20 @@ at::Tensor new_empty_strided(
   return empty(made, shard_tensor(made, "the gradient").layout().uncut(~uint64_t{0}));
 }
 
+// Whether the gradient is cut along all mesh dims that `other` is cut along.
+bool is_cut_where(const Layout& grad, const Layout& other) {
+  bool out = true;
+  for (int64_t m = 0; m < grad.ndim(); ++m) {
+    out = out && (grad.placement(m).is_shard() || !other.placement(m).is_shard());
+  }
+  return out;
+}
+
 } // namespace
 
 at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad) {
   const auto layout = wanted_by(leaf, grad);
-  bool lacks_a_cut = false;
-  for (int64_t m = 0; layout && m < layout->ndim(); ++m) {
-    lacks_a_cut =
-        lacks_a_cut || (layout->placement(m).is_shard() && !shard_tensor(grad, "the gradient").layout().placement(m).is_shard());
-  }
-  if (!lacks_a_cut) {
+  if (!layout || is_cut_where(shard_tensor(grad, "the gradient").layout(), *layout)) {
     return grad;
   }
   tell_of_leaf(grad, *layout);

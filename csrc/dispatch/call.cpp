@@ -73,8 +73,7 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
   const auto empty = [&](const at::Tensor& like) {
     const auto& layout = nth < solution.results.size() ? solution.results[nth].layout : solution.replicated;
     ++nth;
-    const auto options = like.options().device(device);
-    auto local = like.dim() == 0 ? at::zeros({}, options) : at::empty({0}, options); // as in torch: a number is one there, too
+    auto local = at::zeros(layout->local_sizes(like.sizes()), like.options().device(device));
     return wrap(std::move(local), layout, like.sizes(), like.strides(), view_of, view_of ? like.storage_offset() : 0);
   };
   for (size_t i = 0; i < made.size(); ++i) {

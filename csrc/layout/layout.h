@@ -178,7 +178,8 @@ class Layout final : public c10::intrusive_ptr_target {
     return shards(dim) ? local_size(dim, size, mesh_->coordinate()) : size;
   }
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
-  // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims, or a number where all have one.
+  // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims. As in torch it has a number where
+  // all have one.
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
     if (C10_UNLIKELY(!mesh_->has_me())) {
       return sizes.empty() ? Sizes{} : Sizes{0};

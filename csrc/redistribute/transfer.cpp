@@ -620,7 +620,10 @@ Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, I
   if (!later) {
     move.wait();
   }
-  auto result = to.mesh().has_me() ? at::empty(to.local_sizes(sizes), options) : at::zeros(to.local_sizes(sizes), options);
+  auto result = at::empty(to.local_sizes(sizes), options);
+  if (!to.mesh().has_me()) {
+    result.zero_(); // a number, of which nothing arrives
+  }
   if (!t.kept_to.empty()) {
     kernels::copy(local, t.kept_from, result, t.kept_to);
   }
