@@ -309,7 +309,7 @@ REFUSED = {
     ],
     "torch's fake kernel gives it another shape before 2.14": ["multilabel_margin_one_none"] if torch.__version__ < "2.14" else [],
     "in a graph a written view that had to move data is not put back into its base": [
-        "write_flat_any", "write_row", "write_row_of_row", "write_row_of_transposed", "write_row_plus_is",
+        "write_flat_any", "write_row_of_row",
     ],
     "torch's own kernel draws, by values": ["multinomial_replacement", "poisson"],
     "dynamo does not trace it of plain tensors either": [

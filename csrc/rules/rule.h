@@ -81,9 +81,20 @@ struct Dim {
     SymWindow(c10::SymInt from, int64_t by, c10::SymInt n) : start(std::move(from)), step(by), length(std::move(n)) {}
   };
   std::optional<SymWindow> window;
+  // The dim lies where each of these factors has this index, and is empty elsewhere: a row of a cut dim stays at its owner. The
+  // dim's own factor may cut it as well. If it has none, `inner` is its size.
+  struct At {
+    int64_t factor;
+    c10::SymInt index;
+  };
+  c10::SmallVector<At, 1> at;
 
   Dim() = default;
   Dim(int64_t f, c10::SymInt inner_size = 1) : factor(static_cast<int16_t>(f)), inner(std::move(inner_size)) {} // NOLINT
+
+  bool lies_along(int64_t f) const {
+    return factor == f || std::any_of(at.begin(), at.end(), [&](const At& a) { return a.factor == f; });
+  }
 };
 using Dims = c10::SmallVector<Dim, 5>;
 

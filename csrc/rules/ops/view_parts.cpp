@@ -35,6 +35,64 @@ at::Tensor diagonal_at(const at::Tensor& x, const c10::SymInt& offset, int64_t a
   return rest.diagonal(0, a, b);
 }
 
+c10::SymInt checked_index(const c10::SymInt& index, int64_t dim, c10::SymIntArrayRef sizes) {
+  TORCH_CHECK_INDEX(
+      index >= -sizes[dim] && index < sizes[dim], "select(): index ", index, " out of range for tensor of size ", sizes,
+      " at dimension ", dim);
+  return index < 0 ? index + sizes[dim] : index;
+}
+
+void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& given) {
+  if (!x.has_symbols() || !x.layout->shards(dim)) {
+    return;
+  }
+  const auto index = checked_index(given, dim, x.sym_sizes());
+  const auto size = x.sym_size(dim);
+  std::vector<c10::SymInt> starts{0};
+  auto each = size;
+  for (int64_t m = 0; m < x.layout->ndim() && each.is_symbolic(); ++m) {
+    if (!x.layout->placement(m).is_shard(dim)) {
+      continue;
+    }
+    const auto n = x.layout->mesh().size(m);
+    const auto chunks = x.layout->cut(m) ? std::nullopt : sym_chunks(each, n, false);
+    if (!chunks || (!chunks->equal() && x.layout->innermost(dim) != m)) {
+      size.guard_int(__FILE__, __LINE__);
+      return;
+    }
+    std::vector<c10::SymInt> next;
+    for (const auto& start : starts) {
+      for (int64_t j = 0; j < n; ++j) {
+        next.push_back(plus(start, (*chunks)(n, j).start));
+      }
+    }
+    starts = std::move(next);
+    each = chunks->full;
+  }
+  for (size_t j = 1; j < starts.size(); ++j) {
+    (void)(index >= starts[j]);
+  }
+}
+
+int64_t host_among(const TensorArg& x, uint64_t dims) {
+  int64_t host = -1;
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    const bool fits = (dims >> d & 1) && x.sym_size(d).maybe_as_int().value_or(1) > 0;
+    if (fits && !x.layout->shards(d)) {
+      return d;
+    }
+    host = fits && host < 0 ? d : host;
+  }
+  return host;
+}
+
+at::Tensor none_along(const at::Tensor& x, int64_t dim, int64_t host) {
+  auto sizes = x.sym_sizes().vec();
+  sizes[dim] = 1;
+  sizes[host] = 0;
+  return x.narrow(host, 0, 0).view_symint(sizes);
+}
+
 namespace {
 
 // Start, length and step as at::slice computes them: bounds wrapped and clamped.
@@ -170,73 +228,46 @@ Rule split_with_sizes(const Call& call) {
 
 // ---- one index of a dim ----
 
-c10::SymInt checked_index(const c10::SymInt& index, int64_t dim, c10::SymIntArrayRef sizes) {
-  TORCH_CHECK_INDEX(
-      index >= -sizes[dim] && index < sizes[dim], "select(): index ", index, " out of range for tensor of size ", sizes,
-      " at dimension ", dim);
-  return index < 0 ? index + sizes[dim] : index;
-}
-
-// Compares the row with the bounds of all ranks' pieces: the kernel compares it with this rank's, and guards must be alike.
-void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& given) {
-  if (!x.has_symbols() || !x.layout->shards(dim)) {
-    return;
-  }
-  const auto index = checked_index(given, dim, x.sym_sizes());
-  const auto size = x.sym_size(dim);
-  std::vector<c10::SymInt> starts{0};
-  auto each = size;
-  for (int64_t m = 0; m < x.layout->ndim() && each.is_symbolic(); ++m) {
-    if (!x.layout->placement(m).is_shard(dim)) {
-      continue;
-    }
-    const auto n = x.layout->mesh().size(m);
-    const auto chunks = x.layout->cut(m) ? std::nullopt : sym_chunks(each, n, false);
-    if (!chunks || (!chunks->equal() && x.layout->innermost(dim) != m)) {
-      size.guard_int(__FILE__, __LINE__);
-      return;
-    }
-    std::vector<c10::SymInt> next;
-    for (const auto& start : starts) {
-      for (int64_t j = 0; j < n; ++j) {
-        next.push_back(plus(start, (*chunks)(n, j).start));
-      }
-    }
-    starts = std::move(next);
-    each = chunks->full;
-  }
-  for (size_t j = 1; j < starts.size(); ++j) {
-    (void)(index >= starts[j]);
-  }
-}
-
 // The row of the whole's index, if the piece has it; else undefined.
 at::Tensor row_of_piece(const at::Tensor& x, int64_t dim, const c10::SymInt& index, const SymInterval& piece) {
   const bool here = index >= piece.start && index < piece.start + piece.length;
   return here ? x.select_symint(dim, index - piece.start) : at::Tensor();
 }
 
-// The owner has the row, the others nothing.
-void select_kernel(Run& run) {
-  const auto x = run.arg(0).toTensor();
-  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto index = checked_index(run.arg(2).toSymInt(), dim, run.operands[0].symbols);
-  if (const auto row = row_of_piece(x, dim, index, mine(run, 0, dim)); row.defined()) {
-    return run.returns({row.clone(at::MemoryFormat::Contiguous)});
-  }
-  auto shape = x.sym_sizes().vec();
-  shape.erase(shape.begin() + dim);
-  run.returns({at::full_symint(shape, no_summand(ReduceOp::Sum, x.scalar_type()), x.options())});
-}
-
+// A row of a cut dim lies whole at its owner: the result is cut along another dim, `host`, and the owner has all of it, as a view
+// of its piece. Without such a dim (-1) the row is a summand, and a copy.
 struct Row {
   int64_t dim;
   c10::SymInt index;
+  int64_t host; // among the row's dims
+  bool copy;    // the op returns a copy: select_copy, or a summand
 };
 
+// What this rank holds of the row `at.dim`, `index`.
+at::Tensor held_row(const at::Tensor& x, const Row& at, const c10::SymInt& index, const SymInterval& piece) {
+  const auto row = row_of_piece(x, at.dim, index, piece);
+  if (row.defined()) {
+    return at.copy ? row.clone(at::MemoryFormat::Contiguous) : row;
+  }
+  if (at.host >= 0) {
+    const auto none = none_along(x, at.dim, at.host < at.dim ? at.host : at.host + 1).select(at.dim, 0);
+    return at.copy ? none.clone() : none;
+  }
+  auto shape = x.sym_sizes().vec();
+  shape.erase(shape.begin() + at.dim);
+  return at::full_symint(shape, no_summand(ReduceOp::Sum, x.scalar_type()), x.options());
+}
+
+void select_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto& row = noted<Row>(run.solution);
+  const auto index = checked_index(run.arg(2).toSymInt(), row.dim, run.operands[0].symbols);
+  run.returns({held_row(x, row, index, mine(run, 0, row.dim))});
+}
+
 void put_row_back(const Solution& solution, const Run::At& base, const at::Tensor& piece, const at::Tensor& row) {
-  const auto [dim, index] = noted<Row>(solution);
-  const auto own = row_of_piece(piece, dim, index, mine(*base.layout, dim, base.symbols[dim]));
+  const auto& at = noted<Row>(solution);
+  const auto own = row_of_piece(piece, at.dim, at.index, mine(*base.layout, at.dim, base.symbols[at.dim]));
   if (own.defined()) {
     own.copy_(row);
   }
@@ -244,35 +275,48 @@ void put_row_back(const Solution& solution, const Run::At& base, const at::Tenso
 
 void unbind_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
-  const auto sizes = run.operands[0].sizes();
-  const auto dim = wrap_dim(run.arg(1).toInt(), x.dim());
-  const auto piece = mine(run, 0, dim).numbers();
-  Sizes shape(x.sizes().begin(), x.sizes().end());
-  shape.erase(shape.begin() + dim);
-  shape.insert(shape.begin(), sizes[dim]);
-  auto rows = at::full(shape, no_summand(ReduceOp::Sum, x.scalar_type()), x.options());
-  rows.narrow(0, piece.start, piece.length).copy_(x.movedim(dim, 0));
-  run.returns({c10::List<at::Tensor>(rows.unbind())});
+  const auto& row = noted<Row>(run.solution); // the first
+  const auto piece = mine(run, 0, row.dim);
+  const auto count = run.operands[0].size(row.dim);
+  c10::List<at::Tensor> rows;
+  for (int64_t i = 0; i < count; ++i) {
+    rows.push_back(held_row(x, row, i, piece));
+  }
+  run.returns({std::move(rows)});
 }
 
-// If `dim` is sharded, each row stays on its owner, as a summand.
-Rule rows(const Call& call, int64_t dim) {
+// A row of the call's first tensor. Its host is the first dim that no mesh dim cuts; if all are cut, the first.
+Row row_at(const Call& call, int64_t dim, const c10::SymInt& index) {
+  const auto& x = call.tensors[0];
+  const auto host = x.layout->shards(dim) ? host_among(x, ~(uint64_t{1} << dim)) : -1;
+  return {dim, index, host > dim ? host - 1 : host, host < 0 || !call.schema.arguments()[0].alias_info()};
+}
+
+// If `dim` is sharded, each row stays on its owner.
+Rule rows(const Call& call, const Row& row) {
   Rule rule;
   const auto& x = call.tensors[0];
   const auto reduce = x.dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
-  rule.operands.emplace_back(dims_along(rule, x.dim(), dim, {.kernel = true, .reduce = reduce}));
+  rule.operands.emplace_back(dims_along(rule, x.dim(), row.dim, {.kernel = true, .reduce = reduce}));
   rule.passes_partial();
   return rule;
 }
 
-void add_row(Rule& rule, int64_t dim, const c10::SymInt& index) {
+void add_row(const Call& call, Rule& rule, const Row& row) {
   auto out = rule.operands[0].dims;
   auto kept = identity(static_cast<int64_t>(out.size()));
-  out.erase(out.begin() + dim);
-  kept.erase(kept.begin() + dim);
-  auto& result = rule.results.emplace_back(std::move(out));
+  const auto along = out[row.dim].factor;
+  out.erase(out.begin() + row.dim);
+  kept.erase(kept.begin() + row.dim);
+  SymSizes sizes;
+  if (row.host >= 0) {
+    sizes = call.tensors[0].sym_sizes();
+    sizes.erase(sizes.begin() + row.dim);
+    out[row.host].at.push_back({along, row.index});
+  }
+  auto& result = rule.results.emplace_back(std::move(out), std::move(sizes));
   result.geometry = strides_of(kept);
-  result.geometry->offset.push_back({dim, index});
+  result.geometry->offset.push_back({row.dim, row.index});
 }
 
 Rule select(const Call& call) {
@@ -280,13 +324,16 @@ Rule select(const Call& call) {
   TORCH_CHECK_INDEX(x.dim() > 0, "select() cannot be applied to a 0-dim tensor.");
   const auto dim = call.dim(1, x.dim());
   const auto given = call.sym_ints(2)[0];
-  const auto index = given < 0 ? checked_index(given, dim, x.sym_sizes()) : given;
-  guard_place(x, dim, index);
-  auto rule = rows(call, dim);
-  add_row(rule, dim, index);
-  rule.notes = Row{dim, index};
+  auto row = row_at(call, dim, given);
+  if (given < 0 || row.host >= 0) {
+    row.index = checked_index(given, dim, x.sym_sizes());
+  }
+  guard_place(x, dim, row.index);
+  auto rule = rows(call, row);
+  add_row(call, rule, row);
+  rule.notes = row;
   rule.kernel = select_kernel;
-  rule.put_back = put_row_back;
+  rule.put_back = row.host >= 0 ? nullptr : put_row_back;
   return rule;
 }
 
@@ -294,9 +341,12 @@ Rule unbind(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK_INDEX(x.dim() > 0, "Dimension specified as 0 but tensor has no dimensions");
   const auto dim = call.dim(1, x.dim());
-  auto rule = rows(call, dim);
+  auto row = row_at(call, dim, 0);
+  auto rule = rows(call, row);
+  rule.notes = row;
   for (int64_t i = 0; i < x.size(dim); ++i) {
-    add_row(rule, dim, i);
+    row.index = i;
+    add_row(call, rule, row);
   }
   rule.kernel = unbind_kernel;
   return rule;
@@ -472,14 +522,65 @@ Rule unfold(const Call& call) {
 
 // ---- backward: the gradient goes into zeros of the input's sizes, argument 1 ----
 
+// Whether all of the cut dim lies at one rank of each row of them, whatever its size in a graph.
+bool is_at_one(const Cut& cut) {
+  if (!cut || !cut->symbols.empty() || !cut->quotients.empty()) {
+    return false;
+  }
+  int64_t holders = 0;
+  for (size_t i = 0; i < cut->size(); ++i) {
+    holders += (*cut)[i] != 0 || (!cut->shares.empty() && cut->shares[i] != 0);
+  }
+  return holders == 1;
+}
+
+// The dim along which all of the tensor lies at one rank, or -1.
+int64_t hosting_dim(const TensorArg& t) {
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    bool at_one = t.layout->shards(d);
+    for (int64_t m = 0; m < t.layout->ndim(); ++m) {
+      at_one = at_one && (!t.layout->placement(m).is_shard(d) || t.is_one(d) || is_at_one(t.layout->cut(m)));
+    }
+    if (at_one) {
+      return d;
+    }
+  }
+  return -1;
+}
+
+void row_backward_kernel(Run& run) {
+  const auto& row = noted<Row>(run.solution);
+  const auto grad = run.arg(0).toTensor();
+  const auto piece = mine(*run.solution.results[0].layout, row.dim, run.solution.results[0].sizes[row.dim].value);
+  auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
+  if (const auto own = row_of_piece(out, row.dim, row.index, piece); own.defined()) {
+    own.copy_(grad);
+  }
+  run.returns({std::move(out)});
+}
+
+// The gradient of a row that lies at its owner becomes that of a dim that is cut.
 Rule select_backward(const Call& call) {
   Rule rule;
+  const auto& grad = call.tensors[0];
   auto sizes = call.sym_ints(1);
   const auto dim = call.dim(2, static_cast<int64_t>(sizes.size()));
-  auto dims = fresh_dims(rule, call.tensors[0].dim());
-  rule.operands.emplace_back(dims);
-  dims.insert(dims.begin() + dim, Dim(kNone));
-  rule.results.emplace_back(std::move(dims), std::move(sizes));
+  auto dims = fresh_dims(rule, grad.dim()), out = dims;
+  const auto host = hosting_dim(grad);
+  if (host >= 0) {
+    const auto index = checked_index(call.sym_ints(3)[0], dim, sizes);
+    const auto along = rule.factor({.kernel = true, .size = sizes[dim]});
+    dims[host] = Dim(kNone, grad.sym_size(host));
+    dims[host].at.push_back({along, index});
+    out[host] = Dim(kNone);
+    out.insert(out.begin() + dim, Dim(along));
+    rule.notes = Row{dim, index, host, true};
+    rule.kernel = row_backward_kernel;
+  } else {
+    out.insert(out.begin() + dim, Dim(kNone));
+  }
+  rule.operands.emplace_back(std::move(dims));
+  rule.results.emplace_back(std::move(out), std::move(sizes));
   rule.sizes_arg = 1;
   rule.passes_partial();
   rule.linear[0].any_reduction = false;

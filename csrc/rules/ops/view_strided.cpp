@@ -22,7 +22,8 @@ struct Strided {
 struct Undone {
   c10::SmallVector<int64_t, 5> dims; // of the base, or -1: size 1 or stride 0
   c10::SmallVector<Dim::SymWindow, 5> windows;
-  SymSizes starts; // per base dim
+  SymSizes starts;   // per base dim
+  int64_t host = -1; // the base dim along which the rows of cut dims that are left out lie at their owners
 };
 
 // The dims that have more than one index, the longest stride first. Nothing if one of them repeats its elements.
@@ -134,7 +135,9 @@ void undone_kernel(Run& run) {
   }
   for (int64_t d = 0; d < ndim; ++d) {
     if (std::find(order.begin(), order.end(), d) == order.end()) {
-      x = x.narrow_symint(d, undone.starts[d], 1);
+      const auto piece = mine(run, 0, d);
+      const bool here = undone.starts[d] >= piece.start && undone.starts[d] < plus(piece.start, piece.length);
+      x = here ? x.narrow_symint(d, plus(undone.starts[d], -piece.start), 1) : none_along(x, d, undone.host);
       chosen.push_back(d);
     }
   }
@@ -155,6 +158,23 @@ void undone_kernel(Run& run) {
   run.returns({own(run, x)});
 }
 
+// The rows of cut dims that are left out stay at their owners, as select's do.
+void add_rows(const TensorArg& x, Rule& rule, Undone& undone, Dims& in, Dims& out) {
+  uint64_t kept = 0;
+  for (auto d : undone.dims) {
+    kept |= d < 0 ? 0 : uint64_t{1} << d;
+  }
+  undone.host = host_among(x, kept);
+  const auto* host = std::find(undone.dims.begin(), undone.dims.end(), undone.host);
+  for (int64_t d = 0; d < x.dim() && undone.host >= 0; ++d) { // without one, the base is gathered along these dims
+    if (x.layout->shards(d) && !(kept >> d & 1)) {
+      in[d] = Dim(rule.factor({.kernel = true}));
+      out[host - undone.dims.begin()].at.push_back({in[d].factor, undone.starts[d]});
+      guard_place(x, d, undone.starts[d]);
+    }
+  }
+}
+
 Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
   Rule rule;
   Dims in(x.dim(), Dim(kNone)), out;
@@ -172,6 +192,7 @@ Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
       dim.window = w;
     }
   }
+  add_rows(x, rule, undone, in, out);
   rule.notes = std::move(undone);
   rule.operands.emplace_back(std::move(in));
   rule.results.emplace_back(std::move(out), to.sizes);

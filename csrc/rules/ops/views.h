@@ -30,6 +30,18 @@ void unary_kernel(Run& run) {
 enum class Told { Sizes, SizesOfCopy, Strides };
 Rule reshaped(const Call& call, const SymSizes& to, Told told);
 
+// ---- one index of a dim ----
+// If the dim is cut, the row lies whole at its owner: it is cut along one of its dims, the host, and the owner has all of it.
+
+// The index from 0 on, if there is one.
+c10::SymInt checked_index(const c10::SymInt& index, int64_t dim, c10::SymIntArrayRef sizes);
+// Compares the row with the bounds of all ranks' pieces: the kernel compares it with this rank's, and guards must be alike.
+void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& index);
+// The first of these dims (a mask) that has elements and that no mesh dim cuts; if all are cut, the first; or -1.
+int64_t host_among(const TensorArg& x, uint64_t dims);
+// A view with one index of `dim`, and none of `host`.
+at::Tensor none_along(const at::Tensor& x, int64_t dim, int64_t host);
+
 // The indices of `window` that lie in `piece`, as a slice of the piece.
 at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow& window, const SymInterval& piece);
 

@@ -11,7 +11,7 @@ namespace shardtensor::rules {
 
 int64_t dim_of(const Dims& dims, int64_t factor) {
   for (size_t d = 0; d < dims.size(); ++d) {
-    if (dims[d].factor == factor) {
+    if (dims[d].lies_along(factor)) {
       return static_cast<int64_t>(d);
     }
   }
@@ -78,7 +78,8 @@ class Chooser {
     for (size_t i = 0; i < call_.tensors.size(); ++i) {
       const auto& p = call_.tensors[i].layout->placement(m);
       if (p.is_shard() && p.dim < static_cast<int64_t>(rule_.operands[i].dims.size())) {
-        const auto f = rule_.operands[i].dims[p.dim].factor;
+        const auto& dim = rule_.operands[i].dims[p.dim];
+        const auto f = dim.at.empty() ? int64_t{dim.factor} : dim.at[0].factor;
         if (f == kNone || !can_shard(f, p.split_factor)) {
           continue;
         }
@@ -281,7 +282,7 @@ class Chooser {
     const auto& mine = *call_.tensors[i].layout;
     const auto& donor_dim = rule_.operands[c.donor].dims[c.donor_dim];
     const auto& my_dim = rule_.operands[i].dims[dim_of(rule_.operands[i].dims, c.factor)];
-    if (donor_dim.window || my_dim.window) {
+    if (donor_dim.window || my_dim.window || !donor_dim.at.empty() || !my_dim.at.empty()) {
       return true; // cut_around() keeps the pieces if it can
     }
     if (donor_dim.inner != 1 || my_dim.inner != 1) {
@@ -298,7 +299,7 @@ class Chooser {
     if (split_factor > 1) {
       const auto bent = [&](const Dims& dims) {
         const auto d = dim_of(dims, factor);
-        return d >= 0 && (dims[d].inner != 1 || dims[d].window || dims[d].reach != kNone);
+        return d >= 0 && (dims[d].inner != 1 || dims[d].window || dims[d].reach != kNone || !dims[d].at.empty());
       };
       return std::none_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) { return bent(o.dims); }) &&
              std::none_of(rule_.results.begin(), rule_.results.end(), [&](const Result& r) { return bent(r.dims); });

@@ -26,16 +26,20 @@ Cut cut_of(const SymSizes& pieces, const c10::SymInt& size, int64_t per_row) {
   return std::make_shared<const PieceSizes>(numbers.begin(), numbers.end());
 }
 
+auto cutting_dim(const Layout& layout, int64_t d) {
+  return [&layout, d](int64_t k) { return layout.placement(k).is_shard(d); };
+}
+
 } // namespace
 
-template <typename F>
-void Cutting::each_row(const Layout& layout, int64_t d, int64_t m, F f) const {
+template <typename Cuts, typename F>
+void Cutting::each_row(Cuts cuts, int64_t m, F f) const {
   Coordinate c(mesh_.ndim(), 0);
   while (true) {
     f(c);
     int64_t k = m - 1;
     for (; k >= 0; --k) {
-      if (!layout.placement(k).is_shard(d)) {
+      if (!cuts(k)) {
         continue;
       }
       if (++c[k] < mesh_.size(k)) {
@@ -70,7 +74,7 @@ bool Cutting::even_and_divisible(size_t i, int64_t d) const {
 
 SymSizes Cutting::piece_sizes(const Layout& layout, int64_t d, const c10::SymInt& size, int64_t m) const {
   SymSizes out;
-  each_row(layout, d, m, [&](Coordinate& c) {
+  each_row(cutting_dim(layout, d), m, [&](Coordinate& c) {
     for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
       out.push_back(sym_extent_before(layout, m + 1, d, size, c));
     }
@@ -132,7 +136,7 @@ Cut Cutting::cut_of_readers(const Choice& c, int64_t m) const {
   const auto size = t.size(c.donor_dim), count = factor_size(c.factor).guard_int(__FILE__, __LINE__);
   const auto each = rule_.operands[c.donor].dims[c.donor_dim].inner.guard_int(__FILE__, __LINE__);
   std::vector<int64_t> out;
-  each_row(*t.layout, c.donor_dim, m, [&](Coordinate& at) {
+  each_row(cutting_dim(*t.layout, c.donor_dim), m, [&](Coordinate& at) {
     for (at[m] = 0; at[m] < mesh_.size(m); ++at[m]) {
       const auto piece = in_units(piece_of(*t.layout, c.donor_dim, size, at, m + 1).numbers(), each);
       out.push_back(cut_through(reach, piece, size / each, count).length);
@@ -144,7 +148,7 @@ Cut Cutting::cut_of_readers(const Choice& c, int64_t m) const {
 bool Cutting::has_windows(int64_t f) const {
   return std::any_of(rule_.operands.begin(), rule_.operands.end(), [&](const Operand& o) {
     const auto d = dim_of(o.dims, f);
-    return d >= 0 && o.dims[d].window;
+    return d >= 0 && (o.dims[d].window || o.dims[d].factor != f);
   });
 }
 
@@ -173,7 +177,7 @@ Cut Cutting::cut_around(int64_t m, int64_t f) const {
   const auto size = factor_size(f);
   SymSizes out;
   bool fits = true, even = true;
-  each_row(*outer, 0, m, [&](Coordinate& c) {
+  each_row(cutting_dim(*outer, 0), m, [&](Coordinate& c) {
     const auto whole = piece_of(*outer, 0, size, c, m);
     const auto n = mesh_.size(m);
     const auto end = plus(whole.start, whole.length);
@@ -216,6 +220,9 @@ bool Cutting::bound_boundaries(
       return false;
     }
   }
+  if (!dim.at.empty()) {
+    return bound_holder(i, d, m, c, whole, least, most);
+  }
   const auto size = t.sym_size(d);
   const auto w = dim.window ? *dim.window : Dim::SymWindow(0, 1, size);
   const auto place = [&](const c10::SymInt& at) { return plus(w.start, w.step == 1 ? at : at * w.step); };
@@ -238,13 +245,30 @@ bool Cutting::bound_boundaries(
   return true;
 }
 
+bool Cutting::bound_holder(
+    size_t i, int64_t d, int64_t m, Coordinate& c, const SymInterval& whole, SymSizes& least, SymSizes& most) const {
+  const auto& t = call_.tensors[i];
+  const auto& index = rule_.operands[i].dims[d].at[0].index;
+  const auto size = t.sym_size(d);
+  const auto held = piece_of(*t.layout, d, size, c, m);
+  if (held.length == 0) {
+    return index < whole.start || index >= plus(whole.start, whole.length);
+  }
+  for (c[m] = 1; c[m] < mesh_.size(m); ++c[m]) {
+    const bool before = piece_of(*t.layout, d, size, c, m + 1).start > held.start; // than this rank is the holder
+    (before ? least : most)[c[m]] = before ? plus(index, 1) : index;
+  }
+  c[m] = 0;
+  return index >= whole.start && index < plus(whole.start, whole.length);
+}
+
 c10::SymInt Cutting::factor_size(int64_t f) const {
   if (rule_.factors[f].size >= 0) {
     return rule_.factors[f].size;
   }
   for (size_t i = 0; i < rule_.operands.size(); ++i) {
     const auto d = dim_of(rule_.operands[i].dims, f);
-    if (d >= 0) {
+    if (d >= 0 && rule_.operands[i].dims[d].factor == f) {
       const auto& inner = rule_.operands[i].dims[d].inner;
       return call_.tensors[i].sym_size(d) / (inner == 0 ? c10::SymInt(1) : inner);
     }
@@ -264,23 +288,41 @@ LayoutPtr Cutting::factor_layout(int64_t f) const {
   return Layout::make(call_.tensors[0].layout->mesh_ptr(), std::move(placements), std::move(cuts));
 }
 
+bool Cutting::cuts_along(int64_t m, const Dim& dim) const {
+  return choices_[m].kind == Choice::Kind::Shard && dim.lies_along(choices_[m].factor);
+}
+
 Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
-  if (dim.inner == 1 && !dim.window) {
+  if (dim.inner == 1 && !dim.window && dim.at.empty()) {
     return cuts_[m];
   }
-  const auto layout = factor_layout(dim.factor);
-  const auto size = factor_size(dim.factor);
-  if (!dim.window && layout->is_even() && size % mesh_.size() == 0) {
+  const auto size = dim.factor == kNone ? c10::SymInt(1) : factor_size(dim.factor);
+  const auto layout = dim.factor == kNone ? Layout::replicated(call_.tensors[0].layout->mesh_ptr()) : factor_layout(dim.factor);
+  if (!dim.window && dim.at.empty() && layout->is_even() && size % mesh_.size() == 0) {
     return nullptr;
   }
-  (void)dim.inner.guard_int(__FILE__, __LINE__); // or the pieces would follow two sizes
+  c10::SmallVector<std::pair<LayoutPtr, c10::SymInt>, 1> places; // of the factors that it lies at one index of
+  for (const auto& at : dim.at) {
+    places.emplace_back(factor_layout(at.factor), factor_size(at.factor));
+  }
+  const auto lies_at = [&](const Coordinate& c) {
+    for (size_t i = 0; i < places.size(); ++i) {
+      const auto piece = piece_of(*places[i].first, 0, places[i].second, c, m + 1);
+      if (dim.at[i].index < piece.start || dim.at[i].index >= plus(piece.start, piece.length)) {
+        return false;
+      }
+    }
+    return true;
+  };
   // The size of each piece at mesh dim m: the sum over the pieces that later mesh dims cut it into.
   SymSizes out;
-  each_row(*layout, 0, m, [&](Coordinate& c) {
-    for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
-      out.push_back(measure(*layout, size, c, m, dim));
-    }
-  });
+  each_row(
+      [&](int64_t k) { return cuts_along(k, dim); }, m,
+      [&](Coordinate& c) {
+        for (c[m] = 0; c[m] < mesh_.size(m); ++c[m]) {
+          out.push_back(lies_at(c) ? measure(*layout, size, c, m, dim) : c10::SymInt(0));
+        }
+      });
   const auto of_factor = dim.window ? dim.window->length : size;
   return cut_of(out, dim.inner == 1 ? of_factor : of_factor * dim.inner, mesh_.size(m));
 }
@@ -289,6 +331,9 @@ c10::SymInt Cutting::measure(
     const Layout& layout, const c10::SymInt& size, const Coordinate& c, int64_t m, const Dim& dim) const {
   const auto piece = piece_of(layout, 0, size, c, m + 1);
   const auto count = dim.window ? window_count(*dim.window, piece) : piece.length;
+  if (!count.maybe_as_int()) {
+    (void)dim.inner.guard_int(__FILE__, __LINE__); // or the piece would follow two sizes
+  }
   return dim.inner == 1 ? count : count * dim.inner;
 }
 

@@ -48,13 +48,19 @@ class Cutting {
   // stay.
   bool bound_boundaries(
       size_t i, int64_t d, int64_t m, Coordinate& c, const SymInterval& whole, SymSizes& least, SymSizes& most) const;
+  // The same of a dim that lies at one index of the factor.
+  bool bound_holder(
+      size_t i, int64_t d, int64_t m, Coordinate& c, const SymInterval& whole, SymSizes& least, SymSizes& most) const;
   // The factor's cut that follows the donor's, if the donor is read through windows.
   Cut cut_of_readers(const Choice& c, int64_t m) const;
-  // How many indices of the result dim the piece at mesh dims [0, m] makes.
+  // Whether mesh dim m cuts one of the factors that the dim lies along.
+  bool cuts_along(int64_t m, const Dim& dim) const;
+  // How many indices of the dim the piece of its factor at mesh dims [0, m] makes.
   c10::SymInt measure(const Layout& layout, const c10::SymInt& size, const Coordinate& c, int64_t m, const Dim& dim) const;
   static c10::SymInt window_count(const Dim::SymWindow& w, const SymInterval& piece);
-  template <typename F>
-  void each_row(const Layout& layout, int64_t d, int64_t m, F f) const;
+  // Calls f for each coordinate of the mesh dims before m that cut the dim, as cuts(k) tells.
+  template <typename Cuts, typename F>
+  void each_row(Cuts cuts, int64_t m, F f) const;
 
   const Call& call_;
   const Rule& rule_;

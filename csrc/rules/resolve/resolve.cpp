@@ -98,7 +98,7 @@ class Resolver {
       for (size_t i = 0; i < call_.tensors.size(); ++i) {
         const auto& dims = rule_.operands[i].dims;
         const auto d = dim_of(dims, f);
-        if (d < 0 || dims[d].window || dims[d].reach != kNone || call_.tensors[i].output) {
+        if (d < 0 || dims[d].window || !dims[d].at.empty() || dims[d].reach != kNone || call_.tensors[i].output) {
           continue;
         }
         const Solution::Indexed here{static_cast<int32_t>(i), static_cast<int16_t>(d), dims[d].inner};
@@ -241,7 +241,8 @@ class Resolver {
   // The operand whose order of dims an elementwise op gives to its result.
   int64_t like(const Result& r) const {
     const auto same = [](const Dim& a, const Dim& b) {
-      return a.factor == b.factor && a.inner == b.inner && !a.window && !b.window && a.reach == b.reach;
+      return a.factor == b.factor && a.inner == b.inner && !a.window && !b.window && a.at.empty() && b.at.empty() &&
+             a.reach == b.reach;
     };
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto& dims = rule_.operands[i].dims;
@@ -288,7 +289,7 @@ class Resolver {
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto d = dim_of(rule_.operands[i].dims, dim.factor);
       const auto* own = d < 0 ? nullptr : &rule_.operands[i].dims[d];
-      if (own && !own->window && own->reach == dim.reach && own->inner == dim.inner) {
+      if (own && !own->window && own->at.empty() && own->reach == dim.reach && own->inner == dim.inner) {
         return {static_cast<int32_t>(i), static_cast<int16_t>(d), 0};
       }
     }
