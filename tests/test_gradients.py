@@ -62,6 +62,30 @@ def test_leaves_keep_their_part(pools, world):
     assert all(pools(world).run(f"{__name__}:kept"))
 
 
+def one_reduction():
+    """If the backward of a product has to send something, it sends what ends the gradient's sum, instead of leaving sums of both results."""
+    import torch.nn.functional as F
+    from shardtensor import _C
+
+    generator = torch.Generator().manual_seed(0)
+    whole, weight, seed = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((60, 36), (48, 36), (60, 48)))
+    for at, w_at in (("R", "S(1)"), ("S(1)", "S(1)"), ("S(1)", "R")):
+        x, w = (place(t, mesh_here(), (p,), EVEN).requires_grad_() for t, p in ((whole, at), (weight, w_at)))
+        y = F.linear(x, w)
+        grad = place(seed, mesh_here(), ("P",), EVEN)
+        _C.reset_comm_counts()
+        grads = torch.autograd.grad(y, [x, w], grad)
+        assert _C.comm_counts() == {"all_reduce": (1, seed.nbytes)}, (at, w_at, _C.comm_counts())
+        for got, want in zip(grads, (seed @ weight, seed.T @ whole), strict=True):
+            assert not any(p.is_partial() for p in got.placements)
+            compare(got, want, 1e-9, f"{at} {w_at}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_reduction_ends_a_sum(pools, world):
+    pools(world).run(f"{__name__}:one_reduction")
+
+
 def summands():
     """A gradient's summands are added up for a cut leaf, in one reduce-scatter. A replicated leaf keeps them as they are."""
     import shardtensor as st

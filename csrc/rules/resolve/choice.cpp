@@ -42,8 +42,7 @@ Placement Choices::summands(int64_t factor, const std::optional<std::optional<Re
   return reduce ? Placement::partial(*reduce, f.norm_order) : Placement::replicate();
 }
 
-Placement Choices::placement_of(const Result& r, int64_t m) const {
-  const auto& c = made[m];
+Placement Choices::placement_of(const Result& r, const Choice& c) const {
   if (c.kind != Choice::Kind::Shard) {
     return c.kind == Choice::Kind::Partial ? c.partial : Placement::replicate();
   }
@@ -115,10 +114,15 @@ class Chooser {
     if (candidates.size() == 1) {
       return candidates[0];
     }
-    auto [best, least] = cheapest(m, candidates);
-    if (least > 0) {
-      weighed_ = true;
-      best = has_symbols() ? cheapest_for_symbols(m, candidates) : best;
+    for (const auto& c : candidates) {
+      if (cost(m, c) == 0) {
+        return c; // whatever its bytes
+      }
+    }
+    weighed_ = true;
+    size_t best = 0;
+    for (size_t i = 1; i < candidates.size(); ++i) {
+      best = is_cheaper(m, candidates[i], candidates[best]) ? i : best;
     }
     return candidates[best];
   }
@@ -128,50 +132,62 @@ class Chooser {
   }
 
  private:
-  // The first of the cheapest, and its cost. A cost of 0 does not depend on bytes.
-  std::pair<size_t, double> cheapest(int64_t m, const c10::SmallVector<Choice, 4>& candidates) const {
-    size_t best = 0;
-    double least = cost(m, candidates[0]);
-    for (size_t i = 1; i < candidates.size() && least > 0; ++i) {
-      const auto next = cost(m, candidates[i]);
-      if (next < least) {
-        least = next;
-        best = i;
-      }
-    }
-    return {best, least};
-  }
-
   bool has_symbols() const {
     return std::any_of(call_.tensors.begin(), call_.tensors.end(), [](const TensorArg& t) { return t.has_symbols(); });
   }
 
-  // The ranks must choose alike, and a symbol of one may be a number on another. So each comparison guards the graph: it holds
-  // for sizes of which this choice is the best.
-  size_t cheapest_for_symbols(int64_t m, const c10::SmallVector<Choice, 4>& candidates) const {
-    size_t best = 0;
-    for (size_t i = 1; i < candidates.size(); ++i) {
-      best = is_cheaper(m, candidates[i], candidates[best]) ? i : best;
-    }
-    return best;
-  }
-
-  // Costs are linear in each operand's bytes.
+  // Of choices that move something. The ranks must choose alike, and a symbol of one may be a number on another. So each
+  // comparison of symbols guards the graph: it holds for sizes of which this choice is the best.
   bool is_cheaper(int64_t m, const Choice& a, const Choice& b) const {
+    if (!has_symbols()) {
+      const auto sums = [&](const Choice& c) {
+        double out = 0;
+        for (const auto& r : rule_.results) {
+          out += cost_of_sum(m, c, r, static_cast<double>(bytes_of(r).expect_int()));
+        }
+        return out;
+      };
+      return cost(m, a) + sums(a) < cost(m, b) + sums(b);
+    }
+    // Costs are linear in the bytes of each operand and result.
     constexpr double kUnit = 1024; // of integers that stand for costs
     const auto scaled = [](double x) { return static_cast<int64_t>(std::llround(x * kUnit)); };
     double constant = 0;
     std::optional<c10::SymInt> difference;
-    for (size_t i = 0; i < call_.tensors.size(); ++i) {
-      const auto at = [&](double bytes) { return cost(m, a, i, bytes) - cost(m, b, i, bytes); };
+    const auto add = [&](const auto& at, const auto& bytes) {
       const auto slope = at(2) - at(1);
       constant += at(1) - slope;
       if (const auto each = scaled(slope)) {
-        const auto more = call_.tensors[i].sym_bytes() * each;
+        const auto more = bytes() * each;
         difference = difference ? *difference + more : more;
       }
+    };
+    for (size_t i = 0; i < call_.tensors.size(); ++i) {
+      add([&](double n) { return cost(m, a, i, n) - cost(m, b, i, n); }, [&] { return call_.tensors[i].sym_bytes(); });
+    }
+    for (const auto& r : rule_.results) {
+      add([&](double n) { return cost_of_sum(m, a, r, n) - cost_of_sum(m, b, r, n); }, [&] { return bytes_of(r); });
     }
     return difference ? *difference < -scaled(constant) : constant < 0;
+  }
+
+  // If the choice leaves the result in summands, somebody adds them up.
+  double cost_of_sum(int64_t m, const Choice& c, const Result& r, double bytes) const {
+    return so_far_.placement_of(r, c).is_partial() ? cost_of(StepKind::AllReduce, bytes, mesh_.size(m)) : 0;
+  }
+
+  // About: what the op itself finds the size of counts as one, and the dtype is the first operand's.
+  c10::SymInt bytes_of(const Result& r) const {
+    c10::SymInt out = static_cast<int64_t>(c10::elementSize(call_.tensors[0].dtype));
+    for (size_t d = 0; d < r.dims.size(); ++d) {
+      const auto& dim = r.dims[d];
+      if (!r.sizes.empty()) {
+        out = out * r.sizes[d];
+      } else if (dim.factor != kNone) {
+        out = out * cutting_.factor_size(dim.factor) * dim.inner;
+      }
+    }
+    return out;
   }
 
   bool is_better_donor(const Choice& c, const Choice& known) const {

@@ -31,13 +31,14 @@ struct Choices {
 
   // The placement of operand i along a mesh dim with choice `c`.
   Placement placement_of(size_t i, const Choice& c) const;
-  Placement placement_of(const Result& r, int64_t m) const;
+  Placement placement_of(const Result& r, const Choice& c) const;
   // The placement of a result that lacks the sharded factor.
   Placement summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const;
 };
 
 // The best choice for mesh dim m, given those before it. `summands_pass`: Partial operands may stay, if the op is linear in
-// them. If no choice is free, compares bytes and sets `weighed`.
+// them. If no choice is free, compares bytes, also those of
+// the sums that are left, and sets `weighed`.
 Choice choose(const Choices& so_far, int64_t m, bool summands_pass, bool& weighed);
 
 } // namespace shardtensor::rules

@@ -122,7 +122,7 @@ class Resolver {
           }
         }
         for (const auto& r : rule_.results) {
-          if (!choices_.placement_of(r, k).commutes_with(choices_.placement_of(r, m))) {
+          if (!choices_.placement_of(r, choices_.made[k]).commutes_with(choices_.placement_of(r, choices_.made[m]))) {
             return false;
           }
         }
@@ -258,7 +258,7 @@ class Resolver {
     Cuts cuts(mesh_.ndim());
     bool sharded = false;
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
-      placements.push_back(choices_.placement_of(r, m));
+      placements.push_back(choices_.placement_of(r, choices_.made[m]));
       if (placements[m].is_shard()) {
         const auto& dim = r.dims[placements[m].dim];
         cuts[m] = dim.reach == kNone ? cutting_.dim_cut(dim, m) : kept_cut(source_of(dim).operand, m);
