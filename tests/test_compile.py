@@ -773,6 +773,86 @@ def test_random_ops_are_one_graph(pools, name):
     pools(2).run(f"{__name__}:random_lengths", name)
 
 
+def unbacked_sizes():
+    """mark_unbacked is taken as mark_dynamic: one graph for lengths that the ranks divide, one for others."""
+    from torch._dynamo.decorators import mark_unbacked
+
+    world = mesh_here().size()
+
+    def function(x, w):
+        return torch.relu(x @ w).softmax(0) * x.shape[0]
+
+    for placement in (S0, R):
+        torch._dynamo.reset()
+        compiled, counter = _counting(function)
+        for n in (4 * world, 6 * world, 4 * world + 1, 6 * world + 1):
+            x, w = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).double(), torch.eye(3).double() + 1
+            ours, plain = spread(x, placement, grad=True), x.clone().requires_grad_()
+            mark_unbacked(ours, 0)
+            got, want = compiled(ours, spread(w, R)), function(plain, w)
+            torch.testing.assert_close(_whole(got), want)
+            want.square().sum().backward()
+            _whole(got.square().sum()).backward()
+            torch.testing.assert_close(_whole(ours.grad), plain.grad)
+        assert counter.frame_count == (2 if placement == S0 else 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_unbacked_sizes(pools, world):
+    pools(world).run(f"{__name__}:unbacked_sizes")
+
+
+def _gradients_of_plain(x, w):
+    """The graph's roots are plain; there is no ShardTensor among its leaves."""
+    from shardtensor import ShardTensor
+
+    local = x.to_local().detach().requires_grad_()
+    y = ShardTensor.from_local(local, x.device_mesh, [S0], shape=x.shape, sharding_shapes=rows(x.device_mesh.size(), 6)) @ w.detach()
+    y.square().sum().full_tensor().backward()
+    return local.grad
+
+
+def _gradients_of_leaves(x, w):
+    F.linear(x.softmax(0), w).mean(0).square().sum().backward()
+    return x.grad, w.grad
+
+
+def _gradients_asked_for(x, w):
+    return torch.autograd.grad((x @ w).relu().square().sum().full_tensor(), (x, w))
+
+
+def compiled_autograd():
+    """The engine runs the backward of ShardTensors; compiled autograd still runs that of plain tensors."""
+    from torch._dynamo import compiled_autograd
+
+    graphs = []
+
+    def compiler(graph):
+        graphs.append(graph)
+        return graph
+
+    x, w = torch.randn(7, 6, generator=torch.Generator().manual_seed(1)).double(), torch.eye(6).double() + 1
+    for function in (_gradients_of_plain, _gradients_of_leaves, _gradients_asked_for):
+        want = function(spread(x, grad=True), spread(w, R, grad=True))
+        with compiled_autograd._enable(compiler), pytest.warns(UserWarning, match="compiled autograd cannot trace the backward of ShardTensors"):
+            got = function(spread(x, grad=True), spread(w, R, grad=True))
+        torch.testing.assert_close(pytree.tree_map(_whole, got), pytree.tree_map(_whole, want))
+        assert not graphs
+        with torch._dynamo.config.patch(compiled_autograd=True), pytest.warns(UserWarning, match="compiled autograd cannot"):
+            got = torch.compile(function, backend="eager")(spread(x, grad=True), spread(w, R, grad=True))
+        torch.testing.assert_close(pytree.tree_map(_whole, got), pytree.tree_map(_whole, want))
+        torch._dynamo.reset()
+    plain = x.clone().requires_grad_()
+    with compiled_autograd._enable(compiler):
+        plain.square().sum().backward()
+    torch.testing.assert_close(plain.grad, 2 * x)
+    assert graphs
+
+
+def test_compiled_autograd(pools):
+    pools(2).run(f"{__name__}:compiled_autograd")
+
+
 def two_lengths(beyond):
     """Two sequences joined, as text and image tokens are, and parted again: neither result has cuts that follow one length."""
 

@@ -1,9 +1,14 @@
 """torch.autograd: a backward that fails on one rank alone, in a user's hook for example, leaves the other ranks in its collectives.
-And torch.autograd.grad: what it returns for a leaf has the leaf's cuts, as .grad has. All versions."""
+torch.autograd.grad: what it returns for a leaf has the leaf's cuts, as .grad has. And compiled autograd, which cannot hold what our
+nodes save (layouts): the engine runs the backward of ShardTensors. All versions."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,13 +24,43 @@ def _with_cuts(gradients: Any, inputs: Any) -> Any:
     return tuple(g if t is None or g is None else _C.with_cuts_of(t, g) for t, g in zip(leaves, gradients, strict=True))
 
 
+def _outside_compiled_autograd(roots: Any) -> contextlib.AbstractContextManager[None]:
+    """If compiled autograd is on and the backward reaches a ShardTensor, turns compiled autograd off."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is None or not compiled.compiled_autograd_enabled or not _reaches_ours(roots):
+        return contextlib.nullcontext()
+    warnings.warn(
+        "shardtensor: compiled autograd cannot trace the backward of ShardTensors; torch's engine runs it instead, with the same "
+        "gradients. To compile the backward, compile the forward (torch.compile) without compiled autograd",
+        stacklevel=4,
+    )
+    return compiled._disable()  # type: ignore[no-any-return]
+
+
+def _reaches_ours(roots: Any) -> bool:
+    """Whether a ShardTensor is among the leaves of these tensors' graph, or one of our nodes in it."""
+    tensors: Iterable[Any] = (roots,) if isinstance(roots, torch.Tensor) else roots
+    waiting = [node for t in tensors for node in (getattr(t, "grad_fn", t),) if node is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(getattr(node, "variable", None), ShardTensor) or "shardtensor::" in node.name():
+            return True
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
 def install() -> None:
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     @functools.wraps(run)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return _with_cuts(run(*args, **kwargs), args[4] if len(args) > 4 else kwargs.get("inputs"))
+            with _outside_compiled_autograd(args[0] if args else kwargs.get("t_outputs", ())):
+                gradients = run(*args, **kwargs)
+            return _with_cuts(gradients, args[4] if len(args) > 4 else kwargs.get("inputs"))
         except BaseException as e:
             _C.failed_in_part("backward", f"{type(e).__name__}: {e}")
             raise

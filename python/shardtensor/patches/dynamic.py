@@ -16,7 +16,10 @@ from shardtensor.tensor._layout import placements_of
 def patch(builder: Any) -> None:
     """A cut size is a symbol of the piece if it is one of the whole, so on every rank. torch would decide by the piece's own history:
     a rank whose piece kept its size would compile more graphs than others, and reach torch's limit alone. And with dynamic=True a
-    piece shares no symbol with equal sizes: the length of another tensor would become a number on one rank only."""
+    piece shares no symbol with equal sizes: the length of another tensor would become a number on one rank only.
+
+    A size that is marked as unbacked (mark_unbacked) is taken as one that is marked as dynamic: a graph must know whether the ranks
+    divide the size, and torch cannot guard that of an unbacked one."""
     builder._automatic_dynamic = _as_the_whole(builder._automatic_dynamic)
 
 
@@ -33,6 +36,8 @@ def _as_the_whole(torchs: Callable[..., Any]) -> Callable[..., Any]:
         out = torchs(e, *args, **options)
         pieces = getattr(out, "inner_contexts", {})
         if "_local_tensor" in pieces and _C.is_shard_tensor(e):
+            for context in (out, pieces["_local_tensor"]):
+                context.dynamic_sizes[:] = [DimDynamic.DYNAMIC if n is DimDynamic.UNBACKED else n for n in context.dynamic_sizes]
             sizes = pieces["_local_tensor"].dynamic_sizes
             for d in {p.dim for p in placements_of(_C.layout(e)) if isinstance(p, (Shard, _StridedShard))}:
                 sizes[d] = as_whole(sizes[d], out.dynamic_sizes[d])
