@@ -257,3 +257,59 @@ def emptied():
 
 def test_emptied_buffers_stay_summands(pools):
     pools(2).run("test_copies:emptied")
+
+
+# ---- memory formats ----
+
+TO_FORMAT = {
+    "to": lambda x, f: x.to(memory_format=f),
+    "to_dtype": lambda x, f: x.to(torch.float32, memory_format=f),
+    "to_device": lambda x, f: x.to("cpu", memory_format=f),
+    "to_both": lambda x, f: x.to("cpu", torch.float32, memory_format=f),
+    "to_other": lambda x, f: x.to(torch.ones(1), memory_format=f),
+    "to_copy": lambda x, f: x.to(x.dtype, copy=True, memory_format=f),
+    "cpu": lambda x, f: x.cpu(memory_format=f),
+    "half": lambda x, f: x.half(memory_format=f),
+    "contiguous": lambda x, f: x.contiguous(memory_format=f),
+    "clone": lambda x, f: x.clone(memory_format=f),
+    "empty_like": lambda x, f: torch.empty_like(x, memory_format=f).fill_(2),
+    "zeros_like": lambda x, f: torch.zeros_like(x, memory_format=f),
+    "full_like": lambda x, f: torch.full_like(x, 3, memory_format=f),
+    "module": lambda x, f: nn.ParameterList([nn.Parameter(x.detach())]).to(memory_format=f)[0].detach(),
+}
+
+
+def memory_formats(shape):
+    """The strides of the whole are torch's, and the piece has its dims in their order."""
+    from shardtensor import _C
+
+    mesh, g = mesh_of(shape), torch.Generator().manual_seed(2)
+    last, last3 = torch.channels_last, torch.channels_last_3d
+    wholes = [
+        (make((4, 6, 5, 3), g), last),
+        (make((4, 6, 5, 3), g).contiguous(memory_format=last), torch.contiguous_format),
+        (make((6, 4, 3, 5), g).transpose(0, 1).transpose(2, 3), last),
+        (make((4, 1, 5, 3), g), last),
+        (make((4, 1, 5, 1), g), last),
+        (make((4, 3, 1, 1), g), last),
+        (make((3, 4, 2, 5, 3), g), last3),
+        (make((3, 1, 2, 5, 3), g).contiguous(memory_format=last3), torch.preserve_format),
+    ]
+    for value, form in wholes:
+        for d, cut in [(d, cut) for d in range(value.ndim) for cut in ("even", "uneven", "empty")]:
+            x = place(value, mesh, (f"S({d})", *("R",) * (mesh.ndim - 1)), cut)
+            for name, convert in TO_FORMAT.items():
+                if name == "module" and form not in (last, last3):
+                    continue
+                got, want = convert(x, form), convert(value, form)
+                what = f"{name} of {tuple(value.shape)} to {form}, dim {d} cut, {cut}"
+                assert (got.stride(), got.dtype) == (want.stride(), want.dtype), f"{what}: {got.stride()}, not {want.stride()}"
+                torch.testing.assert_close(whole(got), want, rtol=0, atol=0)
+                assert got._local_tensor is _C.laid(got._local_tensor, got.stride()), f"{what}: {got._local_tensor.stride()}"
+                if name == "to":
+                    assert (got is x) == (want is value), what
+
+
+@pytest.mark.parametrize(("world", "shape"), MESHES)
+def test_memory_formats(pools, world, shape):
+    pools(world).run(f"{__name__}:memory_formats", shape)

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 namespace shardtensor {
 
@@ -32,6 +33,11 @@ Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs, b
     const bool sized_by_op = is_output(op, r) && r.index < 0;
     return sized_by_op ? at::empty({0}, r.tensor->options().device(at::kMeta).requires_grad(false)) : meta_of(*r.tensor, hints);
   });
+  for (auto& value : call) {
+    if (value.isDevice()) { // of the result
+      value = at::Device(at::kMeta);
+    }
+  }
   return call;
 }
 
@@ -92,6 +98,20 @@ uint64_t ordering_arguments(const Op& op) {
   return out;
 }
 
+// order_of() that gives a dim of size 1 its own stride too, where torch has placed it (the channels of channels_last).
+Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  if (Sizes(strides.begin(), strides.end()) == dense_strides(sizes, {}) ||
+      std::find(strides.begin(), strides.end(), 0) != strides.end()) {
+    return order_of(strides);
+  }
+  Order order(strides.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int8_t a, int8_t b) {
+    return strides[a] != strides[b] ? strides[a] > strides[b] : (sizes[a] == 1) < (sizes[b] == 1);
+  });
+  return order;
+}
+
 } // namespace
 
 // torch decides the order of the results' dims: this asks its TensorIterator and its meta kernels, with the whole tensors'
@@ -119,7 +139,7 @@ void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs,
   size_t nth = 0;
   each_tensor(call, [&](const at::Tensor& t) {
     if (nth < solution.results.size() && t.defined() && !solution.results[nth].order) {
-      solution.results[nth].order = order_of(t.strides());
+      solution.results[nth].order = order_with_ones(t.sizes(), t.strides());
     }
     ++nth;
   });
