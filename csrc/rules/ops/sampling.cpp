@@ -45,12 +45,14 @@ Interval read_by(const at::Tensor& coordinates, int64_t size, const How& how) {
   if (coordinates.numel() == 0) {
     return {0, 0};
   }
-  constexpr int64_t kMost = 1 << 20; // beyond, and in half precision, rounding moves a place by more than one
+  constexpr int64_t kMost = 1 << 20; // beyond, and in half precision, rounding moves a reflected place by more than one
   if ((type != at::kFloat && type != at::kDouble) || size > kMost) {
     return all;
   }
   const auto g = coordinates.to(at::kDouble);
-  auto x = how.aligned ? g.add(1).mul(static_cast<double>(size - 1) / 2) : g.add(1).mul(static_cast<double>(size)).sub(1).div(2);
+  const auto place =
+      how.aligned ? g.add(1).mul(static_cast<double>(size - 1) / 2) : g.add(1).mul(static_cast<double>(size)).sub(1).div(2);
+  auto x = place;
   std::vector<at::Tensor> taps;
   const bool cubic = how.interpolation == 2;
   if (!cubic && how.padding == 2) {
@@ -65,7 +67,8 @@ Interval read_by(const at::Tensor& coordinates, int64_t size, const How& how) {
   const auto inside = at.ge(-1).logical_and(at.le(size));
   const auto least = at.masked_fill(inside.logical_not(), size + 1).amin(),
              most = at.masked_fill(inside.logical_not(), -2).amax();
-  const auto found = at::stack({least, most, x.isfinite().all().to(at::kDouble)}).cpu();
+  const auto known = how.padding == 2 ? place.abs().le(kMost) : place.isfinite();
+  const auto found = at::stack({least, most, known.all().to(at::kDouble)}).cpu();
   const auto* ends = found.const_data_ptr<double>();
   if (ends[2] == 0) {
     return all;
