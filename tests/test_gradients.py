@@ -210,3 +210,46 @@ def of_summands(shape):
 @pytest.mark.parametrize(("world", "shape"), [(2, (2,)), (3, (3,)), (4, (2, 2))])
 def test_derivatives_of_summands(pools, world, shape):
     pools(world).run(f"{__name__}:of_summands", shape)
+
+
+def slope(f):
+    return lambda x: torch.autograd.grad(f(x).sum(), x, create_graph=True)[0]
+
+
+# torch makes these gradients as zeros of a size that it remembers.
+ZEROS = {
+    "sgn": torch.sgn,
+    "abs, twice": slope(torch.abs),
+    "l1_loss, twice": slope(lambda x: F.l1_loss(x, x.detach() * 2)),
+    "copysign": lambda x: torch.copysign(torch.ones_like(x), x),
+    "nextafter": lambda x: torch.nextafter(x.detach(), x),
+    **{name: lambda x, name=name: getattr(x * 1, name)(*([0.25] if name != "sgn_" else [])) for name in
+       ("sgn_", "lt_", "le_", "gt_", "ge_", "eq_", "ne_")},
+    "lt_ of tensors": lambda x: (x * 1).lt_(x),
+    "lt_ of a view": lambda x: (lambda y: (y[1].lt_(0.25), y)[1])(x * 1),
+    "eq_ of a column": lambda x: (lambda y: (y[:, 1:].eq_(0.25), y)[1])(x * 1),
+    "used twice": lambda x: x.sgn() + x,
+}  # fmt: skip
+
+
+def zeros():
+    import shardtensor as st
+
+    whole = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for name, f in ZEROS.items():
+        for at in ("S(0)", "S(1)", "R", "P"):
+            for cut in (EVEN, UNEVEN, EMPTY):
+                what = f"{name} {at} {cut}"
+                plain = whole.clone().requires_grad_()
+                f(plain).sum().backward()
+                x = place(whole, mesh_here(), (at,), cut).requires_grad_()
+                (got,) = torch.autograd.grad(f(x).sum(), x)
+                f(x).sum().backward()
+                for g in (got, x.grad):
+                    assert isinstance(g, st.ShardTensor) and g._layout.is_sharded == x._layout.is_sharded, what
+                    compare(g, plain.grad, 1e-12, what)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_that_torch_makes_as_zeros(pools, world):
+    pools(world).run(f"{__name__}:zeros")

@@ -10,6 +10,9 @@
 // The gradients of a tensor with several uses are added up, in place where autograd's engine holds the only reference to the sum
 // so far. In place, a replicated sum would have to gather a gradient that is cut; and only some ranks may hold another reference.
 // So if the layouts differ, the sum gets the one that a new tensor would have.
+//
+// Of some operands torch keeps the sizes alone, because their gradients are zeros, and makes these as plain tensors. The nodes of
+// such ops get a hook that makes them ShardTensors in the operand's layout.
 #include "autograd/gradients.h"
 
 #include "autograd/functions.h"
@@ -18,15 +21,22 @@
 #include "dispatch/plain.h"
 #include "dispatch/typed.h"
 #include "redistribute/watch.h"
+#include "tensor/sums.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/detach_ops.h>
 #include <ATen/ops/new_empty_strided_ops.h>
+#include <c10/util/strides.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
 
 namespace shardtensor {
 
@@ -179,7 +189,95 @@ at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad) {
 
 namespace {
 
+constexpr std::array kWithZeros{
+    "bernoulli.Tensor",
+    "bernoulli.p",
+    "copysign.Scalar",
+    "copysign.Tensor",
+    "copysign_.Scalar",
+    "copysign_.Tensor",
+    "eq_.Scalar",
+    "eq_.Tensor",
+    "ge_.Scalar",
+    "ge_.Tensor",
+    "gt_.Scalar",
+    "gt_.Tensor",
+    "le_.Scalar",
+    "le_.Tensor",
+    "lt_.Scalar",
+    "lt_.Tensor",
+    "ne_.Scalar",
+    "ne_.Tensor",
+    "nextafter",
+    "nextafter_",
+    "normal.Tensor_Tensor",
+    "normal.Tensor_float",
+    "normal.float_Tensor",
+    "poisson",
+    "sgn",
+    "sgn_",
+};
+
+struct Operand {
+  LayoutPtr layout; // null if it is no ShardTensor
+  Sizes sizes;
+};
+
+at::Tensor zeros_like(const Operand& operand, const at::Tensor& plain) {
+  const auto local =
+      operand.layout->mesh().has_me() ? operand.layout->local_sizes(operand.sizes) : Sizes(operand.sizes.empty() ? 0 : 1, 0);
+  return wrap(at::zeros(local, plain.options()), operand.layout, operand.sizes, c10::contiguous_strides(operand.sizes));
+}
+
+class MakesShardTensors final : public torch::autograd::FunctionPostHook {
+ public:
+  explicit MakesShardTensors(std::vector<Operand> operands) : operands_(std::move(operands)) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients, const torch::autograd::variable_list&) override {
+    auto out = gradients;
+    for (size_t i = 0; i < std::min(out.size(), operands_.size()); ++i) {
+      const auto& operand = operands_[i];
+      if (operand.layout && out[i].defined() && !as_shard_tensor(out[i]) && out[i].sizes() == c10::IntArrayRef(operand.sizes)) {
+        out[i] = zeros_like(operand, out[i]);
+      }
+    }
+    return out;
+  }
+
+ private:
+  std::vector<Operand> operands_;
+};
+
+template <size_t number>
+void with_zeros(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static const auto& op = installed_op((std::string("aten::") + kWithZeros[number]).c_str());
+  std::vector<Operand> operands;
+  if (at::GradMode::is_enabled()) {
+    for (const auto& value : torch::jit::last(*stack, op.kinds.size())) {
+      if (value.isTensor()) {
+        const auto& t = value.toTensor();
+        const auto* impl = t.defined() ? as_shard_tensor(t) : nullptr;
+        operands.push_back(
+            impl && !impl->is_symbolic() ? Operand{without_partial(impl->layout_ptr()), Sizes(t.sizes().begin(), t.sizes().end())}
+                                         : Operand{});
+      }
+    }
+  }
+  record(op, keys, stack);
+  const auto& result = stack->back().toTensor();
+  if (!operands.empty() && result.grad_fn()) {
+    result.grad_fn()->add_post_hook(std::make_unique<MakesShardTensors>(std::move(operands)));
+  }
+}
+
+template <size_t... numbers>
+void register_with_zeros(torch::Library& m, std::index_sequence<numbers...>) {
+  (m.impl(kWithZeros[numbers], torch::CppFunction::makeFromBoxedFunction<with_zeros<numbers>>()), ...);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  register_with_zeros(m, std::make_index_sequence<kWithZeros.size()>());
   m.impl("add_.Tensor", add_);
   m.impl("detach", detach);
   m.impl("new_empty_strided", new_empty_strided);
