@@ -587,6 +587,63 @@ def test_beside_the_mesh(pools):
     pools(3).run(f"{__name__}:beside_the_mesh")
 
 
+# Ops without a meta kernel, or whose formula reads values; and a sample of the others.
+BESIDE = [
+    "__getitem__", "abs", "cdist", "cumprod", "geqrf", "histogram", "index_fill", "masked_fill", "matmul", "max.reduction_no_dim",
+    "median", "nn.functional.conv2d", "nn.functional.layer_norm", "nn.functional.linear",
+    "nn.functional.scaled_dot_product_attention", "softmax.with_dtype", "std", "to", "unsafe_chunk", "view_as_complex",
+]  # fmt: skip
+
+
+def database_beside_the_mesh():
+    """On ranks outside of the mesh, ops and their gradients have torch's sizes and dtypes and are ShardTensors."""
+    import opinfo
+    import shardtensor as st
+    import torch.utils._pytree as pytree
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    for name in BESIDE:
+        op = opinfo.database()[name]
+        for number, sample in enumerate(opinfo._spread(list(op.sample_inputs("cpu", torch.float32)), 3)):
+            flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+            plain = [t.detach().clone() if opinfo._is_strided(t) else t for t in flat]
+            where = [i for i, t in enumerate(flat) if opinfo._is_strided(t)]
+            ours = list(plain)
+            for i in where:
+                at = st.Shard(0) if plain[i].dim() and number % 2 == 0 else st.Replicate()
+                ours[i] = st.distribute_tensor(plain[i], mesh, [at])
+            inputs = [i for i in where if plain[i].dtype == torch.float32 and op.supports_autograd]
+            for i in inputs:
+                plain[i].requires_grad_()
+                ours[i].requires_grad_()
+            want = [t for t in pytree.tree_leaves(opinfo._call(op, tree, plain)) if isinstance(t, torch.Tensor)]
+            with st.implicit_replication():
+                got = [t for t in pytree.tree_leaves(opinfo._call(op, tree, ours)) if isinstance(t, torch.Tensor)]
+            assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want], (name, number)
+            for results, leaves in ((got, ours), (want, plain)):
+                roots = [t.abs() if t.is_complex() else t for t in results if t.requires_grad]
+                if roots:
+                    sum(t.double().sum() for t in roots).backward(inputs=[leaves[i] for i in inputs])
+            for i in inputs:
+                assert (ours[i].grad is None) == (plain[i].grad is None), (name, number, i)
+                assert ours[i].grad is None or (isinstance(ours[i].grad, st.ShardTensor) and ours[i].grad.shape == plain[i].shape), (name, number)
+    x = st.distribute_tensor(torch.randn(2, 3), mesh, [st.Shard(0)])
+    assert x.type_as(st.zeros(2, dtype=torch.float64, device_mesh=mesh)).dtype == torch.float64
+    assert x[[True, False]].shape == (1, 3) and x.to("cpu", torch.float64).shape == (2, 3)
+    assert torch.fake_quantize_per_tensor_affine(x, torch.tensor(0.1), torch.tensor(0), 0, 255).shape == (2, 3)
+    with st.implicit_replication():
+        assert torch.fake_quantize_per_channel_affine(x, torch.ones(2), torch.zeros(2), 0, 0, 255).shape == (2, 3)
+    if mesh.get_coordinate() is None:
+        for f in (torch.nonzero, torch.unique, lambda t: t.masked_select(t > 0)):
+            with pytest.raises(NotImplementedError, match=r"rank 2 is not in .*does not have the values that the sizes"):
+                f(x)
+
+
+def test_database_beside_the_mesh(pools):
+    pools(3).run(f"{__name__}:database_beside_the_mesh")
+
+
 def pooled_images():
     """Mean-pooling whole images gives the result channels_last strides in place."""
     import shardtensor as st

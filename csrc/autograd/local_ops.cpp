@@ -69,11 +69,7 @@ at::Tensor wrapped(const at::Tensor& piece, const Solution& solution, size_t nth
 
 // A rank outside the mesh has empty pieces of the results (0 of a number), but records the same graph as all ranks.
 void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
-  auto results = on_meta(op, stack, base, refs);
-  {
-    c10::impl::ExcludeDispatchKeyGuard below(kBelow);
-    op.handle.callBoxed(&results);
-  }
+  const auto results = results_aside(op, stack, base, refs, solution.replicated->mesh());
   at::Tensor nothing;
   for (const auto& r : refs) {
     if (!nothing.defined() || r.tensor->requires_grad()) {

@@ -6,6 +6,7 @@
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <cstring>
@@ -20,8 +21,11 @@ namespace {
 
 at::Tensor meta_of(const at::Tensor& t, bool hints) {
   const auto options = t.options().device(at::kMeta).requires_grad(false);
-  return hints ? at::empty_strided(hints_of(t.sym_sizes()), hints_of(t.sym_strides()), options)
-               : at::empty_strided(t.sizes(), t.strides(), options);
+  auto out = hints ? at::empty_strided(hints_of(t.sym_sizes()), hints_of(t.sym_strides()), options)
+                   : at::empty_strided(t.sizes(), t.strides(), options);
+  out._set_conj(t.is_conj());
+  out._set_neg(t.is_neg());
+  return out;
 }
 
 } // namespace
@@ -35,8 +39,37 @@ Stack on_meta(const Op& op, const Stack& stack, size_t base, const Refs& refs, b
   });
   for (auto& value : call) {
     if (value.isDevice()) { // of the result
-      value = at::Device(at::kMeta);
+      value = c10::Device(at::kMeta);
     }
+  }
+  return call;
+}
+
+Stack results_aside(const Op& op, const Stack& stack, size_t base, const Refs& refs, const Mesh& mesh) {
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  auto call = on_meta(op, stack, base, refs);
+  try {
+    op.handle.callBoxed(&call);
+    return call;
+  } catch (const std::exception&) { // there is no meta kernel, or it needs values, or the call is wrong and raises below
+  }
+  // A plain tensor has values here too: a mask of an index, for example. What is in a ShardTensor matters to the sizes of
+  // results if torch says so of the op. Between the ops of a backward formula any size will do: the user does not see it.
+  const auto of_mesh = [](const Ref& r) { return r.impl != nullptr; };
+  const bool any_sizes = op.handle.hasTag(at::Tag::dynamic_output_shape) && !torch::autograd::get_current_node();
+  call.assign(stack.begin() + static_cast<int64_t>(base), stack.end());
+  replace_tensors(call, 0, refs, of_mesh, [&](const Ref& r) {
+    return any_sizes ? meta_of(*r.tensor, false)
+                     : at::empty_strided(r.tensor->sizes(), r.tensor->strides(), r.impl->local().options().requires_grad(false))
+                           .zero_();
+  });
+  try {
+    op.handle.callBoxed(&call);
+  } catch (const std::exception&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !any_sizes, op.name, ": rank ", mesh.rank(), " is not in ", mesh.str(),
+        ", so it does not have the values that the sizes of the result depend on; call this only on that mesh's ranks");
+    throw;
   }
   return call;
 }

@@ -10,6 +10,7 @@
 #include "dispatch/traced.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 
@@ -57,16 +58,17 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
     stack.emplace_back(true); // equal(), of nothing and nothing
     return;
   }
+  if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::NumberType && torch::autograd::get_current_node()) {
+    stack.resize(base);
+    stack.emplace_back(at::Scalar(0)); // a formula of torch's reads a number; nothing of its gradient is here
+    return;
+  }
   for (const auto& value : returns) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         value.type()->annotation_str().find("Tensor") != std::string::npos, op.name, ": rank ", mesh.rank(), " is not in ",
         mesh.str(), ", so it has no value to return; call this only on that mesh's ranks");
   }
-  auto made = on_meta(op, stack, base, refs);
-  {
-    c10::impl::ExcludeDispatchKeyGuard below(kBelow);
-    op.handle.callBoxed(&made);
-  }
+  auto made = results_aside(op, stack, base, refs, mesh);
   const ShardTensorImpl* view_of = op.is_view || op.reshapes_self ? refs[0].impl : nullptr;
   const auto device = refs[0].impl ? refs[0].impl->local().device() : refs[0].tensor->device();
   size_t nth = 0;

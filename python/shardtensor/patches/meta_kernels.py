@@ -1,5 +1,5 @@
-"""torch._meta_registrations: kernels for fake tensors. All versions so far lack two; their ops have rules, so graphs should hold
-them for all sizes."""
+"""torch._meta_registrations: kernels for fake tensors. All versions so far lack some whose ops have rules: graphs should hold them
+for all sizes, and ranks outside a mesh ask them for the sizes of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ def patch(_: Any) -> None:
     for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):  # type: ignore[no-untyped-call]
             _library.impl(name, _like_input, "Meta")  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::matmul_backward", "Meta"):  # type: ignore[no-untyped-call]
+        _library.impl("matmul_backward", _like_both, "Meta")  # type: ignore[no-untyped-call]
 
 
 def _like_input(grad: torch.Tensor, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_both(
+    grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mask: list[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return torch.empty_like(x) if mask[0] else None, torch.empty_like(y) if mask[1] else None
