@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from oracle import MESHES, bools, case, ints, mesh_id, run_on
+import torch.utils._pytree as pytree
+from oracle import MESHES, bools, case, ints, mesh_here, mesh_id, mesh_of, place, run_on
 
 
 def always(*placements: str) -> bool:
@@ -647,6 +648,65 @@ def geometry() -> None:
 
 def test_views_lie_where_torch_puts_them(pools):
     pools(2).run(f"{__name__}:geometry")
+
+
+LAZY = {
+    "conj": lambda x: x.conj(),
+    "conj of conj": lambda x: x.conj().conj(),
+    "adjoint": lambda x: x.mH,
+    "real": lambda x: x.conj().real,
+    "imag": lambda x: x.conj().imag,
+    "row": lambda x: x.conj()[1],
+    "rows": lambda x: x[:2].conj(),
+    "column of imag": lambda x: x.conj().imag[:, -1],
+    "flat": lambda x: x.conj().view(-1),
+    "resolved": lambda x: (x.conj().resolve_conj(), x.conj().imag.resolve_neg()),
+    "clone": lambda x: (x.conj().clone(), x.conj() + 1, x.conj().imag * 2, torch.zeros_like(x.conj())),
+    "matmul": lambda x: (x.conj() @ x.mT, x.mH @ x, torch.einsum("ij,ij->i", x.conj(), x)),
+    "cat": lambda x: torch.cat([x.conj(), x]),
+    "sum": lambda x: (x.conj().sum(0), x.conj().imag.sum(1)),
+}
+
+
+def lazy(shape):
+    """Lazy conjugates and negatives are what plain torch says, views of what they view, on ranks with empty pieces too."""
+    import shardtensor as st
+
+    whole = torch.randn(3, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    mesh, sharded = mesh_of(shape), ["S(0)", "S(1)"]
+    for placements in itertools.product(["R", *sharded], repeat=len(shape)):
+        for cut in ("even", "uneven", "empty"):
+            if len(set(placements) & set(sharded)) < sum(p in sharded for p in placements):
+                continue
+            for name, f in LAZY.items():
+                if name == "flat" and "S(1)" in placements:
+                    continue  # a copy, which moves
+                x, p = place(whole, mesh, placements, cut), whole.clone()
+                got, want = pytree.tree_leaves(f(x)), pytree.tree_leaves(f(p))
+                what = f"{name} {placements} {cut}"
+                for a, b in zip(got, want, strict=True):
+                    copied = (name == "row" and "S(0)" in placements) or (name == "column of imag" and "S(1)" in placements)
+                    flags = (False, False) if copied else (b.is_conj(), b.is_neg())  # a view that moves data has computed them
+                    assert (a.is_conj(), a.is_neg(), a.stride()) == (*flags, b.stride()), what
+                    torch.testing.assert_close(a.full_tensor(), b.resolve_conj().resolve_neg(), msg=lambda m, what=what: f"{what}: {m}")
+                if len(want) == 1 and want[0]._is_view():
+                    got[0].mul_(3).add_(1)
+                    want[0].mul_(3).add_(1)
+                    torch.testing.assert_close(x.full_tensor(), p, msg=lambda m, what=what: f"{what}, written: {m}")
+                x, p = place(whole, mesh, placements, cut).requires_grad_(), whole.clone().requires_grad_()
+                sum(t.abs().square().sum() for t in pytree.tree_leaves(f(x))).backward()
+                sum(t.abs().square().sum() for t in pytree.tree_leaves(f(p))).backward()
+                torch.testing.assert_close(x.grad.full_tensor(), p.grad, msg=lambda m, what=what: f"{what}, gradient: {m}")
+            x = place(whole, mesh, placements, cut)
+            with pytest.raises(RuntimeError, match="unresolved conjugated"):
+                torch.view_as_real(x.conj())
+    mine = whole.conj() if mesh.get_rank() == 0 else whole
+    assert not st.ShardTensor.from_local(mine, mesh_here(), [st.Shard(0)]).is_conj()  # only this rank's is
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_lazy_conjugates_and_negatives(pools, mesh):
+    pools(mesh[0]).run(f"{__name__}:lazy", mesh[1])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)

@@ -3,6 +3,7 @@
 #include "dispatch/check.h"
 #include "dispatch/localize.h"
 #include "dispatch/traced.h"
+#include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
 #include "tensor/shard_tensor.h"
@@ -216,11 +217,16 @@ struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
   }
 };
 
+// A lazy conjugate or negative of one rank's piece is computed: of the others' pieces this rank knows nothing.
+at::Tensor detached(const at::Tensor& local) {
+  return kernels::resolved(local.detach());
+}
+
 at::Tensor made(const at::Tensor& local, const LayoutPtr& layout, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
   if (check::on()) {
     check::same_call(c10::str("from_local(", local.scalar_type(), " ", sizes, " ", layout->str(), ")"), layout->mesh(), local);
   }
-  auto out = wrap_symbolic(local.detach(), layout, sizes, strides);
+  auto out = wrap_symbolic(detached(local), layout, sizes, strides);
   if (check::on()) {
     check::result("from_local", out);
   }
@@ -388,7 +394,7 @@ at::Tensor from_local(
     const at::Tensor& local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, LayoutPtr grad_layout) {
   if (!local.requires_grad() || !at::GradMode::is_enabled()) {
     return check::on() ? made(local, layout, symbols(sizes), symbols(strides))
-                       : wrap(local.detach(), std::move(layout), sizes, strides);
+                       : wrap(detached(local), std::move(layout), sizes, strides);
   }
   return from_local(local, std::move(layout), symbols(sizes), symbols(strides), std::move(grad_layout));
 }

@@ -76,6 +76,8 @@ void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, cons
     const auto& layout = nth < solution.results.size() ? solution.results[nth].layout : solution.replicated;
     ++nth;
     auto local = at::zeros(layout->local_sizes(like.sizes()), like.options().device(device));
+    local._set_conj(like.is_conj());
+    local._set_neg(like.is_neg());
     return wrap(std::move(local), layout, like.sizes(), like.strides(), view_of, view_of ? like.storage_offset() : 0);
   };
   for (size_t i = 0; i < made.size(); ++i) {

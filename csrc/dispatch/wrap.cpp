@@ -3,6 +3,7 @@
 #include "dispatch/ahead.h"
 #include "dispatch/localize.h"
 #include "dispatch/traced.h"
+#include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 
 #include <ATen/ATen.h>
@@ -241,6 +242,9 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const auto& layout = result ? result->layout : solution.replicated;
   const bool copied = base && is_copy(local, *layout, solution, *base);
   const bool moved = copied || (base && base->broken_view());
+  if (C10_UNLIKELY(copied)) {
+    local = kernels::resolved(local); // only some ranks may have made theirs as a view
+  }
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
     return wrap_symbolic_result(std::move(local), solution, nth, refs, form, base, copied);
   }

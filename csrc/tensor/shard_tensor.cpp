@@ -33,16 +33,19 @@ bool needs_tracing(const at::Tensor& local) {
   return local.key_set().has_any(kStandIns);
 }
 
+// A lazy conjugate or negative is one of all pieces: its ShardTensor says so too, and torch then treats it as it does its own.
+constexpr DispatchKeySet kLazy{DispatchKey::Conjugate, DispatchKey::Negative};
+
 DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
   static const DispatchKeySet cpu = DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
                                     c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
   if (!traced && local.device().is_cpu()) {
-    return cpu;
+    return cpu | (local.key_set() & kLazy);
   }
   const auto dense =
       local.device().is_cpu() ? DispatchKey::CPU : c10::computeDispatchKey(local.scalar_type(), at::kStrided, local.device());
   // Autocast depends on the real device; the handler excludes it for the local tensors.
-  const auto native = DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) |
+  const auto native = DispatchKeySet({kKey, kAutogradKey, DispatchKey::ADInplaceOrView}) | (local.key_set() & kLazy) |
                       c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(dense));
   // Modes and __torch_dispatch__ run first; __torch_dispatch__ calls the kernel at kKey.
   return traced ? native | DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot}) : native;
@@ -343,6 +346,7 @@ at::Tensor ShardTensorImpl::reduced_ahead() const {
 
 void ShardTensorImpl::set_local(at::Tensor local) {
   local_ = std::move(local);
+  key_set_ = (key_set_ - kLazy) | (local_.key_set() & kLazy);
   keeps_sums_ = false;
   ahead_.reset();
   pending_.reset();

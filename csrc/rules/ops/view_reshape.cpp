@@ -143,15 +143,8 @@ Rule view_dtype(const Call& call) {
   return rule;
 }
 
-// A piece may be lazily conjugated although its ShardTensor is not: then the kernel views a copy.
-void view_as_real_kernel(Run& run) {
-  run.arg(0) = run.arg(0).toTensor().resolve_conj();
-  run.call_op();
-}
-
 Rule view_as_real(const Call& call) {
   Rule rule;
-  rule.always(view_as_real_kernel);
   auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
   dims.emplace_back(kNone);
