@@ -89,7 +89,7 @@ def arguments_of(case: Case) -> list[torch.Tensor]:
 
 # ---- layouts ----
 
-EVEN, UNEVEN, EMPTY = "even", "uneven", "empty"
+EVEN, UNEVEN, EMPTY, ONE = "even", "uneven", "empty", "one"
 
 
 def cut_sizes(size: int, pieces: int, kind: str | Sequence[int]) -> list[int] | None:
@@ -100,6 +100,8 @@ def cut_sizes(size: int, pieces: int, kind: str | Sequence[int]) -> list[int] | 
     if kind == EMPTY:  # the first rank has nothing
         rest = pieces - 1
         return [0] + [size // rest + (1 if i < size % rest else 0) for i in range(rest)] if rest else None
+    if kind == ONE:  # one rank has everything
+        return [size if i == size % pieces else 0 for i in range(pieces)]
     # growing pieces: 1, 2, ... until the size is used up
     weights = [i + 1 for i in range(pieces)]
     cut = [size * w // sum(weights) for w in weights]

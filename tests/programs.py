@@ -1,8 +1,9 @@
 """Random programs on ShardTensors beside the same on plain tensors: views of views, writes through them, gradients.
 
-A seed determines a program, so that every rank runs the same one. After each step all live tensors are compared, and at the end
-the gradients. If plain torch raises, all ranks must raise. test_programs.py runs a few programs;
-`python tests/programs.py [--mesh 2x2] [--first 0] [--count 200] [--steps 25] [--grad] [--dtype float32]` runs any number.
+A seed determines a program, so that every rank runs the same one. Inputs may be permuted or expanded, and a rank may hold nothing.
+After each step all live tensors are compared, and at the end the gradients, which arrive in any layout. If plain torch raises,
+all ranks must raise. test_programs.py runs a few programs;
+`python tests/programs.py [--mesh 2x2] [--first 0] [--count 200] [--steps 25] [--grad] [--dtype float32] [--rows] [--graphs]` runs any number.
 With `--compile aot_eager` the whole program also runs compiled (compiled_programs.py).
 """
 
@@ -118,6 +119,40 @@ def _in_windows(r: Random, x: torch.Tensor) -> torch.Tensor:
 
 def _real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x).sum(-1)
+
+
+def _row(r: Random, x: torch.Tensor) -> Any:
+    """One row or a few, taken in any way; with a zero of each sign at times."""
+    d = _dim(r, x)
+    x = x * r.choice([1, 1, 1, 0, -1])
+    n = x.shape[d]
+    if r.random() < 0.3:
+        return x.select(d, _one(r, n))
+    return r.choice([lambda: x[_one(r, x.shape[0])], lambda: _any_of(r, x.unbind(d)), lambda: x[[_one(r, x.shape[0])] * 2]])()
+
+
+def _narrow(r: Random, x: torch.Tensor) -> torch.Tensor:
+    """Integers or truth values whose sums may wrap, and their sum."""
+    dtype = r.choice([torch.uint8, torch.int8, torch.int32, torch.bool])
+    x = (x.detach() * 40).long().to(dtype) if dtype != torch.bool else x.detach() > 0
+    return x.sum(_dim(r, x), dtype=r.choice([dtype, torch.uint8]))
+
+
+def _compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph for ShardTensors; f itself for plain tensors."""
+
+    def run(r: Random, *tensors: Any) -> Any:
+        if type(tensors[0]) is torch.Tensor:
+            return f(*tensors)
+        return torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=False)(*tensors)
+
+    return run
+
+
+def _listed(x: Any, run: Callable[[list[Any]], Any]) -> Any:
+    """x, after `run` has written a list of it, a part of it and itself again."""
+    run([x, x[:1], x])
+    return x
 
 
 class Step(NamedTuple):
@@ -402,6 +437,25 @@ VALUES: dict[str, tuple[int, Callable[..., Any]]] = {
     "image_loss": (3, lambda r, x: F.cross_entropy(x, x.detach().argmax(1), reduction=r.choice(["none", "mean"]))),
     "attention_of_few": (3, lambda r, x: F.scaled_dot_product_attention(x[:, :2], x, x)),
     "embedding_bag": (2, lambda r, x: F.embedding_bag(torch.zeros(3, dtype=torch.long), x, torch.tensor([0, 1]), mode=r.choice(["sum", "mean"]))),
+    # One rank's rows, used again; sums that wrap, widened; graphs.
+    "row_times_inf": (1, lambda r, x: _row(r, x) * torch.tensor(r.choice([math.inf, -math.inf, math.nan, 2]), dtype=x.dtype)),
+    "row_over": (1, lambda r, x: 1 / _row(r, x)),
+    "row_by": (1, lambda r, x: _row(r, x) / _row(r, x)),
+    "row_angle": (1, lambda r, x: torch.atan2(_row(r, x), torch.tensor(-1.0, dtype=x.dtype))),
+    "row_cast": (1, lambda r, x: _row(r, x).to(r.choice([torch.float64, torch.float32, torch.int32, torch.bool])).to(x.dtype)),
+    "row_where": (1, lambda r, x: (lambda row: torch.where(row > 0, row, torch.tensor(r.choice([-0.5, 7]), dtype=x.dtype)))(_row(r, x))),
+    "row_cat": (1, lambda r, x: (lambda row: torch.cat([row.flatten(), row.flatten().detach() > 0, row.flatten().int()]))(_row(r, x))),
+    "row_exp": (1, lambda r, x: _row(r, x).clamp(-3, 3).exp() + _row(r, x).sum()),
+    "wrapped": (1, lambda r, x: _narrow(r, x).to(x.dtype)),
+    "wrapped_neg": (1, lambda r, x: (-_narrow(r, x)).to(x.dtype)),
+    "wrapped_times": (1, lambda r, x: (_narrow(r, x) * r.choice([2.5, 3])).to(x.dtype)),
+    "wrapped_plus": (1, lambda r, x: (_narrow(r, x) + torch.tensor([300])).to(x.dtype)),
+    "wrapped_less": (1, lambda r, x: (torch.tensor(1000) - _narrow(r, x)).to(x.dtype)),
+    "wrapped_where": (1, lambda r, x: (lambda s: torch.where(s > 3, s, torch.tensor([-7])).to(x.dtype))(_narrow(r, x))),
+    "wrapped_cat": (1, lambda r, x: (lambda s: torch.cat([s.flatten(), s.flatten().long(), s.flatten() > 1]).to(x.dtype))(_narrow(r, x))),
+    "wrapped_prod": (1, lambda r, x: (x.detach() * 3).int().prod(_dim(r, x), dtype=torch.uint8).to(x.dtype)),
+    "graph": (1, _compiled(lambda x: x[-1] * x.sigmoid() + x.sum(0))),
+    "graph_of_view": (2, _compiled(lambda x: x.transpose(0, 1)[1:].flatten() * 2)),
 }  # fmt: skip
 
 WRITES: dict[str, tuple[int, Callable[..., Any]]] = {
@@ -430,6 +484,14 @@ WRITES: dict[str, tuple[int, Callable[..., Any]]] = {
     "flipped_copied": (1, lambda r, x: x.copy_(x.flip(_dim(r, x)))),
     "rolled_set": (1, lambda r, x: _set(x, slice(1, None), x.roll(1, 0)[1:] * 0.5)),
     "pooled_added": (3, lambda r, x: x.add_(F.avg_pool1d(x, 3, 1, 1) * 0.2)),
+    "row_set": (1, lambda r, x: _set(x, _one(r, x.shape[0]), _row(r, x).sum())),
+    "list_add_": (1, lambda r, x: _listed(x, lambda xs: torch._foreach_add_(xs, 1))),
+    "list_sub_": (1, lambda r, x: _listed(x, lambda xs: torch._foreach_sub_(xs, [t.clone() for t in xs]))),
+    "list_copy_": (1, lambda r, x: _listed(x, lambda xs: torch._foreach_copy_(xs[::-1], [t * 2 for t in xs[::-1]]))),
+    "list_by_row": (1, lambda r, x: _listed(x, lambda xs: torch._foreach_sub_(xs[1:], xs[:2]) if x.shape[0] == 1 else torch._foreach_neg_(xs))),
+    "graph_add_": (0, _compiled(lambda x: x.add_(1))),
+    "graph_row_set": (1, _compiled(lambda x: _set(x, 0, x[-1] * 2))),
+    "graph_after": (1, _compiled(lambda x: (x.copy_(x.flip(0)), x)[1])),
 }  # fmt: skip
 
 
@@ -499,7 +561,17 @@ PAIR_WRITES: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
     "add_": (_broadcast, lambda r, x, y: x.add_(y)),
     "mul_": (_broadcast, lambda r, x, y: x.mul_(y.clamp(-2, 2))),
     "set_where": (_alike, lambda r, x, y: _set(x, y > 0, 0.4)),
+    "lists_swapped": (_alike, lambda r, x, y: (torch._foreach_copy_([x, y], [y, x]), x)[1]),
+    "lists_added": (_alike, lambda r, x, y: (torch._foreach_add_([x, x], [y, y], alpha=2), x)[1]),
+    "graph_added": (_alike, _compiled(lambda x, y: x.add_(y * 2))),
 }  # fmt: skip
+
+# Right once the rows that one rank holds stay with it: as summands they lose -0.0, 0 * inf is nan, and truth values do not add up.
+# `--rows` tries them too.
+AT_OWNERS = {"row_times_inf", "row_over", "row_by", "row_angle", "row_cast", "row_where", "row_cat", "wrapped_cat"}
+
+# Each compiles something, which takes a second. `--graphs` tries them too.
+GRAPHS = {name for ops in (VALUES, WRITES, PAIR_WRITES) for name in ops if "graph" in name}
 
 # Views, pairs and writes make programs; they come as often as the many ops on values.
 OPS = [
@@ -513,8 +585,9 @@ OPS = [
 
 # ---- programs ----
 
-# Errors for a view that had to move data, and for a norm's summands: all ranks raise alike.
-REFUSED = ("comes from a view", "summands of a norm")
+# Errors for a view that had to move data, for a norm's summands, and torch's own for a graph that writes one of several tensors
+# on the same memory: all ranks raise alike.
+REFUSED = ("comes from a view", "summands of a norm", "Encountered aliased inputs that are mutated")
 # A write to memory that several elements share: pieces may share memory differently.
 SHARED = "memory location"
 # Mixed dtypes, which torch does not notice if there are no elements.
@@ -562,7 +635,7 @@ class Program:
             self._gradients()
 
     def _leaf(self) -> None:
-        from oracle import choices, place, with_summands
+        from oracle import place, with_summands
 
         r = self.rng
         sizes = [r.randint(1, 7) for _ in range(r.randint(1, 3))]
@@ -570,16 +643,24 @@ class Program:
             sizes[r.randrange(len(sizes))] = 0
         whole = torch.randn(sizes, generator=self.generator, dtype=torch.float64).mul(1 if self.dtype.is_floating_point else 3)
         whole = whole.to(self.dtype)
+        if r.random() < 0.3:  # transposed, channels last
+            whole = whole.permute(r.sample(range(whole.ndim), whole.ndim))
         if r.random() < 0.15 and self.dtype.is_floating_point:
             whole = whole.abs() + 0.5
             kind, m = r.choice(["avg", "product", "min", "max", "norm"]), r.randrange(self.mesh.ndim)
             where = f"{kind} on mesh dim {m}"
             self.makers.append(lambda: with_summands(whole, self.mesh, m, kind, "R").requires_grad_(self.grad))
         else:
-            where = r.choice(choices(whole, self.mesh.ndim, True))
+            where = self._anywhere(whole)
             self.makers.append(lambda: place(whole, self.mesh, *where).requires_grad_(self.grad))
-        self.lines.append(f"{len(self.ours)} = {sizes} {where}")
+        self.lines.append(f"{len(self.ours)} = {list(whole.shape)} {whole.stride()} {where}")
         self._keep(whole.clone().requires_grad_(self.grad), self.makers[-1]())
+
+    def _anywhere(self, whole: torch.Tensor) -> tuple[tuple[str, ...], str]:
+        from oracle import EVEN, ONE, choices
+
+        placements, cut = self.rng.choice(choices(whole, self.mesh.ndim, True))
+        return placements, ONE if cut != EVEN and self.rng.random() < 0.3 else cut
 
     def _redistribute(self) -> None:
         from shardtensor import Replicate, Shard
@@ -608,6 +689,9 @@ class Program:
         at = list(r.choice(operands))
         # Under autograd most writes raise, or hide other errors. torch's own gradient of a write to an empty view is plain.
         if op.writes and self.grad and (r.random() < 0.7 or not self.plain[at[0]].numel()):
+            return
+        # torch guesses a plain gradient for what a graph has written, and refuses a subclass's.
+        if op.writes and self.grad and "graph" in op.name:
             return
         if op.writes and _windows(self.plain[at[0]]):
             return
@@ -705,20 +789,21 @@ class Program:
     def _gradients(self) -> None:
         from oracle import place
 
-        losses = []
-        for plain, ours in zip(self.plain, self.ours, strict=True):
+        results = []
+        for k, (plain, ours) in enumerate(zip(self.plain, self.ours, strict=True)):
             if plain.requires_grad and plain.is_floating_point():
-                weights = torch.randn(plain.shape, generator=self.generator, dtype=plain.dtype)
-                placed = place(weights, self.mesh, ("R",) * self.mesh.ndim, "even")
-                losses.append(((plain * weights).sum(), (ours * placed).sum()))
-        if not losses:
+                seed = torch.randn(plain.shape, generator=self.generator, dtype=plain.dtype)
+                where = self._anywhere(seed)
+                self.lines.append(f"gradient of {k} arrives {where}")
+                results.append((plain, ours, seed, place(seed, self.mesh, *where)))
+        if not results:
             return
-        of_plain, of_ours = (sum(side) for side in zip(*losses, strict=True))
+        of_plain, of_ours, seeds, our_seeds = zip(*results, strict=True)
         leaves, our_leaves = zip(*self.leaves, strict=True)
         self.lines.append("backward")
-        got = self.together("backward", lambda: torch.autograd.grad(of_ours, our_leaves, allow_unused=True), *REFUSED)
+        got = self.together("backward", lambda: torch.autograd.grad(of_ours, our_leaves, our_seeds, allow_unused=True), *REFUSED)
         try:
-            want = torch.autograd.grad(of_plain, leaves, allow_unused=True, retain_graph=True)
+            want = torch.autograd.grad(of_plain, leaves, seeds, allow_unused=True, retain_graph=True)
         except RuntimeError as error:
             assert isinstance(got, Exception), f"torch alone raises {error!r}"
             self.without_gradients = True
@@ -751,7 +836,15 @@ def _unreadable(t: Any) -> bool:
 
 
 def run_programs(
-    first: int, count: int, steps: int, mesh_shape: tuple[int, ...], grad: bool, dtype: str, backend: str | None = None, check: bool = False
+    first: int,
+    count: int,
+    steps: int,
+    mesh_shape: tuple[int, ...],
+    grad: bool,
+    dtype: str,
+    backend: str | None = None,
+    check: bool = False,
+    without: Collection[str] = (*AT_OWNERS, *GRAPHS),
 ) -> Counter[str]:
     """Called on every rank. Counts the results of the steps; with a backend, also those of the whole programs, compiled."""
     import compiled_programs
@@ -759,8 +852,9 @@ def run_programs(
     from oracle import checking, mesh_of
 
     outcomes: Counter[str] = Counter()
+    without = {*without, *(compiled_programs.NOT_TRACED if backend else ())}
     for seed in range(first, first + count):
-        program = Program(seed, mesh_of(mesh_shape), grad, getattr(torch, dtype), compiled_programs.NOT_TRACED if backend else ())
+        program = Program(seed, mesh_of(mesh_shape), grad, getattr(torch, dtype), without)
         try:
             with st.implicit_replication(), checking(check):
                 program.run(steps)
@@ -788,13 +882,16 @@ def main() -> None:
     parser.add_argument("--grad", action="store_true")
     parser.add_argument("--dtype", default="float64")
     parser.add_argument("--compile", metavar="BACKEND")
+    parser.add_argument("--rows", action="store_true", help="try all ops on rows that one rank holds")
+    parser.add_argument("--graphs", action="store_true", help="compile single ops, too")
     options = parser.parse_args()
+    without = (*(() if options.rows else AT_OWNERS), *(() if options.graphs and not options.compile else GRAPHS))
     shape = options.mesh
     pool = Pool(math.prod(shape))
     outcomes: Counter[str] = Counter()
     failed = 0
     for first in range(options.first, options.first + options.count, BATCH):
-        arguments = first, BATCH, options.steps, shape, options.grad, options.dtype, options.compile
+        arguments = first, BATCH, options.steps, shape, options.grad, options.dtype, options.compile, False, without
         try:
             outcomes += pool.run("programs:run_programs", *arguments, seconds=120)[0]
         except RankError as error:
