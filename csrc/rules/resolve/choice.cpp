@@ -171,9 +171,15 @@ class Chooser {
     return difference ? *difference < -scaled(constant) : constant < 0;
   }
 
-  // If the choice leaves the result in summands, somebody adds them up.
+  // If an operand is in summands, a choice can end the sum. One that leaves the result in summands has that before it.
   double cost_of_sum(int64_t m, const Choice& c, const Result& r, double bytes) const {
-    return so_far_.placement_of(r, c).is_partial() ? cost_of(StepKind::AllReduce, bytes, mesh_.size(m)) : 0;
+    const bool leaves = so_far_.placement_of(r, c).is_partial();
+    return leaves && has_summands(m) ? cost_of(StepKind::AllReduce, bytes, mesh_.size(m)) : 0;
+  }
+
+  bool has_summands(int64_t m) const {
+    return std::any_of(
+        call_.tensors.begin(), call_.tensors.end(), [&](const TensorArg& t) { return t.layout->placement(m).is_partial(); });
   }
 
   // About: what the op itself finds the size of counts as one, and the dtype is the first operand's.

@@ -37,8 +37,7 @@ struct Choices {
 };
 
 // The best choice for mesh dim m, given those before it. `summands_pass`: Partial operands may stay, if the op is linear in
-// them. If no choice is free, compares bytes, also those of
-// the sums that are left, and sets `weighed`.
+// them. If no choice is free, compares bytes, also those of the sums that are left, and sets `weighed`.
 Choice choose(const Choices& so_far, int64_t m, bool summands_pass, bool& weighed);
 
 } // namespace shardtensor::rules
