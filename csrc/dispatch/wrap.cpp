@@ -35,23 +35,26 @@ typename In::List sizes_of_result(const Solution::Result& result, const Refs& re
   return sizes;
 }
 
-// The operand `like`, if it has the result's sizes and is contiguous: its sizes and strides can then be reused.
+// The operand `like`, if it has the result's sizes and the strides that torch gives a new contiguous tensor (a contiguous one may
+// have others along dims of size 1, or if it has no elements): its sizes and strides can then be reused.
 const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
   if (result.like < 0 || (result.order && !result.order->empty())) {
     return nullptr;
   }
   const auto& lead = *refs[result.like].tensor;
-  const auto have = local.sizes(), want = lead.sizes();
-  if (result.sizes.size() != want.size() || have.size() != want.size() || !lead.is_contiguous()) {
+  const auto have = local.sizes(), want = lead.sizes(), strides = lead.strides();
+  if (result.sizes.size() != want.size() || have.size() != want.size()) {
     return nullptr;
   }
-  for (size_t d = 0; d < want.size(); ++d) {
+  int64_t stride = 1;
+  for (auto d = want.size(); d-- > 0;) {
     const auto& from = result.sizes[d];
     const bool same =
         from.operand == result.like ? from.dim == static_cast<int16_t>(d) : from.operand == -1 && have[d] == want[d];
-    if (!same) {
+    if (!same || strides[d] != stride) {
       return nullptr;
     }
+    stride *= std::max<int64_t>(want[d], 1);
   }
   return &lead;
 }

@@ -56,7 +56,8 @@ at::Tensor laid(at::Tensor local, c10::IntArrayRef strides) {
 }
 
 Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& like) {
-  return dense_strides(sizes, like.dim() == static_cast<int64_t>(sizes.size()) ? order_of(like.strides()) : Order());
+  const bool ordered = like.dim() == static_cast<int64_t>(sizes.size()) && !like.is_contiguous();
+  return dense_strides(sizes, ordered ? order_of(like.strides()) : Order());
 }
 
 } // namespace shardtensor
