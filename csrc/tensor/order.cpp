@@ -1,5 +1,7 @@
 #include "tensor/order.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <numeric>
 
