@@ -27,7 +27,6 @@ _RANDOM = "the plain tensor is random, so the user must see that the ranks draw 
 _MASKED = "torch.masked counts with a plain tensor of ones"
 PLAIN_INSIDE = {
     "combinations": "it indexes by a plain mask",
-    "istft": "its window is plain",
     "linalg.matrix_power": "the power 0 is a plain identity",
     "masked.mean": _MASKED,
     "masked.std": _MASKED,

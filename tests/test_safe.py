@@ -634,8 +634,22 @@ def database_beside_the_mesh():
     assert torch.fake_quantize_per_tensor_affine(x, torch.tensor(0.1), torch.tensor(0), 0, 255).shape == (2, 3)
     with st.implicit_replication():
         assert torch.fake_quantize_per_channel_affine(x, torch.ones(2), torch.zeros(2), 0, 0, 255).shape == (2, 3)
+    places = st.distribute_tensor(torch.tensor([0, 1]), mesh, [st.Replicate()])
+    spectrum, window = torch.randn(9, 20, dtype=torch.complex64), torch.ones(16)
+    for kwargs in ({}, {"window": window}, {"window": window, "length": 70}, {"return_complex": True, "onesided": False}):
+        values = spectrum if kwargs.get("onesided", True) else torch.randn(16, 20, dtype=torch.complex64)
+        want = torch.istft(values, 16, **kwargs)
+        if "window" in kwargs:
+            kwargs["window"] = w = st.distribute_tensor(window, mesh, [st.Replicate()]).requires_grad_()
+        ours = st.distribute_tensor(values, mesh, [st.Shard(1)]).requires_grad_()
+        got = torch.istft(ours, 16, **kwargs)
+        assert got.shape == want.shape and got.dtype == want.dtype, kwargs
+        got.abs().sum().backward()
+        assert ours.grad.shape == values.shape and ("window" not in kwargs or w.grad.shape == window.shape)
+        if mesh.get_coordinate() is not None:
+            torch.testing.assert_close(got.full_tensor(), want)
     if mesh.get_coordinate() is None:
-        for f in (torch.nonzero, torch.unique, lambda t: t.masked_select(t > 0)):
+        for f in (torch.nonzero, torch.unique, lambda t: t.masked_select(t > 0), lambda t: torch.tensor_split(t, places)):
             with pytest.raises(NotImplementedError, match=r"rank 2 is not in .*does not have the values that the sizes"):
                 f(x)
 

@@ -424,6 +424,12 @@ at::Tensor max_pool1d(
 
 // The kernel reads the values of `sections`, so every rank needs all of them.
 std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& sections, int64_t dim) {
+  const auto* impl = as_shard_tensor(sections);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !impl || impl->layout().mesh().has_me(), "aten::tensor_split.tensor_indices_or_sections: rank ",
+      impl->layout().mesh().rank(), " is not in ", impl->layout().mesh().str(),
+      ", so it does not have the values that the sizes of the results depend on; call this only on that mesh's ranks, or pass "
+      "the indices as a list of numbers");
   return at::compositeimplicitautograd::tensor_split(self, whole(sections).to(at::kCPU), dim);
 }
 

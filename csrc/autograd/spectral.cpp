@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_fft_r2c_ops.h>
+#include <ATen/ops/istft_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/stft_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -91,12 +92,46 @@ Tensor stft(
   return self.dim() == 1 ? out.squeeze_(0) : out;
 }
 
+// torch's version makes its own window as a plain tensor, and reads whether the windows' sum has zeros.
+Tensor istft(
+    const Tensor& self,
+    int64_t n_fft,
+    std::optional<int64_t> hop_length,
+    std::optional<int64_t> win_length,
+    const std::optional<Tensor>& window,
+    bool center,
+    bool normalized,
+    std::optional<bool> onesided,
+    std::optional<int64_t> length,
+    bool return_complex) {
+  const auto* impl = as_shard_tensor(self);
+  const bool has_window = window && window->defined();
+  const auto call = [&](const std::optional<Tensor>& by) {
+    return at::compositeimplicitautograd::istft(
+        self, n_fft, hop_length, win_length, by, center, normalized, onesided, length, return_complex);
+  };
+  const auto width = win_length.value_or(n_fft);
+  if (!impl || width <= 0) {
+    return call(window);
+  }
+  if (impl->layout().mesh().has_me()) {
+    return call(has_window ? window : self.new_ones({width}, self.options().dtype(c10::toRealValueType(self.scalar_type()))));
+  }
+  // Ranks outside the mesh have no values to read. So any window will do, and a user's is in the graph with its gradient.
+  const AsReplicated no_values;
+  const auto dtype = has_window ? window->scalar_type() : c10::toRealValueType(self.scalar_type());
+  const auto out = call(at::ones({width}, at::TensorOptions(self.device()).dtype(dtype)));
+  return has_window ? out + window->sum() * 0 : out;
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
   m.impl("_fft_r2c", fft_r2c);
+  m.impl("istft", istft);
   m.impl("stft", stft);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
+  m.impl("istft", istft);
   m.impl("stft", stft);
 }
 
