@@ -34,9 +34,26 @@ def asked_by_name():
     mesh, n = mesh_here(), mesh_here().size()
     x = st.distribute_tensor(torch.arange(6.0), mesh, [st.Shard(0)])
     with st.debug.comm_budget(calls=0):
-        assert not x.is_pinned()
+        assert not x.is_pinned() and not torch.ops.aten.is_pinned(x)
+        if x.device_mesh.get_rank() == 0:  # one rank may ask alone
+            assert torch.ops.aten.is_pinned(x) is False
     with pytest.raises(NotImplementedError, match=r"ShardTensor\.to_mkldnn"):
         x.to_mkldnn()
+    with pytest.raises(NotImplementedError, match=r"to_mkldnn: .* holds dense pieces"):
+        torch.ops.aten.to_mkldnn(x)
+    rows = st.distribute_tensor(torch.ones(5, 3), mesh, [st.Shard(0)])
+    mask = st.distribute_tensor(torch.ones(1, 5, dtype=torch.bool), mesh, [st.Replicate()])
+    for nest in (
+        lambda: torch.nested.nested_tensor([rows, rows[:2]]),
+        lambda: torch.nested.nested_tensor([rows, torch.ones(2, 3)]),
+        lambda: torch.nested.as_nested_tensor([rows, rows]),
+        lambda: torch.nested.as_nested_tensor(rows),
+        lambda: torch._nested_tensor_from_mask(rows.unsqueeze(0), mask),
+    ):
+        with st.debug.comm_budget(calls=0), pytest.raises(NotImplementedError, match=r"_nested_.*layout=torch\.jagged, .*to_local\(\)"):
+            nest()
+    jagged = torch.nested.nested_tensor([rows, rows[:2]], layout=torch.jagged)
+    assert [t.full_tensor().shape[0] for t in (jagged * 2).unbind()] == [5, 2]
     with pytest.raises(TypeError, match="distribute_tensor: argument 'tensor' is a list"):
         st.distribute_tensor([1.0, 2.0], mesh, [st.Shard(0)])
     model = nn.Sequential(nn.Linear(4, 4 * n), nn.Linear(4 * n, 4))

@@ -1,5 +1,6 @@
 // Copies and factories: ops that keep any layout of their tensor.
 #include "rules/exact.h"
+#include "rules/pieces.h"
 #include "rules/registry.h"
 
 #include <algorithm>
@@ -105,6 +106,15 @@ Rule zero(const Call& call) {
   return rule;
 }
 
+// Asks the piece: a rank whose piece lies elsewhere must not send anything because of it.
+void of_piece_kernel(Run& run) {
+  run.call_op();
+}
+
+Rule of_piece(const Call& call) {
+  return unread(call, of_piece_kernel);
+}
+
 } // namespace
 
 void register_copies(Registry& r) {
@@ -129,6 +139,21 @@ void register_copies(Registry& r) {
   r.add(
       "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
       nullptr, {.way = Way::Refused, .why = kDense});
+  r.add("copies", {"to_mkldnn"}, nullptr, {.way = Way::Refused, .why = kDense});
+  r.add("copies", {"is_pinned"}, of_piece);
+  r.add(
+      "copies",
+      {
+          "_nested_from_padded",
+          "_nested_tensor_from_mask",
+          "_nested_tensor_from_tensor_list",
+          "_nested_view_from_buffer",
+      },
+      nullptr,
+      {.way = Way::Refused,
+       .why = "a strided nested tensor has memory of its own, in which no pieces lie; use layout=torch.jagged, which holds a "
+              "ShardTensor, or nest pieces (to_local()) or whole tensors (full_tensor())",
+       .plain = true});
   r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like, {.symbols = true});
   r.add("copies", {"new_empty"}, new_like, {.symbols = true, .unwritten = true});
   r.add("copies", {"new_empty_strided"}, new_empty_strided, {.symbols = true, .unwritten = true});
