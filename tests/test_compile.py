@@ -853,6 +853,35 @@ def test_compiled_autograd(pools):
     pools(2).run(f"{__name__}:compiled_autograd")
 
 
+def shape_of_a_graph(shard, dim):
+    """from_local's `shape` and `stride` may be a graph's symbols."""
+    from shardtensor import Replicate, Shard, ShardTensor
+
+    world = mesh_here().size()
+    at = -1 if shard is None else shard
+
+    def function(x):
+        shape = [n * world if d == at else n for d, n in enumerate(x.shape)]
+        placement = Replicate() if shard is None else Shard(shard)
+        given = ShardTensor.from_local(x, mesh_here(), [placement], run_check=False, shape=shape, stride=(shape[1], 1))
+        return (given * 2).to_local(), given.sum()
+
+    compiled, counter = _counting(function)
+    for n in (4, 6, 8, 9):
+        local = torch.randn(*((n, 4) if dim == 0 else (4, n)))
+        torch._dynamo.mark_dynamic(local, dim)
+        (got, total), (want, all_of_it) = compiled(local), function(local)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(_whole(total), _whole(all_of_it))
+        assert got.stride() == want.stride()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(("shard", "dim"), itertools.product((None, 0, 1), (0, 1)))
+def test_from_local_of_a_graphs_sizes(pools, shard, dim):
+    pools(2).run(f"{__name__}:shape_of_a_graph", shard, dim)
+
+
 def two_lengths(beyond):
     """Two sequences joined, as text and image tokens are, and parted again: neither result has cuts that follow one length."""
 

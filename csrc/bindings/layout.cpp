@@ -212,6 +212,13 @@ void register_layout(py::module& m) {
           },
           py::arg("sizes"), py::arg("coordinate") = py::none())
       .def(
+          "sym_local_sizes",
+          [](const Layout& self, const std::vector<c10::SymInt>& sizes) {
+            const auto out = sym_local_sizes(self, sizes);
+            return std::vector<c10::SymInt>(out.begin(), out.end());
+          },
+          py::arg("sizes"))
+      .def(
           "intervals",
           [](const Layout& self, int64_t dim, int64_t size, const std::optional<std::vector<int64_t>>& c) {
             return pairs(self.intervals(dim, size, coordinate_or_mine(self, c)));

@@ -72,7 +72,7 @@ def layout_for_local(
     if isinstance(sharding_shapes, Mapping):
         cuts = cuts_from_shapes(layout, sharding_shapes, local.ndim, who=who)
         layout = make_layout(mesh, placements, local.ndim, cuts, who=who)
-    sizes = [int(n) for n in shape] if shape is not None else _sizes_from(local, layout, cuts, who)
+    sizes = [_number(n) for n in shape] if shape is not None else _sizes_from(local, layout, cuts, who)
     if len(sizes) != local.ndim:
         raise ValueError(f"{who}: argument 'shape' has {len(sizes)} dims, the local tensor {local.ndim} (rank {rank})")
     check_cuts(layout, cuts, sizes, who=who)
@@ -84,6 +84,11 @@ def layout_for_local(
         for index, one in enumerate(told):
             _check_fit(one.shape, layout, sizes, coordinate_at(view, index), view.ranks[index], who)
     return layout, sizes
+
+
+def _number(n: Any) -> int:
+    """A size as an int, or a graph's symbol as it is."""
+    return n if isinstance(n, torch.SymInt) else int(n)  # type: ignore[return-value]
 
 
 def _sizes_from(local: torch.Tensor, layout: _C.Layout, cuts: Sequence[Sequence[int] | None], who: str) -> list[int]:
@@ -111,7 +116,8 @@ def _sizes_from(local: torch.Tensor, layout: _C.Layout, cuts: Sequence[Sequence[
 def _check_fit(
     local: Sequence[int], layout: _C.Layout, sizes: list[int], coordinate: Sequence[int], rank: int, who: str
 ) -> None:
-    want = layout.local_sizes(sizes, list(coordinate))
+    symbols = any(isinstance(n, torch.SymInt) for n in sizes)  # of a graph, in which this rank asks for its own piece alone
+    want = layout.sym_local_sizes(sizes) if symbols else layout.local_sizes(sizes, list(coordinate))
     if list(local) != want:
         raise ValueError(
             f"{who}: argument 'local_tensor' has sizes {list(local)} on rank {rank}, but {layout} of a tensor of sizes "

@@ -277,7 +277,7 @@ def check_cuts(layout: _C.Layout, cuts: Sequence[Sequence[int] | None], sizes: S
         dim, ranks = layout.placements[mesh_dim][1], layout.mesh.shape[mesh_dim]
         places = _outer(layout, mesh_dim)
         for i, outer in enumerate(places):
-            there = before.local_sizes(sizes, outer)[dim]
+            there = before.local_sizes([0] * dim + [sizes[dim]], outer)[dim]  # other dims may be symbols of a graph
             row = cut if len(cut) == ranks else cut[i * ranks : (i + 1) * ranks]
             if sum(row) != there:
                 raise ValueError(
