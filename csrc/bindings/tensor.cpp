@@ -4,12 +4,17 @@
 #include "autograd/gradients.h"
 #include "comm/values.h"
 #include "tensor/lists.h"
+#include "tensor/overlap.h"
 #include "tensor/shard_tensor.h"
 #include "tensor/versions.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
 
 namespace shardtensor::bindings {
 
@@ -30,6 +35,34 @@ std::optional<Tensors> tensor_list(const py::list& list) {
     out.push_back(THPVariable_Unpack(item.ptr()));
   }
   return out;
+}
+
+// Two of the arguments, the first of them a written one, which may share elements.
+std::optional<std::pair<int64_t, int64_t>> overlapping(const py::list& args, const std::vector<int64_t>& written) {
+  const auto tensor_at = [&](int64_t i) -> const at::Tensor* {
+    auto* arg = args[i].ptr();
+    return THPVariable_Check(arg) && as_shard_tensor(THPVariable_Unpack(arg)) ? &THPVariable_Unpack(arg) : nullptr;
+  };
+  std::unordered_map<const void*, c10::SmallVector<int64_t, 2>> known;
+  for (const auto w : written) {
+    if (const auto* t = tensor_at(w)) {
+      known[memory_of(*as_shard_tensor(*t))].push_back(w);
+    }
+  }
+  for (int64_t i = 0; !known.empty() && i < static_cast<int64_t>(args.size()); ++i) {
+    const auto* t = tensor_at(i);
+    const auto found = t ? known.find(memory_of(*as_shard_tensor(*t))) : known.end();
+    if (found == known.end()) {
+      continue;
+    }
+    for (const auto w : found->second) {
+      const auto& other = *tensor_at(w);
+      if (!other.is_same(*t) && may_overlap(other, *t)) {
+        return std::pair(w, i);
+      }
+    }
+  }
+  return std::nullopt;
 }
 
 const Mesh* mesh_of(const at::Tensor& t) {
@@ -79,6 +112,7 @@ void register_tensor(py::module& m) {
   m.def("is_shard_tensor", [](const at::Tensor& t) { return as_shard_tensor(t) != nullptr; });
   m.def("local", [](const at::Tensor& t) { return shard_tensor(t, "_local_tensor").local(); });
   m.def("set_local", [](const at::Tensor& t, const at::Tensor& local) { shard_tensor(t, "_local_tensor").set_local(local); });
+  m.def("overlapping", &overlapping);
   m.def("count_on_piece", [](const at::Tensor& t) { bump_piece(shard_tensor(t, "count_on_piece").local(/*to_view=*/true)); });
   m.def(
       "note_write", [](const at::Tensor& t) { shard_tensor(t, "note_write").note_write(); },

@@ -1,6 +1,8 @@
 #include "dispatch/put_back.h"
 
+#include "comm/values.h"
 #include "dispatch/errors.h"
+#include "layout/symbolic.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
 #include "tensor/versions.h"
@@ -17,11 +19,11 @@ namespace {
 struct Piece {
   at::Tensor local;
   LayoutPtr layout;
-  Sizes sizes;
+  SymSizes sizes;
 };
 
 Piece piece_of(const at::Tensor& t, const ShardTensorImpl& impl) {
-  return {impl.local(true), impl.layout_ptr(), Sizes(t.sizes().begin(), t.sizes().end())};
+  return {impl.local(true), impl.layout_ptr(), t.sym_sizes().vec()};
 }
 
 at::Tensor moved(const Op& op, const Piece& from, const LayoutPtr& to) {
@@ -30,7 +32,7 @@ at::Tensor moved(const Op& op, const Piece& from, const LayoutPtr& to) {
   }
   return errors::while_doing(op, [&] {
     tell_watcher(op.name, op.schema().arguments()[0].name(), kWrittenBack, *from.layout, *to, from.local);
-    return redistribute(from.local, *from.layout, *to, c10::IntArrayRef(from.sizes));
+    return redistribute(from.local, *from.layout, *to, c10::SymIntArrayRef(from.sizes));
   });
 }
 
@@ -51,7 +53,7 @@ void remember_base(
   const auto& impl = shard_tensor(view, op.name.c_str());
   const auto& base = *base_ref.impl;
   const auto& copied = impl.copied();
-  if (!impl.watches() || copied == base.copied() || is_traced(operand)) {
+  if (!impl.watches() || copied == base.copied()) {
     return;
   }
   // Alike on all ranks: a piece without elements tells nothing. A piece with its halo has no layout to come back from.
@@ -67,13 +69,14 @@ void remember_base(
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     if (solution->put_back) {
       const auto values = moved(op, copy, whole_where_cut(copy.layout, *source.layout));
-      solution->put_back(
-          *solution, {source.layout.get(), c10::fromIntArrayRefKnownNonNegative(source.sizes)}, source.local, values);
+      solution->put_back(*solution, {source.layout.get(), source.sizes}, source.local, values);
     }
     if (source.layout != home.layout) {
       at::Tensor(home.local).copy_(moved(op, source, home.layout));
     }
-    bump_piece(home.local);
+    if (!is_traced(home.local)) {
+      bump_piece(home.local);
+    }
     if (behind) {
       if (behind->put_back) {
         behind->put_back();

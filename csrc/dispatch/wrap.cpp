@@ -102,10 +102,12 @@ FormIn<In> form_of(const rules::Geometry& geometry, const at::Tensor& base, cons
   return form;
 }
 
-// Views that autograd itself creates are not tracked: users never see their bases. What it keeps as a leaf's gradient is no view.
+// Views that autograd itself creates are not tracked: users never see their bases. But CopySlices writes to those that it creates
+// as the user did. What AccumulateGrad keeps as a leaf's gradient is no view.
 void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied) {
   const auto node = torch::autograd::get_current_node();
-  const bool autograds = node && !base.watches();
+  const auto* write = dynamic_cast<const torch::autograd::CopySlices*>(node.get());
+  const bool autograds = node && !base.watches() && !(write && write->view_fn);
   if (autograds && dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get())) {
     return;
   }

@@ -26,14 +26,16 @@ def _counting_writes(post_compile: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(post_compile)
     def counted(self: Any, compiled: Any, config: Any, *, runtime_metadata: Any) -> Any:
         run = post_compile(self, compiled, config, runtime_metadata=runtime_metadata)
-        written = [i for i, info in enumerate(runtime_metadata.input_info) if info.mutates_data and info.mutation_type.name == "MUTATED_IN_GRAPH"]
+        written = [i for i, info in enumerate(runtime_metadata.input_info) if info.mutates_data]
         if not written:
             return run
+        in_graph = [i for i in written if runtime_metadata.input_info[i].mutation_type.name == "MUTATED_IN_GRAPH"]
         seen = set(runtime_metadata.mutated_graph_handled_indices_seen_by_autograd)
 
         @functools.wraps(run)
         def counting(args: list[Any]) -> Any:
-            ours = [(i, args[i]) for i in written if isinstance(args[i], torch.Tensor) and _C.is_shard_tensor(args[i])]
+            _check_apart(args, written)
+            ours = [(i, args[i]) for i in in_graph if _is_ours(args[i])]
             for i, t in ours:
                 if i in seen:
                     _C.count_on_piece(t)
@@ -45,6 +47,21 @@ def _counting_writes(post_compile: Callable[..., Any]) -> Callable[..., Any]:
         return counting
 
     return counted
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and _C.is_shard_tensor(value)
+
+
+def _check_apart(args: list[Any], written: list[int]) -> None:
+    """A graph does not know that its inputs are views of each other. Decided alike on all ranks."""
+    if found := _C.overlapping(args, written):
+        t, other = (args[i] for i in found)
+        raise RuntimeError(
+            f"shardtensor: a compiled function writes one of its arguments ({tuple(t.shape)}, {_C.layout(t)}), and takes another "
+            f"({tuple(other.shape)}, {_C.layout(other)}) that is a view of it, or of the same memory. Take the view inside the "
+            "function, or clone() it before the call"
+        )
 
 
 def _with_our_aliases(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

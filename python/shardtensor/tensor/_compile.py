@@ -305,6 +305,10 @@ def guard_graph() -> None:
         _refuse_lasting_modes()
 
 
+def is_tracing() -> bool:
+    return TracingContext.try_get() is not None
+
+
 def is_of_ours() -> bool:
     """Whether the graph that is being traced has seen ShardTensors."""
     context = TracingContext.try_get()

@@ -395,6 +395,11 @@ class ShardTensor(DTensor):
     def __tensor_unflatten__(inner: dict[str, Any], flatten_spec: Any, size: Any, stride: Any) -> ShardTensor:
         return _compile.unflatten(inner, flatten_spec, size, stride)  # type: ignore[return-value]
 
+    def _is_view(self) -> bool:
+        """torch.compile takes a view for a tensor of its own: torch would take the same view of a graph's input by as_strided, which may
+        have another layout (`patches/runtime.py` checks writes)."""
+        return super()._is_view() and not _compile.is_tracing()  # type: ignore[no-untyped-call]
+
     def _stable_hash_for_caching(self) -> str:
         return _compile.stable_hash(self)
 
