@@ -3,6 +3,8 @@
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Contiguity.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -82,7 +84,12 @@ SymSizes sym_dense_strides(c10::SymIntArrayRef sizes, const Order& order) {
 }
 
 Order order_like(const at::Tensor& like, size_t ndim) {
-  return like.defined() && like.dim() == static_cast<int64_t>(ndim) ? order_of(hints_of(like.sym_strides())) : Order();
+  if (!like.defined() || like.dim() != static_cast<int64_t>(ndim)) {
+    return {};
+  }
+  const auto sizes = hints_of(like.sym_sizes()), strides = hints_of(like.sym_strides());
+  const auto in = [](const auto& list) { return c10::ArrayRef<int64_t>(list); };
+  return c10::_compute_contiguous<int64_t>(in(sizes), in(strides), c10::multiply_integers(sizes)) ? Order() : order_of(strides);
 }
 
 SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {
