@@ -203,6 +203,16 @@ def test_quoted_sources_are_in_csrc(page):
 # ---- what the pages say ----
 
 
+def test_errors_by_their_text_are_in_the_source():
+    """The first column of each table quotes a part of a message."""
+    join = re.compile(r'"\s*(?:,\s*)?f?"')  # of literals that stand one after the other
+    files = [f for folder, ends in (("csrc", (".cpp", ".h")), ("python", (".py",))) for f in (ROOT / folder).rglob("*") if f.suffix in ends]
+    source = "\n".join(join.sub("", f.read_text()) for f in files)
+    quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 15
+    assert not [text for text in quoted if text not in source]
+
+
 def test_readme_names_the_versions_that_the_package_takes():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (python,) = re.findall(r"^>=([\d.]+)$", project["requires-python"])
