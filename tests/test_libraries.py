@@ -34,23 +34,32 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)).to(DOUBLE)
 
 
-def tensor_parallel_llama(folder):
-    """Llama under its own tensor-parallel plan, with 37 words and 41 hidden units: trained, and saved whole."""
+def gpt_neox():
+    """Five heads, whose queries, keys and values one layer computes, head by head."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=37, hidden_size=20, intermediate_size=41, num_hidden_layers=2, max_position_embeddings=32)
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=5)).to(DOUBLE)
+
+
+def tensor_parallel(make, cut, folder):
+    """A model under its own tensor-parallel plan, with 37 words and 41 hidden units: trained, and saved whole."""
     import shardtensor
-    from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
     as_launched()
-    plain = llama()
+    plain = make()
+    loader = type(plain)
     if dist.get_rank() == 0:
         plain.save_pretrained(folder / "plain")
     dist.barrier()
     tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
     with shardtensor.replace_dtensor():
-        ours = LlamaForCausalLM.from_pretrained(
+        ours = loader.from_pretrained(
             folder / "plain", distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto"), dtype=DOUBLE
         )
-        assert type(ours.model.layers[0].mlp.up_proj.weight.data) is shardtensor.ShardTensor
+        assert type(ours.get_parameter(cut).data) is shardtensor.ShardTensor
         results = []
         for model in (plain, ours):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -65,13 +74,16 @@ def tensor_parallel_llama(folder):
             torch.testing.assert_close(whole(ours(input_ids=tokens).logits), plain(input_ids=tokens).logits)
         ours.save_pretrained(folder / "ours")
     dist.barrier()
-    again = LlamaForCausalLM.from_pretrained(folder / "ours", dtype=DOUBLE)
+    again = loader.from_pretrained(folder / "ours", dtype=DOUBLE)
     torch.testing.assert_close(again.state_dict(), plain.state_dict())
 
 
-def test_transformers_tensor_parallel(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "cut"), [(llama, "model.layers.0.mlp.up_proj.weight"), (gpt_neox, "gpt_neox.layers.0.attention.query_key_value.weight")]
+)
+def test_transformers_tensor_parallel(ranks, tmp_path, make, cut):
     pytest.importorskip("transformers", minversion="5.20")
-    ranks.run("test_libraries:tensor_parallel_llama", tmp_path, seconds=100)
+    ranks.run("test_libraries:tensor_parallel", make, cut, tmp_path, seconds=100)
 
 
 def context_parallel_llama(balance, cache):

@@ -34,6 +34,8 @@ _PLANS = {
 }
 # One layer that computes queries, keys and values, side by side; or keys and values, beside one that computes the queries.
 _FUSED, _FUSED_QUERY, _FUSED_OUTPUT = "c_attn", "q_attn", "c_proj"
+# One layer that computes query, key and value of a head, then those of the next.
+_HEAD_BY_HEAD = {"gpt_neox": "query_key_value"}
 _NEEDED = {
     "transformers.core_model_loading:DtensorShardOperation",
     "transformers.core_model_loading:_dtensor_from_local_like",
@@ -136,6 +138,11 @@ def _attention_styles(name: str, module: nn.Module, config: Any, ranks: int, pla
         return 0 if features % size else features // size
 
     width = _features(children[output], 1)
+    by_head = _HEAD_BY_HEAD.get(getattr(config, "model_type", ""))
+    if by_head in columns and not width % size and _features(children[by_head], 0) == 3 * width:
+        if not width // size % ranks:
+            return {}
+        return {inside + by_head: ColwiseParallel(multiple_of=3 * size), inside + output: RowwiseParallel(multiple_of=size)}
     query = next((names for names in PROJECTIONS if columns.issuperset(names)), None)
     if query is not None:
         q, k, v = query
