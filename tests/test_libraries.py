@@ -86,6 +86,47 @@ def test_transformers_tensor_parallel(ranks, tmp_path, make, cut):
     ranks.run("test_libraries:tensor_parallel", make, cut, tmp_path, seconds=100)
 
 
+def adapted(folder):
+    """peft's LoRA over a tensor-parallel plan that gives the ranks unequal numbers of heads: begun and trained as in one process."""
+    import shardtensor
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    as_launched()
+    sizes = dict(vocab_size=37, hidden_size=20, intermediate_size=41, num_hidden_layers=2, max_position_embeddings=32)
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=5, num_key_value_heads=5)).to(DOUBLE).save_pretrained(folder)
+    dist.barrier()
+    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    tensor_parallel = dict(distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto"))
+    tokens, results = torch.arange(18).view(2, 9), []
+    with shardtensor.replace_dtensor():
+        for options in ({}, tensor_parallel):
+            model = LlamaForCausalLM.from_pretrained(folder, dtype=DOUBLE, **options)
+            torch.manual_seed(5)
+            model = get_peft_model(model, config, autocast_adapter_dtype=False).to(DOUBLE)
+            begun = [whole(p).detach().clone() for p in model.parameters()]
+            optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), []
+            for _ in range(3):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            results.append((begun, losses, [whole(p).detach() for p in model.parameters()]))
+        assert isinstance(model.get_parameter("base_model.model.model.layers.0.self_attn.o_proj.lora_A.default.weight"), shardtensor.ShardTensor)
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_lora_over_a_tensor_parallel_plan(pools, world, tmp_path):
+    pytest.importorskip("transformers", minversion="5.20")
+    pytest.importorskip("peft", minversion="0.21")
+    pools(world).run("test_libraries:adapted", tmp_path, seconds=100)
+
+
 def context_parallel_llama(balance, cache):
     """Llama with position_ids among the buffers: logits, loss and gradients of the whole sequence; eager attention is refused."""
     import shardtensor

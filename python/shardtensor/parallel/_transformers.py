@@ -1,4 +1,4 @@
-"""Hugging Face's tensor parallelism (transformers 5, `tp_plan`) by whole heads, after replace_dtensor().
+"""Hugging Face's tensor parallelism (transformers 5, `tp_plan`) by whole heads, after replace_dtensor(), and peft's LoRA over it.
 
 transformers cuts the features of a layer as torch.chunk does, whatever the heads, and gives each rank plain tensors. Here the
 layers of an attention module whose heads the ranks do not divide get the styles of AttentionHeads instead. GPT-2 and T5, for
@@ -90,9 +90,26 @@ def install(active: Callable[[], bool]) -> None:
         change(module, module, "DtensorShardOperation", reader)
         change(module, module, "_dtensor_from_local_like", _like_its_layout)
 
+    def adapters_like_their_layers(add: Callable[..., None]) -> Callable[..., None]:
+        def ours(tp_module: nn.Module, tp_plan_name: str, device_mesh: DeviceMesh, *, base_layer: nn.Module, **options: Any) -> None:
+            if not active() or not _cut_like(base_layer, tp_module, tp_plan_name, device_mesh):
+                add(tp_module, tp_plan_name, device_mesh, base_layer=base_layer, **options)
+
+        return ours
+
+    def whole_features(features: Callable[..., Any]) -> Callable[..., Any]:
+        def ours(self: Any, module: nn.Module) -> Any:
+            """Adapters begin whole, so that all ranks draw alike. peft makes them in the size of a piece, which differs."""
+            whole = active() and type(module) is nn.Linear and isinstance(module.weight, ShardTensor)
+            return (module.in_features, module.out_features) if whole else features(self, module)
+
+        return ours
+
     when_imported("transformers.distributed.mixin", mixin)
     when_imported("transformers.core_model_loading", loading)
     when_imported("transformers.modeling_utils", lambda m: change(m, m, "_dtensor_from_local_like", _like_its_layout))
+    when_imported("peft.tuners.lora.model", lambda m: change(m, m, "add_lora_tp_hooks_dtensor", adapters_like_their_layers))
+    when_imported("peft.tuners.lora.layer", lambda m: change(m, getattr(m, "LoraLayer", None), "_get_in_out_features", whole_features))
     when_imported("transformers.generation.utils", lambda m: change(m, m, "get_kv_heads_per_rank", cached_heads))
 
 
@@ -166,6 +183,36 @@ def _attention_styles(name: str, module: nn.Module, config: Any, ranks: int, pla
     if heads.kv == heads.heads:
         styles[name] = CountedHeads(heads, {"n_heads": 1, "split_size": size})
     return styles
+
+
+def _cut_like(layer: Any, adapter: nn.Module, plan: str, mesh: DeviceMesh) -> bool:
+    """Cuts one half of peft's adapter, a Linear, like the layer that it is added to. (transformers would take the size of a piece for the whole.)"""
+    weight, dim = layer.weight, 0 if plan == "colwise" else 1
+    if not isinstance(weight, ShardTensor) or type(layer) is not nn.Linear:
+        return False
+    pieces = [weight._layout.local_sizes(list(weight.shape), [rank])[dim] for rank in range(mesh.size())]
+    style = _AddedColumns(pieces) if dim == 0 else _AddedRows(pieces)
+    style.src_data_rank = None
+    style._apply(adapter, mesh)
+    return True
+
+
+class _AddedColumns(ColwiseParallel):
+    def __init__(self, pieces: list[int]):
+        super().__init__()
+        self.pieces = pieces
+
+    def _sizes(self, features: int, mesh: DeviceMesh) -> list[int]:
+        return self.pieces
+
+
+class _AddedRows(RowwiseParallel):
+    def __init__(self, pieces: list[int]):
+        super().__init__()
+        self.pieces = pieces
+
+    def _sizes(self, features: int, mesh: DeviceMesh) -> list[int]:
+        return self.pieces
 
 
 def _features(layer: Any, of: int) -> int:
