@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -37,32 +36,21 @@ std::optional<Tensors> tensor_list(const py::list& list) {
   return out;
 }
 
-// Two of the arguments, the first of them a written one, which may share elements.
-std::optional<std::pair<int64_t, int64_t>> overlapping(const py::list& args, const std::vector<int64_t>& written) {
-  const auto tensor_at = [&](int64_t i) -> const at::Tensor* {
+// The places of two arguments that may share elements, of which one is written.
+std::optional<std::pair<size_t, size_t>> overlapping(const py::list& args, const std::vector<size_t>& written) {
+  std::vector<Use> uses;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < args.size(); ++i) {
     auto* arg = args[i].ptr();
-    return THPVariable_Check(arg) && as_shard_tensor(THPVariable_Unpack(arg)) ? &THPVariable_Unpack(arg) : nullptr;
-  };
-  std::unordered_map<const void*, c10::SmallVector<int64_t, 2>> known;
-  for (const auto w : written) {
-    if (const auto* t = tensor_at(w)) {
-      known[memory_of(*as_shard_tensor(*t))].push_back(w);
+    const auto* impl = THPVariable_Check(arg) ? as_shard_tensor(THPVariable_Unpack(arg)) : nullptr;
+    if (impl) {
+      const bool writes = std::binary_search(written.begin(), written.end(), i);
+      uses.push_back({&THPVariable_Unpack(arg), impl, writes, reinterpret_cast<size_t>(impl)});
+      places.push_back(i);
     }
   }
-  for (int64_t i = 0; !known.empty() && i < static_cast<int64_t>(args.size()); ++i) {
-    const auto* t = tensor_at(i);
-    const auto found = t ? known.find(memory_of(*as_shard_tensor(*t))) : known.end();
-    if (found == known.end()) {
-      continue;
-    }
-    for (const auto w : found->second) {
-      const auto& other = *tensor_at(w);
-      if (!other.is_same(*t) && may_overlap(other, *t)) {
-        return std::pair(w, i);
-      }
-    }
-  }
-  return std::nullopt;
+  const auto found = first_overlap(uses);
+  return found ? std::optional(std::pair(places[found->first], places[found->second])) : std::nullopt;
 }
 
 const Mesh* mesh_of(const at::Tensor& t) {

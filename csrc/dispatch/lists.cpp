@@ -292,20 +292,13 @@ void run_lists(const Op& op, Stack* stack_ptr) {
 
 // Whether an index reads or writes what another index writes.
 bool indices_overlap(const Op& op, const Refs& refs) {
-  std::unordered_map<const void*, c10::SmallVector<const Ref*, 2>> known;
+  c10::SmallVector<Use, 16> uses;
   for (const auto& r : refs) {
-    if (!r.impl || r.index < 0) {
-      continue;
+    if (r.impl && r.index >= 0) {
+      uses.push_back({r.tensor, r.impl, (op.mutated >> r.arg & 1) != 0, static_cast<size_t>(r.index)});
     }
-    auto& others = known[memory_of(*r.impl)];
-    for (const auto* o : others) {
-      if (o->index != r.index && ((op.mutated >> o->arg | op.mutated >> r.arg) & 1) && may_overlap(*o->tensor, *r.tensor)) {
-        return true;
-      }
-    }
-    others.push_back(&r);
   }
-  return false;
+  return first_overlap(uses).has_value();
 }
 
 // The argument for index n alone, of `count` indices.

@@ -7,14 +7,19 @@
 #include <array>
 #include <functional>
 #include <map>
+#include <unordered_map>
 
 namespace shardtensor {
 
+namespace {
+
+// One for a tensor and its views, also those that had to move.
 const void* memory_of(const ShardTensorImpl& t) {
   const Writes* writes = t.watches() ? t.copied()->base_writes.get() : t.known_writes();
   return writes ? static_cast<const void*>(writes) : t.storage().unsafeGetStorageImpl();
 }
 
+// Of two tensors with one memory.
 bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
   if (is_symbolic(a) || is_symbolic(b) || a.scalar_type() != b.scalar_type()) {
     return true;
@@ -52,6 +57,24 @@ bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
     outer = stride;
   }
   return !apart && rest[0] == rest[1];
+}
+
+} // namespace
+
+std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<Use> uses) {
+  std::unordered_map<const void*, c10::SmallVector<size_t, 2>> known;
+  for (size_t i = 0; i < uses.size(); ++i) {
+    const auto& use = uses[i];
+    auto& others = known[memory_of(*use.impl)];
+    for (const auto k : others) {
+      const auto& other = uses[k];
+      if (other.user != use.user && (other.written || use.written) && may_overlap(*other.tensor, *use.tensor)) {
+        return std::pair(k, i);
+      }
+    }
+    others.push_back(i);
+  }
+  return std::nullopt;
 }
 
 } // namespace shardtensor

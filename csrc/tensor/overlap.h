@@ -3,13 +3,20 @@
 
 #include "tensor/shard_tensor.h"
 
+#include <optional>
+#include <utility>
+
 namespace shardtensor {
 
-// One for a tensor and its views, also those that had to move.
-const void* memory_of(const ShardTensorImpl& t);
+struct Use {
+  const at::Tensor* tensor;
+  const ShardTensorImpl* impl;
+  bool written;
+  size_t user; // uses by the same one may overlap
+};
 
-// Whether some element of their one memory may be in both. Exact for slices, rows and columns of a tensor without gaps: boxes on
-// a grid that has a dim per stride.
-bool may_overlap(const at::Tensor& a, const at::Tensor& b);
+// Positions of two uses that may share elements, of which one writes. Exact for slices, rows and columns of a tensor without
+// gaps: boxes on a grid that has a dim per stride.
+std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<Use> uses);
 
 } // namespace shardtensor

@@ -88,8 +88,7 @@ Order order_like(const at::Tensor& like, size_t ndim) {
     return {};
   }
   const auto sizes = hints_of(like.sym_sizes()), strides = hints_of(like.sym_strides());
-  const auto in = [](const auto& list) { return c10::ArrayRef<int64_t>(list); };
-  return c10::_compute_contiguous<int64_t>(in(sizes), in(strides), c10::multiply_integers(sizes)) ? Order() : order_of(strides);
+  return c10::_compute_contiguous<int64_t>(sizes, strides, c10::multiply_integers(sizes)) ? Order() : order_of(strides);
 }
 
 SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {

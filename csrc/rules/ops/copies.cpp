@@ -107,12 +107,8 @@ Rule zero(const Call& call) {
 }
 
 // Asks the piece: a rank whose piece lies elsewhere must not send anything because of it.
-void of_piece_kernel(Run& run) {
-  run.call_op();
-}
-
 Rule of_piece(const Call& call) {
-  return unread(call, of_piece_kernel);
+  return unread(call, [](Run& run) { run.call_op(); });
 }
 
 } // namespace
@@ -137,9 +133,10 @@ void register_copies(Registry& r) {
   r.add("copies", {"empty_like"}, empty_like, {.unwritten = true});
   constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
   r.add(
-      "copies", {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr"},
+      "copies",
+      {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc", "_to_sparse_csr",
+       "to_mkldnn"},
       nullptr, {.way = Way::Refused, .why = kDense});
-  r.add("copies", {"to_mkldnn"}, nullptr, {.way = Way::Refused, .why = kDense});
   r.add("copies", {"is_pinned"}, of_piece);
   r.add(
       "copies",

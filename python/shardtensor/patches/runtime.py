@@ -35,7 +35,7 @@ def _counting_writes(post_compile: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def counting(args: list[Any]) -> Any:
             _check_apart(args, written)
-            ours = [(i, args[i]) for i in in_graph if _is_ours(args[i])]
+            ours = [(i, args[i]) for i in in_graph if isinstance(args[i], torch.Tensor) and _C.is_shard_tensor(args[i])]
             for i, t in ours:
                 if i in seen:
                     _C.count_on_piece(t)
@@ -49,14 +49,10 @@ def _counting_writes(post_compile: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and _C.is_shard_tensor(value)
-
-
 def _check_apart(args: list[Any], written: list[int]) -> None:
     """A graph does not know that its inputs are views of each other. Decided alike on all ranks."""
     if found := _C.overlapping(args, written):
-        t, other = (args[i] for i in found)
+        t, other = (args[i] for i in sorted(found, key=lambda i: i not in written))
         raise RuntimeError(
             f"shardtensor: a compiled function writes one of its arguments ({tuple(t.shape)}, {_C.layout(t)}), and takes another "
             f"({tuple(other.shape)}, {_C.layout(other)}) that is a view of it, or of the same memory. Take the view inside the "
