@@ -8,7 +8,7 @@ from itertools import accumulate
 from torch import nn
 
 from shardtensor.parallel._attention import KeyValueHeads, QueryHeads
-from shardtensor.parallel._styles import style_of
+from shardtensor.parallel._styles import pieces_of_features, style_of
 from shardtensor.tensor._layout import _SHARD
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -109,4 +109,4 @@ def _pieces_of_features(module: nn.Module) -> list[int]:
     layout = weight._layout
     if [(kind, dim) for kind, dim, *_ in layout.placements] != [(_SHARD, 0)]:
         return []
-    return [layout.local_sizes(list(weight.shape), [rank])[0] for rank in range(layout.mesh.shape[0])]
+    return list(pieces_of_features(layout, 0, weight.shape[0]))

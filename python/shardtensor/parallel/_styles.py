@@ -132,6 +132,7 @@ class _Features(ParallelStyle):
     cut_dims: Cuts
     usual_input: Placement
     usual_output: Placement
+    pieces: list[int] | None = None  # each rank's features, if another layer's tell them
 
     def __init__(
         self,
@@ -186,8 +187,8 @@ class _Features(ParallelStyle):
 
     def _sizes(self, features: int, mesh: DeviceMesh) -> list[int] | None:
         """Each rank's features, unless they are cut as torch.chunk does."""
-        if self.multiple_of == 1:
-            return None
+        if self.pieces is not None or self.multiple_of == 1:
+            return self.pieces
         if features % self.multiple_of:
             raise ValueError(
                 f"{type(self).__name__}: argument 'multiple_of' is {self.multiple_of}, which does not divide the {features} features "
@@ -279,7 +280,7 @@ class _LikeWeight:
 
     def _find(self, key: tuple[_C.Layout, int, int, int]) -> tuple[_C.Layout, int, bool]:
         layout, dim, features, ndim = key
-        pieces, mesh = _pieces(layout, dim, features), layout.mesh
+        pieces, mesh = pieces_of_features(layout, dim, features), layout.mesh
         even = len(set(pieces)) == 1
         entered = make_layout(self.mesh, (Shard(-1),), ndim, () if even else (pieces,), who="RowwiseParallel")
         known = self.known[key] = entered, pieces[mesh.coordinate[0]] if mesh.has_me else -1, even
@@ -287,12 +288,13 @@ class _LikeWeight:
 
 
 @lru_cache(maxsize=4096)
-def _pieces(layout: _C.Layout, dim: int, features: int) -> tuple[int, ...]:
+def pieces_of_features(layout: _C.Layout, dim: int, features: int) -> tuple[int, ...]:
+    """Each rank's, of a matrix that has them along `dim`, on a 1-d mesh."""
     return tuple(layout.local_sizes([features, features], [rank])[dim] for rank in range(layout.mesh.shape[0]))
 
 
 def _enter_like_weight(value: torch.Tensor, weight: ShardTensor, dim: int, mesh: DeviceMesh) -> ShardTensor:
-    pieces = _pieces(weight._layout, dim, weight.shape[dim])
+    pieces = pieces_of_features(weight._layout, dim, weight.shape[dim])
     shapes: Shapes = {0: pieces} if len(set(pieces)) > 1 else None
     return _enter(value, mesh, Shard(-1), shapes, "RowwiseParallel")
 

@@ -20,7 +20,7 @@ import shardtensor._C as _C
 from shardtensor._late import when_imported
 from shardtensor.parallel._attention import AttentionHeads, CountedHeads, FusedHeads, OutputHeads, QueryHeads
 from shardtensor.parallel._heads import HEAD_SIZES, OUTPUTS, PROJECTIONS, number
-from shardtensor.parallel._styles import ColwiseParallel, RowwiseParallel, is_conv1d
+from shardtensor.parallel._styles import ColwiseParallel, RowwiseParallel, is_conv1d, pieces_of_features
 from shardtensor.tensor._pieces import box_views
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -186,33 +186,16 @@ def _attention_styles(name: str, module: nn.Module, config: Any, ranks: int, pla
 
 
 def _cut_like(layer: Any, adapter: nn.Module, plan: str, mesh: DeviceMesh) -> bool:
-    """Cuts one half of peft's adapter, a Linear, like the layer that it is added to. (transformers would take the size of a piece for the whole.)"""
+    """Cuts one half of peft's adapter, a Linear, like the layer that it is added to. (transformers takes the size of a piece for the
+    whole.)"""
     weight, dim = layer.weight, 0 if plan == "colwise" else 1
     if not isinstance(weight, ShardTensor) or type(layer) is not nn.Linear:
         return False
-    pieces = [weight._layout.local_sizes(list(weight.shape), [rank])[dim] for rank in range(mesh.size())]
-    style = _AddedColumns(pieces) if dim == 0 else _AddedRows(pieces)
+    style = ColwiseParallel() if dim == 0 else RowwiseParallel()
+    style.pieces = list(pieces_of_features(weight._layout, dim, weight.shape[dim]))
     style.src_data_rank = None
     style._apply(adapter, mesh)
     return True
-
-
-class _AddedColumns(ColwiseParallel):
-    def __init__(self, pieces: list[int]):
-        super().__init__()
-        self.pieces = pieces
-
-    def _sizes(self, features: int, mesh: DeviceMesh) -> list[int]:
-        return self.pieces
-
-
-class _AddedRows(RowwiseParallel):
-    def __init__(self, pieces: list[int]):
-        super().__init__()
-        self.pieces = pieces
-
-    def _sizes(self, features: int, mesh: DeviceMesh) -> list[int]:
-        return self.pieces
 
 
 def _features(layer: Any, of: int) -> int:
