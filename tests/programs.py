@@ -417,11 +417,12 @@ VALUES: dict[str, tuple[int, Callable[..., Any]]] = {
     "interpolate_nearest": (3, lambda r, x: F.interpolate(x, r.randint(1, 8), mode=r.choice(["nearest", "nearest-exact", "area"]))),
     "interpolate_linear": (3, lambda r, x: F.interpolate(x, r.randint(1, 8), mode="linear", align_corners=r.random() < 0.5)),
     "interpolate_scaled": (3, lambda r, x: F.interpolate(x, scale_factor=r.choice([0.5, 1.3, 2.5]), mode=r.choice(["linear", "area", "nearest-exact"]))),
+    # torch's antialiased kernel is wrong for one column.
     "interpolate2d": (
         3,
-        lambda r, x: F.interpolate(
-            x[None], (r.randint(1, 6), r.randint(2, 6)), mode=r.choice(["bilinear", "bicubic"]), antialias=r.random() < 0.5
-        )[0],  # torch's antialiased kernel is wrong for one column
+        lambda r, x: (
+            lambda size: F.interpolate(x[None], size, mode=r.choice(["bilinear", "bicubic"]), antialias=size[1] > 1 and r.random() < 0.5)
+        )((r.randint(1, 6), r.randint(1, 6)))[0],
     ),
     "interpolate2d_scaled": (3, lambda r, x: F.interpolate(x[:, None], scale_factor=(1.5, 0.7), mode="bicubic", align_corners=r.random() < 0.5)[:, 0]),
     "interpolate3d": (3, lambda r, x: F.interpolate(x[None, None], (r.randint(1, 4), 3, r.randint(1, 4)), mode="trilinear")[0, 0]),

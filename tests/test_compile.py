@@ -881,7 +881,7 @@ def _write_and_return(x):
     return y, row
 
 
-# Writes through views that have to move data: they are copied back into the base.
+# Writes through rows, which are views at their owners, and through views that have to move data, which are copied back into the base.
 MOVED_WRITES = {
     "row": _through(lambda y: y, _add_row),
     "last_row": _through(lambda y: y[-1], lambda t: t.mul_(5)),
