@@ -26,7 +26,6 @@ UNSUPPORTED = {
 _RANDOM = "the plain tensor is random, so the user must see that the ranks draw the same"
 _MASKED = "torch.masked counts with a plain tensor of ones"
 PLAIN_INSIDE = {
-    "combinations": "it indexes by a plain mask",
     "linalg.matrix_power": "the power 0 is a plain identity",
     "masked.mean": _MASKED,
     "masked.std": _MASKED,

@@ -433,6 +433,34 @@ std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& s
   return at::compositeimplicitautograd::tensor_split(self, whole(sections).to(at::kCPU), dim);
 }
 
+// torch's version looks up the elements with a plain mask.
+at::Tensor combinations(const at::Tensor& self, int64_t r, bool with_replacement) {
+  TORCH_CHECK(self.dim() == 1, "Expect a 1D vector, but got shape ", self.sym_sizes());
+  TORCH_CHECK(r >= 0, "Expect a non-negative number, but got ", r);
+  if (r == 0) {
+    return self.new_empty({0});
+  }
+  const auto numbers =
+      at::arange(self.sym_size(0).guard_int(__FILE__, __LINE__), at::TensorOptions(self.device()).dtype(at::kLong));
+  const auto rows = at::combinations(numbers, r, with_replacement);
+  const AsReplicated all_ranks_alike;
+  return at::index(self, {rows});
+}
+
+// torch's version writes the powers into a plain tensor.
+at::Tensor vander(const at::Tensor& x, std::optional<int64_t> columns, bool increasing) {
+  TORCH_CHECK(x.dim() == 1, "x must be a one-dimensional tensor.");
+  const auto n = columns ? c10::SymInt(*columns) : x.sym_size(0);
+  TORCH_CHECK(n >= 0, "N must be non-negative.");
+  const auto column = x.to(at::promote_types(x.scalar_type(), at::kLong)).unsqueeze(1);
+  const auto ones = at::ones_like(column);
+  if (n < 2) {
+    return ones.narrow_symint(1, 0, n).clone();
+  }
+  const auto powers = at::cat({ones, column.expand_symint({-1, n - 1}).cumprod(1)}, 1);
+  return increasing ? powers : powers.flip(1);
+}
+
 // Puts grad on the diagonal of zeros. torch's formula writes it into a plain tensor.
 at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
   TORCH_CHECK(sizes.size() == 2, "expected matrix input");
@@ -653,6 +681,7 @@ void take_composites(torch::Library& m) {
   for (const char* name : {"nll_loss", "nll_loss2d", "nll_loss_nd"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<loss_of_labels>());
   }
+  m.impl("combinations", combinations);
   m.impl("fill_diagonal_", fill_diagonal_);
   m.impl("nanquantile", quantile<true>);
   m.impl("nanquantile.scalar", quantile_number<true>);
@@ -660,6 +689,7 @@ void take_composites(torch::Library& m) {
   m.impl("quantile", quantile<false>);
   m.impl("quantile.scalar", quantile_number<false>);
   m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
+  m.impl("vander", vander);
 }
 
 void take_chunked(torch::Library& m) {
