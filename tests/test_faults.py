@@ -503,6 +503,34 @@ def test_a_sum_that_one_rank_makes_alone_is_not_added_to_another(how):
         assert "have not made the same sums of no dims" in got[0] and "test_faults.py:" in got[0], got[0]
 
 
+MOVES = {
+    "gather": lambda x: x.full_tensor().sum(),
+    "gather of many": lambda x: x.flatten().repeat(1000).full_tensor().sum(),
+    "maximum": lambda x: torch.tensor(x.max().item()),
+    "sums of columns": lambda x: x.flatten().repeat(1000).view(1000, -1).sum(0).full_tensor().sum(),
+}
+
+
+def moves_after_one_alone(how):
+    x, whole = reducing_ahead(7)
+    if me() == 0:
+        x.mean()
+    out = [outcome(lambda: MOVES[how](x)) for _ in range(3)]
+    start = time.monotonic()
+    mean = outcome(lambda: torch.tensor(x.mean().item()))
+    times = 1000 if how in ("gather of many", "sums of columns") else 1
+    want = whole.max() if how == "maximum" else whole.sum() * times
+    return out, [want.item()] * 3, mean, time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_moves_do_not_meet_a_sum_that_one_rank_made_alone(how):
+    """Each is right, or the ranks have noticed that they have parted: on a slow machine perhaps at the first."""
+    for got, want, mean, seconds in ask(3, "moves_after_one_alone", how):
+        assert all("DistBackendError" in str(value) or value == pytest.approx(want[0]) for value in got)
+        assert "DistBackendError" in str(mean) and seconds < 5 * pool._PATIENCE, (mean, seconds)
+
+
 def dropped_at_once():
     """The sums that meet another are dropped; all that follow differ too."""
     x, _ = reducing_ahead(7)

@@ -89,6 +89,7 @@ std::vector<int64_t> times(at::IntArrayRef sizes, int64_t factor) {
 }
 
 constexpr int kTag = 0x5d; // for messages between two ranks, different from users' tags
+constexpr int kTagApart = 0x5e;
 
 std::atomic<bool> g_call_alone{false};
 
@@ -148,7 +149,8 @@ void enter(
 // only recorded, to be made as one by start().
 class Messages {
  public:
-  Messages(const Where& where, c10d::ProcessGroup& group, const Backend& rules) : where_(where), group_(group), rules_(rules) {}
+  Messages(const Where& where, c10d::ProcessGroup& group, const Backend& rules, int tag = kTag)
+      : where_(where), group_(group), rules_(rules), tag_(tag) {}
   // After an error: a batch that nobody ends makes all later ones raise, and peers wait for what has been sent.
   ~Messages() {
     if (open_ || !works_.empty()) {
@@ -162,10 +164,10 @@ class Messages {
   Messages& operator=(const Messages&) = delete;
 
   void send(const at::Tensor& bytes, int64_t at, int64_t count, int64_t rank) {
-    add(bytes, at, count, [&](auto& part) { return group_.send(part, static_cast<int>(rank), kTag); });
+    add(bytes, at, count, [&](auto& part) { return group_.send(part, static_cast<int>(rank), tag_); });
   }
   void receive(const at::Tensor& bytes, int64_t at, int64_t count, int64_t rank) {
-    add(bytes, at, count, [&](auto& part) { return group_.recv(part, static_cast<int>(rank), kTag); });
+    add(bytes, at, count, [&](auto& part) { return group_.recv(part, static_cast<int>(rank), tag_); });
   }
   InFlight start() {
     if (!open_ && works_.empty()) {
@@ -196,6 +198,7 @@ class Messages {
   const Where& where_;
   c10d::ProcessGroup& group_;
   const Backend& rules_;
+  const int tag_;
   c10::DeviceType device_ = c10::DeviceType::CPU;
   bool open_ = false;
   std::vector<WorkPtr> works_;
@@ -505,6 +508,37 @@ InFlight start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim,
       },
       used);
   return reduced;
+}
+
+bool can_sum_apart(c10::Device device, const Mesh& mesh, int64_t mesh_dim) {
+  if (mesh.group(mesh_dim).empty()) {
+    return false;
+  }
+  const auto rules = backend_of(*group_of(mesh, mesh_dim, "all_reduce"), device);
+  return rules.blocks && rules.sends;
+}
+
+InFlight start_sum_apart(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim) {
+  auto group = group_of(mesh, mesh_dim, "all_reduce");
+  Where where(Kind::AllReduce, mesh, mesh_dim);
+  const auto n = tensor.numel(), ranks = mesh.size(mesh_dim), me = mesh.coordinate()[mesh_dim];
+  count(Kind::AllReduce, static_cast<int64_t>(tensor.nbytes()), mesh, mesh_dim);
+  const auto backend = backend_of(*group, tensor.device());
+  enter(where, group, backend, mesh, [&] { return c10::get_hash(kTagApart, tensor.scalar_type(), n); });
+  where.ticket.by_messages = true;
+  const auto all = at::empty({ranks * n}, tensor.options());
+  all.narrow(0, me * n, n).copy_(tensor);
+  Messages messages(where, *group, backend, kTagApart);
+  const auto in_group = group_ranks(mesh, mesh_dim);
+  for (int64_t c = 0; c < ranks; ++c) {
+    if (c != me) {
+      messages.receive(all, c * n, n, in_group[c]);
+      messages.send(all, me * n, n, in_group[c]);
+    }
+  }
+  auto moving = messages.start();
+  moving.then([tensor, all, ranks, n] { tensor.copy_(all.view({ranks, n}).sum(0)); }, {tensor, all});
+  return moving;
 }
 
 void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op) {

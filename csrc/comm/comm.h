@@ -17,6 +17,11 @@ namespace shardtensor::comm {
 // For Norm, the caller raises to the power before and takes the root after.
 void all_reduce(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
 InFlight start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim, ReduceOp op);
+// A few numbers, added up by messages of each rank to each other that meet no other collective's data: a rank that makes such a
+// sum alone does not disturb what it makes next. The n-th of a rank meets the n-th of the others.
+InFlight start_sum_apart(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim);
+// Whether the backend can: Gloo, whose messages have tags. NCCL's have one order.
+bool can_sum_apart(c10::Device device, const Mesh& mesh, int64_t mesh_dim);
 // The same over several mesh dims (bit m set: over mesh dim m).
 void all_reduce_over(at::Tensor& tensor, const Mesh& mesh, uint64_t mesh_dims, ReduceOp op);
 

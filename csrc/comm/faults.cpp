@@ -1,6 +1,5 @@
 #include "comm/faults.h"
 
-#include "comm/backend.h"
 #include "comm/doing.h"
 #include "comm/gil.h"
 #include "comm/news.h"
@@ -312,11 +311,6 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   return ticket;
 }
 
-bool watches(const Mesh& mesh, int64_t mesh_dim) {
-  const auto& name = mesh.group(mesh_dim);
-  return !name.empty() && backend_of(*c10d::resolve_process_group(name), at::kCPU).blocks;
-}
-
 Careful::Careful() {
   ++t_careful;
 }
@@ -436,6 +430,7 @@ void wait_for_messages(c10d::Work& work, const Ticket& ticket, Text text) {
   }
   Watcher::get().leave(entry);
   if (!why.empty()) {
+    late.gives_up();
     part(ticket, c10::str(text(), ": ", why));
   }
   if (error) {

@@ -53,9 +53,6 @@ class Careful {
   Careful(const Careful&) = delete;
   Careful& operator=(const Careful&) = delete;
 };
-// Whether the mesh dim's group is one whose faults are noticed: its backend makes this thread wait, and moves data (torch's fake
-// groups do not). Whether ranks tell each other (set_notice()) does not matter.
-bool watches(const Mesh& mesh, int64_t mesh_dim);
 // Raises: the ranks along the mesh dim turn out to have made different things, so the process group is of no more use.
 [[noreturn]] void parted(const Mesh& mesh, int64_t mesh_dim, const std::string& why);
 // Before messages between this rank and `peers` (global ranks).

@@ -1,5 +1,6 @@
 #include "dispatch/ahead.h"
 
+#include "comm/comm.h"
 #include "comm/epoch.h"
 #include "comm/faults.h"
 #include "comm/values.h"
@@ -114,7 +115,7 @@ comm::InFlight start(const std::shared_ptr<Sum>& sum, int64_t mesh_dim) {
   write_hash<T>(sum->record, hash);
   comm::InFlight rest;
   comm::doing(
-      mesh, [&] { return sum->text(); }, [&] { rest = comm::start_all_reduce(sum->record, mesh, mesh_dim, ReduceOp::Sum); },
+      mesh, [&] { return sum->text(); }, [&] { rest = comm::start_sum_apart(sum->record, mesh, mesh_dim); },
       [&] { return uint64_t{1} << mesh_dim; });
   rest.then([sum, mesh_dim, hash, average = placement.reduce == ReduceOp::Avg] {
     const auto n = sum->layout->mesh().size(mesh_dim);
@@ -139,7 +140,7 @@ bool fits(const at::Tensor& local, const Layout& layout) {
     return false;
   }
   for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_partial() && !comm::is_alone(mesh, m) && !comm::faults::watches(mesh, m)) {
+    if (layout.placement(m).is_partial() && !comm::is_alone(mesh, m) && !comm::can_sum_apart(local.device(), mesh, m)) {
       return false;
     }
   }
