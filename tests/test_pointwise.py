@@ -58,3 +58,42 @@ CASES = [
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
+
+
+def orders():
+    """Results have their dims in the order that torch's kernel gives, also where torch's meta kernel gives another."""
+    import shardtensor as st
+    from oracle import mesh_here
+
+    x = torch.rand(2, 3, 4, 5) + 0.1
+    last, turned, thin = x.to(memory_format=torch.channels_last), x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :1]
+    functions = {
+        "copysign": torch.copysign,
+        "floor_divide": torch.floor_divide,
+        "xlogy": torch.xlogy,
+        "heaviside": torch.heaviside,
+        "logaddexp": torch.logaddexp,
+        "remainder": torch.remainder,
+        "atan2": torch.atan2,
+        "where": lambda a, b: torch.where(a > 0.5, a, b),
+        "elu_backward": lambda a, b: torch.ops.aten.elu_backward(a, 1, 1, 1, False, b),
+        "hardtanh_backward": lambda a, b: torch.ops.aten.hardtanh_backward(a, b, 0.2, 0.5),
+        "roll": lambda a, b: a.roll(1, -3),
+        "roll_two": lambda a, b: a.roll((1, 3), (-2, -1)),
+        "roll_by_none": lambda a, b: a.roll((0, 5), (-2, -1)),
+    }
+    for a, b in ((last, x), (x, last), (last, turned), (turned, x), (thin, last), (last, thin), (x[0], last)):
+        for dim in (None, 0, 2, 3):
+            ours = []
+            for t in (a, b):
+                at = None if dim is None else dim - 4 + t.dim()
+                ours.append(st.distribute_tensor(t, mesh_here(), [st.Replicate() if at is None or at < 0 else st.Shard(at)]))
+                assert ours[-1].stride() == t.stride() or t is thin
+            for name, f in functions.items():
+                want, got = f(a, b), f(*ours)
+                assert got.stride() == want.stride(), (name, a.stride(), b.stride(), dim)
+                torch.testing.assert_close(got.full_tensor(), want)
+
+
+def test_orders(pools):
+    pools(2).run(f"{__name__}:orders")

@@ -1,5 +1,6 @@
 #include "dispatch/ask.h"
 
+#include "comm/values.h"
 #include "dispatch/errors.h"
 #include "dispatch/handler.h"
 #include "dispatch/traced.h"
@@ -131,12 +132,7 @@ uint64_t ordering_arguments(const Op& op) {
   return out;
 }
 
-// order_of() that gives a dim of size 1 its own stride too, where torch has placed it (the channels of channels_last).
-Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  if (Sizes(strides.begin(), strides.end()) == dense_strides(sizes, {}) ||
-      std::find(strides.begin(), strides.end(), 0) != strides.end()) {
-    return order_of(strides);
-  }
+Order by_strides(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   Order order(strides.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int8_t a, int8_t b) {
@@ -145,10 +141,64 @@ Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   return order;
 }
 
+// order_of() that gives a dim of size 1 its own stride too, where torch has placed it (the channels of channels_last).
+Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  if (Sizes(strides.begin(), strides.end()) == dense_strides(sizes, {}) ||
+      std::find(strides.begin(), strides.end(), 0) != strides.end()) {
+    return order_of(strides);
+  }
+  return by_strides(sizes, strides);
+}
+
+bool has_all_values(const Refs& refs) {
+  return std::all_of(refs.begin(), refs.end(), [](const Ref& r) {
+    const auto& t = r.impl ? r.impl->local() : *r.tensor;
+    return !t.is_meta() && !t.key_set().has_any(kStandIns);
+  });
+}
+
+// Strides of a tensor with at most two indices in each dim, for which torch decides as for the given one: the same comparisons
+// of two dims, zeros, gaps or none.
+Sizes strides_of_few(const at::Tensor& t, c10::IntArrayRef held) {
+  if (t.is_contiguous()) {
+    return dense_strides(held, {});
+  }
+  const auto order = by_strides(t.sizes(), t.strides());
+  if (t.is_non_overlapping_and_dense()) {
+    return dense_strides(held, order);
+  }
+  Sizes out(held.size());
+  int64_t last = 0, next = 1;
+  for (auto d = order.rbegin(); d != order.rend(); ++d) {
+    const auto stride = t.strides()[*d];
+    next *= last && stride != last ? 2 : 1;
+    last = stride;
+    out[*d] = stride ? next : 0;
+  }
+  return out;
+}
+
+// The call with ones in place of the tensors, with few elements of each.
+Stack on_few(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
+  const auto all = [](const Ref&) { return true; };
+  replace_tensors(call, 0, refs, all, [&](const Ref& r) {
+    const auto& t = *r.tensor;
+    Sizes sizes;
+    for (const auto n : t.sizes()) {
+      sizes.push_back(std::min<int64_t>(n, 2));
+    }
+    const auto options = (r.impl ? r.impl->local() : t).options().requires_grad(false);
+    return at::empty_strided(sizes, strides_of_few(t, sizes), options).fill_(1);
+  });
+  return call;
+}
+
 } // namespace
 
-// torch decides the order of the results' dims: this asks its TensorIterator and its meta kernels, with the whole tensors'
-// sizes and strides. Results of an op without a meta kernel are contiguous.
+// torch decides the order of the results' dims: this asks its meta kernels, with the whole tensors' sizes and strides. Results of
+// an op without a meta kernel are contiguous. torch's meta kernels in Python have other orders than the op for some elementwise
+// ops (copysign, floor_divide), so for these the op itself runs on a few elements, which it does for any sizes.
 void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
   const bool symbolic = any_symbolic(refs);
   if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) ||
@@ -162,15 +212,25 @@ void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs,
     return;
   }
   solution.reads |= ordering_arguments(op);
-  auto call = on_meta(op, stack, base, refs, symbolic);
-  try {
-    c10::impl::ExcludeDispatchKeyGuard aside(kAside);
-    op.handle.callBoxed(&call);
-  } catch (const std::exception&) {
+  const auto answer = [&](Stack call) -> std::optional<Stack> {
+    try {
+      c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+      op.handle.callBoxed(&call);
+      return call;
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+  };
+  const bool few = op.entry->options.broadcasts && !op.mutated && !op.is_random && has_all_values(refs);
+  auto call = few ? answer(on_few(op, stack, base, refs)) : std::nullopt;
+  if (!call) {
+    call = answer(on_meta(op, stack, base, refs, symbolic));
+  }
+  if (!call) {
     return;
   }
   size_t nth = 0;
-  each_tensor(call, [&](const at::Tensor& t) {
+  each_tensor(*call, [&](const at::Tensor& t) {
     if (nth < solution.results.size() && t.defined() && !solution.results[nth].order) {
       solution.results[nth].order = order_with_ones(t.sizes(), t.strides());
     }

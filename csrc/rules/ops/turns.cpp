@@ -68,12 +68,31 @@ void roll_kernel(Run& run) {
   run.returns({!rest.dims.empty() ? at::roll(x, rest.shifts, rest.dims) : own ? x : x.clone()});
 }
 
-Rule roll(const Call& call) {
+// On the CPU torch joins two slices, so channels_last stays if neither is empty. Elsewhere, and in graphs, the result is
+// contiguous.
+std::optional<Order> rolled_order(const Call& call, c10::IntArrayRef named) {
   const auto& x = call.tensors[0];
-  const auto named = call.ints(2);
-  if (named.empty()) {
-    return whole_along(call, ~uint64_t{0}); // rolled as if it were flat
+  if (call.mesh.description().device_type != "cpu" || (x.dim() != 4 && x.dim() != 5) || x.has_symbols()) {
+    return std::nullopt;
   }
+  const auto sizes = x.sym_sizes(), strides = x.sym_strides();
+  const auto format = c10::is_channels_last_strides_2d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))
+                          ? std::optional<Order>({0, 2, 3, 1})
+                      : c10::is_channels_last_strides_3d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))
+                          ? std::optional<Order>({0, 2, 3, 4, 1})
+                          : std::nullopt;
+  const auto by = call.ints(1);
+  for (size_t i = 0; format && i < std::min(by.size(), named.size()); ++i) {
+    const auto size = x.size(wrap_dim(named[i], x.dim()));
+    if (size == 0 || by[i] % size == 0) {
+      return std::nullopt;
+    }
+  }
+  return format;
+}
+
+Rule roll_by_dims(const Call& call, c10::IntArrayRef named) {
+  const auto& x = call.tensors[0];
   const auto mask = named_dims(call, 2);
   const auto cut = [&](int64_t d) { return x.layout->shards(d); };
   const bool any = std::any_of(named.begin(), named.end(), [&](int64_t d) { return cut(wrap_dim(d, x.dim())); });
@@ -99,6 +118,16 @@ Rule roll(const Call& call) {
   rule.notes = std::move(rest);
   rule.kernel = roll_kernel;
   rule.always_kernel = true;
+  return rule;
+}
+
+Rule roll(const Call& call) {
+  const auto named = call.ints(2);
+  if (named.empty()) {
+    return whole_along(call, ~uint64_t{0}); // rolled as if it were flat
+  }
+  auto rule = roll_by_dims(call, named);
+  rule.results[0].order = rolled_order(call, named);
   return rule;
 }
 
