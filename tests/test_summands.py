@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 
 import pytest
@@ -279,3 +280,45 @@ def _same_bits(got, want, what):
 def test_reads(pools, name, mesh):
     world, shape = mesh
     pools(world).run(f"{__name__}:reads", name, shape)
+
+
+INFINITE = {
+    "times": lambda t: t[0] * math.inf,
+    "times_left": lambda t: -math.inf * t[1],
+    "times_scalar_op": lambda t: torch.ops.aten.mul.Scalar(t[0], math.inf),
+    "times_in_place": lambda t: t[0].clone().mul_(math.inf),
+    "times_sum": lambda t: t.sum() * math.inf,
+    "divide": lambda t: t[3] / 0,
+    "divide_scalar_op": lambda t: torch.ops.aten.div.Scalar(t[1], 0.0),
+    "divide_in_place": lambda t: t[1].clone().div_(0.0),
+    "alpha": lambda t: torch.sub(t[0], t[1], alpha=math.inf),
+    "lerp": lambda t: torch.lerp(t[0], t[3], math.inf),
+    "foreach": lambda t: torch._foreach_mul([t[0].clone()], math.inf)[0],
+    "foreach_list": lambda t: torch._foreach_div([t[0].clone(), t[1].clone()], [0.0, 2.0])[0],
+    "complex": lambda t: (t[0] * complex(math.inf, 0)).abs(),
+}
+
+
+def infinite(mesh_shape: tuple[int, ...]) -> None:
+    """Where one rank has the element, the others have zeros."""
+    from shardtensor import _C, Partial
+
+    whole = torch.tensor([2.0, -3.0, 0.5, 5.0, 7.0])
+    mesh = mesh_of(mesh_shape)
+    x = place(whole, mesh, ("S(0)",) * len(mesh_shape), "even")
+    for name, f in INFINITE.items():
+        for _ in range(2):
+            torch.testing.assert_close(f(x).full_tensor(), f(whole), equal_nan=True, msg=name)
+        graph = torch.compile(f, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(graph(x).full_tensor(), f(whole), equal_nan=True, msg=f"{name} in a graph")
+    element = x[1]
+    _C.reset_comm_counts()
+    for finite in (element * 2.5, element / 3, element * 0, torch.sub(element, element, alpha=2)):
+        assert finite.placements == (Partial("sum"),) * len(mesh_shape)
+    assert not _C.comm_counts()
+
+
+@pytest.mark.parametrize("mesh", [MESHES[0], MESHES[2]], ids=mesh_id)
+def test_infinite_numbers(pools, mesh):
+    world, shape = mesh
+    pools(world).run(f"{__name__}:infinite", shape)

@@ -51,6 +51,9 @@ Key key_of(const Op& op, const Refs& refs) {
     } else if (!is_symbolic(*r.tensor) && !r.tensor->is_contiguous()) {
       push_form(key, *r.tensor);
     }
+    if (key.holds(rules::Reads::kNumbers) && !r.impl) {
+      key.push(rules::kind_of_number(*r.tensor));
+    }
   }
   if (key.holds(rules::Reads::kSizes)) {
     add_sizes(refs, key);
@@ -68,8 +71,11 @@ void add_sizes(const Refs& refs, Key& key) {
 Key key_of(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs) {
   auto key = key_of(op, refs);
   for (size_t i = 0; i < op.kinds.size(); ++i) {
+    const auto& value = stack[base + i];
     if (op.kinds[i] == ArgKind::Other && key.holds(rules::Reads::arg(i))) {
-      push(key, stack[base + i]);
+      push(key, value);
+    } else if (op.kinds[i] == ArgKind::Other && key.holds(rules::Reads::kNumbers)) {
+      key.push(rules::kind_of_number(value));
     }
   }
   return key;

@@ -6,6 +6,7 @@
 #include "dispatch/modes.h"
 #include "dispatch/traced.h"
 #include "redistribute/watch.h"
+#include "rules/exact.h"
 #include "rules/resolve/resolve.h"
 
 #include <ATen/ATen.h>
@@ -70,7 +71,8 @@ struct Solved {
 // By the op's rule: a function of the call alone, and of its global facts. Nothing in here runs Python.
 Solved solve(const Op& op, const Call& call) {
   const bool has_rule = op.entry && op.entry->rule;
-  const auto rule = has_rule ? op.entry->rule(call) : rules::replicate(call);
+  auto rule = has_rule ? op.entry->rule(call) : rules::replicate(call);
+  rules::without_infinities(call, rule);
   const auto reads = call.reads(); // before resolve(): if that reads sizes, the solution is marked `sized`
   auto solution = rules::resolve(call, rule);
   solution->reads = reads;

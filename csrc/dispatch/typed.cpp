@@ -180,6 +180,10 @@ template <typename T>
 void push_read(Key& key, size_t arg, const T& value) {
   if (key.holds(rules::Reads::arg(arg))) {
     push(key, value);
+  } else if constexpr (std::is_arithmetic_v<T> || std::is_same_v<T, c10::Scalar>) {
+    if (key.holds(rules::Reads::kNumbers)) {
+      key.push(rules::kind_of_number(c10::Scalar(value)));
+    }
   }
 }
 

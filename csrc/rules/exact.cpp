@@ -2,6 +2,8 @@
 
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
+
 namespace shardtensor::rules {
 
 namespace {
@@ -134,6 +136,15 @@ Linear computes(const Call& call, OperandSet operands, at::ScalarType to) {
   Linear out{std::move(operands)};
   out.reductions = passing ? out.reductions & *passing : out.reductions | kWrapping;
   return out;
+}
+
+void without_infinities(const Call& call, Rule& rule) {
+  const bool summands =
+      std::any_of(call.tensors.begin(), call.tensors.end(), [](const auto& t) { return t.layout->has_partial(); });
+  if (!rule.linear.empty() && summands && (call.kinds_of_numbers() & kInfinite)) {
+    auto& groups = rule.linear;
+    groups.erase(std::remove_if(groups.begin(), groups.end(), [](const auto& g) { return !g.any_reduction; }), groups.end());
+  }
 }
 
 bool adds_up(const Linear& group, const Placement& summands, const Call& call) {

@@ -23,6 +23,9 @@ Linear moves(const Call& call, OperandSet operands, at::ScalarType to);
 // The op casts these operands to `to`, and is linear there in all of them together.
 Linear computes(const Call& call, OperandSet operands, at::ScalarType to);
 
+// A summand times infinity is not a number where it is zero. So what computes with an infinite number takes no summands.
+void without_infinities(const Call& call, Rule& rule);
+
 // Whether the group's operands hold numbers whose sums the op keeps.
 bool adds_up(const Linear& group, const Placement& summands, const Call& call);
 

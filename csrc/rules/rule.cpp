@@ -1,11 +1,14 @@
 #include "rules/rule.h"
 
+#include "comm/values.h"
 #include "rules/solution.h"
+#include "tensor/shard_tensor.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <array>
+#include <cmath>
 #include <cstring>
 
 namespace shardtensor::rules {
@@ -27,6 +30,42 @@ void Run::returns(std::vector<c10::IValue> results) const {
 
 void Run::call_op() const {
   op.callBoxed(&stack);
+}
+
+uint32_t kind_of_number(const c10::Scalar& number) {
+  if (number.isSymbolic()) {
+    return 0;
+  }
+  const auto value = number.isComplex() ? std::abs(number.toComplexDouble()) : number.toDouble();
+  return (std::isinf(value) ? kInfinite : 0) | (value == 0 ? kZero : 0);
+}
+
+uint32_t kind_of_number(const at::Tensor& t) {
+  const auto* impl = t.unsafeGetTensorImpl();
+  if (!impl->is_wrapped_number() || as_shard_tensor(t) || impl->key_set().has_any(kStandIns) || !impl->device().is_cpu()) {
+    return 0;
+  }
+  switch (t.scalar_type()) { // not item(): modes of torch would see it
+    case at::kDouble:
+      return kind_of_number(c10::Scalar(*t.const_data_ptr<double>()));
+    case at::kLong:
+      return kind_of_number(c10::Scalar(*t.const_data_ptr<int64_t>()));
+    case at::kComplexDouble:
+      return kind_of_number(c10::Scalar(*t.const_data_ptr<c10::complex<double>>()));
+    default:
+      return 0;
+  }
+}
+
+uint32_t kind_of_number(const c10::IValue& argument) {
+  if (!argument.isList()) {
+    return argument.isScalar() ? kind_of_number(argument.toScalar()) : 0;
+  }
+  uint32_t out = 0;
+  for (const auto& item : argument.toListRef()) {
+    out |= item.isScalar() ? kind_of_number(item.toScalar()) : 0;
+  }
+  return out;
 }
 
 bool TensorArg::has_symbols() const {
@@ -51,6 +90,18 @@ int64_t Call::position(const char* name) const {
   const auto i = schema.argumentIndexWithName(name);
   TORCH_INTERNAL_ASSERT(i.has_value(), schema.name(), " has no argument ", name);
   return *i;
+}
+
+uint32_t Call::kinds_of_numbers() const {
+  reads_.add(Reads::kNumbers);
+  uint32_t out = 0;
+  for (const auto& t : tensors) {
+    out |= t.kind_of_number();
+  }
+  for (const auto& value : args_) {
+    out |= kind_of_number(value);
+  }
+  return out;
 }
 
 Sizes Call::ints(int64_t i) const {

@@ -305,7 +305,8 @@ class Reads {
  public:
   static constexpr uint64_t kSizes = uint64_t{1} << 63;
   static constexpr uint64_t kStrides = uint64_t{1} << 62; // and storage offsets
-  static constexpr size_t kMostArgs = 62;
+  static constexpr uint64_t kNumbers = uint64_t{1} << 61; // which numbers are infinite or zero
+  static constexpr size_t kMostArgs = 61;
   static constexpr uint64_t arg(size_t i) {
     return uint64_t{1} << i;
   }
@@ -320,6 +321,12 @@ class Reads {
  private:
   uint64_t bits_ = 0;
 };
+
+// What a rule may know of a number without a solution for each value: bits. Of a tensor: if it stands for a number of the script.
+enum Number : uint32_t { kInfinite = 1, kZero = 2 };
+uint32_t kind_of_number(const c10::Scalar& number);
+uint32_t kind_of_number(const at::Tensor& t);
+uint32_t kind_of_number(const c10::IValue& argument); // or of all that a list holds, together
 
 // One tensor among a call's arguments; lists are flattened, None left out.
 class TensorArg {
@@ -376,6 +383,10 @@ class TensorArg {
   c10::SymInt sym_bytes() const; // for the resolver, as `bytes`
   SymSizes sym_strides() const;
   c10::SymInt sym_offset() const;
+  uint32_t kind_of_number() const {
+    reads_->add(Reads::kNumbers);
+    return rules::kind_of_number(*tensor_);
+  }
 
  private:
   const at::Tensor* tensor_;
@@ -428,6 +439,8 @@ class Call {
   SymSizes sym_ints(int64_t i) const;
   // Wrapped into [0, ndim); raises IndexError as torch does.
   int64_t dim(int64_t i, int64_t ndim) const;
+  // Bits of Number: of all numbers among the arguments together.
+  uint32_t kinds_of_numbers() const;
   // The index in `tensors` of argument `i` (item `index` of it), or -1 if it is None.
   int64_t operand(int64_t i, int64_t index = -1) const;
   const TensorArg& tensor(int64_t i, int64_t index = -1) const;

@@ -35,6 +35,14 @@ Rule linear_in_wrapping(const Call& call) {
   return rule;
 }
 
+Rule divide(const Call& call) {
+  auto rule = broadcast(call);
+  if (!(call.tensors[0].layout->has_partial() && (call.kinds_of_numbers() & kZero))) { // 0 / 0 is not a number
+    rule.linear_in({0});
+  }
+  return rule;
+}
+
 Rule where(const Call& call) {
   auto rule = broadcast(call);
   rule.linear.push_back(moves(call, with_outputs(call, 0b110), promoted(call, 0b110)));
@@ -403,7 +411,8 @@ void register_pointwise(Registry& r) {
           "positive",
       },
       linear_in_wrapping, o);
-  r.add_forms("pointwise", {"deg2rad", "div.Scalar", "div.Tensor", "rad2deg"}, linear_in_first<broadcast>, o);
+  r.add_forms("pointwise", {"deg2rad", "rad2deg"}, linear_in_first<broadcast>, o);
+  r.add_forms("pointwise", {"div.Scalar", "div.Tensor"}, divide, o);
   r.add(
       "pointwise",
       {
