@@ -950,6 +950,42 @@ def test_writes_through_moved_views_of_inputs(pools, world):
     pools(world).run(f"{__name__}:moved_writes_to_inputs")
 
 
+# What is written: made of a leaf of 8 rows and 6 columns.
+WRITTEN_ARGUMENTS = {
+    "result": lambda x: x * 1.5,
+    "row": lambda x: (x * 1.5)[1],
+    "columns": lambda x: (x * 1.5)[:, 1:3],
+    "transposed": lambda x: (x * 1.5).t(),
+    "summands": lambda x: (x * 1.5).sum(0),
+    "number": lambda x: (x * 1.5).sum(),
+}
+
+
+def written_and_read_after(name, placement):
+    """The gradients of a graph's result, alone and together with what it has written."""
+
+    def function(a):
+        a.mul_(2)
+        return a.cos()
+
+    for reads in (lambda a, out: out.sum() + a.square().sum(), lambda a, out: out.sum()):
+        torch._dynamo.reset()
+        grads = []
+        for at, f in ((None, function), (placement, torch.compile(function, backend="aot_eager"))):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)).double()
+            x = x.requires_grad_() if at is None else spread(x, at, grad=True)
+            a = WRITTEN_ARGUMENTS[name](x)
+            out = f(a)
+            reads(a, out).backward()
+            grads.append(_whole(x.grad))
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize(("name", "placement"), list(itertools.product(WRITTEN_ARGUMENTS, (S0, S1))))
+def test_gradients_of_written_arguments(pools, name, placement):
+    pools(2).run(f"{__name__}:written_and_read_after", name, placement)
+
+
 # Two arguments that may be views of the same tensor of 8 rows and 4 columns.
 VIEWS = {
     "columns": (lambda y: (y[:, :2], y[:, 2:]), False),

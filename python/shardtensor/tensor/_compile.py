@@ -247,9 +247,10 @@ def tangent(t: Any) -> Any:
 
 
 def tangent_like(t: Any, context: Any, expected_type: Any) -> Any:
-    """Converts a tangent whose layout differs from the one that the graph was traced for."""
+    """Converts a tangent whose layout differs from the one that the graph was traced for. Of an argument that the graph writes, torch
+    takes it to be a plain tensor: zeros, unless something reads the argument after the graph."""
     if expected_type is not None:
-        return None
+        return t.full_tensor() if expected_type is torch.Tensor else None
     placements, _meta, order, _requires_grad = context
     layout = _layout_of(as_device_mesh(t._layout.mesh), placements, t.shape, order)
     return _C.redistribute(t, layout)
