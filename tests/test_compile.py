@@ -1825,6 +1825,62 @@ def test_compiled_optimizers_and_clipping(pools, world):
     pools(world).run(f"{__name__}:optimizers")
 
 
+SCHEDULED = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam"]
+
+
+def scheduled(name):
+    """A compiled optimizer whose learning rate is a tensor that a scheduler changes: one graph, which sends nothing."""
+    from shardtensor import _C
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    values = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).double()
+    parameters, sent = [torch.nn.Parameter(values.clone()), torch.nn.Parameter(spread(values))], 0
+    torch._dynamo.reset()
+    for p in parameters:
+        optimizer = getattr(torch.optim, name)([p], lr=torch.tensor(0.1))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        counter = CompileCounterWithBackend("aot_eager")
+        step = torch.compile(optimizer.step, backend=counter)
+        for i in range(3):
+            p.grad = (p * 0.5 + i).detach()
+            _C.reset_comm_counts()
+            step()
+            sent += sum(calls for calls, _ in _C.comm_counts().values())
+            scheduler.step()
+    torch.testing.assert_close(_whole(parameters[1].detach()), parameters[0].detach())
+    assert (counter.frame_count, sent) == (1, 0)
+
+
+@pytest.mark.parametrize("name", share(SCHEDULED, 3))
+def test_compiled_optimizers_with_a_scheduler(pools, name):
+    pools(2).run(f"{__name__}:scheduled", name)
+
+
+def same_function_again():
+    """Few graphs where the argument changes from call to call."""
+
+    def agreed(function, arguments, most):
+        torch._dynamo.reset()
+        compiled, counter = _counting(function)
+        for a in arguments:
+            torch.testing.assert_close(_whole(compiled(*a)), _whole(function(*a)))
+        agree(counter.frame_count, "graphs")
+        assert counter.frame_count <= most, counter.frame_count
+
+    def rows_of(n):
+        return spread(torch.randn(n, 4, generator=torch.Generator().manual_seed(n)).double(), S0)
+
+    agreed(lambda x: (x * 2).sum(), [(rows_of(8).requires_grad_(i % 2 == 0),) for i in range(5)], 2)
+    agreed(lambda x: torch.softmax(x, -1).sum(0), [(rows_of(n),) for n in (8, 7, 1, 0, 4, 2)], 6)
+    heads = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(1)).double()
+    caches = [(spread(heads[:, :, :n], S1), spread(heads[:, :, n : n + 1], S1)) for n in range(3, 9)]
+    agreed(lambda k, q: torch.softmax(q @ torch.cat((k, q), 2).mT, -1) @ torch.cat((k, q), 2), caches, 2)
+
+
+def test_arguments_that_change(pools):
+    pools(2).run(f"{__name__}:same_function_again")
+
+
 # ---- what is refused ----
 
 

@@ -56,6 +56,14 @@ Rule addcmul(const Call& call) {
   return rule;
 }
 
+// a * b + c, which dynamo makes of addcmul and add with a tensor for the number.
+Rule fma(const Call& call) {
+  auto rule = broadcast(call);
+  rule.linear.push_back(computes(call, 0b101, promoted(call)));
+  rule.linear.push_back(computes(call, 0b110, promoted(call)));
+  return rule;
+}
+
 // addcdiv is linear in self and the dividend together, lerp in start and end; the third is whole.
 Rule linear_in_two(const Call& call) {
   auto rule = broadcast(call);
@@ -466,6 +474,7 @@ void register_pointwise(Registry& r) {
   r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
   r.add_forms("pointwise", {"lerp.Tensor"}, linear_in_two, o);
   r.add_forms("pointwise", {"addcmul"}, addcmul, o);
+  r.add("pointwise", {"prims::fma"}, fma, o);
   r.add_forms("pointwise", {"addcdiv"}, linear_in_two, o);
   r.add_forms("pointwise", {"where.self"}, where, o);
   r.add_forms("pointwise", {"maximum"}, commutes_with<ReduceOp::Max>, o);
