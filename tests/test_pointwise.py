@@ -81,6 +81,10 @@ def orders():
         "roll": lambda a, b: a.roll(1, -3),
         "roll_two": lambda a, b: a.roll((1, 3), (-2, -1)),
         "roll_by_none": lambda a, b: a.roll((0, 5), (-2, -1)),
+        "pad_reflect": lambda a, b: torch.nn.functional.pad(a, (1, 1, 1, 1), mode="reflect"),
+        "pad_replicate": lambda a, b: torch.nn.functional.pad(a, (1, 0, 2, 1), mode="replicate"),
+        "expanded": lambda a, b: a.expand(2, *a.shape) + 1,
+        "expanded_and_turned": lambda a, b: a.transpose(-1, -2).expand(2, *a.mT.shape) + 1,
     }
     for a, b in ((last, x), (x, last), (last, turned), (turned, x), (thin, last), (last, thin), (x[0], last)):
         for dim in (None, 0, 2, 3):

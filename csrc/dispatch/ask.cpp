@@ -132,22 +132,13 @@ uint64_t ordering_arguments(const Op& op) {
   return out;
 }
 
-Order by_strides(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  Order order(strides.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int8_t a, int8_t b) {
-    return strides[a] != strides[b] ? strides[a] > strides[b] : (sizes[a] == 1) < (sizes[b] == 1);
-  });
-  return order;
-}
-
 // order_of() that gives a dim of size 1 its own stride too, where torch has placed it (the channels of channels_last).
 Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   if (Sizes(strides.begin(), strides.end()) == dense_strides(sizes, {}) ||
       std::find(strides.begin(), strides.end(), 0) != strides.end()) {
     return order_of(strides);
   }
-  return by_strides(sizes, strides);
+  return exact_order_of(sizes, strides);
 }
 
 bool has_all_values(const Refs& refs) {
@@ -163,7 +154,7 @@ Sizes strides_of_few(const at::Tensor& t, c10::IntArrayRef held) {
   if (t.is_contiguous()) {
     return dense_strides(held, {});
   }
-  const auto order = by_strides(t.sizes(), t.strides());
+  const auto order = exact_order_of(t.sizes(), t.strides());
   if (t.is_non_overlapping_and_dense()) {
     return dense_strides(held, order);
   }

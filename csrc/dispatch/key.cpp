@@ -16,13 +16,13 @@ namespace {
 
 // The order of a result's dims depends on the order of the operands' dims, and on whether operands have gaps or overlaps.
 void push_form(Key& key, const at::Tensor& t) {
-  const auto strides = t.strides();
+  const auto sizes = t.sizes(), strides = t.strides();
   uint64_t word = t.is_non_overlapping_and_dense();
   for (const auto s : strides) {
     word = word << 1 | static_cast<uint64_t>(s == 0);
   }
   key.push(word);
-  for (const auto d : order_of(strides)) {
+  for (const auto d : exact_order_of(sizes, strides)) {
     key.push(static_cast<uint64_t>(d));
   }
   key.push(Key::kOrder);

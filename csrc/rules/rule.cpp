@@ -86,6 +86,20 @@ c10::SymInt TensorArg::sym_offset() const {
   return tensor_->sym_storage_offset();
 }
 
+std::optional<Order> channels_last_order(const TensorArg& t) {
+  if (t.dim() != 4 && t.dim() != 5) {
+    return std::nullopt;
+  }
+  const auto sizes = t.sym_sizes(), strides = t.sym_strides();
+  if (c10::is_channels_last_strides_2d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))) {
+    return Order({0, 2, 3, 1});
+  }
+  if (c10::is_channels_last_strides_3d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))) {
+    return Order({0, 2, 3, 4, 1});
+  }
+  return std::nullopt;
+}
+
 int64_t Call::position(const char* name) const {
   const auto i = schema.argumentIndexWithName(name);
   TORCH_INTERNAL_ASSERT(i.has_value(), schema.name(), " has no argument ", name);

@@ -480,6 +480,9 @@ struct Broadcast {
 Rule broadcast(const Call& call);
 Rule broadcast(const Call& call, size_t operands); // the first ones
 
+// The order of its dims, if it is channels_last or channels_last_3d.
+std::optional<Order> channels_last_order(const TensorArg& t);
+
 // Every operand and result whole.
 Rule replicate(const Call& call);
 

@@ -25,6 +25,15 @@ Order order_of(c10::IntArrayRef strides) {
   return order;
 }
 
+Order exact_order_of(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  Order order(strides.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int8_t a, int8_t b) {
+    return strides[a] != strides[b] ? strides[a] > strides[b] : (sizes[a] == 1) < (sizes[b] == 1);
+  });
+  return order;
+}
+
 Sizes dense_strides(c10::IntArrayRef sizes, const Order& order) {
   const auto n = static_cast<int64_t>(sizes.size());
   Sizes strides(n, 1);

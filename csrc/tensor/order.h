@@ -14,6 +14,9 @@ using Order = c10::SmallVector<int8_t, 5>;
 // contiguous.
 Order order_of(c10::IntArrayRef strides);
 
+// The same without exceptions: also of dims of size 1, and where strides are 0.
+Order exact_order_of(c10::IntArrayRef sizes, c10::IntArrayRef strides);
+
 // Strides without gaps.
 Sizes dense_strides(c10::IntArrayRef sizes, const Order& order);
 

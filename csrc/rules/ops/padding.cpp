@@ -231,6 +231,9 @@ Rule border_pad(const Call& call) {
   if (!backward) {
     check_not_empty(input, spatial);
   }
+  if (spatial == 2 && call.mesh.description().device_type == "cpu" && !input.has_symbols()) {
+    rule.results[0].order = channels_last_order(input); // torch's meta kernel gives another
+  }
   const auto border = cut_in_space(call, spatial) ? border_of<spatial, beyond>(call, input.sizes()) : std::nullopt;
   if (!border) {
     return rule;

@@ -72,15 +72,10 @@ void roll_kernel(Run& run) {
 // contiguous.
 std::optional<Order> rolled_order(const Call& call, c10::IntArrayRef named) {
   const auto& x = call.tensors[0];
-  if (call.mesh.description().device_type != "cpu" || (x.dim() != 4 && x.dim() != 5) || x.has_symbols()) {
+  if (call.mesh.description().device_type != "cpu" || x.has_symbols()) {
     return std::nullopt;
   }
-  const auto sizes = x.sym_sizes(), strides = x.sym_strides();
-  const auto format = c10::is_channels_last_strides_2d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))
-                          ? std::optional<Order>({0, 2, 3, 1})
-                      : c10::is_channels_last_strides_3d(c10::SymIntArrayRef(sizes), c10::SymIntArrayRef(strides))
-                          ? std::optional<Order>({0, 2, 3, 4, 1})
-                          : std::nullopt;
+  const auto format = channels_last_order(x);
   const auto by = call.ints(1);
   for (size_t i = 0; format && i < std::min(by.size(), named.size()); ++i) {
     const auto size = x.size(wrap_dim(named[i], x.dim()));
