@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,65 @@ def sharded(rows=7, columns=4, cut="uneven", placement="S(0)"):
 
     whole = torch.arange(float(rows * columns), dtype=torch.float64).view(rows, columns)
     return whole, place(whole, mesh_here(), (placement,), cut)
+
+
+# ---- torch.profiler ----
+
+
+def here():
+    return f"at {Path(__file__).name}:{sys._getframe(1).f_lineno}"
+
+
+def collectives_are_profiled():
+    import shardtensor
+    from shardtensor import _C, Replicate, Shard
+    from shardtensor.debug._explain import in_bytes
+    from torch.profiler import ProfilerActivity, profile
+
+    class Reader(nn.Module):
+        def forward(self, x):
+            self.out, self.at = x.redistribute(placements=[Replicate()]), here()
+            return self.out
+
+    reader = Reader()
+    model = nn.Sequential(reader)
+    _, x = sharded(columns=5)
+    _, y = sharded(columns=6)
+    weight = shardtensor.distribute_tensor(torch.ones(5, 9, dtype=torch.float64), x.device_mesh, [Shard(0)]).requires_grad_()
+    for _ in range(2):  # the first time, ranks also agree about each kind of move
+        whole = weight.redistribute(placements=[Replicate()])
+        _C.reset_comm_counts()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            model(x)
+            _, exchanged = x.redistribute(placements=[Shard(1)]), here()
+            _, together = shardtensor.redistribute([x, y], [Replicate()]), here()
+            shardtensor.set_reduce_ahead(True)
+            loss, ahead = (x @ whole).sum(), here()
+            shardtensor.set_reduce_ahead(False)
+            _, read = loss.item(), here()
+            _, backward = loss.backward(), here()
+    sent, more = x.to_local().nbytes, y.to_local().nbytes
+    ranges = [e for e in seen.events() if e.name.startswith("shardtensor:")]
+    names = [e.name.removeprefix("shardtensor: ") for e in ranges]
+    assert names[0] == f"all_gather S(0)->R {in_bytes(sent)} {reader.at} (Sequential.Reader)", names
+    assert names[1] == f"wait for all_gather S(0)->R {reader.at} (Sequential.Reader)", names
+    assert names[2].startswith("all_to_all S(0)->S(1) ") and names[2].endswith(exchanged), names
+    assert names[3] == f"wait for all_to_all S(0)->S(1) {exchanged}", names
+    joint = r"all_gather S\(0\)->R and 1 more (\d+) B " + together
+    assert int(re.fullmatch(joint, names[4])[1]) >= sent + more, names  # what goes together starts at multiples of 16 bytes
+    assert names[6:8] == [
+        f"all_reduce P(sum)->R 40 B {ahead}",  # the value, and what says whose it is
+        f"wait for all_reduce P(sum)->R {read}",
+    ], names
+    assert names[8].startswith("reduce_scatter P(sum)->S(0) ") and names[8].endswith(backward), names
+    inside = {e.name: {child.name for child in e.cpu_children} for e in ranges}
+    assert all(len(children) == 1 for children in inside.values())
+    counted = {name: calls for name, (calls, _) in _C.comm_counts().items()}
+    shown = {e.key: e.count for e in seen.key_averages()}
+    assert counted == {"all_gather": 2, "all_to_all": 1, "all_reduce": 1, "reduce_scatter": 1}
+    assert shown["_c10d_functional::all_gather_into_tensor"] == 2 and shown["_c10d_functional::all_to_all_single"] == 1
+    assert shown["_c10d_functional::all_reduce"] == shown["_c10d_functional::reduce_scatter_tensor"] == 1 and shown["_c10d_functional::wait_tensor"] == 5
+    assert [e for e in seen.events() if e.name.startswith("c10d::") and not e.cpu_parent.name.startswith("_c10d_functional::")] == []
 
 
 # ---- CommDebugMode ----
@@ -463,6 +523,7 @@ def shardings_are_shown():
 @pytest.mark.parametrize(
     "what",
     [
+        "collectives_are_profiled",
         "modules_are_charged_for_what_they_send",
         "a_gather_is_one_and_ones_own_calls_count",
         "what_is_implicit_is_refused",

@@ -3,6 +3,7 @@
 #include "comm/comm.h"
 #include "comm/doing.h"
 #include "comm/faults.h"
+#include "comm/range.h"
 #include "redistribute/exchange.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
@@ -49,6 +50,10 @@ std::string ask_call_site() {
   return ear_for<comm::CallSite>().tell([] { return py::tuple(); });
 }
 
+std::string ask_range_name(const char* kind, const std::string& move, int64_t bytes) {
+  return ear_for<comm::Range>().tell([&] { return py::make_tuple(kind, move, bytes); });
+}
+
 } // namespace
 
 void register_comm(py::module& m) {
@@ -72,6 +77,10 @@ void register_comm(py::module& m) {
   m.def("set_call_site", [](py::object f) {
     ear_for<comm::CallSite>().set(std::move(f));
     comm::set_call_site(&ask_call_site);
+  });
+  m.def("set_range_name", [](py::object f) {
+    ear_for<comm::Range>().set(std::move(f));
+    comm::set_range_name(&ask_range_name);
   });
   m.def("failed_in_part", &comm::faults::failed_in_part, py::call_guard<py::gil_scoped_release>());
   m.def("set_fault_notice", &comm::faults::set_notice);

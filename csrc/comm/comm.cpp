@@ -5,6 +5,7 @@
 #include "comm/doing.h"
 #include "comm/faults.h"
 #include "comm/gil.h"
+#include "comm/range.h"
 #include "comm/reducible.h"
 #include "comm/together.h"
 #include "comm/traced.h"
@@ -61,13 +62,14 @@ void tell(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
   listener(kind, bytes, mesh, mesh_dim);
 }
 
-void count(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
+// The call lasts as long as what this returns.
+[[nodiscard]] Range begin(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
   tell(kind, bytes, mesh, mesh_dim);
-  if (C10_UNLIKELY(t_aside)) {
-    return;
+  if (C10_LIKELY(!t_aside)) {
+    g_calls[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
+    g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
   }
-  g_calls[static_cast<size_t>(kind)].fetch_add(1, std::memory_order_relaxed);
-  g_bytes[static_cast<size_t>(kind)].fetch_add(bytes, std::memory_order_relaxed);
+  return Range(kind, bytes);
 }
 
 // Looks the group up by name each time: this finds a group that was destroyed and made again under its name, and keeps no group
@@ -490,7 +492,7 @@ InFlight start_all_reduce(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim,
   auto group = group_of(mesh, mesh_dim, "all_reduce");
   Where where(Kind::AllReduce, mesh, mesh_dim);
   auto buffer = reducible(tensor, op);
-  count(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()), mesh, mesh_dim);
+  const auto range = begin(Kind::AllReduce, static_cast<int64_t>(buffer.nbytes()), mesh, mesh_dim);
   const auto backend = backend_of(*group, tensor.device());
   enter(where, group, backend, mesh, [&] { return c10::get_hash(op, tensor.scalar_type(), tensor.numel()); });
   const auto how = op_for(op, tensor.scalar_type());
@@ -522,7 +524,7 @@ InFlight start_sum_apart(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim) 
   auto group = group_of(mesh, mesh_dim, "all_reduce");
   Where where(Kind::AllReduce, mesh, mesh_dim);
   const auto n = tensor.numel(), ranks = mesh.size(mesh_dim), me = mesh.coordinate()[mesh_dim];
-  count(Kind::AllReduce, static_cast<int64_t>(tensor.nbytes()), mesh, mesh_dim);
+  const auto range = begin(Kind::AllReduce, static_cast<int64_t>(tensor.nbytes()), mesh, mesh_dim);
   const auto backend = backend_of(*group, tensor.device());
   enter(where, group, backend, mesh, [&] { return c10::get_hash(kTagApart, tensor.scalar_type(), n); });
   where.ticket.by_messages = true;
@@ -605,7 +607,7 @@ InFlight start_all_gather(
   }
   auto group = group_of(mesh, mesh_dim, "all_gather");
   Where where(Kind::AllGather, mesh, mesh_dim);
-  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
+  const auto range = begin(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
   if (std::all_of(pieces.begin(), pieces.end(), [](const auto& p) { return p.numel() == 0; })) {
     return nothing();
   }
@@ -637,7 +639,7 @@ InFlight start_all_gather(at::Tensor& whole, at::IntArrayRef sizes, const at::Te
   }
   auto group = group_of(mesh, mesh_dim, "all_gather");
   Where where(Kind::AllGather, mesh, mesh_dim);
-  count(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
+  const auto range = begin(Kind::AllGather, static_cast<int64_t>(mine.nbytes()), mesh, mesh_dim);
   const auto rules = backend_of(*group, mine.device());
   enter(where, group, rules, mesh, [&] { return c10::get_hash(mine.scalar_type(), whole.numel()); });
   auto out = as_bytes(flat), in = as_bytes(own);
@@ -780,7 +782,7 @@ InFlight start_all_to_all(
          .out_sizes = std::move(parcel.out_sizes)});
   }
   auto group = group_of(mesh, mesh_dim, name_of(kind));
-  count(kind, parcel.sent() - parcel.in_sizes[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
+  const auto range = begin(kind, parcel.sent() - parcel.in_sizes[mesh.coordinate()[mesh_dim]], mesh, mesh_dim);
   Where where(kind, mesh, mesh_dim);
   const auto rules = backend_of(*group, in.device());
   enter(where, group, rules, mesh, [&] { return c10::get_hash(in.scalar_type()); });
@@ -821,7 +823,7 @@ InFlight start_reduce_scatter(
   options.reduceOp = op_for(op, in.scalar_type());
   auto input = in.view(-1), output = out.view(-1);
   const auto numel = c10::sum_integers(in_sizes);
-  count(Kind::ReduceScatter, (numel - out.numel()) * static_cast<int64_t>(out.element_size()), mesh, mesh_dim);
+  const auto range = begin(Kind::ReduceScatter, (numel - out.numel()) * static_cast<int64_t>(out.element_size()), mesh, mesh_dim);
   Where where(Kind::ReduceScatter, mesh, mesh_dim);
   const auto facts = [&] { return c10::get_hash(op, in.scalar_type(), numel); };
   const auto rules = backend_of(*group, in.device());
@@ -889,7 +891,7 @@ InFlight start_send_receive(
          .peers = peers.vec()});
   }
   Where where(Kind::AllToAll, mesh, -1);
-  count(Kind::AllToAll, parcel.sent(), mesh, -1);
+  const auto range = begin(Kind::AllToAll, parcel.sent(), mesh, -1);
   const auto backend = backend_of(*group, out.device());
   const bool in_a_batch = backend.batches && ready_for_some(backend, *group, out.device());
   if (all && !in_a_batch) {
@@ -935,7 +937,7 @@ void broadcast_now(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64
   std::vector<at::Tensor> tensors{as_bytes(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = mesh.group_rank(mesh_dim, from_coordinate);
-  count(
+  const auto range = begin(
       Kind::Broadcast, mesh.coordinate()[mesh_dim] == from_coordinate ? static_cast<int64_t>(tensor.nbytes()) : 0, mesh,
       mesh_dim);
   Where where(Kind::Broadcast, mesh, mesh_dim);
@@ -1025,7 +1027,7 @@ void scatter_now(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& 
   for (size_t i = 0; me == from_coordinate && i < pieces.size(); ++i) {
     sent += static_cast<int64_t>(i) == me ? 0 : static_cast<int64_t>(pieces[i].nbytes());
   }
-  count(Kind::Scatter, sent, mesh, mesh_dim);
+  const auto range = begin(Kind::Scatter, sent, mesh, mesh_dim);
   const auto backend = backend_of(*group, mine.device());
   Where where(Kind::Scatter, mesh, mesh_dim);
   const auto facts = [&] { return c10::get_hash(from_coordinate, mine.scalar_type()); };

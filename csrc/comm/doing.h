@@ -2,7 +2,7 @@
 // fails.
 #pragma once
 
-#include "layout/mesh.h"
+#include "layout/layout.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
@@ -11,21 +11,32 @@
 
 namespace shardtensor::comm {
 
+// What moves. It is kept by whoever says so.
+struct Move {
+  const Layout* from = nullptr; // null: something else
+  const Layout* to = nullptr;
+  size_t tensors = 1; // together; `from` and `to` are the first's
+};
+
 // A part of an op or a move that communicates. Its text is made only when someone asks.
 class Frame {
  public:
-  explicit Frame(c10::function_ref<std::string()> text);
+  explicit Frame(c10::function_ref<std::string()> text, Move move = {});
   ~Frame();
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
 
  private:
   friend std::string doing_now();
+  friend std::string moving_now();
   c10::function_ref<std::string()> text_;
+  Move move_;
   const Frame* outer_;
 };
 // The texts of this thread's frames, from the inside out, and the line of the user's script.
 std::string doing_now();
+// What this thread moves: "S(0)->R", or "S(0)->R and 2 more"; or "".
+std::string moving_now();
 
 // " at FILE:LINE" of the user's script, or "".
 std::string call_site();
@@ -43,8 +54,8 @@ int64_t begun();
 // Runs `run`, which communicates. If it fails, the error gets the text and the rank as its context and keeps its class. The text
 // is the same on all ranks: those that fail alike need not wait for each other. due(): see above.
 template <typename Run, typename Text, typename Due>
-decltype(auto) doing(const Mesh& mesh, const Text& text, const Run& run, const Due& due) {
-  const Frame frame(text);
+decltype(auto) doing(const Mesh& mesh, const Text& text, const Run& run, const Due& due, Move move = {}) {
+  const Frame frame(text, move);
   try {
     return run();
   } catch (c10::Error& e) {

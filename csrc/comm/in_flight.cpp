@@ -1,5 +1,6 @@
 #include "comm/in_flight.h"
 
+#include "comm/range.h"
 #include "comm/where.h"
 
 #include <ATen/ATen.h>
@@ -252,9 +253,12 @@ void InFlight::finish() {
     }
   }
   const auto run = [&s] {
-    for (auto& work : s.works) {
-      const auto ended = std::exchange(work, nullptr);
-      comm::wait(s.where, ended);
+    if (!s.works.empty()) {
+      const Range range(s.where.kind, -1);
+      for (auto& work : s.works) {
+        const auto ended = std::exchange(work, nullptr);
+        comm::wait(s.where, ended);
+      }
     }
     s.buffers.clear();
     for (const auto& next : s.nexts) {

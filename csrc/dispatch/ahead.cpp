@@ -93,7 +93,7 @@ constexpr auto kDiffer =
 // A value on its way, one mesh dim after the other.
 struct Sum {
   const Op* op;
-  LayoutPtr layout;
+  LayoutPtr layout, replicated;
   uint64_t line;
   at::Tensor record, result;
 
@@ -101,6 +101,9 @@ struct Sum {
     const auto tell = g_line_text.load(std::memory_order_relaxed);
     const auto at = tell ? tell(line) : std::string();
     return c10::str(op->name, at.empty() ? "" : " at ", at, ", which starts to add up its result of no dims, ", layout->str());
+  }
+  comm::Move move() const {
+    return {layout.get(), replicated.get()};
   }
 };
 
@@ -116,7 +119,7 @@ comm::InFlight start(const std::shared_ptr<Sum>& sum, int64_t mesh_dim) {
   comm::InFlight rest;
   comm::doing(
       mesh, [&] { return sum->text(); }, [&] { rest = comm::start_sum_apart(sum->record, mesh, mesh_dim); },
-      [&] { return uint64_t{1} << mesh_dim; });
+      [&] { return uint64_t{1} << mesh_dim; }, sum->move());
   rest.then([sum, mesh_dim, hash, average = placement.reduce == ReduceOp::Avg] {
     const auto n = sum->layout->mesh().size(mesh_dim);
     if (!all_have<T>(sum->record, hash, n)) {
@@ -128,7 +131,7 @@ comm::InFlight start(const std::shared_ptr<Sum>& sum, int64_t mesh_dim) {
   });
   rest.within([sum](c10::function_ref<void()> run) {
     comm::doing(
-        sum->layout->mesh(), [&] { return sum->text(); }, run, [] { return uint64_t{0}; });
+        sum->layout->mesh(), [&] { return sum->text(); }, run, [] { return uint64_t{0}; }, sum->move());
   });
   return rest;
 }
@@ -164,10 +167,11 @@ bool fits(const at::Tensor& local, const Layout& layout) {
 }
 
 template <typename T>
-at::Tensor start_with_identity(const Op& op, const at::Tensor& local, const Layout& layout, comm::InFlight& rest) {
+at::Tensor start_with_identity(
+    const Op& op, const at::Tensor& local, const Layout& layout, const LayoutPtr& replicated, comm::InFlight& rest) {
   const auto line_now = g_line_now.load(std::memory_order_relaxed);
   auto sum = std::make_shared<Sum>(
-      Sum{&op, LayoutPtr::reclaim_copy(&layout), line_now ? line_now() : 0,
+      Sum{&op, LayoutPtr::reclaim_copy(&layout), replicated, line_now ? line_now() : 0,
           at::empty({kRecord}, at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value)), at::empty_like(local)});
   *sum->record.mutable_data_ptr<T>() = local.item().to<T>();
   bool sent = false;
@@ -207,8 +211,8 @@ void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& repli
     if (!fits(local, layout)) {
       return redistribute(local, layout, *replicated, at::IntArrayRef(), &rest);
     }
-    return c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, rest)
-                                                    : start_with_identity<int64_t>(op, local, layout, rest);
+    return c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
+                                                    : start_with_identity<int64_t>(op, local, layout, replicated, rest);
   });
   impl.set_ahead(reduced.is_alias_of(local) ? reduced.clone() : std::move(reduced), std::move(rest));
 }

@@ -200,7 +200,8 @@ void go_together(const Travellers& all, const Picked& picked) {
         first.moved.to->str(), ", step ", name_of(first.leg().step.kind));
   };
   comm::doing(
-      mesh, text, [&] { together.go(); }, [&] { return due_along(all, mesh); });
+      mesh, text, [&] { together.go(); }, [&] { return due_along(all, mesh); },
+      {first.moved.from.get(), first.moved.to.get(), picked.size()});
   for (auto* t : picked) {
     auto& s = t->state;
     if (s.rest && !(all.async && t->is_at_last_call())) {

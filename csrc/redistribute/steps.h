@@ -36,7 +36,7 @@ void in_step(const Layout& from, const Layout& to, const Step& step, const F& ru
     const auto along = step.mesh_dim < 0 ? std::string() : c10::str(" along mesh dim ", step.mesh_dim);
     return c10::str("redistribute: from ", from.str(), " to ", to.str(), ", step ", name_of(step.kind), along);
   };
-  comm::doing(from.mesh(), text, run, due);
+  comm::doing(from.mesh(), text, run, due, {&from, &to});
 }
 
 // Errors of what is left to do name the step too.

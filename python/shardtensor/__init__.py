@@ -12,7 +12,7 @@ from shardtensor import _C, _conversions, patches, random  # noqa: F401  _conver
 from shardtensor._replace import Replacement, replace_dtensor
 from shardtensor.checkpoint import _boxes  # noqa: F401  adds methods to ShardTensor
 from shardtensor.data import _balance  # noqa: F401  adds methods to ShardTensor
-from shardtensor.debug import _checking, _gathers, _logging
+from shardtensor.debug import _checking, _gathers, _logging, _profiling
 from shardtensor.debug._explain import Explanation, explain
 from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
 from shardtensor.shards import _shards  # noqa: F401  adds methods to ShardTensor
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _C.install_handler()
 _checking.install()
+_profiling.install()
 patches.install()
 _logging.install()
 _gathers.install()

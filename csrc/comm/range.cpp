@@ -1,0 +1,43 @@
+#include "comm/range.h"
+
+#include "comm/doing.h"
+
+#include <atomic>
+
+namespace shardtensor::comm {
+
+namespace {
+
+std::atomic<RangeName> g_name{nullptr};
+
+const char* torchs_name(Kind kind) {
+  switch (kind) {
+    case Kind::AllReduce:
+      return "_c10d_functional::all_reduce";
+    case Kind::AllGather:
+      return "_c10d_functional::all_gather_into_tensor";
+    case Kind::AllToAll:
+      return "_c10d_functional::all_to_all_single";
+    case Kind::ReduceScatter:
+      return "_c10d_functional::reduce_scatter_tensor";
+    case Kind::Broadcast:
+      return "_c10d_functional::broadcast";
+    default:
+      return "c10d::scatter_";
+  }
+}
+
+} // namespace
+
+void set_range_name(RangeName make) {
+  g_name = make;
+}
+
+void Range::begin(at::StepCallbacks&& profiler, Kind kind, int64_t bytes) {
+  if (const auto make = g_name.load()) {
+    ours_.emplace(std::move(profiler)).before(make(name_of(kind), moving_now(), bytes));
+    torchs_.emplace(at::RecordScope::FUNCTION).before(bytes < 0 ? "_c10d_functional::wait_tensor" : torchs_name(kind));
+  }
+}
+
+} // namespace shardtensor::comm
