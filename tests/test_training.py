@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -704,6 +706,82 @@ def clipped(kind, foreach):
 @pytest.mark.parametrize("kind", AMONG)
 def test_clipping_among_meshes(ranks, kind, foreach):
     ranks.run(f"{__name__}:clipped", kind, foreach)
+
+
+def apart(shape):
+    """Copies differ: all ranks take stock DTensor's norm, in one message for each mesh dim that cuts a gradient."""
+    from shardtensor import _C, Replicate, Shard, ShardTensor
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+    mesh = mesh_of(shape)
+    uncut = [Replicate()] * (len(shape) - 1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for layouts in itertools.product(*[([*uncut, Shard(0)], [Replicate()] * len(shape), [Shard(0), *uncut])] * 2):
+        pieces = [torch.randn(3, 4, generator=generator, dtype=DOUBLE) for _ in layouts]
+        ours, stock = (
+            [kind.from_local(p, mesh, layout, run_check=False) for p, layout in zip(pieces, layouts, strict=True)]
+            for kind in (ShardTensor, DTensor)
+        )
+        cut = {m for layout in layouts for m, placement in enumerate(layout) if placement.is_shard() and shape[m] > 1}
+        for order in (2.0, -1.0, float("inf")):
+            _C.reset_comm_counts()
+            norm = get_total_norm(ours, order)
+            full(norm)
+            assert sum(calls for calls, _ in _C.comm_counts().values()) == len(cut)
+            want = full(get_total_norm(stock, order))
+            torch.testing.assert_close(full(norm), want)
+            if layouts[0] != layouts[1]:  # plain tensors count as copies
+                with_plain = get_total_norm([ours[0], pieces[1]], order)
+                replicated = DTensor.from_local(pieces[1], mesh, [Replicate()] * len(shape), run_check=False)
+                torch.testing.assert_close(with_plain, full(get_total_norm([stock[0], replicated], order)))
+    # Of several dtypes, in one message still.
+    pieces = [torch.full((3, 4), 1.0 + dist.get_rank() % shape[-1], dtype=dtype) for dtype in (torch.half, torch.float, torch.bfloat16)]
+    layouts = [[Replicate()] * len(shape), [*uncut, Shard(0)], [*uncut, Shard(0)]]
+    _C.reset_comm_counts()
+    norm = full(get_total_norm([ShardTensor.from_local(p, mesh, at, run_check=False) for p, at in zip(pieces, layouts, strict=True)]))
+    assert norm.dtype == torch.float and sum(calls for calls, _ in _C.comm_counts().values()) == 1
+    squares = [(1.0 + r) ** 2 for r in range(shape[-1])]
+    torch.testing.assert_close(norm.item(), (12 * (sum(squares) / len(squares) + 2 * sum(squares))) ** 0.5, rtol=5e-3, atol=0)
+    parameters = with_gradients([place(torch.ones(5, 4), mesh, (*"R" * len(uncut), "S(0)"), UNEVEN), ours[1].clone()])
+    before = parameters[1].grad.to_local().clone()
+    norm = full(clip_grad_norm_(parameters, 0.5))
+    torch.testing.assert_close(parameters[1].grad.to_local(), before * 0.5 / norm)
+    parameters[1].grad.to_local()[0] = float("nan") if dist.get_rank() == 1 else 1.0  # a copy on one rank: all ranks raise
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(parameters, 0.5, error_if_nonfinite=True)
+
+
+def apart_is_told(order):
+    from shardtensor import Replicate, ShardTensor
+    from shardtensor.patches.clipping import _apart
+    from torch.nn.utils import get_total_norm
+
+    rank, mesh = dist.get_rank(), mesh_here()
+    _apart.told = False
+    told = []
+    handler = logging.Handler()
+    handler.emit = told.append
+    logging.getLogger("shardtensor").addHandler(handler)
+    try:
+        cut = place(torch.zeros(5, 4), mesh, ("S(0)",), UNEVEN)
+        for differ in (0, 0.01, 0.01):
+            copies = torch.full((4,), 1 + differ * rank, dtype=torch.float32)
+            get_total_norm([cut, ShardTensor.from_local(copies, mesh, [Replicate()], run_check=False)], order)
+            assert _apart.told == (differ != 0)
+        assert [(r.levelname, "differs between them" in r.getMessage()) for r in told] == [("WARNING", True)] * (rank == 0)
+    finally:
+        logging.getLogger("shardtensor").removeHandler(handler)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clipping_tells_of_copies_that_differ(ranks, order):
+    ranks.run(f"{__name__}:apart_is_told", order)
+
+
+def test_clipping_by_one_norm_where_copies_differ(ranks):
+    for shape in [(ranks.world,)] + [(2, 2)] * (ranks.world == 4):
+        ranks.run(f"{__name__}:apart", shape)
 
 
 def clipped_from_outside():

@@ -1,12 +1,14 @@
 """torch.nn.utils.clip_grad, and the foreach functions beneath it. All versions.
 
-A norm over tensors that different mesh dims cut, or of several meshes, or also over plain tensors, is combined from one norm for each
-kind; these are reduced together.
+A norm over tensors that different mesh dims cut, or of several meshes, or also over plain tensors, is combined from the norms of each
+kind; these are reduced together. If copies differ that should be equal, their mean counts: all ranks get one number.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,8 @@ import shardtensor._C as _C
 from shardtensor.patches._once import wrap_once
 from shardtensor.tensor._layout import _SHARD, _UNCUT
 from shardtensor.tensor._tensor import ShardTensor
+
+_log = logging.getLogger("shardtensor")
 
 
 def _home(t: torch.Tensor) -> Any:
@@ -46,8 +50,53 @@ def _everywhere(norms: list[torch.Tensor]) -> list[torch.Tensor]:
     return norms
 
 
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
+def _joined(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """For order 0, torch counts the tensors that are not all zeros."""
+    return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
+
+
+def _summand(norms: dict[_C.Layout, list[torch.Tensor]], order: float) -> torch.Tensor:
+    """This rank's share of the joint norm of norms of one mesh. One that is not to be reduced along a mesh dim, while others are, is
+    that of a copy; all copies share in the mean. In a second number only the first copies share: it is another if copies differ."""
+    mesh = next(iter(norms)).mesh
+    joint = [next((p for p in column if p != _UNCUT), _UNCUT) for column in zip(*(lay.placements for lay in norms), strict=True)]
+    means, firsts = [], []
+    for layout, pieces in norms.items():
+        piece = torch.stack(pieces).double()
+        dims = [m for m, p in enumerate(layout.placements) if p == _UNCUT != joint[m]]
+        means.append(piece * math.prod(mesh.shape[m] for m in dims) ** (-1 / order) if dims else piece)
+        is_first = not any(mesh.coordinate[m] for m in dims)
+        firsts.append(piece if is_first else torch.full_like(piece, 0 if order > 0 else math.inf))
+    both = torch.stack([_joined(torch.cat(shares), order) for shares in (means, firsts)])
+    return _C.wrap(both, _C.Layout(mesh, joint), [2], [1])
+
+
+class _Apart:
+    """Warns once if copies differ. The host reads a number for it: on a GPU not at each step."""
+
+    def __init__(self) -> None:
+        self.looks, self.told = 0, False
+
+    def look(self, both: torch.Tensor, mesh: _C.Mesh) -> None:
+        if self.told or type(both) is not torch.Tensor or both.is_meta:
+            return
+        self.looks += 1
+        if both.is_cuda and (self.looks & (self.looks - 1) or torch.cuda.is_current_stream_capturing()):
+            return
+        mean, first = both.tolist()
+        if abs(first - mean) > 1e-3 * mean:  # more than a kernel's order of summation may change
+            self.told = True
+            if not any(mesh.coordinate):
+                _log.warning(
+                    "get_total_norm, clip_grad_norm_: a gradient that counts as equal on ranks of %s (Replicate() along a mesh dim that "
+                    "cuts other gradients, or a plain tensor) differs between them. The norm takes the mean of the copies, so that all "
+                    "ranks clip by one number; each scales its own copy. shardtensor.debug.check(full=True) finds the op after which "
+                    "copies differ. (Said once.)",
+                    mesh,
+                )
+
+
+_apart = _Apart()
 
 
 def _require_member(tensors: list[torch.Tensor]) -> None:
@@ -58,6 +107,36 @@ def _require_member(tensors: list[torch.Tensor]) -> None:
                 f"get_total_norm: tensor {i} is {t._layout}, a mesh that rank {dist.get_rank()} is not in, and others are on meshes that "
                 "it is in: this rank cannot get the norm. Move it with redistribute(device_mesh, placements) to a mesh of all these ranks"
             )
+
+
+@torch.no_grad()
+def _norm_of_mixed(
+    total_norm: Callable[..., torch.Tensor], by_home: dict[Any, list[torch.Tensor]], order: float, foreach: bool | None
+) -> torch.Tensor:
+    """One message for each mesh, as if its gradients were alike. Norms that are whole count as copies on the largest mesh."""
+    by_mesh: dict[_C.Mesh, dict[_C.Layout, list[torch.Tensor]]] = {}
+    others = []
+    for home, part in by_home.items():
+        if isinstance(home, tuple):
+            for norm in torch._foreach_norm(part, order) if order else [total_norm(part, order, False, foreach)]:
+                layout = _C.layout(norm)
+                by_mesh.setdefault(layout.mesh, {}).setdefault(layout, []).append(norm.to_local())  # type: ignore[attr-defined]
+        else:
+            norm = total_norm(part, order, False, foreach)
+            others.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    largest = max(by_mesh, key=lambda mesh: math.prod(mesh.shape))
+    device = next(iter(by_mesh[largest].values()))[0].device
+    for norm in others:
+        by_mesh[largest].setdefault(_C.Layout(largest, [_UNCUT] * len(largest.shape)), []).append(norm.to(device))
+    dtype = functools.reduce(torch.promote_types, {piece.dtype for norms in by_mesh.values() for pieces in norms.values() for piece in pieces})
+    wholes = _everywhere([_summand(norms, order) for norms in by_mesh.values()])
+    pairs = [whole.to_local() for whole in wholes]  # type: ignore[attr-defined]
+    for mesh, both in zip(by_mesh, pairs, strict=True):
+        _apart.look(both, mesh)
+    if len(by_mesh) == 1 and not others:
+        return wholes[0][0].to(dtype)
+    device = next(iter(by_home.values()))[0].device
+    return _joined(torch.stack([both[0].to(device) for both in pairs]), order).to(dtype)
 
 
 def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -73,14 +152,9 @@ def _total_norm_of_all(total_norm: Callable[..., torch.Tensor]) -> Callable[...,
             by_home.setdefault(_home(t), []).append(t)
         if len(by_home) < 2 or not any(isinstance(t, ShardTensor) for t in tensors):
             return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-        several_meshes = len({home[0] if isinstance(home, tuple) else home for home in by_home}) > 1
-        if several_meshes:
+        if len({home[0] if isinstance(home, tuple) else home for home in by_home}) > 1:
             _require_member(tensors)
-        parts = _everywhere([total_norm(part, norm_type, False, foreach) for part in by_home.values()])
-        if several_meshes:
-            parts = [_whole(part).to(tensors[0].device) for part in parts]
-        # For order 0, torch counts the tensors that are not all zeros.
-        total = torch.stack(parts).sum() if norm_type == 0 else torch.linalg.vector_norm(torch.stack(parts), float(norm_type))
+        total = _norm_of_mixed(total_norm, by_home, float(norm_type), foreach)
         if error_if_nonfinite and not total.isfinite():
             total_norm(total, norm_type, True)  # it raises the error
         return total
