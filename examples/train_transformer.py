@@ -283,8 +283,11 @@ def run_on_field(train: Callable[..., list[float]], description: str, cut: Calla
         dist.destroy_process_group()
 
 
-def run(train: Callable[..., list[float]], description: str, parser: argparse.ArgumentParser | None = None) -> None:
-    """The command line of all examples. `train` is called with the device and the arguments, also those of `parser`."""
+def run(
+    train: Callable[..., list[float]], description: str, parser: argparse.ArgumentParser | None = None, *, alone: bool = False
+) -> None:
+    """The command line of all examples. `train` is called with the device and the arguments, also those of `parser`; with None for
+    the device if this process runs alone, which it must be able to do then."""
     parser = parser or argparse.ArgumentParser()
     parser.description = description.splitlines()[0]
     parser.add_argument("--steps", type=int, default=100)
@@ -305,6 +308,9 @@ def run(train: Callable[..., list[float]], description: str, parser: argparse.Ar
     picture = arguments.pop("picture")
 
     device = launch()
+    if device is None and not alone:
+        command = next(line.strip() for line in description.splitlines() if "torchrun" in line)
+        sys.exit(f"this example runs on ranks, which torchrun starts: {command}")
     first_rank = device is None or dist.get_rank() == 0
     if first_rank:
         print(f"on {'one process' if device is None else f'{dist.get_world_size()} ranks, {device}'}")
@@ -320,4 +326,4 @@ def run(train: Callable[..., list[float]], description: str, parser: argparse.Ar
 
 
 if __name__ == "__main__":
-    run(lambda device, **arguments: train(device and make_mesh(device), **arguments), __doc__)
+    run(lambda device, **arguments: train(device and make_mesh(device), **arguments), __doc__, alone=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -626,3 +629,36 @@ def test_warned_once():
         pool.run("test_errors:warned_once")
     finally:
         pool.stop()
+
+
+ALONE = """
+import os, re, sys
+import torch, torch.distributed
+import shardtensor
+
+for variable, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "none")):
+    try:
+        shardtensor.init_device_mesh("cpu", (1,))
+    except ValueError as error:
+        assert f"environment variable {variable} expected, but not set" in str(error) and "torchrun --nproc" in str(error), error
+        way_out = re.search(r"first calls (.*)", str(error))[1]
+    else:
+        sys.exit(f"{variable} is set")
+    os.environ[variable] = value
+try:
+    shardtensor.init_device_mesh("cpu", (1,))
+except ValueError as error:
+    assert "torchrun" not in str(error)  # no port
+exec(way_out)
+mesh = shardtensor.init_device_mesh("cpu", (1,))
+x = shardtensor.distribute_tensor(torch.ones(3, 2), mesh, [shardtensor.Shard(0)])
+assert (x * 2).sum().item() == 12
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_one_process_alone_is_told_how_to_start():
+    unset = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_compile_option(monkeypatch, tmp_path, words, backend):
     asked = []
     monkeypatch.setattr(sys, "argv", ["example", "--picture", str(tmp_path / "losses.png"), *words])
     monkeypatch.setattr(example(), "launch", lambda: None)
-    example().run(lambda device, backend, **rest: asked.append(backend) or [1.0], "An example.")
+    example().run(lambda device, backend, **rest: asked.append(backend) or [1.0], "An example.", alone=True)
     assert asked == [backend]
 
 
@@ -178,6 +179,15 @@ def test_libraries_by_one_command(plain, tmp_path, name, library, ranks):
     )
     assert done.returncode == 0, done.stderr
     assert f"loss {plain[0]:.4f} at first, {plain[2]:.4f} at last" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "checkpoint_resume"])
+def test_without_torchrun(name, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=110)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(rf"which torchrun starts: torchrun --nproc-per-node \d .*{name}.py", done.stderr), done.stderr
 
 
 def test_command_line(tmp_path):

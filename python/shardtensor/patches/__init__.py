@@ -28,6 +28,7 @@ from shardtensor.patches import (
     runtime,
     saved_tensors,
     saving,
+    starting,
     symbols,
 )
 
@@ -49,6 +50,7 @@ def install() -> None:
         pipelines,
         saved_tensors,
         saving,
+        starting,
     ):
         module.install()
     when_imported("torch._decomp.decompositions", decompositions.patch)
