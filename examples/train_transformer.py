@@ -236,11 +236,11 @@ def plot(losses: list[float], path: Path) -> str:
 
 
 class Progress:
-    """A progress bar on one rank; without tqdm, a line now and then."""
+    """A progress bar on one rank, and a line now and then. Pipes and files get the lines alone."""
 
     def __init__(self, steps: int, shown: bool) -> None:
         self.steps, self.shown, self.done = steps, shown, 0
-        self.bar = tqdm(total=steps, unit="step", file=sys.stdout) if tqdm is not None and shown else None
+        self.bar = tqdm(total=steps, unit="step", file=sys.stdout, disable=None) if tqdm is not None and shown else None
 
     def __call__(self, loss: float) -> None:
         self.done += 1
