@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
+from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, mesh_of, place
 
 
 def empty_view(x, last=False):
@@ -253,3 +253,33 @@ def zeros():
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_that_torch_makes_as_zeros(pools, world):
     pools(world).run(f"{__name__}:zeros")
+
+
+WINDOWED = {
+    **{f"{mode} {n}d {how}": (n, lambda x, mode=mode, how=how: F.interpolate(x, mode=mode, **how))
+       for n, modes in ((1, ["nearest", "nearest-exact", "linear"]), (2, ["nearest", "bilinear", "bicubic"]), (3, ["nearest", "trilinear"]))
+       for mode in modes for how in ({"scale_factor": 2.0}, {"scale_factor": 0.5}, {"size": 3})},
+    "antialiased": (2, lambda x: F.interpolate(x, 3, mode="bilinear", antialias=True)),
+    "max_pool2d": (2, lambda x: F.max_pool2d(x, 2)),
+    "avg_pool3d": (3, lambda x: F.avg_pool3d(x, 2)),
+    "reflect": (1, lambda x: F.pad(x, (1, 1), "reflect")),
+}  # fmt: skip
+
+
+def of_no_batch(shape):
+    mesh = mesh_of(shape)
+    for name, (n, f) in WINDOWED.items():
+        whole = torch.zeros(0, 1, *(4, 6, 4)[:n], dtype=torch.float64)
+        plain = whole.clone().requires_grad_()
+        y = f(plain)
+        (want,) = torch.autograd.grad(y.sum(), plain)
+        rest = ("R",) * (mesh.ndim - 1)
+        for at, cut, grad_at in itertools.product(("R", f"S({n + 1})"), (UNEVEN, EMPTY), ("S(0)", "S(1)", f"S({n + 1})")):
+            x = place(whole, mesh, (at, *rest), cut).requires_grad_()
+            (got,) = torch.autograd.grad(f(x), x, place(torch.zeros_like(y), mesh, (*rest, grad_at), cut))
+            compare(got, want, 0, f"{name} {at} {cut} {grad_at}")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_windows_of_no_batch(pools, shape):
+    pools(math.prod(shape)).run(f"{__name__}:of_no_batch", shape)

@@ -412,9 +412,12 @@ void backward_kernel(Run& run) {
   auto grad = run.arg(0).toTensor();
   if (is_empty(grad) || makes_nothing(symbols(sizes))) {
     const auto zeros = stand_in(run, 0, made.lead, made.lead, [](int64_t) { return 1; });
+    const auto results = guarded(zeros.sym_sizes());
+    auto elements = some_of_each(sizes);
+    std::copy(results.begin(), results.begin() + made.lead, elements.begin()); // 0 if the whole has none
     run.arg(0) = zeros;
-    replace_sizes(run, "output_size", 0, c10::IntArrayRef(guarded(zeros.sym_sizes())).slice(made.lead));
-    replace_sizes(run, "input_size", 0, some_of_each(sizes));
+    replace_sizes(run, "output_size", 0, c10::IntArrayRef(results).slice(made.lead));
+    replace_sizes(run, "input_size", 0, elements);
     run.call_op();
     run.stack.back() = grad.new_zeros(sizes);
     return;
