@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import MESHES, bools, case, ints, mesh_id, run_on
+from oracle import EVEN, MESHES, bools, case, choices, compare, ints, mesh_id, mesh_of, place, run_on
 from test_joins import strictly
 
 aten = torch.ops.aten
@@ -153,3 +153,45 @@ def out_of_range(layout: str) -> list[str]:
 def test_an_index_out_of_range_raises(pools, layout):
     for raised in pools(2).run(f"{__name__}:out_of_range", layout):
         assert raised == ["gather", "index", "index_select", "index_add"]
+
+
+def _mask(*sizes):
+    return torch.arange(torch.Size(sizes).numel()).view(sizes) % 3 != 0
+
+
+# What is read lies, partly, in what is written; torch allows it. Each makes its masks with `m`.
+OWN = {
+    "masked_scatter_ of itself": lambda x, m: x.masked_scatter_(m(_mask(4, 6)), x),
+    "of its transpose": lambda x, m: x.masked_scatter_(m(_mask(4, 6)), x.t()),
+    "of a transpose": lambda x, m: x.t().masked_scatter_(m(_mask(6, 4)), x),
+    "of a row": lambda x, m: x.masked_scatter_(m(_mask(4, 6) & (torch.arange(6) == 1)), x[0]),
+    "of a column": lambda x, m: x.masked_scatter_(m(_mask(4, 6) & (torch.arange(6) == 1)), x[:, 1]),
+    "of rows before": lambda x, m: x[1:].masked_scatter_(m(_mask(3, 6)), x[:2]),
+    "of more": lambda x, m: x[1:3].masked_scatter_(m(_mask(2, 6)), x),
+    "of columns": lambda x, m: x[:, 1:].masked_scatter_(m(_mask(4, 5)), x),
+    "of a flat part": lambda x, m: x.view(-1)[2:20].masked_scatter_(m(_mask(18)), x),
+    "x[mask] = element": lambda x, m: x.__setitem__(m(_mask(4, 6)), x[0, 0]),
+    "x[mask] = one of a row": lambda x, m: x.__setitem__(m(_mask(4, 6)), x[1, 1:2]),
+    "fill_": lambda x, m: x[:2].fill_(x[1, 3]),
+    "masked_fill_": lambda x, m: x.masked_fill_(m(_mask(4, 6)), x[1, 1]),
+    "index_fill_": lambda x, m: x.index_fill_(0, m(torch.tensor([0, 2])), x[2, 1]),
+}
+
+
+def writes_of_own_elements(shape):
+    mesh = mesh_of(shape)
+    whole = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for name, write in OWN.items():
+        want = whole.clone()
+        write(want, lambda t: t)
+        for placements, cut in choices(whole, mesh.ndim, True)[:: mesh.ndim]:
+            for of_mask in ("R", "S(0)"):
+                x = place(whole, mesh, placements, cut)
+                write(x, lambda t, of_mask=of_mask: place(t, mesh, (of_mask,) * mesh.ndim, EVEN))
+                compare(x, want, 1e-12, f"{name} {placements} {cut} {of_mask}")
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+def test_writes_of_own_elements(pools, mesh):
+    world, shape = mesh
+    pools(world).run(f"{__name__}:writes_of_own_elements", shape)

@@ -162,11 +162,20 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
       "before the write.");
 }
 
+namespace {
+
+// The one element of such an argument (fill_'s value, x[mask] = value) is read before anything is written.
+bool is_read_first(const Op& op, const Ref& r) {
+  return r.tensor->sym_numel() == 1 && argument_name(op, r.arg).rfind("value", 0) == 0;
+}
+
+} // namespace
+
 void check_apart(const Op& op, const Refs& refs, size_t written) {
   const auto& w = refs[written];
   for (const auto& r : refs) {
     if (r.impl && r.impl != w.impl && w.impl->shares_storage(*r.impl) &&
-        at::get_overlap_status(*w.tensor, *r.tensor) == at::MemOverlapStatus::Partial) {
+        at::get_overlap_status(*w.tensor, *r.tensor) == at::MemOverlapStatus::Partial && !is_read_first(op, r)) {
       TORCH_CHECK(
           false, op.name, ": arguments '", argument_name(op, w.arg), "' and '", argument_name(op, r.arg), "' (",
           w.impl->layout().str(), ", rank ", w.impl->layout().mesh().rank(),

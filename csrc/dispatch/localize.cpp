@@ -6,11 +6,17 @@
 #include "redistribute/identity.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
+#include "rules/in_order.h"
+#include "tensor/overlap.h"
 #include "tensor/versions.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/function.h>
+
+#include <any>
+#include <array>
 
 namespace shardtensor {
 
@@ -132,6 +138,35 @@ bool needs_numbers(const Op& op, const at::Tensor& tensor, const Solution& solut
   return !has_symbols(tensor) && (settled || (solution.kernel && !op.entry->options.symbols));
 }
 
+// Whether the kernel finds its own writes in what it reads. torch copies what is not contiguous before it starts.
+bool reads_own_writes(const Ref& written, const Ref& read, const at::Tensor& piece) {
+  if (!read.impl || is_traced(piece) || !read.tensor->is_contiguous()) {
+    return false;
+  }
+  const std::array<Use, 2> uses{Use{written.tensor, written.impl, true, 0}, Use{read.tensor, read.impl, false, 1}};
+  return first_overlap(uses).has_value();
+}
+
+// What is read, as a view of the whole that the kernel writes. If that has other strides, or if more than that is read, it gets
+// memory for both. `read_whole` moves what is read.
+at::Tensor view_of_written(
+    const Ref& written, const Ref& read, const at::Tensor& moved, c10::function_ref<at::Tensor()> read_whole) {
+  const auto &w = *written.tensor, &r = *read.tensor; // r is contiguous
+  auto first = r.storage_offset() - w.storage_offset();
+  if (!w.is_contiguous() || first < 0 || first + r.numel() > w.numel()) {
+    const auto span = [](const at::Tensor& t) { return at::detail::computeStorageNbytes(t.sizes(), t.strides(), 1); };
+    const auto before = std::max<int64_t>(-first, 0);
+    first += before;
+    const auto end = std::max(before + static_cast<int64_t>(span(w)), first + r.numel());
+    const auto both = at::empty({end}, moved.options());
+    both.narrow(0, first, r.numel()).copy_(read_whole().reshape({-1}));
+    both.as_strided(w.sizes(), w.strides(), before).copy_(moved);
+    moved.set_(both.storage(), before, w.sizes(), w.strides());
+    first -= before;
+  }
+  return moved.as_strided(r.sizes(), r.strides(), moved.storage_offset() + first);
+}
+
 } // namespace
 
 void local_arguments(const Op& op, const Refs& refs, const Solution& solution, Locals& locals) {
@@ -139,12 +174,16 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
   if (solution.moves || C10_UNLIKELY(any_traced(refs))) {
     locals.reserve(refs.size());
   }
+  const rules::ReadsAsItWrites* in_order = nullptr;
   for (size_t i = 0; i < refs.size(); ++i) {
     const auto& r = refs[i];
     const bool written = op.mutated >> r.arg & 1;
     if (written) {
       errors::check_writable(op, r.arg, *r.tensor, r.impl);
-      errors::check_apart(op, refs, i);
+      in_order = std::any_cast<rules::ReadsAsItWrites>(&solution.notes);
+      if (C10_LIKELY(!in_order)) {
+        errors::check_apart(op, refs, i);
+      }
     }
     const auto& need = solution.operands[i];
     const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
@@ -179,6 +218,12 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
       }
     }
     const auto move = [&](const at::Tensor& t, const Layout& from) { return move_for(op, r, why_moved(op), t, from, *need); };
+    if (C10_UNLIKELY(in_order != nullptr) && in_order->operand == static_cast<int64_t>(i) &&
+        reads_own_writes(refs[0], r, given)) {
+      TORCH_INTERNAL_ASSERT(solution.operands[0], op.name, ": what is read moves, but not what is written, which has it");
+      locals.hold(view_of_written(refs[0], r, locals[0], [&] { return move(local, have); }));
+      continue;
+    }
     const bool summand = !op.is_view && have.has_partial() && r.impl && r.impl->keeps_sums();
     auto moved = r.impl && !written && !numbers.defined() ? moved_once(*r.impl, need, summand ? For::Reading : For::Owning, move)
                                                           : move(local, have);

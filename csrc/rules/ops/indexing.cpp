@@ -2,6 +2,7 @@
 // summands (one rank has the value, the others zeros), a write changes this rank's piece. The indices are then whole.
 #include "redistribute/identity.h"
 #include "rules/exact.h"
+#include "rules/in_order.h"
 #include "rules/ops/views.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
@@ -441,6 +442,12 @@ Rule take(const Call& call) {
   return rule;
 }
 
+Rule masked_scatter_in_place(const Call& call) {
+  auto rule = replicate(call);
+  rule.notes = ReadsAsItWrites{call.operand(2)};
+  return rule;
+}
+
 // ---- triangles ----
 
 // The whole's diagonal 0 is this one of the piece.
@@ -563,7 +570,6 @@ void register_indexing(Registry& r) {
       "indexing",
       {
           "masked_scatter",
-          "masked_scatter_",
           "masked_select",
           "nonzero",
           "nonzero_static",
@@ -572,6 +578,7 @@ void register_indexing(Registry& r) {
           "repeat_interleave.Tensor",
       },
       replicate);
+  r.add("indexing", {"masked_scatter_"}, masked_scatter_in_place, {.whole = true});
   r.add("indexing", {"masked_scatter_backward"}, replicate, symbols);
   r.add("indexing", {"scatter.src", "scatter_.src"}, scatter<Writes::Values>, symbols);
   r.add("indexing", {"scatter_add", "scatter_add_"}, scatter<Writes::Sums>, symbols);
