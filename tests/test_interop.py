@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 
 def stock_and_ours_mix():
@@ -97,6 +98,66 @@ def handlers_are_called_and_taken_back():
     assert torch.ops.shardtensor_test.thrice(x).full_tensor().eq(30).all()
     _handlers.unregister_handler("shardtensor_test::thrice")
     library._destroy()
+
+
+# Views, of which autograd makes a view, and ops that torch, or our own kernel, makes of others.
+HANDLED = {
+    "view": (torch.ops.aten.view.default, lambda x: x.view(-1)),
+    "detach": (torch.ops.aten.detach.default, lambda x: x.detach()),
+    "select": (torch.ops.aten.select.int, lambda x: x[1]),
+    "cross_entropy_loss": (torch.ops.aten.cross_entropy_loss.default, lambda x: F.cross_entropy(x, x.detach() * 0 + 0.25)),
+    "nll_loss": (torch.ops.aten.nll_loss.default, lambda x: F.nll_loss(x, (x.detach() * 0).sum(1).long())),
+    "softmax": (torch.ops.aten.softmax.int, lambda x: x.softmax(1)),
+}
+
+
+COMPOSITES = ("cross_entropy_loss", "nll_loss", "softmax")
+
+
+def handlers_are_asked_everywhere(sharding: bool) -> None:
+    from oracle import mesh_here, place
+    from shardtensor import Replicate, ShardTensor
+    from shardtensor.experimental import register_sharding
+
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    asked: list[str] = []
+
+    def register(name, op):
+        def whole_tensors(*args):
+            asked.append(name)
+            return [([Replicate()], [Replicate() if hasattr(a, "placements") else None for a in args])]
+
+        def on_pieces(*args):
+            asked.append(name)
+            pieces = [a.to_local() if isinstance(a, ShardTensor) else a for a in args]
+            return ShardTensor.from_local(op(*pieces), mesh_here(), [Replicate()])
+
+        register_sharding(op)(whole_tensors) if sharding else ShardTensor.register_dispatch_handler(op, on_pieces)
+
+    for name, (op, f) in HANDLED.items():
+        want = f(whole)
+        for inference, tracked in ((False, False), (True, False), (True, True), (False, True)):
+            register(name, op)
+            x = place(whole, mesh_here(), ("R",), "even").requires_grad_(tracked)
+            try:
+                with torch.inference_mode(inference):
+                    got = f(x)
+            except NotImplementedError as error:
+                assert sharding and tracked and not inference and name in COMPOSITES and "no derivative" in str(error)
+                continue
+            finally:
+                ShardTensor.unregister_handler(op)
+            assert asked == [name], (name, inference, tracked)
+            asked.clear()
+            torch.testing.assert_close(got.detach().to_local(), want)
+            if got.requires_grad and not inference:
+                plain = whole.clone().requires_grad_()
+                f(plain).square().sum().backward()
+                got.square().sum().backward()
+                torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        asked.clear()
+        f(place(whole, mesh_here(), ("S(0)",), "even").requires_grad_())
+        assert not asked, name
 
 
 def listeners_hear_what_autograd_does_not_record():
@@ -211,3 +272,8 @@ def test_gradient_reaches_stock(pools):
 
 def test_handlers(pools):
     pools(2).run(f"{__name__}:handlers_are_called_and_taken_back")
+
+
+@pytest.mark.parametrize("sharding", [False, True], ids=["handler", "sharding"])
+def test_handlers_are_asked_everywhere(pools, sharding):
+    pools(2).run(f"{__name__}:handlers_are_asked_everywhere", sharding)

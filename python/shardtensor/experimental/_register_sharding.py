@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 import shardtensor._C as _C
-from shardtensor.tensor._handlers import register_dispatch_handler
+from shardtensor.tensor._handlers import is_composite, name_of, register_dispatch_handler
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._mesh import as_device_mesh, told_apart
 from shardtensor.tensor._modes import get_promotion_mode
@@ -61,6 +61,7 @@ class _Sharded:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ShardTensor)]
         self._check_plain(leaves)
+        self._check_gradient(leaves)
         if any(_is_symbolic(leaf) for leaf in leaves):
             solution = self._solve(leaves, places, tree)  # a graph needs the guards of each call
         else:
@@ -81,6 +82,15 @@ class _Sharded:
                     f"{self._op}: an argument is a plain torch.Tensor of shape {tuple(leaf.shape)} among ShardTensors: got mixed "
                     "torch.Tensor and DTensor; distribute it, or use shardtensor.implicit_replication()"
                 )
+
+    def _check_gradient(self, leaves: list[Any]) -> None:
+        """What a composite computes on the pieces would be lost to autograd, which differentiates what it is made of."""
+        needed = torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        if needed and is_composite(name_of(self._op)):
+            raise NotImplementedError(
+                f"{self._op}: register_sharding: torch has no derivative of this op, only of those that it is made of, and an argument "
+                "requires a gradient. Register shardings of those ops, or a handler that calls them (ShardTensor.register_dispatch_handler)."
+            )
 
     def _wrapped(self, out: Any, solution: _Solution) -> Any:
         single = isinstance(out, torch.Tensor)

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+import shardtensor._C as _C
+
 KEY = "PrivateUse2"
+AUTOGRAD_KEY = "AutogradPrivateUse2"
 
 _libraries: dict[str, tuple[torch.library.Library, Callable[..., Any]]] = {}  # and the handler in it
 _functions: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -46,9 +49,38 @@ def _override(qualified: str, handler: Callable[..., Any]) -> None:
         )
     _libraries.pop(qualified, None)
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-    library.impl(name, handler, KEY, allow_override=True)  # type: ignore[no-untyped-call]
+    library.impl(name, _outside_inference(qualified, handler), KEY, allow_override=True)  # type: ignore[no-untyped-call]
+    # Our own kernel may make the op of others above autograd. The handler comes before that, too.
+    if is_composite(qualified) and torch._C._dispatch_has_kernel_for_dispatch_key(qualified, AUTOGRAD_KEY):
+        library.impl(name, torch.library.fallthrough_kernel, AUTOGRAD_KEY, allow_override=True)  # type: ignore[no-untyped-call]
     _libraries[qualified] = (library, handler)
     _changed()
+
+
+def is_composite(qualified: str) -> bool:
+    """Whether torch makes other ops of the op, and differentiates those."""
+    known = torch._C._dispatch_has_kernel(qualified)
+    composite = known and torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeImplicitAutograd")
+    return composite and qualified.removeprefix("aten::") not in _C.rules()
+
+
+def _is_view(qualified: str) -> bool:
+    name, _, overload = qualified.partition(".")
+    returns = torch._C._get_schema(name, overload).returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _outside_inference(qualified: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """In inference mode a view of a tensor from outside is a usual tensor too. What the handler makes would not be."""
+
+    def call_handler(*args: Any, **kwargs: Any) -> Any:
+        usual = torch.is_inference_mode_enabled() and isinstance(args[0], torch.Tensor) and not args[0].is_inference()
+        if not usual or not _is_view(qualified):
+            return handler(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            return handler(*args, **kwargs)
+
+    return call_handler
 
 
 def register_below(qualified: str, register: Callable[[], None]) -> None:
@@ -74,7 +106,8 @@ def _name_of(op: Any) -> str:
 
 
 def register_dispatch_handler(op: OpOverload, handler: Callable[..., Any]) -> None:
-    """From now on handler(*args, **kwargs) runs the op on ShardTensors, below autograd, instead of its rule."""
+    """From now on handler(*args, **kwargs) runs the op on ShardTensors, below autograd, instead of its rule. An op that torch makes
+    of others, and has no derivative of (cross_entropy_loss), is called above autograd: what the handler calls is differentiated."""
     _override(_name_of(op), handler)
 
 
