@@ -283,3 +283,47 @@ def of_no_batch(shape):
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
 def test_windows_of_no_batch(pools, shape):
     pools(math.prod(shape)).run(f"{__name__}:of_no_batch", shape)
+
+
+VIEWED = {
+    "row": lambda a: a[1],
+    "element": lambda a: a[1, 2],
+    "unbind": lambda a: a.unbind(0)[1],
+    "slice": lambda a: a[1:3],
+    "split": lambda a: a.split(2)[1],
+    "column": lambda a: a[:, 2],
+    "flat": lambda a: a.view(24),
+    "diagonal": lambda a: a.diagonal(),
+    "unfold": lambda a: a.unfold(0, 2, 1),
+    "expand": lambda a: a[:1].expand(3, 6),
+    "written": lambda a: (lambda y: (y[1].mul_(a[0]), y)[1])(a.clone()),
+    "view of a product": lambda a: (a * a.sum(0))[1:],
+}
+
+
+def tangents_of_views(shape):
+    import torch.autograd.forward_ad as forward_ad
+
+    mesh = mesh_of(shape)
+    generator = torch.Generator().manual_seed(0)
+    whole, along = (torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    given = {"a * a": lambda a, _: a * a, "ones": lambda a, _: torch.ones_like(a), "own layout": lambda a, t: t}
+
+    def tangent(f, a, t):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(a, t))).tangent
+
+    layouts = [("R", EVEN), ("P", EVEN), ("S(0)", UNEVEN), ("S(1)", EVEN), ("S(1)", EMPTY)]
+    for name, f in VIEWED.items():
+        for of, make in given.items():
+            want = tangent(f, whole, make(whole, along))
+            for (at, cut), (to, other) in itertools.product(layouts, layouts if of == "own layout" else layouts[:1]):
+                rest = ("R",) * (mesh.ndim - 1)
+                a = place(whole, mesh, (at, *rest), cut)
+                got = tangent(f, a, make(a, place(along, mesh, (*rest, to), other)))
+                compare(got, want, 1e-12, f"{name} of {at} {cut} along {of} {to} {other}")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_tangents_of_views(pools, shape):
+    pools(math.prod(shape)).run(f"{__name__}:tangents_of_views", shape)

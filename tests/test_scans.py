@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import MESHES, UNEVEN, case, ints, mesh_id, mesh_of, place, positive, run_on
+from oracle import MESHES, UNEVEN, case, compare, ints, mesh_id, mesh_of, place, positive, run_on
 from test_reductions import always, complexes, free_of, lowest, with_nan, with_ties, with_zeros
 
 SCANS = [
@@ -121,3 +121,28 @@ def test_a_slice_a_rank_is_gathered_never_the_data(pools):
         "cumprod backward": {"all_gather": (3, 3 * row), "all_reduce": (1, row)},
         "cummax backward": {"all_gather": (2, 2 * row)},
     }
+
+
+def _second_of_zeros(shape):
+    mesh = mesh_of(shape)
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float64, torch.complex128):
+        whole, first, second = (torch.randn(5, 4, dtype=dtype, generator=generator) for _ in range(3))
+        whole[1, 0] = whole[2, 2] = whole[4, 2] = whole[0, 3] = 0
+
+        def twice(x, g, h, dim):
+            (once,) = torch.autograd.grad(x.cumprod(dim), x, g, create_graph=True)
+            return once, *torch.autograd.grad(once, (x, g), h)
+
+        for dim in (0, -1):
+            want = twice(whole.clone().requires_grad_(), first.clone().requires_grad_(), second, dim)
+            for at in ("R", "S(0)", "S(1)", "P"):
+                places = ("R",) * (mesh.ndim - 1) + (at,)
+                x, g = (place(t, mesh, places, UNEVEN).requires_grad_() for t in (whole, first))
+                compare(twice(x, g, place(second, mesh, places, UNEVEN), dim), want, 1e-9, f"{dtype} {dim} {at}")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_second_derivatives_at_zeros(pools, shape):
+    """cumprod's: torch's formula writes into plain zeros."""
+    pools(4 if len(shape) > 1 else 2).run("test_scans:_second_of_zeros", shape)

@@ -276,7 +276,16 @@ void register_with_zeros(torch::Library& m, std::index_sequence<numbers...>) {
   (m.impl(kWithZeros[numbers], torch::CppFunction::makeFromBoxedFunction<with_zeros<numbers>>()), ...);
 }
 
+// torch asks whether a tangent may stay as it is, or is copied into zeros that are like its tensor. A view of the tensor then
+// takes the same view of the tangent, and the two must still be alike: so must their layouts be.
+bool has_same_storage(const at::Tensor& tangent, const at::Tensor& tensor) {
+  const auto *a = as_shard_tensor(tangent), *b = as_shard_tensor(tensor);
+  const auto numel = [](const at::Tensor& t) { return t.storage().sym_nbytes() / static_cast<int64_t>(t.itemsize()); };
+  return (!a || !b || a->layout_ptr() == b->layout_ptr()) && numel(tangent) == numel(tensor);
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
+  m.impl("_has_same_storage_numel", has_same_storage);
   register_with_zeros(m, std::make_index_sequence<kWithZeros.size()>());
   m.impl("add_.Tensor", add_);
   m.impl("detach", detach);

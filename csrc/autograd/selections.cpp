@@ -2,6 +2,7 @@
 // Here these backward ops have rules of their own, and this file adds their derivatives. And cumsum along a cut dim, where
 // torch's formula flips the whole twice; and prod, where it gathers the whole to look for zeros. Uses dispatch/plain, tensor/.
 // Registers itself.
+#include "comm/values.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
@@ -70,9 +71,25 @@ Tensor cummaxmin_backward(const Tensor& grad, const Tensor& input, const Tensor&
   return ScatterAdd::apply(grad, input, indices, dim);
 }
 
-// For second derivatives, uses torch's own composition.
+// The gradient of cumprod as a formula that can be differentiated again, at zeros too: of each element, the products without it,
+// weighed and added up. As much work and memory as torch's formula, which writes each element's part into plain zeros.
+Tensor cumprod_backward_at_zeros(const Tensor& grad, const Tensor& input, int64_t dim) {
+  const auto x = input.movedim(dim, -1).unsqueeze(-2), g = grad.movedim(dim, -1).unsqueeze(-2);
+  auto sizes = x.sym_sizes().vec();
+  sizes[sizes.size() - 2] = sizes.back(); // by row the element left out, by column the product
+  const auto all = x.expand_symint(sizes);
+  const auto counted = at::ones_like(all.detach(), all.options().dtype(at::kBool)).triu();
+  const auto others = all.masked_fill(counted.tril(), 1).cumprod(-1).conj();
+  return others.mul(g).masked_fill(counted.logical_not(), 0).sum(-1, false, grad.scalar_type()).movedim(-1, dim);
+}
+
+// For second derivatives, uses torch's own composition unless there is a zero.
 Tensor cumprod_backward(const Tensor& grad, const Tensor& input, int64_t dim, const Tensor& output) {
   if (at::GradMode::is_enabled() && (grad.requires_grad() || input.requires_grad())) {
+    const auto* impl = as_shard_tensor(input);
+    if (impl && input.dim() > 0 && !is_traced(impl->local()) && input.detach().eq(0).any().item<bool>()) {
+      return cumprod_backward_at_zeros(grad, input, dim);
+    }
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("aten::cumprod_backward", "")
                                .typed<Tensor(const Tensor&, const Tensor&, int64_t, const Tensor&)>();

@@ -3,6 +3,8 @@
 #include "rules/pieces.h"
 #include "rules/registry.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -44,6 +46,31 @@ Rule like(const Call& call) {
     rule.operands.emplace_back(dims);
   }
   rule.results.emplace_back(dims);
+  return rule;
+}
+
+// Zeros for a tangent: dims of a batch of tangents, which the first operand has in front, and then all that the second one has.
+// No values are read.
+void zeros_like_second_kernel(Run& run) {
+  const auto tangent = run.arg(0).toTensor(), other = run.arg(1).toTensor();
+  auto sizes = tangent.sym_sizes().slice(0, run.arg(2).toInt()).vec();
+  const auto sizes_of_other = other.sym_sizes();
+  sizes.insert(sizes.end(), sizes_of_other.begin(), sizes_of_other.end());
+  run.returns({at::zeros_symint(sizes, tangent.options())});
+}
+
+Rule zeros_like_second(const Call& call) {
+  Rule rule;
+  const auto &tangent = call.tensors[0], &other = call.tensors[1];
+  const auto dims = fresh_dims(rule, other.dim());
+  Dims result(call.integer(2), Dim(kNone));
+  result.insert(result.end(), dims.begin(), dims.end());
+  rule.operands.emplace_back(Dims(tangent.dim(), Dim(kNone)));
+  rule.operands[0].free = true;
+  rule.operands.emplace_back(dims);
+  rule.results.emplace_back(std::move(result));
+  rule.passes_partial(0b10);
+  rule.always(zeros_like_second_kernel);
   return rule;
 }
 
@@ -130,6 +157,7 @@ void register_copies(Registry& r) {
           "zeros_like",
       },
       like);
+  r.add("copies", {"_new_zeros_with_same_feature_meta"}, zeros_like_second, {.symbols = true});
   r.add("copies", {"empty_like"}, empty_like, {.unwritten = true});
   constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";
   r.add(
