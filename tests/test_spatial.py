@@ -735,6 +735,8 @@ QUIET: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "nearest": (lambda x: F.interpolate(x, (7, 17)), {"all_to_all"}),
     "nearest by scale": (lambda x: F.interpolate(x, scale_factor=(0.7, 1.3), mode="nearest-exact"), {"all_to_all"}),
     "glu": (lambda x: F.glu(x, 2), {"all_to_all"}),
+    "roll as if flat": (lambda x: x.roll(5), {"all_to_all"}),
+    "roll as if flat, far": (lambda x: x.roll(-171), {"all_to_all"}),
 }
 
 
@@ -1207,6 +1209,32 @@ GRAPHS = {
 @pytest.mark.parametrize("where", GRAPHS)
 def test_compiled(pools, where, dynamic):
     pools(3).run(f"{__name__}:run_compiled", *GRAPHS[where], dynamic, seconds=120)
+
+
+def run_dilated(shape: tuple[int, ...]) -> None:
+    """Convolutions of one image, dilated by less and more than a piece, and the image's mean, joined: an even cut stays even."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    image, small, kernel = (numbers(random.Random(i), *sizes) for i, sizes in enumerate([(2, 4, 5, 21), (3, 4, 1, 1), (3, 4, 3, 3)]))
+
+    def pyramid(x, small, kernel):
+        mean = F.conv2d(F.adaptive_avg_pool2d(x, 1), small).relu()
+        parts = [F.conv2d(x, kernel, padding=d, dilation=d) for d in (1, 6, 12, 36)]
+        return torch.cat([F.conv2d(x, small), *parts, F.interpolate(mean, x.shape[2:], mode="bilinear")], 1)
+
+    rest = [Replicate()] * (mesh.ndim - 1)
+    x = place(image, mesh, [*rest, Shard(3)], [None] * mesh.ndim).requires_grad_()
+    y = pyramid(x, *(place(t, mesh, [*rest, Replicate()], [None] * mesh.ndim) for t in (small, kernel)))
+    compare(y, pyramid(image, small, kernel), 1e-9, "pyramid")
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert y._layout == x._layout == g._layout, (y._layout, g._layout)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_dilated_convolutions_keep_an_even_cut(pools, shape):
+    pools(math.prod(shape)).run(f"{__name__}:run_dilated", shape)
 
 
 def run_integers_and_empties() -> None:

@@ -241,6 +241,7 @@ void register_pointwise(Registry& r) {
           "floor",
           "floor_divide",
           "floor_divide.Scalar",
+          "floor_divide_.Tensor",
           "fmax",
           "fmin",
           "fmod.Scalar",

@@ -3,6 +3,7 @@
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
+#include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -124,6 +125,17 @@ Rule roll(const Call& call) {
   auto rule = roll_by_dims(call, named);
   rule.results[0].order = rolled_order(call, named);
   return rule;
+}
+
+// Without dims: rolled as if it were flat, along one dim.
+std::optional<at::Tensor> roll_in_stages(c10::ArrayRef<c10::IValue> arguments) {
+  const auto x = arguments[0].toTensor();
+  const auto* impl = as_shard_tensor(x);
+  const auto shifts = arguments[1].toSymIntVector();
+  if (!impl || !impl->layout().is_sharded() || !arguments[2].toIntVector().empty() || shifts.size() != 1 || x.dim() < 1) {
+    return std::nullopt;
+  }
+  return at::roll_symint(x.reshape({-1}), shifts, {0}).reshape_symint(x.sym_sizes());
 }
 
 // Turns of 90 degrees from the first dim to the second: dims are swapped, and one is read backwards, or both are.
@@ -341,7 +353,7 @@ TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
 void register_turns(Registry& r) {
   r.add("turns", {"flip"}, flip);
   r.add("turns", {"repeat"}, repeat);
-  r.add("turns", {"roll"}, roll);
+  r.add("turns", {"roll"}, roll, {.way = Way::Stages, .in_stages = roll_in_stages});
   r.add("turns", {"rot90"}, rot90, {.asks_order = true});
   r.add("turns", {"shardtensor::repeats_added"}, repeats_added_rule, {.symbols = true});
   r.add("turns", {"shardtensor::shifted"}, shifted_rule, {.symbols = true});
