@@ -155,7 +155,9 @@ PAGES = {
     "docs/from-dtensor.md": nothing,
     "docs/from-physicsnemo.md": nothing,
     "docs/points.md": nothing,
+    "docs/profiling.md": nothing,
     "docs/spatial.md": nothing,
+    "docs/training.md": nothing,
 }
 # What these need is in the tests of their subject.
 ELSEWHERE = {"docs/checkpoints.md", "docs/local_shards.md", "docs/sharded_tensor.md"}
@@ -211,6 +213,23 @@ def test_errors_by_their_text_are_in_the_source():
     quoted = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
     assert len(quoted) > 15
     assert not [text for text in quoted if text not in source]
+
+
+def headings(page):
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
+
+
+def test_links_lead_to_a_page_and_a_heading():
+    broken, found = [], set()
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            name, _, heading = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            found.add(target)
+            if not target.exists() or (heading and heading not in headings(target)):
+                broken.append((page.name, link))
+    assert not broken
+    assert set((ROOT / "docs").glob("*.md")) <= found  # every page is linked
 
 
 def test_readme_names_the_versions_that_the_package_takes():
