@@ -753,6 +753,27 @@ def one_storage(shape):
 test_one_storage = on_ranks(one_storage)
 
 
+def made_from_another(shape):
+    """torch's old `new` makes of sizes what new_empty does, a ShardTensor of these sizes. Data belongs to no mesh."""
+    from shardtensor import Shard, ShardTensor
+
+    x = ShardTensor.from_local(torch.ones(3, 2, dtype=torch.float64), mesh_of(shape), [Shard(0), *[Shard(1)] * (len(shape) - 1)])
+    for made, sizes in (
+        (x.new(5, 4), (5, 4)),
+        (x.new(torch.Size([5, 4])), (5, 4)),
+        (x.new(torch.Size([])), ()),
+        (x.new(), (0,)),
+    ):
+        assert type(made) is ShardTensor and made.shape == sizes and made.dtype == torch.float64
+        assert made._layout == x.new_empty(sizes)._layout
+    for made in (x.new_tensor([1.0, 2.0]), x.new([1.0, 2.0])):
+        assert type(made) is torch.Tensor and made.tolist() == [1.0, 2.0] and made.dtype == torch.float64
+    assert x.new(((1, 2),)).tolist() == [[1.0, 2.0]]
+
+
+test_made_from_another = on_ranks(made_from_another)
+
+
 # ---- process groups come and go ----
 
 

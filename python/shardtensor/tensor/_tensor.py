@@ -464,6 +464,13 @@ class ShardTensor(DTensor):
         dtype, device = dtype or self.dtype, device or self.device
         return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **kwargs)
 
+    def new(self, *args: Any, device: Any = None) -> torch.Tensor:  # type: ignore[override]
+        """torch's old name: of sizes, `new_empty`; else as `new_tensor`, because data belongs to no mesh."""
+        sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+        if all(isinstance(n, int | torch.SymInt) for n in sizes):
+            return self.new_empty(sizes if args else (0,), device=device)
+        return torch.empty(0, dtype=self.dtype, device=device or self.device).new(*args)  # type: ignore[no-any-return]
+
     def is_shared(self) -> bool:
         return bool(self._local_tensor.is_shared())  # type: ignore[no-untyped-call]
 
