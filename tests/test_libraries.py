@@ -226,6 +226,58 @@ def test_torchao(ranks):
     ranks.run("test_libraries:quantised")
 
 
+def in_eight_bits():
+    """torchao's fp8 training, emulated on the CPU: its losses are those of one process, but for the rounding to bfloat16 of what is
+    added up over ranks."""
+    import copy
+
+    import shardtensor as st
+    from oracle import mesh_here
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    torch.manual_seed(0)
+    begun = nn.Sequential(nn.Linear(64, 80), nn.GELU(), nn.Linear(80, 64)).bfloat16()
+    with st.replace_dtensor():
+        mesh = mesh_here()
+        plan = {"0": st.parallel.ColwiseParallel(), "2": st.parallel.RowwiseParallel()}
+        ways = {
+            "one process": lambda model: None,
+            "tensor parallel": lambda model: st.parallel.parallelize_module(model, mesh, plan),
+            "FSDP2": lambda model: [fully_shard(part, mesh=mesh) for part in (model[0], model[2], model)],
+            "FSDP2 in eight bits": lambda model: [fully_shard(part, mesh=mesh) for part in (model[0], model[2], model)],
+            "batch": lambda model: st.distribute_module(model, mesh),
+        }
+        if mesh.size() > 2:  # torch gathers what torchao gives it without padding: the ranks must divide the rows
+            del ways["FSDP2 in eight bits"]
+        losses = {}
+        for name, cut in ways.items():
+            config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=name.endswith("bits"))
+            model = convert_to_float8_training(copy.deepcopy(begun), config=config)
+            cut(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            given = st.distribute_tensor(x, mesh, [st.Shard(0)]) if name == "batch" else x
+            losses[name] = []
+            for _ in range(3):
+                loss = model(given).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[name].append(loss.item())
+    want = losses.pop("one process")
+    assert want[2] < 0.9 * want[0]
+    for name, got in losses.items():
+        assert got == pytest.approx(want, rel=1e-2), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchao_trains_in_eight_bits(pools, world):
+    pytest.importorskip("torchao")
+    pools(world).run("test_libraries:in_eight_bits", seconds=100)
+
+
 # ---- accelerate ----
 
 
@@ -337,6 +389,60 @@ def test_accelerate_tensor_parallel(pools, tmp_path):
     pytest.importorskip("transformers", minversion="5.24")
     empty = pools(3).run("test_libraries:accelerated_llama", tmp_path)
     assert empty[-1] > 1
+
+
+def trained_by_trainer(folder):
+    """transformers' Trainer on a model under its own plan: losses and clipped norms are those of a loop in one process."""
+    import shardtensor
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import ParallelismConfig
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    as_launched()
+    sizes = dict(vocab_size=37, hidden_size=20, intermediate_size=41, num_hidden_layers=2, max_position_embeddings=32)
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=5, num_key_value_heads=5)).to(DOUBLE).train()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder / "begun")
+    dist.barrier()
+    tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(1))
+    optimizer, want = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = plain(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        want.append((loss.item(), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()))
+        optimizer.step()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)  # it refuses CPUs
+    with shardtensor.replace_dtensor():
+        distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+        ours = LlamaForCausalLM.from_pretrained(folder / "begun", distributed_config=distributed, dtype=DOUBLE)
+        options = dict(learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.1, optim="adamw_torch")
+        saved = dict(save_strategy="steps", save_steps=3, save_only_model=True)
+        quiet = dict(report_to=[], disable_tqdm=True, logging_steps=1)
+        batches = dict(per_device_train_batch_size=3, max_steps=3)
+        arguments = TrainingArguments(str(folder / "out"), use_cpu=True, **options, **saved, **quiet, **batches)
+        rows = [dict(input_ids=row, labels=row) for row in tokens]
+        trainer = Trainer(model=ours, args=arguments, train_dataset=rows)
+        trainer.train()
+        got = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+        assert torch.tensor(got).allclose(torch.tensor(want), rtol=1e-4)
+        assert type(ours.get_parameter("model.layers.0.mlp.up_proj.weight").data) is shardtensor.ShardTensor
+    patch.undo()
+    for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+        shared.clear()
+    dist.barrier()
+    again = LlamaForCausalLM.from_pretrained(folder / "out" / "checkpoint-3", dtype=DOUBLE)
+    torch.testing.assert_close(again.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_trainer(pools, world, tmp_path):
+    pytest.importorskip("accelerate", minversion="1.15")
+    pytest.importorskip("transformers", minversion="5.24")
+    pools(world).run("test_libraries:trained_by_trainer", tmp_path, seconds=100)
 
 
 # ---- Lightning ----

@@ -640,6 +640,55 @@ def test_pipelines(ranks, schedule, between):
     ranks.run(f"{__name__}:piped", schedule, between)
 
 
+class Copied(nn.Module):
+    """Schedules that compute gradients of inputs first cannot detach a view, and a style's output is one. In plain torch too."""
+
+    def forward(self, x):
+        return x.clone()
+
+
+def piped_in_turns(schedule, between):
+    """Each rank of the pipeline has two of four stages."""
+    from shardtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed import pipelining
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))
+    tp, at, local = mesh["tp"], mesh["pp"].get_local_rank(), between == "plain"
+    plain = [nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(DOUBLE) for _ in range(4)]
+    mine = (at, 3 - at) if schedule == "ScheduleZBVZeroBubble" else (at, at + 2)
+    down = RowwiseParallel(use_local_output=local, output_layouts=Replicate() if local else Shard(1))
+    ours = [parallelize_module(copy.deepcopy(plain[i]), tp, {"0": ColwiseParallel(use_local_output=False), "2": down}) for i in mine]
+    options = dict(group=mesh.get_group("pp"))
+    if not local:
+        options["get_mesh"] = lambda names, layout: tp
+    stages = [
+        pipelining.PipelineStage(nn.Sequential(part, Copied()), i, 4, torch.device("cpu"), **options)
+        for i, part in zip(mine, ours, strict=True)
+    ]
+
+    def loss_of(out, target):
+        return (out - target).square().sum()
+
+    run = getattr(pipelining, schedule)(stages, n_microbatches=4, loss_fn=loss_of, scale_grads=False)
+    x, y = torch.randn(8, 6, dtype=DOUBLE), torch.randn(8, 6, dtype=DOUBLE)
+    target = y if local else distribute_tensor(y, tp, [Replicate()])
+    run.step(*([x] if 0 in mine else []), **(dict(target=target) if 3 in mine else {}))
+    loss_of(nn.Sequential(*plain)(x), y).backward()
+    for i, part in zip(mine, ours, strict=True):
+        for a, b in zip(part.parameters(), plain[i].parameters(), strict=True):
+            torch.testing.assert_close(full(a.grad), b.grad)
+
+
+@pytest.mark.parametrize("between", ["plain", "cut"])
+@pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_pipelines_of_several_stages(pools, schedule, between):
+    utils = pytest.importorskip("torch.distributed.pipelining._utils")
+    if between != "plain" and not hasattr(utils, "_DTensorMeta"):
+        pytest.skip("this torch sends plain tensors between stages")
+    pools(4).run(f"{__name__}:piped_in_turns", schedule, between)
+
+
 # ---- CUDA graphs ----
 
 
