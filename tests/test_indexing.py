@@ -170,6 +170,7 @@ OWN = {
     "of more": lambda x, m: x[1:3].masked_scatter_(m(_mask(2, 6)), x),
     "of columns": lambda x, m: x[:, 1:].masked_scatter_(m(_mask(4, 5)), x),
     "of a flat part": lambda x, m: x.view(-1)[2:20].masked_scatter_(m(_mask(18)), x),
+    "of a conjugate": lambda x, m: torch.view_as_complex(x.view(4, 3, 2)).masked_scatter_(m(_mask(4, 3)), torch.view_as_complex(x.view(4, 3, 2)).conj()),
     "x[mask] = element": lambda x, m: x.__setitem__(m(_mask(4, 6)), x[0, 0]),
     "x[mask] = one of a row": lambda x, m: x.__setitem__(m(_mask(4, 6)), x[1, 1:2]),
     "fill_": lambda x, m: x[:2].fill_(x[1, 3]),
@@ -185,6 +186,9 @@ def writes_of_own_elements(shape):
         want = whole.clone()
         write(want, lambda t: t)
         for placements, cut in choices(whole, mesh.ndim, True)[:: mesh.ndim]:
+            with pytest.raises(RuntimeError, match="same dtype"):
+                y = place(whole, mesh, placements, cut)
+                y.masked_scatter_(place(_mask(4, 6), mesh, ("R",) * mesh.ndim, EVEN), y.view(torch.int64))
             for of_mask in ("R", "S(0)"):
                 x = place(whole, mesh, placements, cut)
                 write(x, lambda t, of_mask=of_mask: place(t, mesh, (of_mask,) * mesh.ndim, EVEN))

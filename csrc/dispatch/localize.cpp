@@ -138,9 +138,12 @@ bool needs_numbers(const Op& op, const at::Tensor& tensor, const Solution& solut
   return !has_symbols(tensor) && (settled || (solution.kernel && !op.entry->options.symbols));
 }
 
-// Whether the kernel finds its own writes in what it reads. torch copies what is not contiguous before it starts.
+// Whether the kernel finds its own writes in what it reads. torch copies what is not contiguous, or a lazy conjugate or negative,
+// before it starts; and it refuses another dtype.
 bool reads_own_writes(const Ref& written, const Ref& read, const at::Tensor& piece) {
-  if (!read.impl || is_traced(piece) || !read.tensor->is_contiguous()) {
+  const auto lazy = [](const at::Tensor& t) { return t.is_conj() || t.is_neg(); };
+  if (!read.impl || is_traced(piece) || !read.tensor->is_contiguous() || lazy(*read.tensor) || lazy(*written.tensor) ||
+      read.tensor->scalar_type() != written.tensor->scalar_type()) {
     return false;
   }
   const std::array<Use, 2> uses{Use{written.tensor, written.impl, true, 0}, Use{read.tensor, read.impl, false, 1}};
