@@ -314,10 +314,10 @@ REFUSED = {
         "uneven_list.sgd",
     ],
 }
-# Whole, or cut along another dim, where torch takes the op apart before it comes here.
+# Whole, or cut along another dim, where torch takes the op apart before it comes here. (roll_flat: a reshape of uneven columns gathers.)
 LAID_OUT_OTHERWISE = [
     "diagonal", "diagonal_batch", "diagonal_below", "einsum_diagonal", "safe_softmax", "safe_softmax_masked", "sdpa_broadcast_causal",
-    *(["sdpa_3d"] if torch.__version__ < "2.14" else []), "sdpa_no_batch",
+    *(["sdpa_3d"] if torch.__version__ < "2.14" else []), "roll_flat", "sdpa_no_batch",
     "sdpa_no_keys", "sdpa_no_keys_mask_bool", "slice_empty",
     "uneven_list.diagonal_columns", "uneven_list.diagonal_rows", "uneven_list.reshape", "uneven_list.unfold_columns",
 ]

@@ -11,7 +11,8 @@ std::atomic<CallSite> g_call_site{nullptr};
 std::string placements_of(const Layout& layout) {
   std::string out;
   for (const auto& placement : layout.placements()) {
-    out += (out.empty() ? "" : " ") + placement.str();
+    out += out.empty() ? "" : " ";
+    out += placement.str();
   }
   return out;
 }
