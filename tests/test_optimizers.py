@@ -242,7 +242,7 @@ def test_beside_plain_parameters(ranks, name, how):
 
 
 class Preconditioned(torch.optim.Optimizer):
-    """Keeps matrices and vectors of its own, as plain tensors."""
+    """Keeps matrices and vectors of its own, as plain tensors, and writes them."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -256,6 +256,9 @@ class Preconditioned(torch.optim.Optimizer):
                 left = state.setdefault("left", torch.eye(p.shape[0]) + 0.1)
                 scale = state.setdefault("scale", torch.arange(1.0, p.shape[1] + 1))
                 p.add_(left @ p.grad * scale, alpha=-0.1)
+                torch.add(left, p.grad @ p.grad.T, alpha=0.01, out=left)
+                scale.lerp_(p.grad.square().mean(0), 0.1)
+                torch._foreach_add_([left[0], scale], [p.grad[1, 0].expand(p.shape[0]), p.grad[2]], alpha=0.1)
         return loss
 
 
@@ -286,6 +289,8 @@ def state_of_its_own(kind):
 
             optimizer.step(closure)
     torch.testing.assert_close(ours.weight.full_tensor(), plain.weight, rtol=1e-4, atol=1e-5)
+    if kind == "own":
+        torch.testing.assert_close(optimizers[1].state[ours.weight], optimizers[0].state[plain.weight], rtol=1e-4, atol=1e-5)
     # The model in a closure is not the optimizer's, and plain parameters may differ between ranks.
     with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
         optimizers[1].step(lambda: ours(x).sum())

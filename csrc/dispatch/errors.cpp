@@ -1,6 +1,7 @@
 #include "dispatch/errors.h"
 
 #include "dispatch/ahead.h"
+#include "dispatch/modes.h"
 #include "dispatch/traced.h"
 
 #include <ATen/MemoryOverlap.h>
@@ -144,9 +145,14 @@ void gathers(const Op& op, const rules::Call& call) {
 }
 
 void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl) {
-  TORCH_CHECK(
-      impl, op.name, ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ",
-      t.sizes(), "; pass a ShardTensor there (shardtensor.distribute_tensor)");
+  if (!impl) {
+    TORCH_CHECK(
+        promotion() == Promotion::Replicate && !at::GradMode::is_enabled(), op.name,
+        ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ", t.sizes(),
+        "; pass a ShardTensor there (shardtensor.distribute_tensor), or, under torch.no_grad(), write inside of "
+        "shardtensor.implicit_replication(): every rank then writes the whole value");
+    return;
+  }
   // No user can see the base of a view that autograd made; and a write to a tensor without elements loses nothing.
   TORCH_CHECK(
       !impl->broken_view() || impl->copied()->put_back || t.numel() == 0 ||
@@ -174,7 +180,7 @@ bool is_read_first(const Op& op, const Ref& r) {
 void check_apart(const Op& op, const Refs& refs, size_t written) {
   const auto& w = refs[written];
   for (const auto& r : refs) {
-    if (r.impl && r.impl != w.impl && w.impl->shares_storage(*r.impl) &&
+    if (r.impl && w.impl && r.impl != w.impl && w.impl->shares_storage(*r.impl) &&
         at::get_overlap_status(*w.tensor, *r.tensor) == at::MemOverlapStatus::Partial && !is_read_first(op, r)) {
       TORCH_CHECK(
           false, op.name, ": arguments '", argument_name(op, w.arg), "' and '", argument_name(op, r.arg), "' (",

@@ -265,11 +265,14 @@ void run_lists(const Op& op, Stack* stack_ptr) {
     for (size_t k = 0; k < e.refs.size(); ++k) {
       const auto& owner = e.refs[k];
       const auto& local = locals[e.positions[k]];
+      const auto put = [&owner](const at::Tensor& moved) {
+        at::Tensor(owner.impl ? owner.impl->local() : *owner.tensor).copy_(moved);
+      };
       if (e.solution && e.solution->write_back.has(k)) {
-        const auto put = [&owner](const at::Tensor& moved) { at::Tensor(owner.impl->local()).copy_(moved); };
-        back.add(op, owner, kWrittenBack, local, *e.solution->operands[k], owner.impl->layout_ptr(), put);
+        const auto& to = owner.impl ? owner.impl->layout_ptr() : e.solution->replicated;
+        back.add(op, owner, kWrittenBack, local, *e.solution->operands[k], to, put);
       } else if (e.copied.has(k) && (op.mutated >> owner.arg & 1)) {
-        at::Tensor(owner.impl->local()).copy_(local);
+        put(local);
       }
     }
   }

@@ -261,11 +261,10 @@ void carry_back(const Op& op, const Refs& refs, const Solution& solution, const 
     if (!solution.write_back.has(i)) {
       continue;
     }
-    auto* self = refs[i].impl;
-    TORCH_INTERNAL_ASSERT(self, "a plain tensor is written");
-    auto back = move_for(op, refs[i], kWrittenBack, locals[i], *solution.operands[i], self->layout());
-    at::Tensor local = self->local();
-    local.copy_(back);
+    const auto* self = refs[i].impl;
+    const auto& to = self ? self->layout() : *solution.replicated;
+    at::Tensor local = self ? self->local() : *refs[i].tensor;
+    local.copy_(move_for(op, refs[i], kWrittenBack, locals[i], *solution.operands[i], to));
   }
 }
 
