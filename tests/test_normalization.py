@@ -61,3 +61,21 @@ CASES = [
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
+
+
+def order_of_batch_norm():
+    """As torch's kernel: contiguous, unless the input is channels_last."""
+    from oracle import mesh_here, place
+
+    x = torch.randn(4, 6, 8, 5, generator=torch.Generator().manual_seed(1))
+    forms = (lambda t: t, lambda t: t.contiguous(memory_format=torch.channels_last), lambda t: t.transpose(1, 2), lambda t: t[:, ::2])
+    for form in forms:
+        want = F.batch_norm(form(x), None, None, training=True)
+        for at in ("R", "S(0)", "S(2)", "S(3)"):
+            got = F.batch_norm(form(place(x, mesh_here(), (at,), "even")), None, None, training=True)
+            assert got.stride() == want.stride(), at
+            torch.testing.assert_close(got.full_tensor(), want)
+
+
+def test_order_of_batch_norm(pools):
+    pools(2).run(f"{__name__}:order_of_batch_norm")

@@ -468,6 +468,9 @@ Rule batch_norm(const Call& call) {
   for (size_t i = 1; i < rule.results.size(); ++i) {
     rule.results[i].reduce = std::optional<ReduceOp>(); // whole
   }
+  if (const auto& x = call.tensors[0]; call.mesh.description().device_type == "cpu" && !x.has_symbols()) {
+    rule.results[0].order = channels_last_order(x).value_or(Order()); // torch's meta kernel keeps any order
+  }
   rule.always(batch_norm_kernel);
   return rule;
 }
