@@ -735,8 +735,6 @@ QUIET: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "nearest": (lambda x: F.interpolate(x, (7, 17)), {"all_to_all"}),
     "nearest by scale": (lambda x: F.interpolate(x, scale_factor=(0.7, 1.3), mode="nearest-exact"), {"all_to_all"}),
     "glu": (lambda x: F.glu(x, 2), {"all_to_all"}),
-    "roll as if flat": (lambda x: x.roll(5), {"all_to_all"}),
-    "roll as if flat, far": (lambda x: x.roll(-171), {"all_to_all"}),
 }
 
 
@@ -765,6 +763,31 @@ def run_quiet(inference: bool) -> None:
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 def test_nothing_is_gathered(pools, inference):
     pools(3).run(f"{__name__}:run_quiet", inference)
+
+
+def run_flat_rolls() -> None:
+    """A roll without dims: of rows, what crosses a cut; of columns, two exchanges, there and into rows. Few values are gathered."""
+    from oracle import mesh_here
+    from shardtensor import Shard
+
+    mesh = mesh_here()
+    for d, cut in ((0, None), (0, [500, 0, 524]), (1, None), (1, [1, 0, 5])):
+        whole = numbers(random.Random(2), 1024, 6).requires_grad_()
+        x = place(whole, mesh, [Shard(d)], [cut]).requires_grad_()
+        for by in (3, -1000):
+            y, sent = counted(lambda: x.roll(by))  # noqa: B023
+            text = f"roll({by}) of {x._layout} sends {sent}"
+            compare(y, whole.roll(by).detach(), 0, text)
+            assert set(sent) <= {"all_to_all"}, text
+            assert d or sent["all_to_all"][1] <= abs(by) * whole.itemsize, text
+            upstream = numbers(random.Random(3), *whole.shape)
+            (g,), sent = counted(lambda: torch.autograd.grad(y, x, place(upstream, mesh, y.placements, y._layout.cuts)))  # noqa: B023
+            compare(g, upstream.roll(-by), 0, f"gradient of {text}")
+            assert set(sent) <= {"all_to_all"}, f"gradient of {text} sends {sent}"
+
+
+def test_flat_rolls_gather_nothing(pools):
+    pools(3).run(f"{__name__}:run_flat_rolls")
 
 
 # ---- ops that need whole planes: batch or channels are cut instead ----

@@ -37,7 +37,7 @@ uint32_t kind_of_number(const c10::Scalar& number) {
     return 0;
   }
   const auto value = number.isComplex() ? std::abs(number.toComplexDouble()) : number.toDouble();
-  return (std::isinf(value) ? kInfinite : 0) | (value == 0 ? kZero : 0);
+  return std::isinf(value) ? kInfinite : value == 0 ? kZero : 0U;
 }
 
 uint32_t kind_of_number(const at::Tensor& t) {

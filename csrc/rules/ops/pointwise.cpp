@@ -6,6 +6,8 @@
 #include "rules/stages.h"
 #include "tensor/shard_tensor.h"
 
+#include <ATen/ATen.h>
+
 namespace shardtensor::rules {
 
 namespace {
