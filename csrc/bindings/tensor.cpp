@@ -36,7 +36,7 @@ std::optional<Tensors> tensor_list(const py::list& list) {
   return out;
 }
 
-// The places of two arguments that may share elements, of which one is written.
+// The places of two arguments that may share elements, of which the first is written.
 std::optional<std::pair<size_t, size_t>> overlapping(const py::list& args, const std::vector<size_t>& written) {
   std::vector<Use> uses;
   std::vector<size_t> places;

@@ -62,17 +62,22 @@ bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
 } // namespace
 
 std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<Use> uses) {
-  std::unordered_map<const void*, c10::SmallVector<size_t, 2>> known;
+  std::unordered_map<const void*, c10::SmallVector<size_t, 2>> written;
   for (size_t i = 0; i < uses.size(); ++i) {
-    const auto& use = uses[i];
-    auto& others = known[memory_of(*use.impl)];
-    for (const auto k : others) {
-      const auto& other = uses[k];
-      if (other.user != use.user && (other.written || use.written) && may_overlap(*other.tensor, *use.tensor)) {
-        return std::pair(k, i);
+    if (uses[i].written) {
+      written[memory_of(*uses[i].impl)].push_back(i);
+    }
+  }
+  for (size_t i = 0; !written.empty() && i < uses.size(); ++i) {
+    const auto found = written.find(memory_of(*uses[i].impl));
+    if (found == written.end()) {
+      continue;
+    }
+    for (const auto w : found->second) {
+      if (uses[w].user != uses[i].user && may_overlap(*uses[w].tensor, *uses[i].tensor)) {
+        return std::pair(w, i);
       }
     }
-    others.push_back(i);
   }
   return std::nullopt;
 }

@@ -15,8 +15,8 @@ struct Use {
   size_t user; // uses by the same one may overlap
 };
 
-// Positions of two uses that may share elements, of which one writes. Exact for slices, rows and columns of a tensor without
-// gaps: boxes on a grid that has a dim per stride.
+// Positions of two uses that may share elements, the first of which writes. Exact for slices, rows and columns of a tensor
+// without gaps: boxes on a grid that has a dim per stride.
 std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<Use> uses);
 
 } // namespace shardtensor

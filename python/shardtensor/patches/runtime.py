@@ -52,7 +52,7 @@ def _counting_writes(post_compile: Callable[..., Any]) -> Callable[..., Any]:
 def _check_apart(args: list[Any], written: list[int]) -> None:
     """A graph does not know that its inputs are views of each other. Decided alike on all ranks."""
     if found := _C.overlapping(args, written):
-        t, other = (args[i] for i in sorted(found, key=lambda i: i not in written))
+        t, other = (args[i] for i in found)
         raise RuntimeError(
             f"shardtensor: a compiled function writes one of its arguments ({tuple(t.shape)}, {_C.layout(t)}), and takes another "
             f"({tuple(other.shape)}, {_C.layout(other)}) that is a view of it, or of the same memory. Take the view inside the "
