@@ -340,22 +340,29 @@ def test_accelerate(ranks, tmp_path):
     ranks.run("test_libraries:accelerated", tmp_path)
 
 
+def saved_llama(folder, **sizes):
+    """The model of one process; all ranks find it in the folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=37, num_hidden_layers=2, max_position_embeddings=32, **sizes)).to(DOUBLE).train()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    return plain
+
+
 def accelerated_llama(folder):
     """Tensor parallelism, which accelerate has on GPUs only: a rank without heads has empty pieces, all at one address."""
     import shardtensor
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import ParallelismConfig
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
     as_launched()
-    sizes = dict(vocab_size=37, hidden_size=8, intermediate_size=11, num_hidden_layers=2, max_position_embeddings=32)
-    torch.manual_seed(0)
-    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).to(DOUBLE).train()
-    if dist.get_rank() == 0:
-        plain.save_pretrained(folder)
-    dist.barrier()
+    plain = saved_llama(folder, hidden_size=8, intermediate_size=11, num_attention_heads=2, num_key_value_heads=1)
     with shardtensor.replace_dtensor():
         distributed = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
         ours = LlamaForCausalLM.from_pretrained(folder, distributed_config=distributed, dtype=DOUBLE).train()
@@ -396,16 +403,11 @@ def trained_by_trainer(folder):
     import shardtensor
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import ParallelismConfig
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
     from transformers.distributed import DistributedConfig
 
     as_launched()
-    sizes = dict(vocab_size=37, hidden_size=20, intermediate_size=41, num_hidden_layers=2, max_position_embeddings=32)
-    torch.manual_seed(0)
-    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=5, num_key_value_heads=5)).to(DOUBLE).train()
-    if dist.get_rank() == 0:
-        plain.save_pretrained(folder / "begun")
-    dist.barrier()
+    plain = saved_llama(folder / "begun", hidden_size=20, intermediate_size=41, num_attention_heads=5, num_key_value_heads=5)
     tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(1))
     optimizer, want = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0), []
     for _ in range(3):
