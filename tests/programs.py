@@ -121,15 +121,15 @@ def _real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x).sum(-1)
 
 
-def _row(r: Random, x: torch.Tensor, listed: bool = True) -> Any:
-    """One row or a few, taken in any way; with a zero of each sign at times. `listed`: by a list of indices, too."""
+def _row(r: Random, x: torch.Tensor) -> Any:
+    """One row or a few, taken in any way; with a zero of each sign at times."""
     d = _dim(r, x)
     x = x * r.choice([1, 1, 1, 0, -1])
     n = x.shape[d]
     if r.random() < 0.3:
         return x.select(d, _one(r, n))
     ways = [lambda: x[_one(r, x.shape[0])], lambda: _any_of(r, x.unbind(d)), lambda: x[[_one(r, x.shape[0])] * 2]]
-    return r.choice(ways[: 2 + listed])()
+    return r.choice(ways)()
 
 
 def _narrow(r: Random, x: torch.Tensor) -> torch.Tensor:
@@ -440,10 +440,10 @@ VALUES: dict[str, tuple[int, Callable[..., Any]]] = {
     "attention_of_few": (3, lambda r, x: F.scaled_dot_product_attention(x[:, :2], x, x)),
     "embedding_bag": (2, lambda r, x: F.embedding_bag(torch.zeros(3, dtype=torch.long), x, torch.tensor([0, 1]), mode=r.choice(["sum", "mean"]))),
     # One rank's rows, used again; sums that wrap, widened; graphs.
-    "row_times_inf": (2, lambda r, x: _row(r, x, False) * torch.tensor(r.choice([math.inf, -math.inf, math.nan, 2]), dtype=x.dtype)),
-    "row_over": (2, lambda r, x: 1 / _row(r, x, False)),
-    "row_by": (2, lambda r, x: _row(r, x, False) / _row(r, x, False)),
-    "row_angle": (2, lambda r, x: torch.atan2(_row(r, x, False), torch.tensor(-1.0, dtype=x.dtype))),
+    "row_times_inf": (1, lambda r, x: _row(r, x) * torch.tensor(r.choice([math.inf, -math.inf, math.nan, 2]), dtype=x.dtype)),
+    "row_over": (1, lambda r, x: 1 / _row(r, x)),
+    "row_by": (1, lambda r, x: _row(r, x) / _row(r, x)),
+    "row_angle": (1, lambda r, x: torch.atan2(_row(r, x), torch.tensor(-1.0, dtype=x.dtype))),
     "row_cast": (1, lambda r, x: _row(r, x).to(r.choice([torch.float64, torch.float32, torch.int32, torch.bool])).to(x.dtype)),
     "row_where": (1, lambda r, x: (lambda row: torch.where(row > 0, row, torch.tensor(r.choice([-0.5, 7]), dtype=x.dtype)))(_row(r, x))),
     "row_cat": (1, lambda r, x: (lambda row: torch.cat([row.flatten(), row.flatten().detach() > 0, row.flatten().int()]))(_row(r, x))),
@@ -568,8 +568,7 @@ PAIR_WRITES: dict[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
     "graph_added": (_alike, _compiled(lambda x, y: x.add_(y * 2))),
 }  # fmt: skip
 
-# Right for a row that one rank holds, also with -0.0 and infinity. Summands are not exact: a user's own, and what is taken by a list
-# of indices, or from a tensor of one dim.
+# Right for rows and elements that one rank holds, also with -0.0 and infinity. A user's own summands are not exact.
 EXACT = {"row_times_inf", "row_over", "row_by", "row_angle"}
 
 # Each compiles something, which takes a second. `--graphs` tries them too.

@@ -235,6 +235,7 @@ READS = {
     "last_row": lambda x, i: x[-1],
     "column": lambda x, i: x[:, 2],
     "element": lambda x, i: x[3, 1],
+    "zero_element": lambda x, i: x[0, 1],
     "rows": lambda x, i: x.unbind(0),
     "columns": lambda x, i: x.unbind(1),
     "copied": lambda x, i: torch.select_copy(x, 0, 2),
@@ -243,6 +244,25 @@ READS = {
     "index_select": lambda x, i: x.index_select(1, i),
     "gather": lambda x, i: x.gather(0, i[:, None].expand(3, 6)),
     "embedding": lambda x, i: torch.nn.functional.embedding(i, x),
+}
+
+# What is done with it. A rank that holds nothing of it has zeros, which must not count: not times infinity, not negated.
+USES = {
+    "inverse": lambda t, c: 1 / t,
+    "negative": lambda t, c: -t,
+    "times_number": lambda t, c: t * -1,
+    "times_tensor": lambda t, c: t * c(-math.inf),
+    "times_list": lambda t, c: torch._foreach_mul([t], [c(math.inf)])[0],
+    "over_tensor": lambda t, c: t / c(0.0),
+    "times_added": lambda t, c: torch.addcmul(c(-0.0), t, c(math.inf)),
+    "product": lambda t, c: t.reshape(-1, 1) @ c(math.inf).reshape(1, 1),
+    "sign": lambda t, c: torch.copysign(c(1.0), t),
+    "chosen": lambda t, c: torch.where(t == t, t, c(1.0)),
+    "joined": lambda t, c: torch.cat([t.reshape(-1), t.reshape(-1).isnan(), t.reshape(-1).float()]),
+    "added": lambda t, c: t + t,
+    "twice": lambda t, c: t[None].clone().expand(2, *t.shape).half(),
+    "written": lambda t, c: t.clone().mul_(c(-math.inf)),
+    "added_up": lambda t, c: t.nan_to_num(0, 1, -1).sum() * c(2.0),
 }
 
 
@@ -261,8 +281,10 @@ def reads(name: str, mesh_shape: tuple[int, ...]) -> None:
                 for g, w in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, want)), strict=True):
                     _same_bits(g, w, f"{name} of {dtype}, {at} {cut}")
                     _same_bits(g.clone().reshape(-1), w.reshape(-1), f"{name} of {dtype}, {at} {cut}, flattened")
-                    if dtype == torch.float64:
-                        _same_bits(1 / g, 1 / w, f"1 / {name}, {at} {cut}")
+                    if dtype == torch.float64 and cut != "uneven":
+                        for use, f in USES.items():
+                            ours = f(g, lambda v: place(torch.tensor(v, dtype=dtype), mesh, ("R",) * mesh.ndim, "even"))
+                            _same_bits(ours, f(w, lambda v: torch.tensor(v, dtype=dtype)), f"{use} of {name}, {at} {cut}")
 
 
 def _same_bits(got, want, what):
@@ -311,9 +333,9 @@ def infinite(mesh_shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(f(x).full_tensor(), f(whole), equal_nan=True, msg=name)
         graph = torch.compile(f, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(graph(x).full_tensor(), f(whole), equal_nan=True, msg=f"{name} in a graph")
-    element = x[1]
+    total = x.sum()
     _C.reset_comm_counts()
-    for finite in (element * 2.5, element / 3, element * 0, torch.sub(element, element, alpha=2)):
+    for finite in (total * 2.5, total / 3, total * 0, torch.sub(total, total, alpha=2)):
         assert finite.placements == (Partial("sum"),) * len(mesh_shape)
     assert not _C.comm_counts()
 

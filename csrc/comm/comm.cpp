@@ -539,7 +539,15 @@ InFlight start_sum_apart(at::Tensor tensor, const Mesh& mesh, int64_t mesh_dim) 
     }
   }
   auto moving = messages.start();
-  moving.then([tensor, all, ranks, n] { tensor.copy_(all.view({ranks, n}).sum(0)); }, {tensor, all});
+  moving.then(
+      [tensor, all, ranks, n] {
+        auto sum = all.narrow(0, 0, n);
+        for (int64_t c = 1; c < ranks; ++c) {
+          sum.add_(all.narrow(0, c * n, n)); // at::sum would begin with 0.0, and lose the sign of -0.0
+        }
+        tensor.copy_(sum.view(tensor.sizes()));
+      },
+      {tensor, all});
   return moving;
 }
 

@@ -17,6 +17,9 @@ struct Placement {
 
   Kind kind = Kind::Replicate;
   ReduceOp reduce = ReduceOp::Sum;
+  // Partial over Sum: of each element at most one rank has a summand, the others the neutral value (a looked-up row). So what
+  // moves or casts values is exact before the sum, for all values and dtypes; what computes with them is not: 0 * inf.
+  bool picked = false;
   int16_t dim = -1;
   // Shard: > 1 is torch's _StridedShard, which cuts each of `split_factor` chunks and takes one piece of every chunk.
   int32_t split_factor = 1;
@@ -41,6 +44,12 @@ struct Placement {
     return p;
   }
 
+  static Placement partial_of_picked() {
+    auto p = partial(ReduceOp::Sum);
+    p.picked = true;
+    return p;
+  }
+
   bool is_replicate() const {
     return kind == Kind::Replicate;
   }
@@ -53,19 +62,26 @@ struct Placement {
   bool is_partial() const {
     return kind == Kind::Partial;
   }
+  // Whether its summands are summands of `o` as they are.
+  bool serves_as(const Placement& o) const {
+    auto p = *this;
+    p.picked = p.picked && o.picked;
+    return p == o;
+  }
   // Whether a tensor may hold summands of both, along two mesh dims: the order of reduction must not matter.
   bool commutes_with(const Placement& o) const {
     const auto linear = [](const Placement& p) { return p.reduce == ReduceOp::Sum || p.reduce == ReduceOp::Avg; };
     return !is_partial() || !o.is_partial() || *this == o || (linear(*this) && linear(o));
   }
   bool operator==(const Placement& o) const {
-    return kind == o.kind && reduce == o.reduce && dim == o.dim && split_factor == o.split_factor && norm_order == o.norm_order;
+    return kind == o.kind && reduce == o.reduce && picked == o.picked && dim == o.dim && split_factor == o.split_factor &&
+           norm_order == o.norm_order;
   }
   bool operator!=(const Placement& o) const {
     return !(*this == o);
   }
   size_t hash() const {
-    size_t h = static_cast<size_t>(kind) | static_cast<size_t>(reduce) << 8 |
+    size_t h = static_cast<size_t>(kind) | static_cast<size_t>(picked) << 7 | static_cast<size_t>(reduce) << 8 |
                static_cast<size_t>(static_cast<uint16_t>(dim)) << 16 | static_cast<size_t>(split_factor) << 32;
     return h ^ (std::hash<double>()(norm_order) * 31);
   }

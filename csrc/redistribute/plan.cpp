@@ -178,6 +178,9 @@ class Search {
         go(at, stages, m, StepKind::MakePartial, kTo);
       }
     } else if (stages[m] == kFrom && now.is_partial() && is_open(m)) {
+      if (now.serves_as(want)) {
+        go(at, stages, m, StepKind::MakePartial, kTo);
+      }
       go(at, stages, m, StepKind::AllReduce, kWhole);
       if (can_cut) {
         go(at, stages, m, StepKind::ReduceScatter, kTo);

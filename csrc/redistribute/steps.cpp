@@ -655,6 +655,10 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
 // it and the others get the neutral value.
 void make_partial(State& s, int64_t m, const LayoutPtr& next) {
   const auto& p = next->placement(m);
+  if (s.layout->placement(m).serves_as(p)) {
+    s.layout = next;
+    return;
+  }
   if (p.reduce == ReduceOp::Norm) { // all ranks see the same value, so all raise or none does
     at::_assert_async(
         s.local.lt(0).any().logical_not(),

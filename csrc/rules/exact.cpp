@@ -127,6 +127,7 @@ Linear moves(const Call& call, OperandSet operands, at::ScalarType to) {
   const auto passing = casts(call, operands, to);
   Linear out{std::move(operands)};
   out.any_reduction = !passing;
+  out.moves = true;
   out.reductions = passing.value_or(out.reductions);
   return out;
 }
@@ -138,17 +139,23 @@ Linear computes(const Call& call, OperandSet operands, at::ScalarType to) {
   return out;
 }
 
+Linear adds(const Call& call, OperandSet operands, at::ScalarType to) {
+  auto out = computes(call, std::move(operands), to);
+  out.adds = true;
+  return out;
+}
+
 void without_infinities(const Call& call, Rule& rule) {
   const bool summands =
       std::any_of(call.tensors.begin(), call.tensors.end(), [](const auto& t) { return t.layout->has_partial(); });
   if (!rule.linear.empty() && summands && (call.kinds_of_numbers() & kInfinite)) {
     auto& groups = rule.linear;
-    groups.erase(std::remove_if(groups.begin(), groups.end(), [](const auto& g) { return !g.any_reduction; }), groups.end());
+    groups.erase(std::remove_if(groups.begin(), groups.end(), [](const auto& g) { return !g.moves; }), groups.end());
   }
 }
 
 bool adds_up(const Linear& group, const Placement& summands, const Call& call) {
-  if (group.any_reduction || (summands.reduce != ReduceOp::Sum && summands.reduce != ReduceOp::Avg)) {
+  if (group.any_reduction || summands.picked || (summands.reduce != ReduceOp::Sum && summands.reduce != ReduceOp::Avg)) {
     return true;
   }
   const bool integers = summands.reduce == ReduceOp::Sum && (group.reductions & kWrapping);

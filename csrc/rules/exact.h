@@ -22,6 +22,8 @@ at::ScalarType promoted(const Call& call); // all that the op reads
 Linear moves(const Call& call, OperandSet operands, at::ScalarType to);
 // The op casts these operands to `to`, and is linear there in all of them together.
 Linear computes(const Call& call, OperandSet operands, at::ScalarType to);
+// The same if all that it computes is their sum.
+Linear adds(const Call& call, OperandSet operands, at::ScalarType to);
 
 // A summand times infinity is not a number where it is zero. So what computes with an infinite number takes no summands.
 void without_infinities(const Call& call, Rule& rule);

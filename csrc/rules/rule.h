@@ -56,6 +56,8 @@ struct Factor {
   // If it is sharded, a result that lacks it holds summands (Partial). Without `reduce`, such a result is Replicate: the kernel
   // makes it whole.
   std::optional<ReduceOp> reduce;
+  // The result has one index of it at each element, so only that index's rank has a value (Placement::picked).
+  bool picked = false;
   // The order, if `reduce` is Norm.
   double norm_order = 2.0;
   // The number of indices, if no operand dim has all of them (cat: each operand has a window). -1: taken from the operands.
@@ -163,15 +165,20 @@ constexpr uint32_t bit(ReduceOp op) {
 // group of both. mul: two groups of one.
 struct Linear {
   OperandSet operands;
-  // It commutes with every reduction (copies, views, casts), not only with sum and avg.
+  // It commutes with every reduction (copies, views), not only with sum and avg.
   bool any_reduction = false;
+  // It moves or casts values, so that picked summands pass, and stay picked.
+  bool moves = false;
+  // It adds its operands up and computes nothing else, so that picked summands pass as a sum's.
+  bool adds = false;
   // The reductions that it commutes with (bit() of each).
   uint32_t reductions = bit(ReduceOp::Sum) | bit(ReduceOp::Avg);
   // The order, if one of them is Norm.
   double norm_order = 2.0;
 
   bool passes(const Placement& p) const {
-    return any_reduction || ((reductions & bit(p.reduce)) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
+    return any_reduction || (p.picked && (moves || adds)) ||
+           (!p.picked && (reductions & bit(p.reduce)) && (p.reduce != ReduceOp::Norm || p.norm_order == norm_order));
   }
 };
 
@@ -286,7 +293,7 @@ struct Rule {
   }
   // The op only moves values, so every kind of Partial passes.
   void passes_partial(OperandSet operands_ = 0b1) {
-    linear.push_back({std::move(operands_), true});
+    linear.push_back({.operands = std::move(operands_), .any_reduction = true, .moves = true});
   }
 };
 

@@ -79,6 +79,7 @@ Rule empty_like(const Call& call) {
   auto rule = like(call);
   rule.operands[0].free = false;
   rule.passes_partial();
+  rule.linear[0].moves = false; // what is written into it need not be picked
   return rule;
 }
 

@@ -53,7 +53,7 @@ Rule embedding(const Call& call) {
       !call.flag(4), "embedding: argument 'sparse' is True; gradients of ShardTensors are dense, pass sparse=False");
   TORCH_CHECK(call.tensors[0].dim() == 2, "'weight' must be 2-D");
   Rule rule;
-  const auto v = rule.factor({.kernel = true, .reduce = ReduceOp::Sum});
+  const auto v = rule.factor({.kernel = true, .reduce = ReduceOp::Sum, .picked = true});
   auto indices = fresh_dims(rule, call.tensors[1].dim());
   auto out = indices;
   out.emplace_back(rule.factor());

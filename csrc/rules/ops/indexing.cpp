@@ -1,5 +1,5 @@
 // Reading and writing by index. If an indexed dim is sharded, every rank reads or writes only its own piece: a read gives
-// summands (one rank has the value, the others zeros), a write changes this rank's piece. The indices are then whole.
+// picked summands (one rank has the value, the others zeros), a write changes this rank's piece. The indices are then whole.
 #include "redistribute/identity.h"
 #include "rules/exact.h"
 #include "rules/in_order.h"
@@ -17,9 +17,8 @@ namespace shardtensor::rules {
 namespace {
 
 // A dim that is indexed. If it is sharded, the result of a read holds summands, and a write changes only the piece.
-Factor indexed(at::ScalarType dtype, bool reads) {
-  const auto reduce = dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
-  return {.kernel = true, .reduce = reads ? std::optional(reduce) : std::nullopt};
+Factor indexed(bool reads) {
+  return {.kernel = true, .reduce = reads ? std::optional(ReduceOp::Sum) : std::nullopt, .picked = reads};
 }
 
 // ---- local indices ----
@@ -93,7 +92,7 @@ void let_pass(const Call& call, Rule& rule) {
   if (rule.operands.size() > 2 && writes == Writes::Values) {
     rule.passes_partial(0b101);
   } else if (rule.operands.size() > 2 && writes == Writes::Sums) {
-    rule.linear.push_back(computes(call, 0b101, call.tensors[0].dtype));
+    rule.linear.push_back(adds(call, 0b101, call.tensors[0].dtype));
   }
 }
 
@@ -117,7 +116,7 @@ Aligned align(Rule& rule, const TensorArg& self, const TensorArg& index, const T
         none || !src || d >= src->dim() || at <= src->sym_size(d), "Expected index ", index.sizes(), " to be no larger than src ",
         src ? src->sizes() : c10::IntArrayRef());
     if (d == dim) {
-      out.self.emplace_back(rule.factor(indexed(self.dtype, reads)));
+      out.self.emplace_back(rule.factor(indexed(reads)));
       out.index.push_back(reads ? Dim(rule.factor()) : Dim(kNone));
     } else if (at == size && (!src || (d < src->dim() && src->sym_size(d) == at))) {
       out.self.emplace_back(rule.factor());
@@ -195,7 +194,7 @@ Rule index_select(const Call& call) {
   }
   Rule rule;
   const auto dim = call.dim(1, x.dim());
-  auto in = dims_along(rule, x.dim(), dim, indexed(x.dtype, true)), out = in;
+  auto in = dims_along(rule, x.dim(), dim, indexed(true)), out = in;
   out[dim] = index.dim() ? Dim(rule.factor()) : Dim(kNone);
   rule.operands.emplace_back(std::move(in));
   rule.operands.emplace_back(index.dim() ? Dims{out[dim]} : Dims{});
@@ -216,7 +215,7 @@ Rule write_rows(const Call& call) {
   }
   Rule rule;
   const auto dim = call.dim(1, self.dim());
-  auto dims = dims_along(rule, self.dim(), dim, indexed(self.dtype, false));
+  auto dims = dims_along(rule, self.dim(), dim, indexed(false));
   rule.operands.emplace_back(dims);
   rule.operands.emplace_back(Dims{Dim(kNone)});
   if (has_source) {
@@ -280,7 +279,7 @@ Rule indexed_rule(const Call& call, const Indexing& how, bool reads, Dims& shape
   Dims in;
   for (int64_t d = 0; d < x.dim(); ++d) {
     const bool covered = how.covered >> d & 1;
-    in.push_back(!covered ? Dim(rule.factor()) : how.masks ? Dim(kNone) : Dim(rule.factor(indexed(x.dtype, reads))));
+    in.push_back(!covered ? Dim(rule.factor()) : how.masks ? Dim(kNone) : Dim(rule.factor(indexed(reads))));
   }
   rule.operands.emplace_back(in);
   const auto indices = c10::ArrayRef<TensorArg>(call.tensors).slice(1, how.dims.size());
@@ -422,7 +421,7 @@ Rule index_put(const Call& call) {
   OperandSet both(0b1);
   both.add(call.tensors.size() - 1);
   if (call.flag(3)) {
-    rule.linear.push_back(computes(call, both, call.tensors[0].dtype));
+    rule.linear.push_back(adds(call, both, call.tensors[0].dtype));
   } else {
     rule.passes_partial(both);
   }

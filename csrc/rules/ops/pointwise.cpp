@@ -8,6 +8,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 namespace shardtensor::rules {
 
 namespace {
@@ -19,6 +21,21 @@ constexpr RuleFn pointwise = broadcast;
 Rule linear_jointly(const Call& call) {
   auto rule = broadcast(call);
   rule.linear.push_back(computes(call, OperandSet::first(call.tensors.size()), promoted(call)));
+  return rule;
+}
+
+Rule sum_of_two(const Call& call) {
+  auto rule = broadcast(call);
+  rule.linear.push_back(adds(call, OperandSet::first(call.tensors.size()), promoted(call)));
+  return rule;
+}
+
+// Picked summands lack a -0.0 where the other side has a zero: -0.0 - -0.0 is 0.0. That is borne where both sides are sums, which
+// then add up once; beside a whole tensor it would gain nothing.
+Rule difference(const Call& call) {
+  auto rule = sum_of_two(call);
+  rule.linear[0].adds = std::all_of(
+      call.tensors.begin(), call.tensors.end(), [](const TensorArg& t) { return t.output || t.layout->has_partial(); });
   return rule;
 }
 
@@ -78,7 +95,7 @@ Rule commutes_with(const Call& call) {
   auto rule = broadcast(call);
   auto group = moves(call, OperandSet::first(call.tensors.size()), promoted(call));
   group.reductions = group.any_reduction ? bit(op) : group.reductions & bit(op);
-  group.any_reduction = false;
+  group.any_reduction = group.moves = false;
   rule.linear.push_back(std::move(group));
   return rule;
 }
@@ -473,7 +490,9 @@ void register_pointwise(Registry& r) {
   r.add("pointwise", {"log_sigmoid_backward"}, linear_in_first<log_sigmoid>);
   r.add("pointwise", {"glu"}, glu, {.way = Way::Stages, .in_stages = glu_in_stages});
   r.add("pointwise", {"glu_backward"}, linear_in_first<glu>, {.way = Way::Stages, .in_stages = glu_backward_in_stages});
-  r.add_forms("pointwise", {"add.Tensor", "lerp.Scalar", "sub.Tensor", "rsub.Tensor"}, linear_jointly, o);
+  r.add_forms("pointwise", {"add.Tensor"}, sum_of_two, o);
+  r.add_forms("pointwise", {"sub.Tensor", "rsub.Tensor"}, difference, o);
+  r.add_forms("pointwise", {"lerp.Scalar"}, linear_jointly, o);
   r.add_forms("pointwise", {"mul.Tensor"}, linear_in_each, o);
   r.add_forms("pointwise", {"lerp.Tensor"}, linear_in_two, o);
   r.add_forms("pointwise", {"addcmul"}, addcmul, o);

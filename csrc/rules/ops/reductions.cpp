@@ -154,7 +154,7 @@ Rule counted(const Call& call) {
 
 Rule summed(const Call& call, bool by_kernel) {
   auto rule = reduce(call, {.kernel = by_kernel, .reduce = ReduceOp::Sum});
-  rule.linear.push_back(computes(call, with_outputs(call, 1), computed_in(call)));
+  rule.linear.push_back(adds(call, with_outputs(call, 1), computed_in(call)));
   return rule;
 }
 

@@ -224,7 +224,7 @@ Rule scan(const Call& call) {
 
 Rule cumsum(const Call& call) {
   auto rule = scan<cumsum_kernel>(call);
-  rule.linear.push_back(computes(call, 1, computed_in(call)));
+  rule.linear.push_back(adds(call, 1, computed_in(call)));
   return rule;
 }
 

@@ -185,7 +185,7 @@ Rule expand(const Call& call) {
 void register_view_order(Registry& r) {
   r.add("views", {"_conj", "_neg_view"}, [](const Call& call) {
     auto rule = same(call);
-    rule.linear[0].any_reduction = false;
+    rule.linear[0].any_reduction = rule.linear[0].moves = false;
     return rule;
   });
   r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same);

@@ -296,8 +296,7 @@ Row row_at(const Call& call, int64_t dim, const c10::SymInt& index) {
 Rule rows(const Call& call, const Row& row) {
   Rule rule;
   const auto& x = call.tensors[0];
-  const auto reduce = x.dtype == at::kBool ? ReduceOp::Bor : ReduceOp::Sum;
-  rule.operands.emplace_back(dims_along(rule, x.dim(), row.dim, {.kernel = true, .reduce = reduce}));
+  rule.operands.emplace_back(dims_along(rule, x.dim(), row.dim, {.kernel = true, .reduce = ReduceOp::Sum, .picked = true}));
   rule.passes_partial();
   return rule;
 }

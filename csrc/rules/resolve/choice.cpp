@@ -39,6 +39,9 @@ Placement Choices::placement_of(size_t i, const Choice& c) const {
 Placement Choices::summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const {
   const auto& f = rule.factors[factor];
   const auto reduce = override_ ? *override_ : f.reduce;
+  if (f.picked && reduce == f.reduce) {
+    return Placement::partial_of_picked();
+  }
   return reduce ? Placement::partial(*reduce, f.norm_order) : Placement::replicate();
 }
 
@@ -102,7 +105,7 @@ class Chooser {
               (p.reduce == ReduceOp::Norm && !all_hold(group, m, p))) {
             continue;
           }
-          candidates.push_back({.kind = Choice::Kind::Partial, .group = &group, .partial = p});
+          candidates.push_back({.kind = Choice::Kind::Partial, .group = &group, .partial = as_sum(group, m, p)});
         }
       }
     }
@@ -134,6 +137,16 @@ class Chooser {
  private:
   bool has_symbols() const {
     return std::any_of(call_.tensors.begin(), call_.tensors.end(), [](const TensorArg& t) { return t.has_symbols(); });
+  }
+
+  // Picked summands stay so where values are moved, unless other summands come beside them.
+  Placement as_sum(const Linear& group, int64_t m, Placement p) const {
+    for (size_t i = 0; p.picked && i < call_.tensors.size(); ++i) {
+      const auto& other = call_.tensors[i].layout->placement(m);
+      const bool read = group.operands.has(i) && !call_.tensors[i].output;
+      p.picked = group.moves && (!read || !other.is_partial() || other.picked);
+    }
+    return p;
   }
 
   // Of choices that move something. The ranks must choose alike, and a symbol of one may be a number on another. So each
@@ -289,6 +302,9 @@ class Chooser {
 
   double step_cost(int64_t m, const Placement& have, const Placement& want, double held) const {
     if (have.is_replicate()) {
+      return 0;
+    }
+    if (have.serves_as(want)) {
       return 0;
     }
     if (have.is_partial()) {
