@@ -283,8 +283,8 @@ def reads(name: str, mesh_shape: tuple[int, ...]) -> None:
                     _same_bits(g.clone().reshape(-1), w.reshape(-1), f"{name} of {dtype}, {at} {cut}, flattened")
                     if dtype == torch.float64 and cut != "uneven":
                         for use, f in USES.items():
-                            ours = f(g, lambda v: place(torch.tensor(v, dtype=dtype), mesh, ("R",) * mesh.ndim, "even"))
-                            _same_bits(ours, f(w, lambda v: torch.tensor(v, dtype=dtype)), f"{use} of {name}, {at} {cut}")
+                            ours = f(g, lambda v: place(torch.tensor(v, dtype=torch.float64), mesh, ("R",) * mesh.ndim, "even"))
+                            _same_bits(ours, f(w, lambda v: torch.tensor(v, dtype=torch.float64)), f"{use} of {name}, {at} {cut}")
 
 
 def _same_bits(got, want, what):
