@@ -46,6 +46,8 @@ OUT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def outputs(name: str) -> None:
+    from shardtensor import implicit_replication
+
     f, sizes = OUT[name]
     mesh = mesh_of((3,))
     plain = [torch.randn(s, dtype=torch.float64) for s in sizes]
@@ -62,15 +64,19 @@ def outputs(name: str) -> None:
         compare(out, want, 1e-9, f"{name} into one that fits, {placement}")
         assert not python_entered(partial(f, *ours, out=out)), f"{name}, {placement}"
         for w in wrong:
-            for where in ("R", "S(0)"):
-                out = place(w, mesh, (where,), EVEN)
+            for out in (place(w, mesh, ("R",), EVEN), place(w, mesh, ("S(0)",), EVEN), w.clone()):
                 try:
-                    f(*ours, out=out)
+                    with torch.no_grad(), implicit_replication():
+                        f(*ours, out=out)
                 except RuntimeError as error:
                     assert "are not resized" in str(error) and "has sizes" in str(error), error
                 else:
                     raise AssertionError(f"{name} writes {tuple(want.shape)} into {tuple(w.shape)}")
                 compare(out, w, 0, f"{name} into a wrong one")
+        with torch.no_grad(), implicit_replication():
+            for out in (torch.empty(0, dtype=dtype), torch.zeros_like(want)):
+                assert f(*ours, out=out) is out or name == "max"
+                compare(out, want, 1e-9, f"{name} into a plain one, {placement}")
 
 
 @pytest.mark.parametrize("name", OUT)

@@ -68,8 +68,8 @@ LayoutPtr layout_for(const Op& op, c10::IntArrayRef sizes, const Refs& refs, con
 
 void wrong_sizes(const Op& op, const Ref& r, c10::IntArrayRef has, c10::IntArrayRef needs) {
   TORCH_CHECK(
-      false, op.name, ": argument '", op.schema().arguments()[r.arg].name(), "' has sizes ", has, " (", r.impl->layout().str(),
-      ", rank ", r.impl->layout().mesh().rank(), "), the result ", needs,
+      false, op.name, ": argument '", op.schema().arguments()[r.arg].name(), "' has sizes ", has, " (",
+      r.impl ? c10::str(r.impl->layout().str(), ", rank ", r.impl->layout().mesh().rank()) : "plain", "), the result ", needs,
       "; out= tensors with elements are not resized: pass one of the result's sizes or an empty one");
 }
 
@@ -82,6 +82,10 @@ void fit_outputs(const Op& op, const Refs& refs, const AllSizes& needed) {
     const c10::IntArrayRef sizes = needed[i];
     if (r.tensor->numel() > 0) {
       wrong_sizes(op, r, r.tensor->sizes(), sizes);
+    }
+    if (!r.impl) {
+      r.tensor->resize_(sizes);
+      continue;
     }
     const auto layout = layout_for(op, sizes, refs, r.impl->layout_ptr());
     auto local = at::empty(layout->local_sizes(sizes), r.impl->local().options());
@@ -127,7 +131,7 @@ rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t bas
 void check_outputs(const Op& op, const rules::Solution& solution, const Refs& refs, const Locals& locals) {
   for (size_t i = 0; i < refs.size(); ++i) {
     const auto& r = refs[i];
-    if (is_output(op, r)) {
+    if (is_output(op, r) && (r.impl || solution.operands[i])) {
       const auto& layout = solution.operands[i] ? *solution.operands[i] : r.impl->layout();
       const bool fits = C10_UNLIKELY(is_symbolic(*r.tensor))
                             ? locals[i].sym_sizes() == c10::SymIntArrayRef(sym_local_sizes(layout, r.tensor->sym_sizes()))

@@ -29,7 +29,7 @@ inline c10::IntArrayRef sizes_of(const Ref& r) {
 
 // Whether the op only writes it (out=).
 inline bool is_output(const Op& op, const Ref& r) {
-  return r.impl && (op.outputs >> r.arg & 1);
+  return op.outputs >> r.arg & 1;
 }
 
 // Every tensor among boxed arguments. The references point into the stack.

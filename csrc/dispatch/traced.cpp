@@ -52,7 +52,7 @@ bool has_meta_kernel(const c10::OperatorHandle& op) {
 bool is_resized(const Op& op, const Ref& r, const Refs& refs) {
   const auto numel = r.tensor->sym_numel().maybe_as_int();
   return is_output(op, r) && numel && *numel == 0 &&
-         std::none_of(refs.begin(), refs.end(), [&](const Ref& o) { return o.impl == r.impl && !is_output(op, o); });
+         std::none_of(refs.begin(), refs.end(), [&](const Ref& o) { return o.tensor->is_same(*r.tensor) && !is_output(op, o); });
 }
 
 // Makes numbers of sizes that cannot be symbols. Ops that have neither a rule nor parts with rules, ops without a meta kernel,
