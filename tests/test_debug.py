@@ -445,8 +445,12 @@ def attention_tells_of_gathered_keys():
             texts.clear()
             log_gathers()  # what has been said is said again
             torch._dynamo.reset()
-            torch.compile(attention, backend="aot_eager", fullgraph=True)(q, q * 2, q)
-            assert ["a graph cannot send its pieces round" in t for t in texts] == [True] * 2 * first, texts
+            torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)(q, k, k)
+            assert ["would cost more" in t for t in texts] == [True] * 2 * first, texts
+            texts.clear()
+            flat = q[0]  # of symbols, and not of the dims that a ring takes
+            torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)(flat, flat * 2, flat)
+            assert ["its pieces cannot be sent round the ranks" in t for t in texts] == [True] * 2 * first, texts
             q.redistribute(placements=[torch.distributed.tensor.Replicate()]) + q  # ends the listening
             assert _watch.moves._listeners == []
     finally:

@@ -268,6 +268,153 @@ def test_a_long_cache_stays_in_a_graph(pools, dynamic):
     pools(3).run(f"{__name__}:run_compiled_cache", dynamic, seconds=100)
 
 
+# ---- the same in graphs ----
+
+
+def graph_keeper(graphs: list[list[str]]) -> Any:
+    """A backend that notes the ops of each graph, forward and backward."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append([n.target._opname for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)])
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=keep, bw_compiler=keep)
+
+
+def collectives_of(ops: list[str]) -> list[str]:
+    return [op for op in ops if op in ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor", "put_off")]
+
+
+def run_choice_in_graph(case: str) -> None:
+    """The plan is eager mode's, also where heads could be exchanged instead."""
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks, q, k, causal, calls, _ = CHOICES[case]
+    mesh, graphs = init_device_mesh("cpu", (ranks,)), list[list[str]]()
+    torch._dynamo.reset()
+    attention = torch.compile(F.scaled_dot_product_attention, backend=graph_keeper(graphs), fullgraph=True, dynamic=False)
+    given = [place(numbers(random.Random(1), *sizes).float(), mesh, [Shard(2)], [None]) for sizes in (q, k, k)]
+    with torch.no_grad():
+        attention(*given, is_causal=causal, enable_gqa=True)
+    functional = {"all_to_all": "all_to_all_single", "all_gather": "all_gather_into_tensor"}
+    want = ["put_off"] if case.startswith("ring") else [functional[name] for name, n in calls.items() for _ in range(n)]
+    assert [collectives_of(ops) for ops in graphs] == [want], graphs
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_choice_in_a_graph(pools, case):
+    pools(CHOICES[case][0]).run(f"{__name__}:run_choice_in_graph", case, seconds=100)
+
+
+# mesh; heads of queries and keys; rows of each rank's pieces (along the first mesh dim); dtype; how; other placements
+RINGS: dict[str, tuple[tuple[int, ...], tuple[int, int], list[int], torch.dtype, dict[str, Any], str]] = {
+    "even": ((2,), (4, 2), [512, 512], torch.float64, {"is_causal": True, "enable_gqa": True}, ""),
+    "not causal": ((2,), (1, 1), [700, 1348], torch.float32, {"scale": 0.3}, ""),
+    "empty": ((3,), (3, 1), [700, 0, 324], torch.float64, {"is_causal": True, "enable_gqa": True}, ""),
+    "one row": ((3,), (1, 1), [1, 1023, 0], torch.float64, {}, ""),
+    "half precision": ((3,), (1, 1), [342, 342, 340], torch.bfloat16, {"is_causal": True}, ""),
+    "masked": ((3,), (1, 1), [400, 0, 240], torch.float64, {"masked": True}, ""),
+    "batch cut too": ((2, 2), (1, 1), [600, 424], torch.float64, {"is_causal": True}, "S(0)"),
+    "cut twice": ((2, 2), (1, 1), [600, 424], torch.float64, {}, "S(2)"),
+}
+
+
+def run_ring_in_graph(case: str, backend: str | None) -> None:
+    """A graph sends what eager mode sends, forward and backward, and gathers nothing. Its tensors lie in memory as eager mode's."""
+    from shardtensor import Replicate, Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape, heads, cut, dtype, how, other = RINGS[case]
+    mesh, draw, graphs = init_device_mesh("cpu", shape), random.Random(1), list[list[str]]()
+    placements = [Shard(1), *([Shard(1 if other == "S(2)" else 0)] if other else [])]  # of [batch, sequence, heads, features]
+    cuts: list[Any] = [cut, *[None] * (mesh.ndim - 1)]
+    batch = 1 if case == "cut twice" else 2  # else a mesh dim would cut that instead
+    whole = [numbers(draw, batch, sum(cut), h, 16).to(dtype) for h in (heads[0], heads[1], heads[1])]
+    options = {name: value for name, value in how.items() if name != "masked"}
+    mask = numbers(draw, sum(cut), sum(cut)) > 0
+    mask[:, 0] = True  # no row without a key
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        rows = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(*rows, attn_mask=mask if "masked" in how else None, **options).transpose(1, 2)
+
+    plain = [t.clone().requires_grad_() for t in whole]
+    want = attend(*plain, mask)
+    upstream = numbers(draw, *want.shape).to(dtype)
+    expected = torch.autograd.grad(want, plain, upstream)
+
+    def both_ways(function: Any) -> tuple[Any, ...]:
+        leaves = [place(t, mesh, placements, cuts).requires_grad_() for t in whole]
+        masks = place(mask, mesh, [Replicate()] * mesh.ndim, [None] * mesh.ndim)
+        y, forward = counted(lambda: function(*leaves, masks))
+        grads, backward = counted(lambda: torch.autograd.grad(y, leaves, place(upstream, mesh, placements, cuts)))
+        return [y.detach(), *grads], forward, backward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=backend or graph_keeper(graphs), fullgraph=True, dynamic=False)
+    eager, forward, backward = both_ways(attend)
+    both_ways(compiled)
+    got, *sent = both_ways(compiled)
+    assert set(forward) == set(backward) == {"all_to_all"} and sent == [forward, backward], (forward, backward, sent)
+    assert [collectives_of(ops) for ops in graphs] == ([] if backend else [["put_off"]] * 2), graphs
+    tolerance = {torch.bfloat16: 4e-2, torch.float32: 1e-4}.get(dtype, 1e-9)
+    for name, a, b, w in zip(("result", "q", "k", "v"), got, eager, (want.detach(), *expected), strict=True):
+        compare(a, w, tolerance, f"{name} of {case}")
+        assert a._layout == b._layout and a.stride() == b.stride(), f"{name}: {a._layout} {a.stride()} {b.stride()}"
+
+
+@pytest.mark.parametrize("case", RINGS)
+def test_ring_in_a_graph(pools, case):
+    pools(math.prod(RINGS[case][0])).run(f"{__name__}:run_ring_in_graph", case, None, seconds=100)
+
+
+@pytest.mark.parametrize("case", ["even", "empty"])
+def test_ring_in_a_graph_of_inductor(pools, case):
+    pools(math.prod(RINGS[case][0])).run(f"{__name__}:run_ring_in_graph", case, "inductor", seconds=120)
+
+
+LENGTHS: dict[str, Any] = {
+    "all": F.scaled_dot_product_attention,
+    "causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "of a slice": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], is_causal=True),
+    "joined": lambda q, k, v: F.scaled_dot_product_attention(*(torch.cat([t, t[:, :, :3]], 2) for t in (q, k, v))),
+}
+
+
+def run_ring_of_lengths(name: str) -> None:
+    """Where sizes are symbols, a graph serves all lengths that the ranks divide, another one all others."""
+    from shardtensor import Shard
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, function = init_device_mesh("cpu", (3,)), LENGTHS[name]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
+    for length in (900, 1200, 1201, 1000, 100):
+        whole = [numbers(random.Random(i), 2, 1, length, 16).requires_grad_() for i in range(3)]
+        want = function(*whole)
+        upstream = numbers(random.Random(3), *want.shape)
+        expected = torch.autograd.grad(want, whole, upstream)
+        leaves = [place(t.detach(), mesh, [Shard(2)], [None]).requires_grad_() for t in whole]
+        y, sent = counted(lambda: compiled(*leaves))  # noqa: B023
+        assert set(sent) == {"all_to_all"}, sent
+        compare(y, want.detach(), 1e-9, f"result of {length}")
+        grads, sent = counted(lambda: torch.autograd.grad(y, leaves, place(upstream, mesh, [Shard(2)], [None])))  # noqa: B023
+        assert set(sent) == {"all_to_all"}, sent
+        for g, w in zip(grads, expected, strict=True):
+            compare(g, w, 1e-9, f"gradient of {length}")
+    assert counter.frame_count <= 2, counter.frame_count
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_ring_of_all_lengths(pools, name):
+    pools(3).run(f"{__name__}:run_ring_of_lengths", name, seconds=100)
+
+
 # ---- the ring with CUDA's kernels: ones by matrix products stand in for them, with the same forms of statistics ----
 
 
@@ -313,7 +460,7 @@ def cudnn_backward(
     return gradients_of(grad, q, k, v, out, total.squeeze(-1), is_causal, scale)
 
 
-def run_kernels() -> None:
+def run_kernels(compiled: bool) -> None:
     from shardtensor import Shard, strict_mode
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -335,16 +482,19 @@ def run_kernels() -> None:
         whole = [numbers(random.Random(i), 2, 2, 60, 8) for i in range(4)]
         weights, _ = weights_of(*whole[:2], None, causal, None)
         want = (weights @ whole[2], *gradients_of(whole[3], *whole[:3], weights @ whole[2], None, causal, None))
-        with strict_mode():
-            got, sent = counted(lambda: kernel(*(place(t, mesh, [Shard(2)], [cut]) for t in whole), causal))  # noqa: B023
+        torch._dynamo.reset()
+        function = torch.compile(kernel, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else kernel
+        with torch.no_grad(), strict_mode():
+            got, sent = counted(lambda: function(*(place(t, mesh, [Shard(2)], [cut]) for t in whole), causal))  # noqa: B023
         assert set(sent) == {"all_to_all"}, sent
         for a, b in zip(got, want, strict=True):
             assert a.placements == (Shard(2),)
             compare(a, b, 1e-9, f"{kernel.__name__} {causal} {cut}")
 
 
-def test_kernels_of_cuda(pools):
-    pools(3).run(f"{__name__}:run_kernels")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kernels_of_cuda(pools, compiled):
+    pools(3).run(f"{__name__}:run_kernels", compiled, seconds=100)
 
 
 def run_several_pieces() -> None:

@@ -2,12 +2,12 @@
 // cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ops/ring and tensor/. Registers itself at
 // AutogradPrivateUse2.
 #include "autograd/functions.h"
-#include "comm/values.h"
 #include "dispatch/handler.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
 #include "rules/ops/ring.h"
 #include "tensor/shard_tensor.h"
+#include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ops/_scaled_dot_product_attention_math_compositeimplicitautograd_dispatch.h>
@@ -56,28 +56,35 @@ struct Places {
 // Why they move: heads or batches are cut instead of the sequence; or keys and values are gathered.
 constexpr const char* kWholeSequences = "attention needs whole sequences";
 constexpr const char* kCheaperWhole = "the whole of it costs less than its pieces, one after the other";
-constexpr const char* kNoRing = "a graph has no ring";
+constexpr const char* kNoPieces = "it cannot be sent piece by piece, nor cut along another dim";
 constexpr const char* kOwnKeys = "each rank attends to its own keys with all queries";
 
 // What a cost is counted in: bytes sent by a rank. So much arithmetic takes as long as sending a byte.
 constexpr double kFlopsPerByte = 64;
 
-// Decides for one call. Without sizes (in a graph, where they may be symbols on some ranks only), the number of heads decides,
-// and whether there are so few queries that all ranks' results are less than a rank's keys.
+// Decides for one call. Where sizes are a graph's symbols, which have no costs, the number of heads decides, and whether there
+// are so few queries that all ranks' results are less than a rank's keys.
 class Placing {
  public:
   Placing(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool causal)
-      : query_(query),
-        key_(key),
-        value_(value),
-        causal_(causal),
-        traced_(is_traced(as_shard_tensor(query)->local())),
-        sequence_(query.dim() - 2) {}
+      : query_(query), key_(key), value_(value), causal_(causal), sequence_(query.dim() - 2) {}
 
   // Nothing if the tensors stay where they are: then keys and queries travel piece by piece (rules/ops/ring.h).
   std::optional<Places> decide() const {
     if (!any_cut()) {
       return std::nullopt;
+    }
+    const Places stay{
+        as_shard_tensor(query_)->layout_ptr(), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), ""};
+    const bool travels = query_.dim() == 4 && rules::cut_together(layout(query_), layout(key_), layout(value_), sequence_);
+    if (has_symbols(query_) || has_symbols(key_) || has_symbols(value_)) {
+      if (auto merged = merging(); merged && are_few_queries()) {
+        return merged;
+      }
+      if (auto places = spread(sequence_ - 1)) {
+        return places;
+      }
+      return travels ? stay : Places{stay.query, whole(key_), whole(value_), kNoPieces};
     }
     std::optional<Places> best;
     double least = std::numeric_limits<double>::infinity();
@@ -87,15 +94,6 @@ class Placing {
         best = std::move(places);
       }
     };
-    const Places stay{
-        as_shard_tensor(query_)->layout_ptr(), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), ""};
-    if (traced_) { // a graph has no messages between single ranks
-      auto places = spread(sequence_ - 1);
-      if (auto merged = merging(); merged && are_few_queries()) {
-        return merged;
-      }
-      return places ? places : Places{stay.query, whole(key_), whole(value_), kNoRing};
-    }
     for (int64_t d = sequence_ - 1; d >= 0; --d) {
       auto places = spread(d);
       const auto cost = places ? cost_of_spreading(*places, d) : 0;
@@ -103,7 +101,7 @@ class Placing {
     }
     const auto gathered = whole(key_), with = whole(value_);
     offer(Places{stay.query, gathered, with, kCheaperWhole}, cost_of_gathering());
-    if (query_.dim() == 4 && rules::cut_together(layout(query_), layout(key_), layout(value_), sequence_)) {
+    if (travels) {
       offer(stay, cost_of_ring());
     }
     if (auto places = merging()) {
@@ -216,16 +214,23 @@ class Placing {
     return static_cast<double>(most) * ranks / static_cast<double>(count);
   }
 
+  // In a graph a tensor may have kept its symbols' form after they have become numbers.
+  static int64_t extent(const at::Tensor& t, int64_t d) {
+    return t.sym_size(d).guard_int(__FILE__, __LINE__);
+  }
+  static int64_t numel(const at::Tensor& t) {
+    return t.sym_numel().guard_int(__FILE__, __LINE__);
+  }
   static double bytes(const at::Tensor& t) {
-    return static_cast<double>(t.numel() * static_cast<int64_t>(t.element_size()));
+    return static_cast<double>(numel(t) * static_cast<int64_t>(t.element_size()));
   }
   static double cost(const Layout& from, const Layout& to, double bytes) {
     return &from == &to ? 0 : plan_for(from, to, bytes)->cost;
   }
   double flops() const {
     const auto pairs =
-        static_cast<double>(query_.numel() / std::max<int64_t>(query_.size(-1), 1)) * static_cast<double>(key_.size(-2));
-    const auto features = static_cast<double>(query_.size(-1) + value_.size(-1));
+        static_cast<double>(numel(query_) / std::max<int64_t>(extent(query_, -1), 1)) * static_cast<double>(extent(key_, -2));
+    const auto features = static_cast<double>(extent(query_, -1) + extent(value_, -1));
     return 3.5 * 2 * pairs * features * (causal_ ? 0.5 : 1); // forward and backward
   }
   // Over what a rank does if all do the same, in bytes.
@@ -235,10 +240,11 @@ class Placing {
 
   // What moves forward moves back in the backward.
   double cost_of_spreading(const Places& to, int64_t d) const {
-    const auto moves = cost(layout(query_), *to.query, bytes(query_)) + cost(layout(key_), *to.key, bytes(key_)) +
-                       cost(layout(value_), *to.value, bytes(value_)) +
-                       cost(*to.query, layout(query_), bytes(query_) / std::max<double>(query_.size(-1), 1) * value_.size(-1));
-    return 2 * moves + cost_of_excess(imbalance(*to.key, d, key_.size(d)));
+    const auto moves =
+        cost(layout(query_), *to.query, bytes(query_)) + cost(layout(key_), *to.key, bytes(key_)) +
+        cost(layout(value_), *to.value, bytes(value_)) +
+        cost(*to.query, layout(query_), bytes(query_) / std::max<double>(extent(query_, -1), 1) * extent(value_, -1));
+    return 2 * moves + cost_of_excess(imbalance(*to.key, d, extent(key_, d)));
   }
 
   // The rank with the last queries has the most work, if it is causal.
@@ -270,7 +276,7 @@ class Placing {
 
   // Each rank's results are gathered, and the queries' gradients added up.
   double cost_of_merging(const Places& to) const {
-    double held = bytes(query_), made = bytes(query_) / std::max<double>(query_.size(-1), 1) * (value_.size(-1) + 1);
+    double held = bytes(query_), made = bytes(query_) / std::max<double>(extent(query_, -1), 1) * (extent(value_, -1) + 1);
     int64_t ranks = 1;
     for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
       const auto size = layout(key_).mesh().size(m);
@@ -287,7 +293,7 @@ class Placing {
   }
 
   const at::Tensor &query_, &key_, &value_;
-  bool causal_, traced_;
+  bool causal_;
   int64_t sequence_;
 };
 

@@ -2,29 +2,38 @@
 
 #include "redistribute/redistribute.h"
 #include "tensor/shard_tensor.h"
+#include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <bit>
 
 namespace shardtensor::rules {
 
 namespace {
 
-// A graph's op takes lists of integers, so a call is written as one. Every argument and result begins with its kind.
-enum Kind : int64_t { kNothing, kTensor, kInteger, kFlag, kIntegers, kFlags };
+// A graph's op takes lists of integers, so a call is written as two: what is a number, and sizes, which may be symbols. Every
+// argument and result begins with its kind.
+enum Kind : int64_t { kNothing, kTensor, kInteger, kReal, kFlag, kIntegers, kFlags };
 
 class Writer {
  public:
   void number(int64_t n) {
     list.push_back(n);
   }
+  void real(double x) {
+    number(std::bit_cast<int64_t>(x));
+  }
   void numbers(c10::IntArrayRef all) {
     number(static_cast<int64_t>(all.size()));
     list.insert(list.end(), all.begin(), all.end());
+  }
+  void order(const Order& order) {
+    numbers(Sizes(order.begin(), order.end()));
   }
   // Its names are written by names_of().
   void mesh(const Mesh::Description& d) {
@@ -37,8 +46,8 @@ class Writer {
       numbers(ranks);
     }
   }
-  void layout(const Layout& layout, c10::IntArrayRef sizes) {
-    const auto settled = layout.settled(sizes);
+  void layout(const Layout& given, c10::SymIntArrayRef whole) {
+    const auto settled = in_symbols(given, whole) ? LayoutPtr::reclaim_copy(&given) : given.settled(guarded(whole));
     number(settled->ndim());
     for (int64_t m = 0; m < settled->ndim(); ++m) {
       const auto& p = settled->placement(m);
@@ -46,14 +55,26 @@ class Writer {
       numbers(
           {static_cast<int64_t>(p.kind), static_cast<int64_t>(p.reduce), p.dim, p.split_factor,
            std::bit_cast<int64_t>(p.norm_order)});
-      number(cut != nullptr);
-      numbers(cut ? c10::IntArrayRef(*cut) : c10::IntArrayRef());
+      number(cut ? static_cast<int64_t>(cut->size()) : -1);
+      if (!cut) {
+        continue;
+      }
+      const SymSplit split(*settled, m, whole[p.dim]);
+      for (size_t i = 0; i < cut->size(); ++i) {
+        sizes.push_back(cut->follows() ? split(static_cast<int64_t>(i)).length : c10::SymInt((*cut)[i]));
+      }
     }
+  }
+  void add(c10::SymIntArrayRef more) {
+    sizes.insert(sizes.end(), more.begin(), more.end());
   }
   void argument(const c10::IValue& value) {
     if (value.isInt() || value.isSymInt()) {
       number(kInteger);
       number(value.toSymInt().guard_int(__FILE__, __LINE__));
+    } else if (value.isDouble() || value.isSymFloat()) {
+      number(kReal);
+      real(value.toSymFloat().guard_float(__FILE__, __LINE__));
     } else if (value.isBool()) {
       number(kFlag);
       number(value.toBool());
@@ -74,6 +95,19 @@ class Writer {
   }
 
   std::vector<int64_t> list;
+  SymSizes sizes;
+
+ private:
+  // Whether pieces that follow the sizes can be written as symbols.
+  static bool in_symbols(const Layout& layout, c10::SymIntArrayRef whole) {
+    for (int64_t m = 0; m < layout.ndim(); ++m) {
+      const auto& cut = layout.cut(m);
+      if (cut && cut->follows() && (is_nested(layout, m) || !SymSplit(layout, m, whole[layout.placement(m).dim]))) {
+        return false;
+      }
+    }
+    return true;
+  }
 };
 
 std::vector<std::string> names_of(const Mesh::Description& d) {
@@ -85,7 +119,7 @@ std::vector<std::string> names_of(const Mesh::Description& d) {
 
 class Reader {
  public:
-  explicit Reader(c10::IntArrayRef list) : list_(list) {}
+  Reader(c10::IntArrayRef list, c10::SymIntArrayRef sizes) : list_(list), sizes_(sizes) {}
 
   bool more() const {
     return at_ < list_.size();
@@ -93,10 +127,17 @@ class Reader {
   int64_t number() {
     return list_[at_++];
   }
+  double real() {
+    return std::bit_cast<double>(number());
+  }
   c10::IntArrayRef numbers() {
     const auto n = static_cast<size_t>(number());
     at_ += n;
     return list_.slice(at_ - n, n);
+  }
+  Order order() {
+    const auto all = numbers();
+    return {all.begin(), all.end()};
   }
   // Equal meshes are one object, so this is the mesh of the eager tensors. Others may have the same groups, in another order.
   MeshPtr mesh(const c10::List<std::string>& names) {
@@ -114,6 +155,12 @@ class Reader {
     d.dim_names.assign(end, names.end());
     return Mesh::make(std::move(d));
   }
+  c10::SymIntArrayRef sizes(size_t n) {
+    const auto out = sizes_.slice(0, n);
+    sizes_ = sizes_.slice(n);
+    return out;
+  }
+  // Without a mesh: reads on behind it.
   LayoutPtr layout(const MeshPtr& mesh) {
     Placements placements;
     Cuts cuts;
@@ -122,9 +169,14 @@ class Reader {
       placements.push_back(
           {static_cast<Placement::Kind>(p[0]), static_cast<ReduceOp>(p[1]), static_cast<int16_t>(p[2]),
            static_cast<int32_t>(p[3]), std::bit_cast<double>(p[4])});
-      const bool uneven = number();
-      const auto sizes = numbers();
-      cuts.push_back(uneven ? std::make_shared<const PieceSizes>(sizes.vec()) : nullptr);
+      const auto count = number();
+      const auto cut = sizes(static_cast<size_t>(std::max<int64_t>(count, 0)));
+      if (mesh && count >= 0) {
+        const auto pieces = guarded(cut);
+        cuts.push_back(std::make_shared<const PieceSizes>(std::vector<int64_t>(pieces.begin(), pieces.end())));
+      } else {
+        cuts.push_back(nullptr);
+      }
     }
     return mesh ? Layout::make(mesh, std::move(placements), std::move(cuts)) : LayoutPtr();
   }
@@ -132,6 +184,8 @@ class Reader {
     switch (kind) {
       case kInteger:
         return number();
+      case kReal:
+        return real();
       case kFlag:
         return static_cast<bool>(number());
       case kIntegers:
@@ -150,18 +204,27 @@ class Reader {
 
  private:
   c10::IntArrayRef list_;
+  c10::SymIntArrayRef sizes_;
   size_t at_ = 0;
 };
+
+// With exactly these strides, which the graph expects.
+at::Tensor with_strides(const at::Tensor& t, c10::IntArrayRef strides) {
+  const auto out = laid(t, strides);
+  return out.strides() == strides ? out : out.as_strided(out.sizes(), strides);
+}
 
 std::vector<at::Tensor> put_off_now(
     at::TensorList pieces,
     c10::string_view name,
     at::IntArrayRef call,
+    c10::SymIntArrayRef sizes,
     at::IntArrayRef results,
+    c10::SymIntArrayRef result_sizes,
     const c10::List<std::string>& names) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(std::string(name).c_str(), "");
   torch::jit::Stack stack;
-  Reader in(call);
+  Reader in(call, sizes);
   const auto mesh = in.mesh(names);
   for (size_t operand = 0; in.more();) {
     const auto kind = in.number();
@@ -170,36 +233,51 @@ std::vector<at::Tensor> put_off_now(
       continue;
     }
     auto layout = in.layout(mesh);
-    const auto sizes = in.numbers();
-    stack.emplace_back(wrap(pieces[operand++].contiguous(), std::move(layout), sizes, dense_strides(sizes, {})));
+    const auto order = in.order();
+    const auto& piece = pieces[operand++];
+    const auto whole = guarded(in.sizes(piece.sizes().size()));
+    auto local = laid(piece, dense_strides(piece.sizes(), order));
+    stack.emplace_back(wrap(std::move(local), std::move(layout), whole, dense_strides(whole, order)));
   }
   at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(&stack);
   std::vector<at::Tensor> out;
-  Reader made(results);
-  for (const auto& value : stack) {
+  Reader made(results, result_sizes);
+  for (size_t i = 0; made.more(); ++i) {
     if (made.number() != kTensor) {
       continue;
     }
+    made.number(); // the dtype
     const auto want = made.layout(mesh);
-    const auto piece = made.numbers();
-    const auto& result = value.toTensor();
+    const auto order = made.order();
+    const auto& result = stack[i].toTensor();
     const auto& self = shard_tensor(result, "a graph's result");
     auto local = self.layout_ptr() == want ? self.local() : redistribute(self.local(), self.layout(), *want, result.sizes());
-    TORCH_INTERNAL_ASSERT(local.sizes() == piece, name, ": the graph expects ", piece, ", not ", local.sizes());
-    out.push_back(local.contiguous());
+    const auto piece = guarded(made.sizes(order.size()));
+    TORCH_INTERNAL_ASSERT(
+        local.sizes() == c10::IntArrayRef(piece), name, ": the graph expects ", c10::IntArrayRef(piece), ", not ", local.sizes());
+    out.push_back(with_strides(local, dense_strides(piece, order)));
   }
   return out;
 }
 
 std::vector<at::Tensor> put_off_meta(
-    at::TensorList pieces, c10::string_view, at::IntArrayRef, at::IntArrayRef results, const c10::List<std::string>&) {
+    at::TensorList pieces,
+    c10::string_view,
+    at::IntArrayRef,
+    c10::SymIntArrayRef,
+    at::IntArrayRef results,
+    c10::SymIntArrayRef result_sizes,
+    const c10::List<std::string>&) {
   std::vector<at::Tensor> out;
-  Reader made(results);
+  Reader made(results, result_sizes);
   while (made.more()) {
     if (made.number() == kTensor) {
+      const auto dtype = static_cast<at::ScalarType>(made.number());
       made.layout(nullptr);
-      out.push_back(at::empty(made.numbers(), pieces[0].options()));
+      const auto order = made.order();
+      const auto piece = made.sizes(order.size());
+      out.push_back(at::empty_strided_symint(piece, sym_dense_strides(piece, order), pieces[0].options().dtype(dtype)));
     }
   }
   return out;
@@ -207,7 +285,10 @@ std::vector<at::Tensor> put_off_meta(
 
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
   const std::vector<at::Tag> tags{at::Tag::nondeterministic_seeded}; // not to be merged, left out or run again
-  m.def("put_off(Tensor[] pieces, str op, int[] call, int[] results, str[] names) -> Tensor[]", tags);
+  m.def(
+      "put_off(Tensor[] pieces, str op, int[] call, SymInt[] sizes, int[] results, SymInt[] result_sizes, str[] names) -> "
+      "Tensor[]",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(shardtensor, CPU, m) {
@@ -220,9 +301,17 @@ TORCH_LIBRARY_IMPL(shardtensor, Meta, m) {
   m.impl("put_off", put_off_meta);
 }
 
+// All dims by name, also where they are in the usual order.
+Order full(Order order, size_t ndim) {
+  for (size_t d = order.size(); d < ndim; ++d) {
+    order.push_back(static_cast<int8_t>(d));
+  }
+  return order;
+}
+
 } // namespace
 
-void put_off(Run& run, const std::vector<std::optional<SymSizes>>& results) {
+void put_off(Run& run, const std::vector<std::optional<Promised>>& results) {
   Writer call, made;
   call.mesh(run.mesh().description());
   std::vector<at::Tensor> pieces;
@@ -232,28 +321,40 @@ void put_off(Run& run, const std::vector<std::optional<SymSizes>>& results) {
       call.argument(value);
       continue;
     }
+    const auto& piece = value.toTensor();
     const auto& operand = run.operands[pieces.size()];
-    const auto sizes = operand.sizes();
     call.number(kTensor);
-    call.layout(*operand.layout, sizes);
-    call.numbers(sizes);
-    pieces.push_back(value.toTensor());
+    call.layout(*operand.layout, operand.symbols);
+    call.order(order_of(hints_of(piece.sym_strides())));
+    call.add(operand.symbols);
+    pieces.push_back(piece);
   }
   for (size_t r = 0; r < results.size(); ++r) {
     made.number(results[r] ? kTensor : kNothing);
     if (results[r]) {
       const auto& result = run.solution.results[r];
-      Sizes sizes;
-      for (const auto& from : result.sizes) {
-        const auto& size = from.operand >= 0 ? run.operands[from.operand].symbols[from.dim] : from.value;
-        sizes.push_back(size.guard_int(__FILE__, __LINE__));
+      auto whole = results[r]->sizes; // as far as the piece has it
+      for (size_t d = 0; d < result.sizes.size(); ++d) {
+        const auto& from = result.sizes[d];
+        if (from.operand != -1) {
+          whole[d] = from.operand >= 0 ? run.operands[from.operand].symbols[from.dim] : from.value;
+        }
       }
-      made.layout(*result.layout, sizes);
-      made.numbers(guarded(*results[r]));
+      made.number(static_cast<int64_t>(results[r]->dtype.value_or(pieces[0].scalar_type())));
+      made.layout(*result.layout, whole);
+      made.order(full(result.order.value_or(Order()), whole.size()));
+      made.add(results[r]->sizes);
     }
   }
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("shardtensor::put_off", "");
-  torch::jit::Stack stack{pieces, run.op.schema().name(), call.list, made.list, names_of(run.mesh().description())};
+  torch::jit::Stack stack{
+      pieces,
+      run.op.schema().name(),
+      call.list,
+      c10::SymIntArrayRef(call.sizes),
+      made.list,
+      c10::SymIntArrayRef(made.sizes),
+      names_of(run.mesh().description())};
   op.callBoxed(&stack);
   const auto got = stack[0].toTensorVector();
   std::vector<c10::IValue> out;

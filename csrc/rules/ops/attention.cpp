@@ -101,20 +101,21 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   const bool causal = call.flag(call.position("is_causal"));
   const auto& v = call.tensor(call.position("value"));
   const bool biased = argument(call, "attn_bias") >= 0 && call.operand(argument(call, "attn_bias")) >= 0;
-  const bool ring = fused != Fused::Other && !biased && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.size(2) > 0 &&
-                    k.size(2) > 0; // of a bias, kernels want aligned rows
+  const bool ring = fused != Fused::Other && !biased && cut_together(*q.layout, *k.layout, *v.layout, 2) && q.sym_size(2) > 0 &&
+                    k.sym_size(2) > 0; // of a bias, kernels want aligned rows
   const bool merges = fused == Fused::Flash && !causal && keys_cut_alone(*q.layout, *k.layout, *v.layout, 2) && k.sym_size(2) > 0;
   const Factor queries{
       .whole = fused != Fused::Flash && !ring,
       .kernel = ring || causal,
       .reduce = ReduceOp::Sum, // for the keys' gradients
-      .size = ring ? q.size(2) : -1};
+      .size = ring ? q.sym_size(2) : c10::SymInt(-1)};
   const auto b = rule.reduced(ReduceOp::Sum), h = rule.reduced(ReduceOp::Sum); // for a mask's gradient
   const auto s = rule.factor(queries);
   const auto repeats = repeats_of(q, k);
   Attention a;
   a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
-  const auto keys = ring ? k.size(2) : 0; // a query reads all of them, or those up to its own place
+  // A query reads all keys, or those up to its own place. How many is only weighed, and not if it is a symbol.
+  const auto keys = ring ? k.sym_size(2).maybe_as_int().value_or(1) : 0;
   a.key = {
       Dim(b), Dim(h), ring ? rule.windows(s, causal ? Reach{1, 1, -keys, 0} : Reach{0, 1, 0, keys - 1}) : Dim(kNone), Dim(kNone)};
   if (merges) {

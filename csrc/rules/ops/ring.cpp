@@ -5,11 +5,13 @@
 #include "comm/values.h"
 #include "redistribute/redistribute.h"
 #include "rules/empties.h"
+#include "rules/later.h"
 #include "rules/pieces.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <limits>
 #include <map>
 
@@ -302,11 +304,50 @@ const Run::At& operand_of(const Run& run, const std::string& wanted) {
   TORCH_INTERNAL_ASSERT(false, run.op.schema().name(), " has no argument ", wanted);
 }
 
-// Undefined if it is None, or if the op has no such argument.
-at::Tensor tensor_of(const Run& run, const char* name) {
+// Undefined if it is None, or if the op has no such argument. The other one: with numbers for symbols.
+at::Tensor tensor_in_symbols(const Run& run, const char* name) {
   const auto at = argument(run, name);
-  const auto found = at < 0 ? at::Tensor() : run.arg(at).toOptional<at::Tensor>().value_or(at::Tensor());
+  return at < 0 ? at::Tensor() : run.arg(at).toOptional<at::Tensor>().value_or(at::Tensor());
+}
+at::Tensor tensor_of(const Run& run, const char* name) {
+  const auto found = tensor_in_symbols(run, name);
   return found.defined() && has_symbols(found) ? in_numbers(found) : found;
+}
+
+SymSizes sizes_of(const at::Tensor& t) {
+  return {t.sym_sizes().begin(), t.sym_sizes().end()};
+}
+
+// Whether other ranks have pieces of the same sequences.
+bool has_peers(const Run& run) {
+  const auto &of_q = *operand_of(run, "query").layout, &of_k = *operand_of(run, "key").layout;
+  bool out = false;
+  for (int64_t m = 0; m < of_q.ndim(); ++m) {
+    out |= of_q.mesh().size(m) > 1 && of_q.placement(m).is_shard(kSequence) && of_k.placement(m).is_shard(kSequence);
+  }
+  return out;
+}
+
+// What an op returns besides a result and its logs, such as seeds: it is asked with one query and one key.
+std::vector<c10::IValue> rest_of(const Run& run) {
+  constexpr size_t kOurs = 2;
+  const auto& schema = run.op.schema();
+  if (schema.returns().size() == kOurs) {
+    return {};
+  }
+  std::vector<c10::IValue> stack;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& t = run.arg(i);
+    if (!t.isTensor() || !t.toTensor().defined()) {
+      stack.push_back(t);
+    } else if (schema.arguments()[i].name() == "attn_mask") {
+      stack.emplace_back();
+    } else {
+      stack.emplace_back(t.toTensor().new_zeros_symint({1, 1, 1, t.toTensor().sym_size(-1)}));
+    }
+  }
+  run.op.callBoxed(&stack);
+  return {stack.begin() + kOurs, stack.end()};
 }
 
 // The call and all ranks' pieces.
@@ -344,7 +385,6 @@ class Ring {
       queries.push_back(of_q.layout->intervals(kSequence, of_q.size(kSequence), at)[0]);
       keys.push_back(of_k.layout->intervals(kSequence, of_k.size(kSequence), at)[0]);
     }
-    gather_if_traced();
   }
 
   at::Tensor q, k, v;
@@ -435,41 +475,7 @@ class Ring {
     return mask_.defined() ? blind_rows(mask_of(b)) : at::Tensor();
   }
 
-  // Brings this rank's part of a sum over all ranks, if this one had all keys (in a graph).
-  at::Tensor at_home(const at::Tensor& grad) const {
-    if (!gathered_) {
-      return grad;
-    }
-    const auto& home = operand_of(run_, "key");
-    auto placements = home.layout->placements();
-    auto cuts = home.layout->cuts();
-    for (auto& p : placements) {
-      p = p.is_shard(kSequence) ? Placement::partial(ReduceOp::Sum) : p;
-    }
-    for (size_t m = 0; m < placements.size(); ++m) {
-      cuts[m] = placements[m].is_shard() ? cuts[m] : nullptr;
-    }
-    const auto from = Layout::make(home.layout->mesh_ptr(), std::move(placements), std::move(cuts));
-    return redistribute(grad, *from, *home.layout, home.sizes());
-  }
-
  private:
-  // In a graph, single messages are no ops, so every rank gets all keys.
-  void gather_if_traced() {
-    if (!is_traced(q) || size() == 1) {
-      return;
-    }
-    gathered_ = true;
-    const auto& of_k = operand_of(run_, "key");
-    const auto whole = of_k.layout->whole_along(kSequence);
-    k = redistribute(k, *of_k.layout, *whole, of_k.sizes());
-    v = redistribute(v, *of_k.layout, *whole, operand_of(run_, "value").sizes());
-    queries = {queries[me]};
-    ranks = {ranks[me]};
-    keys = {{0, of_k.size(kSequence)}};
-    me = 0;
-  }
-
   at::Tensor mask_of(const Block& b) const {
     const auto rows = mask_.size(-2) == 1 ? mask_ : mask_.narrow(-2, b.q.start - queries[me].start, b.q.length);
     return rows.size(-1) == 1 ? rows : rows.narrow(-1, b.k.start, b.k.length);
@@ -491,7 +497,7 @@ class Ring {
 
   Run& run_;
   at::Tensor mask_;
-  bool efficient_, cudnn_, gathered_ = false;
+  bool efficient_, cudnn_;
 };
 
 // What the ranks attend with in one step: keys of one rank ahead, queries of one rank behind. In step s, rank r sends to rank r +
@@ -643,6 +649,21 @@ class Forward : public Pass {
     }
   }
 
+  // In a graph.
+  static void put_off(Run& run) {
+    const auto q = tensor_in_symbols(run, "query");
+    auto out = sizes_of(q), logs = out;
+    out.back() = tensor_in_symbols(run, "value").sym_size(-1);
+    logs.pop_back();
+    const bool cudnn = run.op.schema().name().find("cudnn") != std::string::npos;
+    if (cudnn) {
+      logs.emplace_back(1);
+    }
+    const auto rest = rest_of(run);
+    rules::put_off(run, {Promised(std::move(out)), Promised(std::move(logs), accumulate_type(q.scalar_type()))});
+    run.stack.insert(run.stack.end(), rest.begin(), rest.end());
+  }
+
   std::vector<c10::IValue> results() {
     if (rest_.empty()) { // the op knows what else it returns
       const auto one = [](const at::Tensor& t) { return resized(t, 1).zero_(); };
@@ -735,8 +756,18 @@ class Backward : public Pass {
     }
   }
 
+  // In a graph.
+  static void put_off(Run& run) {
+    std::vector<std::optional<Promised>> out(run.op.schema().returns().size()); // no gradient of a mask
+    for (size_t i = 0; i < 3; ++i) {
+      const auto t = tensor_in_symbols(run, std::array{"query", "key", "value"}[i]);
+      out[i].emplace(sizes_of(t), t.scalar_type());
+    }
+    rules::put_off(run, out);
+  }
+
   std::vector<c10::IValue> results() {
-    std::vector<c10::IValue> out{of_q_.get(), ring_.at_home(of_k_.get()), ring_.at_home(of_v_.get())};
+    std::vector<c10::IValue> out{of_q_.get(), of_k_.get(), of_v_.get()};
     out.resize(ring_.gradients(), at::Tensor()); // none of a mask
     return out;
   }
@@ -772,6 +803,9 @@ template <typename Pass>
 void run_pass(Run& run) {
   if (!operand_of(run, "query").layout->shards(kSequence)) {
     return call_op_nonempty(run);
+  }
+  if (has_peers(run) && is_traced(tensor_in_symbols(run, "query"))) {
+    return Pass::put_off(run); // single messages are no ops of a graph
   }
   const Ring ring(run);
   const auto shares = ring.shares();

@@ -249,7 +249,8 @@ class Chooser {
     const auto& have = t.layout->placement(m);
     const auto b = held(i, m, bytes);
     if (want == have && have.is_shard() && reach_of(static_cast<int64_t>(i), have.dim)) {
-      return halo_cost(i, have.dim, m, c, b);
+      const bool weighed = !rule_.operands[i].kept_cut || !t.has_symbols(); // what a kernel brings to pieces that stay
+      return weighed ? halo_cost(i, have.dim, m, c, b) : 0;
     }
     if (want == have) {
       const bool moves = c.kind == Choice::Kind::Shard && have.is_shard() && !follows_donor(i, m, c);

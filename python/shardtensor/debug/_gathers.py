@@ -34,9 +34,9 @@ _REASONS = {
         "sending its pieces round the ranks, or exchanging heads for the sequence, would cost more",
         "Redistribute it to Replicate() once if several calls need it whole",
     ),
-    "a graph has no ring": (
-        "a graph cannot send its pieces round the ranks, and there are too few heads and batches to cut these instead",
-        "Keep this call out of the graph (torch.compiler.disable), or cut fewer ways",
+    "it cannot be sent piece by piece, nor cut along another dim": (
+        "its pieces cannot be sent round the ranks, and there are too few heads to cut these instead",
+        "Cut queries, keys and values of 4 dims alike, or cut fewer ways",
     ),
     "its rule requires this layout": ("no other layout that the op takes costs less", f"{_WHOLE}, or cut another dim of it"),
 }
