@@ -415,6 +415,29 @@ def test_ring_of_all_lengths(pools, name):
     pools(3).run(f"{__name__}:run_ring_of_lengths", name, seconds=100)
 
 
+def run_heads_of_symbols() -> None:
+    """Heads are exchanged; what comes back lies in memory as the whole does, which torch's kernels lay out in an order of their own."""
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, graphs = init_device_mesh("cpu", (3,)), list[list[str]]()
+    torch._dynamo.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend=graph_keeper(graphs), fullgraph=True, dynamic=True)
+    whole = [numbers(random.Random(i), 2, 3, 61, 4).requires_grad_() for i in range(3)]
+    leaves = [place(t.detach(), mesh, [Shard(2)], [None]).requires_grad_() for t in whole]
+    y, want = compiled(*leaves), F.scaled_dot_product_attention(*whole)
+    assert collectives_of(graphs[0]) == ["all_to_all_single"] * 4, graphs
+    compare(y, want.detach(), 1e-9, "result")
+    upstream = numbers(random.Random(3), *want.shape)
+    grads = torch.autograd.grad(y, leaves, place(upstream, mesh, [Shard(2)], [None]))
+    for g, w in zip(grads, torch.autograd.grad(want, whole, upstream), strict=True):
+        compare(g, w, 1e-9, "gradient")
+
+
+def test_heads_of_symbols(pools):
+    pools(3).run(f"{__name__}:run_heads_of_symbols", seconds=100)
+
+
 # ---- the ring with CUDA's kernels: ones by matrix products stand in for them, with the same forms of statistics ----
 
 

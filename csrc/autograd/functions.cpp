@@ -57,7 +57,8 @@ at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& la
   }
   at::Tensor out;
   if (self.is_symbolic()) {
-    out = wrap_symbolic(std::move(local), layout, t.sym_sizes(), sym_strides_like(t.sym_sizes(), t));
+    const auto order = order_like(t, t.dim());
+    out = wrap_symbolic(sym_laid(local, order), layout, t.sym_sizes(), sym_dense_strides(t.sym_sizes(), order));
   } else {
     // A pending piece cannot be copied into another order, so it is contiguous.
     const auto strides = async ? dense_strides(t.sizes(), {}) : strides_like(t.sizes(), t);
