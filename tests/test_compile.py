@@ -1079,6 +1079,30 @@ def test_from_local_of_a_graphs_sizes(pools, shard, dim):
     pools(2).run(f"{__name__}:shape_of_a_graph", shard, dim)
 
 
+def formats_of_symbols():
+    """A memory format that is asked for holds in graphs whose sizes are symbols."""
+    from shardtensor import Shard
+
+    last = torch.channels_last
+
+    def function(x):
+        y = x.transpose(1, 2)
+        return y.contiguous(), y.clone(memory_format=torch.contiguous_format), x.to(memory_format=last), torch.zeros_like(y, memory_format=last)
+
+    whole = torch.randn(4, 6, 4, 5)
+    for shard in (0, 3):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", dynamic=True)
+        for got, want in zip(compiled(spread(whole, Shard(shard))), function(whole), strict=True):
+            assert got.stride() == want.stride(), (shard, got.stride(), want.stride())
+            assert got._local_tensor.is_contiguous() == want.is_contiguous()
+            torch.testing.assert_close(_whole(got), want)
+
+
+def test_memory_formats_where_sizes_are_symbols(pools):
+    pools(2).run(f"{__name__}:formats_of_symbols")
+
+
 def two_lengths(beyond):
     """Two sequences joined, as text and image tokens are, and parted again: neither result has cuts that follow one length."""
 

@@ -97,14 +97,12 @@ _NO_META = "torch has no meta kernel of it, so its results are taken for contigu
 _MOVED = "a view that had to move data is a copy"
 _NEVER_A_VIEW = "torch returns views that its schema calls copies"
 _SQUEEZED = "torch runs it on one more dim, whose order its kernel for images finds by the strides"
-_TURNED = "torch looks at strides of 0, which a gathered tensor has not"
 LIE_OTHERWISE = {
     "any": {
         "_batch_norm_with_update": _META,
         "_native_batch_norm_legit": _META,
         "native_batch_norm": _META,
         "nn.functional.batch_norm": _META,
-        "fft.hfft2": _META,
         "nn.functional.channel_shuffle": _META,
         "nn.functional.conv_transpose3d": _META,
         "nn.functional.max_unpool2d": _META,
@@ -133,7 +131,6 @@ LIE_OTHERWISE = {
     },
     "expanded": {
         **dict.fromkeys(("broadcast_tensors", "broadcast_to", "expand", "expand_as", "squeeze", "squeeze.multiple", "view_as_complex"), _MOVED),
-        **dict.fromkeys(("fft.fft", "fft.ifft", "fft.ihfft", "fft.ihfftn", "fft.rfft", "fft.rfftn"), _TURNED),
         "as_strided": "its elements lie beyond those of the tensor that was expanded",
         "as_strided_copy": "its elements lie beyond those of the tensor that was expanded",
         "as_strided_scatter": "its elements lie beyond those of the tensor that was expanded",

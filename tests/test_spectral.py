@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -302,3 +303,77 @@ def run_stft(name: str, inference: bool) -> None:
 @pytest.mark.parametrize("name", STFTS)
 def test_stft(pools, name, inference):
     pools(3).run(f"{__name__}:run_stft", name, inference)
+
+
+# ---- in memory ----
+
+# How a tensor of four dims lies.
+LIES: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda t: t,
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "permuted": lambda t: t.permute(3, 0, 1, 2),
+    "reversed": lambda t: t.permute(2, 3, 1, 0),
+    "sliced": lambda t: t[:, ::2].transpose(1, 2),
+    "expanded": lambda t: t[:1].expand(3, -1, -1, -1),
+    "thin": lambda t: t[:, :1].transpose(0, 3),
+}
+DIMS = [(0,), (1,), (3,), (0, 1), (1, 0), (-1, -2), (3, 0), (1, 2, 3), (3, 1, 0), (0, 1, 2, 3)]
+
+
+def in_memory(t: Any) -> list[int]:
+    """The dims that have more than one index, the outermost first."""
+    return sorted((d for d in range(t.ndim) if t.shape[d] > 1), key=lambda d: -t.stride(d))
+
+
+def run_in_memory() -> None:
+    """The strides are torch's, which depend on those of the input, and the gradient's dims are ordered as torch's."""
+    from oracle import mesh_here
+    from shardtensor import distribute_tensor
+
+    whole = torch.randn(4, 6, 4, 5, generator=torch.Generator().manual_seed(0))
+    transforms: dict[str, Callable[[Any, Sequence[int]], Any]] = {
+        "fftn": lambda t, dims: torch.fft.fftn(t, dim=dims),
+        "rfftn": lambda t, dims: torch.fft.rfftn(t, dim=dims),
+        "ihfftn": lambda t, dims: torch.fft.ihfftn(t, dim=dims),
+        "irfftn": lambda t, dims: torch.fft.irfftn(torch.complex(t, t), dim=dims) if t.shape[dims[-1]] > 1 else t,
+        "hfftn": lambda t, dims: torch.fft.hfftn(torch.complex(t, t), [*(t.shape[d] for d in dims[:-1]), 2 * t.shape[dims[-1]] - 1], dims),
+    }
+    for (lies, form), (name, transform), dims in itertools.product(LIES.items(), transforms.items(), DIMS):
+        plain = form(whole).requires_grad_()
+        want = transform(plain, dims)
+        upstream = torch.ones_like(want, memory_format=torch.contiguous_format).detach()
+        (back,) = torch.autograd.grad(want, plain, upstream)
+        for placement in (Replicate(), Shard(0), Shard(1), Shard(3)):
+            text = f"{name} {dims} of {lies} {placement}"
+            x = form(distribute_tensor(whole, mesh_here(), [placement])).detach().requires_grad_()
+            got = transform(x, dims)
+            assert got.stride() == want.stride(), f"{text}: {got.stride()}, not {want.stride()}"
+            compare(got, want.detach(), 1e-4, text)
+            (g,) = torch.autograd.grad(got, x, distribute_tensor(upstream, mesh_here(), [Replicate()]))
+            assert in_memory(g) == in_memory(back) or lies == "thin", f"gradient of {text}: {g.stride()}, not {back.stride()}"
+
+
+def test_lies_in_memory_as_torchs(pools):
+    pools(2).run(f"{__name__}:run_in_memory", seconds=100)
+
+
+def run_in_memory_of_graphs() -> None:
+    from oracle import mesh_here
+    from shardtensor import distribute_tensor
+
+    whole = torch.randn(4, 6, 4, 5, generator=torch.Generator().manual_seed(0))
+
+    def both(t: Any) -> tuple[Any, Any]:
+        return torch.fft.rfftn(t, dim=(0, 1)), torch.fft.irfft(torch.complex(t, t), dim=1)
+
+    for lies, placement in (("contiguous", Shard(0)), ("channels_last", Shard(3))):
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            x = LIES[lies](distribute_tensor(whole, mesh_here(), [placement]))
+            for got, want in zip(torch.compile(both, backend="aot_eager", dynamic=dynamic)(x), both(LIES[lies](whole)), strict=True):
+                assert got.stride() == want.stride(), (lies, placement, dynamic, got.stride(), want.stride())
+                compare(got, want, 1e-4, f"{lies} {placement} {dynamic}")
+
+
+def test_lies_in_memory_as_torchs_compiled(pools):
+    pools(2).run(f"{__name__}:run_in_memory_of_graphs", seconds=100)

@@ -12,6 +12,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 namespace shardtensor {
 
 namespace {
@@ -21,7 +23,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // The half of a spectrum that real numbers need. Its gradient is a transform from such a half: back to real numbers every
-// frequency that has a mirror counts twice, so these are halved before.
+// frequency that has a mirror counts twice, so these are halved before. torch transforms the spectrum with its zeros, in
+// contiguous memory, so the result has the transformed dims last in memory.
 struct HalfSpectrum : torch::autograd::Function<HalfSpectrum> {
   static Tensor forward(AutogradContext* ctx, const Tensor& self, const std::vector<int64_t>& dims, int64_t normalization) {
     ctx->saved_data["dims"] = dims;
@@ -36,11 +39,23 @@ struct HalfSpectrum : torch::autograd::Function<HalfSpectrum> {
     const auto normalization = ctx->saved_data["normalization"].toInt();
     const auto size = ctx->saved_data["size"].toSymInt();
     const auto last = dims.back();
+    std::vector<int64_t> order, back(grads[0].dim());
+    for (int64_t d = 0; d < grads[0].dim(); ++d) {
+      order.push_back(d);
+    }
+    std::stable_partition(order.begin(), order.end(), [&](int64_t d) { return std::count(dims.begin(), dims.end(), d) == 0; });
+    for (size_t i = 0; i < order.size(); ++i) {
+      back[order[i]] = static_cast<int64_t>(i);
+    }
     dims.pop_back();
-    auto half = grads[0].clone();
+    auto half = grads[0].clone(at::MemoryFormat::Contiguous);
     half.narrow_symint(last, 1, size - half.sym_size(last)).mul_(0.5);
     half = dims.empty() ? half : at::_fft_c2c(half, dims, normalization, false);
-    return {at::_fft_c2r_symint(half, {last}, normalization, size), Tensor(), Tensor()};
+    auto out = at::_fft_c2r_symint(half, {last}, normalization, size);
+    if (!out.is_contiguous() || !std::is_sorted(order.begin(), order.end())) {
+      out = out.permute(order).contiguous().permute(back);
+    }
+    return {out, Tensor(), Tensor()};
   }
 };
 

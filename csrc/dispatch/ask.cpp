@@ -132,23 +132,22 @@ uint64_t ordering_arguments(const Op& op) {
   return out;
 }
 
-// order_of() that gives a dim of size 1 its own stride too, where torch has placed it (the channels of channels_last).
-Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  if (Sizes(strides.begin(), strides.end()) == dense_strides(sizes, {}) ||
-      std::find(strides.begin(), strides.end(), 0) != strides.end()) {
-    return order_of(strides);
-  }
-  return exact_order_of(sizes, strides);
+// Whether the op lays out a result of a few elements as one of many, for which torch's meta kernel in Python may have another
+// order: elementwise ops, and transforms, which run in stages.
+bool runs_on_few(const Op& op) {
+  const auto& options = op.entry->options;
+  return (options.broadcasts || (op.is(rules::Way::Stages) && options.asks_order)) && !op.mutated && !op.is_random;
 }
 
-bool has_all_values(const Refs& refs) {
+// Whether the pieces are plain tensors, or stand for such in a graph. A Python subclass may have other kernels.
+bool are_plain(const Refs& refs) {
   return std::all_of(refs.begin(), refs.end(), [](const Ref& r) {
     const auto& t = r.impl ? r.impl->local() : *r.tensor;
-    return !t.is_meta() && !t.key_set().has_any(kStandIns);
+    return !t.is_meta() && (!t.key_set().has_any(kStandIns) || is_traced(t));
   });
 }
 
-// Strides of a tensor with at most two indices in each dim, for which torch decides as for the given one: the same comparisons
+// Strides of a tensor with few indices in each dim, for which torch decides as for the given one: the same comparisons
 // of two dims, zeros, gaps or none.
 Sizes strides_of_few(const at::Tensor& t, c10::IntArrayRef held) {
   if (t.is_contiguous()) {
@@ -169,54 +168,99 @@ Sizes strides_of_few(const at::Tensor& t, c10::IntArrayRef held) {
   return out;
 }
 
-// The call with ones in place of the tensors, with few elements of each.
-Stack on_few(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+// The call with ones in place of the tensors, with few elements of each: at most two along a dim, or more where torch compares
+// sizes. Sizes among the arguments shrink like the tensors.
+Stack on_few(const Op& op, const Stack& stack, size_t base, const Refs& refs, bool hints) {
+  constexpr int64_t kFew = 2;
   Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
+  std::vector<at::Tensor> forms;
+  std::vector<int64_t> lengths; // larger than 1, each once
+  bool by_sizes = false;
+  for (const auto& r : refs) {
+    const auto& form = forms.emplace_back(meta_of(*r.tensor, hints));
+    std::copy_if(form.sizes().begin(), form.sizes().end(), std::back_inserter(lengths), [](int64_t n) { return n > 1; });
+    by_sizes = by_sizes || is_ordered_by_sizes(form);
+  }
+  std::sort(lengths.begin(), lengths.end());
+  lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
+  const auto shrunk = [&](int64_t n) {
+    return n < kFew || !by_sizes ? std::min(n, kFew)
+                                 : kFew + (std::lower_bound(lengths.begin(), lengths.end(), n) - lengths.begin());
+  };
+  size_t nth = 0;
   const auto all = [](const Ref&) { return true; };
   replace_tensors(call, 0, refs, all, [&](const Ref& r) {
-    const auto& t = *r.tensor;
+    const auto& form = forms[nth++];
     Sizes sizes;
-    for (const auto n : t.sizes()) {
-      sizes.push_back(std::min<int64_t>(n, 2));
+    for (const auto n : form.sizes()) {
+      sizes.push_back(shrunk(n));
     }
-    const auto options = (r.impl ? r.impl->local() : t).options().requires_grad(false);
-    return at::empty_strided(sizes, strides_of_few(t, sizes), options).fill_(1);
+    const auto options = (r.impl ? r.impl->local() : *r.tensor).options().requires_grad(false);
+    return at::empty_strided(sizes, strides_of_few(form, sizes), options).fill_(1);
   });
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    if (op.schema().arguments()[i].real_type()->kind() == c10::TypeKind::SymIntType) {
+      call[i] = std::min(call[i].toSymInt().guard_int(__FILE__, __LINE__), kFew);
+    }
+  }
   return call;
 }
 
 } // namespace
 
+Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  if (Sizes(strides.begin(), strides.end()) == dense_strides(sizes, {}) ||
+      std::find(strides.begin(), strides.end(), 0) != strides.end()) {
+    return order_of(strides);
+  }
+  return exact_order_of(sizes, strides);
+}
+
+bool is_ordered_by_sizes(const at::Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  for (size_t a = 0; a < sizes.size(); ++a) {
+    for (size_t b = a + 1; b < sizes.size(); ++b) {
+      if (strides[a] == strides[b] && strides[a] != 0 && sizes[a] > 1 && sizes[b] > 1) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+std::optional<Stack> laid_out(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  c10::impl::ExcludeDispatchKeyGuard aside(kAside);
+  const bool symbolic = any_symbolic(refs);
+  for (const bool few : {true, false}) {
+    if (few && !(runs_on_few(op) && are_plain(refs))) {
+      continue;
+    }
+    try {
+      auto call = few ? on_few(op, stack, base, refs, symbolic) : on_meta(op, stack, base, refs, symbolic);
+      op.handle.callBoxed(&call);
+      return call;
+    } catch (const std::exception&) { // no such device here, or no kernel
+    }
+  }
+  return std::nullopt;
+}
+
 // torch decides the order of the results' dims: this asks its meta kernels, with the whole tensors' sizes and strides. Results of
 // an op without a meta kernel are contiguous. torch's meta kernels in Python have other orders than the op for some elementwise
-// ops (copysign, floor_divide), so for these the op itself runs on a few elements, which it does for any sizes.
+// ops (copysign, floor_divide), and for transforms outside of CUDA. So these ops themselves run on a few elements.
 void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
-  const bool symbolic = any_symbolic(refs);
+  const auto format = op.schema().argumentIndexWithName("memory_format");
+  const bool asks = op.entry->options.asks_order || (format && !stack[base + *format].isNone());
   if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) ||
-      (symbolic && !op.entry->options.asks_order)) {
+      (any_symbolic(refs) && !asks)) {
     return;
   }
-  const auto format = op.schema().argumentIndexWithName("memory_format");
-  if (!op.entry->options.asks_order && !(format && !stack[base + *format].isNone()) &&
-      std::all_of(refs.begin(), refs.end(), [](const Ref& r) { return r.tensor->is_contiguous(); })) {
+  if (!asks && std::all_of(refs.begin(), refs.end(), [](const Ref& r) { return r.tensor->is_contiguous(); })) {
     solution.reads |= format ? rules::Reads::arg(*format) : 0;
     return;
   }
   solution.reads |= ordering_arguments(op);
-  const auto answer = [&](Stack call) -> std::optional<Stack> {
-    try {
-      c10::impl::ExcludeDispatchKeyGuard aside(kAside);
-      op.handle.callBoxed(&call);
-      return call;
-    } catch (const std::exception&) {
-      return std::nullopt;
-    }
-  };
-  const bool few = op.entry->options.broadcasts && !op.mutated && !op.is_random && has_all_values(refs);
-  auto call = few ? answer(on_few(op, stack, base, refs)) : std::nullopt;
-  if (!call) {
-    call = answer(on_meta(op, stack, base, refs, symbolic));
-  }
+  const auto call = laid_out(op, stack, base, refs);
   if (!call) {
     return;
   }

@@ -16,6 +16,17 @@ torch::jit::Stack results_aside(const Op& op, const torch::jit::Stack& stack, si
 // Raises if the op's kernel does not take a rare dtype.
 void ask_kernel(const Op& op, const torch::jit::Stack& stack, size_t base, const rules::Call& call, const Refs& refs);
 
+// The op's results as torch lays them out: those of a few elements, if the op runs on them as on many, or tensors without values.
+// Nothing if torch cannot tell.
+std::optional<torch::jit::Stack> laid_out(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs);
+
+// The order of the dims of such a result. A dim of size 1 has its own stride too, where torch has placed it (the channels of
+// channels_last).
+Order order_with_ones(c10::IntArrayRef sizes, c10::IntArrayRef strides);
+
+// Whether dims have one stride, as those of windows that overlap do: torch then orders them by their sizes.
+bool is_ordered_by_sizes(const at::Tensor& t);
+
 // Tells the solution the orders of its results' dims, and which facts of the call they depend on.
 void ask_orders(const Op& op, const torch::jit::Stack& stack, size_t base, const Refs& refs, rules::Solution& solution);
 

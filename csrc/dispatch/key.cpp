@@ -1,5 +1,6 @@
 #include "dispatch/key.h"
 
+#include "dispatch/ask.h"
 #include "dispatch/traced.h"
 
 namespace shardtensor {
@@ -26,6 +27,9 @@ void push_form(Key& key, const at::Tensor& t) {
     key.push(static_cast<uint64_t>(d));
   }
   key.push(Key::kOrder);
+  if (C10_UNLIKELY(is_ordered_by_sizes(t))) {
+    key.push_all(sizes);
+  }
 }
 
 } // namespace

@@ -3,13 +3,14 @@
 #include "comm/comm.h"
 #include "dispatch/ask.h"
 #include "dispatch/call.h"
+#include "dispatch/key.h"
 #include "dispatch/lists.h"
 #include "dispatch/traced.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <map>
+#include <unordered_map>
 
 namespace shardtensor {
 
@@ -53,52 +54,51 @@ void handle_found_inf(const Op& op, Stack* stack_ptr) {
   stack.erase(stack.begin() + static_cast<int64_t>(base), stack.end());
 }
 
-thread_local std::map<std::vector<int64_t>, Order> t_orders;
+struct HashOfKey {
+  size_t operator()(const Key& key) const {
+    return key.hash();
+  }
+};
+thread_local std::unordered_map<Key, Order, HashOfKey> t_orders;
 
 // The dims of the op's result in memory, as torch orders them. It depends on the orders of the tensors, and on the other
 // arguments.
 Order order_of_result(const Op& op, Stack& stack) {
   const auto base = stack.size() - op.kinds.size();
   const auto refs = collect(op, stack, base);
-  const bool symbolic = any_symbolic(refs);
-  const auto ask = [&] { // its meta kernel is in Python
-    auto call = on_meta(op, stack, base, refs, symbolic);
-    c10::impl::ExcludeDispatchKeyGuard aside(kAside);
-    op.handle.callBoxed(&call);
-    return order_of(call[0].toTensor().strides());
+  const auto ask = [&] {
+    const auto call = laid_out(op, stack, base, refs);
+    return call ? order_with_ones((*call)[0].toTensor().sizes(), (*call)[0].toTensor().strides()) : Order();
   };
-  if (symbolic) {
+  if (any_symbolic(refs)) {
     return ask();
   }
   constexpr size_t kMost = 1024;
-  std::vector<int64_t> key{op.id, static_cast<int64_t>(refs[0].tensor->device().type())};
-  for (const auto& r : refs) {
-    const auto order = order_of(r.tensor->strides());
-    key.push_back(r.tensor->dim());
-    key.push_back(static_cast<int64_t>(order.size()));
-    key.insert(key.end(), order.begin(), order.end());
-  }
-  for (auto i = base; i < stack.size(); ++i) {
-    if (stack[i].isTensor()) {
-      continue;
+  auto key = key_of(op, refs);
+  push(key, static_cast<int64_t>(op.id));
+  for (size_t i = 0; i < op.kinds.size(); ++i) {
+    if (op.kinds[i] == ArgKind::Other) {
+      push(key, stack[base + i]);
     }
-    const auto numbers = stack[i].isIntList() ? stack[i].toIntVector() : std::vector<int64_t>{stack[i].toScalar().to<int64_t>()};
-    key.push_back(static_cast<int64_t>(numbers.size()));
-    key.insert(key.end(), numbers.begin(), numbers.end());
   }
   const auto found = t_orders.find(key);
   if (found != t_orders.end()) {
     return found->second;
   }
-  if (t_orders.size() == kMost) {
+  auto order = ask(); // it may run Python
+  if (t_orders.size() >= kMost) {
     t_orders.clear();
   }
-  return t_orders[key] = ask();
+  t_orders.emplace(std::move(key), order);
+  return order;
 }
 
 // A copy, if the dims are not in this order.
 at::Tensor in_order(const at::Tensor& t, const Order& order) {
-  const auto dense = [](const at::Tensor& t) { return t.is_contiguous() ? t : t.clone(at::MemoryFormat::Contiguous); };
+  const auto dense = [](const at::Tensor& t) { // dims of size 1 too have their strides
+    const bool is = is_symbolic(t) ? t.is_contiguous() : t.strides() == c10::IntArrayRef(dense_strides(t.sizes(), {}));
+    return is ? t : t.clone(at::MemoryFormat::Contiguous);
+  };
   if (order.empty()) {
     return dense(t);
   }
