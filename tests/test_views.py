@@ -652,6 +652,56 @@ def test_views_lie_where_torch_puts_them(pools):
     pools(2).run(f"{__name__}:geometry")
 
 
+def into_copies() -> None:
+    """A source written into a copy of self: torch copies the memory, with its gaps, and with elements that share memory."""
+    from oracle import UNEVEN, mesh_of, place
+
+    whole = torch.randn(4, 6, 8, dtype=torch.float64)
+    forms = {
+        "transposed": lambda t: t.transpose(0, 1),
+        "sliced": lambda t: t[:, ::2],
+        "sliced and permuted": lambda t: t[1:, :, 2:].permute(2, 0, 1),
+        "column": lambda t: t[:, :1].transpose(0, 2),
+        "row": lambda t: t[1:2].transpose(0, 2),
+        "expanded": lambda t: t[:1].expand(3, 6, 8),
+        "expanded and permuted": lambda t: t[:1].expand(3, 6, 8).permute(2, 0, 1),
+        "windows": lambda t: t[0, :4].unfold(1, 3, 1),
+        "windows of rows": lambda t: t[:, 0].unfold(0, 3, 1),
+        "windows further apart": lambda t: t[..., 0].unfold(1, 3, 2),
+        "turned windows": lambda t: t[1].unfold(1, 4, 3).transpose(0, 1),
+        "none": lambda t: t[:0, ::2],
+    }
+
+    def new(t, *sizes):
+        return t.new_full(sizes, -1.0)
+
+    ops = {
+        "select": lambda t: torch.select_scatter(t, new(t, *t.shape[:1], *t.shape[2:]), 1, -1),
+        "select 0": lambda t: torch.select_scatter(t, new(t, *t.shape[1:]), 0, 0) if len(t) else t,
+        "slice": lambda t: torch.slice_scatter(t, new(t, *t.shape[:2], 2), 2, 1, 3) if t.shape[2] > 2 else t,
+        "diagonal": lambda t: torch.diagonal_scatter(t, new(t, *t.diagonal().shape)),
+        "diagonal 1": lambda t: torch.diagonal_scatter(t, new(t, *t.diagonal(1, 1, 2).shape), 1, 1, 2),
+        "as_strided": lambda t: torch.as_strided_scatter(t, new(t, 2), (2,), (3,), t.storage_offset() + 1) if len(t) else t,
+        "as_strided, here": lambda t: torch.as_strided_scatter(t, new(t, 1, 2), (1, 2), (1, 1)) if len(t) else t,
+        "cat": lambda t: torch.cat((t, t), 1),
+        "stack": lambda t: torch.stack((t, t)),
+        "add": lambda t: t + 1,
+        "clone": lambda t: t.clone(),
+    }
+    for placement in ("R", "S(0)", "S(1)", "S(2)", "P"):
+        x = place(whole, mesh_of((2,)), (placement,), UNEVEN)
+        for (form, f), (name, op) in itertools.product(forms.items(), ops.items()):
+            got, want = op(f(x)), op(f(whole))
+            what = f"{name} of {form} {placement}"
+            assert got.stride() == want.stride() or want.numel() == 0, f"{what}: {got.stride()}, not {want.stride()}"
+            torch.testing.assert_close(got.full_tensor(), want, msg=lambda m, what=what: f"{what}: {m}")
+            torch.testing.assert_close(x.full_tensor(), whole)
+
+
+def test_copies_with_a_source_lie_as_torchs(pools):
+    pools(2).run(f"{__name__}:into_copies")
+
+
 LAZY = {
     "conj": lambda x: x.conj(),
     "conj of conj": lambda x: x.conj().conj(),

@@ -714,6 +714,29 @@ Rule unfold_backward(const Call& call) {
 
 // ---- a source written into a view of a copy: slice_scatter, select_scatter, diagonal_scatter ----
 
+void shared_kernel(Run& run) {
+  const auto& strides = noted<SymSizes>(run.solution);
+  const auto x = run.arg(0).toTensor();
+  if (!lies_by(x, strides)) {
+    run.arg(0) = at::empty_strided_symint(x.sym_sizes(), strides, x.options()).copy_(x);
+  }
+  run.call_op();
+}
+
+Rule into_copy(const Call& call, Rule rule) {
+  auto form = form_of_copy(call.tensors[0]);
+  if (form.shared) { // every rank writes into the whole memory
+    rule = replicate(call);
+    rule.results.emplace_back(Dims(call.tensors[0].dim(), Dim(kNone)));
+    rule.notes = form.strides;
+    rule.always(shared_kernel);
+  }
+  if (!form.dense) {
+    rule.results[0].strides = std::move(form.strides);
+  }
+  return rule;
+}
+
 Rule slice_scatter(const Call& call) {
   Rule rule;
   const auto& x = call.tensors[0];
@@ -727,7 +750,7 @@ Rule slice_scatter(const Call& call) {
   rule.operands.emplace_back(std::move(dims));
   rule.kernel = scatter_kernel<noted_slice>;
   rule.linear.push_back(moves(call, 0b11, call.tensors[0].dtype));
-  return rule;
+  return into_copy(call, std::move(rule));
 }
 
 void select_scatter_kernel(Run& run) {
@@ -753,7 +776,7 @@ Rule select_scatter(const Call& call) {
   rule.operands.emplace_back(std::move(dims));
   rule.kernel = select_scatter_kernel;
   rule.linear.push_back(moves(call, 0b11, call.tensors[0].dtype));
-  return rule;
+  return into_copy(call, std::move(rule));
 }
 
 Rule diagonal_scatter(const Call& call) {
@@ -776,7 +799,7 @@ Rule diagonal_scatter(const Call& call) {
   rule.operands.emplace_back(std::move(dims.diagonals));
   rule.results.emplace_back(std::move(dims.matrices), whole);
   rule.linear.push_back(moves(call, 0b11, call.tensors[0].dtype));
-  return rule;
+  return into_copy(call, std::move(rule));
 }
 
 } // namespace

@@ -3,8 +3,10 @@
 
 #include "rules/exact.h"
 #include "rules/registry.h"
+#include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/TensorUtils.h>
 
 #include <algorithm>
@@ -221,6 +223,36 @@ Rule restrided(const Call& call) {
   return rule;
 }
 
+} // namespace
+
+CopyForm form_of_copy(const TensorArg& x) {
+  const auto sizes = x.sym_sizes();
+  CopyForm form{x.sym_strides()};
+  form.dense = form.strides == sym_dense_strides(sizes, {});
+  Sizes order;
+  for (int64_t d = 0; d < x.dim() && !form.dense; ++d) {
+    if (sizes[d] == 0) {
+      return form;
+    }
+    if (!x.is_one(d)) {
+      order.push_back(d);
+      form.repeats = form.repeats || form.strides[d] == 0;
+    }
+  }
+  if (form.repeats) {
+    form.dense = true;
+    form.strides = symbols(at::infer_dense_strides(guarded(sizes), guarded(form.strides)));
+    return form;
+  }
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return form.strides[a] < form.strides[b]; });
+  c10::SymInt last = 0; // the farthest element along the dims so far
+  for (const auto d : order) {
+    form.shared = form.shared || form.strides[d] <= last;
+    last = plus(last, (sizes[d] - 1) * form.strides[d]);
+  }
+  return form;
+}
+
 bool lies_by(const at::Tensor& x, const SymSizes& strides) {
   for (int64_t d = 0; d < x.dim(); ++d) {
     if (x.sym_size(d) > 1 && x.sym_stride(d) != strides[d]) {
@@ -229,6 +261,8 @@ bool lies_by(const at::Tensor& x, const SymSizes& strides) {
   }
   return true;
 }
+
+namespace {
 
 struct Laid {
   c10::SymInt offset; // from the first element
@@ -253,17 +287,17 @@ c10::SymInt last_of(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, c10:
   return offset;
 }
 
-// What the arguments from `arg` on ask for: sizes, strides, offset; within the elements.
-Strided asked_for(const Call& call, int64_t arg) {
+// What the arguments from `arg` on ask for: sizes, strides, offset; within the elements of a tensor that lies at these strides
+// and this offset.
+Strided asked_for(const Call& call, int64_t arg, const SymSizes& strides, const c10::SymInt& start) {
   const auto& x = call.tensors[0];
   Strided to{call.sym_ints(arg), call.sym_ints(arg + 1), 0};
   if (call.has(arg + 2)) {
-    to.offset = plus(call.sym_ints(arg + 2)[0], -x.sym_offset());
+    to.offset = plus(call.sym_ints(arg + 2)[0], -start);
   }
   TORCH_CHECK(to.sizes.size() == to.strides.size(), "mismatch in length of strides and shape");
   TORCH_CHECK(
-      numel_of(to.sizes) == 0 ||
-          (to.offset >= 0 && last_of(to.sizes, to.strides, to.offset) <= last_of(x.sym_sizes(), x.sym_strides())),
+      numel_of(to.sizes) == 0 || (to.offset >= 0 && last_of(to.sizes, to.strides, to.offset) <= last_of(x.sym_sizes(), strides)),
       call.schema.name(), ": sizes ", c10::SymIntArrayRef(to.sizes), ", strides ", c10::SymIntArrayRef(to.strides),
       " and offset ", to.offset, " reach outside of the ShardTensor (", c10::SymIntArrayRef(x.sym_sizes()), ", ", x.layout->str(),
       ", rank ", call.mesh.rank(), "), which has no memory beyond its elements. Slice and permute the base tensor instead.");
@@ -278,7 +312,7 @@ std::optional<SymSizes> reshaped_strides(const TensorArg& x, const SymSizes& to)
 
 Rule as_strided(const Call& call) {
   const auto& x = call.tensors[0];
-  const auto to = asked_for(call, 1);
+  const auto to = asked_for(call, 1, x.sym_strides(), x.sym_offset());
   const bool empty = numel_of(to.sizes) == 0;
   if (x.layout->is_sharded() && !empty) {
     if (const auto undone = undo(x, to)) {
@@ -304,9 +338,9 @@ void strided_scatter_kernel(Run& run) {
   run.returns({out});
 }
 
-// Whether index i of the first dim asked for lies in index i of x's, for all i.
-bool first_dim_stays(const TensorArg& x, const Strided& to) {
-  const auto sizes = x.sym_sizes(), strides = x.sym_strides();
+// Whether index i of the first dim asked for lies in index i of x's, for all i. x's copy has these strides.
+bool first_dim_stays(const TensorArg& x, const SymSizes& strides, const Strided& to) {
+  const auto sizes = x.sym_sizes();
   if (sizes.empty() || to.sizes.empty() || to.sizes[0] != sizes[0] || to.strides[0] != strides[0]) {
     return false;
   }
@@ -316,20 +350,24 @@ bool first_dim_stays(const TensorArg& x, const Strided& to) {
 
 Rule as_strided_scatter(const Call& call) {
   const auto& x = call.tensors[0];
-  const auto to = asked_for(call, 2);
+  auto form = form_of_copy(x);
+  const auto to = asked_for(call, 2, form.strides, form.repeats ? c10::SymInt(0) : x.sym_offset());
   TORCH_CHECK(
       call.tensors[1].sym_sizes() == to.sizes,
       "expected src to have a size equal to the slice of self. src size = ", call.tensors[1].sym_sizes(),
       ", slice size = ", to.sizes);
   Rule rule;
   Dims in(x.dim(), Dim(kNone)), part(to.sizes.size(), Dim(kNone));
-  if (first_dim_stays(x, to)) {
+  if (first_dim_stays(x, form.strides, to)) {
     in[0] = part[0] = Dim(rule.factor());
   }
   rule.operands.emplace_back(in);
   rule.operands.emplace_back(std::move(part));
   rule.results.emplace_back(std::move(in));
-  rule.notes = Laid{to.offset, x.sym_strides()};
+  rule.notes = Laid{to.offset, form.strides};
+  if (!form.dense) {
+    rule.results[0].strides = std::move(form.strides);
+  }
   rule.always(strided_scatter_kernel);
   rule.linear.push_back(moves(call, 0b11, x.dtype));
   return rule;

@@ -42,6 +42,19 @@ int64_t host_among(const TensorArg& x, uint64_t dims);
 // A view with one index of `dim`, and none of `host`.
 at::Tensor none_along(const at::Tensor& x, int64_t dim, int64_t host);
 
+// ---- a source written into a copy of self: slice_scatter and similar ops ----
+
+// The copy's strides. torch copies the memory that self lies in: its gaps stay gaps, and where elements share memory a write to
+// one is a write to all. But if a stride is 0, the copy is dense.
+struct CopyForm {
+  SymSizes strides;
+  bool dense = false;   // as results are that torch makes
+  bool shared = false;  // elements may share memory
+  bool repeats = false; // self has a stride of 0
+};
+CopyForm form_of_copy(const TensorArg& x);
+bool lies_by(const at::Tensor& x, const SymSizes& strides);
+
 // The indices of `window` that lie in `piece`, as a slice of the piece.
 at::Tensor slice_of_piece(const at::Tensor& x, int64_t dim, const Dim::SymWindow& window, const SymInterval& piece);
 
