@@ -53,7 +53,7 @@ class Writer {
       const auto& p = settled->placement(m);
       const auto& cut = settled->cut(m);
       numbers(
-          {static_cast<int64_t>(p.kind), static_cast<int64_t>(p.reduce), p.dim, p.split_factor,
+          {static_cast<int64_t>(p.kind), static_cast<int64_t>(p.reduce), p.picked, p.dim, p.split_factor,
            std::bit_cast<int64_t>(p.norm_order)});
       number(cut ? static_cast<int64_t>(cut->size()) : -1);
       if (!cut) {
@@ -167,8 +167,8 @@ class Reader {
     for (auto n = number(); n > 0; --n) {
       const auto p = numbers();
       placements.push_back(
-          {static_cast<Placement::Kind>(p[0]), static_cast<ReduceOp>(p[1]), static_cast<int16_t>(p[2]),
-           static_cast<int32_t>(p[3]), std::bit_cast<double>(p[4])});
+          {static_cast<Placement::Kind>(p[0]), static_cast<ReduceOp>(p[1]), static_cast<bool>(p[2]), static_cast<int16_t>(p[3]),
+           static_cast<int32_t>(p[4]), std::bit_cast<double>(p[5])});
       const auto count = number();
       const auto cut = sizes(static_cast<size_t>(std::max<int64_t>(count, 0)));
       if (mesh && count >= 0) {
