@@ -415,6 +415,31 @@ def test_ring_of_all_lengths(pools, name):
     pools(3).run(f"{__name__}:run_ring_of_lengths", name, seconds=100)
 
 
+def run_ring_in_checkpoint() -> None:
+    """The backward of a checkpointed region does not send keys and values round a second time for the forward."""
+    from shardtensor import Shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils.checkpoint import checkpoint
+
+    mesh, graphs = init_device_mesh("cpu", (2,)), list[list[str]]()
+    torch._dynamo.reset()
+
+    def block(q: Any, k: Any, v: Any) -> Any:
+        return checkpoint(lambda q, k, v: F.scaled_dot_product_attention(q, k.sin(), v).cos(), q, k, v, use_reentrant=False)
+
+    whole = [numbers(random.Random(i), 2, 1, 1201, 16).requires_grad_() for i in range(3)]
+    leaves = [place(t.detach(), mesh, [Shard(2)], [[700, 501]]).requires_grad_() for t in whole]
+    y, want = torch.compile(block, backend=graph_keeper(graphs), fullgraph=True, dynamic=False)(*leaves), block(*whole)
+    compare(y, want.detach(), 1e-9, "result")
+    for g, w in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(want.sum(), whole), strict=True):
+        compare(g, w, 1e-9, "gradient")
+    assert [ops.count("put_off") for ops in graphs] == [1, 1], graphs
+
+
+def test_ring_in_a_checkpoint(pools):
+    pools(2).run(f"{__name__}:run_ring_in_checkpoint", seconds=100)
+
+
 def run_heads_of_symbols() -> None:
     """Heads are exchanged; what comes back lies in memory as the whole does, which torch's kernels lay out in an order of their own."""
     from shardtensor import Shard

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,11 @@ def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], N
             return
         for node in joint_module.graph.nodes:
             if _is_collective(node) or _is_key(node):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 backward = node.meta.get("partitioner_tag") == "is_backward"
                 node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+                parts = () if backward else (user for user in node.users if user.target is operator.getitem)
+                for result in (node, *parts):  # a list is saved as its parts
+                    result.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     return keep
 
