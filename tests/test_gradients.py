@@ -327,3 +327,25 @@ def tangents_of_views(shape):
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
 def test_tangents_of_views(pools, shape):
     pools(math.prod(shape)).run(f"{__name__}:tangents_of_views", shape)
+
+
+def with_gaps(x):
+    """Writes rows of a copy that keeps the gaps of a sliced tensor."""
+    y = torch.select_scatter(x[:, 1:], x[0, 1:] * 2, 0, 1)
+    y[2] = y[0].sum() * x[1, 1:]
+    return y
+
+
+def writes_beside_gaps():
+    whole, seed = (torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in ((4, 5), (4, 4)))
+    plain = whole.clone().requires_grad_()
+    (want,) = torch.autograd.grad(with_gaps(plain), plain, seed)
+    for at, arrives in itertools.product(("R", "S(0)", "S(1)", "P"), repeat=2):
+        x = place(whole, mesh_here(), (at,), UNEVEN).requires_grad_()
+        (grad,) = torch.autograd.grad(with_gaps(x), x, place(seed, mesh_here(), (arrives,), UNEVEN))
+        compare(grad, want, 1e-9, f"{at}, the gradient {arrives}")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_writes_beside_gaps(pools, world):
+    pools(world).run(f"{__name__}:writes_beside_gaps")

@@ -137,6 +137,10 @@ bool view_moves(const at::Tensor& base, const CopySlices& write) {
   return find_solution(op, stack, 0, collect(op, stack, 0))->moves;
 }
 
+bool has_gaps(const at::Tensor& t) {
+  return !is_symbolic(t) && Sizes(t.strides().begin(), t.strides().end()) != dense_strides(t.sizes(), order_of(t.strides()));
+}
+
 at::Tensor new_empty_strided(
     c10::DispatchKeySet keys,
     const at::Tensor& self,
@@ -161,10 +165,15 @@ at::Tensor new_empty_strided(
         keys & c10::after_autograd_keyset, self, size, stride, dtype, layout, device, pin_memory);
   }();
   const auto* write = running<CopySlices>();
-  if (!write || write->view_fn || !view_moves(made, *write)) {
+  if (!write || write->view_fn) {
     return made;
   }
-  return empty(made, shard_tensor(made, "the gradient").layout().uncut(~uint64_t{0}));
+  const auto whole = shard_tensor(made, "the gradient").layout().uncut(~uint64_t{0});
+  if (has_gaps(made) && whole->local_sizes(made.sizes()) == made.sizes()) { // a view of a piece without them would be a copy
+    auto local = shard_tensor(made, "the gradient").local().new_empty_strided(made.sizes(), made.strides());
+    return wrap(std::move(local), whole, made.sizes(), made.strides());
+  }
+  return view_moves(made, *write) ? empty(made, whole) : made;
 }
 
 // Whether the gradient is cut along all mesh dims that `other` is cut along.
