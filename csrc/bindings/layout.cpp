@@ -197,6 +197,26 @@ void register_layout(py::module& m) {
       .def_property_readonly("is_replicated", &Layout::is_replicated)
       .def_property_readonly("is_sharded", &Layout::is_sharded)
       .def_property_readonly("has_partial", &Layout::has_partial)
+      .def_property_readonly(
+          "picked",
+          [](const Layout& self) {
+            std::vector<int64_t> out;
+            for (int64_t m = 0; m < self.ndim(); ++m) {
+              if (self.placement(m).picked) {
+                out.push_back(m);
+              }
+            }
+            return out;
+          })
+      .def(
+          "picking",
+          [](const Layout& self, const std::vector<int64_t>& mesh_dims) {
+            auto out = LayoutPtr::reclaim_copy(&self);
+            for (const auto m : mesh_dims) {
+              out = out->with(m, Placement::partial_of_picked());
+            }
+            return as_mutable(out);
+          })
       .def(
           "sizes_of_equal_pieces",
           [](const Layout& self, const std::vector<int64_t>& local) {

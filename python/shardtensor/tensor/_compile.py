@@ -38,17 +38,19 @@ def _tuples(cuts: Cuts) -> _Tuples:
 
 
 class ShardOrder(tuple):  # type: ignore[type-arg]
-    """A spec's shard_order with torch's entries, plus two facts that torch does not know: every rank's cuts, and the storage
-    offset. If EXTENTS has them, a cut is () and the offset is None.
+    """A spec's shard_order with torch's entries, plus facts that torch does not know: every rank's cuts, the storage offset, and
+    the mesh dims whose summands are picked (docs/design.md). If EXTENTS has them, a cut is () and the offset is None.
 
     torch.compile stores it, compares it, writes it to its caches, and passes it back when it unflattens a tensor.
     """
 
     offset: int | None
+    picked: tuple[int, ...]
     _cuts: _Tuples | _C.Layout
 
-    def __new__(cls, entries: Sequence[Any], cuts: Cuts | _C.Layout, offset: int | None = 0) -> ShardOrder:
+    def __new__(cls, entries: Sequence[Any], cuts: Cuts | _C.Layout, offset: int | None = 0, picked: Sequence[int] = ()) -> ShardOrder:
         self = super().__new__(cls, entries)
+        self.picked = tuple(cuts.picked if isinstance(cuts, _C.Layout) else picked)
         self._cuts = cuts if isinstance(cuts, _C.Layout) else _tuples(cuts)
         self.offset = offset
         return self
@@ -61,24 +63,26 @@ class ShardOrder(tuple):  # type: ignore[type-arg]
         return self._cuts
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ShardOrder) and tuple.__eq__(self, other) and self.cuts == other.cuts and self.offset == other.offset
-        )
+        return isinstance(other, ShardOrder) and self._all == other._all
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
+    @property
+    def _all(self) -> tuple[Any, ...]:
+        return tuple(self), self.cuts, self.offset, self.picked
+
     def __hash__(self) -> int:
-        return hash((tuple(self), self.cuts, self.offset))
+        return hash(self._all)
 
     def __reduce__(self) -> Any:
-        return ShardOrder, (tuple(self), self.cuts, self.offset)
+        return ShardOrder, self._all
 
     def __deepcopy__(self, memo: Any) -> ShardOrder:
         return self
 
     def __repr__(self) -> str:
-        return f"ShardOrder({tuple(self)!r}, cuts={self.cuts!r}, offset={self.offset!r})"
+        return f"ShardOrder({tuple(self)!r}, cuts={self.cuts!r}, offset={self.offset!r}, picked={self.picked!r})"
 
 
 _orders: dict[tuple[int, int | None], ShardOrder] = {}  # by layout and offset
@@ -97,9 +101,9 @@ def flatten(t: Any) -> tuple[list[str], Any]:
     if order is None:
         order = cast(ShardOrder, t._spec.shard_order)
         if not layout.has_symbols:
-            order = _orders[layout.id, offset] = ShardOrder(order, order.cuts, offset)  # which keeps no layout
+            order = _orders[layout.id, offset] = ShardOrder(order, order.cuts, offset, order.picked)  # which keeps no layout
         elif extents:
-            order = ShardOrder(order, [() if _is_of_symbols(cut) else cut for cut in layout.traced_cuts], offset)
+            order = ShardOrder(order, [() if _is_of_symbols(cut) else cut for cut in layout.traced_cuts], offset, order.picked)
     meta = TensorMeta(t.shape, t.stride(), t.dtype)
     return ["_local_tensor", "device_mesh", *[EXTENTS] * extents], (placements_of(layout), meta, order, t.requires_grad)
 
@@ -140,7 +144,7 @@ def unflatten(inner: dict[str, Any], context: Any, sizes: Any, strides: Any) -> 
         _, there, *pieces = extents.shape
         offset = there if offset is None else offset
         cuts = [_taken(pieces, n) if cut == () else cut for cut, n in zip(order.cuts, mesh.shape, strict=True)]
-        layout = _settled(make_layout(mesh, placements, len(sizes), cuts, who="ShardTensor.__tensor_unflatten__"), sizes)
+        layout = _settled(_made(mesh, placements, len(sizes), cuts, order), sizes)
     out = _C.wrap(inner["_local_tensor"], layout, sizes, strides, offset)
     if layout.has_symbols or _is_symbol(offset):
         out.__dict__[EXTENTS] = extents
@@ -159,9 +163,14 @@ def _layout_of(mesh: Any, placements: tuple[Placement, ...], sizes: Any, order: 
         layout = known[2]
     else:
         cuts = order.cuts if any(order.cuts) else ()
-        layout = make_layout(mesh, placements, len(sizes), cuts, who="ShardTensor.__tensor_unflatten__")
+        layout = _made(mesh, placements, len(sizes), cuts, order)
         order.__dict__["_layout"] = mesh, placements, layout
     return _settled(layout, sizes)
+
+
+def _made(mesh: Any, placements: tuple[Placement, ...], ndim: int, cuts: Any, order: ShardOrder) -> _C.Layout:
+    layout = make_layout(mesh, placements, ndim, cuts, who="ShardTensor.__tensor_unflatten__")
+    return layout.picking(order.picked) if order.picked else layout
 
 
 def _settled(layout: _C.Layout, sizes: Any) -> _C.Layout:
