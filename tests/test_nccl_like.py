@@ -353,6 +353,29 @@ def a_lazy_group():
         assert torch.equal(y.to_local(), torch.arange(12.0).chunk(2)[dist.get_rank() - 1])
 
 
+def sums_of_no_dims():
+    """Nothing could notice that one rank makes one alone, so it starts when all ranks read it."""
+    from nccl_like import calls
+    from oracle import mesh_of, place
+    from shardtensor import set_reduce_ahead
+
+    x = place(torch.randn(8, dtype=torch.float64), mesh_of((4,)), ("S(0)",), "even")
+    set_reduce_ahead(True)
+    try:
+        x.sum().item()  # before the first such move, the ranks compare notes
+        calls()
+        total = x.sum()
+        assert not calls()
+        total.item()
+        assert calls() == {"allreduce": 1}
+    finally:
+        set_reduce_ahead(False)
+
+
+def test_sums_of_no_dims(ranks):
+    ranks.run(f"{__name__}:sums_of_no_dims")
+
+
 def test_dropped_in_flight(ranks):
     ranks.run("test_nccl_like:tells_what_is_lost", ranks.backend)
     ranks.run("test_nccl_like:dropped_in_flight", ranks.backend)

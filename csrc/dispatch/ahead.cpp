@@ -5,7 +5,6 @@
 #include "comm/faults.h"
 #include "comm/values.h"
 #include "dispatch/errors.h"
-#include "redistribute/redistribute.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
@@ -201,16 +200,14 @@ void set_script_line(ScriptLine line) {
 void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& replicated) {
   auto& impl = *as_shard_tensor(result);
   const auto& local = impl.local();
-  const bool readable = !impl.traced() && !local.is_meta() && !local.key_set().has_any(kStandIns) && !local.is_complex();
-  if (!g_on.load(std::memory_order_relaxed) || !readable || !is_sum(impl.layout()) || torch::autograd::get_current_node()) {
+  const auto& layout = impl.layout();
+  const bool readable = !impl.traced() && !local.is_meta() && !local.key_set().has_any(kStandIns);
+  if (!g_on.load(std::memory_order_relaxed) || !readable || !is_sum(layout) || torch::autograd::get_current_node() ||
+      !fits(local, layout)) {
     return;
   }
-  const auto& layout = impl.layout();
   comm::InFlight rest;
   auto reduced = errors::while_doing(op, [&] {
-    if (!fits(local, layout)) {
-      return redistribute(local, layout, *replicated, at::IntArrayRef(), &rest);
-    }
     return c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
                                                     : start_with_identity<int64_t>(op, local, layout, replicated, rest);
   });

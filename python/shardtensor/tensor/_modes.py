@@ -149,7 +149,7 @@ def set_reduce_ahead(on: bool) -> None:
     """Whether results of no dims that are sums over ranks, as losses are, start to be added up when they are made. Then one rank
     alone may read them: `if rank == 0: print(loss.item())`. It costs one small asynchronous all-reduce for each. At first True,
     or what the environment variable SHARDTENSOR_REDUCE_AHEAD (0 or 1) says. For all threads; call it on all ranks alike. Graphs
-    of torch.compile do not do so."""
+    of torch.compile do not do so, nor does CUDA, where nothing could notice that a rank makes one alone."""
     _C.set_reduces_ahead(on)
 
 
