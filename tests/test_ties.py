@@ -302,12 +302,12 @@ def test_fully_shard(pools, shape):
     pools(shape[0] * shape[1]).run(f"{__name__}:fully_sharded", shape)
 
 
-def fully_sharded_apart(together):
+def fully_sharded_apart(together, shape):
     from shardtensor import init_device_mesh
     from shardtensor.parallel import parallelize_module
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     ours, plain = pair()
     parallelize_module(ours, mesh["tp"], rows())
     if together:
@@ -317,11 +317,15 @@ def fully_sharded_apart(together):
         check_trains(ours, plain)
         return
     fully_shard(ours.wte, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"'weight' of a Linear is tied to 'weight' of a \w*Embedding.*fully_shard\(\[module_a, module_b\]\)"):
+    with pytest.warns(UserWarning, match=r"'weight' of a Linear is tied to 'weight' of a \w*Embedding.*fully_shard\(\[module_a, module_b\]\)"):
         fully_shard(ours, mesh=mesh["dp"])
+    plain.head.weight = nn.Parameter(plain.wte.weight.detach().clone())
+    check_tied(ours, plain)
+    check_trains(ours, plain)
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("together", [True, False])
-def test_fully_shard_in_groups(pools, together):
-    """One group holds both ends of a tie."""
-    pools(2).run(f"{__name__}:fully_sharded_apart", together)
+def test_fully_shard_in_groups(pools, together, shape):
+    """One group keeps both ends of a tie; two groups make two parameters, as of DTensors."""
+    pools(2).run(f"{__name__}:fully_sharded_apart", together, shape)

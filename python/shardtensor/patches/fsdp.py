@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -91,19 +92,21 @@ def _other_layout(param: Any, grad: torch.Tensor | None) -> _C.Layout | None:
     return inner._layout if grad._layout != inner._layout else None
 
 
-def _check_in_one_group(param: Any, at: Any) -> None:
-    """FSDP keeps a tied parameter tied inside one group; two groups would make two of it. torch 2.11 does not notice, later
-    versions do in the first forward."""
+def _in_one_group(param: Any, at: Any) -> Any:
+    """FSDP keeps a tied parameter tied inside one group. In a second group it becomes a parameter of its own, as of DTensors, whose
+    ties parallelize_module has cut before."""
     if not isinstance(param, ShardTensor):
-        return
+        return param
     here = f"'{at.param_name}' of a {type(at.module).__name__}"
-    there = getattr(param, "_shardtensor_fsdp_group", None)
-    param._shardtensor_fsdp_group = here  # type: ignore[attr-defined]
-    if there is not None:
-        raise ValueError(
-            f"fully_shard: {here} is tied to {there}, which an earlier call of fully_shard has sharded; shard both modules in one call, "
-            f"fully_shard([module_a, module_b]) (rank {param._layout.mesh.rank})"
-        )
+    there = param.__dict__.setdefault("_shardtensor_fsdp_group", here)
+    if there is here:  # the first call
+        return param
+    warnings.warn(
+        f"fully_shard: {here} is tied to {there}, which an earlier call of fully_shard has sharded. They are two parameters from now on, "
+        f"of the same values. To keep them tied, shard both modules in one call: fully_shard([module_a, module_b])",
+        stacklevel=2,
+    )
+    return torch.nn.Parameter(param.detach().clone(), param.requires_grad)
 
 
 # ---- uneven dims other than the first, and pieces without elements ----
@@ -157,8 +160,7 @@ def _wrap(module: Any) -> None:
     init, to_sharded, grad_inner = param.__init__, param.to_sharded_dtensor, param._get_grad_inner_tensor
 
     def __init__(self: Any, given: Any, module_info: Any, *args: Any, **kwargs: Any) -> None:
-        _check_in_one_group(given, module_info)
-        init(self, given, module_info, *args, **kwargs)
+        init(self, _in_one_group(given, module_info), module_info, *args, **kwargs)
         if isinstance(self.sharded_param, ShardTensor):
             note_gone([given])  # an optimizer that has been built may hold it
 
