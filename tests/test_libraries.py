@@ -43,8 +43,19 @@ def gpt_neox():
     return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=5)).to(DOUBLE)
 
 
+def qwen_moe():
+    """Seven experts, which transformers shares out itself, by their numbers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=37, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+    experts = dict(num_experts=7, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+    config = Qwen3MoeConfig(**sizes, **experts, max_position_embeddings=32)
+    return Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager").to(DOUBLE)
+
+
 def tensor_parallel(make, cut, folder):
-    """A model under its own tensor-parallel plan, with 37 words and 41 hidden units: trained, and saved whole."""
+    """A model under its own plan, with 37 words and 41 hidden units: trained, and saved whole."""
     import shardtensor
     from transformers.distributed import DistributedConfig
 
@@ -55,10 +66,12 @@ def tensor_parallel(make, cut, folder):
         plain.save_pretrained(folder / "plain")
     dist.barrier()
     tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
+    world = dist.get_world_size()
+    distributed, options = DistributedConfig(tp_size=world, tp_plan="auto"), {}
+    if make is qwen_moe:
+        distributed, options = DistributedConfig(tp_size=world, ep_size=world), {"experts_implementation": "eager"}
     with shardtensor.replace_dtensor():
-        ours = loader.from_pretrained(
-            folder / "plain", distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto"), dtype=DOUBLE
-        )
+        ours = loader.from_pretrained(folder / "plain", distributed_config=distributed, dtype=DOUBLE, **options)
         assert type(ours.get_parameter(cut).data) is shardtensor.ShardTensor
         results = []
         for model in (plain, ours):
@@ -79,10 +92,15 @@ def tensor_parallel(make, cut, folder):
 
 
 @pytest.mark.parametrize(
-    ("make", "cut"), [(llama, "model.layers.0.mlp.up_proj.weight"), (gpt_neox, "gpt_neox.layers.0.attention.query_key_value.weight")]
+    ("make", "cut"),
+    [
+        (llama, "model.layers.0.mlp.up_proj.weight"),
+        (gpt_neox, "gpt_neox.layers.0.attention.query_key_value.weight"),
+        (qwen_moe, "model.layers.0.mlp.experts.gate_up_proj"),
+    ],
 )
 def test_transformers_tensor_parallel(ranks, tmp_path, make, cut):
-    pytest.importorskip("transformers", minversion="5.20")
+    pytest.importorskip("transformers", minversion="5.24" if make is qwen_moe else "5.20")
     ranks.run("test_libraries:tensor_parallel", make, cut, tmp_path, seconds=100)
 
 

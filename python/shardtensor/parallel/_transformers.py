@@ -1,4 +1,5 @@
-"""Hugging Face's tensor parallelism (transformers 5, `tp_plan`) by whole heads, after replace_dtensor(), and peft's LoRA over it.
+"""Hugging Face's tensor parallelism (transformers 5, `tp_plan`) by whole heads, after replace_dtensor(), its expert parallelism for any
+number of experts, and peft's LoRA over both.
 
 transformers cuts the features of a layer as torch.chunk does, whatever the heads, and gives each rank plain tensors. Here the
 layers of an attention module whose heads the ranks do not divide get the styles of AttentionHeads instead. GPT-2 and T5, for
@@ -7,11 +8,13 @@ which transformers has no plan, get one. The loader reads each rank's piece from
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -21,6 +24,7 @@ from shardtensor._late import when_imported
 from shardtensor.parallel._attention import AttentionHeads, CountedHeads, FusedHeads, OutputHeads, QueryHeads
 from shardtensor.parallel._heads import HEAD_SIZES, OUTPUTS, PROJECTIONS, number
 from shardtensor.parallel._styles import ColwiseParallel, RowwiseParallel, is_conv1d, pieces_of_features
+from shardtensor.tensor._factories import distribute_tensor
 from shardtensor.tensor._pieces import box_views
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -105,7 +109,12 @@ def install(active: Callable[[], bool]) -> None:
 
         return ours
 
+    def experts(module: Any) -> None:
+        change(module, getattr(module, "MoEParamShard", None), "shard_param", lambda shard: _uneven_experts(shard, ready))
+        change(module, getattr(module, "ExpertParallelLayer", None), "context_around_forward", _with_empty_experts)
+
     when_imported("transformers.distributed.mixin", mixin)
+    when_imported("transformers.distributed.expert_parallel", experts)
     when_imported("transformers.core_model_loading", loading)
     when_imported("transformers.modeling_utils", lambda m: change(m, m, "_dtensor_from_local_like", _like_its_layout))
     when_imported("peft.tuners.lora.model", lambda m: change(m, m, "add_lora_tp_hooks_dtensor", adapters_like_their_layers))
@@ -118,6 +127,44 @@ def plan_of_ours(model: Any) -> dict[str, str]:
     ends = _PLANS.get(model.config.model_type, {})
     linear = [(name, name.rpartition(".")[2]) for name, m in model.named_modules() if hasattr(m, "weight")]
     return {re.sub(r"\.\d+(?=\.)", ".*", name): ends[end] for name, end in linear if end in ends}
+
+
+# ---- experts that the ranks do not divide ----
+
+# transformers finds the rank of an expert, and its place there, by dividing by the number of experts per rank. With torch.chunk's
+# cut that holds for any number, if each rank counts as many as the first has. Those that a rank lacks are zeros that no token goes to.
+_EACH = "_shardtensor_experts"
+
+
+def _uneven_experts(shard: Callable[..., None], ready: Callable[[], bool]) -> Callable[..., None]:
+    def ours(self: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+        param = module._parameters.get(name)
+        whole = len(param) if param is not None and self.shards_expert_dim and hasattr(module, "num_experts") else 0
+        each = -(-whole // mesh.size())
+        if whole % mesh.size() == 0 or each * (mesh.size() - 1) >= whole or not ready():  # the loader needs an expert on each rank
+            shard(self, module, name, mesh)
+            return
+        cut = distribute_tensor(param, mesh, [self.placement], src_data_rank=None)  # type: ignore[arg-type]
+        module._parameters[name] = nn.Parameter(cut, param.requires_grad)  # type: ignore[union-attr]
+        vars(module).update({_EACH: each, "num_experts": each, "_is_expert_parallel": True})
+
+    return ours
+
+
+def _with_empty_experts(around: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def ours(self: Any, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+        with around(self, module, mesh):
+            each = getattr(module, _EACH, 0)
+            fewer = {name: p for name, p in module._parameters.items() if p is not None and len(p) < each}
+            for name, p in fewer.items():
+                module._parameters[name] = F.pad(p, [0, 0] * (p.dim() - 1) + [0, each - len(p)])  # type: ignore[assignment]
+            try:
+                yield
+            finally:
+                module._parameters.update(fewer)
+
+    return ours
 
 
 # ---- styles ----
