@@ -282,8 +282,8 @@ def reads(name: str, mesh_shape: tuple[int, ...]) -> None:
                 for g, w in zip(*((t if isinstance(t, tuple) else (t,)) for t in (got, want)), strict=True):
                     _same_bits(g, w, f"{name} of {dtype}, {at} {cut}")
                     _same_bits(g.clone().reshape(-1), w.reshape(-1), f"{name} of {dtype}, {at} {cut}, flattened")
-                    if dtype == torch.float64 and cut == cuts[-1]:
-                        for use, f in USES.items():
+                    if dtype == torch.float64:
+                        for use, f in USES.items() if cut == cuts[-1] else [("inverse", USES["inverse"])]:
                             ours = f(g, lambda v: place(torch.tensor(v, dtype=torch.float64), mesh, ("R",) * mesh.ndim, "even"))
                             _same_bits(ours, f(w, lambda v: torch.tensor(v, dtype=torch.float64)), f"{use} of {name}, {at} {cut}")
 
