@@ -5,6 +5,8 @@ The groups' time-out is 40 s. A test's ranks must all have answered long before.
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from multiprocessing import util
@@ -600,6 +602,35 @@ def ends_with_a_move_in_flight(how):
 @pytest.mark.parametrize(("how", "most"), [("destroy", 4), ("while an exception is on its way", 1.5)])
 def test_the_end_of_a_rank_waits_only_a_little(how, most):
     assert ask(2, "ends_with_a_move_in_flight", how)[0] < most * pool._PATIENCE
+
+
+LEAVES_LATER = """
+import sys
+import torch
+from shardtensor import Shard, distribute_tensor, init_device_mesh
+
+mesh = init_device_mesh("cpu", (2,))
+distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]).sum().item()
+sys.stdin.read()
+"""
+
+
+def test_an_ordinary_end_is_quiet_after_the_stores_host_has_left():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVES_LATER], env=os.environ | where | {"RANK": str(rank)}, text=True,
+                         stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:  # rank 0, which keeps the store, has gone when rank 1 ends
+            _, said = rank.communicate("", timeout=SECONDS * pool._PATIENCE)
+            assert (rank.returncode, said) == (0, "")
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def another_thread_goes_on():
