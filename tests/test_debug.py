@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -97,6 +98,32 @@ def collectives_are_profiled():
     assert shown["_c10d_functional::all_gather_into_tensor"] == 2 and shown["_c10d_functional::all_to_all_single"] == 1
     assert shown["_c10d_functional::all_reduce"] == shown["_c10d_functional::reduce_scatter_tensor"] == 1 and shown["_c10d_functional::wait_tensor"] == 5
     assert [e for e in seen.events() if e.name.startswith("c10d::") and not e.cpu_parent.name.startswith("_c10d_functional::")] == []
+
+
+# ---- torch's flight recorder, the one that NCCL's groups write to ----
+
+
+def collectives_are_in_the_flight_recorder():
+    """Each has the line of the script that made it, in order."""
+    from shardtensor import Replicate, Shard
+    from torch._C import _distributed_c10d as c10d
+
+    if not hasattr(c10d, "FlightRecorderHook"):
+        return  # this torch records NCCL's calls only
+    _, x = sharded()
+    x.requires_grad_()
+    for _ in range(2):  # the first time, ranks also agree about each kind of move
+        hook = c10d.FlightRecorderHook.attach(dist.group.WORLD)
+        c10d._reset_fr_trace()
+        whole, gathered = x.redistribute(placements=[Replicate()]), here()
+        _, exchanged = x.redistribute(placements=[Shard(1)]), here()
+        total, summed = (x * 2).sum().redistribute(placements=[Replicate()]), here()
+        _, backward = (whole.redistribute(placements=[Shard(1)]).sum() + total).backward(), here()
+        entries = pickle.loads(c10d._dump_fr_trace())["entries"]
+        hook.remove()
+    lines = [next(f"at {Path(f['filename']).name}:{f['line']}" for f in e["frames"] if f["filename"] == __file__) for e in entries]
+    assert list(dict.fromkeys(lines)) == [gathered, exchanged, summed, backward], (lines, gathered)
+    assert [e["profiling_name"] for e, line in zip(entries, lines, strict=True) if line == exchanged] == ["gloo:all_to_all"]
 
 
 # ---- CommDebugMode ----
@@ -528,6 +555,7 @@ def shardings_are_shown():
     "what",
     [
         "collectives_are_profiled",
+        "collectives_are_in_the_flight_recorder",
         "modules_are_charged_for_what_they_send",
         "a_gather_is_one_and_ones_own_calls_count",
         "what_is_implicit_is_refused",
