@@ -731,9 +731,7 @@ Rule into_copy(const Call& call, Rule rule) {
     rule.notes = form.strides;
     rule.always(shared_kernel);
   }
-  if (!form.dense) {
-    rule.results[0].strides = std::move(form.strides);
-  }
+  lies_so(rule, std::move(form));
   return rule;
 }
 

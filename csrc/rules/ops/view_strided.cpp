@@ -225,6 +225,15 @@ Rule restrided(const Call& call) {
 
 } // namespace
 
+void lies_so(Rule& rule, CopyForm form) {
+  auto& result = rule.results[0];
+  if (form.repeats) {
+    result.order = order_of(guarded(form.strides)); // the meta kernels of torch 2.11 give another one
+  } else if (!form.dense) {
+    result.strides = std::move(form.strides);
+  }
+}
+
 CopyForm form_of_copy(const TensorArg& x) {
   const auto sizes = x.sym_sizes();
   CopyForm form{x.sym_strides()};
@@ -365,9 +374,7 @@ Rule as_strided_scatter(const Call& call) {
   rule.operands.emplace_back(std::move(part));
   rule.results.emplace_back(std::move(in));
   rule.notes = Laid{to.offset, form.strides};
-  if (!form.dense) {
-    rule.results[0].strides = std::move(form.strides);
-  }
+  lies_so(rule, std::move(form));
   rule.always(strided_scatter_kernel);
   rule.linear.push_back(moves(call, 0b11, x.dtype));
   return rule;
