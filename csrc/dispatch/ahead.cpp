@@ -135,6 +135,11 @@ comm::InFlight start(const std::shared_ptr<Sum>& sum, int64_t mesh_dim) {
   return rest;
 }
 
+// Whether the result's sum along the mesh dim needs other ranks.
+bool sends_along(const Layout& layout, int64_t mesh_dim) {
+  return layout.placement(mesh_dim).is_partial() && !comm::is_alone(layout.mesh(), mesh_dim);
+}
+
 // Whether the value can travel in a record: as a double or a 64-bit integer in main memory, over a backend that adds them up.
 bool fits(const at::Tensor& local, const Layout& layout) {
   const auto& mesh = layout.mesh();
@@ -142,7 +147,7 @@ bool fits(const at::Tensor& local, const Layout& layout) {
     return false;
   }
   for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_partial() && !comm::is_alone(mesh, m) && !comm::can_sum_apart(local.device(), mesh, m)) {
+    if (sends_along(layout, m) && !comm::can_sum_apart(local.device(), mesh, m)) {
       return false;
     }
   }
@@ -173,15 +178,13 @@ at::Tensor start_with_identity(
       Sum{&op, LayoutPtr::reclaim_copy(&layout), replicated, line_now ? line_now() : 0,
           at::empty({kRecord}, at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value)), at::empty_like(local)});
   *sum->record.mutable_data_ptr<T>() = local.item().to<T>();
-  bool sent = false;
   for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_partial() && !comm::is_alone(layout.mesh(), m)) {
+    if (sends_along(layout, m)) {
       rest.wait();
       rest = start<T>(sum, m);
-      sent = true;
     }
   }
-  return sent ? sum->result : local;
+  return sum->result;
 }
 
 } // namespace
@@ -206,12 +209,17 @@ void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& repli
       !fits(local, layout)) {
     return;
   }
+  bool sends = false;
+  for (int64_t m = 0; m < layout.ndim(); ++m) {
+    sends = sends || sends_along(layout, m);
+  }
   comm::InFlight rest;
   auto reduced = errors::while_doing(op, [&] {
-    return c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
-                                                    : start_with_identity<int64_t>(op, local, layout, replicated, rest);
+    return !sends                                     ? local.clone()
+           : c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
+                                                      : start_with_identity<int64_t>(op, local, layout, replicated, rest);
   });
-  impl.set_ahead(reduced.is_alias_of(local) ? reduced.clone() : std::move(reduced), std::move(rest));
+  impl.set_ahead(std::move(reduced), std::move(rest));
 }
 
 } // namespace shardtensor

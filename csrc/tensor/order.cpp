@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <numeric>
 
 namespace shardtensor {
 
@@ -13,25 +12,34 @@ bool is_sorted(c10::IntArrayRef strides) {
   return std::is_sorted(strides.rbegin(), strides.rend());
 }
 
+// The dims, stably sorted by insertion: there are few, and std::stable_sort allocates.
+template <typename Before>
+Order sorted_dims(size_t n, const Before& before) {
+  Order order;
+  for (size_t d = 0; d < n; ++d) {
+    const auto dim = static_cast<int8_t>(d);
+    auto at = order.end();
+    while (at != order.begin() && before(dim, *(at - 1))) {
+      --at;
+    }
+    order.insert(at, dim);
+  }
+  return order;
+}
+
 } // namespace
 
 Order order_of(c10::IntArrayRef strides) {
   if (is_sorted(strides) || std::find(strides.begin(), strides.end(), 0) != strides.end()) {
     return {};
   }
-  Order order(strides.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int8_t a, int8_t b) { return strides[a] > strides[b]; });
-  return order;
+  return sorted_dims(strides.size(), [&](int8_t a, int8_t b) { return strides[a] > strides[b]; });
 }
 
 Order exact_order_of(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  Order order(strides.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int8_t a, int8_t b) {
+  return sorted_dims(strides.size(), [&](int8_t a, int8_t b) {
     return strides[a] != strides[b] ? strides[a] > strides[b] : (sizes[a] == 1) < (sizes[b] == 1);
   });
-  return order;
 }
 
 Sizes dense_strides(c10::IntArrayRef sizes, const Order& order) {

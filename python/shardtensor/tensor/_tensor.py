@@ -365,8 +365,11 @@ class ShardTensor(DTensor):
         root = self
         if self._layout.has_partial:
             whole = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
-            with torch.enable_grad():  # an optimizer's step may call a closure without it
+            if torch.is_grad_enabled():
                 root = self.redistribute(placements=whole)
+            else:  # in an optimizer's step, which calls a closure
+                with torch.enable_grad():
+                    root = self.redistribute(placements=whole)
         if gradient is None and root.numel() == 1:
             gradient = torch.ones_like(root)
         torch.autograd.backward(root, gradient, retain_graph, create_graph, inputs=inputs)
