@@ -271,9 +271,9 @@ class Way:
     writes: bool = False  # takes a folder
 
     def run(self, pools: Callable[[int], Any], name: str, world: int, then: int | None, folder: Path) -> None:
-        pools(world).run(f"models:{self.function.__name__}", name, *([folder] if self.writes else []), seconds=100)
+        pools(world).run(self.function, name, *([folder] if self.writes else []), seconds=100)
         if then is not None:
-            pools(then).run("models:resume", name, folder, seconds=100)
+            pools(then).run(resume, name, folder, seconds=100)
 
 
 WAYS = [

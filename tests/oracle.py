@@ -526,7 +526,7 @@ MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
 def run_on(pools: Any, mesh: tuple[int, tuple[int, ...]], module: str, name: str) -> None:
     """A case on one of MESHES; on two ranks partly in checking mode."""
     world, shape = mesh
-    assert pools(world).run("oracle:run_case", module, name, shape, check=world == 2)[0] > 0
+    assert pools(world).run(run_case, module, name, shape, check=world == 2)[0] > 0
 
 
 CHECKED = 8  # every eighth call: the checking mode communicates before and after each op

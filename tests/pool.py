@@ -1,23 +1,29 @@
 """Ranks for tests: a pool of processes per world size, started once for the whole run.
 
-A test sends a function by name; every rank calls it with the same arguments and the test gets the list of results. If a rank
-raises, the call raises here with that rank's traceback. If a rank does not answer in time, the call fails. After either, the
-pool is started anew for the next test.
+`on_ranks` makes a test of a function that every rank runs. A test that needs the ranks' results, or calls several functions, takes
+a pool from the fixture `pools` and calls `run`, which returns the list of results. If a rank raises, the call raises here with that
+rank's traceback. If a rank does not answer in time, the call fails. After either, the pool is started anew for the next test.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import inspect
+import math
 import multiprocessing as mp
 import os
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
+
+import pytest
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # What takes ranks long to import, the same for all of them. Inductor before shardtensor: as in scripts that have imported it by then.
@@ -101,8 +107,11 @@ def _serve(rank: int, world: int, backend: str, store: str, pipe: Any) -> None:
         module, name, args, kwargs = message
         torch.manual_seed(0)
         try:
-            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            function = getattr(importlib.import_module(module), name)
+            result = getattr(function, "body", function)(*args, **kwargs)
             pipe.send(("ok" if len(dist.distributed_c10d._world.pg_map) <= _MOST_GROUPS else "many groups", result))
+        except pytest.skip.Exception as skip:
+            pipe.send(("skipped", str(skip)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
 
@@ -147,7 +156,14 @@ class Pool:
                     answers[rank] = ("error", "died")
                 if answers[rank][0] == "error":  # the others may be waiting for it
                     end = min(end, time.monotonic() + 3)
-        errors = [f"--- rank {r} ---\n{text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
+        skips = [text for kind, text in answers if kind == "skipped"]
+        if len(skips) == self.world:
+            pytest.skip(skips[0])
+        errors = [
+            f"--- rank {r} ---\n{'skips, others do not: ' * (kind == 'skipped')}{text}"
+            for r, (kind, text) in enumerate(answers)
+            if kind in ("error", "skipped")
+        ]
         if errors:
             self.stop()  # the ranks may be out of step, and a group that timed out is of no more use
             raise RankError("\n".join(errors))
@@ -155,12 +171,12 @@ class Pool:
             self.stop()
         return [value for _, value in answers]
 
-    def run(self, function: str, *args: Any, seconds: float = 60, **kwargs: Any) -> list[Any]:
-        """Calls `module:name` on every rank and returns the ranks' results."""
+    def run(self, function: Callable[..., Any] | str, /, *args: Any, seconds: float = 60, **kwargs: Any) -> list[Any]:
+        """Calls a module's function, or what `module:name` names, on every rank and returns the ranks' results."""
         __tracebackhide__ = True
+        module, name = function.split(":") if isinstance(function, str) else (function.__module__, function.__name__)
         if not self._processes:
             self._start()
-        module, name = function.split(":")
         for pipe in self._pipes:
             pipe.send((module, name, args, kwargs))
         return self._collect(seconds)
@@ -170,3 +186,45 @@ class Pool:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
+
+
+Size = int | Sequence[int]  # how many ranks, or the shape of a mesh of all of them
+
+
+def on_ranks(*sizes: Size, of: str | Callable[..., Size] | None = None, seconds: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turns a function that runs on every rank into a test.
+
+    `@on_ranks(2)` runs it on two ranks. `@on_ranks(2, 3)` makes two tests. The function gets the size as `world`, or a mesh's shape
+    as `shape`, if it takes that. Without sizes, the test's argument `of` ("world", if nothing is said) is the size, or `of` is a
+    function that tells it from the arguments that it takes. Other marks and fixtures work as for any test; the ranks get what they
+    give, pickled.
+    """
+    name = of if isinstance(of, str) else "shape" if any(not isinstance(size, int) for size in sizes) else "world"
+    asked = list(inspect.signature(of).parameters) if callable(of) else [name]
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(body).parameters.values()]
+        takes = {p.name for p in own}
+
+        @functools.wraps(body)
+        def test(*, pools: Callable[[int], Pool], **arguments: Any) -> None:
+            __tracebackhide__ = True
+            if len(sizes) == 1:
+                arguments[name] = sizes[0]
+            size = of(*(arguments[n] for n in asked)) if callable(of) else arguments[name]
+            world = size if isinstance(size, int) else math.prod(size)
+            pools(world).run(test, seconds=seconds, **{n: a for n, a in arguments.items() if n in takes})
+
+        parameters = {"pools": inspect.Parameter("pools", inspect.Parameter.KEYWORD_ONLY)}
+        parameters |= {n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in asked} | {p.name: p for p in own}
+        if len(sizes) == 1:
+            del parameters[name]
+        test.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined]
+        return pytest.mark.parametrize(name, sizes, ids=size_id)(test) if len(sizes) > 1 else test
+
+    return decorate
+
+
+def size_id(size: Size) -> str:
+    return str(size) if isinstance(size, int) else "x".join(map(str, size))

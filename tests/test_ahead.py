@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from forks import Run, run_each
+from pool import on_ranks
 from test_api import numbers
 
 LOSSES: dict[str, Callable] = {
@@ -70,7 +71,9 @@ def mesh_of_all():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def one_rank_reads(name):
+@pytest.mark.parametrize("name", LOSSES)
+@on_ranks(2, 3)
+def test_one_rank_reads(name):
     from shardtensor import _C
 
     mesh, loss_of = mesh_of_all(), LOSSES[name]
@@ -92,13 +95,9 @@ def one_rank_reads(name):
                     torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("world", [2, 3])
-def test_one_rank_reads(pools, world, name):
-    pools(world).run("test_ahead:one_rank_reads", name)
-
-
-def without_gradients(context):
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode"])
+@on_ranks(2, 4)
+def test_without_gradients(context):
     mesh = mesh_of_all()
     x, t, whole, labels = batch(mesh, ROWS[mesh.size()][1])
     with ahead(), getattr(torch, context)():
@@ -111,12 +110,8 @@ def without_gradients(context):
             assert loss.item() == pytest.approx(F.cross_entropy(whole, labels).item() + 1)
 
 
-@pytest.mark.parametrize("context", ["no_grad", "inference_mode"])
-def test_without_gradients(ranks, context):
-    ranks.run("test_ahead:without_gradients", context)
-
-
-def on_two_dims():
+@on_ranks(4)
+def test_on_two_dims():
     from shardtensor import Shard, distribute_tensor
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -129,11 +124,8 @@ def on_two_dims():
             assert loss.item() == pytest.approx(whole.mean().item())
 
 
-def test_on_two_dims(pools):
-    pools(4).run("test_ahead:on_two_dims")
-
-
-def what_is_sent():
+@on_ranks(2, 4)
+def test_what_is_sent():
     from shardtensor import _C, Partial, Replicate, Shard, distribute_tensor
 
     mesh = mesh_of_all()
@@ -158,11 +150,8 @@ def what_is_sent():
         assert not sent(), sent()  # a gradient
 
 
-def test_what_is_sent(ranks):
-    ranks.run("test_ahead:what_is_sent")
-
-
-def written_since():
+@on_ranks(2, 4)
+def test_written_since():
     from shardtensor import Shard, distribute_tensor
 
     mesh = mesh_of_all()
@@ -193,11 +182,8 @@ def written_since():
         assert kept.item() == pytest.approx(2 * whole.sum().item())
 
 
-def test_written_since(ranks):
-    ranks.run("test_ahead:written_since")
-
-
-def one_rank_writes_its_piece():
+@on_ranks(2, 4)
+def test_one_rank_writes_its_piece():
     from shardtensor import Shard, distribute_tensor
 
     mesh = mesh_of_all()
@@ -212,11 +198,8 @@ def one_rank_writes_its_piece():
             assert loss.item() == pytest.approx(whole.sum().item())
 
 
-def test_one_rank_writes_its_piece(ranks):
-    ranks.run("test_ahead:one_rank_writes_its_piece")
-
-
-def nobody_reads():
+@on_ranks(2, 4)
+def test_nobody_reads():
     from shardtensor import Shard, distribute_tensor
 
     mesh = mesh_of_all()
@@ -225,10 +208,6 @@ def nobody_reads():
         for _ in range(300):
             loss = x.sum()
         assert loss.item() == pytest.approx(numbers(7, 5).sum().item())
-
-
-def test_nobody_reads(ranks):
-    ranks.run("test_ahead:nobody_reads")
 
 
 def test_environment():

@@ -12,24 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import cut_sizes, make, mesh_id, mesh_of, place, whole
-from pool import Pool
+from pool import Pool, on_ranks
 from torch import nn
 
+SHAPES = [(2,), (3,), (2, 2)]
 MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
-
-
-def run(pools, mesh, function, *args):
-    return pools(mesh[0]).run(f"test_api:{function}", mesh[1], *args)
-
-
-def on_ranks(function, meshes=MESHES):
-    """A test that calls the function on every rank with the mesh's shape."""
-
-    @pytest.mark.parametrize("mesh", meshes, ids=mesh_id)
-    def test(pools, mesh):
-        run(pools, mesh, function.__name__)
-
-    return test
 
 
 def close(got, want):
@@ -43,7 +30,8 @@ def numbers(*sizes):
 # ---- from_local ----
 
 
-def from_local(shape):
+@on_ranks(*SHAPES)
+def test_from_local(shape):
     import shardtensor as st
     from shardtensor import Partial, Replicate, Shard, ShardTensor
 
@@ -80,10 +68,8 @@ def from_local(shape):
     assert isinstance(x, st.DTensor) and isinstance(x, torch.distributed.tensor.DTensor) and isinstance(x, torch.Tensor)
 
 
-test_from_local = on_ranks(from_local)
-
-
-def from_local_nested(shape):
+@on_ranks((2, 2))
+def test_from_local_nested(shape):
     from shardtensor import Shard, ShardTensor
 
     mesh = mesh_of(shape)
@@ -104,10 +90,8 @@ def from_local_nested(shape):
     assert x.full_tensor().equal(grid)
 
 
-test_from_local_nested = on_ranks(from_local_nested, MESHES[2:])
-
-
-def from_local_gradient(shape):
+@on_ranks((2,), (3,))
+def test_from_local_gradient(shape):
     from shardtensor import Partial, Replicate, Shard, ShardTensor
 
     mesh = mesh_of(shape)
@@ -128,13 +112,11 @@ def from_local_gradient(shape):
     assert mine.grad.tolist() == weights.tolist()
 
 
-test_from_local_gradient = on_ranks(from_local_gradient, MESHES[:2])
-
-
 # ---- to_local, full_tensor ----
 
 
-def to_local(shape):
+@on_ranks((2,), (3,))
+def test_to_local(shape):
     from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
 
     mesh = mesh_of(shape)
@@ -159,9 +141,6 @@ def to_local(shape):
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
     (x.full_tensor() * torch.arange(5.0)).sum().backward()
     assert x.grad.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-test_to_local = on_ranks(to_local, MESHES[:2])
 
 
 # ---- redistribute ----
@@ -217,10 +196,11 @@ def redistribute(shape, seed, limit):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 def test_redistribute(pools, mesh):
-    assert run(pools, mesh, "redistribute", 0, 80)[0] > 30
+    assert pools(mesh[0]).run(redistribute, mesh[1], 0, 80)[0] > 30
 
 
-def redistribute_nested(shape):
+@on_ranks((2, 2))
+def test_redistribute_nested(shape):
     from shardtensor import Replicate, Shard
 
     mesh = mesh_of(shape)
@@ -245,10 +225,8 @@ def redistribute_nested(shape):
     assert again._layout == x._layout
 
 
-test_redistribute_nested = on_ranks(redistribute_nested, MESHES[2:])
-
-
-def redistribute_keeps_cuts(shape):
+@on_ranks((2, 2))
+def test_redistribute_keeps_cuts(shape):
     from shardtensor import Replicate, Shard
 
     mesh = mesh_of(shape)
@@ -259,10 +237,8 @@ def redistribute_keeps_cuts(shape):
     assert x.redistribute(placements=[Replicate(), Shard(0)])._layout.is_even
 
 
-test_redistribute_keeps_cuts = on_ranks(redistribute_keeps_cuts, MESHES[2:])
-
-
-def redistribute_dtypes(shape):
+@on_ranks(*SHAPES)
+def test_redistribute_dtypes(shape):
     from shardtensor import Replicate, Shard
 
     mesh = mesh_of(shape)
@@ -282,10 +258,8 @@ def redistribute_dtypes(shape):
     assert whole(x.grad).eq(third.double()).all()
 
 
-test_redistribute_dtypes = on_ranks(redistribute_dtypes)
-
-
-def partials(shape):
+@on_ranks((2,), (3,))
+def test_partials(shape):
     from shardtensor import Partial, Replicate, Shard, ShardTensor
 
     mesh = mesh_of(shape)
@@ -306,13 +280,11 @@ def partials(shape):
         close(whole(x.redistribute(placements=[Replicate()])), want)
 
 
-test_partials = on_ranks(partials, MESHES[:2])
-
-
 # ---- distribute_tensor, scatter_tensor ----
 
 
-def distribute(shape):
+@on_ranks(*SHAPES)
+def test_distribute_tensor(shape):
     from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
 
     mesh = mesh_of(shape)
@@ -351,10 +323,8 @@ def distribute(shape):
     assert x.is_meta and x.shape == (5, 4)
 
 
-test_distribute_tensor = on_ranks(distribute)
-
-
-def scatter(shape):
+@on_ranks(*SHAPES)
+def test_scatter_tensor(shape):
     from shardtensor import Replicate, Shard, scatter_tensor
 
     mesh = mesh_of(shape)
@@ -377,13 +347,11 @@ def scatter(shape):
         close(whole(x), value.int())
 
 
-test_scatter_tensor = on_ranks(scatter)
-
-
 # ---- distribute_module ----
 
 
-def module(shape):
+@on_ranks(*SHAPES)
+def test_distribute_module(shape):
     from shardtensor import Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
 
     mesh = mesh_of(shape)
@@ -415,13 +383,11 @@ def module(shape):
     close(plain(value), want)
 
 
-test_distribute_module = on_ranks(module)
-
-
 # ---- factories ----
 
 
-def factories(shape):
+@on_ranks(*SHAPES)
+def test_factories(shape):
     import shardtensor as st
     from shardtensor import Replicate, Shard
 
@@ -448,10 +414,8 @@ def factories(shape):
     assert st.zeros(3, device_mesh=mesh).placements == (Replicate(),) * mesh.ndim
 
 
-test_factories = on_ranks(factories)
-
-
-def current_mesh(shape):
+@on_ranks(*SHAPES)
+def test_current_mesh(shape):
     import shardtensor as st
     from shardtensor import Shard, ShardTensor
 
@@ -466,10 +430,8 @@ def current_mesh(shape):
         assert st.distribute_tensor(torch.ones(3)).device_mesh is mesh
 
 
-test_current_mesh = on_ranks(current_mesh)
-
-
-def submesh(shape):
+@on_ranks((2, 2))
+def test_submesh(shape):
     from shardtensor import Shard, init_device_mesh, zeros
 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
@@ -481,10 +443,8 @@ def submesh(shape):
     assert x.device_mesh.get_group().size() == 2
 
 
-test_submesh = on_ranks(submesh, MESHES[2:])
-
-
-def outside(shape):
+@on_ranks((2,), (3,))
+def test_outside(shape):
     """As in torch: on a rank outside the mesh a number's piece is a number, 0; other pieces are empty."""
     from shardtensor import Replicate, Shard, distribute_tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -505,10 +465,8 @@ def outside(shape):
     assert far.shape == () and (dist.get_rank() or far.to_local() == numbers(5, 4).sum())
 
 
-test_outside = on_ranks(outside, MESHES[:2])
-
-
-def grad_of_leaf(shape):
+@on_ranks(*SHAPES)
+def test_grad_of_leaf(shape):
     """torch.autograd.grad returns a leaf's gradient as .grad would have it: in the leaf's cuts."""
     mesh = mesh_of(shape)
     rest = ("R",) * (mesh.ndim - 1)
@@ -537,10 +495,8 @@ def grad_of_leaf(shape):
     assert type(torch.autograd.grad(plain.sum(), plain)[0]) is torch.Tensor
 
 
-test_grad_of_leaf = on_ranks(grad_of_leaf)
-
-
-def wrapper_subclass(shape):
+@on_ranks(*SHAPES)
+def test_wrapper_subclass(shape):
     """Each tensor in a wrapper is sent: ranks have other values before."""
     import shardtensor as st
     from torch.testing._internal.two_tensor import TwoTensor
@@ -563,10 +519,8 @@ def wrapper_subclass(shape):
             assert (t + 1).to_local().b.equal(b + 1)
 
 
-test_wrapper_subclass = on_ranks(wrapper_subclass)
-
-
-def local_tensor_mode(shape):
+@on_ranks((2,))
+def test_local_tensor_mode(shape):
     import shardtensor as st
     from torch.distributed._local_tensor import LocalTensorMode
 
@@ -576,13 +530,11 @@ def local_tensor_mode(shape):
     assert st.distribute_tensor(torch.ones(4), mesh, [st.Replicate()] * mesh.ndim).full_tensor().eq(1).all()
 
 
-test_local_tensor_mode = on_ranks(local_tensor_mode, MESHES[:1])
-
-
 # ---- beside stock DTensors ----
 
 
-def stock(shape):
+@on_ranks(*SHAPES)
+def test_stock_dtensors(shape):
     from shardtensor import Replicate, Shard, ShardTensor
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import distribute_tensor as stock_distribute
@@ -607,13 +559,11 @@ def stock(shape):
         place(value, mesh, ("S(0)",) + ("R",) * (mesh.ndim - 1), "uneven").to_dtensor()
 
 
-test_stock_dtensors = on_ranks(stock)
-
-
 # ---- autograd and modules ----
 
 
-def autograd(shape):
+@on_ranks(*SHAPES)
+def test_autograd(shape):
     from shardtensor import ShardTensor
 
     mesh = mesh_of(shape)
@@ -648,10 +598,8 @@ def autograd(shape):
     close(whole(x), numbers(5, 4))
 
 
-test_autograd = on_ranks(autograd)
-
-
-def parameters(shape):
+@on_ranks(*SHAPES)
+def test_parameters(shape):
     from shardtensor import ShardTensor
 
     mesh = mesh_of(shape)
@@ -675,13 +623,11 @@ def parameters(shape):
     assert whole(holder.p).eq(1).all() and holder.p.placements[0].is_shard()
 
 
-test_parameters = on_ranks(parameters)
-
-
 # ---- values ----
 
 
-def values(shape):
+@on_ranks(*SHAPES)
+def test_values(shape):
     mesh = mesh_of(shape)
     rest = ("R",) * (mesh.ndim - 1)
     value = numbers(5, 4)
@@ -721,10 +667,8 @@ def values(shape):
     assert len(cut) == 5 and cut.size(1) == 4 and cut.ndim == 2 and cut.stride() == (4, 1)
 
 
-test_values = on_ranks(values)
-
-
-def one_storage(shape):
+@on_ranks(*SHAPES)
+def test_one_storage(shape):
     """The storage is made on first request, one for all users of the tensor, even if many threads ask at once."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -750,10 +694,8 @@ def one_storage(shape):
             assert len(set(threads.map(storage, [x * 2] * 16))) == 1
 
 
-test_one_storage = on_ranks(one_storage)
-
-
-def made_from_another(shape):
+@on_ranks(*SHAPES)
+def test_made_from_another(shape):
     """torch's old `new` makes of sizes what new_empty does, a ShardTensor of these sizes. Data belongs to no mesh."""
     from shardtensor import Shard, ShardTensor
 
@@ -769,9 +711,6 @@ def made_from_another(shape):
     for made in (x.new_tensor([1.0, 2.0]), x.new([1.0, 2.0])):
         assert type(made) is torch.Tensor and made.tolist() == [1.0, 2.0] and made.dtype == torch.float64
     assert x.new(((1, 2),)).tolist() == [[1.0, 2.0]]
-
-
-test_made_from_another = on_ranks(made_from_another)
 
 
 # ---- process groups come and go ----
@@ -802,12 +741,13 @@ def again():
 def test_process_group_destroyed_and_made_anew():
     pool = Pool(2)
     try:
-        assert len(set(pool.run("test_api:again"))) == 2
+        assert len(set(pool.run(again))) == 2
     finally:
         pool.stop()
 
 
-def inference(shape):
+@on_ranks(*SHAPES)
+def test_inference(shape):
     """Views of a normal tensor stay normal under inference mode, as in torch; computed results are inference tensors."""
     import shardtensor as st
 
@@ -833,6 +773,3 @@ def inference(shape):
     ours = st.distribute_module(copy.deepcopy(module), mesh)
     with torch.inference_mode():
         close(whole(ours(place(value, mesh, ("S(0)",) + ("R",) * (len(shape) - 1), "uneven"))), module(value))
-
-
-test_inference = on_ranks(inference)

@@ -270,4 +270,4 @@ CASES = [
 def test_async(pools, world, shape, case):
     if world == 2 and case is dropped_messages:
         pytest.skip("two ranks cannot leave one out")
-    pools(world).run(f"test_async:{case.__name__}", shape)
+    pools(world).run(case, shape)

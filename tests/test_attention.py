@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import MESHES, bools, case, compare, mesh_id, mesh_of, place, run_on
+from pool import on_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sdpa = F.scaled_dot_product_attention
@@ -74,7 +75,8 @@ def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
 
 
-def cut_twice(draws):
+@on_ranks(4)
+def test_cut_twice(draws=60):
     """Any dims may be cut along both mesh dims, by sizes that follow no rule."""
     from shardtensor import _C, Replicate, Shard
     from shardtensor.tensor._layout import make_layout
@@ -109,7 +111,3 @@ def cut_twice(draws):
             got = torch.autograd.grad(out, ours, place(grad, mesh, ("S(0)", "R"), "even"))
             what = f"causal {causal}: {[str(t._layout) for t in ours]} of {queries} and {keys}"
             compare([out, *got], [want, *torch.autograd.grad(want, plain, grad)], 1e-9, what)
-
-
-def test_cut_twice(pools):
-    pools(4).run(f"{__name__}:cut_twice", 60)

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 
 
 def ends_of(lengths):
@@ -50,7 +51,9 @@ def test_cut_is_the_best_and_moves_least():
         assert moved(before, got) == min(moved(before, cut) for cut in all_cuts if dearest(costs, cut) <= most), (costs, before, tolerance, got)
 
 
-def run_rebalance(before):
+@pytest.mark.parametrize("before", [[10, 7], [0, 17], [6, 6, 6], [1, 0, 16]], ids=str)
+@on_ranks(of=lambda before: len(before))
+def test_rebalance(before):
     import shardtensor as st
     from oracle import mesh_here
     from shardtensor import _C, Replicate, Shard
@@ -84,12 +87,8 @@ def run_rebalance(before):
     assert sum(cut) == rows and all(end % 4 == 0 or end == rows for end in ends_of(cut))
 
 
-@pytest.mark.parametrize("before", [[10, 7], [0, 17], [6, 6, 6], [1, 0, 16]], ids=str)
-def test_rebalance(pools, before):
-    pools(len(before)).run(f"{__name__}:run_rebalance", before)
-
-
-def run_two_mesh_dims():
+@on_ranks(4)
+def test_two_mesh_dims():
     import shardtensor as st
     from oracle import mesh_of
     from shardtensor import Replicate, Shard
@@ -111,11 +110,8 @@ def run_two_mesh_dims():
             st.distribute_tensor(whole, mesh, placements).rebalance(costs=[1] * 8, **options)
 
 
-def test_two_mesh_dims(pools):
-    pools(4).run(f"{__name__}:run_two_mesh_dims")
-
-
-def run_refused():
+@on_ranks(2)
+def test_refused_on_all_ranks():
     import shardtensor as st
     from oracle import mesh_here
     from shardtensor import Shard
@@ -136,11 +132,8 @@ def run_refused():
         dist.barrier()
 
 
-def test_refused_on_all_ranks(pools):
-    pools(2).run(f"{__name__}:run_refused")
-
-
-def run_monitor():
+@on_ranks(3)
+def test_monitor():
     import shardtensor as st
     from oracle import mesh_here
     from shardtensor import Shard
@@ -175,7 +168,3 @@ def run_monitor():
         1 / 0  # noqa: B018
     assert not monitor.verdict(x).pays  # a step that failed is not counted
     assert rank == dist.get_rank()
-
-
-def test_monitor(pools):
-    pools(3).run(f"{__name__}:run_monitor")

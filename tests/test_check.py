@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import UNEVEN, mesh_here, place
+from pool import on_ranks
 
 
-def right_calls():
+def debug_is_on():
+    from shardtensor import _C
+
+    return _C.checking()
+
+
+@on_ranks(1, 2, 3)
+def test_right_calls_pass():
     """Nothing is wrong: forward, backward, in place, views, lists, summands, moves and attention run as without the mode."""
     import shardtensor as st
     from shardtensor import debug
@@ -29,17 +37,6 @@ def right_calls():
             q = place(torch.randn(2, 3, 5, 4), mesh, ("S(1)",), UNEVEN)
             torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(2, 5, 12)
     assert not debug_is_on()
-
-
-def debug_is_on():
-    from shardtensor import _C
-
-    return _C.checking()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_right_calls_pass(pools, world):
-    pools(world).run(f"{__name__}:right_calls")
 
 
 def parted(how):
@@ -69,11 +66,13 @@ def parted(how):
 
 @pytest.mark.parametrize("how", ["op", "argument", "move", "op and move", "sizes"])
 def test_ranks_that_part(pools, how):
-    texts = pools(2).run(f"{__name__}:parted", how)
+    texts = pools(2).run(parted, how)
     assert texts[0] == texts[1]
 
 
-def wrong_pieces(how):
+@pytest.mark.parametrize("how", ["differ", "sizes", "order"])
+@on_ranks(2)
+def test_wrong_pieces(how):
     import shardtensor as st
     from shardtensor import _C, debug
 
@@ -96,12 +95,8 @@ def wrong_pieces(how):
             x * 2  # only samples, so it misses this
 
 
-@pytest.mark.parametrize("how", ["differ", "sizes", "order"])
-def test_wrong_pieces(pools, how):
-    pools(2).run(f"{__name__}:wrong_pieces", how)
-
-
-def one_raises():
+@on_ranks(2)
+def test_a_rank_that_raises_alone():
     """If one rank raises in an op, all ranks raise at once. If all raise, each keeps its own error."""
     from shardtensor import debug
 
@@ -126,11 +121,8 @@ def one_raises():
     library._destroy()
 
 
-def test_a_rank_that_raises_alone(pools):
-    pools(2).run(f"{__name__}:one_raises")
-
-
-def indexed():
+@on_ranks(2, seconds=60)
+def test_indexing_does_not_wait_with_the_gil():
     """Indexing holds the GIL. Its collectives must release the GIL before they wait: Gloo's threads may need it."""
     import torch.distributed as dist
     from shardtensor import debug
@@ -142,11 +134,8 @@ def indexed():
             x[1:, :2]
 
 
-def test_indexing_does_not_wait_with_the_gil(pools):
-    pools(2).run(f"{__name__}:indexed", seconds=60)
-
-
-def infinite_factors():
+@on_ranks(2, 3)
+def test_infinite_factors_of_summands():
     """Summands are multiplied one by one. NaN is an error if the whole would have none, and accepted if the whole has it too."""
     import shardtensor as st
     from shardtensor import debug
@@ -162,8 +151,3 @@ def infinite_factors():
         assert (zeros * factor).full_tensor().isnan().tolist() == [True, False]
         assert (row * 2 / 4).full_tensor().tolist() == [0.5, 0.5]
     assert (row.redistribute(placements=[st.Replicate()]) * factor).full_tensor().tolist() == [float("inf"), 2.0]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_infinite_factors_of_summands(pools, world):
-    pools(world).run(f"{__name__}:infinite_factors")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import mesh_of, whole
+from pool import on_ranks
 from torch import nn
 
 SIZES = (7, 5)
@@ -160,21 +161,21 @@ def load(path, name, kind="ours"):
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_other_layout(pools, saved, loaded, tmp_path):
-    pools(world(saved)).run(f"{__name__}:save", str(tmp_path), saved)
-    pools(world(loaded)).run(f"{__name__}:load", str(tmp_path), loaded)
+    pools(world(saved)).run(save, str(tmp_path), saved)
+    pools(world(loaded)).run(load, str(tmp_path), loaded)
 
 
 @pytest.mark.parametrize("stock", STOCK)
 def test_stock_and_plain(pools, stock, tmp_path):
     for number, other in enumerate(("uneven 3", "three boxes 4")):
         paths = [str(tmp_path / f"{number}{way}") for way in ("there", "back", "plain")]
-        pools(world(stock)).run(f"{__name__}:save", paths[0], stock, "stock")
-        pools(world(other)).run(f"{__name__}:load", paths[0], other)
-        pools(world(other)).run(f"{__name__}:save", paths[1], other)
-        pools(world(stock)).run(f"{__name__}:load", paths[1], stock, "stock")
-        pools(world(stock)).run(f"{__name__}:load", paths[1], stock, "plain")
-        pools(world(stock)).run(f"{__name__}:save", paths[2], stock, "plain")
-        pools(world(other)).run(f"{__name__}:load", paths[2], other)
+        pools(world(stock)).run(save, paths[0], stock, "stock")
+        pools(world(other)).run(load, paths[0], other)
+        pools(world(other)).run(save, paths[1], other)
+        pools(world(stock)).run(load, paths[1], stock, "stock")
+        pools(world(stock)).run(load, paths[1], stock, "plain")
+        pools(world(stock)).run(save, paths[2], stock, "plain")
+        pools(world(other)).run(load, paths[2], other)
 
 
 @pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "three boxes 4"])
@@ -183,11 +184,11 @@ def test_one_file_and_back(pools, name, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
     there, file, back = (str(tmp_path / part) for part in ("there", "file", "back"))
-    pools(world(name)).run(f"{__name__}:save", there, name)
+    pools(world(name)).run(save, there, name)
     dcp_to_torch_save(there, file)
     assert torch.equal(torch.load(file, weights_only=True)["x"], values())
     torch_save_to_dcp(file, back)
-    pools(world(name)).run(f"{__name__}:load", back, name)
+    pools(world(name)).run(load, back, name)
 
 
 def save_on_some(path):
@@ -212,8 +213,8 @@ def load_alone(path, name):
 
 
 def test_mesh_of_some_ranks(pools, tmp_path):
-    pools(4).run(f"{__name__}:save_on_some", str(tmp_path))
-    pools(3).run(f"{__name__}:load_alone", str(tmp_path), "uneven 3")
+    pools(4).run(save_on_some, str(tmp_path))
+    pools(3).run(load_alone, str(tmp_path), "uneven 3")
 
 
 def save_later(path, name, way):
@@ -243,11 +244,14 @@ def save_later(path, name, way):
 def test_async_save(pools, saved, loaded, way, tmp_path):
     if way == "twice" and torch.__version__ < "2.15":
         pytest.skip("this torch's stager serves once")
-    pools(world(saved)).run(f"{__name__}:save_later", str(tmp_path), saved, way)
-    pools(world(loaded)).run(f"{__name__}:load", str(tmp_path), loaded)
+    pools(world(saved)).run(save_later, str(tmp_path), saved, way)
+    pools(world(loaded)).run(load, str(tmp_path), loaded)
 
 
-def load_into_meta(path, name):
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "nested 4", "three boxes 4"])
+@on_ranks(of=world)
+def test_load_into_meta(tmp_path, name):
+    path = str(tmp_path)
     import torch.distributed.checkpoint as dcp
 
     x = lay(values(), name)
@@ -259,12 +263,9 @@ def load_into_meta(path, name):
         assert got._layout == x._layout and got.device.type == "cpu" and torch.equal(whole(got), values())
 
 
-@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "nested 4", "three boxes 4"])
-def test_load_into_meta(pools, name, tmp_path):
-    pools(world(name)).run(f"{__name__}:load_into_meta", str(tmp_path), name)
-
-
-def what_does_not_fit_is_refused(path):
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(tmp_path):
+    path = str(tmp_path)
     import torch.distributed.checkpoint as dcp
     from oracle import place
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -285,10 +286,6 @@ def what_does_not_fit_is_refused(path):
     for options in ({}, dict(broadcast_from_rank0=True)):
         with pytest.raises(ValueError, match=r"'weight' has sizes \[6, 5\], but is loaded into a tensor of sizes \[7, 5\]"):
             set_model_state_dict(model, {"weight": values()[:6]}, options=StateDictOptions(full_state_dict=True, **options))
-
-
-def test_what_does_not_fit_is_refused(pools, tmp_path):
-    pools(2).run(f"{__name__}:what_does_not_fit_is_refused", str(tmp_path))
 
 
 # ---- state dicts ----
@@ -322,7 +319,9 @@ def same_model(model, want, like):
         assert isinstance(value, nn.Parameter) and value.requires_grad == dict(like.named_parameters())[key].requires_grad
 
 
-def model_state(name):
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "columns 3", "nested 4", "three boxes 4", "replicas 4"])
+@on_ranks(of=world)
+def test_model_state(name):
     import shardtensor as st
     from shardtensor import _C
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -353,12 +352,9 @@ def model_state(name):
     same_model(other, want, model)
 
 
-@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "columns 3", "nested 4", "three boxes 4", "replicas 4"])
-def test_model_state(pools, name):
-    pools(world(name)).run(f"{__name__}:model_state", name)
-
-
-def gathered_together(most):
+@pytest.mark.parametrize("most", [None, 1], ids=["one batch", "each its own"])
+@on_ranks(3)
+def test_full_state_is_gathered_in_batches(most):
     """Many small tensors, on a mesh of all ranks and on one of some of them: one collective for each mesh's batch."""
     import shardtensor as st
     from shardtensor import _C
@@ -391,11 +387,6 @@ def gathered_together(most):
         checkpoints._TOGETHER = stock
 
 
-@pytest.mark.parametrize("most", [None, 1], ids=["one batch", "each its own"])
-def test_full_state_is_gathered_in_batches(pools, most):
-    pools(3).run(f"{__name__}:gathered_together", most)
-
-
 def steps(model, optimizer, count):
     mesh = model.weight.device_mesh
     import shardtensor as st
@@ -417,7 +408,9 @@ def trained(name, seed, count):
     return model, optimizer, steps(model, optimizer, count)
 
 
-def optimizer_state(name):
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "three boxes 4"])
+@on_ranks(of=world)
+def test_optimizer_state(name):
     """With each set of options, state goes to an optimizer that has never stepped. Training continues unchanged."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -446,11 +439,6 @@ def optimizer_state(name):
         assert steps(other, again, 2) == want
 
 
-@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "three boxes 4"])
-def test_optimizer_state(pools, name):
-    pools(world(name)).run(f"{__name__}:optimizer_state", name)
-
-
 def save_training(path, name, flat):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -476,8 +464,8 @@ def load_training(path, name, flat):
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(("saved", "loaded"), [("uneven 2", "uneven 3"), ("columns 3", "nested 4"), ("three boxes 4", "uneven 2")])
 def test_training_goes_on(pools, saved, loaded, flat, tmp_path):
-    want = pools(world(saved)).run(f"{__name__}:save_training", str(tmp_path), saved, flat)
-    got = pools(world(loaded)).run(f"{__name__}:load_training", str(tmp_path), loaded, flat)
+    want = pools(world(saved)).run(save_training, str(tmp_path), saved, flat)
+    got = pools(world(loaded)).run(load_training, str(tmp_path), loaded, flat)
     assert got == [pytest.approx(want[0], rel=1e-9)] * len(got)
 
 
@@ -558,8 +546,8 @@ PARALLEL = [(2, "tensor parallel", 4, "FSDP"), (4, "FSDP", 3, "tensor parallel")
 
 @pytest.mark.parametrize(("ranks", "saved", "more", "loaded"), PARALLEL)
 def test_parallel_training_goes_on(pools, ranks, saved, more, loaded, tmp_path):
-    want = pools(ranks).run(f"{__name__}:save_parallel", str(tmp_path), saved)[0]
-    for got in pools(more).run(f"{__name__}:load_parallel", str(tmp_path), loaded):
+    want = pools(ranks).run(save_parallel, str(tmp_path), saved)[0]
+    for got in pools(more).run(load_parallel, str(tmp_path), loaded):
         assert got == [pytest.approx(want, rel=1e-9)] * 3
 
 
@@ -588,13 +576,16 @@ def safetensors_load(path, name):
 @pytest.mark.parametrize(("saved", "loaded"), [("uneven 2", "uneven 3"), ("three boxes 4", "uneven 2"), ("replicas 4", "three boxes 4")])
 def test_safetensors(pools, saved, loaded, together, tmp_path):
     load_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").load_file
-    pools(world(saved)).run(f"{__name__}:safetensors_save", str(tmp_path), saved, together)
+    pools(world(saved)).run(safetensors_save, str(tmp_path), saved, together)
     if together:
         assert torch.equal(load_file(str(next(tmp_path.glob("model-00001*"))))["x"], values())
-    pools(world(loaded)).run(f"{__name__}:safetensors_load", str(tmp_path), loaded)
+    pools(world(loaded)).run(safetensors_load, str(tmp_path), loaded)
 
 
-def one_file_per_rank(path, name):
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "three boxes 4"])
+@on_ranks(of=world)
+def test_one_file_per_rank(tmp_path, name):
+    path = str(tmp_path)
     model = Model(name, 1)
     file = f"{path}/{dist.get_rank()}"
     torch.save(model.state_dict(), file)
@@ -604,12 +595,9 @@ def one_file_per_rank(path, name):
         same_model(other, full(model), model)
 
 
-@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "three boxes 4"])
-def test_one_file_per_rank(pools, name, tmp_path):
-    pools(world(name)).run(f"{__name__}:one_file_per_rank", str(tmp_path), name)
-
-
-def plans_and_specs(name):
+@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "nested 4", "three boxes 4"])
+@on_ranks(of=world)
+def test_plans_and_specs(name):
     from torch.distributed.checkpoint.default_planner import _create_default_local_metadata
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.tensor import DTensor
@@ -634,11 +622,6 @@ def plans_and_specs(name):
     assert type(again) is type(x) and torch.equal(whole(again), values())
 
 
-@pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "nested 4", "three boxes 4"])
-def test_plans_and_specs(pools, name):
-    pools(world(name)).run(f"{__name__}:plans_and_specs", name)
-
-
 def example(path, number):
     """The code blocks of docs/checkpoints.md: a save on two ranks, a load on three, a model and its optimizer."""
     page = Path(__file__).parents[1] / "docs" / "checkpoints.md"
@@ -651,10 +634,11 @@ def example(path, number):
 
 def test_documentation(pools, tmp_path):
     for number, ranks in enumerate((2, 3, 3)):
-        pools(ranks).run(f"{__name__}:example", str(tmp_path / str(number // 2)), number)
+        pools(ranks).run(example, str(tmp_path / str(number // 2)), number)
 
 
-def all_is_mended():
+@on_ranks(2)
+def test_all_is_mended():
     """Every function of torch that loses the cuts is replaced."""
     from shardtensor.patches.checkpoints import MENDS
 
@@ -664,10 +648,6 @@ def all_is_mended():
             found = getattr(found, name)
         assert found._shardtensor_stock.__name__ == path.split(".")[-1]
         assert not hasattr(found._shardtensor_stock, "_shardtensor_stock")
-
-
-def test_all_is_mended(pools):
-    pools(2).run(f"{__name__}:all_is_mended")
 
 
 def test_all_is_mended_when_torch_was_first():
@@ -706,4 +686,4 @@ def saved_alone(folder):
 def test_pieces_saved_alone_are_noticed(pools, tmp_path):
     folder = tmp_path / "no-digits"
     folder.mkdir()
-    pools(2).run(f"{__name__}:saved_alone", str(folder))
+    pools(2).run(saved_alone, str(folder))

@@ -137,7 +137,7 @@ def large_reductions(shape):
 @pytest.mark.parametrize("case", [scatters, uneven_numels, large_reductions], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("world", [2, 3])
 def test_gloo(pools, world, case):
-    pools(world).run(f"test_comm:{case.__name__}", (world,))
+    pools(world).run(case, (world,))
 
 
 def strided(shape):
@@ -160,7 +160,7 @@ def strided(shape):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_strided(pools, world):
-    pools(world).run("test_comm:strided", (world,))
+    pools(world).run(strided, (world,))
 
 
 # ---- Gloo: failures, in processes of their own ----

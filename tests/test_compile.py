@@ -10,8 +10,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled import FAMILIES, LONGER, LONGER_UNEVEN, OTHER_LAYOUT, RAISES, RIGHT, agree
+from compiled import FAMILIES, LONGER, LONGER_UNEVEN, OTHER_LAYOUT, RAISES, RIGHT, agree, names_of, run_placed
+from compiled import frames as frames_of
+from compiled import run as run_cases
 from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place, share
+from pool import on_ranks
 from torch.utils import _pytree as pytree
 
 # What a rank holds of the 7 rows, by the number of ranks.
@@ -264,14 +267,14 @@ def equal_compiled(names, backend, cases=CASES):
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, n in ((3, 1), (2, 2), (1, 4)) for name in share(CASES, n)])
 def test_equals_eager(pools, world, name):
-    pools(world).run(f"{__name__}:equal_compiled", [name], "aot_eager")
+    pools(world).run(equal_compiled, [name], "aot_eager")
 
 
 @pytest.mark.parametrize("world", share([3, 1], 2))
 def test_equals_eager_in_dynamo_alone(pools, world):
     # Of plain tensors, too, this backend draws anew where a checkpointed region runs again.
     names = [name for name in CASES if name != "checkpointed_dropout"]
-    pools(world).run(f"{__name__}:equal_compiled", names, "eager", seconds=110)
+    pools(world).run(equal_compiled, names, "eager", seconds=110)
 
 
 DEEP = ["relu_of_product", "softmax", "to_other_dim", "summands_to_shard", "from_local_cuts", "two_draws", "set_rows", "attention"]
@@ -279,7 +282,7 @@ DEEP = ["relu_of_product", "softmax", "to_other_dim", "summands_to_shard", "from
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, n in ((2, 1), (3, 3)) for name in share(DEEP, n)])
 def test_equals_eager_by_inductor(pools, world, name):
-    pools(world).run(f"{__name__}:equal_compiled", [name], "inductor", seconds=110)
+    pools(world).run(equal_compiled, [name], "inductor", seconds=110)
 
 
 # ---- every family's table of cases ----
@@ -330,10 +333,10 @@ LEFT_OUT = [
 @pytest.mark.parametrize(("family", "part"), [(family, part) for family, parts in FAMILIES.items() for part in range(parts)])
 def test_tables_of_cases(pools, family, part):
     """compiled.py tries more of their layouts, and more ranks."""
-    names = [n for n in pools(2).run("compiled:names_of", family, (2,))[0] if not _listed(family, n, LEFT_OUT)]
+    names = [n for n in pools(2).run(names_of, family, (2,))[0] if not _listed(family, n, LEFT_OUT)]
     names = names[part :: FAMILIES[family]]
     alone = [n for n in names if _expected(family, n) != RIGHT]
-    outcomes = pools(2).run("compiled:run", family, names, (2,), together=8, alone=alone, seconds=110)[0]
+    outcomes = pools(2).run(run_cases, family, names, (2,), together=8, alone=alone, seconds=110)[0]
     unexpected = [o for o in outcomes if o.kind != _expected(family, o.name)]
     assert outcomes and not unexpected, "\n".join(f"{o.name}: {o.kind} instead of {_expected(family, o.name)}, {o.text}" for o in unexpected)
 
@@ -348,7 +351,7 @@ PARTED = [
 
 @pytest.mark.parametrize(("family", "name", "where"), PARTED)
 def test_ranks_call_the_same_collectives(pools, family, name, where):
-    outcome = pools(3).run("compiled:run_placed", family, name, where, (3,))[0]
+    outcome = pools(3).run(run_placed, family, name, where, (3,))[0]
     assert outcome.kind == RIGHT, outcome
 
 
@@ -481,7 +484,7 @@ GUARDS = ["equal_layouts", "other_cuts", "other_handlers", "other_mesh", "other_
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards(pools, name, world):
-    pools(world).run(f"{__name__}:{name}")
+    pools(world).run(globals()[name])
 
 
 # ---- dynamic shapes ----
@@ -703,16 +706,16 @@ def dynamic(functions, one_graph, grad=True, uneven=False):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_graph_for_all_lengths(pools, world):
-    pools(world).run(f"{__name__}:dynamic", "DYNAMIC", True, seconds=110)
+    pools(world).run(dynamic, "DYNAMIC", True, seconds=110)
 
 
 def test_one_graph_for_all_lengths_in_every_family(pools):
-    pools(2).run(f"{__name__}:dynamic", "DYNAMIC_FAMILIES", True, seconds=110)
+    pools(2).run(dynamic, "DYNAMIC_FAMILIES", True, seconds=110)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_one_graph_where_torch_reads_sizes(pools, uneven):
-    pools(2).run(f"{__name__}:dynamic", "DYNAMIC_READ", True, uneven=uneven, seconds=110)
+    pools(2).run(dynamic, "DYNAMIC_READ", True, uneven=uneven, seconds=110)
 
 
 # What a rank reads of others is known as symbols only of equal pieces.
@@ -723,17 +726,17 @@ BY_REMAINDER = ["cat_of_rows", "cat_of_rows_and_a_row", "second_half_of_rows", "
 
 @pytest.mark.parametrize(("world", "functions"), [(2, "DYNAMIC"), (3, "DYNAMIC"), (4, "DYNAMIC"), (2, "DYNAMIC_FAMILIES")])
 def test_one_graph_for_all_uneven_lengths(pools, world, functions):
-    pools(world).run(f"{__name__}:dynamic", functions, True, uneven=True, seconds=110)
+    pools(world).run(dynamic, functions, True, uneven=True, seconds=110)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_graph_for_all_lengths_without_gradients(pools, world):
-    pools(world).run(f"{__name__}:dynamic", "DYNAMIC_FORWARD", True, grad=False)
+    pools(world).run(dynamic, "DYNAMIC_FORWARD", True, grad=False)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_ops_are_compiled_for_each_length(pools, world):
-    pools(world).run(f"{__name__}:dynamic", "SPECIALISED", False, seconds=110)
+    pools(world).run(dynamic, "SPECIALISED", False, seconds=110)
 
 
 # With the same seed as in eager mode.
@@ -747,7 +750,9 @@ RANDOM = {
 }
 
 
-def random_lengths(name):
+@pytest.mark.parametrize("name", RANDOM)
+@on_ranks(2)
+def test_random_ops_are_one_graph(name):
     function, world = RANDOM[name], mesh_here().size()
     compiled, counter = _counting(function, dynamic=True)
     frames = []
@@ -765,12 +770,8 @@ def random_lengths(name):
     assert frames == [1, 1, 2, 2], frames
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_ops_are_one_graph(pools, name):
-    pools(2).run(f"{__name__}:random_lengths", name)
-
-
-def unbacked_sizes():
+@on_ranks(2, 3)
+def test_unbacked_sizes():
     """mark_unbacked is taken as mark_dynamic: one graph for lengths that the ranks divide, one for others."""
     from torch._dynamo.decorators import mark_unbacked
 
@@ -792,11 +793,6 @@ def unbacked_sizes():
             _whole(got.square().sum()).backward()
             torch.testing.assert_close(_whole(ours.grad), plain.grad)
         assert counter.frame_count == (2 if placement == S0 else 1)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_unbacked_sizes(pools, world):
-    pools(world).run(f"{__name__}:unbacked_sizes")
 
 
 def _gradients_of_plain(x, w):
@@ -847,7 +843,7 @@ def compiled_autograd():
 
 
 def test_compiled_autograd(pools):
-    pools(2).run(f"{__name__}:compiled_autograd")
+    pools(2).run(compiled_autograd)
 
 
 def _through(view, write):
@@ -917,14 +913,15 @@ def moved_writes(names, backend, kinds=("uneven", "even", "empty")):
 
 @pytest.mark.parametrize(("name", "world"), share(list(itertools.product(MOVED_WRITES, (2, 3))), 3, 1))
 def test_writes_through_moved_views(pools, name, world):
-    pools(world).run(f"{__name__}:moved_writes", [name], "aot_eager")
+    pools(world).run(moved_writes, [name], "aot_eager")
 
 
 def test_writes_through_moved_views_by_inductor(pools):
-    pools(2).run(f"{__name__}:moved_writes", ["row"], "inductor", ["uneven"])
+    pools(2).run(moved_writes, ["row"], "inductor", ["uneven"])
 
 
-def moved_writes_to_inputs():
+@on_ranks(2, 3)
+def test_writes_through_moved_views_of_inputs():
     """Also of a length that grows; and a view that was taken outside, which raises as in eager mode."""
 
     def function(x):
@@ -945,11 +942,6 @@ def moved_writes_to_inputs():
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_writes_through_moved_views_of_inputs(pools, world):
-    pools(world).run(f"{__name__}:moved_writes_to_inputs")
-
-
 # What is written: made of a leaf of 8 rows and 6 columns.
 WRITTEN_ARGUMENTS = {
     "result": lambda x: x * 1.5,
@@ -961,7 +953,9 @@ WRITTEN_ARGUMENTS = {
 }
 
 
-def written_and_read_after(name, placement):
+@pytest.mark.parametrize(("name", "placement"), list(itertools.product(WRITTEN_ARGUMENTS, (S0, S1))))
+@on_ranks(2)
+def test_gradients_of_written_arguments(name, placement):
     """The gradients of a graph's result, alone and together with what it has written."""
 
     def function(a):
@@ -981,11 +975,6 @@ def written_and_read_after(name, placement):
         torch.testing.assert_close(grads[1], grads[0])
 
 
-@pytest.mark.parametrize(("name", "placement"), list(itertools.product(WRITTEN_ARGUMENTS, (S0, S1))))
-def test_gradients_of_written_arguments(pools, name, placement):
-    pools(2).run(f"{__name__}:written_and_read_after", name, placement)
-
-
 # Two arguments that may be views of the same tensor of 8 rows and 4 columns.
 VIEWS = {
     "columns": (lambda y: (y[:, :2], y[:, 2:]), False),
@@ -1000,7 +989,8 @@ VIEWS = {
 }
 
 
-def views_as_arguments(backend):
+@on_ranks(2, 3)
+def test_views_as_arguments(backend="aot_eager"):
     """A graph takes views by their own layouts. One that writes an argument refuses others that share the memory."""
 
     def read(a, b):
@@ -1024,12 +1014,8 @@ def views_as_arguments(backend):
             torch.testing.assert_close([_whole(t) for t in (*got, ours)], [*want, plain], msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_views_as_arguments(pools, world):
-    pools(world).run(f"{__name__}:views_as_arguments", "aot_eager")
-
-
-def views_with_gradients():
+@on_ranks(2)
+def test_views_as_arguments_with_gradients():
     """Views of an intermediate result of eager mode."""
 
     def function(a, b):
@@ -1046,11 +1032,9 @@ def views_with_gradients():
         torch.testing.assert_close(grads[1], grads[0])
 
 
-def test_views_as_arguments_with_gradients(pools):
-    pools(2).run(f"{__name__}:views_with_gradients")
-
-
-def shape_of_a_graph(shard, dim):
+@pytest.mark.parametrize(("shard", "dim"), itertools.product((None, 0, 1), (0, 1)))
+@on_ranks(2)
+def test_from_local_of_a_graphs_sizes(shard, dim):
     """from_local's `shape` and `stride` may be a graph's symbols."""
     from shardtensor import Replicate, Shard, ShardTensor
 
@@ -1074,12 +1058,8 @@ def shape_of_a_graph(shard, dim):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("shard", "dim"), itertools.product((None, 0, 1), (0, 1)))
-def test_from_local_of_a_graphs_sizes(pools, shard, dim):
-    pools(2).run(f"{__name__}:shape_of_a_graph", shard, dim)
-
-
-def formats_of_symbols():
+@on_ranks(2)
+def test_memory_formats_where_sizes_are_symbols():
     """A memory format that is asked for holds in graphs whose sizes are symbols."""
     from shardtensor import Shard
 
@@ -1099,11 +1079,9 @@ def formats_of_symbols():
             torch.testing.assert_close(_whole(got), want)
 
 
-def test_memory_formats_where_sizes_are_symbols(pools):
-    pools(2).run(f"{__name__}:formats_of_symbols")
-
-
-def two_lengths(beyond):
+@pytest.mark.parametrize(("world", "beyond"), share([(2, 0), (2, 1), (3, 0), (3, 1)], 3))
+@on_ranks()
+def test_one_graph_for_two_lengths_at_once(beyond):
     """Two sequences joined, as text and image tokens are, and parted again: neither result has cuts that follow one length."""
 
     def function(x, y, w):
@@ -1123,11 +1101,6 @@ def two_lengths(beyond):
             results.append([_whole(t.detach()) for t in (*out, x.grad, y.grad)])
         torch.testing.assert_close(results[1], results[0])
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize(("world", "beyond"), share([(2, 0), (2, 1), (3, 0), (3, 1)], 3))
-def test_one_graph_for_two_lengths_at_once(pools, world, beyond):
-    pools(world).run(f"{__name__}:two_lengths", beyond)
 
 
 # Of 6 and 5 rows two ranks have one piece as before; of 3 and 2 a piece has one row.
@@ -1156,15 +1129,16 @@ def compiles_as_often(functions, limit, lengths):
 @pytest.mark.parametrize(("world", "limit"), [(2, 3), (3, 3), (2, 99)])
 def test_ranks_compile_as_often(pools, world, limit):
     functions = ["mul", "mm", "flip_of_rows", "sort_of_rows", "to_other_dim", "repeat"]
-    pools(world).run(f"{__name__}:compiles_as_often", functions, limit, HISTORY)
+    pools(world).run(compiles_as_often, functions, limit, HISTORY)
 
 
 def test_ranks_compile_joins_as_often(pools):
     """Each rank sends to and receives from others than its neighbours; all compare the bounds of all pieces."""
-    pools(4).run(f"{__name__}:compiles_as_often", ["cat_of_rows"], 99, HISTORY_OF_JOINS)
+    pools(4).run(compiles_as_often, ["cat_of_rows"], 99, HISTORY_OF_JOINS)
 
 
-def piece_as_long_as_another():
+@on_ranks(2, 3)
+def test_a_piece_as_long_as_another_tensor():
     """On rank 0, x's piece is as long as y. What makes x's length a number must leave y's a symbol there, as on the other ranks."""
     world = mesh_here().size()
     for function in (lambda x, y: y.repeat(2, 1), lambda x, y: torch.cat([y, x.mean(0, True)])[1:]):
@@ -1173,11 +1147,6 @@ def piece_as_long_as_another():
         whole = [torch.randn(n, 6, generator=torch.Generator().manual_seed(n)).double() for n in (4 * world - 1, 4)]
         got, want = compiled(*(spread(t, S0) for t in whole)), both(*whole)
         torch.testing.assert_close([_whole(t) for t in got], list(want))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_piece_as_long_as_another_tensor(pools, world):
-    pools(world).run(f"{__name__}:piece_as_long_as_another")
 
 
 # Views that are returned, of arguments and of tensors made in the graph: neither their offsets nor their pieces follow from their
@@ -1195,7 +1164,9 @@ RETURNED = {
 }
 
 
-def returned(name):
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 3) for name in share(RETURNED, 2, world - 2)])
+@on_ranks()
+def test_returned_views_are_one_graph(name):
     function, world = RETURNED[name], mesh_here().size()
     compiled, counter = _counting(function, dynamic=True)
     for *rows, columns in ((11, 16, 9), (17, 23, 15), (23, 31, 20)):  # all sizes differ, and no rank sends one row, which torch would guard
@@ -1208,11 +1179,6 @@ def returned(name):
             results.append([[_whole(t.detach()) for t in out], [_whole(t.grad) for t in ours if t.grad is not None]])
         torch.testing.assert_close(results[1], results[0])
     assert counter.frame_count == 1, counter.frame_count
-
-
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in (2, 3) for name in share(RETURNED, 2, world - 2)])
-def test_returned_views_are_one_graph(pools, world, name):
-    pools(world).run(f"{__name__}:returned", name)
 
 
 # The families whose every case is compiled once for all lengths, but for those below.
@@ -1244,10 +1210,10 @@ SEVERAL_IF_UNEVEN = {
 def test_one_graph_for_two_lengths_of_each_case(pools, family, world, longer):
     """A part of the table's cases; `python tests/compiled.py --frames` takes all."""
     listed = [*itertools.chain(*SEVERAL_GRAPHS.values()), *(itertools.chain(*SEVERAL_IF_UNEVEN.values()) if longer == LONGER_UNEVEN else ())]
-    names = [n for n in pools(world).run("compiled:names_of", family, (world,))[0] if not _listed(family, n, LEFT_OUT)]
+    names = [n for n in pools(world).run(names_of, family, (world,))[0] if not _listed(family, n, LEFT_OUT)]
     names = [n for n in names if _expected(family, n) != RAISES and n not in listed]
     part = share(names, 8 * (world - 1), 4 * (world - 2))
-    counted = pools(world).run("compiled:frames", family, part, (world,), longer, seconds=110 * -(-len(part) // 60))[0]
+    counted = pools(world).run(frames_of, family, part, (world,), longer, seconds=110 * -(-len(part) // 60))[0]
     more = [f for f in counted if f.ours not in (1, f.plain)]
     assert counted and not more, more
 
@@ -1267,11 +1233,12 @@ SYMBOLIC = {
 
 @pytest.mark.parametrize(("family", "names"), SYMBOLIC.items())
 def test_tables_of_symbolic_sizes(pools, family, names):
-    outcomes = pools(2).run("compiled:run", family, names, (2,), alone=names, dynamic=True)[0]
+    outcomes = pools(2).run(run_cases, family, names, (2,), alone=names, dynamic=True)[0]
     assert [o.kind for o in outcomes] == [RIGHT] * len(names), outcomes
 
 
-def no_elements():
+@on_ranks(1, 2)
+def test_no_elements_under_symbolic_sizes():
     from shardtensor import Shard
 
     for shape, dim in (((0, 4), 0), ((0, 4), 1), ((5, 0), 0), ((0,), 0)):
@@ -1284,11 +1251,6 @@ def no_elements():
                 results.append((_form(out), _whole(out.detach()), _whole(x.grad)))
             assert results[0][0] == results[1][0], (shape, dim, results)
             torch.testing.assert_close(results[1][1:], results[0][1:])
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_no_elements_under_symbolic_sizes(pools, world):
-    pools(world).run(f"{__name__}:no_elements")
 
 
 # ---- what a graph holds ----
@@ -1313,59 +1275,23 @@ def _names(nodes):
     return [node.target._opname for node in nodes if isinstance(node.target, torch._ops.OpOverload)]
 
 
-def collectives():
-    from shardtensor import _C
-
-    def calls(nodes):
-        return [n for n in _names(nodes) if n in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single")]
-
-    world = mesh_here().size()
-    even = spread(torch.randn(6 * world, 6), S0)
-    assert _names(_graph_of(lambda x: x.redistribute(placements=[R]), even)) == ["all_gather_into_tensor", "wait_tensor"]
-    uneven, almost, cuts = spread(torch.randn(7, 6)), spread(torch.randn(8 * world - 1, 6), S0), rows(world, 7)
-    for function, x, kind in (
-        (lambda x: x.full_tensor(), almost, "all_gather_into_tensor"),
-        (lambda x: x.full_tensor(), uneven, "all_to_all_single"),
-        (lambda x: (x.t() @ x).redistribute(placements=[S0], sharding_shapes=cuts), spread(torch.randn(7, 7)), "all_to_all_single"),
-        (lambda x: x.redistribute(placements=[S1]), uneven, "all_to_all_single"),
-        (lambda x: x.sum().full_tensor(), uneven, "all_reduce"),
-        (lambda x: (x.t() @ x).redistribute(placements=[S0]), uneven, "reduce_scatter_tensor"),
-        (lambda x: x.softmax(0), uneven, "all_reduce"),
-        (lambda x: torch.relu(x) * 2, uneven, None),
-    ):
-        _C.reset_comm_counts()
-        function(x)
-        eager = sum(count for count, _ in _C.comm_counts().values())
-        found = calls(_graph_of(function, x))
-        assert set(found) == ({kind} if kind else set()), found
-        assert len(found) <= eager, f"{kind}: {len(found)} calls in the graph, {eager} in eager mode"
+@on_ranks(3)
+def test_a_forward_that_ends_with_a_move():
+    """torch's default partitioner goes by the order of the nodes: no wait of the forward may come after the backward's nodes."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: (x * x).redistribute(placements=[R]), backend="aot_eager_default_partitioner", fullgraph=True, dynamic=False
+    )
+    whole = torch.randn(7, 6)
+    x = spread(whole).requires_grad_()
+    y = compiled(x)
+    y.sum().backward()
+    torch.testing.assert_close(_whole(y.detach()), whole * whole)
+    torch.testing.assert_close(_whole(x.grad), 2 * whole)
 
 
-def bytes_of_gathers():
-    """Padding costs a quarter more than eager mode's bytes at most; pieces that differ more travel as they are."""
-    import torch.distributed as dist
-    from shardtensor import _C
-
-    def sent_in_graph(nodes):
-        for node in nodes:
-            if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
-                yield node.args[0].meta["val"].nbytes
-            if node.target is torch.ops._c10d_functional.all_to_all_single.default:
-                splits, others = node.args[2], world - 1
-                yield (sum(splits) - splits[dist.get_rank()]) * node.args[0].meta["val"].element_size() // others
-
-    world = dist.get_world_size()
-    for x, most in ((spread(torch.randn(7, 6)), 1), (spread(torch.randn(8, 6), S0), 1.25), (spread(torch.randn(6, 6), S0), 1)):
-        _C.reset_comm_counts()
-        x.full_tensor()
-        totals = [sum(nbytes for _, nbytes in _C.comm_counts().values()), sum(sent_in_graph(_graph_of(lambda x: x.full_tensor(), x)))]
-        both = torch.tensor(totals)
-        dist.all_reduce(both)
-        eager, graph = both.tolist()
-        assert 0 < graph <= most * eager, f"{x._layout}: {graph} bytes in graphs, {eager} in eager mode"
-
-
-def waits():
+@on_ranks(2, 3, seconds=110)
+def test_graphs_wait_where_a_value_is_first_used():
     from shardtensor import ShardTensor
 
     def function(x, w):
@@ -1392,29 +1318,6 @@ def waits():
         assert (_whole(gathered) == 1).all() and (written == 2).all()
 
 
-def forward_ends_with_a_move():
-    """torch's default partitioner goes by the order of the nodes: no wait of the forward may come after the backward's nodes."""
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: (x * x).redistribute(placements=[R]), backend="aot_eager_default_partitioner", fullgraph=True, dynamic=False
-    )
-    whole = torch.randn(7, 6)
-    x = spread(whole).requires_grad_()
-    y = compiled(x)
-    y.sum().backward()
-    torch.testing.assert_close(_whole(y.detach()), whole * whole)
-    torch.testing.assert_close(_whole(x.grad), 2 * whole)
-
-
-def test_a_forward_that_ends_with_a_move(pools):
-    pools(3).run(f"{__name__}:forward_ends_with_a_move")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_graphs_wait_where_a_value_is_first_used(pools, world):
-    pools(world).run(f"{__name__}:waits", seconds=110)
-
-
 def test_no_wait_goes_past_a_write():
     from shardtensor.patches.capture import _wait_late
 
@@ -1430,7 +1333,9 @@ def test_no_wait_goes_past_a_write():
     assert _names(graph.nodes) == ["all_gather_into_tensor", "mul", "wait_tensor", "copy_"]
 
 
-def one_move_for_all():
+@pytest.mark.parametrize("world", share([2, 3], 2))
+@on_ranks(seconds=110)
+def test_two_moves_to_one_layout_are_one():
     """What needs a tensor in the same layout several times moves it once, unless it has been written in between."""
     x, w = spread(torch.randn(7, 6)), spread(torch.randn(7, 5))
 
@@ -1467,19 +1372,58 @@ def one_move_for_all():
             torch.testing.assert_close(*(torch.utils._pytree.tree_map(_whole, out) for out in (got, function(x, w))))
 
 
-@pytest.mark.parametrize("world", share([2, 3], 2))
-def test_two_moves_to_one_layout_are_one(pools, world):
-    pools(world).run(f"{__name__}:one_move_for_all", seconds=110)
+@on_ranks(2, 3)
+def test_graphs_send_few_bytes_more_than_eager():
+    """Padding costs a quarter more than eager mode's bytes at most; pieces that differ more travel as they are."""
+    import torch.distributed as dist
+    from shardtensor import _C
+
+    def sent_in_graph(nodes):
+        for node in nodes:
+            if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+                yield node.args[0].meta["val"].nbytes
+            if node.target is torch.ops._c10d_functional.all_to_all_single.default:
+                splits, others = node.args[2], world - 1
+                yield (sum(splits) - splits[dist.get_rank()]) * node.args[0].meta["val"].element_size() // others
+
+    world = dist.get_world_size()
+    for x, most in ((spread(torch.randn(7, 6)), 1), (spread(torch.randn(8, 6), S0), 1.25), (spread(torch.randn(6, 6), S0), 1)):
+        _C.reset_comm_counts()
+        x.full_tensor()
+        totals = [sum(nbytes for _, nbytes in _C.comm_counts().values()), sum(sent_in_graph(_graph_of(lambda x: x.full_tensor(), x)))]
+        both = torch.tensor(totals)
+        dist.all_reduce(both)
+        eager, graph = both.tolist()
+        assert 0 < graph <= most * eager, f"{x._layout}: {graph} bytes in graphs, {eager} in eager mode"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_graphs_send_few_bytes_more_than_eager(pools, world):
-    pools(world).run(f"{__name__}:bytes_of_gathers")
+@on_ranks(2, 3)
+def test_graphs_hold_the_collectives_of_the_eager_plan():
+    from shardtensor import _C
 
+    def calls(nodes):
+        return [n for n in _names(nodes) if n in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single")]
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_graphs_hold_the_collectives_of_the_eager_plan(pools, world):
-    pools(world).run(f"{__name__}:collectives")
+    world = mesh_here().size()
+    even = spread(torch.randn(6 * world, 6), S0)
+    assert _names(_graph_of(lambda x: x.redistribute(placements=[R]), even)) == ["all_gather_into_tensor", "wait_tensor"]
+    uneven, almost, cuts = spread(torch.randn(7, 6)), spread(torch.randn(8 * world - 1, 6), S0), rows(world, 7)
+    for function, x, kind in (
+        (lambda x: x.full_tensor(), almost, "all_gather_into_tensor"),
+        (lambda x: x.full_tensor(), uneven, "all_to_all_single"),
+        (lambda x: (x.t() @ x).redistribute(placements=[S0], sharding_shapes=cuts), spread(torch.randn(7, 7)), "all_to_all_single"),
+        (lambda x: x.redistribute(placements=[S1]), uneven, "all_to_all_single"),
+        (lambda x: x.sum().full_tensor(), uneven, "all_reduce"),
+        (lambda x: (x.t() @ x).redistribute(placements=[S0]), uneven, "reduce_scatter_tensor"),
+        (lambda x: x.softmax(0), uneven, "all_reduce"),
+        (lambda x: torch.relu(x) * 2, uneven, None),
+    ):
+        _C.reset_comm_counts()
+        function(x)
+        eager = sum(count for count, _ in _C.comm_counts().values())
+        found = calls(_graph_of(function, x))
+        assert set(found) == ({kind} if kind else set()), found
+        assert len(found) <= eager, f"{kind}: {len(found)} calls in the graph, {eager} in eager mode"
 
 
 # ---- tangents ----
@@ -1492,7 +1436,9 @@ TANGENTS = {
 }
 
 
-def tangents(name):
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", TANGENTS)
+def test_tangents_laid_out_otherwise(name):
     """Gradients come laid out as the result or otherwise: whole, cut elsewhere, by other cuts, in summands."""
     function = TANGENTS[name]
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -1509,12 +1455,6 @@ def tangents(name):
         got = torch.autograd.grad(out, ours, [place(t, mesh_here(), (p,), cut) for t, (p, cut) in zip(seeds, fits, strict=True)])
         torch.testing.assert_close([_whole(t) for t in out], [t.detach() for t in results], msg=lambda m, w=where: f"{w}: {m}")
         torch.testing.assert_close([_whole(t) for t in got], list(want), msg=lambda m, w=where: f"gradients of {w}: {m}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", TANGENTS)
-def test_tangents_laid_out_otherwise(pools, name, world):
-    pools(world).run(f"{__name__}:tangents", name)
 
 
 # ---- inputs, attributes, meshes ----
@@ -1721,7 +1661,7 @@ def copied_results():
     ],
 )
 def test_inputs_and_outputs(pools, name, world):
-    pools(world).run(f"{__name__}:{name}")
+    pools(world).run(globals()[name])
 
 
 # ---- training ----
@@ -1788,7 +1728,18 @@ def styles(backend):
     torch.testing.assert_close(_steps(make, backend), _steps(make, None), atol=1e-5, rtol=0)
 
 
-def fsdp(over_tensor_parallel):
+@pytest.mark.parametrize("world", [2, 3])
+def test_parallel_styles(pools, world):
+    pools(world).run(styles, "aot_eager")
+
+
+def test_parallel_styles_by_inductor(pools):
+    pools(2).run(styles, "inductor", seconds=110)
+
+
+@pytest.mark.parametrize("over_tensor_parallel", [False, True])
+@on_ranks(2, 3)
+def test_fsdp_with_compiled_blocks(over_tensor_parallel):
     from shardtensor import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -1809,7 +1760,8 @@ def fsdp(over_tensor_parallel):
     torch.testing.assert_close(_steps(make, "aot_eager", compiled_blocks=True), _steps(make, None), atol=1e-5, rtol=0)
 
 
-def optimizers():
+@on_ranks(1, 2, 3)
+def test_compiled_optimizers_and_clipping():
     def run(compiled, **options):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -1829,30 +1781,12 @@ def optimizers():
         torch.testing.assert_close(run(True, **options), run(False, **options))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_parallel_styles(pools, world):
-    pools(world).run(f"{__name__}:styles", "aot_eager")
-
-
-def test_parallel_styles_by_inductor(pools):
-    pools(2).run(f"{__name__}:styles", "inductor", seconds=110)
-
-
-@pytest.mark.parametrize("over_tensor_parallel", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
-def test_fsdp_with_compiled_blocks(pools, world, over_tensor_parallel):
-    pools(world).run(f"{__name__}:fsdp", over_tensor_parallel)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_compiled_optimizers_and_clipping(pools, world):
-    pools(world).run(f"{__name__}:optimizers")
-
-
 SCHEDULED = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam"]
 
 
-def scheduled(name):
+@pytest.mark.parametrize("name", share(SCHEDULED, 3))
+@on_ranks(2)
+def test_compiled_optimizers_with_a_scheduler(name):
     """A compiled optimizer whose learning rate is a tensor that a scheduler changes: one graph, which sends nothing."""
     from shardtensor import _C
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -1875,12 +1809,8 @@ def scheduled(name):
     assert (counter.frame_count, sent) == (1, 0)
 
 
-@pytest.mark.parametrize("name", share(SCHEDULED, 3))
-def test_compiled_optimizers_with_a_scheduler(pools, name):
-    pools(2).run(f"{__name__}:scheduled", name)
-
-
-def same_function_again():
+@on_ranks(2)
+def test_arguments_that_change():
     """Few graphs where the argument changes from call to call."""
 
     def agreed(function, arguments, most):
@@ -1901,14 +1831,11 @@ def same_function_again():
     agreed(lambda k, q: torch.softmax(q @ torch.cat((k, q), 2).mT, -1) @ torch.cat((k, q), 2), caches, 2)
 
 
-def test_arguments_that_change(pools):
-    pools(2).run(f"{__name__}:same_function_again")
-
-
 # ---- what is refused ----
 
 
-def refused():
+@on_ranks(2, 3)
+def test_what_cannot_be_traced_says_why():
     import shardtensor
     from shardtensor import ShardTensor
     from shardtensor.experimental import local_map
@@ -1949,12 +1876,8 @@ def refused():
     torch.testing.assert_close(_whole(out), torch.full((7, 6), 3.0))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_cannot_be_traced_says_why(pools, world):
-    pools(world).run(f"{__name__}:refused")
-
-
-def bad_indices():
+@on_ranks(2, seconds=110)
+def test_indices_out_of_range_raise():
     table, logits = spread(torch.randn(7, 6)), spread(torch.randn(6, 7), S1)
     index = spread(torch.tensor([1, 9]), R)
     for function, x, i in (
@@ -1969,11 +1892,8 @@ def bad_indices():
                 _whole((torch.compile(function, backend=backend, fullgraph=True) if backend else function)(x, i))
 
 
-def test_indices_out_of_range_raise(pools):
-    pools(2).run(f"{__name__}:bad_indices", seconds=110)
-
-
-def between_meshes():
+@on_ranks(2, 3)
+def test_a_move_between_meshes_says_why():
     from shardtensor import DeviceMesh
 
     world = mesh_here().size()
@@ -1987,12 +1907,8 @@ def between_meshes():
     torch.testing.assert_close(move(x).full_tensor(), torch.full((7, 6), 2.0))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_move_between_meshes_says_why(pools, world):
-    pools(world).run(f"{__name__}:between_meshes")
-
-
-def old_torch():
+@on_ranks(2)
+def test_older_torch_says_so():
     """The version is said by hand: torch 2.11 itself is tried apart from the suite."""
     from shardtensor.tensor import _compile
 
@@ -2005,7 +1921,3 @@ def old_torch():
         torch.testing.assert_close(_whole(x * 2), torch.full((7, 6), 2.0))
     finally:
         _compile._TORCH = installed
-
-
-def test_older_torch_says_so(pools):
-    pools(2).run(f"{__name__}:old_torch")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from pool import on_ranks
 
 # For each of the settings that it is given, a rank prints what it found in the caches.
 RANK = """
@@ -94,7 +95,8 @@ def test_the_second_start_finds_every_ranks_graphs(tmp_path):
     assert [[setting[:3] for setting in rank[4:]] for rank in found] == [[MISS[:3]] * 2] * 2
 
 
-def handlers():
+@on_ranks(2)
+def test_handlers():
     """User code in place of an op: a graph cached without it is not used, and a graph with it is not cached."""
     import torch
     from oracle import UNEVEN, mesh_here, place
@@ -114,7 +116,3 @@ def handlers():
             torch.testing.assert_close(compiled(), whole * 3)
         finally:
             ShardTensor.unregister_handler(torch.ops.aten.sin.default)
-
-
-def test_handlers(pools):
-    pools(2).run(f"{__name__}:handlers")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import mesh_here, share
+from pool import on_ranks
 from test_compile import S0, S1, Block, P, R, _counting, _features, _steps, _tensor_parallel, _whole, equal_compiled, rows, spread
 
 
@@ -133,12 +134,12 @@ def equal_in_modes(names, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_modes_inside(pools, world, backend):
-    pools(world).run(f"{__name__}:equal_in_modes", list(MODES), backend, seconds=110)
+    pools(world).run(equal_in_modes, list(MODES), backend, seconds=110)
 
 
 @pytest.mark.parametrize("world", share([3, 1], 2))
 def test_modes_inside_by_inductor(pools, world):
-    pools(world).run(f"{__name__}:equal_in_modes", ["replicated", "nested", "read", "loss"], "inductor", seconds=110)
+    pools(world).run(equal_in_modes, ["replicated", "nested", "read", "loss"], "inductor", seconds=110)
 
 
 # ---- what tracing leaves behind, and what a graph is guarded on ----
@@ -289,7 +290,7 @@ def kept():
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["closed_again", "guarded_at_the_entry", "in_parts", "kept", "restored"])
 def test_modes_outlast_no_graph(pools, name, world):
-    pools(world).run(f"{__name__}:{name}")
+    pools(world).run(globals()[name])
 
 
 # ---- local_map ----
@@ -363,25 +364,21 @@ def equal_mapped(names, backend):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", MAPPED)
 def test_local_map(pools, name, world):
-    pools(world).run(f"{__name__}:equal_mapped", [name], "aot_eager")
+    pools(world).run(equal_mapped, [name], "aot_eager")
 
 
 @pytest.mark.parametrize(("world", "backend"), [(2, "eager"), (3, "eager"), (3, "inductor")])
 def test_local_map_by_other_backends(pools, world, backend):
-    pools(world).run(f"{__name__}:equal_mapped", ["several_outputs", "with_cuts", "uneven_to_summands"], backend, seconds=110)
+    pools(world).run(equal_mapped, ["several_outputs", "with_cuts", "uneven_to_summands"], backend, seconds=110)
 
 
-def refused_by_local_map():
+@on_ranks(2, 3)
+def test_local_map_of_unknown_cuts_says_why():
     """This rank's piece alone does not tell how a result is cut. Asking all ranks is refused inside a graph."""
     for function in (_local_map(lambda t: t * 2, [S0]), _local_map(lambda t: t[:1], [S0], in_placements=([S0],))):
         torch._dynamo.reset()
         with pytest.raises(Exception, match="the ranks exchange sizes"):
             torch.compile(function, backend="aot_eager", fullgraph=True)(spread(torch.ones(7, 6)), spread(torch.ones(6, 6), R))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_local_map_of_unknown_cuts_says_why(pools, world):
-    pools(world).run(f"{__name__}:refused_by_local_map")
 
 
 # ---- training steps ----
@@ -507,15 +504,11 @@ MODELS = {
 }
 
 
-def trained(name, backend):
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_steps(name, backend="aot_eager"):
     make, batch = MODELS[name]
     torch.testing.assert_close(_steps(make, backend, batch=batch), _steps(make, None, batch=batch), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_training_steps(pools, name, world):
-    pools(world).run(f"{__name__}:trained", name, "aot_eager")
 
 
 # ---- input_reshard ----
@@ -543,7 +536,8 @@ def _resharded(compiled_part):
     return make
 
 
-def resharded():
+@on_ranks(2, seconds=110)
+def test_input_reshard_is_not_compiled():
     """A graph would pass pieces to input_reshard, which takes them for whole tensors. So no graph runs inside input_reshard."""
     for whole in (torch.nn.Sequential(_resharded(False)(None)), _resharded(False)(None)):
         torch._dynamo.reset()
@@ -552,14 +546,11 @@ def resharded():
     torch.testing.assert_close(_steps(_resharded(True), "aot_eager", compiled_blocks=True), _steps(_resharded(False), None))
 
 
-def test_input_reshard_is_not_compiled(pools):
-    pools(2).run(f"{__name__}:resharded", seconds=110)
-
-
 # ---- how much the forward saves ----
 
 
-def memory_budgets():
+@on_ranks(2)
+def test_memory_budgets():
     """Less memory, the same values: collectives and random keys of the forward are saved, whatever else is computed again."""
     import torch._functorch.config as config
 
@@ -578,7 +569,3 @@ def memory_budgets():
         results.append([_whole(t.detach()) for t in (out, x.grad, w.grad)])
     for one in results[1:]:
         torch.testing.assert_close(one, results[0])
-
-
-def test_memory_budgets(pools):
-    pools(2).run(f"{__name__}:memory_budgets")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pool import on_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
@@ -64,14 +65,14 @@ def test_attention(pools, world, method, length):
     for causal in (False, True):
         for balance in (False, True):
             for documents in (None, DOCUMENTS[length]):
-                pools(world).run(f"{__name__}:attends", length, method, causal, balance, documents, 3, torch.float64)
+                pools(world).run(attends, length, method, causal, balance, documents, 3, torch.float64)
 
 
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])
 def test_other_features(pools, method):
     """Values with another size than keys, which the fused kernel does not support; and half precision."""
-    pools(3).run(f"{__name__}:attends", 13, method, True, True, None, 5, torch.float64)
-    pools(3).run(f"{__name__}:attends", 13, method, True, True, None, 3, torch.bfloat16)
+    pools(3).run(attends, 13, method, True, True, None, 5, torch.float64)
+    pools(3).run(attends, 13, method, True, True, None, 3, torch.bfloat16)
 
 
 # ---- models that call attention in their own way ----
@@ -176,7 +177,7 @@ def trains(attend, length, checkpoint=False, documents=None, restart=False, **op
 def test_however_a_model_has_imported_attention(pools, world):
     for attend in ("imported", "attribute", "by_aten"):
         for checkpoint in (False, True):
-            pools(world).run(f"{__name__}:trains", attend, 13, checkpoint)
+            pools(world).run(trains, attend, 13, checkpoint)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -186,11 +187,12 @@ def test_masks_that_transformers_make(pools, world, length, documents):
     for balance in (True, False):
         for restart in (False, True) if documents else (False,):
             pools(world).run(
-                f"{__name__}:trains", "masked_as_in_transformers", length, documents=documents, restart=restart, load_balance=balance
+                trains, "masked_as_in_transformers", length, documents=documents, restart=restart, load_balance=balance
             )
 
 
-def other_attention():
+@on_ranks(2, 3)
+def test_other_attention_is_refused():
     from oracle import mesh_here
     from shardtensor.experimental import context_parallel
 
@@ -231,12 +233,8 @@ def other_attention():
         attempt(layers(need_weights=True)[0])
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_other_attention_is_refused(pools, world):
-    pools(world).run(f"{__name__}:other_attention")
-
-
-def one_rank_refuses():
+@on_ranks(2)
+def test_if_one_rank_refuses_all_raise():
     """All ranks raise, so none waits."""
     from oracle import mesh_here
     from shardtensor.experimental import context_parallel
@@ -254,10 +252,6 @@ def one_rank_refuses():
         F.scaled_dot_product_attention(x.clone().requires_grad_(rank == 1), x, x)
     with pytest.raises(ValueError, match="2, 1 and 1 heads with enable_gqa=False"), context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
         F.scaled_dot_product_attention(x, x[:, :1], x[:, :1])
-
-
-def test_if_one_rank_refuses_all_raise(pools):
-    pools(2).run(f"{__name__}:one_rank_refuses")
 
 
 # ---- kernels ----
@@ -279,10 +273,11 @@ def blocks(length, documents):
 @pytest.mark.parametrize("length", [13, 40])
 def test_blocks_of_scores(pools, length):
     for documents in (None, [5, 0, length - 5]):
-        pools(3).run(f"{__name__}:blocks", length, documents)
+        pools(3).run(blocks, length, documents)
 
 
-def memory(length):
+@on_ranks(2)
+def test_the_scores_are_never_whole(length=1500):
     """With and without a fused kernel, no tensor is as large as this rank's scores."""
     from oracle import mesh_here
     from shardtensor import _C
@@ -306,11 +301,8 @@ def memory(length):
         _kernels._BLOCK = before
 
 
-def test_the_scores_are_never_whole(pools):
-    pools(2).run(f"{__name__}:memory", 1500)
-
-
-def grouped_heads():
+@on_ranks(2)
+def test_grouped_heads_travel_once():
     """Keys and values travel once, not once for each query head that shares them."""
     from oracle import mesh_here
     from shardtensor import _C
@@ -322,10 +314,6 @@ def grouped_heads():
         _C.reset_comm_counts()
         F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
         assert _C.comm_counts()["all_gather"] == (2, 2 * kv.nbytes), _C.comm_counts()
-
-
-def test_grouped_heads_travel_once(pools):
-    pools(2).run(f"{__name__}:grouped_heads")
 
 
 def test_the_kernel_is_torchs_choice():
@@ -372,7 +360,8 @@ def test_calls_of_cuda_kernels(choice, features):
 # ---- bad use ----
 
 
-def bad_use():
+@on_ranks(2, 4)
+def test_bad_use():
     from oracle import mesh_here, mesh_of
     from shardtensor.experimental import context_parallel, set_rotate_method
 
@@ -399,11 +388,6 @@ def bad_use():
             pass
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_bad_use(pools, world):
-    pools(world).run(f"{__name__}:bad_use")
-
-
 class Attention(torch.nn.Module):
     def forward(self, q, k, v, **options):
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -419,7 +403,9 @@ class QKV(torch.nn.Module):
         return self.out(self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def torchs_names(order, compiled):
+@pytest.mark.parametrize(("order", "compiled"), [("head-tail", False), ("documents", False), (None, False), ("head-tail", True)])
+@on_ranks(2, seconds=100)
+def test_torchs_private_names(order, compiled):
     """As torchtitan does it, with torch's names."""
     import copy
 
@@ -477,12 +463,8 @@ def torchs_names(order, compiled):
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
 
 
-@pytest.mark.parametrize(("order", "compiled"), [("head-tail", False), ("documents", False), (None, False), ("head-tail", True)])
-def test_torchs_private_names(pools, order, compiled):
-    pools(2).run(f"{__name__}:torchs_names", order, compiled, seconds=100)
-
-
-def orders_refused():
+@on_ranks(2)
+def test_orders_refused():
     import shardtensor
     from oracle import mesh_here
     from shardtensor.experimental import _torch_names as ours
@@ -516,7 +498,3 @@ def orders_refused():
                 assert names.context_parallel_unshard(mesh, [buffer], [0])[0].tolist() == list(range(4 * n))
         finally:
             names._cp_options.enable_load_balance = True
-
-
-def test_orders_refused(pools):
-    pools(2).run(f"{__name__}:orders_refused")

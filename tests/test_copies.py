@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import make, mesh_id, mesh_of, place, whole
+from pool import on_ranks
 from torch import nn
 
 MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
@@ -75,11 +76,12 @@ def from_a_smaller_world(folder):
 
 
 def test_a_file_of_another_rank_is_refused(pools, tmp_path):
-    pools(2).run("test_copies:file_of_another_rank", str(tmp_path))
-    pools(3).run("test_copies:from_a_smaller_world", str(tmp_path))
+    pools(2).run(file_of_another_rank, str(tmp_path))
+    pools(3).run(from_a_smaller_world, str(tmp_path))
 
 
-def old_file():
+@on_ranks(2)
+def test_sizes_of_an_old_file_are_compared():
     """The state of a file that does not say who saved it: its sizes are compared."""
     from shardtensor.tensor import _tensor
 
@@ -91,11 +93,9 @@ def old_file():
         rebuild(torch.ones(7, 4), *state[1:-1])
 
 
-def test_sizes_of_an_old_file_are_compared(pools):
-    pools(2).run("test_copies:old_file")
-
-
-def copied(shape, name):
+@on_ranks((2,), (3,), (2, 2))
+@pytest.mark.parametrize("name", COPIES)
+def test_copy(shape, name):
     from shardtensor import ShardTensor
 
     for value, x in tensors(shape):
@@ -114,12 +114,6 @@ def copied(shape, name):
             assert got.requires_grad == requires_grad and got.is_leaf
             shares = got._local_tensor.untyped_storage().data_ptr() == original._local_tensor.untyped_storage().data_ptr()
             assert shares == (name == "copy") or not got._local_tensor.numel()
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-@pytest.mark.parametrize("name", COPIES)
-def test_copy(pools, name, mesh):
-    pools(mesh[0]).run("test_copies:copied", mesh[1], name)
 
 
 def attributes(shape):
@@ -184,11 +178,13 @@ def pickled_mesh(shape):
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 @pytest.mark.parametrize("function", ["attributes", "memo", "modules", "pickled_mesh"])
 def test_copies(pools, function, mesh):
-    pools(mesh[0]).run(f"test_copies:{function}", mesh[1])
+    pools(mesh[0]).run(globals()[function], mesh[1])
 
 
-def checkpoint(shape, path):
+@on_ranks((2,), (3,), (2, 2))
+def test_checkpoint(shape, tmp_path):
     """Written in one layout, read into another."""
+    path = str(tmp_path)
     import torch.distributed.checkpoint as dcp
     from shardtensor import Shard, ShardTensor
 
@@ -212,11 +208,6 @@ def checkpoint(shape, path):
         torch.testing.assert_close(whole(state["x"]), value)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-def test_checkpoint(pools, mesh, tmp_path):
-    pools(mesh[0]).run("test_copies:checkpoint", mesh[1], str(tmp_path))
-
-
 def saved(shape, path):
     from shardtensor import Shard, distribute_tensor
 
@@ -230,7 +221,7 @@ def saved(shape, path):
 def test_load_without_ranks(pools, tmp_path):
     """A file of one rank, read without a process group, gives the piece and its place in the whole."""
     path = str(tmp_path / "file")
-    pools(2).run("test_copies:saved", (2,), path)
+    pools(2).run(saved, (2,), path)
     program = f"""
 import sys; sys.path[:0] = {sys.path!r}
 import shardtensor, torch
@@ -241,7 +232,8 @@ assert x.shape == (5,) and x.offsets() == (1,) and x.to_local().tolist() == [1.0
     assert done.returncode == 0, done.stderr
 
 
-def emptied():
+@on_ranks(2)
+def test_emptied_buffers_stay_summands():
     from shardtensor import Partial, Replicate, ShardTensor
 
     for shape, placements in (((2,), [Partial()]), ((2,), [Partial("max")]), ((2, 1), [Partial("avg"), Replicate()])):
@@ -253,10 +245,6 @@ def emptied():
         assert model.counts.placements == tuple(placements)
         model.counts.zero_()
         assert torch.equal(model.counts.full_tensor(), torch.zeros(3))
-
-
-def test_emptied_buffers_stay_summands(pools):
-    pools(2).run("test_copies:emptied")
 
 
 # ---- memory formats ----
@@ -279,7 +267,9 @@ TO_FORMAT = {
 }
 
 
-def memory_formats(shape):
+@pytest.mark.parametrize(("world", "shape"), MESHES)
+@on_ranks()
+def test_memory_formats(shape):
     """The strides of the whole are torch's, and the piece has its dims in their order."""
     from shardtensor import _C
 
@@ -308,8 +298,3 @@ def memory_formats(shape):
                 assert got._local_tensor is _C.laid(got._local_tensor, got.stride()), f"{what}: {got._local_tensor.stride()}"
                 if name == "to":
                     assert (got is x) == (want is value), what
-
-
-@pytest.mark.parametrize(("world", "shape"), MESHES)
-def test_memory_formats(pools, world, shape):
-    pools(world).run(f"{__name__}:memory_formats", shape)

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from pool import on_ranks
 
 MESHES = [(2,), (3,), (2, 2)]
 LAYOUTS = {1: [("S(0)",), ("S(1)",), ("P",), ("R",)], 2: [("S(0)", "S(1)"), ("S(0)", "S(0)"), ("P", "S(1)"), ("R", "P")]}
@@ -50,7 +51,9 @@ def grow(x: torch.Tensor, by: torch.Tensor) -> None:
     _numpy(x)[:] += _numpy(by)
 
 
-def run_kernels(shape):
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@on_ranks(of="shape")
+def test_kernels_get_plain_tensors(shape):
     from oracle import compare, mesh_of
     from shardtensor import ShardTensor
 
@@ -74,11 +77,6 @@ def run_kernels(shape):
                 grown(x, y)
                 assert x.placements == before
                 compare(x, a + b, 1e-12, f"grow {first} {second}")
-
-
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_kernels_get_plain_tensors(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_kernels", shape)
 
 
 def _cubed():
@@ -131,14 +129,15 @@ def run_gradients(shape, compiled):
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_gradients(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_gradients", shape, False)
+    pools(math.prod(shape)).run(run_gradients, shape, False)
 
 
 def test_in_graphs(pools):
-    pools(2).run(f"{__name__}:run_gradients", (2,), True)
+    pools(2).run(run_gradients, (2,), True)
 
 
-def run_others():
+@on_ranks(2, 3)
+def test_other_kinds():
     """A composite stays one: its kernel gets ShardTensors, and its ops use their rules. A sharding of the user's, or a handler, comes
     first, also one that was registered before the op's kernel; without it, the op gathers."""
     from oracle import UNEVEN, compare, mesh_here, place
@@ -196,12 +195,8 @@ def run_others():
     again._destroy()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_other_kinds(pools, world):
-    pools(world).run(f"{__name__}:run_others")
-
-
-def run_told():
+@on_ranks(2)
+def test_strict_mode_refuses():
     from oracle import UNEVEN, mesh_here, place
     from shardtensor import strict_mode
 
@@ -210,10 +205,6 @@ def run_told():
     with strict_mode(), warnings.catch_warnings(), pytest.raises(Exception, match="st_custom::twice_all"):
         warnings.simplefilter("ignore")
         op(x, 2.0)
-
-
-def test_strict_mode_refuses(pools):
-    pools(2).run(f"{__name__}:run_told")
 
 
 EARLY = """

@@ -11,6 +11,7 @@ import multiprocessing
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -78,10 +79,16 @@ def epochs(count, batch, options):
 @pytest.mark.parametrize("count", [13, 5, 2])  # 13: some ranks end before others; 2 on three ranks: one rank has nothing
 def test_an_epoch_is_that_of_one_process(pools, world, count):
     for options in ({}, {"shuffle": False}, {"contiguous": True}, {"shares": [3, 1, 0][:world]}):
-        pools(world).run(f"{__name__}:epochs", count, 2, options)
+        pools(world).run(epochs, count, 2, options)
 
 
-def tensor_parallel(count):
+def in_order(data, size):
+    return zip(*(t.split(size) for t in data), strict=True)
+
+
+@pytest.mark.parametrize("count", [13, 2])
+@on_ranks(4)
+def test_rows_and_features_are_cut(count):
     """On a mesh of 2 x 2: rows are cut along the first mesh dim, features along the second."""
     import shardtensor as st
     from oracle import mesh_of
@@ -102,16 +109,8 @@ def tensor_parallel(count):
     compare(got, trained(in_order(data, 4), model()))
 
 
-def in_order(data, size):
-    return zip(*(t.split(size) for t in data), strict=True)
-
-
-@pytest.mark.parametrize("count", [13, 2])
-def test_rows_and_features_are_cut(pools, count):
-    pools(4).run(f"{__name__}:tensor_parallel", count)
-
-
-def fully_sharded(count):
+@on_ranks(2, 3)
+def test_fsdp(count=13):
     """FSDP2's modules take plain tensors and average gradients: rows are weighed by hand, as docs/data.md says."""
     from oracle import mesh_here
     from shardtensor.data import ShardSampler, shard_batches
@@ -126,11 +125,6 @@ def fully_sharded(count):
         nn.functional.cross_entropy(plain(a), b).backward()
     for ours, want in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), want.grad, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_fsdp(pools, world):
-    pools(world).run(f"{__name__}:fully_sharded", 13)
 
 
 # ---- batches of other kinds ----
@@ -172,7 +166,8 @@ def a_batch(rank, step, count):
 LENGTHS = {2: [[3, 1, 2], [2]], 3: [[2, 4], [], [1, 0, 5]]}  # of each rank's batches
 
 
-def other_kinds():
+@on_ranks(2, 3)
+def test_other_kinds_of_batches():
     from oracle import mesh_here
     from shardtensor.data import shard_batches
 
@@ -204,12 +199,8 @@ def other_kinds():
     assert step == max(map(len, lengths))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_other_kinds_of_batches(pools, world):
-    pools(world).run(f"{__name__}:other_kinds")
-
-
-def many_tensors():
+@on_ranks(3)
+def test_more_tensors_than_a_message_holds():
     """More than one message's room holds; each with another length."""
     from oracle import mesh_here
     from shardtensor.data import shard_batches
@@ -224,11 +215,8 @@ def many_tensors():
         assert torch.equal(got[1][f"t{i}"].full_tensor(), torch.full((held[0], 3), i + 1.0))
 
 
-def test_more_tensors_than_a_message_holds(pools):
-    pools(3).run(f"{__name__}:many_tensors")
-
-
-def images():
+@on_ranks(3)
+def test_order_in_memory_and_gradients():
     """Pieces lie in memory as those of the first rank that has a batch, also empty ones."""
     from oracle import lies_as_the_whole, mesh_here
     from shardtensor.data import shard_batches
@@ -249,11 +237,8 @@ def images():
     assert not rank or torch.equal(x.grad, 2 * x)
 
 
-def test_order_in_memory_and_gradients(pools):
-    pools(3).run(f"{__name__}:images")
-
-
-def sequences():
+@on_ranks(4)
+def test_rows_and_sequences_are_cut():
     """Rows cut along one mesh dim, sequences along the other; labels, without a sequence, are the same there."""
     from oracle import mesh_of
     from shardtensor import Replicate, Shard
@@ -281,11 +266,8 @@ def sequences():
     assert [t.shape for t in turned] == [(4, 3), (4, 2)]
 
 
-def test_rows_and_sequences_are_cut(pools):
-    pools(4).run(f"{__name__}:sequences")
-
-
-def without_tensors():
+@on_ranks(2)
+def test_batches_without_tensors():
     from oracle import mesh_here
     from shardtensor.data import shard_batches
 
@@ -294,11 +276,8 @@ def without_tensors():
     assert list(shard_batches([], mesh_here())) == []
 
 
-def test_batches_without_tensors(pools):
-    pools(2).run(f"{__name__}:without_tensors")
-
-
-def workers():
+@on_ranks(2)
+def test_worker_processes():
     """Loaders with worker processes; an epoch that all ranks leave early, and another after it."""
     from oracle import mesh_here
     from shardtensor.data import ShardSampler, shard_batches
@@ -314,10 +293,6 @@ def workers():
         assert sorted(torch.cat([t.full_tensor() for t in batches]).tolist()) == list(range(11))
     finally:
         multiprocessing.current_process()._config["daemon"] = True
-
-
-def test_worker_processes(pools):
-    pools(2).run(f"{__name__}:workers")
 
 
 # ---- how ranks wait for each other ----
@@ -349,7 +324,7 @@ def one_ahead():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_messages_travel_ahead(pools, world):
-    pools(world).run(f"{__name__}:one_ahead")
+    pools(world).run(one_ahead)
 
 
 # ---- what is refused, on all ranks alike ----
@@ -363,7 +338,8 @@ class Broken:
         yield torch.ones(2, 2)
 
 
-def refused():
+@on_ranks(2, seconds=100)
+def test_refused():
     from oracle import mesh_here, place
     from shardtensor import Partial, Replicate, Shard
     from shardtensor.data import ShardSampler, shard_batches
@@ -403,11 +379,8 @@ def refused():
         ShardSampler(range(3), 2, 0, mesh=mesh)
 
 
-def test_refused(pools):
-    pools(2).run(f"{__name__}:refused", seconds=100)
-
-
-def refused_on_two_dims():
+@on_ranks(4)
+def test_refused_on_two_dims():
     import shardtensor as st
     from oracle import mesh_of
     from shardtensor.data import shard_batches
@@ -422,10 +395,6 @@ def refused_on_two_dims():
     loader = DataLoader(torch.arange(8.0), batch_size=2, sampler=DistributedSampler(range(8), shuffle=False))
     with pytest.raises(ValueError, match=r"other values .* mesh dim 1: .*ShardSampler\(mesh=..., placements=...\)"):
         list(shard_batches(loader, mesh_of((2, 2)), [st.Shard(0), st.Replicate()]))
-
-
-def test_refused_on_two_dims(pools):
-    pools(4).run(f"{__name__}:refused_on_two_dims")
 
 
 # ---- the sampler ----

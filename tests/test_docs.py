@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
@@ -169,12 +170,14 @@ PAGES = {
 ELSEWHERE = {"docs/checkpoints.md", "docs/local_shards.md", "docs/sharded_tensor.md"}
 
 
-def run_page(page, folder):
+@pytest.mark.parametrize("page", PAGES)
+@on_ranks(2, seconds=100)
+def test_code_runs_as_printed(page, tmp_path):
     import shardtensor as st
 
     before, stock, mode = Path.cwd(), torch.compile, st.get_promotion_mode()
-    (folder / str(dist.get_rank())).mkdir()
-    os.chdir(folder / str(dist.get_rank()))  # debugging.md writes a file
+    (tmp_path / str(dist.get_rank())).mkdir()
+    os.chdir(tmp_path / str(dist.get_rank()))  # debugging.md writes a file
     try:
         names, count = {}, len(blocks(page))
         for number in range(count):
@@ -185,11 +188,6 @@ def run_page(page, folder):
         torch.compile = stock
         st.set_promotion_mode(mode)  # importing domain_parallel changes it
         os.chdir(before)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_code_runs_as_printed(pools, page, tmp_path):
-    pools(2).run(f"{__name__}:run_page", page, tmp_path, seconds=100)
 
 
 def test_every_page_with_code_is_run():

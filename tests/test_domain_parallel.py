@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pool import on_ranks
 
 
 @contextlib.contextmanager
@@ -27,7 +28,8 @@ def theirs():
         st.set_promotion_mode(before)
 
 
-def fresh_import():
+@on_ranks(2)
+def test_import_allows_plain_tensors():
     import importlib
     import sys
 
@@ -42,10 +44,6 @@ def fresh_import():
     finally:
         st.set_promotion_mode(before)
         sys.modules.update(saved)
-
-
-def test_import_allows_plain_tensors(pools):
-    pools(2).run(f"{__name__}:fresh_import")
 
 
 # ---- a script of theirs ----
@@ -63,7 +61,8 @@ class Net(torch.nn.Module):
         return self.last(F.gelu(self.norm(self.first(x)))) * self.scale
 
 
-def run_script():
+@on_ranks(2, 3)
+def test_script():
     import shardtensor as st
 
     with theirs() as module:
@@ -94,12 +93,9 @@ def run_script():
             torch.testing.assert_close(got.grad, other.grad)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_script(pools, world):
-    pools(world).run(f"{__name__}:run_script")
-
-
-def run_two_dims(how):
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@on_ranks(4)
+def test_with_data_parallelism(how):
     """Two samples on one mesh dim, by DDP or FSDP2; each cut in space along the other."""
     import shardtensor as st
     from torch.distributed.fsdp import fully_shard
@@ -129,15 +125,11 @@ def run_two_dims(how):
             torch.testing.assert_close(grad, other.grad, msg=lambda m, name=name: f"{how} {name}: {m}")
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_with_data_parallelism(pools, how):
-    pools(4).run(f"{__name__}:run_two_dims", how)
-
-
 # ---- the class ----
 
 
-def run_class():
+@on_ranks(2)
+def test_class():
     import shardtensor as st
     from oracle import mesh_here
 
@@ -186,10 +178,6 @@ def run_class():
         assert torch.equal(compiled(mine, torch.ones(3)), mine)
 
 
-def test_class(pools):
-    pools(2).run(f"{__name__}:run_class")
-
-
 # ---- handlers ----
 
 
@@ -204,7 +192,8 @@ def named_op():
     return named_op.call
 
 
-def run_handlers():
+@on_ranks(2)
+def test_handlers():
     from oracle import mesh_here
 
     with theirs() as module:
@@ -234,10 +223,6 @@ def run_handlers():
                 kind.unregister_handler(target)
         assert seen == [["ShardTensor"]] * 4
         torch.testing.assert_close(torch.add(x, x).full_tensor(), torch.full((5, 3), 2.0))
-
-
-def test_handlers(pools):
-    pools(2).run(f"{__name__}:run_handlers")
 
 
 # ---- halos and rings ----
@@ -283,10 +268,36 @@ def run_halo(shape, mesh_dim, lengths, halo, edge):
 
 @pytest.mark.parametrize("case", HALOS, ids=str)
 def test_halo(pools, case):
-    pools(math.prod(case[0])).run(f"{__name__}:run_halo", *case)
+    pools(math.prod(case[0])).run(run_halo, *case)
 
 
-def run_ring(shape, mesh_dim):
+@on_ranks(2)
+def test_halo_in_graphs():
+    """A graph holds the removal of a halo, and is split where the ranks exchange sizes."""
+    from oracle import mesh_here
+
+    with theirs() as module:
+        mesh, config = mesh_here(), module.HaloConfig(0, 0, 1, edge_padding_size=2)
+        mine = torch.arange(12.0).reshape(4, 3) + 100 * dist.get_rank()
+        padded = module.halo_padding(mine, mesh, config)
+
+        def without(t):
+            return module.unhalo_padding(t * 2, mesh, config) + 1
+
+        def with_halo(t):
+            return module.halo_padding(t * 2, mesh, config) + 1
+
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(without, backend="aot_eager", fullgraph=True)(padded), mine * 2 + 1)
+        assert torch.equal(torch.compile(with_halo, backend="aot_eager")(mine)[2 if dist.get_rank() == 0 else 1 :][:4], mine * 2 + 1)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="the ranks exchange sizes"):
+            torch.compile(with_halo, backend="aot_eager", fullgraph=True)(mine)
+
+
+@pytest.mark.parametrize(("shape", "mesh_dim"), [((2,), 0), ((3,), 0), ((2, 2), 0), ((2, 2), 1)], ids=str)
+@on_ranks(of="shape")
+def test_ring(shape, mesh_dim):
     with theirs() as module:
         from oracle import mesh_of
 
@@ -313,39 +324,8 @@ def run_ring(shape, mesh_dim):
                 assert module.perform_ring_iteration_async(torch.full((2,), float(me)), mesh, config, buffer)[0] is buffer
 
 
-def halo_in_graphs():
-    """A graph holds the removal of a halo, and is split where the ranks exchange sizes."""
-    from oracle import mesh_here
-
-    with theirs() as module:
-        mesh, config = mesh_here(), module.HaloConfig(0, 0, 1, edge_padding_size=2)
-        mine = torch.arange(12.0).reshape(4, 3) + 100 * dist.get_rank()
-        padded = module.halo_padding(mine, mesh, config)
-
-        def without(t):
-            return module.unhalo_padding(t * 2, mesh, config) + 1
-
-        def with_halo(t):
-            return module.halo_padding(t * 2, mesh, config) + 1
-
-        torch._dynamo.reset()
-        assert torch.equal(torch.compile(without, backend="aot_eager", fullgraph=True)(padded), mine * 2 + 1)
-        assert torch.equal(torch.compile(with_halo, backend="aot_eager")(mine)[2 if dist.get_rank() == 0 else 1 :][:4], mine * 2 + 1)
-        torch._dynamo.reset()
-        with pytest.raises(Exception, match="the ranks exchange sizes"):
-            torch.compile(with_halo, backend="aot_eager", fullgraph=True)(mine)
-
-
-def test_halo_in_graphs(pools):
-    pools(2).run(f"{__name__}:halo_in_graphs")
-
-
-@pytest.mark.parametrize(("shape", "mesh_dim"), [((2,), 0), ((3,), 0), ((2, 2), 0), ((2, 2), 1)], ids=str)
-def test_ring(pools, shape, mesh_dim):
-    pools(math.prod(shape)).run(f"{__name__}:run_ring", shape, mesh_dim)
-
-
-def run_refused():
+@on_ranks(2)
+def test_refused_on_all_ranks():
     with theirs() as module:
         from oracle import mesh_here
 
@@ -364,7 +344,3 @@ def run_refused():
         raises(ValueError, "'src_mesh_rank' is 2", module.sync_module_over_mesh, Net(), mesh, 2)
         raises(RuntimeError, "names, sizes or dtypes differ", module.sync_module_over_mesh, torch.nn.Linear(2, 2 + rank), mesh)
         raises(RuntimeError, "no plain tensors", module.sync_module_over_mesh, module.distribute_module(Net(), mesh), mesh)
-
-
-def test_refused_on_all_ranks(pools):
-    pools(2).run(f"{__name__}:run_refused")

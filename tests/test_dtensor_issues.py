@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_issue(pools, name, world):
-    pools(world).run(f"{__name__}:{name}")
+    pools(world).run(globals()[name])
 
 
 def test_the_page_lists_the_issues_that_are_tested():
@@ -360,7 +360,7 @@ CASES["checkpoints_of_uneven_pieces"] = ((161368, 160533), ())  # on two numbers
 ])  # fmt: skip
 def test_checkpoints_of_uneven_pieces(pools, tmp_path, before, after):
     for function, (shapes, cuts) in (("saved", before), ("loaded", after)):
-        pools(torch.Size(shapes).numel()).run(f"{__name__}:{function}", tmp_path, shapes, cuts)
+        pools(torch.Size(shapes).numel()).run(globals()[function], tmp_path, shapes, cuts)
 
 
 @issue(164843, 136228)

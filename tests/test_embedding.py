@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, ints, mesh_id, mesh_of, place, run_on
+from pool import on_ranks
 
 
 def bag(mode: str) -> Any:
@@ -48,26 +49,8 @@ def indices(values: list[int]) -> Any:
     return place(torch.tensor(values), mesh_of((3,)), ("R",), "even")
 
 
-def layouts() -> None:
-    from shardtensor import _C, Partial, Replicate, Shard
-
-    for cut in ("even", "uneven", "empty"):
-        for weight, index, want in (("S(0)", "R", Partial()), ("S(1)", "R", Shard(1)), ("R", "S(0)", Shard(0)), ("R", "R", Replicate())):
-            w = table(weight, cut).requires_grad_()
-            i = place(torch.tensor([6, 0, 3, 3, 1]), mesh_of((3,)), (index,), cut)
-            _C.reset_comm_counts()
-            out = F.embedding(i, w)
-            assert out.placements == (want,)
-            seed = place(torch.ones(5, 4, dtype=torch.float64), mesh_of((3,)), ("S(1)" if weight == "S(1)" else "R",), cut)
-            (grad,) = torch.autograd.grad(out, w, seed)
-            assert not _C.comm_counts()
-            if index == "S(0)":
-                assert grad.placements == (Partial(),)
-            else:  # each rank makes the rows, or the columns, that it holds
-                assert grad._layout == w._layout
-
-
-def rows_and_batches() -> None:
+@on_ranks(4)
+def test_rows_and_batches():
     """Rows cut over one mesh dim, batches over the other: the gradient has summands of the held rows only."""
     from shardtensor import _C, Partial, Shard
 
@@ -86,15 +69,30 @@ def rows_and_batches() -> None:
     torch.testing.assert_close(grad.full_tensor(), want)
 
 
-def test_rows_and_batches(pools):
-    pools(4).run("test_embedding:rows_and_batches")
+@on_ranks(3)
+def test_nothing_is_sent():
+    from shardtensor import _C, Partial, Replicate, Shard
+
+    for cut in ("even", "uneven", "empty"):
+        for weight, index, want in (("S(0)", "R", Partial()), ("S(1)", "R", Shard(1)), ("R", "S(0)", Shard(0)), ("R", "R", Replicate())):
+            w = table(weight, cut).requires_grad_()
+            i = place(torch.tensor([6, 0, 3, 3, 1]), mesh_of((3,)), (index,), cut)
+            _C.reset_comm_counts()
+            out = F.embedding(i, w)
+            assert out.placements == (want,)
+            seed = place(torch.ones(5, 4, dtype=torch.float64), mesh_of((3,)), ("S(1)" if weight == "S(1)" else "R",), cut)
+            (grad,) = torch.autograd.grad(out, w, seed)
+            assert not _C.comm_counts()
+            if index == "S(0)":
+                assert grad.placements == (Partial(),)
+            else:  # each rank makes the rows, or the columns, that it holds
+                assert grad._layout == w._layout
 
 
-def test_nothing_is_sent(pools):
-    pools(3).run("test_embedding:layouts")
-
-
-def out_of_range(placement: str, cut: str) -> None:
+@pytest.mark.parametrize("cut", ["even", "uneven", "empty"])
+@pytest.mark.parametrize("placement", ["S(0)", "S(1)", "R"])
+@on_ranks(3)
+def test_index_out_of_range(placement, cut):
     for bad in (7, -1):
         with pytest.raises((IndexError, RuntimeError)):
             F.embedding(indices([0, bad]), table(placement, cut))
@@ -102,16 +100,7 @@ def out_of_range(placement: str, cut: str) -> None:
             torch.embedding_renorm_(table(placement, cut), indices([0, bad]), 1.0, 2.0)
 
 
-@pytest.mark.parametrize("cut", ["even", "uneven", "empty"])
-@pytest.mark.parametrize("placement", ["S(0)", "S(1)", "R"])
-def test_index_out_of_range(pools, placement, cut):
-    pools(3).run("test_embedding:out_of_range", placement, cut)
-
-
-def sparse_gradient() -> None:
+@on_ranks(3)
+def test_sparse_gradients_are_refused():
     with pytest.raises(NotImplementedError, match="sparse=False"):
         F.embedding(indices([0]), table("S(0)", "even"), sparse=True)
-
-
-def test_sparse_gradients_are_refused(pools):
-    pools(3).run("test_embedding:sparse_gradient")

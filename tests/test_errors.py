@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import mesh_id, mesh_of, place
+from pool import on_ranks
 
 WORLDS = [(2, (2,)), (3, (3,))]
 
@@ -503,7 +504,9 @@ def backward_mesh(size):
     return _made["backward"]
 
 
-def wrong(shape, index):
+@on_ranks((2,), (3,), seconds=20)
+@pytest.mark.parametrize("index", range(len(WRONG)), ids=[w[0].__name__ for w in WRONG])
+def test_wrong(shape, index):
     function, error, *says = WRONG[index]
     mesh, me = mesh_of(shape), dist.get_rank()
     with pytest.raises(error) as caught:
@@ -514,12 +517,6 @@ def wrong(shape, index):
         assert part in text, f"{part!r} is not in: {text}"
     # No rank is left behind, and none is out of step.
     assert place(torch.arange(5.0), mesh, ("S(0)",), "uneven").full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=mesh_id)
-@pytest.mark.parametrize("index", range(len(WRONG)), ids=[w[0].__name__ for w in WRONG])
-def test_wrong(pools, index, world):
-    pools(world[0]).run("test_errors:wrong", world[1], index, seconds=20)
 
 
 # ---- modes ----
@@ -618,7 +615,7 @@ def gradients_of_cut_off_views(shape):
 @pytest.mark.parametrize("world", WORLDS, ids=mesh_id)
 @pytest.mark.parametrize("function", ["promotion", "strict", "cut_off_views", "gradients_of_cut_off_views"])
 def test_modes(pools, function, world):
-    pools(world[0]).run(f"test_errors:{function}", world[1])
+    pools(world[0]).run(globals()[function], world[1])
 
 
 def test_warned_once():
@@ -626,7 +623,7 @@ def test_warned_once():
 
     pool = Pool(2)
     try:
-        pool.run("test_errors:warned_once")
+        pool.run(warned_once)
     finally:
         pool.stop()
 

@@ -57,14 +57,14 @@ def compiled(name, backend="aot_eager", **options):
 @pytest.fixture(scope="module")
 def plain(pools):
     """The losses of a model on one rank, in plain torch."""
-    want = pools(2).run("test_examples:losses", False)[0]
+    want = pools(2).run(losses, False)[0]
     assert want[-1] < want[0]
     return want
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_losses_are_those_of_plain_torch(pools, plain, ranks):
-    for got in pools(ranks).run("test_examples:losses", True):
+    for got in pools(ranks).run(losses, True):
         assert got == pytest.approx(plain, abs=1e-5)
 
 
@@ -88,20 +88,20 @@ def test_nccl_where_every_rank_has_a_gpu(monkeypatch, gpus, backend, device):
 
 @pytest.mark.parametrize(("name", "ranks"), PARALLEL)
 def test_parallel(pools, plain, name, ranks):
-    for got in pools(ranks).run("test_examples:losses_of", name):
+    for got in pools(ranks).run(losses_of, name):
         assert got == pytest.approx(plain, abs=1e-5)
 
 
 @pytest.mark.parametrize(("name", "ranks"), COMPILED)
 def test_compiled(pools, plain, name, ranks):
     """One graph: the whole model, or with FSDP2 a block. A graph break would make two, and so would a guard that fails later."""
-    for got, graphs in pools(ranks).run("test_examples:compiled", name, steps=3):
+    for got, graphs in pools(ranks).run(compiled, name, steps=3):
         assert got == pytest.approx(plain[:3], abs=1e-5)
         assert graphs == 1
 
 
 def test_compiled_by_inductor(pools, plain):
-    for got, graphs in pools(2).run("test_examples:compiled", "train_transformer", "inductor", steps=3, seconds=110):
+    for got, graphs in pools(2).run(compiled, "train_transformer", "inductor", steps=3, seconds=110):
         assert got == pytest.approx(plain[:3], abs=1e-5)
         assert graphs == 1
 
@@ -130,24 +130,24 @@ def losses_on_sphere(device):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_space(pools, tmp_path, ranks):
     pytest.importorskip("numpy")
-    (want, *_) = pools(ranks).run("test_examples:losses_in_space", None)
+    (want, *_) = pools(ranks).run(losses_in_space, None)
     assert want[-1] < want[0]
-    for got in pools(ranks).run("test_examples:losses_in_space", "cpu", folder=tmp_path):
+    for got in pools(ranks).run(losses_in_space, "cpu", folder=tmp_path):
         assert got == pytest.approx(want, abs=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sphere(pools, ranks):
-    (want, *_) = pools(ranks).run("test_examples:losses_on_sphere", None)
+    (want, *_) = pools(ranks).run(losses_on_sphere, None)
     assert want[-1] < want[0]
-    for got in pools(ranks).run("test_examples:losses_on_sphere", "cpu"):
+    for got in pools(ranks).run(losses_on_sphere, "cpu"):
         assert got == pytest.approx(want, abs=1e-9)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4)])
 def test_resumed_on_other_ranks(pools, plain, tmp_path, before, after):
-    first = pools(before).run("test_examples:losses_of", "checkpoint_resume", folder=tmp_path, steps=2)
-    rest = pools(after).run("test_examples:losses_of", "checkpoint_resume", folder=tmp_path, steps=4)
+    first = pools(before).run(losses_of, "checkpoint_resume", folder=tmp_path, steps=2)
+    rest = pools(after).run(losses_of, "checkpoint_resume", folder=tmp_path, steps=4)
     for a, b in itertools.product(first, rest):
         assert a + b == pytest.approx(plain, abs=1e-5)
 

@@ -120,4 +120,4 @@ CASES = [exchanges_of_random_boxes, values_are_cast, errors_come_on_all_ranks, i
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=[f.__name__ for f in CASES])
 def test_exchange(pools, world, case):
-    pools(world).run(f"test_exchange:{case.__name__}")
+    pools(world).run(case)

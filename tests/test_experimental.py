@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import mesh_here
+from pool import on_ranks
 
 
 def mapped(rows):
@@ -46,7 +47,7 @@ def mapped(rows):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("rows", [6, 5, 2])
 def test_local_map(pools, world, rows):
-    for calls in pools(world).run(f"{__name__}:mapped", rows):
+    for calls in pools(world).run(mapped, rows):
         assert calls == (1 if rows % world else 0)  # if rows are uneven, ranks exchange the sizes of their results
 
 
@@ -73,7 +74,7 @@ def refusals():
 def test_bad_use_says_what_is_wrong(pools):
     wanted = ["redistribute_inputs=True", "for 2 inputs, the call has 1", "None for output 0", "int, not a tensor",
               "for 2 outputs", "None for input 0"]
-    for texts in pools(2).run(f"{__name__}:refusals"):
+    for texts in pools(2).run(refusals):
         assert [w for w, t in zip(wanted, texts, strict=True) if w not in t] == []
 
 
@@ -111,7 +112,20 @@ def _backward(mesh):
     return DeviceMesh("cpu", mesh.mesh.flatten().flip(0).view(mesh.mesh.shape))
 
 
-def rules_of_ones_own(mesh_shape, first, second, cut, quiet):
+@pytest.mark.parametrize(
+    ("mesh_shape", "first", "second", "cut", "quiet"),
+    [
+        ((2,), ["S(0)"], ["R"], "even", True),
+        ((3,), ["S(0)"], ["R"], "uneven", True),
+        ((3,), ["R"], ["S(1)"], "empty", True),
+        ((2,), ["S(0)"], ["S(1)"], "uneven", False),
+        ((3,), ["P"], ["S(0)"], "uneven", False),
+        ((2, 2), ["S(0)", "R"], ["R", "S(1)"], "uneven", True),
+        ((2, 2), ["S(0)", "S(0)"], ["R", "S(0)"], "even", False),
+    ],
+)
+@on_ranks(of="mesh_shape")
+def test_register_sharding(mesh_shape, first, second, cut, quiet):
     from oracle import mesh_of, place
     from shardtensor import _C, Partial, Replicate, Shard, ShardTensor
     from shardtensor.experimental import register_sharding
@@ -173,24 +187,8 @@ def rules_of_ones_own(mesh_shape, first, second, cut, quiet):
         register_sharding(torch.ops.aten.add_.Tensor)(rule)
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "first", "second", "cut", "quiet"),
-    [
-        ((2,), ["S(0)"], ["R"], "even", True),
-        ((3,), ["S(0)"], ["R"], "uneven", True),
-        ((3,), ["R"], ["S(1)"], "empty", True),
-        ((2,), ["S(0)"], ["S(1)"], "uneven", False),
-        ((3,), ["P"], ["S(0)"], "uneven", False),
-        ((2, 2), ["S(0)", "R"], ["R", "S(1)"], "uneven", True),
-        ((2, 2), ["S(0)", "S(0)"], ["R", "S(0)"], "even", False),
-    ],
-)
-def test_register_sharding(pools, mesh_shape, first, second, cut, quiet):
-    pools(torch.Size(mesh_shape).numel()).run(f"{__name__}:rules_of_ones_own", mesh_shape, first, second, cut, quiet)
-
-
-
-def compiled_rules():
+@on_ranks(2)
+def test_register_sharding_in_graphs():
     """A graph of a user's rule serves all even lengths; another one serves all others."""
     from oracle import EVEN, mesh_here, place
     from shardtensor import Replicate, Shard, ShardTensor
@@ -214,7 +212,3 @@ def compiled_rules():
     finally:
         ShardTensor.unregister_handler(torch.ops.aten.sin.default)
     assert frames == [1, 1, 2, 2], frames
-
-
-def test_register_sharding_in_graphs(pools):
-    pools(2).run(f"{__name__}:compiled_rules")

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 import opinfo
 import pytest
 import torch
+from pool import on_ranks
 from test_op_db import UNSUPPORTED
 
 _VALUES = "torch itself looks at the values"
@@ -174,11 +175,12 @@ def sweep(batch):
 )
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_op_db(pools, batch):
-    for counts in pools(2).run("test_fake_cuda:sweep", batch, seconds=120):
+    for counts in pools(2).run(sweep, batch, seconds=120):
         assert counts[None] > 5 * counts["plain"], counts
 
 
-def attention_kernels():
+@on_ranks(2)
+def test_attention_kernels():
     """Each of CUDA's fused kernels by name, on cut batches, heads and sequences: results have the same forms, and their pieces fit."""
     from oracle import EMPTY, UNEVEN, _check_piece
     from shardtensor import ShardTensor
@@ -217,7 +219,3 @@ def attention_kernels():
                 assert isinstance(g, ShardTensor)
                 assert w.ndim < 2 or str(g._layout).startswith(placement), what
                 _check_piece(g)
-
-
-def test_attention_kernels(pools):
-    pools(2).run("test_fake_cuda:attention_kernels")

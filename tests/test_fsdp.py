@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from pool import on_ranks
 from torch import nn
 
 
@@ -85,10 +86,11 @@ MESHES = [("nothing", 3), *((over, world) for over in ("nothing", "replicas", "t
 def test_trains_as_one_process(pools, over, world, options):
     if "columns" in options:
         needs_uneven_columns()
-    pools(world).run(f"{__name__}:fully_sharded", over, dict(OPTIONS[options]))
+    pools(world).run(fully_sharded, over, dict(OPTIONS[options]))
 
 
-def later_steps():
+@on_ranks(2)
+def test_later_steps():
     """The hooks make no more functions that dynamo skips; gradients have the layouts and dtypes that FSDP's specs say."""
     from shardtensor import _C, ShardTensor, replace_dtensor
     from torch.distributed.fsdp import fully_shard
@@ -113,11 +115,8 @@ def later_steps():
         assert made == []
 
 
-def test_later_steps(pools):
-    pools(2).run(f"{__name__}:later_steps")
-
-
-def gradients_together():
+@on_ranks(4)
+def test_gradients_together():
     """The gradients of norms over pieces of a sequence are summands over the inner mesh. FSDP's group adds them up in one call."""
     import torch.distributed as dist
     from shardtensor import _C, Shard, distribute_tensor, init_device_mesh
@@ -145,10 +144,6 @@ def gradients_together():
         plain(x).square().sum().backward()
         for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
             torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_gradients_together(pools):
-    pools(4).run(f"{__name__}:gradients_together")
 
 
 def nothing_of_a_piece(hidden, options):
@@ -187,10 +182,11 @@ def nothing_of_a_piece(hidden, options):
 @pytest.mark.parametrize(("hidden", "options"), [(1, dict), (1, columns), (0, dict)])
 def test_nothing_of_a_piece(pools, hidden, options):
     needs_uneven_columns()
-    pools(4).run(f"{__name__}:nothing_of_a_piece", hidden, options)
+    pools(4).run(nothing_of_a_piece, hidden, options)
 
 
-def optimizer_from_before():
+@on_ranks(2)
+def test_optimizer_from_before():
     from oracle import mesh_of
     from shardtensor import replace_dtensor
     from torch.distributed.fsdp import fully_shard
@@ -206,7 +202,3 @@ def optimizer_from_before():
         late.step()
         early.param_groups[0]["params"] = list(model.parameters())  # as accelerate does
         early.step()
-
-
-def test_optimizer_from_before(pools):
-    pools(2).run(f"{__name__}:optimizer_from_before")

@@ -27,7 +27,7 @@ NAMES = [name for name in opinfo.database() if name not in EXCEPT]
 @pytest.mark.parametrize(("world", "shape", "ops", "calls"), MESHES, ids=[mesh_id(m) for m in MESHES])
 def test_gradients_of_any_layout(pools, world, shape, ops, calls, part):
     names = share(NAMES, ops)[part::PARTS]
-    right, wrong = pools(world).run("opinfo:run_gradient_layouts", names, shape, calls, MOST, seconds=3000 if TRIES_ALL else 110)[0]
+    right, wrong = pools(world).run(opinfo.run_gradient_layouts, names, shape, calls, MOST, seconds=3000 if TRIES_ALL else 110)[0]
     assert not wrong, "\n".join(wrong)
     assert right > len(names) // 2
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, mesh_of, place
+from pool import on_ranks
 
 
 def empty_view(x, last=False):
@@ -59,10 +60,11 @@ def kept():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_leaves_keep_their_part(pools, world):
-    assert all(pools(world).run(f"{__name__}:kept"))
+    assert all(pools(world).run(kept))
 
 
-def one_reduction():
+@on_ranks(2, 3)
+def test_one_reduction_ends_a_sum():
     """If the backward of a product has to send something, it sends what ends the gradient's sum, instead of leaving sums of both results."""
     import torch.nn.functional as F
     from shardtensor import _C
@@ -79,11 +81,6 @@ def one_reduction():
         for got, want in zip(grads, (seed @ weight, seed.T @ whole), strict=True):
             assert not any(p.is_partial() for p in got.placements)
             compare(got, want, 1e-9, f"{at} {w_at}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_one_reduction_ends_a_sum(pools, world):
-    pools(world).run(f"{__name__}:one_reduction")
 
 
 def summands():
@@ -107,10 +104,11 @@ def summands():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_summands_of_a_leaf(pools, world):
-    pools(world).run(f"{__name__}:summands")
+    pools(world).run(summands)
 
 
-def products_with_the_hessian():
+@on_ranks(2, 3)
+def test_products_with_the_hessian():
     """Forward over reverse: a tangent beside the gradient that a sum expands."""
     import torch.autograd.forward_ad as forward_ad
 
@@ -129,11 +127,6 @@ def products_with_the_hessian():
             for cut in (EVEN, UNEVEN, EMPTY):
                 ours = [place(t, mesh_here(), (p,), cut) for t, p in zip(plain, (at, tangent), strict=True)]
                 compare(product(*ours), product(*plain), 1e-9, f"{at} {tangent} {cut}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_products_with_the_hessian(pools, world):
-    pools(world).run(f"{__name__}:products_with_the_hessian")
 
 
 PARTS = {  # kernels of torch that read contiguous memory, whatever their operands' strides; each with the sizes of its arguments
@@ -167,10 +160,12 @@ def parts():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_backward_of_parts_of_whole_operands(pools, world):
-    assert all(pools(world).run(f"{__name__}:parts"))
+    assert all(pools(world).run(parts))
 
 
-def of_summands(shape):
+@pytest.mark.parametrize(("world", "shape"), [(2, (2,)), (3, (3,)), (4, (2, 2))])
+@on_ranks()
+def test_derivatives_of_summands(shape):
     """Second and third derivatives with respect to each rank's summand, beside those of plain summands that one process adds up."""
     from oracle import mesh_of
     from shardtensor import Partial, Replicate, Shard, ShardTensor
@@ -207,11 +202,6 @@ def of_summands(shape):
             compare(got, mine(want), 1e-9, f"{placements}, derivative {number + 1}")
 
 
-@pytest.mark.parametrize(("world", "shape"), [(2, (2,)), (3, (3,)), (4, (2, 2))])
-def test_derivatives_of_summands(pools, world, shape):
-    pools(world).run(f"{__name__}:of_summands", shape)
-
-
 def slope(f):
     return lambda x: torch.autograd.grad(f(x).sum(), x, create_graph=True)[0]
 
@@ -232,7 +222,8 @@ ZEROS = {
 }  # fmt: skip
 
 
-def zeros():
+@on_ranks(2, 3)
+def test_gradients_that_torch_makes_as_zeros():
     import shardtensor as st
 
     whole = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -250,11 +241,6 @@ def zeros():
                     compare(g, plain.grad, 1e-12, what)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_that_torch_makes_as_zeros(pools, world):
-    pools(world).run(f"{__name__}:zeros")
-
-
 WINDOWED = {
     **{f"{mode} {n}d {how}": (n, lambda x, mode=mode, how=how: F.interpolate(x, mode=mode, **how))
        for n, modes in ((1, ["nearest", "nearest-exact", "linear"]), (2, ["nearest", "bilinear", "bicubic"]), (3, ["nearest", "trilinear"]))
@@ -266,7 +252,8 @@ WINDOWED = {
 }  # fmt: skip
 
 
-def of_no_batch(shape):
+@on_ranks((2,), (2, 2))
+def test_windows_of_no_batch(shape):
     mesh = mesh_of(shape)
     for name, (n, f) in WINDOWED.items():
         whole = torch.zeros(0, 1, *(4, 6, 4)[:n], dtype=torch.float64)
@@ -278,11 +265,6 @@ def of_no_batch(shape):
             x = place(whole, mesh, (at, *rest), cut).requires_grad_()
             (got,) = torch.autograd.grad(f(x), x, place(torch.zeros_like(y), mesh, (*rest, grad_at), cut))
             compare(got, want, 0, f"{name} {at} {cut} {grad_at}")
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_windows_of_no_batch(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:of_no_batch", shape)
 
 
 VIEWED = {
@@ -301,7 +283,8 @@ VIEWED = {
 }
 
 
-def tangents_of_views(shape):
+@on_ranks((2,), (2, 2))
+def test_tangents_of_views(shape):
     import torch.autograd.forward_ad as forward_ad
 
     mesh = mesh_of(shape)
@@ -324,11 +307,6 @@ def tangents_of_views(shape):
                 compare(got, want, 1e-12, f"{name} of {at} {cut} along {of} {to} {other}")
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_tangents_of_views(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:tangents_of_views", shape)
-
-
 def with_gaps(x):
     """Writes rows of a copy that keeps the gaps of a sliced tensor."""
     y = torch.select_scatter(x[:, 1:], x[0, 1:] * 2, 0, 1)
@@ -336,7 +314,8 @@ def with_gaps(x):
     return y
 
 
-def writes_beside_gaps():
+@on_ranks(2, 3)
+def test_writes_beside_gaps():
     whole, seed = (torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in ((4, 5), (4, 4)))
     plain = whole.clone().requires_grad_()
     (want,) = torch.autograd.grad(with_gaps(plain), plain, seed)
@@ -344,8 +323,3 @@ def writes_beside_gaps():
         x = place(whole, mesh_here(), (at,), UNEVEN).requires_grad_()
         (grad,) = torch.autograd.grad(with_gaps(x), x, place(seed, mesh_here(), (arrives,), UNEVEN))
         compare(grad, want, 1e-9, f"{at}, the gradient {arrives}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_writes_beside_gaps(pools, world):
-    pools(world).run(f"{__name__}:writes_beside_gaps")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, ints, mesh_here, mesh_id, place, run_on
+from pool import on_ranks
 from test_matmul import batch_sharded
 
 LIMIT = 15
@@ -47,7 +48,9 @@ def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
 
 
-def far_away(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float", "double"])
+@on_ranks(2)
+def test_points_far_away(dtype):
     """Points far outside of the image, on its edges, between pixels, infinite, not a number: with the image and the grid cut. Where
     torch's own kernels read outside of the image (and may die), there is nothing to compare."""
     image = torch.arange(2 * 9 * 5, dtype=dtype).view(1, 2, 9, 5).sin()
@@ -73,8 +76,3 @@ def far_away(dtype):
             what = f"{mode} {padding} {aligned} {layout} {cut} {of_grid} {points[:2]}"
             for a, b in ((got, want), (ours.grad, x.grad), (g.grad, at.grad)):
                 torch.testing.assert_close(a.full_tensor(), b, equal_nan=True, rtol=1e-4, atol=1e-5, msg=lambda m, what=what: f"{what}: {m}")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float", "double"])
-def test_points_far_away(pools, dtype):
-    pools(2).run(f"{__name__}:far_away", dtype)

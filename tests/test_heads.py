@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import mesh_here
+from pool import on_ranks
 from test_parallel import compare_gradients, counted, full
 from torch import nn
 
@@ -124,20 +125,18 @@ def attention(heads, kv_heads, kind=Attention):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "world"), SHARED + FEW)
 def test_attention(pools, heads, kv_heads, world):
-    kept = pools(world).run(f"{__name__}:attention", heads, kv_heads)
+    kept = pools(world).run(attention, heads, kv_heads)
     assert kept == [max(len(share.kv), 1) for share in heads_of(heads, kv_heads).shares(world)]
 
 
-def grouped(heads, kv_heads):
+@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(4, 1, 3), (8, 2, 3), (8, 4, 3), (2, 1, 3)])
+@on_ranks()
+def test_attention_that_torch_groups(heads, kv_heads):
     attention(heads, kv_heads, Grouped)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "world"), [(4, 1, 3), (8, 2, 3), (8, 4, 3), (2, 1, 3)])
-def test_attention_that_torch_groups(pools, heads, kv_heads, world):
-    pools(world).run(f"{__name__}:grouped", heads, kv_heads)
-
-
-def trained():
+@on_ranks(3, seconds=100)
+def test_training():
     """Steps of an optimizer with clipped gradients, where ranks share a key/value head; compiled too."""
     from shardtensor.parallel import parallelize_module
 
@@ -156,10 +155,6 @@ def trained():
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
     assert ours.state_dict()["0.k_proj.weight"].shape == plain.k_proj.weight.shape
-
-
-def test_training(pools):
-    pools(3).run(f"{__name__}:trained", seconds=100)
 
 
 # ---- plans that part queries from their keys ----
@@ -182,7 +177,7 @@ def parted(heads, kv_heads, multiple_of):
 @pytest.mark.parametrize(("heads", "kv_heads", "world"), [(4, 1, 2), (6, 2, 3), (8, 2, 3), (6, 3, 2), (8, 4, 3)])
 @pytest.mark.parametrize("multiple_of", [SIZE, 1])
 def test_queries_without_their_keys_raise(pools, heads, kv_heads, world, multiple_of):
-    texts = pools(world).run(f"{__name__}:parted", heads, kv_heads, multiple_of)
+    texts = pools(world).run(parted, heads, kv_heads, multiple_of)
     assert len(set(texts)) == 1
     plan = f"AttentionHeads(heads={heads}, kv_heads={kv_heads}, head_dim={SIZE}).plan('0', q='q_proj', k='k_proj', v='v_proj', o='o_proj')"
     assert plan in texts[0]
@@ -213,7 +208,7 @@ def other_heads():
 
 def test_refusals(pools):
     wanted = ["8 features was given heads of 8 * 2", "no attribute num_key_value_groups or n_rep", "no attribute n that is 4", "divide", "head_dim"]
-    for texts in pools(2).run(f"{__name__}:other_heads"):
+    for texts in pools(2).run(other_heads):
         for text, want in zip(texts, wanted, strict=True):
             assert want in text
 
@@ -248,7 +243,7 @@ def hugging_face(cases, mask):
 @pytest.mark.parametrize("world", [2, 3])
 def test_llama(pools, world, mask):
     pytest.importorskip("transformers", minversion="5.0")
-    pools(world).run(f"{__name__}:hugging_face", [(h, kv) for h, kv, n in SHARED if n == world], mask, seconds=150)
+    pools(world).run(hugging_face, [(h, kv) for h, kv, n in SHARED if n == world], mask, seconds=150)
 
 
 # The sizes of small models: heads, hidden units and experts that 2 or 3 ranks do not divide. torch's kernels for experts take no
@@ -310,7 +305,7 @@ def automatic(name, folder, fsdp_size=1):
 @pytest.mark.parametrize("name", MODELS)
 def test_automatic_plans(pools, tmp_path, name, world):
     pytest.importorskip("transformers", minversion="5.24")
-    held = pools(world).run(f"{__name__}:automatic", name, tmp_path, seconds=150)
+    held = pools(world).run(automatic, name, tmp_path, seconds=150)
     assert all(own < whole for own, whole in held)
     if name != "GPT2":  # its fused layer stays whole where the ranks' heads differ in number
         assert sum(own for own, _ in held) < 1.3 * held[0][1]
@@ -318,7 +313,7 @@ def test_automatic_plans(pools, tmp_path, name, world):
 
 def test_automatic_plan_with_fsdp(pools, tmp_path):
     pytest.importorskip("transformers", minversion="5.24")
-    pools(4).run(f"{__name__}:automatic", "Qwen3", tmp_path, 2, seconds=150)
+    pools(4).run(automatic, "Qwen3", tmp_path, 2, seconds=150)
 
 
 SCRIPT = """

@@ -125,7 +125,7 @@ def plain_among_lists(layout: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["R", "S(0)"])
 def test_plain_tensors_still_raise(pools, layout):
-    for raised in pools(2).run(f"{__name__}:plain_among_lists", layout):
+    for raised in pools(2).run(plain_among_lists, layout):
         assert all("plain torch.Tensor" in text for text in raised), raised
 
 
@@ -151,7 +151,7 @@ def out_of_range(layout: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["R", "S(0)"])
 def test_an_index_out_of_range_raises(pools, layout):
-    for raised in pools(2).run(f"{__name__}:out_of_range", layout):
+    for raised in pools(2).run(out_of_range, layout):
         assert raised == ["gather", "index", "index_select", "index_add"]
 
 
@@ -198,4 +198,4 @@ def writes_of_own_elements(shape):
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 def test_writes_of_own_elements(pools, mesh):
     world, shape = mesh
-    pools(world).run(f"{__name__}:writes_of_own_elements", shape)
+    pools(world).run(writes_of_own_elements, shape)

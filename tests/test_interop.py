@@ -6,9 +6,119 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pool import on_ranks
+
+# Views, of which autograd makes a view, and ops that torch, or our own kernel, makes of others.
+HANDLED = {
+    "view": (torch.ops.aten.view.default, lambda x: x.view(-1)),
+    "detach": (torch.ops.aten.detach.default, lambda x: x.detach()),
+    "select": (torch.ops.aten.select.int, lambda x: x[1]),
+    "cross_entropy_loss": (torch.ops.aten.cross_entropy_loss.default, lambda x: F.cross_entropy(x, x.detach() * 0 + 0.25)),
+    "nll_loss": (torch.ops.aten.nll_loss.default, lambda x: F.nll_loss(x, (x.detach() * 0).sum(1).long())),
+    "softmax": (torch.ops.aten.softmax.int, lambda x: x.softmax(1)),
+}
 
 
-def stock_and_ours_mix():
+COMPOSITES = ("cross_entropy_loss", "nll_loss", "softmax")
+
+
+def _plain_before(x, s, w):
+    return 0.01 * s * s + w.sum() * s + (x * s).sum() + (w * x).square().sum()
+
+
+def _plain_behind(x, s, w):
+    return (x * s).sum() + (w * x).square().sum() + 0.01 * s * s + w.sum() * s
+
+
+def _twice(x, s, w):
+    return (x * s + s * w).square().mean() * s
+
+
+def _boxed(x, s, w):
+    return torch.addcmul(x, x, w, value=0.5).pow(s).sum() + torch.hypot(x, s).sum() + torch.stack([x, x * w]).mean() / s
+
+
+def _products(x, s, w):
+    return (x @ torch.outer(w, w)).sum() * s + torch.nn.functional.linear(x, torch.outer(w, w), w).square().sum()
+
+
+def _inner(x, s, w):
+    return ((w * 3).sin() * x * (s * 3).exp()).square().mean()
+
+
+def _in_place(x, s, w):
+    return (x * 2).mul_(s).add_(w).square().mean()
+
+
+@on_ranks(2, 3)
+def test_plain_parameters():
+    """Whether ShardTensors or plain tensors use them, and in any order."""
+    from oracle import mesh_of, place
+    from shardtensor import implicit_replication
+
+    whole = torch.arange(1.0, 21.0, dtype=torch.float64).view(5, 4) / 7
+    x = place(whole, mesh_of((dist.get_world_size(),)), ("S(0)",), "uneven")
+    for loss_of in (_plain_before, _plain_behind, _twice, _boxed, _products, _inner, _in_place):
+        scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        weight = torch.nn.Parameter(torch.arange(1.0, 5.0, dtype=torch.float64))
+        wanted = [p.detach().clone().requires_grad_() for p in (scale, weight)]
+        for _ in range(2):  # the second adds to the first
+            with implicit_replication():
+                loss = loss_of(x, scale, weight)
+            loss.backward()  # in autograd's threads, and outside the mode
+            loss_of(whole, *wanted).backward()
+        for p, q in zip((scale, weight), wanted, strict=True):
+            assert type(p.grad) is torch.Tensor, loss_of.__name__
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, f=loss_of: f"{f.__name__}: {m}")
+        with implicit_replication():
+            (first,) = torch.autograd.grad(loss_of(x, scale, weight), scale, create_graph=True)
+            (second,) = torch.autograd.grad(first, scale, allow_unused=True)
+        (expected,) = torch.autograd.grad(loss_of(whole, *wanted), wanted[0], create_graph=True)
+        (expected2,) = torch.autograd.grad(expected, wanted[0], allow_unused=True)
+        torch.testing.assert_close([first, second], [expected, expected2])
+        torch.optim.SGD([scale, weight], lr=0.1).step()
+
+
+@on_ranks(2)
+def test_listeners():
+    """Ops without a gradient skip autograd, and nothing else."""
+    import torch.autograd.forward_ad as forward_ad
+    from oracle import EVEN, mesh_of, place
+    from shardtensor import ShardTensor
+    from shardtensor.tensor import _handlers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    x, t = (place(torch.arange(10.0).view(5, 2) + i, mesh_of((2,)), ("S(0)",), EVEN) for i in range(2))
+    seen = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    with Listen():
+        x + t
+        torch.cat([x, t])
+    assert seen == ["aten.add.Tensor", "aten.cat.default"]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t)
+        tangent = forward_ad.unpack_dual(dual * 3.0).tangent
+        assert tangent.full_tensor().equal(t.full_tensor() * 3)
+    w = x.clone().requires_grad_()
+    with torch.no_grad():
+        assert not (w * 2).requires_grad
+    base = x.clone()
+    view = base.view(-1)
+    base.mul_(w)  # the view requires a gradient only because its base does
+    assert (view + 1).requires_grad
+    ShardTensor.register_dispatch_handler(torch.ops.aten.mul.Tensor, lambda a, b: a)
+    assert (x * t).full_tensor().equal(x.full_tensor())
+    _handlers.unregister_handler(torch.ops.aten.mul.Tensor)
+    assert (x * t).full_tensor().equal(x.full_tensor() * t.full_tensor())
+
+
+@on_ranks(2)
+def test_stock_and_ours_mix():
     import shardtensor as st
     from oracle import mesh_of, place
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -32,7 +142,8 @@ def stock_and_ours_mix():
             torch.testing.assert_close(got.full_tensor(), want, msg=lambda m, name=name, cut=cut: f"{name} {cut}: {m}")
 
 
-def gradient_reaches_stock():
+@on_ranks(2)
+def test_gradient_reaches_stock():
     import shardtensor as st
     from oracle import mesh_of, place
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -59,7 +170,8 @@ def gradient_reaches_stock():
     torch.testing.assert_close(back.grad.full_tensor(), torch.full_like(b, 2))
 
 
-def handlers_are_called_and_taken_back():
+@on_ranks(2)
+def test_handlers():
     from oracle import mesh_of, place
     from shardtensor import ShardTensor
     from shardtensor.tensor import _handlers
@@ -100,21 +212,9 @@ def handlers_are_called_and_taken_back():
     library._destroy()
 
 
-# Views, of which autograd makes a view, and ops that torch, or our own kernel, makes of others.
-HANDLED = {
-    "view": (torch.ops.aten.view.default, lambda x: x.view(-1)),
-    "detach": (torch.ops.aten.detach.default, lambda x: x.detach()),
-    "select": (torch.ops.aten.select.int, lambda x: x[1]),
-    "cross_entropy_loss": (torch.ops.aten.cross_entropy_loss.default, lambda x: F.cross_entropy(x, x.detach() * 0 + 0.25)),
-    "nll_loss": (torch.ops.aten.nll_loss.default, lambda x: F.nll_loss(x, (x.detach() * 0).sum(1).long())),
-    "softmax": (torch.ops.aten.softmax.int, lambda x: x.softmax(1)),
-}
-
-
-COMPOSITES = ("cross_entropy_loss", "nll_loss", "softmax")
-
-
-def handlers_are_asked_everywhere(sharding: bool) -> None:
+@pytest.mark.parametrize("sharding", [False, True], ids=["handler", "sharding"])
+@on_ranks(2)
+def test_handlers_are_asked_everywhere(sharding):
     from oracle import mesh_here, place
     from shardtensor import Replicate, ShardTensor
     from shardtensor.experimental import register_sharding
@@ -158,122 +258,3 @@ def handlers_are_asked_everywhere(sharding: bool) -> None:
         asked.clear()
         f(place(whole, mesh_here(), ("S(0)",), "even").requires_grad_())
         assert not asked, name
-
-
-def listeners_hear_what_autograd_does_not_record():
-    """Ops without a gradient skip autograd, and nothing else."""
-    import torch.autograd.forward_ad as forward_ad
-    from oracle import EVEN, mesh_of, place
-    from shardtensor import ShardTensor
-    from shardtensor.tensor import _handlers
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    x, t = (place(torch.arange(10.0).view(5, 2) + i, mesh_of((2,)), ("S(0)",), EVEN) for i in range(2))
-    seen = []
-
-    class Listen(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            seen.append(str(op))
-            return op(*args, **(kwargs or {}))
-
-    with Listen():
-        x + t
-        torch.cat([x, t])
-    assert seen == ["aten.add.Tensor", "aten.cat.default"]
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, t)
-        tangent = forward_ad.unpack_dual(dual * 3.0).tangent
-        assert tangent.full_tensor().equal(t.full_tensor() * 3)
-    w = x.clone().requires_grad_()
-    with torch.no_grad():
-        assert not (w * 2).requires_grad
-    base = x.clone()
-    view = base.view(-1)
-    base.mul_(w)  # the view requires a gradient only because its base does
-    assert (view + 1).requires_grad
-    ShardTensor.register_dispatch_handler(torch.ops.aten.mul.Tensor, lambda a, b: a)
-    assert (x * t).full_tensor().equal(x.full_tensor())
-    _handlers.unregister_handler(torch.ops.aten.mul.Tensor)
-    assert (x * t).full_tensor().equal(x.full_tensor() * t.full_tensor())
-
-
-def _plain_before(x, s, w):
-    return 0.01 * s * s + w.sum() * s + (x * s).sum() + (w * x).square().sum()
-
-
-def _plain_behind(x, s, w):
-    return (x * s).sum() + (w * x).square().sum() + 0.01 * s * s + w.sum() * s
-
-
-def _twice(x, s, w):
-    return (x * s + s * w).square().mean() * s
-
-
-def _boxed(x, s, w):
-    return torch.addcmul(x, x, w, value=0.5).pow(s).sum() + torch.hypot(x, s).sum() + torch.stack([x, x * w]).mean() / s
-
-
-def _products(x, s, w):
-    return (x @ torch.outer(w, w)).sum() * s + torch.nn.functional.linear(x, torch.outer(w, w), w).square().sum()
-
-
-def _inner(x, s, w):
-    return ((w * 3).sin() * x * (s * 3).exp()).square().mean()
-
-
-def _in_place(x, s, w):
-    return (x * 2).mul_(s).add_(w).square().mean()
-
-
-def plain_parameters_get_plain_gradients():
-    """Whether ShardTensors or plain tensors use them, and in any order."""
-    from oracle import mesh_of, place
-    from shardtensor import implicit_replication
-
-    whole = torch.arange(1.0, 21.0, dtype=torch.float64).view(5, 4) / 7
-    x = place(whole, mesh_of((dist.get_world_size(),)), ("S(0)",), "uneven")
-    for loss_of in (_plain_before, _plain_behind, _twice, _boxed, _products, _inner, _in_place):
-        scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        weight = torch.nn.Parameter(torch.arange(1.0, 5.0, dtype=torch.float64))
-        wanted = [p.detach().clone().requires_grad_() for p in (scale, weight)]
-        for _ in range(2):  # the second adds to the first
-            with implicit_replication():
-                loss = loss_of(x, scale, weight)
-            loss.backward()  # in autograd's threads, and outside the mode
-            loss_of(whole, *wanted).backward()
-        for p, q in zip((scale, weight), wanted, strict=True):
-            assert type(p.grad) is torch.Tensor, loss_of.__name__
-            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, f=loss_of: f"{f.__name__}: {m}")
-        with implicit_replication():
-            (first,) = torch.autograd.grad(loss_of(x, scale, weight), scale, create_graph=True)
-            (second,) = torch.autograd.grad(first, scale, allow_unused=True)
-        (expected,) = torch.autograd.grad(loss_of(whole, *wanted), wanted[0], create_graph=True)
-        (expected2,) = torch.autograd.grad(expected, wanted[0], allow_unused=True)
-        torch.testing.assert_close([first, second], [expected, expected2])
-        torch.optim.SGD([scale, weight], lr=0.1).step()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_plain_parameters(pools, world):
-    pools(world).run(f"{__name__}:plain_parameters_get_plain_gradients")
-
-
-def test_listeners(pools):
-    pools(2).run(f"{__name__}:listeners_hear_what_autograd_does_not_record")
-
-
-def test_stock_and_ours_mix(pools):
-    pools(2).run(f"{__name__}:stock_and_ours_mix")
-
-
-def test_gradient_reaches_stock(pools):
-    pools(2).run(f"{__name__}:gradient_reaches_stock")
-
-
-def test_handlers(pools):
-    pools(2).run(f"{__name__}:handlers_are_called_and_taken_back")
-
-
-@pytest.mark.parametrize("sharding", [False, True], ids=["handler", "sharding"])
-def test_handlers_are_asked_everywhere(pools, sharding):
-    pools(2).run(f"{__name__}:handlers_are_asked_everywhere", sharding)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 
 # mesh, placements, lengths of the pieces along each mesh dim
 LAYOUTS = [
@@ -79,7 +80,9 @@ def sources(folder: Path, whole: torch.Tensor) -> dict[str, Any]:
     return opened
 
 
-def run_read(shape, texts, cuts, folder):
+@pytest.mark.parametrize(("shape", "texts", "cuts"), LAYOUTS, ids=str)
+@on_ranks(of="shape")
+def test_read(shape, texts, cuts, tmp_path):
     import shardtensor as st
     from oracle import mesh_of
     from oracle import whole as whole_of
@@ -87,7 +90,7 @@ def run_read(shape, texts, cuts, folder):
 
     mesh, placements = mesh_of(shape), placements_of(texts)
     whole = torch.arange(45.0).view(9, 5)
-    for name, source in sources(folder, whole).items():
+    for name, source in sources(tmp_path, whole).items():
         x = read(source, mesh, placements, sharding_shapes=cuts)
         assert type(x) is st.ShardTensor and x.placements == tuple(placements), name
         torch.testing.assert_close(whole_of(x), whole)
@@ -99,11 +102,8 @@ def run_read(shape, texts, cuts, folder):
 
 
 @pytest.mark.parametrize(("shape", "texts", "cuts"), LAYOUTS, ids=str)
-def test_read(pools, tmp_path, shape, texts, cuts):
-    pools(torch.Size(shape).numel()).run(f"{__name__}:run_read", shape, texts, cuts, tmp_path)
-
-
-def run_write(shape, texts, cuts, folder):
+@on_ranks(of="shape")
+def test_write(shape, texts, cuts, tmp_path):
     import numpy
     import shardtensor as st
     from oracle import mesh_of
@@ -114,27 +114,22 @@ def run_write(shape, texts, cuts, folder):
     whole = torch.arange(45.0).view(9, 5)
     x = read(whole, mesh, placements, sharding_shapes=cuts)
     targets = {
-        "path": (folder / "b.npy", False),
-        "memmap": (lambda: numpy.load(folder / "b.npy", mmap_mode="r+"), False),
-        "in turn": (lambda: numpy.load(folder / "b.npy", mmap_mode="r+"), True),
+        "path": (tmp_path / "b.npy", False),
+        "memmap": (lambda: numpy.load(tmp_path / "b.npy", mmap_mode="r+"), False),
+        "in turn": (lambda: numpy.load(tmp_path / "b.npy", mmap_mode="r+"), True),
     }
     for times, (name, (target, in_turn)) in enumerate(targets.items(), 1):
         write(x * times, target() if name == "memmap" else target, in_turn=in_turn)
-        assert numpy.array_equal(numpy.load(folder / "b.npy"), times * whole.numpy()), name
+        assert numpy.array_equal(numpy.load(tmp_path / "b.npy"), times * whole.numpy()), name
         dist.barrier()
 
     scalar = st.distribute_tensor(torch.tensor(7), mesh, [st.Replicate()] * mesh.ndim)
     half = x.to(torch.bfloat16)
-    write_safetensors({"x": x, "half": half, "scalar": scalar, "empty": x[:0]}, folder / "b.safetensors", {"format": "pt"})
-    back = load_file(folder / "b.safetensors")
+    write_safetensors({"x": x, "half": half, "scalar": scalar, "empty": x[:0]}, tmp_path / "b.safetensors", {"format": "pt"})
+    back = load_file(tmp_path / "b.safetensors")
     assert back.keys() == {"x", "half", "scalar", "empty"} and back["empty"].shape == (0, 5)
     for name, want in {"x": whole, "half": whole.bfloat16(), "scalar": torch.tensor(7)}.items():
         torch.testing.assert_close(back[name], want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("shape", "texts", "cuts"), LAYOUTS, ids=str)
-def test_write(pools, tmp_path, shape, texts, cuts):
-    pools(torch.Size(shape).numel()).run(f"{__name__}:run_write", shape, texts, cuts, tmp_path)
 
 
 def run_hdf5(folder):
@@ -161,7 +156,7 @@ def run_hdf5(folder):
 
 def test_hdf5_without_mpi_is_written_in_turn(pools, tmp_path):
     pytest.importorskip("h5py")
-    pools(3).run(f"{__name__}:run_hdf5", tmp_path)
+    pools(3).run(run_hdf5, tmp_path)
 
 
 def run_zarr(folder):
@@ -193,29 +188,31 @@ def run_zarr(folder):
 
 def test_zarr_chunks_are_written_by_one_rank_at_a_time(pools, tmp_path):
     pytest.importorskip("zarr")
-    pools(3).run(f"{__name__}:run_zarr", tmp_path)
+    pools(3).run(run_zarr, tmp_path)
 
 
-def run_whole_or_not_at_all(folder, name):
+@pytest.mark.parametrize("name", ["a.npy", "a.safetensors"])
+@on_ranks(2)
+def test_a_file_appears_when_all_ranks_have_written_it(tmp_path, name):
     from oracle import mesh_here
     from shardtensor import Shard, distribute_tensor
     from shardtensor.data import _io, write, write_safetensors
 
     def store(values):
         x = distribute_tensor(values, mesh_here(), [Shard(0)])
-        path = folder / name
+        path = tmp_path / name
         write(x, path) if name.endswith("npy") else write_safetensors({"a": x}, path)
 
     store(torch.arange(18.0).view(9, 2))
     dist.barrier()
-    good = (folder / name).read_bytes()
-    (folder / name).chmod(0o640)
+    good = (tmp_path / name).read_bytes()
+    (tmp_path / name).chmod(0o640)
     seen = []
     to_disk = _io._to_disk
 
     def last_step(path):
         """What a rank that dies here would leave."""
-        seen.append((folder / name).read_bytes())
+        seen.append((tmp_path / name).read_bytes())
         if dist.get_rank() == 1:
             raise OSError("the disk is full, as it were")
         to_disk(path)
@@ -228,22 +225,18 @@ def run_whole_or_not_at_all(folder, name):
         _io._to_disk = to_disk
     dist.barrier()
     assert seen == [good]
-    assert (folder / name).read_bytes() == good
-    assert [file.name for file in folder.iterdir()] == [name]  # nothing is left of the other
+    assert (tmp_path / name).read_bytes() == good
+    assert [file.name for file in tmp_path.iterdir()] == [name]  # nothing is left of the other
     dist.barrier()
     store(torch.ones(12, 5))
     dist.barrier()
-    assert (folder / name).read_bytes() != good
-    assert [file.name for file in folder.iterdir()] == [name]
-    assert (folder / name).stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / name).read_bytes() != good
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("name", ["a.npy", "a.safetensors"])
-def test_a_file_appears_when_all_ranks_have_written_it(pools, tmp_path, name):
-    pools(2).run(f"{__name__}:run_whole_or_not_at_all", tmp_path, name)
-
-
-def run_refused(folder):
+@on_ranks(2)
+def test_refused_on_all_ranks(tmp_path):
     import numpy
     from oracle import mesh_here
     from shardtensor import Replicate, Shard
@@ -275,10 +268,6 @@ def run_refused(folder):
     raises(TypeError, "a function that opens", write, x, numpy.zeros((4, 2)), in_turn=True)
     raises(TypeError, "takes a ShardTensor, not Tensor", write, torch.ones(2), numpy.zeros(2))
     raises(RuntimeError, "in summands", write, x.sum(0), numpy.zeros(2))
-    raises(NotImplementedError, "which the format lacks", write_safetensors, {"x": x.to(torch.complex64)}, folder / "d.safetensors")
-    raises((FileNotFoundError, RuntimeError), r"No such file|failed on rank 0", write_safetensors, {"x": x}, folder / "no" / "d.safetensors")
+    raises(NotImplementedError, "which the format lacks", write_safetensors, {"x": x.to(torch.complex64)}, tmp_path / "d.safetensors")
+    raises((FileNotFoundError, RuntimeError), r"No such file|failed on rank 0", write_safetensors, {"x": x}, tmp_path / "no" / "d.safetensors")
     assert read(torch.ones(4, 2), mesh).placements == (Replicate(),)
-
-
-def test_refused_on_all_ranks(pools, tmp_path):
-    pools(2).run(f"{__name__}:run_refused", tmp_path)

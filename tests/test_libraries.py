@@ -101,7 +101,7 @@ def tensor_parallel(make, cut, folder):
 )
 def test_transformers_tensor_parallel(ranks, tmp_path, make, cut):
     pytest.importorskip("transformers", minversion="5.24" if make is qwen_moe else "5.20")
-    ranks.run("test_libraries:tensor_parallel", make, cut, tmp_path, seconds=100)
+    ranks.run(tensor_parallel, make, cut, tmp_path, seconds=100)
 
 
 def adapted(folder):
@@ -142,7 +142,7 @@ def adapted(folder):
 def test_lora_over_a_tensor_parallel_plan(pools, world, tmp_path):
     pytest.importorskip("transformers", minversion="5.20")
     pytest.importorskip("peft", minversion="0.21")
-    pools(world).run("test_libraries:adapted", tmp_path, seconds=100)
+    pools(world).run(adapted, tmp_path, seconds=100)
 
 
 def context_parallel_llama(balance, cache):
@@ -176,7 +176,7 @@ def test_transformers_context_parallel(pools, world):
     pytest.importorskip("transformers", minversion="5.20")
     for balance in (True, False):
         for cache in (False, True):
-            pools(world).run("test_libraries:context_parallel_llama", balance, cache, seconds=100)
+            pools(world).run(context_parallel_llama, balance, cache, seconds=100)
 
 
 # ---- TensorBoard ----
@@ -205,7 +205,7 @@ def logged(folder):
 
 def test_tensorboard(ranks, tmp_path):
     pytest.importorskip("tensorboard")
-    ranks.run("test_libraries:logged", tmp_path)
+    ranks.run(logged, tmp_path)
 
 
 # ---- torchao ----
@@ -241,7 +241,7 @@ def quantised():
 
 def test_torchao(ranks):
     pytest.importorskip("torchao")
-    ranks.run("test_libraries:quantised")
+    ranks.run(quantised)
 
 
 def in_eight_bits():
@@ -293,7 +293,7 @@ def in_eight_bits():
 @pytest.mark.parametrize("world", [2, 3])
 def test_torchao_trains_in_eight_bits(pools, world):
     pytest.importorskip("torchao")
-    pools(world).run("test_libraries:in_eight_bits", seconds=100)
+    pools(world).run(in_eight_bits, seconds=100)
 
 
 # ---- accelerate ----
@@ -355,7 +355,7 @@ def accelerated(folder):
 
 def test_accelerate(ranks, tmp_path):
     pytest.importorskip("accelerate")
-    ranks.run("test_libraries:accelerated", tmp_path)
+    ranks.run(accelerated, tmp_path)
 
 
 def saved_llama(folder, **sizes):
@@ -412,7 +412,7 @@ def accelerated_llama(folder):
 def test_accelerate_tensor_parallel(pools, tmp_path):
     pytest.importorskip("accelerate", minversion="1.15")
     pytest.importorskip("transformers", minversion="5.24")
-    empty = pools(3).run("test_libraries:accelerated_llama", tmp_path)
+    empty = pools(3).run(accelerated_llama, tmp_path)
     assert empty[-1] > 1
 
 
@@ -462,7 +462,7 @@ def trained_by_trainer(folder):
 def test_trainer(pools, world, tmp_path):
     pytest.importorskip("accelerate", minversion="1.15")
     pytest.importorskip("transformers", minversion="5.24")
-    pools(world).run("test_libraries:trained_by_trainer", tmp_path, seconds=100)
+    pools(world).run(trained_by_trainer, tmp_path, seconds=100)
 
 
 # ---- Lightning ----
@@ -530,9 +530,9 @@ def lit(rows, columns, epochs, saved, resumed):
 def test_lightning(pools, tmp_path):
     """FSDP2 saves; tensor parallelism on more ranks resumes, and FSDP2 over it."""
     pytest.importorskip("lightning")
-    pools(2).run("test_libraries:lit", 2, 1, 1, tmp_path / "saved", None)
-    pools(3).run("test_libraries:lit", 1, 3, 2, None, tmp_path / "saved")
-    pools(4).run("test_libraries:lit", 2, 2, 2, None, tmp_path / "saved")
+    pools(2).run(lit, 2, 1, 1, tmp_path / "saved", None)
+    pools(3).run(lit, 1, 3, 2, None, tmp_path / "saved")
+    pools(4).run(lit, 2, 2, 2, None, tmp_path / "saved")
 
 
 LIT = """
@@ -612,4 +612,4 @@ def titanic():
 def test_torchtitan(ranks):
     pytest.importorskip("torchtitan")
     pytest.importorskip("torchtitan.config.job_config", reason="this torchtitan computes attention by torch.compile alone")
-    ranks.run("test_libraries:titanic")
+    ranks.run(titanic)

@@ -7,6 +7,7 @@ import threading
 import time
 
 import torch
+from pool import on_ranks
 from shardtensor import _C
 
 R, S0, S1 = (0, -1, 1, "sum", 2.0), (1, 0, 1, "sum", 2.0), (1, 1, 1, "sum", 2.0)
@@ -110,11 +111,8 @@ def test_what_is_kept_is_bounded():
     assert entries <= 4096 and weight <= 2**18
 
 
-def test_threads_take_their_caches_with_them(pools):
-    pools(2).run(f"{__name__}:threads_end")
-
-
-def threads_end():
+@on_ranks(2)
+def test_threads_take_their_caches_with_them():
     import torch.distributed as dist
     from oracle import mesh_of, place
 

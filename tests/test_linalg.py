@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from oracle import EVEN, MESHES, case, compare, mesh_here, mesh_id, place, run_on
+from pool import on_ranks
 from test_matmul import batch_sharded
 
 LIMIT = 12
@@ -106,7 +107,8 @@ FACTORED = {
 }
 
 
-def sliced():
+@on_ranks(2)
+def test_slices():
     from shardtensor import Shard, ShardTensor
 
     mesh, generator = mesh_here(), torch.Generator().manual_seed(0)
@@ -129,7 +131,3 @@ def sliced():
         x = ShardTensor.from_local(piece, mesh, [Shard(0)], shape=columns.shape, stride=plain.stride()).requires_grad_()
         (got,) = torch.autograd.grad(f(x).sum(), x)
         compare(got, want, 1e-9, f"{name} of a slice of a local tensor")
-
-
-def test_slices(pools):
-    pools(2).run(f"{__name__}:sliced")

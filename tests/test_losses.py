@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, ints, mesh_id, mesh_of, place, positive, run_on
+from pool import on_ranks
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -169,7 +170,7 @@ def sent(loss: str, reduction: str, placement: str, cut: str) -> Any:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "nll_loss"])
 def test_logits_stay_where_they_are(pools, loss, reduction, placement, cut):
-    for forward, backward in pools(3).run("test_losses:sent", loss, reduction, placement, cut):
+    for forward, backward in pools(3).run(sent, loss, reduction, placement, cut):
         assert not backward
         if loss == "nll_loss" and reduction == "mean":
             assert forward == {"all_reduce": (1, 4)}  # the total weight
@@ -180,16 +181,13 @@ def test_logits_stay_where_they_are(pools, loss, reduction, placement, cut):
 # ---- targets out of range ----
 
 
-def out_of_range(placement: str, two_d: bool) -> None:
+@pytest.mark.parametrize("two_d", [False, True])
+@pytest.mark.parametrize("placement", ["S(1)", "R"])
+@on_ranks(3)
+def test_target_out_of_range(placement, two_d):
     sizes = (4, 6, 2, 2) if two_d else (4, 6)
     x = place(torch.randn(sizes, dtype=torch.float64), mesh_of((3,)), (placement,), "empty").requires_grad_()
     for bad in (6, -1):
         target = torch.full((4, 2, 2) if two_d else (4,), bad)
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
             F.nll_loss(x, place(target, mesh_of((3,)), ("R",), "even"), reduction="none")
-
-
-@pytest.mark.parametrize("two_d", [False, True])
-@pytest.mark.parametrize("placement", ["S(1)", "R"])
-def test_target_out_of_range(pools, placement, two_d):
-    pools(3).run("test_losses:out_of_range", placement, two_d)

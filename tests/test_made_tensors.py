@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pool import on_ranks
 
 FUNCTIONS = {
     "combinations": torch.combinations,
@@ -20,7 +21,8 @@ FUNCTIONS = {
 }
 
 
-def functions():
+@on_ranks(2)
+def test_functions():
     import shardtensor as st
     from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
 
@@ -38,11 +40,8 @@ def functions():
                 torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
 
 
-def test_functions(pools):
-    pools(2).run(f"{__name__}:functions")
-
-
-def attention():
+@on_ranks(2)
+def test_attention_with_zeros():
     import shardtensor as st
     from oracle import compare, mesh_here
 
@@ -65,11 +64,8 @@ def attention():
             ours(y, y, y, attn_mask=mask)
 
 
-def test_attention_with_zeros(pools):
-    pools(2).run(f"{__name__}:attention")
-
-
-def sparse():
+@on_ranks(2)
+def test_sparse_weights():
     import shardtensor as st
     from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
 
@@ -81,7 +77,3 @@ def sparse():
         assert len({tuple(column) for column in (whole == 0).T.tolist()}) > 1
     with pytest.raises(ValueError, match="2 dimensions"):
         torch.nn.init.sparse_(st.distribute_tensor(torch.ones(4), mesh_here(), [st.Shard(0)]), 0.5)
-
-
-def test_sparse_weights(pools):
-    pools(2).run(f"{__name__}:sparse")

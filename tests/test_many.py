@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from shardtensor import _C
 from test_redistribute import S0, S1, STRIDED0, R, close, layout, layouts, meshes_here, partial, put, summands
 
@@ -47,7 +48,9 @@ def one_move(rng, meshes, generator):
     return whole, source, target
 
 
-def many(seed):
+@pytest.mark.parametrize("world,seed", [(2, 0), (2, 1), (3, 2), (3, 3), (4, 4), (4, 5), (4, 6)])
+@on_ranks()
+def test_many(seed):
     """Lists of anything. Each result is what the tensor's own move gives."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     meshes = meshes_here()
@@ -74,12 +77,9 @@ def many(seed):
             close(grad._local_tensor, put(seeds[i], kept)._local_tensor)
 
 
-@pytest.mark.parametrize("world,seed", [(2, 0), (2, 1), (3, 2), (3, 3), (4, 4), (4, 5), (4, 6)])
-def test_many(pools, world, seed):
-    pools(world).run(f"{__name__}:many", seed)
-
-
-def later(seed):
+@pytest.mark.parametrize("world,seed", [(2, 10), (3, 11), (4, 12)])
+@on_ranks()
+def test_later(seed):
     """What is started holds whatever happens to the inputs, in whichever order each rank reads its results, or drops them."""
     rng, mine = random.Random(seed), random.Random(seed + dist.get_rank())
     generator = torch.Generator().manual_seed(seed)
@@ -100,11 +100,6 @@ def later(seed):
     dist.barrier()
     _C.let_arrive()
     assert _C.left_in_flight() == 0
-
-
-@pytest.mark.parametrize("world,seed", [(2, 10), (3, 11), (4, 12)])
-def test_later(pools, world, seed):
-    pools(world).run(f"{__name__}:later", seed)
 
 
 def three(n=3):
@@ -141,10 +136,11 @@ not_done_at_once.calls = 0
 
 
 def test_not_done_at_once(pools):
-    pools(3).run(f"{__name__}:not_done_at_once")
+    pools(3).run(not_done_at_once)
 
 
-def read_by_threads():
+@on_ranks(3)
+def test_read_by_threads():
     """Each result of one call is read by two threads at the same time."""
     import threading
 
@@ -163,10 +159,6 @@ def read_by_threads():
         for user in users:
             user.join()
         assert seen == [True] * 8
-
-
-def test_read_by_threads(pools):
-    pools(3).run(f"{__name__}:read_by_threads")
 
 
 def as_one_later():
@@ -219,10 +211,11 @@ def as_one(async_op=False):
 
 @pytest.mark.parametrize("case", [as_one, as_one_later], ids=lambda f: f.__name__)
 def test_as_one(pools, case):
-    pools(4).run(f"{__name__}:{case.__name__}")
+    pools(4).run(case)
 
 
-def large_ones_go_alone():
+@on_ranks(2)
+def test_large_ones_go_alone():
     import shardtensor as st
     from oracle import mesh_of, place
 
@@ -235,11 +228,8 @@ def large_ones_go_alone():
     assert calls() == {"all_reduce": 2}
 
 
-def test_large_ones_go_alone(pools):
-    pools(2).run(f"{__name__}:large_ones_go_alone")
-
-
-def arguments():
+@on_ranks(2)
+def test_arguments():
     """One for all or one for each; dtypes on the way; what the user gets wrong is named."""
     import shardtensor as st
     from oracle import mesh_of, place
@@ -270,11 +260,8 @@ def arguments():
         st.redistribute([mean, whole_numbers], [st.Replicate()])
 
 
-def test_arguments(pools):
-    pools(2).run(f"{__name__}:arguments")
-
-
-def in_a_graph():
+@on_ranks(2)
+def test_in_a_graph():
     import shardtensor as st
     from oracle import mesh_of, place
 
@@ -283,10 +270,6 @@ def in_a_graph():
     run = torch.compile(lambda a, b: [t * 2 for t in st.redistribute([a, b], [st.Replicate()])], backend="aot_eager", fullgraph=True)
     for got, x in zip(run(*xs), xs, strict=True):
         torch.testing.assert_close(got.to_local(), x.full_tensor() * 2)
-
-
-def test_in_a_graph(pools):
-    pools(2).run(f"{__name__}:in_a_graph")
 
 
 def many_ranks():
@@ -315,6 +298,6 @@ def test_many_ranks():
 
     pool = Pool(18)
     try:
-        pool.run(f"{__name__}:many_ranks")
+        pool.run(many_ranks)
     finally:
         pool.stop()

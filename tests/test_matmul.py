@@ -207,4 +207,4 @@ def modes() -> None:
 
 @pytest.mark.parametrize("check", [layouts_of_linear, gradients_wanted_of_linear, a_frozen_weight_saves_no_input, modes])
 def test_on_two_ranks(pools, check):
-    pools(2).run(f"test_matmul:{check.__name__}")
+    pools(2).run(check)

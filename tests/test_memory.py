@@ -84,7 +84,7 @@ def peak(shape, source, target, cut):
 @pytest.mark.parametrize(("world", "shape"), WORLDS, ids=map(mesh_id, WORLDS))
 def test_peak(pools, world, shape, cut, name):
     source, target, staging = CASES[name]
-    results = pools(world).run("test_memory:peak", shape, source, target, cut)
+    results = pools(world).run(peak, shape, source, target, cut)
     ins = sum(result[3] for result in results)
     for rank, (most, held, got, sent, n) in enumerate(results):
         received = got - held if target == "R" else ins - sent if n == 2 else got
@@ -116,7 +116,7 @@ def boxes_peak():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_peak_of_boxes(pools, world):
-    for most, got, sent in pools(world).run("test_memory:boxes_peak"):
+    for most, got, sent in pools(world).run(boxes_peak):
         assert sent == got - got // world
         assert got <= most <= got + sent + TABLES
 
@@ -140,7 +140,7 @@ def counted(shape):
 
 
 def test_the_counter_counts(pools):
-    now, most, end = pools(2).run("test_memory:counted", (2,))[0]
+    now, most, end = pools(2).run(counted, (2,))[0]
     assert (now, most, end) == ((1 << 20) + (1 << 10), 2 << 20, 0)
 
 
@@ -170,5 +170,5 @@ def scattered(shape, dim):
 @pytest.mark.parametrize("world", [2, 3])
 def test_scatter(pools, world):
     for dim in (0, 1):
-        for rank, (most, sent) in enumerate(pools(world).run("test_memory:scattered", (world,), dim)):
+        for rank, (most, sent) in enumerate(pools(world).run(scattered, (world,), dim)):
             assert most <= (sent if rank == 0 and dim else 0) + TABLES

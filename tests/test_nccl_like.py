@@ -13,13 +13,13 @@ pytestmark = pytest.mark.skipif(
 )
 MORE = [
     *(("redistribute", name) for name in [
-        "moves_at_once", "dtypes", "locals_of_any_strides", "odd_sizes", "from_summands", "scattered_before_it_moves",
-        "pieces_become_summands", "to_summands_elsewhere", "some_ranks_stand_aside", "meshes_out_of_order",
+        "test_moves_at_once", "test_dtypes", "test_locals_of_any_strides", "test_odd_sizes", "test_from_summands", "test_scattered_before_it_moves",
+        "test_pieces_become_summands", "test_to_summands_elsewhere", "test_some_ranks_stand_aside", "test_meshes_out_of_order",
     ]),
     *(("async", name) for name in ["all_pairs", "not_done_at_once", "chains", "writes", "dropped", "gradients", "threads"]),
     *(("comm", name) for name in ["scatters", "strided"]),
     ("points", "on_four_ranks"),
-    *(("many", name) for name in ["as_one", "as_one_later", "not_done_at_once", "read_by_threads"]),
+    *(("many", name) for name in ["as_one", "as_one_later", "not_done_at_once", "test_read_by_threads"]),
 ]  # fmt: skip
 
 
@@ -112,12 +112,12 @@ def the_calls(kind):
 
 
 def test_calls(ranks):
-    ranks.run("test_nccl_like:the_calls", ranks.backend)
+    ranks.run(the_calls, ranks.backend)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_moves(ranks, seed):
-    ranks.run("test_redistribute:moves", seed)
+    ranks.run("test_redistribute:test_moves", seed)
 
 
 def test_the_example_trains(ranks):
@@ -127,7 +127,7 @@ def test_the_example_trains(ranks):
         assert got == pytest.approx(want, abs=1e-5)
 
 
-@pytest.mark.parametrize(("where", "name"), MORE, ids=lambda s: s)
+@pytest.mark.parametrize(("where", "name"), MORE, ids=lambda s: s.removeprefix("test_"))
 def test_like_gloo(ranks, where, name):
     for shape in {"async": [((4,),), ((2, 2),)], "comm": [((4,),)]}.get(where, [()]):
         ranks.run(f"test_{where}:{name}", *shape)
@@ -373,20 +373,20 @@ def sums_of_no_dims():
 
 
 def test_sums_of_no_dims(ranks):
-    ranks.run(f"{__name__}:sums_of_no_dims")
+    ranks.run(sums_of_no_dims)
 
 
 def test_dropped_in_flight(ranks):
-    ranks.run("test_nccl_like:tells_what_is_lost", ranks.backend)
-    ranks.run("test_nccl_like:dropped_in_flight", ranks.backend)
+    ranks.run(tells_what_is_lost, ranks.backend)
+    ranks.run(dropped_in_flight, ranks.backend)
 
 
 @pytest.mark.parametrize("hazard", ["first_two_empty", "starts_of_several", "starts_of_one", "an_error_in_a_batch"])
 def test_hazards(ranks, hazard):
-    ranks.run(f"test_nccl_like:{hazard}", ranks.backend)
+    ranks.run(globals()[hazard], ranks.backend)
 
 
 def test_a_lazy_group(ranks):
     if ranks.backend != "nccl2_like":
         pytest.skip("the older group makes a communicator for each pair of ranks")
-    ranks.run("test_nccl_like:a_lazy_group")
+    ranks.run(a_lazy_group)

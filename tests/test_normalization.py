@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, mesh_id, positive, run_on
+from pool import on_ranks
 from test_matmul import batch_sharded, second
 
 
@@ -63,7 +64,8 @@ def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
 
 
-def order_of_batch_norm():
+@on_ranks(2)
+def test_order_of_batch_norm():
     """As torch's kernel: contiguous, unless the input is channels_last."""
     from oracle import mesh_here, place
 
@@ -75,7 +77,3 @@ def order_of_batch_norm():
             got = F.batch_norm(form(place(x, mesh_here(), (at,), "even")), None, None, training=True)
             assert got.stride() == want.stride(), at
             torch.testing.assert_close(got.full_tensor(), want)
-
-
-def test_order_of_batch_norm(pools):
-    pools(2).run(f"{__name__}:order_of_batch_norm")

@@ -53,7 +53,7 @@ def test_lists_name_ops_that_exist():
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", [name for name in OPS if name not in WITHOUT_CPU])
 def test_equals_torch(pools, name, world):
-    answers = pools(world).run("opinfo:run_op", name, check=world == 2 and name not in UNWRITTEN)
+    answers = pools(world).run(opinfo.run_op, name, check=world == 2 and name not in UNWRITTEN)
     right, promoted, unsupported = answers[0]
     assert {(a.right, a.promoted, len(a.unsupported)) for a in answers} == {(right, promoted, len(unsupported))}
     assert not [text for text in unsupported if text.split(": sample")[0] not in UNSUPPORTED or "ShardTensor" not in text]
@@ -75,7 +75,7 @@ REFUSED_MIXED = {
 @pytest.mark.parametrize("part", range(PARTS))
 def test_mixed_dtypes_equal_torch(pools, part):
     names = sorted(OPS.keys() - set(WITHOUT_CPU) - UNSUPPORTED.keys() - REFUSED_MIXED.keys())[part::PARTS]
-    outcomes = pools(3).run("opinfo:run_mixed", names, 3, 2, seconds=110)[0]
+    outcomes = pools(3).run(opinfo.run_mixed, names, 3, 2, seconds=110)[0]
     assert not [text for o in outcomes for text in o.unsupported]
     assert sum(o.right for o in outcomes) > 250
 
@@ -84,7 +84,7 @@ def test_strict_mode_refuses_few(pools):
     """With the first dim of each tensor cut. Of the ops that are refused, most need the whole matrix, or find sizes in values."""
     names, counts = sorted(OPS.keys() - set(WITHOUT_CPU)), {}
     for part in range(4):
-        counts |= pools(2).run("opinfo:run_strict", names[part::4], 2, seconds=110)[0]
+        counts |= pools(2).run(opinfo.run_strict, names[part::4], 2, seconds=110)[0]
     always = [name for name, (refused, tried) in counts.items() if refused == tried]
     assert len(counts) > 600 and "masked_select" in always
     assert len(always) <= 45, always
@@ -145,7 +145,7 @@ def test_results_lie_as_torchs(pools, memory):
     names = sorted(OPS.keys() - set(WITHOUT_CPU) - LIE_OTHERWISE["any"].keys() - LIE_OTHERWISE.get(memory, {}).keys())
     wrong, compared = [], 0
     for part in range(4):
-        for _, count, texts in pools(2).run("opinfo:run_all_orders", names[part::4], memory, 2, 2, seconds=110)[0]:
+        for _, count, texts in pools(2).run(opinfo.run_all_orders, names[part::4], memory, 2, 2, seconds=110)[0]:
             compared += count
             wrong += texts
     assert not wrong, "\n".join(wrong)

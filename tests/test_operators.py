@@ -6,6 +6,7 @@ import operator
 
 import pytest
 import torch
+from pool import on_ranks
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "@": operator.matmul}
 NUMBERS = [2, 2.5, True, 0, -3, 1j, 2**62, float("inf")]
@@ -40,11 +41,12 @@ def same_as_torchs():
 
 
 def test_same_as_torchs(pools):
-    (tried, other) = pools(2).run(f"{__name__}:same_as_torchs")
+    (tried, other) = pools(2).run(same_as_torchs)
     assert tried == other > 200
 
 
-def heard():
+@on_ranks(2)
+def test_heard():
     """Operators reach modes, handlers and the other operand's class."""
     from oracle import EVEN, mesh_of, place
     from shardtensor import ShardTensor
@@ -75,7 +77,3 @@ def heard():
     assert x + Reflected() == "reflected"
     with pytest.raises(RuntimeError, match=r"plain torch\.Tensor"):
         x + torch.ones(4, 4)
-
-
-def test_heard(pools):
-    pools(2).run(f"{__name__}:heard")

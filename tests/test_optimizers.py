@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pool import on_ranks
 
 OPTIMIZERS = {
     "SGD": dict(lr=0.1, momentum=0.9),
@@ -105,28 +106,6 @@ def beside_plain_parameters(name, how, options):
     return calls
 
 
-def clip_equals_torch(kind, foreach):
-    import torch.distributed as dist
-    from oracle import UNEVEN, compare, mesh_of, place
-
-    mesh = mesh_of((dist.get_world_size(),))
-    generator = torch.Generator().manual_seed(3)
-    plain, ours = [], []
-    for g in ["R", "S(0)", "S(1)", "P"]:
-        gradient = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-        for params, value in ((plain, gradient.clone()), (ours, place(gradient, mesh, (g,), UNEVEN))):
-            params.append(torch.nn.Parameter(torch.zeros_like(value)))
-            params[-1].grad = value
-    if kind == "value":
-        torch.nn.utils.clip_grad_value_(plain, 0.5, foreach=foreach)
-        torch.nn.utils.clip_grad_value_(ours, 0.5, foreach=foreach)
-    else:
-        want = torch.nn.utils.clip_grad_norm_(plain, 0.1, norm_type=kind, foreach=foreach)
-        got = torch.nn.utils.clip_grad_norm_(ours, 0.1, norm_type=kind, foreach=foreach)
-        compare(got, want, 1e-9, "norm")
-    compare([p.grad for p in ours], [p.grad for p in plain], 1e-9, "clipped")
-
-
 def maxima_and_power_sums(mesh_shape):
     """Each is a summand: making it sends nothing, however many tensors there are and whether pieces are empty."""
     from oracle import EMPTY, UNEVEN, compare, mesh_of, place
@@ -159,10 +138,51 @@ def maxima_and_power_sums(mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
 def test_foreach_max_and_powsum(pools, mesh_shape):
     world = 4 if mesh_shape == (2, 2) else mesh_shape[0]
-    pools(world).run(f"{__name__}:maxima_and_power_sums", mesh_shape)
+    pools(world).run(maxima_and_power_sums, mesh_shape)
 
 
-def norms_of_lists(foreach):
+@pytest.mark.parametrize(
+    "name, how", [(n, h) for n in OPTIMIZERS for h in ("loop", "foreach", "fused") if h != "fused" or n in FUSED]
+)
+def test_step(ranks, name, how):
+    assert ranks.run(step_equals_torch, name, how, OPTIMIZERS[name])[0] == 18
+
+
+@pytest.mark.parametrize("how", ["loop", "foreach", "fused"])
+def test_communication(ranks, how):
+    # Two of each to R, S(0) and S(1), from summands and from S(0).
+    want = [{"all_reduce": 1, "reduce_scatter": 1}, {"all_gather": 1, "all_to_all": 1}]
+    assert ranks.run(gradients_move_together, how)[0] == want
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf"), "value"])
+@on_ranks(2, 4)
+def test_clip(kind, foreach):
+    import torch.distributed as dist
+    from oracle import UNEVEN, compare, mesh_of, place
+
+    mesh = mesh_of((dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(3)
+    plain, ours = [], []
+    for g in ["R", "S(0)", "S(1)", "P"]:
+        gradient = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        for params, value in ((plain, gradient.clone()), (ours, place(gradient, mesh, (g,), UNEVEN))):
+            params.append(torch.nn.Parameter(torch.zeros_like(value)))
+            params[-1].grad = value
+    if kind == "value":
+        torch.nn.utils.clip_grad_value_(plain, 0.5, foreach=foreach)
+        torch.nn.utils.clip_grad_value_(ours, 0.5, foreach=foreach)
+    else:
+        want = torch.nn.utils.clip_grad_norm_(plain, 0.1, norm_type=kind, foreach=foreach)
+        got = torch.nn.utils.clip_grad_norm_(ours, 0.1, norm_type=kind, foreach=foreach)
+        compare(got, want, 1e-9, "norm")
+    compare([p.grad for p in ours], [p.grad for p in plain], 1e-9, "clipped")
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+@on_ranks(2, 4)
+def test_norms(foreach):
     """Empty pieces and all orders. The total takes one all-reduce, however many tensors there are."""
     import torch.distributed as dist
     from oracle import EMPTY, UNEVEN, compare, mesh_of, place
@@ -188,7 +208,8 @@ def norms_of_lists(foreach):
         assert calls == {"all_reduce": 2}  # the summands together; then the norms
 
 
-def unscale_sees_every_rank():
+@on_ranks(2, 4)
+def test_unscale():
     import torch.distributed as dist
     from oracle import mesh_of, place
 
@@ -204,38 +225,9 @@ def unscale_sees_every_rank():
         assert p.grad.full_tensor()[(row + 1) % 5, 0].item() == 0.5
 
 
-@pytest.mark.parametrize(
-    "name, how", [(n, h) for n in OPTIMIZERS for h in ("loop", "foreach", "fused") if h != "fused" or n in FUSED]
-)
-def test_step(ranks, name, how):
-    assert ranks.run(f"{__name__}:step_equals_torch", name, how, OPTIMIZERS[name])[0] == 18
-
-
-@pytest.mark.parametrize("how", ["loop", "foreach", "fused"])
-def test_communication(ranks, how):
-    # Two of each to R, S(0) and S(1), from summands and from S(0).
-    want = [{"all_reduce": 1, "reduce_scatter": 1}, {"all_gather": 1, "all_to_all": 1}]
-    assert ranks.run(f"{__name__}:gradients_move_together", how)[0] == want
-
-
-@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
-@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf"), "value"])
-def test_clip(ranks, kind, foreach):
-    ranks.run(f"{__name__}:clip_equals_torch", kind, foreach)
-
-
-@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
-def test_norms(ranks, foreach):
-    ranks.run(f"{__name__}:norms_of_lists", foreach)
-
-
-def test_unscale(ranks):
-    ranks.run(f"{__name__}:unscale_sees_every_rank")
-
-
 @pytest.mark.parametrize(("name", "how"), [(n, h) for n in OPTIMIZERS for h in ("loop", "foreach", "fused") if h != "fused" or n in FUSED])
 def test_beside_plain_parameters(ranks, name, how):
-    for calls in ranks.run(f"{__name__}:beside_plain_parameters", name, how, OPTIMIZERS[name]):
+    for calls in ranks.run(beside_plain_parameters, name, how, OPTIMIZERS[name]):
         if name == "Rprop":  # makes a state like the gradient, in another layout than a cut parameter's
             calls.pop("all_gather")
         assert calls == {"all_reduce": 1, "reduce_scatter": 1}  # four gradients together; the cut one
@@ -262,7 +254,15 @@ class Preconditioned(torch.optim.Optimizer):
         return loss
 
 
-def state_of_its_own(kind):
+def cut(module, mesh):
+    import shardtensor as st
+
+    module.weight = torch.nn.Parameter(st.distribute_tensor(module.weight.detach(), mesh, [st.Shard(0)]))
+
+
+@pytest.mark.parametrize("kind", ["own", "lbfgs"])
+@on_ranks(2, 4)
+def test_state_of_its_own(kind):
     import copy
 
     import shardtensor as st
@@ -301,17 +301,6 @@ def state_of_its_own(kind):
         mixed.step()
 
 
-def cut(module, mesh):
-    import shardtensor as st
-
-    module.weight = torch.nn.Parameter(st.distribute_tensor(module.weight.detach(), mesh, [st.Shard(0)]))
-
-
-@pytest.mark.parametrize("kind", ["own", "lbfgs"])
-def test_state_of_its_own(ranks, kind):
-    ranks.run(f"{__name__}:state_of_its_own", kind)
-
-
 LISTS = {
     "row": lambda x, y: torch._foreach_sub_([x, x[:, 0]], [y, y[:, 0]]),
     "row_first": lambda x, y: torch._foreach_mul_([x[:, 1], x], [y[:, 1], y]),
@@ -324,7 +313,8 @@ LISTS = {
 }
 
 
-def overlap_in_lists() -> None:
+@on_ranks(2, 3)
+def test_entries_of_a_list_that_overlap():
     """Entries of a list are written one after the other, as in torch, whatever moves between them."""
     from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
 
@@ -344,8 +334,3 @@ def overlap_in_lists() -> None:
                     assert "read after its base tensor was written" in str(error), error
                     continue
                 compare([x, y], wants, 1e-12, f"{name} {at} {cut} {its_at} {its_cut}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_entries_of_a_list_that_overlap(pools, world):
-    pools(world).run(f"{__name__}:overlap_in_lists")

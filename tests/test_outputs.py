@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import EVEN, UNEVEN, compare, mesh_of, place, python_entered
+from pool import on_ranks
 
 # ---- out= ----
 
@@ -45,7 +46,9 @@ OUT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-def outputs(name: str) -> None:
+@pytest.mark.parametrize("name", OUT)
+@on_ranks(3)
+def test_out_has_the_result_s_sizes(name):
     from shardtensor import implicit_replication
 
     f, sizes = OUT[name]
@@ -79,22 +82,14 @@ def outputs(name: str) -> None:
                 compare(out, want, 1e-9, f"{name} into a plain one, {placement}")
 
 
-@pytest.mark.parametrize("name", OUT)
-def test_out_has_the_result_s_sizes(pools, name):
-    pools(3).run(f"{__name__}:outputs", name)
-
-
-def several() -> None:
+@on_ranks(2)
+def test_several_outputs():
     """Each of several outputs is sized on its own."""
     mesh = mesh_of((2,))
     x = torch.randn(5, 4)
     values, indices = (place(torch.empty(0, dtype=d), mesh, ("R",), EVEN) for d in (torch.float32, torch.int64))
     torch.sort(place(x, mesh, ("S(0)",), UNEVEN), dim=0, out=(values, indices))
     compare((values, indices), tuple(torch.sort(x, dim=0)), 0, "sort")
-
-
-def test_several_outputs(pools):
-    pools(2).run(f"{__name__}:several")
 
 
 # ---- strides ----
@@ -154,5 +149,5 @@ def strides(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", STRIDES)
 def test_strides_are_the_same_on_every_rank(pools, name):
-    ranks = pools(3).run(f"{__name__}:strides", name)
+    ranks = pools(3).run(strides, name)
     assert all(r == ranks[0] for r in ranks)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import mesh_here
+from pool import on_ranks
 from torch import nn
 
 DOUBLE = torch.float64
@@ -115,7 +116,7 @@ def two_linears(hidden, local, transposed=False):
 @pytest.mark.parametrize("hidden", [6, 7])
 @pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])
 def test_two_linears(pools, world, hidden, local, transposed):
-    for forward, backward in pools(world).run(f"{__name__}:two_linears", hidden, local, transposed):
+    for forward, backward in pools(world).run(two_linears, hidden, local, transposed):
         assert forward == {"all_reduce": 1}  # the sum of the second linear's output
         assert backward == {"all_reduce": 1}  # the input's gradient
 
@@ -144,7 +145,7 @@ def heads(count, kv_heads=None):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("count", [3, 5])
 def test_uneven_heads_stay_whole(pools, world, count):
-    results = pools(world).run(f"{__name__}:heads", count)
+    results = pools(world).run(heads, count)
     assert all(forward == {"all_reduce": 1} for forward, _ in results)
     rows = [n for _, n in results]
     assert sum(rows) == 2 * count and all(n % 2 == 0 for n in rows)
@@ -154,7 +155,7 @@ def test_uneven_heads_stay_whole(pools, world, count):
     ("count", "kv_heads", "world"), [(4, 1, 2), (4, 1, 3), (6, 2, 3), (8, 2, 3), (6, 3, 2), (8, 4, 2), (8, 4, 3), (32, 8, 3)]
 )
 def test_grouped_heads_stay_together(pools, count, kv_heads, world):
-    for forward, rows in pools(world).run(f"{__name__}:heads", count, kv_heads):
+    for forward, rows in pools(world).run(heads, count, kv_heads):
         if kv_heads > 1:  # the view cuts a single head's features again, so they are gathered
             assert forward == {"all_reduce": 1}
         assert rows % (2 * count // kv_heads) == 0
@@ -187,7 +188,7 @@ def cut_heads():
 
 
 def test_cut_heads_are_warned_of(pools):
-    for cut, whole, other in pools(2).run(f"{__name__}:cut_heads"):
+    for cut, whole, other in pools(2).run(cut_heads):
         assert len(cut) == 3 and not whole and not other
         assert "features of '0.q' are cut into [5, 4] over the ranks, but Attention has heads of 3" in cut[0]
         assert "pass multiple_of=3 to ColwiseParallel" in cut[0]
@@ -228,10 +229,18 @@ def tied_elsewhere():
 
 @pytest.mark.parametrize("what", ["stale_optimizer", "tied_elsewhere"])
 def test_an_optimizer_built_before(pools, what):
-    pools(2).run(f"{__name__}:{what}")
+    pools(2).run(globals()[what])
 
 
-def embeddings(style):
+def _replicate():
+    from shardtensor import Replicate
+
+    return Replicate()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
+def test_embedding(style):
     from shardtensor import parallel
 
     plain = nn.Embedding(11, 5, dtype=DOUBLE)
@@ -245,19 +254,9 @@ def embeddings(style):
     compare_gradients(ours, plain)
 
 
-def _replicate():
-    from shardtensor import Replicate
-
-    return Replicate()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
-def test_embedding(pools, world, style):
-    pools(world).run(f"{__name__}:embeddings", style)
-
-
-def sequence(given):
+@on_ranks(2, 3)
+@pytest.mark.parametrize("given", ["distributed", "pieces"])
+def test_sequence_parallel(given):
     """Norm on pieces of the sequence, linears on pieces of the features, by patterns of names."""
     import torch.distributed as dist
     from shardtensor import Shard, distribute_tensor
@@ -288,19 +287,14 @@ def sequence(given):
         torch.testing.assert_close(full(a.grad), b.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("given", ["distributed", "pieces"])
-def test_sequence_parallel(pools, world, given):
-    pools(world).run(f"{__name__}:sequence", given)
-
-
 class TwoInputs(nn.Module):
     def forward(self, x, n, *, bias):
         assert n == 3
         return x * n + bias, n
 
 
-def prepared():
+@on_ranks(2, 3)
+def test_inputs_and_outputs_are_prepared():
     from shardtensor import Replicate, Shard, ShardTensor
     from shardtensor.parallel import PrepareModuleInput, PrepareModuleInputOutput, parallelize_module
 
@@ -328,11 +322,6 @@ def prepared():
     out, n = parallelize_module(TwoInputs(), mesh, both)(x, 3, bias=bias)
     assert type(out) is torch.Tensor and n == 3
     torch.testing.assert_close(out, x * 3 + bias)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_inputs_and_outputs_are_prepared(pools, world):
-    pools(world).run(f"{__name__}:prepared")
 
 
 LOSSES = {
@@ -377,7 +366,7 @@ def class_sharded(name):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_parallel_never_gathers(pools, world, name):
-    for forward, backward in pools(world).run(f"{__name__}:class_sharded", name):
+    for forward, backward in pools(world).run(class_sharded, name):
         assert set(forward) <= {"all_reduce"}, forward
         # With smoothing and weights, the smoothed part's gradient is gathered, and autograd adds the other part to it in place.
         assert set(backward) <= {"all_reduce"} | ({"all_gather"} if name == "smooth_weights" else set()), backward
@@ -403,7 +392,7 @@ def resharded():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_inputs_are_kept_in_pieces(pools, world):
-    for calls, backward in pools(world).run(f"{__name__}:resharded"):
+    for calls, backward in pools(world).run(resharded):
         assert calls == {"all_reduce": 1}
         assert backward.get("all_gather", 0) >= 1, backward  # what was saved in pieces is gathered
 
@@ -435,7 +424,7 @@ def refusals():
 
 def test_bad_plans_say_what_is_wrong(pools):
     wanted = ["Conv1d cannot", "'multiple_of' is 4", "same length", "same length", "got int", "nowhere"]
-    for texts in pools(2).run(f"{__name__}:refusals"):
+    for texts in pools(2).run(refusals):
         assert [w for w, t in zip(wanted, texts, strict=True) if w not in t] == []
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import compare
+from pool import on_ranks
 from test_spatial import draw_cut, numbers, place
 
 MESHES = [(2,), (3,), (2, 2)]
@@ -98,7 +99,7 @@ def run_search(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_search(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_search", shape)
+    pools(math.prod(shape)).run(run_search, shape)
 
 
 def test_search_in_plain_torch():
@@ -127,7 +128,8 @@ def test_search_in_plain_torch():
     assert points.knn(torch.zeros(5, 2, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.bfloat16), 3)[0].tolist() == [[0, 1, 2]] * 2
 
 
-def run_blocks() -> None:
+@on_ranks(3)
+def test_search_in_blocks():
     """Many queries at a time, few at a time: the same. Nothing is gathered."""
     import shardtensor.points._search as module
     from oracle import mesh_here
@@ -149,10 +151,6 @@ def run_blocks() -> None:
                 same(g, w, "blocks")
     finally:
         module._BLOCK = before
-
-
-def test_search_in_blocks(pools):
-    pools(3).run(f"{__name__}:run_blocks")
 
 
 # ---- rows by number ----
@@ -196,10 +194,12 @@ def run_rows(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_rows(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_rows", shape)
+    pools(math.prod(shape)).run(run_rows, shape)
 
 
-def run_segments(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@on_ranks(of="shape")
+def test_segments(shape):
     from oracle import mesh_of
     from shardtensor import points
 
@@ -219,12 +219,8 @@ def run_segments(shape: tuple[int, ...]) -> None:
         same(*gradients([got], [ours], [seed], mesh), *gradients([want], [data], [seed]), f"{text}: gradient")
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_segments(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_segments", shape)
-
-
-def run_bytes() -> None:
+@on_ranks(3)
+def test_bytes_are_those_of_the_rows():
     """Of the rows that a rank lacks each comes once, and nothing else; each other rank's row goes home once."""
     from oracle import mesh_here
     from shardtensor import _C, Shard, points
@@ -242,11 +238,8 @@ def run_bytes() -> None:
         assert _C.comm_counts() == {"all_to_all": (1, lent[rank] * 4 * 8)}
 
 
-def test_bytes_are_those_of_the_rows(pools):
-    pools(3).run(f"{__name__}:run_bytes")
-
-
-def run_twice_differentiable() -> None:
+@on_ranks(3)
+def test_twice_differentiable():
     from oracle import mesh_here
     from shardtensor import Shard, points
 
@@ -261,17 +254,14 @@ def run_twice_differentiable() -> None:
     same(*seconds, "second derivative")
 
 
-def test_twice_differentiable(pools):
-    pools(3).run(f"{__name__}:run_twice_differentiable")
-
-
 def layer(x: Any, index: Any, weight: Any) -> Any:
     from shardtensor import points
 
     return x + points.scatter(torch.relu(points.take(x, index) @ weight), index, like=x)
 
 
-def run_compiled() -> None:
+@on_ranks(2)
+def test_compiled():
     from oracle import mesh_here
     from shardtensor import Replicate, Shard
 
@@ -285,14 +275,12 @@ def run_compiled() -> None:
         same(g, e, "gradient")
 
 
-def test_compiled(pools):
-    pools(2).run(f"{__name__}:run_compiled")
-
-
 # ---- samples ----
 
 
-def run_farthest(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@on_ranks(of="shape")
+def test_farthest(shape):
     from oracle import mesh_of
     from shardtensor import points
 
@@ -304,11 +292,6 @@ def run_farthest(shape: tuple[int, ...]) -> None:
         got = points.farthest_points(put(draw, p, mesh), few, start)
         assert got.placements == tuple(type(q)() for q in got.placements)
         same(got, points.farthest_points(p, few, start), f"{number}")
-
-
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_farthest(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_farthest", shape)
 
 
 def test_farthest_in_plain_torch():
@@ -330,7 +313,8 @@ def on_four_ranks() -> None:
 # ---- refusals ----
 
 
-def run_refused() -> None:
+@on_ranks(2)
+def test_refused_on_all_ranks():
     import shardtensor as st
     from oracle import mesh_here
     from shardtensor import Shard, points
@@ -365,9 +349,5 @@ def run_refused() -> None:
             points.take(t, bad - 5 if t is x else torch.tensor([-1]))
     with st.implicit_replication():
         assert torch.equal(points.take(x, torch.tensor([4, 0])).full_tensor(), x.full_tensor()[[4, 0]])
-
-
-def test_refused_on_all_ranks(pools):
-    pools(2).run(f"{__name__}:run_refused")
 
 

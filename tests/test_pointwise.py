@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import MESHES, bools, case, mesh_id, positive, run_on
+from pool import on_ranks
 
 
 def no_partial(*placements: str) -> bool:
@@ -63,7 +64,8 @@ def test_equals_torch(pools, name, mesh):
     run_on(pools, mesh, __name__, name)
 
 
-def orders():
+@on_ranks(2)
+def test_orders():
     """Results have their dims in the order that torch's kernel gives, also where torch's meta kernel gives another."""
     import shardtensor as st
     from oracle import mesh_here
@@ -100,7 +102,3 @@ def orders():
                 want, got = f(a, b), f(*ours)
                 assert got.stride() == want.stride(), (name, a.stride(), b.stride(), dim)
                 torch.testing.assert_close(got.full_tensor(), want)
-
-
-def test_orders(pools):
-    pools(2).run(f"{__name__}:orders")

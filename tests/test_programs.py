@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import programs
 import pytest
 from oracle import mesh_id
 
@@ -13,7 +14,7 @@ COMPILED = 8
 @pytest.mark.parametrize(("dtype", "grad"), [("float64", False), ("float64", True), ("float32", True), ("int64", False)])
 def test_programs(pools, mesh, dtype, grad):
     world, shape = mesh
-    outcomes = pools(world).run("programs:run_programs", 0, COUNT, STEPS, shape, grad, dtype, check=world == 3)
+    outcomes = pools(world).run(programs.run_programs, 0, COUNT, STEPS, shape, grad, dtype, check=world == 3)
     assert all(o == outcomes[0] for o in outcomes)
     assert outcomes[0]["right"] > 0.6 * outcomes[0].total() > 60, outcomes[0]
 
@@ -21,6 +22,6 @@ def test_programs(pools, mesh, dtype, grad):
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiled(pools, grad):
     """Each program as one graph."""
-    outcomes = pools(3).run("programs:run_programs", 0, COMPILED, 10, (3,), grad, "float64", "aot_eager")
+    outcomes = pools(3).run(programs.run_programs, 0, COMPILED, 10, (3,), grad, "float64", "aot_eager")
     assert all(o == outcomes[0] for o in outcomes)
     assert outcomes[0]["compiled"] > 0.5 * COMPILED, outcomes[0]

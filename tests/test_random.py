@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import EMPTY, EVEN, MESHES, UNEVEN, mesh_id, mesh_of, place
+from pool import on_ranks
 
 SIZES = (7, 6)
 
@@ -95,7 +96,7 @@ def run_op(name: str, mesh_shape: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("name", OPS)
 def test_same_whatever_the_placement(pools, name):
-    values = [v for world, shape in MESHES for v in pools(world).run("test_random:run_op", name, shape)]
+    values = [v for world, shape in MESHES for v in pools(world).run(run_op, name, shape)]
     assert all(v == values[0] for v in values[1:])
 
 
@@ -128,7 +129,7 @@ def draw_bits() -> Any:
 
 
 def test_bits_are_philox_of_the_index(pools):
-    for key, got in pools(2).run("test_random:draw_bits"):
+    for key, got in pools(2).run(draw_bits):
         for i, x in enumerate(got):
             words = philox(i // 2, key)
             bits = words[2 * (i % 2)] | words[2 * (i % 2) + 1] << 32
@@ -178,7 +179,7 @@ EXPECTED: dict[str, tuple[float, float, Callable[[float], float] | None]] = {
 def test_statistics(pools, name, dtype):
     n = 48 * 1024
     mean, variance, cdf = EXPECTED[name]
-    got_mean, got_variance, quantiles, low, high = pools(3).run("test_random:sample", name, n, dtype)[0]
+    got_mean, got_variance, quantiles, low, high = pools(3).run(sample, name, n, dtype)[0]
     assert abs(got_mean - mean) < 5 * math.sqrt(variance / n)
     assert abs(got_variance / variance - 1) < 0.06
     if cdf is not None:  # Kolmogorov-Smirnov, at one in a million
@@ -204,7 +205,7 @@ def uniform_in_half_open() -> Any:
 
 
 def test_uniform_never_gives_its_end(pools):
-    for low, high in pools(2).run("test_random:uniform_in_half_open")[0]:
+    for low, high in pools(2).run(uniform_in_half_open)[0]:
         assert low >= 0 and high < 1
 
 
@@ -229,7 +230,7 @@ def different_draws() -> Any:
 
 
 def test_ops_and_seeds_differ_and_fork_rng_restores(pools):
-    assert pools(2).run("test_random:different_draws") == [(True, True)] * 2
+    assert pools(2).run(different_draws) == [(True, True)] * 2
 
 
 # ---- training ----
@@ -261,12 +262,13 @@ def checkpointed(mesh_shape: tuple[int, ...], combo: tuple[str, ...]) -> Any:
 
 
 def test_checkpoint_draws_the_same_mask(pools):
-    two = pools(2).run("test_random:checkpointed", (2,), ("S(0)",))
-    three = pools(3).run("test_random:checkpointed", (3,), ("S(1)",))
+    two = pools(2).run(checkpointed, (2,), ("S(0)",))
+    three = pools(3).run(checkpointed, (3,), ("S(1)",))
     assert all(v == two[0] for v in two + three)
 
 
-def dropout_masks() -> None:
+@on_ranks(2)
+def test_dropout():
     mesh = mesh_of((2,))
     x = torch.full((8, 8), 2.0, dtype=torch.float64)
     for combo in ("S(0)", "S(1)", "P", "R"):
@@ -283,11 +285,8 @@ def dropout_masks() -> None:
             torch.testing.assert_close(torch.native_dropout(t, p, True)[0].detach().full_tensor(), want)
 
 
-def test_dropout(pools):
-    pools(2).run("test_random:dropout_masks")
-
-
-def rrelu_gradient() -> None:
+@on_ranks(2)
+def test_rrelu():
     x = torch.linspace(-2, 2, 12, dtype=torch.float64).view(4, 3)
     for combo in ("S(0)", "P"):
         t = place(x, mesh_of((2,)), (combo,), EVEN).requires_grad_()
@@ -300,10 +299,6 @@ def rrelu_gradient() -> None:
         torch.testing.assert_close(grad, slope)
         still = torch.rrelu(t, 0.1, 0.3, training=False).detach().full_tensor()
         torch.testing.assert_close(still, torch.rrelu(x, 0.1, 0.3, training=False))
-
-
-def test_rrelu(pools):
-    pools(2).run("test_random:rrelu_gradient")
 
 
 # ---- the contract ----
@@ -327,7 +322,7 @@ def quiet_after_the_first() -> Any:
 
 
 def test_no_communication(pools):
-    assert pools(2).run("test_random:quiet_after_the_first") == [{}, {}]
+    assert pools(2).run(quiet_after_the_first) == [{}, {}]
 
 
 def first_op_takes_over(rank_dependent: bool) -> Any:
@@ -345,8 +340,8 @@ def first_op_takes_over(rank_dependent: bool) -> Any:
 
 
 def test_first_op_compares_generators(pools):
-    alike = pools(2).run("test_random:first_op_takes_over", False)
-    differ = pools(2).run("test_random:first_op_takes_over", True)
+    alike = pools(2).run(first_op_takes_over, False)
+    differ = pools(2).run(first_op_takes_over, True)
     assert [v[:2] for v in differ] == [v[:2] for v in alike]
     assert [len(v[2]) for v in alike] == [0, 0]
     assert [len(v[2]) for v in differ] == [0, 1]
@@ -372,11 +367,12 @@ def seed_checks() -> Any:
 
 
 def test_manual_seed(pools):
-    values = pools(4).run("test_random:seed_checks")
+    values = pools(4).run(seed_checks)
     assert all(v == values[0] for v in values)
 
 
-def bad_arguments() -> None:
+@on_ranks(2)
+def test_bad_arguments():
     import shardtensor as st
 
     x = st.zeros(4, 4, device_mesh=mesh_of((2,)), placements=[st.Shard(0)])
@@ -399,11 +395,8 @@ def bad_arguments() -> None:
             call()
 
 
-def test_bad_arguments(pools):
-    pools(2).run("test_random:bad_arguments")
-
-
-def normal_of_mixed_dtypes() -> None:
+@on_ranks(2)
+def test_normal_of_mixed_dtypes():
     import shardtensor as st
 
     mesh = mesh_of((2,))
@@ -411,10 +404,6 @@ def normal_of_mixed_dtypes() -> None:
         plain = torch.zeros(3, dtype=mean), torch.ones(3, dtype=std)
         drawn = torch.normal(*(st.distribute_tensor(t, mesh, [st.Shard(0)]) for t in plain))
         assert drawn.dtype == torch.normal(*plain).dtype == mean
-
-
-def test_normal_of_mixed_dtypes(pools):
-    pools(2).run("test_random:normal_of_mixed_dtypes")
 
 
 def init_module(world: int) -> Any:
@@ -435,15 +424,15 @@ def init_module(world: int) -> Any:
 
 
 def test_module_initialisation(pools):
-    values = [v for world in (2, 3) for v in pools(world).run("test_random:init_module", world)]
+    values = [v for world in (2, 3) for v in pools(world).run(init_module, world)]
     for v in values[1:]:
         torch.testing.assert_close([torch.tensor(p) for p in v], [torch.tensor(p) for p in values[0]])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 def test_factories(pools, mesh):
-    values = pools(mesh[0]).run("test_random:make_factories", mesh[1])
-    want = pools(2).run("test_random:make_factories", (2,))[0]
+    values = pools(mesh[0]).run(make_factories, mesh[1])
+    want = pools(2).run(make_factories, (2,))[0]
     assert all(v == want for v in values)
 
 
@@ -475,7 +464,7 @@ ON_A_GPU = [
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_cuda_draws_what_the_cpu_draws(pools):
-    there, here = (pools(1).run("test_random:draw_on", device)[0] for device in ("cuda", "cpu"))
+    there, here = (pools(1).run(draw_on, device)[0] for device in ("cuda", "cpu"))
     for name in ON_A_GPU:
         torch.testing.assert_close(there[name], here[name])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import UNEVEN, mesh_here, place, whole
+from pool import on_ranks
 from shardtensor import Shard, distribute_module
 from torch import nn
 
@@ -59,7 +60,7 @@ def recurrent(name, cut, given_state):
 @pytest.mark.parametrize("name", LAYERS)
 def test_recurrent_layers_equal_torch(pools, name, given_state):
     for cut in ("uneven", "empty"):
-        pools(3).run("test_recurrent:recurrent", name, cut, given_state)
+        pools(3).run(recurrent, name, cut, given_state)
 
 
 def with_dropout():
@@ -72,11 +73,14 @@ def with_dropout():
 
 
 def test_ranks_drop_the_same(pools):
-    first, *others = pools(3).run("test_recurrent:with_dropout")
+    first, *others = pools(3).run(with_dropout)
     assert all(torch.equal(first, o) for o in others)
 
 
-def fused(name, masked):
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("name", ["encoder", "layer", "attention"])
+@on_ranks(3)
+def test_fused_layers_equal_torch(name, masked):
     from shardtensor import _C
 
     layer = lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)  # noqa: E731
@@ -102,16 +106,12 @@ def fused(name, masked):
     torch.testing.assert_close(whole(got)[kept], want[kept])
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("name", ["encoder", "layer", "attention"])
-def test_fused_layers_equal_torch(pools, name, masked):
-    pools(3).run("test_recurrent:fused", name, masked)
-
-
 CELLS = {"RNNCell": torch.nn.RNNCell, "GRUCell": torch.nn.GRUCell, "LSTMCell": torch.nn.LSTMCell}
 
 
-def first_step(name):
+@pytest.mark.parametrize("name", CELLS)
+@on_ranks(2)
+def test_cells_without_a_state(name):
     """A cell without a state starts from zeros on the input's mesh."""
     import shardtensor as st
     from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
@@ -128,8 +128,3 @@ def first_step(name):
             out, want = ours(y), plain(x)
             out = ours(y, out)
             compare(out, plain(x, want), 1e-9, f"{name} {shape} {at} {cut}")
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_cells_without_a_state(pools, name):
-    pools(2).run(f"{__name__}:first_step", name)

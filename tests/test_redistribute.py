@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from shardtensor import _C
 
 R, S0, S1, S2 = (0, -1, 1, "sum", 2.0), (1, 0, 1, "sum", 2.0), (1, 1, 1, "sum", 2.0), (1, 2, 1, "sum", 2.0)
@@ -253,15 +254,6 @@ def test_what_cannot_be_done_says_so():
 # ---- with processes ----
 
 
-def on_ranks(function, worlds=(4,), *args):
-    def test(pools):
-        for world in worlds:
-            pools(world).run(f"{__name__}:{function.__name__}", *args, seconds=60)
-
-    test.__doc__ = function.__doc__
-    return test
-
-
 _device_meshes = {}
 
 
@@ -322,7 +314,9 @@ def meshes_here():
     return [as_mesh(device_mesh(shape, ranks)) for shape, ranks in shapes]
 
 
-def moves(seed):
+@pytest.mark.parametrize("world,seed", [(2, 0), (3, 0), (4, 0), (4, 1), (4, 2)])
+@on_ranks()
+def test_moves(seed):
     sizes = (5, 4)
     whole = torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     every = [where for mesh in meshes_here() for where in layouts(mesh, [R, S0, S1, STRIDED0], sizes)]
@@ -330,12 +324,8 @@ def moves(seed):
         check_move(whole, source, target)
 
 
-@pytest.mark.parametrize("world,seed", [(2, 0), (3, 0), (4, 0), (4, 1), (4, 2)])
-def test_moves(pools, world, seed):
-    pools(world).run(f"{__name__}:moves", seed)
-
-
-def moves_at_once():
+@on_ranks(4)
+def test_moves_at_once():
     """On one mesh, where one transfer is better than several collectives."""
     from shardtensor.tensor._mesh import as_mesh
 
@@ -350,16 +340,14 @@ def moves_at_once():
     check_move(whole, uneven, layout(mesh, S1, S0))
     check_move(whole, uneven, layout(mesh, S0, S0, cuts=[[3, 125], [1, 2, 100, 25]]))
 
-
-test_moves_at_once = on_ranks(moves_at_once)
-
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
 
 
-def dtypes():
+@on_ranks(4)
+def test_dtypes():
     from shardtensor.tensor._mesh import as_mesh
 
     square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
@@ -370,10 +358,8 @@ def dtypes():
         check_move(whole, layout(part, S0), layout(square, S0, R))
 
 
-test_dtypes = on_ranks(dtypes)
-
-
-def summands_of_8_bits():
+@on_ranks(4)
+def test_summands_of_8_bits():
     from shardtensor import Partial, Replicate, Shard, ShardTensor
 
     mesh = device_mesh((2, 2))
@@ -385,10 +371,8 @@ def summands_of_8_bits():
             assert torch.equal(got.to_local().float(), torch.ones(got.to_local().shape))
 
 
-test_summands_of_8_bits = on_ranks(summands_of_8_bits)
-
-
-def locals_of_any_strides():
+@on_ranks(4)
+def test_locals_of_any_strides():
     from shardtensor.tensor._mesh import as_mesh
 
     mesh, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [0, 2]))
@@ -405,10 +389,8 @@ def locals_of_any_strides():
         close(_C.redistribute(expanded, target)._local_tensor, put(rows, target)._local_tensor)
 
 
-test_locals_of_any_strides = on_ranks(locals_of_any_strides)
-
-
-def odd_sizes():
+@on_ranks(4)
+def test_odd_sizes():
     from shardtensor.tensor._mesh import as_mesh
 
     square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
@@ -418,9 +400,6 @@ def odd_sizes():
         for a, b in itertools.product((square, part), repeat=2):
             for p, q in itertools.product(singles, repeat=2):
                 check_move(whole, layout(a, *[p, R][: len(a.shape)]), layout(b, *[q, singles[-1]][: len(b.shape)]))
-
-
-test_odd_sizes = on_ranks(odd_sizes)
 
 
 def summands(whole, where):
@@ -446,7 +425,8 @@ def summands(whole, where):
     return _C.wrap(put(value, kept)._local_tensor, where, list(whole.shape), list(whole.stride()))
 
 
-def from_summands():
+@on_ranks(4)
+def test_from_summands():
     """Added up on the mesh where they are, scattered if that is cheaper, then moved."""
     from shardtensor.tensor._mesh import as_mesh
 
@@ -470,10 +450,8 @@ def from_summands():
             close(grad._local_tensor, put(seed, kept)._local_tensor)
 
 
-test_from_summands = on_ranks(from_summands)
-
-
-def scattered_before_it_moves():
+@on_ranks(4)
+def test_scattered_before_it_moves():
     from shardtensor.tensor._mesh import as_mesh
 
     whole = torch.randn(64, 32, dtype=torch.float64)
@@ -489,16 +467,14 @@ def scattered_before_it_moves():
     # Ranks 0 and 1 hold and want rows of the upper half, ranks 2 and 3 of the lower. Each keeps half of its columns.
     assert counts["all_to_all"][1] == 16 * 32 * 8 // 2
 
-
-test_scattered_before_it_moves = on_ranks(scattered_before_it_moves)
-
 PADDED = {
     "sum": torch.float64, "product": torch.float32, "min": torch.float64, "max": torch.float32, "band": torch.int32,
     "bor": torch.uint8, "bxor": torch.int64,
 }  # fmt: skip
 
 
-def pieces_become_summands():
+@on_ranks(4)
+def test_pieces_become_summands():
     """Padding with the neutral element makes a piece a summand and sends nothing. The way back gives the same tensor."""
     from shardtensor.tensor._mesh import as_mesh
 
@@ -528,10 +504,8 @@ def pieces_become_summands():
     close(_C.redistribute(back, layout(row, R))._local_tensor, whole.abs())
 
 
-test_pieces_become_summands = on_ranks(pieces_become_summands)
-
-
-def to_summands_elsewhere():
+@on_ranks(4)
+def test_to_summands_elsewhere():
     from shardtensor.tensor._mesh import as_mesh
 
     row, part = as_mesh(device_mesh((4,))), as_mesh(device_mesh((2,), [3, 1]))
@@ -544,10 +518,8 @@ def to_summands_elsewhere():
         torch.testing.assert_close(again._local_tensor, put(whole, layout(row, S1))._local_tensor)
 
 
-test_to_summands_elsewhere = on_ranks(to_summands_elsewhere)
-
-
-def public_door():
+@on_ranks(4)
+def test_public_door():
     """redistribute(device_mesh=...): grow, shrink, move; forward and backward. Ranks outside have an empty piece."""
     from shardtensor import Replicate, Shard, ShardTensor, distribute_tensor
 
@@ -590,10 +562,8 @@ def public_door():
     assert all(len(x._layout.boxes([5, 4])) == (me in (1, 3)) for x in (x, grad))
 
 
-test_public_door = on_ranks(public_door)
-
-
-def some_ranks_stand_aside():
+@on_ranks(4)
+def test_some_ranks_stand_aside():
     """Ranks outside a mesh run the same script: they have empty pieces, know the same sizes, and take part in moves."""
     from shardtensor import Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
     from torch import nn
@@ -637,10 +607,8 @@ def some_ranks_stand_aside():
             got.item()
 
 
-test_some_ranks_stand_aside = on_ranks(some_ranks_stand_aside)
-
-
-def meshes_out_of_order():
+@on_ranks(4)
+def test_meshes_out_of_order():
     """A group sorts its ranks; a mesh need not. Coordinate 0 is the first rank of the mesh, not the lowest."""
     import shardtensor as st
     from shardtensor import Replicate, Shard
@@ -663,10 +631,8 @@ def meshes_out_of_order():
     assert torch.equal(rows.sum(1).full_tensor(), rows.full_tensor().sum(1))
 
 
-test_meshes_out_of_order = on_ranks(meshes_out_of_order)
-
-
-def explained():
+@on_ranks(4)
+def test_explained():
     import shardtensor as st
     from shardtensor import Replicate, Shard
 
@@ -694,10 +660,8 @@ def explained():
         st.explain(torch.zeros(3), [Shard(0)])
 
 
-test_explained = on_ranks(explained)
-
-
-def without_the_plan_on_one_rank() -> None:
+@on_ranks(2, seconds=20)
+def test_a_plan_that_one_rank_lacks():
     """Ranks compare notes before the first move of a kind: of tensors of nine dims here. All must know alike that it is the first."""
     from oracle import mesh_here, place
 
@@ -712,7 +676,3 @@ def without_the_plan_on_one_rank() -> None:
     else:
         move()
     assert got == [12]
-
-
-def test_a_plan_that_one_rank_lacks(pools):
-    pools(2).run(f"{__name__}:without_the_plan_on_one_rank", seconds=20)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import MESHES, bools, case, ints, mesh_id, place, positive, run_on
+from pool import on_ranks
 
 
 def always(*placements: str) -> bool:
@@ -211,7 +212,6 @@ MOMENTS = [
 ]
 
 
-
 def segments(reduce: str, **options):
     lengths = torch.tensor([[1, 2, 2], [3, 1, 1], [0, 4, 1]])
     offsets = torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
@@ -276,7 +276,7 @@ def _layouts():
 
 
 def test_what_stays_partial(pools):
-    assert pools(2).run("test_reductions:_layouts")[1] == {
+    assert pools(2).run(_layouts)[1] == {
         "sum": "P(sum)",
         "amax": "P(max)",
         "amin": "P(min)",
@@ -291,7 +291,8 @@ def test_what_stays_partial(pools):
     }
 
 
-def _second_of_prod():
+@on_ranks(2, 3)
+def test_second_derivatives_of_products():
     """Second derivatives of a product whose lines have no zero, one, or two; and what the first ones send."""
     import torch.distributed as dist
     from oracle import UNEVEN, compare, mesh_of
@@ -313,11 +314,6 @@ def _second_of_prod():
                 derivatives.append((plain, first.detach(), second))
             for ours, theirs in zip(derivatives[1], derivatives[0], strict=True):
                 compare(ours, theirs, 1e-9, at)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_second_derivatives_of_products(pools, world):
-    pools(world).run("test_reductions:_second_of_prod")
 
 
 def _bytes():
@@ -343,7 +339,7 @@ def _bytes():
 
 
 def test_kernels_send_little(pools):
-    assert pools(3).run("test_reductions:_bytes")[0] == {
+    assert pools(3).run(_bytes)[0] == {
         "max_dim": {"all_reduce": (2, 64)},
         "argmax": {"all_reduce": (2, 16)},
         "var_mean": {"all_reduce": (2, 64)},
@@ -362,11 +358,11 @@ def _half_norm():
 
 def test_half_norm_does_not_overflow(pools):
     want = vector_norm(torch.full((8,), 300.0, dtype=torch.float16)).item()
-    assert pools(2).run("test_reductions:_half_norm") == [pytest.approx(want, rel=2e-3)] * 2
+    assert pools(2).run(_half_norm) == [pytest.approx(want, rel=2e-3)] * 2
 
 
 def test_item_is_the_same_on_every_rank(pools):
-    assert len(set(pools(3).run("test_reductions:_item"))) == 1
+    assert len(set(pools(3).run(_item))) == 1
 
 
 def _item():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import opinfo
 import pytest
 import torch
+from pool import on_ranks
 
 PARTS = 4
 # We ask a kernel for its dtypes with few elements: too few for the square that these ops need.
@@ -20,11 +21,12 @@ SQUARES = ("nn.functional.pixel_shuffle", "nn.functional.pixel_unshuffle")
 def test_on_all_ranks(pools, kind, part):
     left_out = SQUARES if kind in ("float8_e4m3fn", "uint16") else ()
     names = sorted(n for n in opinfo.database() if n not in (*opinfo.BY_VALUE, *left_out))[part::PARTS]
-    refused = pools(3).run("opinfo:run_refusals", names, 2, kind, seconds=110)
+    refused = pools(3).run(opinfo.run_refusals, names, 2, kind, seconds=110)
     assert refused[0] > 80, refused
 
 
-def asked_by_name():
+@on_ranks(2)
+def test_what_is_asked_by_name():
     import shardtensor as st
     from oracle import mesh_here
     from shardtensor.parallel import ColwiseParallel, parallelize_module
@@ -64,11 +66,8 @@ def asked_by_name():
         DistributedDataParallel(model)
 
 
-def test_what_is_asked_by_name(pools):
-    pools(2).run(f"{__name__}:asked_by_name")
-
-
-def cropped_too_far():
+@on_ranks(2, 3)
+def test_crops_beyond_the_end():
     """torch crops before it pads, and a piece that is cut otherwise has enough, or nothing."""
     from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
 
@@ -78,8 +77,3 @@ def cropped_too_far():
             for cut in (EVEN, UNEVEN, EMPTY):
                 with pytest.raises(RuntimeError, match=r"must be non-negative|negative output size"):
                     torch.nn.functional.pad(place(x, mesh_here(), (at,), cut), pad)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_crops_beyond_the_end(pools, world):
-    pools(world).run(f"{__name__}:cropped_too_far")

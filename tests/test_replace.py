@@ -11,13 +11,43 @@ from pathlib import Path
 import pytest
 import torch
 from forks import Run, run_each
+from pool import on_ranks
 from test_fsdp import needs_uneven_columns
 from torch import nn
 
 STOCK_NAMES = ["distribute_tensor", "zeros", "randn"]
 
 
-def names_make_ours_and_are_restored():
+def fsdp_stores_ours(world_mesh, options):
+    """FSDP2's parameters, gradients and optimizer states are ShardTensors, and it trains as one process does."""
+    import shardtensor
+    from test_fsdp import columns, train
+    from test_parallel import MLP
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if options.pop("columns", False):
+        options |= columns()
+    with shardtensor.replace_dtensor():
+        names = ("replicate", "shard")[-len(world_mesh) :]
+        mesh = init_device_mesh("cpu", world_mesh, mesh_dim_names=names)
+        plain = nn.Sequential(MLP(7), nn.LayerNorm(5, dtype=torch.float64))
+        ours = copy.deepcopy(plain)
+        fully_shard(ours[0], mesh=mesh, **options)
+        fully_shard(ours, mesh=mesh, **options)
+        assert {type(p.data) for p in ours.parameters()} == {shardtensor.ShardTensor}
+        train(ours, plain, torch.randn(4, 4, 6, dtype=torch.float64))
+        loss = ours(torch.randn(4, 6, dtype=torch.float64)).sum()
+        loss.backward()
+        assert {type(p.grad) for p in ours.parameters()} == {shardtensor.ShardTensor}
+        state = copy.deepcopy(ours.state_dict())
+        ours.load_state_dict(state)
+        for name, value in state.items():
+            torch.testing.assert_close(dict(ours.named_parameters())[name].full_tensor(), value.full_tensor())
+
+
+@on_ranks(2)
+def test_names():
     import shardtensor
     import torch.distributed.tensor as stock
     from oracle import mesh_here
@@ -49,44 +79,12 @@ def names_make_ours_and_are_restored():
     assert stock._utils.ExplicitRedistributionContext is ExplicitRedistributionContext
 
 
-def fsdp_stores_ours(world_mesh, options):
-    """FSDP2's parameters, gradients and optimizer states are ShardTensors, and it trains as one process does."""
-    import shardtensor
-    from test_fsdp import columns, train
-    from test_parallel import MLP
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    if options.pop("columns", False):
-        options |= columns()
-    with shardtensor.replace_dtensor():
-        names = ("replicate", "shard")[-len(world_mesh) :]
-        mesh = init_device_mesh("cpu", world_mesh, mesh_dim_names=names)
-        plain = nn.Sequential(MLP(7), nn.LayerNorm(5, dtype=torch.float64))
-        ours = copy.deepcopy(plain)
-        fully_shard(ours[0], mesh=mesh, **options)
-        fully_shard(ours, mesh=mesh, **options)
-        assert {type(p.data) for p in ours.parameters()} == {shardtensor.ShardTensor}
-        train(ours, plain, torch.randn(4, 4, 6, dtype=torch.float64))
-        loss = ours(torch.randn(4, 6, dtype=torch.float64)).sum()
-        loss.backward()
-        assert {type(p.grad) for p in ours.parameters()} == {shardtensor.ShardTensor}
-        state = copy.deepcopy(ours.state_dict())
-        ours.load_state_dict(state)
-        for name, value in state.items():
-            torch.testing.assert_close(dict(ours.named_parameters())[name].full_tensor(), value.full_tensor())
-
-
-def test_names(pools):
-    pools(2).run(f"{__name__}:names_make_ours_and_are_restored")
-
-
 @pytest.mark.parametrize("world_mesh", [(2,), (3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(reshard_after_forward=False), dict(columns=True)], ids=["usual", "kept", "columns"])
 def test_fsdp(pools, world_mesh, options):
     if "columns" in options:
         needs_uneven_columns()
-    pools(torch.Size(world_mesh).numel()).run(f"{__name__}:fsdp_stores_ours", world_mesh, options)
+    pools(torch.Size(world_mesh).numel()).run(fsdp_stores_ours, world_mesh, options)
 
 
 SCRIPT = """

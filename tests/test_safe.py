@@ -8,10 +8,15 @@ import threading
 import pytest
 import torch
 from oracle import EVEN, UNEVEN, compare, mesh_here, place
-from pool import Pool
+from pool import Pool, on_ranks
 
 
-def differ(name, first, second):
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("pad", 0j, 1j), ("pad", 1j, 0j), ("norm", 2**63, 2), ("norm", 2.0, 2**63), ("add", True, 1), ("add", 1, 1.5)],
+)
+@on_ranks(2)
+def test_numbers_of_any_kind_are_told_apart(name, first, second):
     """Calls one op with arguments that differ: the second call must not reuse the first's answer."""
     x = torch.arange(6.0).view(3, 2)
     t = place(x.to(torch.complex64) if name == "pad" else x, mesh_here(), ("P" if name == "pad" else "S(0)",), UNEVEN)
@@ -24,15 +29,8 @@ def differ(name, first, second):
         compare(function(t, value), function(t.full_tensor(), value), 1e-6, f"{name} {value}")
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [("pad", 0j, 1j), ("pad", 1j, 0j), ("norm", 2**63, 2), ("norm", 2.0, 2**63), ("add", True, 1), ("add", 1, 1.5)],
-)
-def test_numbers_of_any_kind_are_told_apart(pools, name, first, second):
-    pools(2).run(f"{__name__}:differ", name, first, second)
-
-
-def weights_in_lists():
+@on_ranks(1, 2, 3)
+def test_lists_with_other_weights():
     """An op on lists has another rule if its weight is a list of tensors, a list of numbers, or a number."""
     import shardtensor as st
 
@@ -57,12 +55,8 @@ def weights_in_lists():
         compare(two, plain, 0, op.__name__)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_lists_with_other_weights(pools, world):
-    pools(world).run(f"{__name__}:weights_in_lists")
-
-
-def custom_ops():
+@on_ranks(1, 2)
+def test_custom_ops():
     """A user's op may also read what it writes, even a keyword-only argument. Its name may be defined again."""
     mesh = mesh_here()
     for times, schema in ((2, "grow(Tensor x, *, Tensor(a!) sum) -> ()"), (3, "grow(Tensor x, float by, *, Tensor(a!) sum) -> ()")):
@@ -77,12 +71,8 @@ def custom_ops():
         library._destroy()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_custom_ops(pools, world):
-    pools(world).run(f"{__name__}:custom_ops")
-
-
-def many_operands():
+@on_ranks(2)
+def test_any_number_of_operands():
     mesh = mesh_here()
     tensors = [torch.full((3,), float(i)) for i in range(70)]
     ours = [place(t, mesh, ("S(0)",), UNEVEN) for t in tensors]
@@ -96,10 +86,6 @@ def many_operands():
     (one,) = [place(torch.ones(2), mesh, ("S(0)",), EVEN)]
     outs = torch._foreach_add([one] * 33_000, 1.0)
     assert len(outs) == 33_000 and outs[-1].full_tensor().eq(2).all()
-
-
-def test_any_number_of_operands(pools):
-    pools(2).run(f"{__name__}:many_operands")
 
 
 class EntersStrict(logging.Handler):
@@ -117,7 +103,8 @@ class EntersStrict(logging.Handler):
                 f(t)
 
 
-def cleared_meanwhile():
+@on_ranks(2)
+def test_tables_are_cleared_while_they_are_filled():
     """Ops without a rule tell Python, before their operands move and at each move. There, handlers clear what is being filled."""
     from shardtensor import _C
     from shardtensor.debug import log_gathers
@@ -143,11 +130,8 @@ def cleared_meanwhile():
         library._destroy()
 
 
-def test_tables_are_cleared_while_they_are_filled(pools):
-    pools(2).run(f"{__name__}:cleared_meanwhile")
-
-
-def layouts_in_threads():
+@on_ranks(2, seconds=60)
+def test_threads_share_layouts():
     """Ops release the GIL, so threads make and drop one layout at once: a whole tensor's, which nothing else keeps alive."""
     from shardtensor import _C
 
@@ -170,11 +154,8 @@ def layouts_in_threads():
     assert not failed, failed
 
 
-def test_threads_share_layouts(pools):
-    pools(2).run(f"{__name__}:layouts_in_threads", seconds=60)
-
-
-def foreign_tensors():
+@on_ranks(2)
+def test_foreign_tensors():
     """Tensors that look like ours to the dispatcher, and `.data` set to the wrong kind of tensor."""
     from shardtensor import _C
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -195,11 +176,8 @@ def foreign_tensors():
     assert x.placements[0].is_replicate() and x.full_tensor().eq(0).all()
 
 
-def test_foreign_tensors(pools):
-    pools(2).run(f"{__name__}:foreign_tensors")
-
-
-def memory_of_the_whole():
+@on_ranks(1, 2, 3)
+def test_memory_is_the_wholes():
     """Strides, views and overlap are facts of the whole tensor, the same on ranks with two rows, one and none."""
     import shardtensor as st
 
@@ -235,12 +213,8 @@ def memory_of_the_whole():
     compare(stretched.redistribute(placements=[st.Replicate()]).add_(1), torch.arange(4.0)[:, None].expand(4, 3) + 1, 0, "no stride of 0")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_memory_is_the_wholes(pools, world):
-    pools(world).run(f"{__name__}:memory_of_the_whole")
-
-
-def channels_last():
+@on_ranks(1, 2)
+def test_channels_last_stays():
     import shardtensor as st
     from oracle import lies_as_the_whole
 
@@ -278,12 +252,8 @@ def channels_last():
             m._forward_hooks.clear()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_channels_last_stays(pools, world):
-    pools(world).run(f"{__name__}:channels_last")
-
-
-def failed_calls():
+@on_ranks(1, 2)
+def test_failed_calls():
     """Failed calls change nothing. An inference tensor's views stay inference tensors."""
     import shardtensor as st
 
@@ -312,12 +282,8 @@ def failed_calls():
     compare(large, torch.full((3,), 6e4, dtype=torch.half), 0, "the mean is not too large")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_failed_calls(pools, world):
-    pools(world).run(f"{__name__}:failed_calls")
-
-
-def sums_of_bools():
+@on_ranks(2, 3)
+def test_sums_of_bools():
     import shardtensor as st
 
     n = mesh_here().size()
@@ -326,11 +292,6 @@ def sums_of_bools():
     other = st.ShardTensor.from_local(torch.full((3,), 1.0 / n), mesh_here(), [st.Partial()])
     for f in (lambda b, o: b.float(), lambda b, o: b + o, lambda b, o: b * 2.5, lambda b, o: b * b, lambda b, o: b.sum(), lambda b, o: b.to(torch.int64)):
         compare(f(b, other), f(plain, torch.ones(3)), 1e-6, "bools")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_sums_of_bools(pools, world):
-    pools(world).run(f"{__name__}:sums_of_bools")
 
 
 def other_histories():
@@ -372,12 +333,13 @@ def other_histories():
 def test_ranks_with_other_histories_agree(world):
     pool = Pool(world)  # a new pool, whose ranks have run nothing yet
     try:
-        pool.run(f"{__name__}:other_histories")
+        pool.run(other_histories)
     finally:
         pool.stop()
 
 
-def gradients_move_to_the_same_placements():
+@on_ranks(2, 3)
+def test_gradients_move_to_the_same_placements():
     """redistribute() to a tensor's own placements moves only its gradient, as in DTensor. The result can be written."""
     import shardtensor as st
 
@@ -400,12 +362,8 @@ def gradients_move_to_the_same_placements():
         assert x.redistribute(placements=[st.Shard(0)]) is x
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_move_to_the_same_placements(pools, world):
-    pools(world).run(f"{__name__}:gradients_move_to_the_same_placements")
-
-
-def gradients_of_summands():
+@on_ranks(1, 2, 3)
+def test_gradients_of_summands():
     """from_local: the derivative of the reduced value with respect to this rank's summand."""
     import shardtensor as st
     from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -439,12 +397,8 @@ def gradients_of_summands():
     assert local.grad.sum() <= 2  # as grad_placements says: a summand of the gradient
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_gradients_of_summands(pools, world):
-    pools(world).run(f"{__name__}:gradients_of_summands")
-
-
-def gradient_of_nothing():
+@on_ranks(1, 2)
+def test_the_gradient_of_nothing():
     """torch.cat accepts empty tensors of one dim among others. Each gets a ShardTensor as its gradient."""
     import shardtensor as st
 
@@ -456,11 +410,6 @@ def gradient_of_nothing():
         assert all(isinstance(g, st.ShardTensor) for g in grads), grads
         compare(grads[0], torch.full((5, 2), 2.0), 0, "x")
         assert grads[1].shape == grads[2].shape == (0,)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_gradient_of_nothing(pools, world):
-    pools(world).run(f"{__name__}:gradient_of_nothing")
 
 
 def test_modes_left_in_the_order_they_were_entered():
@@ -477,7 +426,8 @@ def test_modes_left_in_the_order_they_were_entered():
     assert seen == ["replicate", "warn", "replicate", "replicate", "replicate", "error"]
 
 
-def modes_of_threads():
+@on_ranks(2)
+def test_modes_of_threads():
     """A promotion mode set by a context applies to this thread and to the autograd threads that work for it."""
     import shardtensor as st
 
@@ -527,11 +477,8 @@ def modes_of_threads():
     assert st.get_promotion_mode() == "error"
 
 
-def test_modes_of_threads(pools):
-    pools(2).run(f"{__name__}:modes_of_threads")
-
-
-def refused_dtypes():
+@on_ranks(2, 3)
+def test_refused_dtypes():
     """A dtype that cannot be added up is refused by all ranks, those without elements too."""
     import shardtensor as st
 
@@ -547,12 +494,8 @@ def refused_dtypes():
         assert piece.dtype == dtype and piece.float().eq(n).all()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_refused_dtypes(pools, world):
-    pools(world).run(f"{__name__}:refused_dtypes")
-
-
-def beside_the_mesh():
+@on_ranks(3)
+def test_beside_the_mesh():
     """A rank outside the mesh takes no part in ops that gather or read a value on the way, and raises nothing."""
     import shardtensor as st
     from torch.distributed.device_mesh import DeviceMesh
@@ -583,10 +526,6 @@ def beside_the_mesh():
     assert x.is_same_size(x) and not x.is_same_size(x[1:])
 
 
-def test_beside_the_mesh(pools):
-    pools(3).run(f"{__name__}:beside_the_mesh")
-
-
 # Ops without a meta kernel, or whose formula reads values; and a sample of the others.
 BESIDE = [
     "__getitem__", "abs", "cdist", "cumprod", "geqrf", "histogram", "index_fill", "masked_fill", "matmul", "max.reduction_no_dim",
@@ -595,7 +534,8 @@ BESIDE = [
 ]  # fmt: skip
 
 
-def database_beside_the_mesh():
+@on_ranks(3)
+def test_database_beside_the_mesh():
     """On ranks outside of the mesh, ops and their gradients have torch's sizes and dtypes and are ShardTensors."""
     import opinfo
     import shardtensor as st
@@ -654,11 +594,8 @@ def database_beside_the_mesh():
                 f(x)
 
 
-def test_database_beside_the_mesh(pools):
-    pools(3).run(f"{__name__}:database_beside_the_mesh")
-
-
-def pooled_images():
+@on_ranks(1, 2)
+def test_pooled_images():
     """Mean-pooling whole images gives the result channels_last strides in place."""
     import shardtensor as st
 
@@ -676,12 +613,8 @@ def pooled_images():
     assert isinstance(y, st.ShardTensor)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_pooled_images(pools, world):
-    pools(world).run(f"{__name__}:pooled_images")
-
-
-def tangents():
+@on_ranks(2, 3)
+def test_tangents_of_one_operand():
     """Forward mode where one operand has a tangent and another has none."""
     from torch.nn import functional as F
 
@@ -717,11 +650,6 @@ def tangents():
                     compare(got[1], want, 1e-9, f"tangent of {name} {which} {layout} {at}")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_tangents_of_one_operand(pools, world):
-    pools(world).run(f"{__name__}:tangents")
-
-
 class Wrapped(torch.Tensor):
     """Like the tensors of an all-gather extension: the values are in an inner tensor, and results are wrapped again."""
 
@@ -739,7 +667,8 @@ class Wrapped(torch.Tensor):
         return torch.utils._pytree.tree_map(lambda a: cls(a) if isinstance(a, torch.Tensor) else a, out)
 
 
-def pieces_of_a_class():
+@on_ranks(1, 2)
+def test_pieces_of_a_class():
     import shardtensor as st
 
     mesh, n, me = mesh_here(), mesh_here().size(), mesh_here().get_local_rank()
@@ -779,12 +708,8 @@ def pieces_of_a_class():
     assert made(Wrapped).sum().item() == 12 * n
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_pieces_of_a_class(pools, world):
-    pools(world).run(f"{__name__}:pieces_of_a_class")
-
-
-def who_records():
+@on_ranks(2)
+def test_ranks_that_disagree_on_gradients():
     import shardtensor as st
     from shardtensor import _C
 
@@ -800,11 +725,8 @@ def who_records():
     assert not _C.comm_counts()
 
 
-def test_ranks_that_disagree_on_gradients(pools):
-    pools(2).run(f"{__name__}:who_records")
-
-
-def signs_of_norms():
+@on_ranks(2, 3)
+def test_signs_of_norms():
     """A negative value is refused as a norm's summand, whichever rank holds it."""
     from shardtensor import _C
     from shardtensor.tensor._layout import make_layout
@@ -818,12 +740,8 @@ def signs_of_norms():
         compare(_C.redistribute(x.abs(), to, None, None, False), torch.tensor([3.0, 1.0, 2.0, 1.0]), 1e-6, at)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_signs_of_norms(pools, world):
-    pools(world).run(f"{__name__}:signs_of_norms")
-
-
-def padded_sequences():
+@on_ranks(1, 2)
+def test_padded_sequences():
     from torch.nn.utils.rnn import pad_sequence
 
     plain = [torch.randn(n, 3) for n in (4, 6, 5)]
@@ -836,8 +754,3 @@ def padded_sequences():
             seed = torch.randn(want.shape)
             grads = torch.autograd.grad(got, ours, place(seed, mesh_here(), ("R",), EVEN))
             compare(list(grads), list(torch.autograd.grad(want, theirs, seed)), 1e-6, f"{at} {options}")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_padded_sequences(pools, world):
-    pools(world).run(f"{__name__}:padded_sequences")

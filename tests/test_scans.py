@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import MESHES, UNEVEN, case, compare, ints, mesh_id, mesh_of, place, positive, run_on
+from pool import on_ranks
 from test_reductions import always, complexes, free_of, lowest, with_nan, with_ties, with_zeros
 
 SCANS = [
@@ -113,7 +114,7 @@ def _bytes():
 
 def test_a_slice_a_rank_is_gathered_never_the_data(pools):
     row = 4 * 8
-    assert pools(3).run("test_scans:_bytes")[0] == {
+    assert pools(3).run(_bytes)[0] == {
         "cumsum": {"all_gather": (1, row)},
         "cummax": {"all_gather": (2, 2 * row)},
         "topk": {"all_gather": (2, 4 * row)},
@@ -123,7 +124,10 @@ def test_a_slice_a_rank_is_gathered_never_the_data(pools):
     }
 
 
-def _second_of_zeros(shape):
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
+@on_ranks(of=lambda shape: 4 if len(shape) > 1 else 2)
+def test_second_derivatives_at_zeros(shape):
+    """cumprod's: torch's formula writes into plain zeros."""
     mesh = mesh_of(shape)
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float64, torch.complex128):
@@ -140,9 +144,3 @@ def _second_of_zeros(shape):
                 places = ("R",) * (mesh.ndim - 1) + (at,)
                 x, g = (place(t, mesh, places, UNEVEN).requires_grad_() for t in (whole, first))
                 compare(twice(x, g, place(second, mesh, places, UNEVEN), dim), want, 1e-9, f"{dtype} {dim} {at}")
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_second_derivatives_at_zeros(pools, shape):
-    """cumprod's: torch's formula writes into plain zeros."""
-    pools(4 if len(shape) > 1 else 2).run("test_scans:_second_of_zeros", shape)

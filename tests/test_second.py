@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import compare
+from pool import on_ranks
 from test_spatial import DRAWN, Call, laid_like, numbers, place, place_randomly
 
 KINDS = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive", "global", "fractional", "unpool", "nearest", "linear", "pad", "repeat")
@@ -68,7 +68,9 @@ def check(call: Call, x: Any) -> None:
                 compare(a.detach(), b.detach(), 1e-8, what)
 
 
-def run_drawn(kind: str, shape: tuple[int, ...]) -> None:
+@on_ranks((2,), (3,), (2, 2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_torch(kind, shape):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", shape)
@@ -81,13 +83,8 @@ def run_drawn(kind: str, shape: tuple[int, ...]) -> None:
             done += 1
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_torch(pools, kind, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_drawn", kind, shape)
-
-
-def run_others() -> None:
+@on_ranks(2)
+def test_of_made_operands():
     """Operands of a gradient that were made by other ops: the zero gradient of an operand whose sizes alone are read is added to others."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -104,7 +101,3 @@ def run_others() -> None:
     for name, function in functions.items():
         x = numbers(draw, 2, 4, 12, 9)
         check(Call(name, function, x, [], []), place_randomly(draw, x, mesh))
-
-
-def test_of_made_operands(pools):
-    pools(2).run(f"{__name__}:run_others")

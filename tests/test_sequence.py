@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import compare
+from pool import on_ranks
 from test_spatial import counted, draw_cut, numbers, place
 
 MESHES = [(2,), (3,), (2, 2)]
@@ -69,7 +70,10 @@ def place_sequences(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -
     return out
 
 
-def run_drawn(shape: tuple[int, ...], seed: int, calls: int) -> None:
+@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
+@on_ranks(of="shape")
+def test_equals_torch(shape, seed=0):
+    calls = CALLS
     from shardtensor import Replicate
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -92,11 +96,6 @@ def run_drawn(shape: tuple[int, ...], seed: int, calls: int) -> None:
         grads = torch.autograd.grad(y, leaves, place(upstream, mesh, y.placements, y._layout.cuts))
         for name, g, w in zip("qkv", grads, torch.autograd.grad(want, plain, upstream), strict=True):
             compare(g, w, 1e-9, f"gradient of {name} of {text}")
-
-
-@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
-def test_equals_torch(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_drawn", shape, 0, CALLS)
 
 
 # ---- the choice, from sizes alone ----
@@ -147,7 +146,9 @@ CHOICES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], bool, dict[str, 
 }
 
 
-def run_choice(case: str) -> None:
+@pytest.mark.parametrize("case", CHOICES)
+@on_ranks(of=lambda case: CHOICES[case][0])
+def test_choice(case):
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -171,16 +172,13 @@ def run_choice(case: str) -> None:
     assert backward is None or sum(size for _, size in sent.values()) == backward, sent
 
 
-@pytest.mark.parametrize("case", CHOICES)
-def test_choice(pools, case):
-    pools(CHOICES[case][0]).run(f"{__name__}:run_choice", case)
-
-
 # queries, rows of each rank's keys, and which queries each rank has: by default all
 CACHES = {"even": (1, [300, 300, 300], None), "uneven": (2, [700, 0, 200], None), "query on one rank": (1, [300, 299, 1], [0, 1, 0])}
 
 
-def run_cache(case: str) -> None:
+@pytest.mark.parametrize("case", CACHES)
+@on_ranks(3)
+def test_a_long_cache_of_keys_stays(case):
     """A few queries against many keys: only their results travel, and the queries to ranks that lack them."""
     from shardtensor import Replicate, Shard, strict_mode
     from torch.distributed.device_mesh import init_device_mesh
@@ -206,12 +204,8 @@ def run_cache(case: str) -> None:
         assert sent["all_gather"][1] <= rows * (features + 1) * 4 + rows * features * 4, sent  # results, logs of sums; queries
 
 
-@pytest.mark.parametrize("case", CACHES)
-def test_a_long_cache_of_keys_stays(pools, case):
-    pools(3).run(f"{__name__}:run_cache", case)
-
-
-def run_causal_cache() -> None:
+@on_ranks(3)
+def test_causal_queries_see_few_keys():
     """Causal queries see as many keys as there are queries: no others take part."""
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -230,11 +224,9 @@ def run_causal_cache() -> None:
             compare(g, w, 1e-9, f"gradient of {cut}")
 
 
-def test_causal_queries_see_few_keys(pools):
-    pools(3).run(f"{__name__}:run_causal_cache")
-
-
-def run_compiled_cache(dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@on_ranks(3, seconds=100)
+def test_a_long_cache_stays_in_a_graph(dynamic):
     """In a graph too, a long cache of keys stays where it is. One graph serves all its lengths, if these are symbols."""
     from functorch.compile import make_boxed_func
     from shardtensor import Replicate, Shard
@@ -263,11 +255,6 @@ def run_compiled_cache(dynamic: bool) -> None:
     assert len(graphs) == (1 if dynamic else 3)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_long_cache_stays_in_a_graph(pools, dynamic):
-    pools(3).run(f"{__name__}:run_compiled_cache", dynamic, seconds=100)
-
-
 # ---- the same in graphs ----
 
 
@@ -287,7 +274,9 @@ def collectives_of(ops: list[str]) -> list[str]:
     return [op for op in ops if op in ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "reduce_scatter_tensor", "put_off")]
 
 
-def run_choice_in_graph(case: str) -> None:
+@pytest.mark.parametrize("case", CHOICES)
+@on_ranks(of=lambda case: CHOICES[case][0], seconds=100)
+def test_choice_in_a_graph(case):
     """The plan is eager mode's, also where heads could be exchanged instead."""
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -302,11 +291,6 @@ def run_choice_in_graph(case: str) -> None:
     functional = {"all_to_all": "all_to_all_single", "all_gather": "all_gather_into_tensor"}
     want = ["put_off"] if case.startswith("ring") else [functional[name] for name, n in calls.items() for _ in range(n)]
     assert [collectives_of(ops) for ops in graphs] == [want], graphs
-
-
-@pytest.mark.parametrize("case", CHOICES)
-def test_choice_in_a_graph(pools, case):
-    pools(CHOICES[case][0]).run(f"{__name__}:run_choice_in_graph", case, seconds=100)
 
 
 # mesh; heads of queries and keys; rows of each rank's pieces (along the first mesh dim); dtype; how; other placements
@@ -368,12 +352,12 @@ def run_ring_in_graph(case: str, backend: str | None) -> None:
 
 @pytest.mark.parametrize("case", RINGS)
 def test_ring_in_a_graph(pools, case):
-    pools(math.prod(RINGS[case][0])).run(f"{__name__}:run_ring_in_graph", case, None, seconds=100)
+    pools(math.prod(RINGS[case][0])).run(run_ring_in_graph, case, None, seconds=100)
 
 
 @pytest.mark.parametrize("case", ["even", "empty"])
 def test_ring_in_a_graph_of_inductor(pools, case):
-    pools(math.prod(RINGS[case][0])).run(f"{__name__}:run_ring_in_graph", case, "inductor", seconds=120)
+    pools(math.prod(RINGS[case][0])).run(run_ring_in_graph, case, "inductor", seconds=120)
 
 
 LENGTHS: dict[str, Any] = {
@@ -384,7 +368,9 @@ LENGTHS: dict[str, Any] = {
 }
 
 
-def run_ring_of_lengths(name: str) -> None:
+@pytest.mark.parametrize("name", LENGTHS)
+@on_ranks(3, seconds=100)
+def test_ring_of_all_lengths(name):
     """Where sizes are symbols, a graph serves all lengths that the ranks divide, another one all others."""
     from shardtensor import Shard
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -410,12 +396,8 @@ def run_ring_of_lengths(name: str) -> None:
     assert counter.frame_count <= 2, counter.frame_count
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_ring_of_all_lengths(pools, name):
-    pools(3).run(f"{__name__}:run_ring_of_lengths", name, seconds=100)
-
-
-def run_ring_in_checkpoint() -> None:
+@on_ranks(2, seconds=100)
+def test_ring_in_a_checkpoint():
     """The backward of a checkpointed region does not send keys and values round a second time for the forward."""
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -436,11 +418,8 @@ def run_ring_in_checkpoint() -> None:
     assert [ops.count("put_off") for ops in graphs] == [1, 1], graphs
 
 
-def test_ring_in_a_checkpoint(pools):
-    pools(2).run(f"{__name__}:run_ring_in_checkpoint", seconds=100)
-
-
-def run_heads_of_symbols() -> None:
+@on_ranks(3, seconds=100)
+def test_heads_of_symbols():
     """Heads are exchanged; what comes back lies in memory as the whole does, which torch's kernels lay out in an order of their own."""
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -457,10 +436,6 @@ def run_heads_of_symbols() -> None:
     grads = torch.autograd.grad(y, leaves, place(upstream, mesh, [Shard(2)], [None]))
     for g, w in zip(grads, torch.autograd.grad(want, whole, upstream), strict=True):
         compare(g, w, 1e-9, "gradient")
-
-
-def test_heads_of_symbols(pools):
-    pools(3).run(f"{__name__}:run_heads_of_symbols", seconds=100)
 
 
 # ---- the ring with CUDA's kernels: ones by matrix products stand in for them, with the same forms of statistics ----
@@ -508,7 +483,9 @@ def cudnn_backward(
     return gradients_of(grad, q, k, v, out, total.squeeze(-1), is_causal, scale)
 
 
-def run_kernels(compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@on_ranks(3, seconds=100)
+def test_kernels_of_cuda(compiled):
     from shardtensor import Shard, strict_mode
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -540,12 +517,8 @@ def run_kernels(compiled: bool) -> None:
             compare(a, b, 1e-9, f"{kernel.__name__} {causal} {cut}")
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_kernels_of_cuda(pools, compiled):
-    pools(3).run(f"{__name__}:run_kernels", compiled, seconds=100)
-
-
-def run_several_pieces() -> None:
+@on_ranks(4)
+def test_several_pieces_per_rank():
     """Several runs of places per rank: no ring, and the same values."""
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -562,10 +535,6 @@ def run_several_pieces() -> None:
         compare(y, want.detach(), 1e-9, f"result of {split}")
         for g, w in zip(torch.autograd.grad(y.square().sum(), given), torch.autograd.grad(want.square().sum(), whole), strict=True):
             compare(g, w, 1e-9, f"gradient of {split}")
-
-
-def test_several_pieces_per_rank(pools):
-    pools(4).run(f"{__name__}:run_several_pieces")
 
 
 # ---- modules and graphs ----
@@ -610,4 +579,4 @@ def run_block(heads: int, cut: list[int], compiled: bool) -> None:
 @pytest.mark.parametrize("heads", [1, 4])  # too few to exchange; enough
 def test_block(pools, heads, compiled):
     for cut in ([3, 4], [5, 0, 4]):
-        pools(len(cut)).run(f"{__name__}:run_block", heads, cut, compiled, seconds=120)
+        pools(len(cut)).run(run_block, heads, cut, compiled, seconds=120)

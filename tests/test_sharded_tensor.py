@@ -19,31 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch import nn
 
 SIZES = (7, 5)
 ROOT = Path(__file__).parents[1]
-
-
-def here(case):
-    """The case's name for a pool of ranks."""
-    return f"test_sharded_tensor:{case.__name__}"
-
-
-def on_ranks(*worlds):
-    """Turns a function that runs on ranks into a test, on pools of these sizes."""
-
-    def decorate(case):
-        globals()[f"rank_{case.__name__}"] = case
-
-        @pytest.mark.parametrize("world", worlds)
-        def test(pools, world):
-            pools(world).run(f"test_sharded_tensor:rank_{case.__name__}")
-
-        test.__name__ = case.__name__
-        return test
-
-    return decorate
 
 
 # ---- ways to cut a tensor of 7 x 5: lists of (rank, offsets, sizes) ----
@@ -822,7 +802,7 @@ def test_files_of_other_groups_are_refused():
 
 
 def test_files_need_a_process_group(pools, tmp_path):
-    pools(2).run(here(write_pickle), str(tmp_path))
+    pools(2).run(write_pickle, str(tmp_path))
     with pytest.raises(RuntimeError, match='Need to initialize default process group using "init_process_group" before loading ShardedTensor'):
         pickle.loads((tmp_path / "0").read_bytes())
 
@@ -869,7 +849,7 @@ def draw_all(cuts):
 
 
 def test_a_shared_generator_draws_the_same_values_whatever_the_sharding(pools):
-    told = [told for world in (2, 4) for told in pools(world).run(here(draw_all), ["windmill", cuts_for(world)[-1]])]
+    told = [told for world in (2, 4) for told in pools(world).run(draw_all, ["windmill", cuts_for(world)[-1]])]
     assert all(one == told[0] for one in told)
     values = {name: torch.tensor(v) for name, v in told[0].items()}
     assert not values["rand"][0].equal(values["rand"][1])
@@ -1299,8 +1279,8 @@ def load(path, kind, name):
 )
 def test_save_on_some_ranks_load_on_others(pools, tmp_path, writer, reader):
     path = str(tmp_path / "checkpoint")
-    pools(writer[0]).run(here(save), path, *writer[1:])
-    pools(reader[0]).run(here(load), path, *reader[1:])
+    pools(writer[0]).run(save, path, *writer[1:])
+    pools(reader[0]).run(load, path, *reader[1:])
 
 
 def save_and_load_module(path, background):
@@ -1328,7 +1308,7 @@ def save_and_load_module(path, background):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_modules_checkpoint(pools, tmp_path, background):
-    pools(2).run(here(save_and_load_module), str(tmp_path / "checkpoint"), background)
+    pools(2).run(save_and_load_module, str(tmp_path / "checkpoint"), background)
 
 
 @on_ranks(2)

@@ -9,8 +9,9 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import mesh_id, mesh_of, place
-from test_api import MESHES, layouts_for, numbers
+from oracle import mesh_of, place
+from pool import on_ranks
+from test_api import layouts_for, numbers
 from test_layout import R, S, coordinates, random_cuts
 from test_layout import mesh_of as layout_mesh
 
@@ -42,7 +43,8 @@ def test_layouts_come_back(shape):
                     assert list(entries[at[m]]) == layout.local_sizes(sizes)
 
 
-def accessors(shape):
+@on_ranks((2,), (3,), (2, 2))
+def test_accessors(shape):
     """On ranks: pieces have the sizes that all ranks tell of them, nothing is sent, and every function takes what a tensor says."""
     from shardtensor import _C, Partial, ShardTensor, distribute_tensor, empty
 
@@ -70,12 +72,8 @@ def accessors(shape):
             assert empty(5, 4, device_mesh=mesh, placements=x.placements, sharding_shapes=shapes)._layout == x._layout
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-def test_accessors(pools, mesh):
-    pools(mesh[0]).run(f"{__name__}:accessors", mesh[1])
-
-
-def nested_rows():
+@on_ranks(4)
+def test_nested_rows():
     """Two mesh dims cut one tensor dim: the second has a list for each coordinate of the first, the same on all ranks."""
     from shardtensor import Shard, ShardTensor
 
@@ -90,11 +88,8 @@ def nested_rows():
     assert x._spec.sharding_shapes()[1] == tuple((n, 2) for n in lengths[1][2 * a : 2 * a + 2])  # PhysicsNeMo's: this rank's own
 
 
-def test_nested_rows(pools):
-    pools(4).run(f"{__name__}:nested_rows")
-
-
-def outside():
+@on_ranks(3)
+def test_outside_of_the_mesh():
     """A mesh without some ranks: there the piece is empty, but the other ranks' sizes are known."""
     import shardtensor as st
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,11 +103,8 @@ def outside():
         x.local_sizes(1)
 
 
-def test_outside_of_the_mesh(pools):
-    pools(3).run(f"{__name__}:outside")
-
-
-def strided():
+@on_ranks(4)
+def test_strided():
     from shardtensor import _C, Shard, zeros
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -126,11 +118,8 @@ def strided():
         y.sharding_shapes()
 
 
-def test_strided(pools):
-    pools(4).run(f"{__name__}:strided")
-
-
-def several_shards():
+@on_ranks(2)
+def test_several_shards():
     from shardtensor import LocalShardsWrapper, Shard, ShardTensor
 
     n, me = dist.get_world_size(), dist.get_rank()
@@ -140,14 +129,11 @@ def several_shards():
             ask()
 
 
-def test_several_shards(pools):
-    pools(2).run(f"{__name__}:several_shards")
-
-
 # ---- sizes in place of shapes ----
 
 
-def lengths_everywhere():
+@on_ranks(2, 3)
+def test_lengths_everywhere():
     import shardtensor as st
     from shardtensor import Replicate, Shard
     from shardtensor.experimental import local_map
@@ -187,12 +173,8 @@ def lengths_everywhere():
     assert x.full_tensor().equal(whole)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_lengths_everywhere(pools, world):
-    pools(world).run(f"{__name__}:lengths_everywhere")
-
-
-def compiled():
+@on_ranks(2, 3)
+def test_compiled():
     """Inside a graph too; local_sizes() is a constant there."""
     from shardtensor import Replicate, Shard, ShardTensor
 
@@ -210,11 +192,6 @@ def compiled():
     assert got.full_tensor()[:, 0].tolist() == [float(k) for k in lengths[0] for _ in range(k)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_compiled(pools, world):
-    pools(world).run(f"{__name__}:compiled")
-
-
 def test_16384_ranks():
     """The table of a large nested mesh is made in seconds."""
     from shardtensor import _C
@@ -226,7 +203,8 @@ def test_16384_ranks():
     assert math.fsum(entry[0] for entry in shapes[1]) == 20000
 
 
-def as_in_physicsnemo():
+@on_ranks(2, 3)
+def test_physicsnemos_arguments():
     """Calls in the words of PhysicsNeMo, by keyword and by position."""
     import shardtensor as st
     from shardtensor import Replicate, Shard
@@ -261,8 +239,3 @@ def as_in_physicsnemo():
     ):
         assert x.to_local().shape == chunk.shape and torch.equal(x.full_tensor(), whole)
     assert not x.requires_grad
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_physicsnemos_arguments(pools, world):
-    pools(world).run(f"{__name__}:as_in_physicsnemo")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import mesh_of, whole
+from pool import on_ranks
 
 # Mesh shape, placements, and per rank the boxes (offsets, sizes) of a tensor of sizes (7, 6) or (7,).
 TABLES = {
@@ -368,7 +369,8 @@ def test_checkpoint_protocol():
 # ---- between ranks ----
 
 
-def gathered():
+@on_ranks(2)
+def test_all_gather():
     import torch.distributed._functional_collectives as funcol
     from shardtensor import LocalShardsWrapper
 
@@ -383,11 +385,9 @@ def gathered():
         funcol.all_gather_tensor(some(), 0, dist.group.WORLD)
 
 
-def test_all_gather(pools):
-    pools(2).run(f"{__name__}:gathered")
-
-
-def moved(name):
+@pytest.mark.parametrize("name", TABLES)
+@on_ranks(of=world)
+def test_the_whole_is_told_by_the_offsets(name):
     import shardtensor as st
     from shardtensor import _C
 
@@ -414,12 +414,9 @@ def moved(name):
         assert t.offsets() == tuple(min(s[d] for s in starts) for d in range(value.ndim))
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_the_whole_is_told_by_the_offsets(pools, name):
-    pools(world(name)).run(f"{__name__}:moved", name)
-
-
-def differentiated(name):
+@pytest.mark.parametrize("name", ["interleaved 3", "vector 3", "rows 3", "grid 4", "anywhere 4"])
+@on_ranks(of=world)
+def test_gradients(name):
     import shardtensor as st
 
     value = values(name)
@@ -443,11 +440,6 @@ def differentiated(name):
     t.grad = None
     (t * 3).full_tensor().sum().backward()
     same(t.grad.to_local(), pieces(name, torch.full_like(value, 3.0))[0], t.to_local())
-
-
-@pytest.mark.parametrize("name", ["interleaved 3", "vector 3", "rows 3", "grid 4", "anywhere 4"])
-def test_gradients(pools, name):
-    pools(world(name)).run(f"{__name__}:differentiated", name)
 
 
 # ---- checkpoints ----
@@ -523,8 +515,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_save_and_load(pools, saved, loaded, tmp_path):
-    pools(size_of(saved)).run(f"{__name__}:save", str(tmp_path), saved, "ours")
-    pools(size_of(loaded)).run(f"{__name__}:load", str(tmp_path), loaded, "ours")
+    pools(size_of(saved)).run(save, str(tmp_path), saved, "ours")
+    pools(size_of(loaded)).run(load, str(tmp_path), loaded, "ours")
 
 
 # torch cannot load where a rank's list is empty and the tensor has one dim.
@@ -536,18 +528,20 @@ STOCK = [("grid 4", "interleaved 3"), ("rows 3", "apart 2"), ("anywhere 4", "row
 def test_with_torchs_classes(pools, saved, loaded, kind, tmp_path):
     for number, (first, second) in enumerate((("ours", kind), (kind, "ours"))):
         path = str(tmp_path / str(number))
-        pools(size_of(saved)).run(f"{__name__}:save", path, saved, first)
-        pools(size_of(loaded)).run(f"{__name__}:load", path, loaded, second)
+        pools(size_of(saved)).run(save, path, saved, first)
+        pools(size_of(loaded)).run(load, path, loaded, second)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("interleaved 3", "anywhere 4"), ("anywhere 4", "apart 2")])
 def test_async_save_and_meta(pools, saved, loaded, tmp_path):
-    pools(size_of(saved)).run(f"{__name__}:save", str(tmp_path), saved, "ours", later=True)
-    pools(size_of(loaded)).run(f"{__name__}:load", str(tmp_path), loaded, "ours", device="meta")
+    pools(size_of(saved)).run(save, str(tmp_path), saved, "ours", later=True)
+    pools(size_of(loaded)).run(load, str(tmp_path), loaded, "ours", device="meta")
 
 
-def bare(path):
+@on_ranks(2)
+def test_bare(tmp_path):
     """A wrapper outside a ShardTensor: as with torch's, the file adds up the sizes of its shards, so they must have no gaps."""
+    path = str(tmp_path / "bare")
     import torch.distributed.checkpoint as dcp
     from shardtensor import LocalShardsWrapper
 
@@ -561,10 +555,6 @@ def bare(path):
     assert torch.equal(x, want + 1)
     with pytest.raises(dcp.CheckpointException, match="out of bounds chunk" if torch.__version__ >= "2.15" else "Failed to validate global plan"):
         dcp.save({"x": some()}, checkpoint_id=path)
-
-
-def test_bare(pools, tmp_path):
-    pools(2).run(f"{__name__}:bare", str(tmp_path / "bare"))
 
 
 def save_safetensors(path, name):
@@ -585,8 +575,8 @@ def load_safetensors(path, name):
 
 def test_safetensors(pools, tmp_path):
     pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-    pools(4).run(f"{__name__}:save_safetensors", str(tmp_path), "grid 4")
-    pools(3).run(f"{__name__}:load_safetensors", str(tmp_path), "interleaved 3")
+    pools(4).run(save_safetensors, str(tmp_path), "grid 4")
+    pools(3).run(load_safetensors, str(tmp_path), "interleaved 3")
 
 
 class Tables(torch.nn.Module):
@@ -635,7 +625,10 @@ THREE = ["interleaved 3", "vector 3", "rows 3"]
 FOUR = ["grid 4", "anywhere 4", "replicas 4"]
 
 
-def optimized(name, names):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
+@on_ranks(of="ranks")
+def test_optimizers(name, names):
     from shardtensor import LocalShardsWrapper
 
     model, optimizer = trained(names, 1, OPTIMIZERS[name])
@@ -643,12 +636,6 @@ def optimized(name, names):
         torch.testing.assert_close(p.full_tensor(), want, rtol=1e-12, atol=1e-12)
         for key, entry in optimizer.state[p].items():
             assert key == "step" or isinstance(entry.to_local(), LocalShardsWrapper)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
-def test_optimizers(pools, ranks, names, name):
-    pools(ranks).run(f"{__name__}:optimized", name, names)
 
 
 def training_state(path, names, way):
@@ -671,11 +658,13 @@ def training_state(path, names, way):
 
 
 def test_training_goes_on(pools, tmp_path):
-    pools(3).run(f"{__name__}:training_state", str(tmp_path), THREE, "save")
-    pools(3).run(f"{__name__}:training_state", str(tmp_path), THREE, "load")
+    pools(3).run(training_state, str(tmp_path), THREE, "save")
+    pools(3).run(training_state, str(tmp_path), THREE, "load")
 
 
-def whole_state_dicts(names):
+@pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
+@on_ranks(of="ranks")
+def test_whole_state_dicts(names):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     model, first = Tables(names, 1), dist.get_rank() == 0
@@ -693,12 +682,10 @@ def whole_state_dicts(names):
                 assert torch.equal(p.full_tensor(), want[key])
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
-def test_whole_state_dicts(pools, ranks, names):
-    pools(ranks).run(f"{__name__}:whole_state_dicts", names)
-
-
-def files_of_one_rank(path, name):
+@pytest.mark.parametrize("name", ["interleaved 3", "rows 3"])
+@on_ranks(3)
+def test_files_of_one_rank(tmp_path, name):
+    path = str(tmp_path)
     value = values(name)
     t = torch.nn.Parameter(table(name, value))
     torch.save({"t": t}, f"{path}/{dist.get_rank()}")
@@ -707,16 +694,12 @@ def files_of_one_rank(path, name):
         assert isinstance(other, torch.nn.Parameter) and torch.equal(other.full_tensor(), value)
 
 
-@pytest.mark.parametrize("name", ["interleaved 3", "rows 3"])
-def test_files_of_one_rank(pools, name, tmp_path):
-    pools(3).run(f"{__name__}:files_of_one_rank", str(tmp_path), name)
-
-
-
 # ---- with others, and what is refused ----
 
 
-def copied(first, second):
+@pytest.mark.parametrize(("first", "second"), [("interleaved 3", "rows 3"), ("rows 3", "plain 3"), ("grid 4", "anywhere 4"), ("grid 4", "plain 4")])
+@on_ranks(of=lambda first: size_of(first))
+def test_copy_between_places(first, second):
     from shardtensor import _C
 
     value = values(first)
@@ -735,12 +718,9 @@ def copied(first, second):
     assert torch.equal(half.copy_(state(second, value, "ours")).full_tensor(), value.half())
 
 
-@pytest.mark.parametrize(("first", "second"), [("interleaved 3", "rows 3"), ("rows 3", "plain 3"), ("grid 4", "anywhere 4"), ("grid 4", "plain 4")])
-def test_copy_between_places(pools, first, second):
-    pools(size_of(first)).run(f"{__name__}:copied", first, second)
-
-
-def interchanged(name):
+@pytest.mark.parametrize("name", ["rows 3", "interleaved 3"])
+@on_ranks(3)
+def test_stock_dtensors(name):
     import shardtensor as st
     from torch.distributed.tensor import DTensor
 
@@ -761,12 +741,8 @@ def interchanged(name):
             assert a.data_ptr() == b.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["rows 3", "interleaved 3"])
-def test_stock_dtensors(pools, name):
-    pools(3).run(f"{__name__}:interchanged", name)
-
-
-def of_tools_that_tell_empty_ranks_nothing():
+@on_ranks(3)
+def test_of_tools_that_tell_empty_ranks_nothing():
     """torchrec: on a rank without a shard of a table, it gives from_local neither placements nor sizes."""
     import shardtensor as st
 
@@ -779,11 +755,8 @@ def of_tools_that_tell_empty_ranks_nothing():
     assert torch.equal(other.copy_(t).full_tensor(), value)
 
 
-def test_of_tools_that_tell_empty_ranks_nothing(pools):
-    pools(3).run(f"{__name__}:of_tools_that_tell_empty_ranks_nothing")
-
-
-def on_some_ranks():
+@on_ranks(3)
+def test_on_some_ranks():
     import shardtensor as st
 
     value, rank = values(), dist.get_rank()
@@ -799,11 +772,8 @@ def on_some_ranks():
     assert t.detach().clone().shape == value.shape
 
 
-def test_on_some_ranks(pools):
-    pools(3).run(f"{__name__}:on_some_ranks")
-
-
-def refused_on_all_ranks():
+@on_ranks(2)
+def test_refused_on_all_ranks():
     import shardtensor as st
 
     rank, mesh, value = dist.get_rank(), mesh_of((2,)), values()
@@ -862,14 +832,12 @@ def refused_on_all_ranks():
     assert "LocalShardsWrapper" in repr(t) and torch.equal(t.view(7, -1).full_tensor(), value)
 
 
-def test_refused_on_all_ranks(pools):
-    pools(2).run(f"{__name__}:refused_on_all_ranks")
-
-
 # ---- a plain ShardTensor as shards ----
 
 
-def shards_of_plain(name):
+@pytest.mark.parametrize("name", ["uneven 3", "columns 3", "whole 3", "nested 4", "strided 4", "three boxes 4", "replicas 4", "one has all 4"])
+@on_ranks(of=lambda name: int(name[-1]))
+def test_shards_of_plain(name):
     import shardtensor as st
     from test_checkpoint import LAYOUTS, lay
 
@@ -889,22 +857,15 @@ def shards_of_plain(name):
             x.sum(0).local_shards()
 
 
-@pytest.mark.parametrize("name", ["uneven 3", "columns 3", "whole 3", "nested 4", "strided 4", "three boxes 4", "replicas 4", "one has all 4"])
-def test_shards_of_plain(pools, name):
-    pools(int(name[-1])).run(f"{__name__}:shards_of_plain", name)
-
-
 # ---- documentation ----
 
 PAGE = Path(__file__).parents[1] / "docs" / "local_shards.md"
 
 
-def example(path):
+@on_ranks(2)
+def test_documentation(tmp_path):
+    path = str(tmp_path)
     exec(PAGE.read_text().split("```python")[1].split("```")[0], {"path": path})
-
-
-def test_documentation(pools, tmp_path):
-    pools(2).run(f"{__name__}:example", str(tmp_path))
 
 
 def test_every_name_of_torchs_class_is_documented():

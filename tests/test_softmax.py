@@ -70,5 +70,5 @@ def _bytes(name, cut):
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_two_small_reductions_and_one_backward(pools, name, cut):
     row = 4 * 8
-    for counts in pools(3).run("test_softmax:_bytes", name, cut):
+    for counts in pools(3).run(_bytes, name, cut):
         assert counts == ({"all_reduce": (2, 2 * row)}, {"all_reduce": (1, row)})

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import compare, shared
+from pool import on_ranks
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 SEEDS = range(3)
@@ -490,7 +491,11 @@ def laid_like(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like).copy_(t)
 
 
-def run_drawn(kind: str, shape: tuple[int, ...], seed: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("kind", DRAWN)
+@on_ranks(of="shape")
+def test_equals_torch(kind, shape, seed):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", shape)
@@ -502,13 +507,6 @@ def run_drawn(kind: str, shape: tuple[int, ...], seed: int) -> None:
             kept += check(call, mesh, place_randomly(draw, call.x, mesh))
             done += 1
     assert kept > CALLS // (2 if call.windows else 5) or kind == "global"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize("kind", DRAWN)
-def test_equals_torch(pools, kind, shape, seed):
-    pools(math.prod(shape)).run(f"{__name__}:run_drawn", kind, shape, seed)
 
 
 # ---- convolutions run on the piece while the halo travels ----
@@ -528,7 +526,10 @@ def second_call(cost: int) -> Iterator[None]:
         _C.set_second_call(before)
 
 
-def run_piece_first(shape: tuple[int, ...], seed: int) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
+@on_ranks(of="shape")
+def test_piece_first(shape, seed):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", shape)
@@ -542,19 +543,15 @@ def run_piece_first(shape: tuple[int, ...], seed: int) -> None:
                 done += 1
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
-def test_piece_first(pools, shape, seed):
-    pools(math.prod(shape)).run(f"{__name__}:run_piece_first", shape, seed)
-
-
 def gradients(inputs: list[Any], of: Sequence[int], upstream: Any, groups: int) -> list[Any]:
     x, w, b = (t.detach().requires_grad_(i in of) for i, t in enumerate(inputs))
     y = F.conv2d(x, w, b, padding=1, groups=groups)
     return [y, *torch.autograd.grad(y, [(x, w, b)[i] for i in of], upstream)]
 
 
-def run_piece_first_in(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128], ids=str)
+@on_ranks(3)
+def test_piece_first_in(dtype):
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -575,12 +572,9 @@ def run_piece_first_in(dtype: torch.dtype) -> None:
                 compare(g.detach(), t.detach(), close, f"{dtype}, channels last {last}, gradients of {of}: {i}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128], ids=str)
-def test_piece_first_in(pools, dtype):
-    pools(3).run(f"{__name__}:run_piece_first_in", dtype)
-
-
-def run_bias_gradients(shape: tuple[int, ...], second: int) -> None:
+@pytest.mark.parametrize("second", [AT_ONCE, NEVER])
+@on_ranks((3,), (2, 2))
+def test_gradients_of_any_layout(shape, second):
     """The gradient may be cut as the input is, or in some of its dims, or along others, with other cuts."""
     from oracle import EVEN, UNEVEN
     from oracle import place as placed
@@ -603,12 +597,6 @@ def run_bias_gradients(shape: tuple[int, ...], second: int) -> None:
                     got = gradients(inputs, (0, 1, 2), placed(upstream, mesh, *to), groups)
                 for g, t in zip(got, want, strict=True):
                     compare(g.detach(), t.detach(), 1e-9, f"{batch} {groups} input {at} weight {weight} gradient {to}")
-
-
-@pytest.mark.parametrize("second", [AT_ONCE, NEVER])
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_gradients_of_any_layout(pools, shape, second):
-    pools(math.prod(shape)).run(f"{__name__}:run_bias_gradients", shape, second)
 
 
 def run_memory(cost: int) -> list[int]:
@@ -637,7 +625,7 @@ def run_memory(cost: int) -> list[int]:
 
 def test_piece_is_not_joined_with_its_halo(pools):
     piece = 4 * 128 * 128 * 4
-    first, joined = (pools(3).run(f"{__name__}:run_memory", cost) for cost in (AT_ONCE, NEVER))
+    first, joined = (pools(3).run(run_memory, cost) for cost in (AT_ONCE, NEVER))
     for few, many in zip(itertools.chain(*first), itertools.chain(*joined), strict=True):
         assert few < 1.4 * piece and many >= 2 * piece, (few, many)
 
@@ -676,7 +664,9 @@ def bytes_of_move(mesh: Any, source: Any, target: Any, moved: torch.Tensor) -> i
     return sum(len(mine & wanted) for wanted in others) * source.element_size()
 
 
-def run_moves(shape: tuple[int, ...], inference: bool) -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@on_ranks((2,), (3,), (2, 2))
+def test_moves(shape, inference):
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -720,12 +710,6 @@ def run_moves(shape: tuple[int, ...], inference: bool) -> None:
         assert most is None or sent.get("all_to_all", (0, 0))[1] == most, f"gradient of {text} sends {sent}, {most} bytes are enough"
 
 
-@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_moves(pools, shape, inference):
-    pools(math.prod(shape)).run(f"{__name__}:run_moves", shape, inference)
-
-
 # Exchanges at most; pads nothing at all.
 QUIET: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
     "repeat": (lambda x: x.repeat(1, 2, 2, 2), {"all_to_all"}),
@@ -738,7 +722,9 @@ QUIET: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 }
 
 
-def run_quiet(inference: bool) -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@on_ranks(3)
+def test_nothing_is_gathered(inference):
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -760,12 +746,8 @@ def run_quiet(inference: bool) -> None:
             assert set(sent) <= kinds, f"gradient of {text} sends {sent}"
 
 
-@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-def test_nothing_is_gathered(pools, inference):
-    pools(3).run(f"{__name__}:run_quiet", inference)
-
-
-def run_flat_rolls() -> None:
+@on_ranks(3)
+def test_flat_rolls_gather_nothing():
     """A roll without dims: of rows, what crosses a cut; of columns, two exchanges, there and into rows. Few values are gathered."""
     from oracle import mesh_here
     from shardtensor import Shard
@@ -786,17 +768,15 @@ def run_flat_rolls() -> None:
             assert set(sent) <= {"all_to_all"}, f"gradient of {text} sends {sent}"
 
 
-def test_flat_rolls_gather_nothing(pools):
-    pools(3).run(f"{__name__}:run_flat_rolls")
-
-
 # ---- ops that need whole planes: batch or channels are cut instead ----
 
 # sizes, placement of the result
 RECUT = [((4, 4, 8, 8), 0), ((1, 4, 8, 8), 1), ((1, 1, 8, 8), None)]
 
 
-def run_recut(sizes: tuple[int, ...], to: int | None) -> None:
+@pytest.mark.parametrize(("sizes", "to"), RECUT)
+@on_ranks(3)
+def test_whole_planes_are_recut(sizes, to):
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -811,16 +791,13 @@ def run_recut(sizes: tuple[int, ...], to: int | None) -> None:
     compare(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(want.sum(), whole)[0], 1e-9, "gradient")
 
 
-@pytest.mark.parametrize(("sizes", "to"), RECUT)
-def test_whole_planes_are_recut(pools, sizes, to):
-    pools(3).run(f"{__name__}:run_recut", sizes, to)
-
-
 # sizes of an image cut along its width, placement of its rows of patches: [batch, cells of a block, blocks]
 WIDTHS = [((4, 2, 12, 9), 0), ((1, 2, 12, 9), 2), ((1, 5, 2, 9), 1)]
 
 
-def run_width(sizes: tuple[int, ...], to: int) -> None:
+@pytest.mark.parametrize(("sizes", "to"), WIDTHS)
+@on_ranks(3)
+def test_patches_cut_along_the_width(sizes, to):
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -849,12 +826,8 @@ def run_width(sizes: tuple[int, ...], to: int) -> None:
     compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, "gradient")
 
 
-@pytest.mark.parametrize(("sizes", "to"), WIDTHS)
-def test_patches_cut_along_the_width(pools, sizes, to):
-    pools(3).run(f"{__name__}:run_width", sizes, to)
-
-
-def run_patches_of_channels() -> None:
+@on_ranks(3)
+def test_patches_of_cut_channels():
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -875,14 +848,11 @@ def run_patches_of_channels() -> None:
     compare(g, torch.autograd.grad(want, whole, want.detach())[0], 1e-9, "gradient")
 
 
-def test_patches_of_cut_channels(pools):
-    pools(3).run(f"{__name__}:run_patches_of_channels")
-
-
 # ---- few bytes where values say what is read ----
 
 
-def run_small() -> None:
+@on_ranks(3)
+def test_few_bytes():
     """What each call sends on three ranks with 5, 0 and 7 rows of an image [1, 2, 12, 8] of float64, in bytes: the most of any rank."""
     from shardtensor import Partial, Replicate, Shard, strict_mode
     from torch.distributed.device_mesh import init_device_mesh
@@ -924,11 +894,8 @@ def run_small() -> None:
             assert sum(size for _, size in sent.values()) <= 2 * sum(most.values()) + summed, f"backward of {name} sends {sent}"
 
 
-def test_few_bytes(pools):
-    pools(3).run(f"{__name__}:run_small")
-
-
-def run_far_index() -> None:
+@on_ranks(3)
+def test_an_index_outside_the_plane_raises_on_all_ranks():
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -943,11 +910,8 @@ def run_far_index() -> None:
     compare(F.max_unpool2d(x, at, 2), F.max_unpool2d(values, places, 2), 0, "the next call")
 
 
-def test_an_index_outside_the_plane_raises_on_all_ranks(pools):
-    pools(3).run(f"{__name__}:run_far_index")
-
-
-def run_nan() -> None:
+@on_ranks(3)
+def test_adaptive_max_of_nan():
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -960,11 +924,8 @@ def run_nan() -> None:
         torch.testing.assert_close(got.full_tensor(), want, equal_nan=True, rtol=0, atol=0)
 
 
-def test_adaptive_max_of_nan(pools):
-    pools(3).run(f"{__name__}:run_nan")
-
-
-def run_kernel_too_wide() -> None:
+@on_ranks(3)
+def test_kernel_too_wide_raises_on_all_ranks():
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -975,11 +936,8 @@ def run_kernel_too_wide() -> None:
         F.conv2d(x, weight, padding=1)
 
 
-def test_kernel_too_wide_raises_on_all_ranks(pools):
-    pools(3).run(f"{__name__}:run_kernel_too_wide")
-
-
-def run_circular_in_inference_mode() -> None:
+@on_ranks(3)
+def test_circular_in_inference_mode():
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -990,10 +948,6 @@ def run_circular_in_inference_mode() -> None:
         y, sent = counted(lambda: F.pad(x, (1, 2, 3, 1), "circular"))
     assert set(sent) == {"all_to_all"} and y.placements == (Shard(2),)
     compare(y, F.pad(whole, (1, 2, 3, 1), "circular"), 0, "result")
-
-
-def test_circular_in_inference_mode(pools):
-    pools(3).run(f"{__name__}:run_circular_in_inference_mode")
 
 
 # ---- the choice: halo, recut to the batch, or gather ----
@@ -1007,7 +961,9 @@ CHOICES = [
 ]
 
 
-def run_choice(sizes: tuple[int, ...], rows: int, to: int) -> None:
+@pytest.mark.parametrize(("sizes", "rows", "to"), CHOICES)
+@on_ranks(4)
+def test_choice(sizes, rows, to):
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -1018,11 +974,6 @@ def run_choice(sizes: tuple[int, ...], rows: int, to: int) -> None:
     y = F.conv2d(x, w, padding="same")
     assert y.placements == (Shard(to),)
     compare(y, F.conv2d(whole, weight, padding="same"), 1e-9, "result")
-
-
-@pytest.mark.parametrize(("sizes", "rows", "to"), CHOICES)
-def test_choice(pools, sizes, rows, to):
-    pools(4).run(f"{__name__}:run_choice", sizes, rows, to)
 
 
 # ---- networks: the cut passes through, and nothing is gathered ----
@@ -1070,7 +1021,7 @@ UNETS = {"even": ((2,), [[8, 8]]), "uneven": ((3,), [[4, 0, 12]]), "odd": ((3,),
 @pytest.mark.parametrize("case", UNETS)
 def test_unet(pools, case):
     shape, cuts = UNETS[case]
-    pools(math.prod(shape)).run(f"{__name__}:run_unet", shape, cuts)
+    pools(math.prod(shape)).run(run_unet, shape, cuts)
 
 
 # ---- in graphs ----
@@ -1118,7 +1069,10 @@ READ_BY_VALUES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def run_values_compiled(backend: str, names: list[str]) -> None:
+# Inductor takes ten seconds a graph: it is tried on those that become `put_off`.
+@pytest.mark.parametrize(("backend", "names"), [("aot_eager", list(READ_BY_VALUES)), ("inductor", ["unpool", "sample"])])
+@on_ranks(3, seconds=100)
+def test_values_compiled(backend, names):
     """Where values decide what is sent, a graph makes eager mode's call when it runs: nothing is gathered."""
     import logging
 
@@ -1153,13 +1107,8 @@ def run_values_compiled(backend: str, names: list[str]) -> None:
     log.removeHandler(handler)
 
 
-# Inductor takes ten seconds a graph: it is tried on those that become `put_off`.
-@pytest.mark.parametrize(("backend", "names"), [("aot_eager", list(READ_BY_VALUES)), ("inductor", ["unpool", "sample"])])
-def test_values_compiled(pools, backend, names):
-    pools(3).run(f"{__name__}:run_values_compiled", backend, names, seconds=100)
-
-
-def run_on_meta() -> None:
+@on_ranks(3)
+def test_on_meta():
     """Sizes without values: nothing can be asked of them."""
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -1174,10 +1123,6 @@ def run_on_meta() -> None:
         assert g._layout == x._layout, f"{name}: {g._layout}"
 
 
-def test_on_meta(pools):
-    pools(3).run(f"{__name__}:run_on_meta")
-
-
 def turned(x: torch.Tensor) -> torch.Tensor:
     return x.flip(1).roll(2, 1).rot90(1, (1, 2)).flip(0, 2)
 
@@ -1189,7 +1134,9 @@ QUIET_GRAPHS: dict[str, tuple[Callable[[Any], Any], bool, list[list[int] | None]
 }
 
 
-def run_quiet_graph(name: str) -> None:
+@pytest.mark.parametrize("name", QUIET_GRAPHS)
+@on_ranks(3, seconds=100)
+def test_quiet_graphs(name):
     from functorch.compile import make_boxed_func
     from shardtensor import Shard
     from torch._dynamo.backends.common import aot_autograd
@@ -1216,11 +1163,6 @@ def run_quiet_graph(name: str) -> None:
         assert "all_to_all_single" in called and "all_gather_into_tensor" not in called, called
 
 
-@pytest.mark.parametrize("name", QUIET_GRAPHS)
-def test_quiet_graphs(pools, name):
-    pools(3).run(f"{__name__}:run_quiet_graph", name, seconds=100)
-
-
 GRAPHS = {
     "all ranks": ([0, 1, 2], [9, 0, 4]),
     "thin": ([0, 1, 2], [1, 11, 1]),
@@ -1231,10 +1173,11 @@ GRAPHS = {
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("where", GRAPHS)
 def test_compiled(pools, where, dynamic):
-    pools(3).run(f"{__name__}:run_compiled", *GRAPHS[where], dynamic, seconds=120)
+    pools(3).run(run_compiled, *GRAPHS[where], dynamic, seconds=120)
 
 
-def run_dilated(shape: tuple[int, ...]) -> None:
+@on_ranks((3,), (2, 2))
+def test_dilated_convolutions_keep_an_even_cut(shape):
     """Convolutions of one image, dilated by less and more than a piece, and the image's mean, joined: an even cut stays even."""
     from shardtensor import Replicate, Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -1255,12 +1198,8 @@ def run_dilated(shape: tuple[int, ...]) -> None:
     assert y._layout == x._layout == g._layout, (y._layout, g._layout)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_dilated_convolutions_keep_an_even_cut(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_dilated", shape)
-
-
-def run_integers_and_empties() -> None:
+@on_ranks(3)
+def test_integers_and_empties():
     """What torch computes of integers is right, and what it refuses of them, or of tensors without channels, all ranks refuse."""
     from shardtensor import Shard
     from torch.distributed.device_mesh import init_device_mesh
@@ -1286,7 +1225,3 @@ def run_integers_and_empties() -> None:
         F.interpolate(empty, (3, 5), mode="bicubic", antialias=True)
     with pytest.raises(RuntimeError, match="other non-zero dimensions for input"):
         F.unfold(empty, 2)
-
-
-def test_integers_and_empties(pools):
-    pools(3).run(f"{__name__}:run_integers_and_empties")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import compare
+from pool import on_ranks
 from test_spatial import counted, numbers, place
 from torch import nn
 
@@ -204,10 +205,12 @@ def run_model(name: str) -> None:
 def test_model(pools, name, world):
     if "vae" in name:
         pytest.importorskip("diffusers")
-    pools(world).run(f"{__name__}:run_model", name, seconds=100)
+    pools(world).run(run_model, name, seconds=100)
 
 
-def run_residual(end: str) -> None:
+@pytest.mark.parametrize("end", ["mean", "scale"])
+@on_ranks(2, 3)
+def test_gradients_of_residuals_stay_cut(end):
     """Gradients of residuals stay cut, and only halos are sent."""
     from oracle import mesh_here
     from shardtensor import Replicate, Shard, strict_mode
@@ -240,12 +243,6 @@ def run_residual(end: str) -> None:
     assert set(sent) <= {"all_to_all", "all_reduce"}, sent
 
 
-@pytest.mark.parametrize("end", ["mean", "scale"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_of_residuals_stay_cut(pools, world, end):
-    pools(world).run(f"{__name__}:run_residual", end)
-
-
 # ---- a mesh graph network: nodes and edges are cut apart from each other ----
 
 
@@ -271,7 +268,8 @@ class GraphNet(nn.Module):
         return self.decode(nodes)
 
 
-def run_graph() -> None:
+@on_ranks(2, 3)
+def test_graph_network():
     from oracle import mesh_here
     from shardtensor import Shard
 
@@ -284,8 +282,3 @@ def run_graph() -> None:
     # all_gather: the numbers of rows that ranks ask of each other
     y = check(GraphNet().double(), mesh, [*whole, *ends], ours, EXCHANGES | {"all_gather"}, "graph network")
     assert y._layout == ours[0]._layout
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_graph_network(pools, world):
-    pools(world).run(f"{__name__}:run_graph")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from oracle import MESHES, case, compare, mesh_id, run_on
+from pool import on_ranks
 from shardtensor import Replicate, Shard, strict_mode
 from test_matmul import batch_sharded
 from test_reductions import complexes
@@ -58,7 +59,8 @@ def may_take_cut(sizes: Sequence[int], mesh: Any, placements: Sequence[Any], m: 
     return any(sizes[d] >= mesh.size(m) * pieces[d] for d in others)
 
 
-def run_cut(shape: tuple[int, ...]) -> None:
+@on_ranks((2,), (3,), (2, 2))
+def test_cut(shape):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, draw = init_device_mesh("cpu", shape), random.Random(f"{shape}")
@@ -103,11 +105,6 @@ def run_cut(shape: tuple[int, ...]) -> None:
     assert exchanged > 15
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_cut(pools, shape):
-    pools(math.prod(shape)).run(f"{__name__}:run_cut", shape)
-
-
 # One signal, cut over the ranks: rows of it are exchanged for columns. How long it is, and how it is cut.
 SIGNALS: dict[str, tuple[int, list[int] | None]] = {"even": (8192, None), "uneven": (6000, [1000, 0, 5000]), "odd": (5 * 1021, None)}
 WAVES: dict[str, Callable[[Any], Any]] = {
@@ -149,10 +146,11 @@ def run_signal(name: str, compiled: bool = False, inference: bool = False) -> No
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 @pytest.mark.parametrize("name", WAVES)
 def test_one_signal(pools, name, inference):
-    pools(3).run(f"{__name__}:run_signal", name, inference=inference)
+    pools(3).run(run_signal, name, inference=inference)
 
 
-def run_signal_of_any_length() -> None:
+@on_ranks(3, seconds=100)
+def test_signal_of_any_length():
     """In a graph whose sizes are symbols: a long signal is compiled again for each length, and exchanged."""
     from torch._dynamo.backends.common import aot_autograd
     from torch.distributed.device_mesh import init_device_mesh
@@ -176,15 +174,12 @@ def run_signal_of_any_length() -> None:
     assert "all_to_all_single" in called and "all_gather_into_tensor" not in called, called
 
 
-def test_signal_of_any_length(pools):
-    pools(3).run(f"{__name__}:run_signal_of_any_length", seconds=100)
-
-
 def test_one_signal_compiled(pools):
-    pools(3).run(f"{__name__}:run_signal", "rfft", compiled=True, seconds=100)
+    pools(3).run(run_signal, "rfft", compiled=True, seconds=100)
 
 
-def run_prime() -> None:
+@on_ranks(3)
+def test_a_prime_length_gathers():
     """A length without two factors for three ranks is gathered, and so is a short signal. With strict mode, it raises."""
     from shardtensor import strict_mode
     from torch.distributed.device_mesh import init_device_mesh
@@ -198,10 +193,6 @@ def run_prime() -> None:
         assert set(sent) == {"all_gather"}, sent
         with strict_mode(), pytest.raises(RuntimeError, match="fft"):
             torch.fft.fft(x * 1)
-
-
-def test_a_prime_length_gathers(pools):
-    pools(3).run(f"{__name__}:run_prime")
 
 
 # One image, without a batch or channels. There and back: rows at home, one exchange, columns; columns at home, one exchange, rows.
@@ -231,10 +222,12 @@ def run_image(height: int, width: int, cut: list[int] | None, inference: bool) -
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 @pytest.mark.parametrize("image", IMAGES)
 def test_image(pools, image, inference):
-    pools(3).run(f"{__name__}:run_image", *IMAGES[image], inference)
+    pools(3).run(run_image, *IMAGES[image], inference)
 
 
-def run_compiled(dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@on_ranks(3, seconds=100)
+def test_compiled(dynamic):
     from torch._dynamo.backends.common import aot_autograd
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -258,11 +251,6 @@ def run_compiled(dynamic: bool) -> None:
     assert "all_to_all_single" in called and "all_gather_into_tensor" not in called
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiled(pools, dynamic):
-    pools(3).run(f"{__name__}:run_compiled", dynamic, seconds=100)
-
-
 # ---- windows in time: a halo ----
 
 
@@ -279,7 +267,10 @@ STFTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def run_stft(name: str, inference: bool) -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("name", STFTS)
+@on_ranks(3)
+def test_stft(name, inference):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
@@ -297,12 +288,6 @@ def run_stft(name: str, inference: bool) -> None:
             (g,), sent = counted(lambda: torch.autograd.grad(y, x, grad))  # noqa: B023
             assert set(sent) <= {"all_to_all"}, sent
             compare(g, torch.autograd.grad(want, whole, upstream)[0], 1e-9, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-@pytest.mark.parametrize("name", STFTS)
-def test_stft(pools, name, inference):
-    pools(3).run(f"{__name__}:run_stft", name, inference)
 
 
 # ---- in memory ----
@@ -325,7 +310,8 @@ def in_memory(t: Any) -> list[int]:
     return sorted((d for d in range(t.ndim) if t.shape[d] > 1), key=lambda d: -t.stride(d))
 
 
-def run_in_memory() -> None:
+@on_ranks(2, seconds=100)
+def test_lies_in_memory_as_torchs():
     """The strides are torch's, which depend on those of the input, and the gradient's dims are ordered as torch's."""
     from oracle import mesh_here
     from shardtensor import distribute_tensor
@@ -353,11 +339,8 @@ def run_in_memory() -> None:
             assert in_memory(g) == in_memory(back) or lies == "thin", f"gradient of {text}: {g.stride()}, not {back.stride()}"
 
 
-def test_lies_in_memory_as_torchs(pools):
-    pools(2).run(f"{__name__}:run_in_memory", seconds=100)
-
-
-def run_in_memory_of_graphs() -> None:
+@on_ranks(2, seconds=100)
+def test_lies_in_memory_as_torchs_compiled():
     from oracle import mesh_here
     from shardtensor import distribute_tensor
 
@@ -373,7 +356,3 @@ def run_in_memory_of_graphs() -> None:
             for got, want in zip(torch.compile(both, backend="aot_eager", dynamic=dynamic)(x), both(LIES[lies](whole)), strict=True):
                 assert got.stride() == want.stride(), (lies, placement, dynamic, got.stride(), want.stride())
                 compare(got, want, 1e-4, f"{lies} {placement} {dynamic}")
-
-
-def test_lies_in_memory_as_torchs_compiled(pools):
-    pools(2).run(f"{__name__}:run_in_memory_of_graphs", seconds=100)

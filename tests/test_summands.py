@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from oracle import MESHES, Joint, compare, mesh_id, mesh_of, place, random_summands, with_summands
+from pool import on_ranks
 
 KINDS = ["sum", "avg", "product", "min", "max", "norm"]
 OPS = {
@@ -85,10 +86,11 @@ def through(name, mesh_shape):
 @pytest.mark.parametrize("name", OPS)
 def test_through(pools, name, mesh):
     world, shape = mesh
-    pools(world).run(f"{__name__}:through", name, shape)
+    pools(world).run(through, name, shape)
 
 
-def norms_written() -> None:
+@on_ranks(2)
+def test_norms_written():
     """A norm is never negative: a write that would make it negative is refused on all ranks, and the old value stays."""
     mesh = mesh_of((2,))
     whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
@@ -97,10 +99,6 @@ def norms_written() -> None:
         x.sub_(5)
     torch.testing.assert_close(x.full_tensor(), whole)
     torch.testing.assert_close((x - 5).full_tensor(), whole - 5)
-
-
-def test_norms_written(pools):
-    pools(2).run(f"{__name__}:norms_written")
 
 
 # Summands of integers that wrap, of bools. `a` and `b` hold them; `w` and `f` are
@@ -226,7 +224,7 @@ def wrapping(name: str, mesh_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", WRAPPING)
 def test_wrapping(pools, name, mesh):
     world, shape = mesh
-    pools(world).run(f"{__name__}:wrapping", name, shape)
+    pools(world).run(wrapping, name, shape)
 
 
 # What is read from places that other ranks hold.
@@ -302,7 +300,7 @@ def _same_bits(got, want, what):
 @pytest.mark.parametrize("name", READS)
 def test_reads(pools, name, mesh):
     world, shape = mesh
-    pools(world).run(f"{__name__}:reads", name, shape)
+    pools(world).run(reads, name, shape)
 
 
 INFINITE = {
@@ -344,4 +342,4 @@ def infinite(mesh_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("mesh", [MESHES[0], MESHES[2]], ids=mesh_id)
 def test_infinite_numbers(pools, mesh):
     world, shape = mesh
-    pools(world).run(f"{__name__}:infinite", shape)
+    pools(world).run(infinite, shape)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import mesh_here, whole
+from pool import on_ranks
 
 DOUBLE = torch.float64
 SIZES = (7, 4, 6)
@@ -78,8 +79,11 @@ def sent():
     return out
 
 
-def all_pairs(rows):
+@on_ranks(2, 3)
+@pytest.mark.parametrize("cut", range(3))
+def test_all_pairs(cut, world):
     """The second reader of whatever the first has read sends nothing that adds up, and nothing at all if it was all-reduced."""
+    rows = ROWS[world][cut]
     x, plain_x = inputs(rows)
     for made, make in SUMMANDS.items():
         for first, read in READERS.items():
@@ -96,12 +100,6 @@ def all_pairs(rows):
                 if not owns and not (part and second != first):
                     assert not kinds, (what, kinds)
                 torch.testing.assert_close(whole(got), plain(again)(want), msg=str(what))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("cut", range(3))
-def test_all_pairs(pools, world, cut):
-    pools(world).run("test_sums:all_pairs", ROWS[world][cut])
 
 
 def same_bits(rows):
@@ -121,7 +119,7 @@ def same_bits(rows):
 @pytest.mark.parametrize("world", [2, 3])
 def test_same_bits(pools, world):
     for rows in ROWS[world]:
-        pools(world).run("test_sums:same_bits", rows)
+        pools(world).run(same_bits, rows)
 
 
 WRITES: dict[str, Callable] = {
@@ -159,10 +157,11 @@ def writes(rows):
 @pytest.mark.parametrize("world", [2, 3])
 def test_writes(pools, world):
     for rows in ROWS[world]:
-        pools(world).run("test_sums:writes", rows)
+        pools(world).run(writes, rows)
 
 
-def written_by_one():
+@on_ranks(2)
+def test_written_by_one():
     """Through to_local(), also of a view: this rank raises, since the others would not add up again."""
     x, _ = inputs(None)
     for piece_of in (lambda y: y, lambda y: y.detach(), lambda y: y.t(), lambda y: y[1:]):
@@ -178,11 +177,8 @@ def written_by_one():
         assert not sent()
 
 
-def test_written_by_one(pools):
-    pools(2).run("test_sums:written_by_one")
-
-
-def not_kept():
+@on_ranks(2)
+def test_not_kept():
     """Where others may write the pieces at any time, each read adds up: from_local, a leaf's gradient; and inference mode."""
     from shardtensor import Partial, ShardTensor, debug, set_reduce_once
 
@@ -220,10 +216,6 @@ def not_kept():
     assert not debug.kept(y)
 
 
-def test_not_kept(pools):
-    pools(2).run("test_sums:not_kept")
-
-
 def gradients(rows):
     """Two readers, and autograd's own: what their formulas read again is not added up again."""
     from shardtensor import distribute_tensor
@@ -254,10 +246,11 @@ def gradients(rows):
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients(pools, world):
     for rows in ROWS[world]:
-        pools(world).run("test_sums:gradients", rows)
+        pools(world).run(gradients, rows)
 
 
-def lifetimes():
+@on_ranks(2)
+def test_lifetimes():
     """A sum is gone with its summand and the summand's views, and results of ops that could share its memory do not."""
     from shardtensor import debug
 
@@ -294,11 +287,8 @@ def lifetimes():
     assert debug.kept() == before
 
 
-def test_lifetimes(pools):
-    pools(2).run("test_sums:lifetimes")
-
-
-def in_lists():
+@on_ranks(2)
+def test_in_lists():
     """Lists of ops and redistribute() of several start from the sums."""
     import shardtensor
 
@@ -318,17 +308,14 @@ def in_lists():
         torch.testing.assert_close(whole(y.exp()), want.exp())
 
 
-def test_in_lists(pools):
-    pools(2).run("test_sums:in_lists")
-
-
 def same_on_all_ranks(*facts):
     all_facts = [None] * dist.get_world_size()
     dist.all_gather_object(all_facts, facts[1:])
     assert all(f == all_facts[0] for f in all_facts), (inspect.getsource(facts[0]), all_facts)
 
 
-def with_empty_pieces():
+@on_ranks(4)
+def test_with_empty_pieces():
     """On ranks with empty pieces alone, the kernels of some views copy. No view may have a sum on some ranks and none on others."""
     from shardtensor import Partial, Shard, debug, distribute_tensor
     from torch.distributed.device_mesh import init_device_mesh
@@ -356,11 +343,8 @@ def with_empty_pieces():
                 torch.testing.assert_close(whole(got), plain_y.exp())
 
 
-def test_with_empty_pieces(pools):
-    pools(4).run("test_sums:with_empty_pieces")
-
-
-def two_dims():
+@on_ranks(4)
+def test_two_dims():
     from shardtensor import Replicate, Shard, debug, distribute_tensor
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -378,7 +362,3 @@ def two_dims():
             read(y)
         kinds = sent()
         assert not any(kind.startswith("all_reduce") for kind in kinds), (placements, kinds, debug.kept(y))
-
-
-def test_two_dims(pools):
-    pools(4).run("test_sums:two_dims")

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from oracle import mesh_here
+from pool import on_ranks
 from torch import nn
 
 WORDS, FEATURES = 7, 4
@@ -112,7 +113,9 @@ PARTITIONS = {
 }
 
 
-def distributed(cuts):
+@on_ranks(2, 3)
+@pytest.mark.parametrize("cuts", PARTITIONS.values(), ids=PARTITIONS)
+def test_distribute_module(cuts):
     from shardtensor import Replicate, Shard, distribute_module
 
     ours, plain = pair()
@@ -123,13 +126,8 @@ def distributed(cuts):
     check_trains(ours, plain, entering=replicated)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("cuts", PARTITIONS.values(), ids=PARTITIONS)
-def test_distribute_module(pools, world, cuts):
-    pools(world).run(f"{__name__}:distributed", cuts)
-
-
-def one_module_holds_it_twice():
+@on_ranks(2)
+def test_one_module_holds_it_twice():
     from shardtensor import Shard, distribute_module
 
     module = nn.Linear(3, 4)
@@ -138,11 +136,8 @@ def one_module_holds_it_twice():
     assert module.also is module.weight and module.weight.placements == (Shard(0),)
 
 
-def test_one_module_holds_it_twice(pools):
-    pools(2).run(f"{__name__}:one_module_holds_it_twice")
-
-
-def untied_on_purpose():
+@on_ranks(2)
+def test_untied_on_purpose():
     """A partition_fn may make two parameters of one."""
     from shardtensor import Replicate, Shard, distribute_module
 
@@ -153,10 +148,6 @@ def untied_on_purpose():
 
     ours = distribute_module(Language(), mesh_here(), partition)
     assert (ours.wte.weight.placements, ours.head.weight.placements) == ((Shard(0),), (Replicate(),))
-
-
-def test_untied_on_purpose(pools):
-    pools(2).run(f"{__name__}:untied_on_purpose")
 
 
 def rows(prefix=""):
@@ -172,7 +163,9 @@ def rows(prefix=""):
     }
 
 
-def parallelized(model, prefix):
+@on_ranks(2, 3)
+@pytest.mark.parametrize(("model", "prefix"), [("Language", ""), ("Translation", "*.")])
+def test_parallelize_module(model, prefix):
     from shardtensor import Shard
     from shardtensor.parallel import parallelize_module
 
@@ -185,13 +178,8 @@ def parallelized(model, prefix):
     check_trains(ours, plain)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("model", "prefix"), [("Language", ""), ("Translation", "*.")])
-def test_parallelize_module(pools, world, model, prefix):
-    pools(world).run(f"{__name__}:parallelized", model, prefix)
-
-
-def norms():
+@on_ranks(2, 3)
+def test_replicated_by_a_style():
     from shardtensor import Replicate, distribute_tensor
     from shardtensor.parallel import SequenceParallel, parallelize_module
 
@@ -206,12 +194,8 @@ def norms():
     torch.testing.assert_close(full(ours[1].weight.grad), plain[1].weight.grad)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_replicated_by_a_style(pools, world):
-    pools(world).run(f"{__name__}:norms")
-
-
-def under_torchs_names():
+@on_ranks(2)
+def test_under_torchs_names():
     import shardtensor
 
     with shardtensor.replace_dtensor():
@@ -221,10 +205,6 @@ def under_torchs_names():
         parallelize_module(ours, mesh_here(), rows())
     check_tied(ours, plain)
     check_trains(ours, plain)
-
-
-def test_under_torchs_names(pools):
-    pools(2).run(f"{__name__}:under_torchs_names")
 
 
 def half_a_plan(left_out):
@@ -253,7 +233,7 @@ def half_a_plan(left_out):
 def test_half_a_plan(pools, world, left_out):
     names = {"wte": "'wte.weight' (Embedding)", "head": "'head.weight' (Linear)"}
     other = names["head" if left_out == "wte" else "wte"]
-    said = pools(world).run(f"{__name__}:half_a_plan", left_out)
+    said = pools(world).run(half_a_plan, left_out)
     assert len(set(said)) == 1 and f"{other} and {names[left_out]} are one tied parameter" in said[0]
 
 
@@ -273,14 +253,16 @@ def conflicts(how):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ["parallelize_module", "distribute_module"])
 def test_a_conflict_is_said_on_all_ranks(pools, world, how):
-    said = pools(world).run(f"{__name__}:conflicts", how)
+    said = pools(world).run(conflicts, how)
     for rank, text in enumerate(said):
         assert text.startswith(f"{how}: 'wte.weight' (Embedding) and 'head.weight' (Linear) are one tied parameter")
         assert f"wte.weight is to be S(1) on cpu mesh ({world})" in text and f"head.weight S(0) on cpu mesh ({world})" in text
         assert "Give both the same placements" in text and text.endswith(f"(rank {rank})")
 
 
-def fully_sharded(shape):
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1), (1, 3), (2, 2)], ids=str)
+@on_ranks(of=lambda shape: shape[0] * shape[1])
+def test_fully_shard(shape):
     """FSDP2 over tensor parallelism: the ends of the tie are in the root's group."""
     from shardtensor import init_device_mesh
     from shardtensor.parallel import parallelize_module
@@ -297,12 +279,11 @@ def fully_sharded(shape):
     assert ours.wte.weight is ours.head.weight
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1), (1, 3), (2, 2)], ids=str)
-def test_fully_shard(pools, shape):
-    pools(shape[0] * shape[1]).run(f"{__name__}:fully_sharded", shape)
-
-
-def fully_sharded_apart(together, shape):
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("together", [True, False])
+@on_ranks(2)
+def test_fully_shard_in_groups(together, shape):
+    """One group keeps both ends of a tie; two groups make two parameters, as of DTensors."""
     from shardtensor import init_device_mesh
     from shardtensor.parallel import parallelize_module
     from torch.distributed.fsdp import fully_shard
@@ -322,10 +303,3 @@ def fully_sharded_apart(together, shape):
     plain.head.weight = nn.Parameter(plain.wte.weight.detach().clone())
     check_tied(ours, plain)
     check_trains(ours, plain)
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("together", [True, False])
-def test_fully_shard_in_groups(pools, together, shape):
-    """One group keeps both ends of a tie; two groups make two parameters, as of DTensors."""
-    pools(2).run(f"{__name__}:fully_sharded_apart", together, shape)

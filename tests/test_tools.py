@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from oracle import EMPTY, EVEN, UNEVEN, place
+from pool import on_ranks
 from test_parallel import DOUBLE, MLP, full, mesh_here
 from test_training import batch, pair, same_parameters, tensor_parallel
 from torch import nn
@@ -43,12 +44,13 @@ def profiled():
 
 
 def test_profiler(ranks):
-    for names, listed in ranks.run(f"{__name__}:profiled"):
+    for names, listed in ranks.run(profiled):
         assert {"aten::relu", "aten::mul", "aten::sum"} <= set(names) and listed
         assert {"gloo:all_to_all", "gloo:all_reduce"} <= set(names)
 
 
-def counted_flops():
+@on_ranks(2, 4)
+def test_flop_counter():
     """Counts all ranks' work, whatever the layout, forward and backward, as torch does for DTensors."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -75,10 +77,6 @@ def counted_flops():
         assert totals[0] > 0 or torch.__version__ < "2.15"  # older torch does not count them all
 
 
-def test_flop_counter(ranks):
-    ranks.run(f"{__name__}:counted_flops")
-
-
 def tracked_memory():
     """A rank's own bytes."""
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -99,20 +97,17 @@ def tracked_memory():
 
 
 def test_memory_tracker(ranks):
-    own = ranks.run(f"{__name__}:tracked_memory")
+    own = ranks.run(tracked_memory)
     assert own[0] > own[-1]
 
 
-def timed():
+@on_ranks(2, 4)
+def test_timer():
     from torch.utils.benchmark import Timer
 
     x = tensor()
     measured = Timer("x.relu_()", globals={"x": x}).timeit(5)
     assert measured.number_per_run == 5 and x.full_tensor().min() == 0
-
-
-def test_timer(ranks):
-    ranks.run(f"{__name__}:timed")
 
 
 def written_down():
@@ -127,7 +122,7 @@ def written_down():
 
 
 def test_debug_mode(ranks):
-    for text in ranks.run(f"{__name__}:written_down", seconds=110):  # it imports the compiler
+    for text in ranks.run(written_down, seconds=110):  # it imports the compiler
         assert "aten::relu(dt: f64[5, 4]| S(0))" in text
         assert "aten::linear(dt: f64[4, 6]| R, dt: f64[7, 6]| S(0), dt: f64[7]| S(0))" in text
         assert "aten::linear_backward(dt: f64[4, 7]| S(1), dt: f64[4, 5]| R, dt: f64[5, 7]| S(1), [True, True, True])" in text
@@ -137,7 +132,8 @@ def test_debug_mode(ranks):
 # ---- modes ----
 
 
-def without_autograd():
+@on_ranks(2, 4)
+def test_inference_mode():
     x, y = tensor(), tensor("S(1)", seed=1)
     with torch.inference_mode():
         z = (x @ y.t()).relu()
@@ -154,11 +150,8 @@ def without_autograd():
         torch.testing.assert_close(ours(batch()), plain(batch()))
 
 
-def test_inference_mode(ranks):
-    ranks.run(f"{__name__}:without_autograd")
-
-
-def casted():
+@on_ranks(2, 4)
+def test_autocast():
     x, w = tensor(dtype=torch.float32), tensor("S(1)", (3, 4), dtype=torch.float32, seed=1)
     for f in (
         lambda x, w: nn.functional.linear(x, w),
@@ -182,25 +175,25 @@ def casted():
     torch.testing.assert_close(results[0], results[1], rtol=0.05, atol=0.02)
 
 
-def test_autocast(ranks):
-    ranks.run(f"{__name__}:casted")
-
-
-def found_anomaly():
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, 4)
+def test_anomaly_mode():
     x = tensor().requires_grad_()
     with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match=r"SqrtBackward0.* returned nan"):
         (x.sqrt() * 0).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_anomaly_mode(ranks):
-    ranks.run(f"{__name__}:found_anomaly")
-
-
 # ---- values, copies, comparisons ----
 
 
-def read():
+def _replicate():
+    from shardtensor import Replicate
+
+    return Replicate()
+
+
+@on_ranks(2, 4)
+def test_numbers():
     for placement in ("P", "S(0)", "R"):
         x = tensor(placement)
         loss = x.square().mean()
@@ -210,17 +203,8 @@ def read():
         assert int(loss * 0 + 3) == 3 and bool(loss > 0) and loss.redistribute(placements=[_replicate()]).tolist() == loss.item()
 
 
-def _replicate():
-    from shardtensor import Replicate
-
-    return Replicate()
-
-
-def test_numbers(ranks):
-    ranks.run(f"{__name__}:read")
-
-
-def compared():
+@on_ranks(2, 4)
+def test_assert_close():
     x = tensor(sizes=(13, 4))  # no two cuts are alike on any rank
     torch.testing.assert_close(x, x.clone())
     torch.testing.assert_close({"a": [x, x * 2]}, {"a": [x.clone(), x + x]})
@@ -232,11 +216,8 @@ def compared():
             torch.testing.assert_close(x, other)
 
 
-def test_assert_close(ranks):
-    ranks.run(f"{__name__}:compared")
-
-
-def loaded():
+@on_ranks(2, 4)
+def test_data_movement():
     from shardtensor import Shard, distribute_tensor
     from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -247,10 +228,6 @@ def loaded():
     batches = [distribute_tensor(b, mesh_here(), [Shard(0)]) for (b,) in DataLoader(TensorDataset(rows), batch_size=3)]
     torch.testing.assert_close(torch.cat(batches).full_tensor(), rows)
     torch.testing.assert_close(default_collate([x, x]).full_tensor(), torch.stack([whole(x)] * 2))
-
-
-def test_data_movement(ranks):
-    ranks.run(f"{__name__}:loaded")
 
 
 def copied():
@@ -271,13 +248,14 @@ def copied():
 
 
 def test_module_copies(ranks):
-    ranks.run(f"{__name__}:copied")
+    ranks.run(copied)
 
 
 # ---- hooks and what is saved ----
 
 
-def hooked():
+@on_ranks(2, 4)
+def test_hooks():
     seen_by = []
     for model in pair():
         seen = []
@@ -299,11 +277,9 @@ def hooked():
     torch.testing.assert_close(seen_by[0], seen_by[1])
 
 
-def test_hooks(ranks):
-    ranks.run(f"{__name__}:hooked")
-
-
-def saved(how):
+@pytest.mark.parametrize("how", ["kept", "to a file", "on cpu", "pinned"])
+@on_ranks(2, 4)
+def test_saved_tensors(how):
     from shardtensor import ShardTensor
     from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -339,12 +315,8 @@ def saved(how):
     assert ShardTensor in kinds or how in ("on cpu", "pinned")
 
 
-@pytest.mark.parametrize("how", ["kept", "to a file", "on cpu", "pinned"])
-def test_saved_tensors(ranks, how):
-    ranks.run(f"{__name__}:saved", how)
-
-
-def overwritten():
+@on_ranks(2, 4)
+def test_saved_tensors_may_be_overwritten():
     from torch.autograd.graph import allow_mutation_on_saved_tensors
 
     x = tensor().requires_grad_()
@@ -356,11 +328,10 @@ def overwritten():
     torch.testing.assert_close(x.grad.full_tensor(), 2 * whole(x).detach())
 
 
-def test_saved_tensors_may_be_overwritten(ranks):
-    ranks.run(f"{__name__}:overwritten")
-
-
-def parametrized(name, placement):
+@pytest.mark.parametrize("placement", ["S(0)", "S(1)", "R"])
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+@on_ranks(2, 4)
+def test_parametrizations(name, placement):
     from shardtensor import ShardTensor
     from torch.nn.utils import parametrizations, parametrize
 
@@ -387,13 +358,8 @@ def parametrized(name, placement):
     torch.testing.assert_close(full(ours.weight.detach()), plain.weight.detach())
 
 
-@pytest.mark.parametrize("placement", ["S(0)", "S(1)", "R"])
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
-def test_parametrizations(ranks, name, placement):
-    ranks.run(f"{__name__}:parametrized", name, placement)
-
-
-def pruned():
+@on_ranks(2, 4)
+def test_pruning():
     from torch.nn.utils import prune
 
     results = []
@@ -403,10 +369,6 @@ def pruned():
         results.append((full(model[0].up.weight.detach()), full(model[0].up.weight_orig.grad)))
     torch.testing.assert_close(results[0], results[1])
     assert results[0][0].eq(0).sum() == 10
-
-
-def test_pruning(ranks):
-    ranks.run(f"{__name__}:pruned")
 
 
 # ---- torch.func ----
@@ -451,7 +413,9 @@ TRANSFORMS = {
 }
 
 
-def transformed(name):
+@pytest.mark.parametrize("name", TRANSFORMS)
+@on_ranks(2, 4)
+def test_transforms(name):
     from shardtensor import ShardTensor
 
     for placements in (("S(0)", "S(0)"), ("S(0)", "S(1)"), ("R", "S(0)")):
@@ -464,12 +428,8 @@ def transformed(name):
             torch.testing.assert_close([t.full_tensor() for t in got], want, msg=lambda m, where=where: f"{where}: {m}")
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms(ranks, name):
-    ranks.run(f"{__name__}:transformed", name)
-
-
-def functional():
+@on_ranks(2, 4)
+def test_functional_call():
     from torch.func import functional_call, grad, vmap
 
     ours, plain = pair()
@@ -498,14 +458,12 @@ def functional():
         vmap(lambda row: row * mine)(x)
 
 
-def test_functional_call(ranks):
-    ranks.run(f"{__name__}:functional")
-
-
 # ---- data parallelism by copies ----
 
 
-def replicated(hidden):
+@pytest.mark.parametrize("hidden", [8, 7])
+@on_ranks(2, 4)
+def test_ddp(hidden):
     """DDP over tensor parallelism takes the steps that one process takes on all the data."""
     from shardtensor import init_device_mesh
     from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -531,12 +489,8 @@ def replicated(hidden):
         torch.testing.assert_close(losses[1] / 2, losses[0])
 
 
-@pytest.mark.parametrize("hidden", [8, 7])
-def test_ddp(ranks, hidden):
-    ranks.run(f"{__name__}:replicated", hidden)
-
-
-def takes_inputs():
+@on_ranks(2, 4)
+def test_ddp_inputs():
     """DDP passes ShardTensors through to a module of plain parameters."""
     from shardtensor import Replicate, ShardTensor, init_device_mesh
     from torch.nn.parallel import DistributedDataParallel
@@ -562,10 +516,6 @@ def takes_inputs():
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_ddp_inputs(ranks):
-    ranks.run(f"{__name__}:takes_inputs")
-
-
 def composably():
     from shardtensor import ShardTensor, init_device_mesh
     from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -588,7 +538,7 @@ def composably():
 
 def test_replicate(ranks):
     pytest.importorskip("torch.distributed._composable.replicate_with_fsdp", reason="this torch replicates by DDP alone")
-    ranks.run(f"{__name__}:composably")
+    ranks.run(composably)
 
 
 # ---- pipelines ----
@@ -637,7 +587,7 @@ def test_pipelines(ranks, schedule, between):
         utils = pytest.importorskip("torch.distributed.pipelining._utils")
         if not hasattr(utils, "_DTensorMeta"):
             pytest.skip("this torch sends plain tensors between stages")
-    ranks.run(f"{__name__}:piped", schedule, between)
+    ranks.run(piped, schedule, between)
 
 
 class Copied(nn.Module):
@@ -686,7 +636,7 @@ def test_pipelines_of_several_stages(pools, schedule, between):
     utils = pytest.importorskip("torch.distributed.pipelining._utils")
     if between != "plain" and not hasattr(utils, "_DTensorMeta"):
         pytest.skip("this torch sends plain tensors between stages")
-    pools(4).run(f"{__name__}:piped_in_turns", schedule, between)
+    pools(4).run(piped_in_turns, schedule, between)
 
 
 # ---- CUDA graphs ----
@@ -740,13 +690,14 @@ def captured():
 def test_cuda_graphs(pools, world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"a GPU for each of {world} ranks is needed")
-    pools(world).run(f"{__name__}:captured")
+    pools(world).run(captured)
 
 
 # ---- collectives of torch.distributed ----
 
 
-def refused():
+@on_ranks(2, 4)
+def test_collectives_are_refused():
     import torch.distributed._functional_collectives as functional_collectives
 
     x = tensor()
@@ -761,10 +712,6 @@ def refused():
     ):
         with pytest.raises(NotImplementedError, match=r"a collective on a ShardTensor.*to_local\(\)"):
             collective()
-
-
-def test_collectives_are_refused(ranks):
-    ranks.run(f"{__name__}:refused")
 
 
 # ---- tensors without values ----
@@ -796,7 +743,8 @@ def _step():
     ]
 
 
-def faked():
+@on_ranks(2, 4)
+def test_fake_tensors():
     """One rank alone finds out what all ranks would have. Nothing is sent."""
     from shardtensor import _C, ShardTensor
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
@@ -826,7 +774,3 @@ def faked():
         assert "aten.mul" in make_fx(lambda x: x * 2, tracing_mode="fake")(real[3]).code
         assert "all_gather_into_tensor" in make_fx(lambda x: x.full_tensor(), tracing_mode="fake")(real[3]).code
     dist.barrier()
-
-
-def test_fake_tensors(ranks):
-    ranks.run(f"{__name__}:faked")

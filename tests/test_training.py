@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import EMPTY, EVEN, UNEVEN, mesh_of, place
+from pool import on_ranks
 from test_fsdp import columns, needs_uneven_columns
 from test_optimizers import OPTIMIZERS
 from test_parallel import DOUBLE, MLP, Attention, full, mesh_here
@@ -69,7 +70,10 @@ def tensor_parallel(module, names, local=True):
     return parallelize_module(module, mesh_here(), style)
 
 
-def checkpointing(how, local):
+@pytest.mark.parametrize("local", [True, False], ids=["local", "distributed"])
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@on_ranks(2, 4)
+def test_checkpointing(how, local):
     """The same values, gradients and random state as without checkpoints and as with the whole model on every rank."""
     from shardtensor import Replicate, distribute_module, distribute_tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,12 +110,6 @@ def checkpointing(how, local):
     assert seen.count(aten.linear.default) == {"selective": 0}.get(how, 4 if how in ("reentrant", "no early stop") else 2)
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["local", "distributed"])
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_checkpointing(ranks, how, local):
-    ranks.run(f"{__name__}:checkpointing", how, local)
-
-
 class Noisy(nn.Sequential):
     """Dropout on cut activations."""
 
@@ -121,7 +119,9 @@ class Noisy(nn.Sequential):
         return x
 
 
-def wrapped(kind):
+@pytest.mark.parametrize("kind", ["NO_REENTRANT", "REENTRANT", "offload"])
+@on_ranks(2, 4)
+def test_checkpoint_wrappers(kind):
     """The wrapper modules of torch.distributed.algorithms, put around the blocks by a function that asks for their class."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
@@ -143,11 +143,6 @@ def wrapped(kind):
         out.square().sum().backward()
         results.append((out.detach(), x.grad, *(full(p.grad) for p in model.parameters())))
     torch.testing.assert_close(results[1], results[0])
-
-
-@pytest.mark.parametrize("kind", ["NO_REENTRANT", "REENTRANT", "offload"])
-def test_checkpoint_wrappers(ranks, kind):
-    ranks.run(f"{__name__}:wrapped", kind)
 
 
 # ---- FSDP2 ----
@@ -267,7 +262,7 @@ FSDP = [
 def test_fsdp(ranks, over, options, freeze, sync_every):
     if "columns" in options:
         needs_uneven_columns()
-    ranks.run(f"{__name__}:trains_alike", over, options, freeze, sync_every)
+    ranks.run(trains_alike, over, options, freeze, sync_every)
 
 
 def mixed_precision(over, options="usual"):
@@ -298,7 +293,7 @@ def mixed_precision(over, options="usual"):
 
 @pytest.mark.parametrize("over", ["nothing", "tensor parallel"])
 def test_fsdp_mixed_precision(ranks, over):
-    ranks.run(f"{__name__}:mixed_precision", over)
+    ranks.run(mixed_precision, over)
 
 
 def from_meta(over, options="usual"):
@@ -325,7 +320,7 @@ def from_meta(over, options="usual"):
 
 @pytest.mark.parametrize("over", ["nothing", "tensor parallel"])
 def test_fsdp_from_meta(ranks, over):
-    first, *others = ranks.run(f"{__name__}:from_meta", over)
+    first, *others = ranks.run(from_meta, over)
     assert all(values == first for values in others)
 
 
@@ -334,7 +329,7 @@ def test_fsdp_from_meta(ranks, over):
 def test_fsdp_of_columns(ranks, over, what):
     """FSDP cuts along a dim that is not the first and that the ranks do not divide."""
     needs_uneven_columns()
-    ranks.run(f"{__name__}:{what}", over, "columns")
+    ranks.run(globals()[what], over, "columns")
 
 
 def stored_in_columns(over, options):
@@ -401,7 +396,7 @@ def cut_in_heads(replicas):
 
 @pytest.mark.parametrize("replicas", [False, True], ids=["flat", "hybrid"])
 def test_fsdp_over_whole_heads(pools, replicas):
-    results = pools(4).run(f"{__name__}:cut_in_heads", replicas)
+    results = pools(4).run(cut_in_heads, replicas)
     assert [rows for _, rows, _ in results] == [3, 2, 3, 2]  # 6 and 4 rows, each in two
     assert [where for _, _, where in results] == [[(0, 3)], [(6, 2)], [(3, 3)], [(8, 2)]]
     assert all(count == 1 for held, _, _ in results for count in held)
@@ -448,7 +443,7 @@ def test_fsdp_on_one_mesh(pools):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "DataParallelMeshDims"):
         pytest.skip("this torch's FSDP wants a mesh of its own")
-    pools(4).run(f"{__name__}:on_one_mesh")
+    pools(4).run(on_one_mesh)
 
 
 # ---- schedulers, scaling, averages, Muon ----
@@ -479,7 +474,10 @@ SCHEDULERS = {
 }
 
 
-def scheduled(name, as_tensor):
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@on_ranks(2, 4)
+def test_schedulers(name, as_tensor):
     seen = []
     for model in (models := pair()):
         rate = torch.tensor(0.05) if as_tensor else 0.05
@@ -499,13 +497,9 @@ def scheduled(name, as_tensor):
     same_parameters(*models)
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(ranks, name, as_tensor):
-    ranks.run(f"{__name__}:scheduled", name, as_tensor)
-
-
-def scaled(foreach):
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "loop"])
+@on_ranks(2, 4)
+def test_scaler(foreach):
     """An infinity on one rank makes all skip the step and halve the scale."""
     seen = []
     for model in (models := pair()):
@@ -535,12 +529,9 @@ def scaled(foreach):
     same_parameters(*models)
 
 
-@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "loop"])
-def test_scaler(ranks, foreach):
-    ranks.run(f"{__name__}:scaled", foreach)
-
-
-def averaged(kind):
+@pytest.mark.parametrize("kind", ["swa", "swa one by one", "ema", "ema one by one", "buffers"])
+@on_ranks(2, 4)
+def test_averaged_models(kind):
     from torch.optim import swa_utils
 
     options = {
@@ -567,11 +558,6 @@ def averaged(kind):
     assert type(ours.module[0].up.weight) is not type(plain.module[0].up.weight)
     same_parameters(ours, plain)
     torch.testing.assert_close(ours(batch()), plain(batch()))
-
-
-@pytest.mark.parametrize("kind", ["swa", "swa one by one", "ema", "ema one by one", "buffers"])
-def test_averaged_models(ranks, kind):
-    ranks.run(f"{__name__}:averaged", kind)
 
 
 def other_optimizers(name):
@@ -612,7 +598,7 @@ OTHERS = ["Adafactor", "LBFGS", "Muon"]
 def test_other_optimizers(ranks, name):
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    ranks.run(f"{__name__}:other_optimizers", name)
+    ranks.run(other_optimizers, name)
 
 
 def sparse_gradients():
@@ -628,7 +614,7 @@ def sparse_gradients():
 def test_every_optimizer_of_torch(ranks):
     there = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
     assert there - {"Optimizer", "SparseAdam"} <= {*OPTIMIZERS, *OTHERS}
-    ranks.run(f"{__name__}:sparse_gradients")
+    ranks.run(sparse_gradients)
 
 
 # ---- clipping over several meshes ----
@@ -670,7 +656,10 @@ def _replicate():
     return Replicate()
 
 
-def clipped(kind, foreach):
+@pytest.mark.parametrize("foreach", [None, True, False], ids=["default", "foreach", "loop"])
+@pytest.mark.parametrize("kind", AMONG)
+@on_ranks(2, 4)
+def test_clipping_among_meshes(kind, foreach):
     from shardtensor import _C, ShardTensor
     from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
@@ -700,12 +689,6 @@ def clipped(kind, foreach):
     ours[0].grad[0, 0] = float("nan")
     with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 .* non-finite"):
         get_total_norm([p.grad for p in ours], 2.0, error_if_nonfinite=True, foreach=foreach)
-
-
-@pytest.mark.parametrize("foreach", [None, True, False], ids=["default", "foreach", "loop"])
-@pytest.mark.parametrize("kind", AMONG)
-def test_clipping_among_meshes(ranks, kind, foreach):
-    ranks.run(f"{__name__}:clipped", kind, foreach)
 
 
 def apart(shape):
@@ -752,7 +735,9 @@ def apart(shape):
         clip_grad_norm_(parameters, 0.5, error_if_nonfinite=True)
 
 
-def apart_is_told(order):
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+@on_ranks(2, 4)
+def test_clipping_tells_of_copies_that_differ(order):
     from shardtensor import Replicate, ShardTensor
     from shardtensor.patches.clipping import _apart
     from torch.nn.utils import get_total_norm
@@ -774,17 +759,13 @@ def apart_is_told(order):
         logging.getLogger("shardtensor").removeHandler(handler)
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
-def test_clipping_tells_of_copies_that_differ(ranks, order):
-    ranks.run(f"{__name__}:apart_is_told", order)
-
-
 def test_clipping_by_one_norm_where_copies_differ(ranks):
     for shape in [(ranks.world,)] + [(2, 2)] * (ranks.world == 4):
-        ranks.run(f"{__name__}:apart", shape)
+        ranks.run(apart, shape)
 
 
-def clipped_from_outside():
+@on_ranks(2, 4)
+def test_clipping_outside_a_mesh_raises():
     """The last rank is outside one of the meshes."""
     from shardtensor import DeviceMesh
 
@@ -794,7 +775,3 @@ def clipped_from_outside():
     if rank == world - 1:
         with pytest.raises(RuntimeError, match=rf"get_total_norm: tensor 1 is S\(0\) .* rank {rank} is not in.*redistribute"):
             torch.nn.utils.clip_grad_norm_(ours, 0.3)
-
-
-def test_clipping_outside_a_mesh_raises(ranks):
-    ranks.run(f"{__name__}:clipped_from_outside")

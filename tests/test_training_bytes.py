@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import mesh_here
+from pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,7 +104,7 @@ SIZES = pytest.mark.parametrize(
 def test_tensor_parallel(pools, world, heads, hidden, length):
     """By hand: an all-reduce behind attention and behind the MLP, and in the backward one before each."""
     activations = length * 3 * WIDTH * 8
-    for forward, backward in pools(world).run(f"{__name__}:a_block", heads, hidden, length, False):
+    for forward, backward in pools(world).run(a_block, heads, hidden, length, False):
         assert forward == backward == {"all_reduce": (2, 2 * activations)}
 
 
@@ -113,7 +114,7 @@ def test_sequence_parallel(pools, world, heads, hidden, length):
     """By hand: a gather before attention and before the MLP, a reduce-scatter behind each; in the backward the other way round."""
     row = 3 * WIDTH * 8
     lengths = [len(rows) for rows in torch.arange(length).chunk(world)] + [0] * world
-    for rank, (forward, backward) in enumerate(pools(world).run(f"{__name__}:a_block", heads, hidden, length, True)):
+    for rank, (forward, backward) in enumerate(pools(world).run(a_block, heads, hidden, length, True)):
         mine = lengths[rank] * row
         assert forward == backward == {"all_gather": (2, 2 * mine), "reduce_scatter": (2, 2 * (length * row - mine))}
 
@@ -179,7 +180,7 @@ def of_one_input(leaf, frozen):
 @pytest.mark.parametrize("leaf", [False, True], ids=["computed", "leaf"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_one_reduction_for_all(pools, world, leaf, frozen):
-    assert pools(world).run(f"{__name__}:of_one_input", leaf, frozen) == [1] * world
+    assert pools(world).run(of_one_input, leaf, frozen) == [1] * world
 
 
 def memory():
@@ -205,7 +206,7 @@ def memory():
 
 
 def test_nothing_is_kept(pools):
-    pools(2).run(f"{__name__}:memory")
+    pools(2).run(memory)
 
 
 CHANGES = {
@@ -218,7 +219,9 @@ CHANGES = {
 }
 
 
-def changed(how):
+@pytest.mark.parametrize("how", CHANGES)
+@on_ranks(2)
+def test_a_changed_input_enters_anew(how):
     """Between two layers the input changes. The gradient is that of the second, which a stale ShardTensor would not give."""
     ours, plain = qkv()
     leaves, given = inputs()
@@ -230,11 +233,6 @@ def changed(how):
     if how == "cut off":
         leaves = given
     check(leaves)
-
-
-@pytest.mark.parametrize("how", CHANGES)
-def test_a_changed_input_enters_anew(pools, how):
-    pools(2).run(f"{__name__}:changed", how)
 
 
 def written_inside():
@@ -370,7 +368,7 @@ def threads():
     ["written_inside", "other_modes", "several_backwards", "hooks", "other_meshes", "other_transforms", "long_lived", "threads"],
 )
 def test_sharing(pools, attack):
-    pools(2).run(f"{__name__}:{attack}")
+    pools(2).run(globals()[attack])
 
 
 def checkpointed(reentrant, inside, leaf):
@@ -393,7 +391,7 @@ def checkpointed(reentrant, inside, leaf):
 @pytest.mark.parametrize("inside", [False, True], ids=["given", "computed"])
 @pytest.mark.parametrize("leaf", [False, True], ids=["", "leaf"])
 def test_activation_checkpointing(pools, reentrant, inside, leaf):
-    assert pools(2).run(f"{__name__}:checkpointed", reentrant, inside, leaf) == [1, 1]
+    assert pools(2).run(checkpointed, reentrant, inside, leaf) == [1, 1]
 
 
 def graphs(collectives):
@@ -445,7 +443,7 @@ def compiled(how):
 @pytest.mark.parametrize(("how", "n"), [("one graph", 1), ("written", 2), ("each layer", 3)])
 def test_compiled(pools, how, n):
     """Each graph enters its own inputs, so separate graphs share nothing."""
-    assert pools(2).run(f"{__name__}:compiled", how) == [n, n]
+    assert pools(2).run(compiled, how) == [n, n]
 
 
 def compiled_block(sequence):
@@ -468,5 +466,5 @@ def compiled_block(sequence):
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_compiled_block(pools, sequence):
     wanted = ["all_gather_into_tensor", "reduce_scatter_tensor"] if sequence else ["all_reduce"]
-    for forward, backward in pools(2).run(f"{__name__}:compiled_block", sequence):
+    for forward, backward in pools(2).run(compiled_block, sequence):
         assert forward == backward == wanted * 2

@@ -348,7 +348,7 @@ def run(name: str, world: int) -> tuple[dict[str, int], list[Any]]:
 @pytest.mark.parametrize("world", ROWS)
 @pytest.mark.parametrize("name", [c.name for c in CASES])
 def test_uneven(pools, name, world):
-    ranks = pools(world).run(f"{__name__}:run", name, world)
+    ranks = pools(world).run(run, name, world)
     assert all(r == ranks[0] for r in ranks), f"the ranks' collectives or strides differ: {ranks}"
     if next(c for c in CASES if c.name == name).quiet:
         assert ranks[0][0] == {}, "communicates where it need not"
