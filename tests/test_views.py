@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from oracle import MESHES, bools, case, ints, mesh_here, mesh_id, mesh_of, place, run_on
+from pool import on_ranks
 
 
 def always(*placements: str) -> bool:
@@ -200,7 +201,8 @@ WRITES = [
 CASES += WRITES
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_elements_of_unbind_are_not_written():
     from oracle import EVEN, mesh_of, place
 
     x = place(torch.randn(4), mesh_of((2,)), ("S(0)",), EVEN)
@@ -208,11 +210,8 @@ def refused() -> None:
         x.unbind()[1].add_(1)
 
 
-def test_elements_of_unbind_are_not_written(pools):
-    pools(2).run(f"{__name__}:refused")
-
-
-def rows_of_unbind_follow() -> None:
+@on_ranks(2, 4)
+def test_rows_of_unbind_follow_on_all_ranks():
     """All ranks take the rows for views, also those whose piece has no elements."""
     import torch.distributed as dist
     from oracle import EMPTY, EVEN, mesh_of, place
@@ -230,12 +229,8 @@ def rows_of_unbind_follow() -> None:
         assert torch.equal(torch.stack([row.full_tensor() for row in x.unbind(dim)], dim), want) and torch.equal(x.full_tensor(), want)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_rows_of_unbind_follow_on_all_ranks(pools, world):
-    pools(world).run(f"{__name__}:rows_of_unbind_follow")
-
-
-def rows_are_views() -> None:
+@on_ranks(2, 4)
+def test_rows_of_a_cut_dim_are_views():
     """A row of a cut dim is a view of its owner's piece, on ranks without elements too."""
     from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, mesh_of, place
     from shardtensor import _C
@@ -261,12 +256,13 @@ def rows_are_views() -> None:
                 compare(row, p, 0, f"{places} {cut}")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_rows_of_a_cut_dim_are_views(pools, world):
-    pools(world).run(f"{__name__}:rows_are_views")
+def _same_bits(got, want) -> bool:
+    """Nan counts as nan: its sign and payload may differ."""
+    return got.shape == want.shape and bool(((got == want) & (got.signbit() == want.signbit()) | got.isnan() & want.isnan()).all())
 
 
-def exact_rows(world: int) -> None:
+@on_ranks(2, 3, 4)
+def test_rows_of_cut_dims_are_exact(world):
     """What is computed of a row of a cut dim has plain's values to the bit: no other rank adds to it. Gradients too."""
     from oracle import EMPTY, EVEN, UNEVEN, mesh_of, place, whole
 
@@ -297,17 +293,8 @@ def exact_rows(world: int) -> None:
                 torch.testing.assert_close(whole(x.grad), plain.grad, rtol=0, atol=0, equal_nan=True, msg=lambda m, what=what: f"{what}: {m}")
 
 
-def _same_bits(got, want) -> bool:
-    """Nan counts as nan: its sign and payload may differ."""
-    return got.shape == want.shape and bool(((got == want) & (got.signbit() == want.signbit()) | got.isnan() & want.isnan()).all())
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_rows_of_cut_dims_are_exact(pools, world):
-    pools(world).run(f"{__name__}:exact_rows", world)
-
-
-def rows_send_nothing() -> None:
+@on_ranks(2, 3)
+def test_rows_send_nothing():
     """A row is taken, computed with and its gradient put back without a message; it moves as any cut tensor does."""
     from oracle import EVEN, mesh_here, place
     from shardtensor import _C
@@ -322,12 +309,8 @@ def rows_send_nothing() -> None:
     assert torch.equal(x.grad.full_tensor()[4], torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_rows_send_nothing(pools, world):
-    pools(world).run(f"{__name__}:rows_send_nothing")
-
-
-def written_through_windows() -> None:
+@on_ranks(2, 3)
+def test_all_ranks_write_through_windows_or_none():
     """Through a view that reads other ranks' rows, and through views of it. Only some ranks fetch rows, or have windows."""
     import torch.distributed as dist
     from oracle import mesh_here, place
@@ -353,11 +336,6 @@ def written_through_windows() -> None:
         assert torch.equal(x.full_tensor(), want), (dim, size, step, cut, name, outcome)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_write_through_windows_or_none(pools, world):
-    pools(world).run(f"{__name__}:written_through_windows")
-
-
 PUT_BACK = {
     "select": lambda x: x[3].add_(1),
     "detached": lambda x: x[3].detach().add_(1),
@@ -371,7 +349,9 @@ PUT_BACK = {
 }
 
 
-def put_back(name: str) -> None:
+@pytest.mark.parametrize("name", PUT_BACK)
+@on_ranks(2)
+def test_a_written_view_that_moved_data_is_put_back(name):
     """A write to a view that had to move data reaches the base and the view, on all ranks."""
     from oracle import EVEN, UNEVEN, compare, mesh_of, place
 
@@ -385,11 +365,6 @@ def put_back(name: str) -> None:
                     PUT_BACK[name](x)
                     PUT_BACK[name](want)
                     compare(x, want, 1e-6, f"{name} {at} {cut}")
-
-
-@pytest.mark.parametrize("name", PUT_BACK)
-def test_a_written_view_that_moved_data_is_put_back(pools, name):
-    pools(2).run(f"{__name__}:put_back", name)
 
 
 OLD = {
@@ -406,7 +381,9 @@ OLD = {
 }
 
 
-def old(name: str) -> None:
+@pytest.mark.parametrize("name", OLD)
+@on_ranks(2)
+def test_a_view_that_moved_data_is_not_read_once_it_is_old(name):
     from oracle import UNEVEN, mesh_of, place
 
     view, write = OLD[name]
@@ -427,12 +404,8 @@ def old(name: str) -> None:
                 raise AssertionError("read old values")
 
 
-@pytest.mark.parametrize("name", OLD)
-def test_a_view_that_moved_data_is_not_read_once_it_is_old(pools, name):
-    pools(2).run(f"{__name__}:old", name)
-
-
-def not_old() -> None:
+@on_ranks(2)
+def test_other_writes_leave_it_readable():
     """Writes that such a view cannot see, or that come before its use, leave it as it is."""
     from oracle import EVEN, mesh_of, place
 
@@ -463,10 +436,6 @@ def not_old() -> None:
     check(reshaped)
 
 
-def test_other_writes_leave_it_readable(pools):
-    pools(2).run(f"{__name__}:not_old")
-
-
 # For autograd, these write the base y.
 SEEN_AS_WRITES = {
     "reshaped": lambda y: y.unsqueeze_(0),
@@ -476,7 +445,9 @@ SEEN_AS_WRITES = {
 }
 
 
-def seen_as_write(name: str) -> None:
+@pytest.mark.parametrize("name", SEEN_AS_WRITES)
+@on_ranks(2)
+def test_copies_of_views_do_not_outlive_what_autograd_takes_for_a_write(name):
     """A view that moved data has no place in its base. Autograd would look for one and send the gradient elsewhere."""
     from oracle import EVEN, mesh_of, place
 
@@ -488,11 +459,6 @@ def seen_as_write(name: str) -> None:
         (moved * 2).sum()
     (grad,) = torch.autograd.grad((y.view(4, 4)[2] * 2).sum(), x)
     assert torch.equal(grad.full_tensor(), torch.tensor([0.0, 0.0, 2.0, 0.0])[:, None].expand(4, 4))
-
-
-@pytest.mark.parametrize("name", SEEN_AS_WRITES)
-def test_copies_of_views_do_not_outlive_what_autograd_takes_for_a_write(pools, name):
-    pools(2).run(f"{__name__}:seen_as_write", name)
 
 
 THROUGH_VIEWS = {
@@ -534,10 +500,11 @@ def through_views(name: str) -> int:
 
 @pytest.mark.parametrize("name", THROUGH_VIEWS)
 def test_gradients_through_written_views(pools, name):
-    assert min(pools(2).run(f"{__name__}:through_views", name)) == 64
+    assert min(pools(2).run(through_views, name)) == 64
 
 
-def gradients() -> None:
+@on_ranks(2)
+def test_gradients_of_views_are_written():
     """Gradients that come out of views which moved data are accumulated, scaled and zeroed like any other."""
     from oracle import EVEN, mesh_of, place
 
@@ -562,11 +529,8 @@ def gradients() -> None:
             torch.testing.assert_close(g.detach().full_tensor(), w.detach())
 
 
-def test_gradients_of_views_are_written(pools):
-    pools(2).run(f"{__name__}:gradients")
-
-
-def exchanged() -> None:
+@on_ranks(2)
+def test_a_flattened_inner_shard_is_exchanged():
     """The cut moves from a dim that must be whole to another dim. This sends less than a gather."""
     from oracle import EVEN, mesh_of, place
     from shardtensor import _C
@@ -580,11 +544,8 @@ def exchanged() -> None:
         assert torch.equal(y.full_tensor(), f(whole))
 
 
-def test_a_flattened_inner_shard_is_exchanged(pools):
-    pools(2).run(f"{__name__}:exchanged")
-
-
-def strided_pieces() -> None:
+@on_ranks(2)
+def test_reshapes_of_strided_pieces():
     """The tensor is contiguous, but not all of its pieces are: one rank can view its piece, another must copy it."""
     import torch.distributed as dist
     from oracle import mesh_of
@@ -609,11 +570,8 @@ def strided_pieces() -> None:
         assert f(x).stride() == f(whole).stride()
 
 
-def test_reshapes_of_strided_pieces(pools):
-    pools(2).run(f"{__name__}:strided_pieces")
-
-
-def geometry() -> None:
+@on_ranks(2)
+def test_views_lie_where_torch_puts_them():
     """Strides and offsets are those of the same views of a plain tensor: autograd relies on them."""
     from oracle import UNEVEN, mesh_of, place
 
@@ -648,11 +606,8 @@ def geometry() -> None:
             assert (got.stride(), got.storage_offset()) == (want.stride(), want.storage_offset()), (placement, got.shape)
 
 
-def test_views_lie_where_torch_puts_them(pools):
-    pools(2).run(f"{__name__}:geometry")
-
-
-def into_copies() -> None:
+@on_ranks(2)
+def test_copies_with_a_source_lie_as_torchs():
     """A source written into a copy of self: torch copies the memory, with its gaps, and with elements that share memory."""
     from oracle import UNEVEN, mesh_of, place
 
@@ -698,10 +653,6 @@ def into_copies() -> None:
             torch.testing.assert_close(x.full_tensor(), whole)
 
 
-def test_copies_with_a_source_lie_as_torchs(pools):
-    pools(2).run(f"{__name__}:into_copies")
-
-
 LAZY = {
     "conj": lambda x: x.conj(),
     "conj of conj": lambda x: x.conj().conj(),
@@ -720,8 +671,11 @@ LAZY = {
 }
 
 
-def lazy(shape):
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
+@on_ranks(of=lambda mesh: mesh[0])
+def test_lazy_conjugates_and_negatives(mesh):
     """Lazy conjugates and negatives are what plain torch says, views of what they view, on ranks with empty pieces too."""
+    shape = mesh[1]
     import shardtensor as st
 
     whole = torch.randn(3, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
@@ -752,11 +706,6 @@ def lazy(shape):
                 torch.view_as_real(x.conj())
     mine = whole.conj() if mesh.get_rank() == 0 else whole
     assert not st.ShardTensor.from_local(mine, mesh_here(), [st.Shard(0)]).is_conj()  # only this rank's is
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
-def test_lazy_conjugates_and_negatives(pools, mesh):
-    pools(mesh[0]).run(f"{__name__}:lazy", mesh[1])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
