@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import Run, run_each
+from pool import on_ranks
 from torch import nn
 
 ITEM = 8  # bytes of a double
@@ -524,7 +525,33 @@ def test_gathers_by_environment():
 # ---- pictures ----
 
 
-def shardings_are_shown():
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "collectives_are_profiled",
+        "collectives_are_in_the_flight_recorder",
+        "modules_are_charged_for_what_they_send",
+        "a_gather_is_one_and_ones_own_calls_count",
+        "what_is_implicit_is_refused",
+        "a_halo_is_part_of_its_op",
+        "halos_are_told",
+        "what_is_implicit_is_refused_backward",
+        "what_is_implicit_is_warned_of",
+        "budgets_hold_on_all_ranks",
+        "redistributions_are_logged",
+        "gathers_are_told_once",
+        "gathers_are_told_as_often_as_asked",
+        "attention_tells_of_gathered_keys",
+        "gathers_in_a_graph",
+    ],
+)
+def test_communication(pools, what, world):
+    pools(world).run(globals()[what])
+
+
+@on_ranks(3)
+def test_pictures():
     from oracle import place
     from shardtensor import init_device_mesh
     from shardtensor.debug import draw_sharding, visualize_sharding
@@ -548,32 +575,3 @@ def shardings_are_shown():
     with contextlib.redirect_stdout(out):
         visualize_sharding(cube, header="the cube")
     assert out.getvalue().startswith("the cube, dims 0 and 2\n         Col 0-0  Col 1-1  Col 2-2\n") == first
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "what",
-    [
-        "collectives_are_profiled",
-        "collectives_are_in_the_flight_recorder",
-        "modules_are_charged_for_what_they_send",
-        "a_gather_is_one_and_ones_own_calls_count",
-        "what_is_implicit_is_refused",
-        "a_halo_is_part_of_its_op",
-        "halos_are_told",
-        "what_is_implicit_is_refused_backward",
-        "what_is_implicit_is_warned_of",
-        "budgets_hold_on_all_ranks",
-        "redistributions_are_logged",
-        "gathers_are_told_once",
-        "gathers_are_told_as_often_as_asked",
-        "attention_tells_of_gathered_keys",
-        "gathers_in_a_graph",
-    ],
-)
-def test_communication(pools, what, world):
-    pools(world).run(f"{__name__}:{what}")
-
-
-def test_pictures(pools):
-    pools(3).run(f"{__name__}:shardings_are_shown")
