@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from forks import Run, run_each
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard, distribute_tensor, set_reduce_ahead
 from test_api import numbers
+from torch.distributed.device_mesh import init_device_mesh
 
 LOSSES: dict[str, Callable] = {
     "mean": lambda x, t: x.mean(),
@@ -40,8 +42,6 @@ READS: dict[str, Callable] = {
 
 @contextmanager
 def ahead(on: bool = True) -> Iterator[None]:
-    from shardtensor import _C, set_reduce_ahead
-
     before = _C.reduces_ahead()
     set_reduce_ahead(on)
     try:
@@ -52,30 +52,22 @@ def ahead(on: bool = True) -> Iterator[None]:
 
 def batch(mesh, rows):
     """Logits and labels cut over the ranks, and the same whole."""
-    from shardtensor import Shard, distribute_tensor
-
     whole, labels = numbers(7, 5), torch.arange(7) % 5
     x = distribute_tensor(whole, mesh, [Shard(0)], sharding_shapes={0: rows}).requires_grad_()
     return x, distribute_tensor(labels, mesh, [Shard(0)], sharding_shapes={0: rows}), whole.requires_grad_(), labels
 
 
 def sent():
-    from shardtensor import _C
-
     return {kind: tuple(n) for kind, n in _C.comm_counts().items() if n[0]}
 
 
 def mesh_of_all():
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @on_ranks(2, 3)
 def test_one_rank_reads(name):
-    from shardtensor import _C
-
     mesh, loss_of = mesh_of_all(), LOSSES[name]
     for rows in ROWS[mesh.size()]:
         for read_name, read in READS.items():
@@ -112,9 +104,6 @@ def test_without_gradients(context):
 
 @on_ranks(4)
 def test_on_two_dims():
-    from shardtensor import Shard, distribute_tensor
-    from torch.distributed.device_mesh import init_device_mesh
-
     whole = numbers(5, 3)
     mesh = init_device_mesh("cpu", (2, 2))
     with ahead():
@@ -126,8 +115,6 @@ def test_on_two_dims():
 
 @on_ranks(2, 4)
 def test_what_is_sent():
-    from shardtensor import _C, Partial, Replicate, Shard, distribute_tensor
-
     mesh = mesh_of_all()
     x = distribute_tensor(numbers(7, 5), mesh, [Shard(0)])
     _C.reset_comm_counts()
@@ -152,8 +139,6 @@ def test_what_is_sent():
 
 @on_ranks(2, 4)
 def test_written_since():
-    from shardtensor import Shard, distribute_tensor
-
     mesh = mesh_of_all()
     whole = numbers(7, 5)
     writes = {
@@ -184,8 +169,6 @@ def test_written_since():
 
 @on_ranks(2, 4)
 def test_one_rank_writes_its_piece():
-    from shardtensor import Shard, distribute_tensor
-
     mesh = mesh_of_all()
     whole = numbers(7, 5)
     with ahead():
@@ -200,8 +183,6 @@ def test_one_rank_writes_its_piece():
 
 @on_ranks(2, 4)
 def test_nobody_reads():
-    from shardtensor import Shard, distribute_tensor
-
     mesh = mesh_of_all()
     x = distribute_tensor(numbers(7, 5), mesh, [Shard(0)])
     with ahead():

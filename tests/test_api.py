@@ -7,13 +7,20 @@ import itertools
 import os
 import random
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
 from oracle import cut_sizes, make, mesh_id, mesh_of, place, whole
 from pool import Pool, on_ranks
+from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_module, distribute_tensor, init_device_mesh, scatter_tensor, zeros
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_tensor as stock_distribute
 
 SHAPES = [(2,), (3,), (2, 2)]
 MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
@@ -32,9 +39,6 @@ def numbers(*sizes):
 
 @on_ranks(*SHAPES)
 def test_from_local(shape):
-    import shardtensor as st
-    from shardtensor import Partial, Replicate, Shard, ShardTensor
-
     mesh = mesh_of(shape)
     n, me = mesh.size(0), mesh.get_local_rank(0)
     rest = [Replicate()] * (mesh.ndim - 1)
@@ -70,8 +74,6 @@ def test_from_local(shape):
 
 @on_ranks((2, 2))
 def test_from_local_nested(shape):
-    from shardtensor import Shard, ShardTensor
-
     mesh = mesh_of(shape)
     a, b = mesh.get_coordinate()
     sizes = [[4, 1], [0, 3]]
@@ -92,8 +94,6 @@ def test_from_local_nested(shape):
 
 @on_ranks((2,), (3,))
 def test_from_local_gradient(shape):
-    from shardtensor import Partial, Replicate, Shard, ShardTensor
-
     mesh = mesh_of(shape)
     n, me = mesh.size(), mesh.get_rank()
     weights = torch.arange(1.0, n + 1)
@@ -117,8 +117,6 @@ def test_from_local_gradient(shape):
 
 @on_ranks((2,), (3,))
 def test_to_local(shape):
-    from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
-
     mesh = mesh_of(shape)
     n, me = mesh.size(), mesh.get_rank()
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
@@ -167,8 +165,6 @@ def shapes_of(combo, kind, shape, sizes):
 
 
 def redistribute(shape, seed, limit):
-    from shardtensor import Replicate, Shard
-
     mesh = mesh_of(shape)
     sizes = (5, 4)
     value, c, v = numbers(*sizes), numbers(*sizes) + 3, numbers(*sizes) - 1
@@ -201,8 +197,6 @@ def test_redistribute(pools, mesh):
 
 @on_ranks((2, 2))
 def test_redistribute_nested(shape):
-    from shardtensor import Replicate, Shard
-
     mesh = mesh_of(shape)
     value = numbers(8, 3)
     targets = [
@@ -227,8 +221,6 @@ def test_redistribute_nested(shape):
 
 @on_ranks((2, 2))
 def test_redistribute_keeps_cuts(shape):
-    from shardtensor import Replicate, Shard
-
     mesh = mesh_of(shape)
     x = place(numbers(6, 4), mesh, ("S(0)", "R"), "uneven")
     assert x.redistribute(placements=[Shard(0), Replicate()]) is x
@@ -239,8 +231,6 @@ def test_redistribute_keeps_cuts(shape):
 
 @on_ranks(*SHAPES)
 def test_redistribute_dtypes(shape):
-    from shardtensor import Replicate, Shard
-
     mesh = mesh_of(shape)
     rest = ("R",) * (mesh.ndim - 1)
     x = place(numbers(5, 4), mesh, ("S(0)", *rest), "uneven").requires_grad_()
@@ -260,8 +250,6 @@ def test_redistribute_dtypes(shape):
 
 @on_ranks((2,), (3,))
 def test_partials(shape):
-    from shardtensor import Partial, Replicate, Shard, ShardTensor
-
     mesh = mesh_of(shape)
     n, me = mesh.size(), mesh.get_rank()
     every = torch.stack([numbers(5) + i for i in range(n)])
@@ -285,8 +273,6 @@ def test_partials(shape):
 
 @on_ranks(*SHAPES)
 def test_distribute_tensor(shape):
-    from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_tensor
-
     mesh = mesh_of(shape)
     n, me = mesh.size(), mesh.get_rank()
     rest = [Replicate()] * (mesh.ndim - 1)
@@ -325,8 +311,6 @@ def test_distribute_tensor(shape):
 
 @on_ranks(*SHAPES)
 def test_scatter_tensor(shape):
-    from shardtensor import Replicate, Shard, scatter_tensor
-
     mesh = mesh_of(shape)
     me = mesh.get_rank()
     value = numbers(7, 3)
@@ -352,8 +336,6 @@ def test_scatter_tensor(shape):
 
 @on_ranks(*SHAPES)
 def test_distribute_module(shape):
-    from shardtensor import Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
-
     mesh = mesh_of(shape)
     rest = [Replicate()] * (mesh.ndim - 1)
     plain = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
@@ -388,9 +370,6 @@ def test_distribute_module(shape):
 
 @on_ranks(*SHAPES)
 def test_factories(shape):
-    import shardtensor as st
-    from shardtensor import Replicate, Shard
-
     mesh = mesh_of(shape)
     n = mesh.size(0)
     rest = [Replicate()] * (mesh.ndim - 1)
@@ -416,9 +395,6 @@ def test_factories(shape):
 
 @on_ranks(*SHAPES)
 def test_current_mesh(shape):
-    import shardtensor as st
-    from shardtensor import Shard, ShardTensor
-
     world = dist.get_world_size()
     x = st.zeros(5, placements=[Shard(0)])
     assert x.device_mesh.mesh.tolist() == list(range(world))
@@ -432,8 +408,6 @@ def test_current_mesh(shape):
 
 @on_ranks((2, 2))
 def test_submesh(shape):
-    from shardtensor import Shard, init_device_mesh, zeros
-
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
     x = zeros(5, device_mesh=mesh["b"], placements=[Shard(0)])
     assert x.device_mesh == mesh["b"] and x.device_mesh._get_root_mesh() is mesh  # nothing else keeps mesh["b"] alive
@@ -446,9 +420,6 @@ def test_submesh(shape):
 @on_ranks((2,), (3,))
 def test_outside(shape):
     """As in torch: on a rank outside the mesh a number's piece is a number, 0; other pieces are empty."""
-    from shardtensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh("cpu", [1])
     there = dist.get_rank() == 1
     x = distribute_tensor(numbers(5, 4), mesh, [Shard(0)]).requires_grad_()
@@ -498,7 +469,6 @@ def test_grad_of_leaf(shape):
 @on_ranks(*SHAPES)
 def test_wrapper_subclass(shape):
     """Each tensor in a wrapper is sent: ranks have other values before."""
-    import shardtensor as st
     from torch.testing._internal.two_tensor import TwoTensor
 
     mesh = mesh_of(shape)
@@ -521,7 +491,6 @@ def test_wrapper_subclass(shape):
 
 @on_ranks((2,))
 def test_local_tensor_mode(shape):
-    import shardtensor as st
     from torch.distributed._local_tensor import LocalTensorMode
 
     mesh = mesh_of(shape)
@@ -535,10 +504,6 @@ def test_local_tensor_mode(shape):
 
 @on_ranks(*SHAPES)
 def test_stock_dtensors(shape):
-    from shardtensor import Replicate, Shard, ShardTensor
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor import distribute_tensor as stock_distribute
-
     mesh = mesh_of(shape)
     rest = [Replicate()] * (mesh.ndim - 1)
     value = numbers(5, 4)
@@ -564,8 +529,6 @@ def test_stock_dtensors(shape):
 
 @on_ranks(*SHAPES)
 def test_autograd(shape):
-    from shardtensor import ShardTensor
-
     mesh = mesh_of(shape)
     rest = ("R",) * (mesh.ndim - 1)
     x = place(numbers(5, 4), mesh, ("S(0)", *rest), "uneven").requires_grad_()
@@ -600,8 +563,6 @@ def test_autograd(shape):
 
 @on_ranks(*SHAPES)
 def test_parameters(shape):
-    from shardtensor import ShardTensor
-
     mesh = mesh_of(shape)
     rest = ("R",) * (mesh.ndim - 1)
     p = nn.Parameter(place(numbers(5, 4), mesh, ("S(0)", *rest), "uneven"))
@@ -640,7 +601,6 @@ def test_values(shape):
     assert bool((total - total) == 0)
     assert same.tolist() == value.tolist()
     assert (same.numpy() == value.numpy()).all()
-    import numpy
 
     assert (numpy.asarray(same) == value.numpy()).all()
     assert (numpy.array(same, dtype=numpy.float32) == value.float().numpy()).all()
@@ -670,10 +630,6 @@ def test_values(shape):
 @on_ranks(*SHAPES)
 def test_one_storage(shape):
     """The storage is made on first request, one for all users of the tensor, even if many threads ask at once."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from shardtensor import ShardTensor
-
     x = ShardTensor.from_local(torch.ones(3, 2), mesh_of(shape))
 
     def storage(t):
@@ -697,8 +653,6 @@ def test_one_storage(shape):
 @on_ranks(*SHAPES)
 def test_made_from_another(shape):
     """torch's old `new` makes of sizes what new_empty does, a ShardTensor of these sizes. Data belongs to no mesh."""
-    from shardtensor import Shard, ShardTensor
-
     x = ShardTensor.from_local(torch.ones(3, 2, dtype=torch.float64), mesh_of(shape), [Shard(0), *[Shard(1)] * (len(shape) - 1)])
     for made, sizes in (
         (x.new(5, 4), (5, 4)),
@@ -718,9 +672,6 @@ def test_made_from_another(shape):
 
 def again():
     """Two process groups with the same name, one after the other."""
-    import shardtensor as st
-    from shardtensor import Shard
-
     for _ in range(2):
         rank, world = dist.get_rank(), dist.get_world_size()
         mesh = st.init_device_mesh("cpu", (world,))
@@ -749,8 +700,6 @@ def test_process_group_destroyed_and_made_anew():
 @on_ranks(*SHAPES)
 def test_inference(shape):
     """Views of a normal tensor stay normal under inference mode, as in torch; computed results are inference tensors."""
-    import shardtensor as st
-
     torch.manual_seed(0)
     mesh = mesh_of(shape)
     value = torch.randn(5, 4, dtype=torch.float64)

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import mesh_id, mesh_of, place
+from shardtensor import _C, DeviceMesh, Partial, Replicate, Shard, explain
+from shardtensor.tensor._layout import make_layout
 
 WORLDS = [(2, (2,)), (3, (3,)), (4, (2, 2))]
 SIZES = (6, 5)
 
 
 def objects(texts):
-    from shardtensor import Partial, Replicate, Shard
-
     return [Replicate() if t == "R" else Partial() if t == "P" else Shard(int(t[2:-1])) for t in texts]
 
 
@@ -31,9 +31,6 @@ def uneven(shape):
 
 def all_pairs(shape):
     """Every change of placements, from uneven and empty cuts, also to new summands. On two mesh dims: a fifth, from even cuts."""
-    from shardtensor import _C
-    from shardtensor.tensor._layout import make_layout
-
     mesh = mesh_of(shape)
     single = ["R", "S(0)", "S(1)", "P"]
     starts = list(itertools.product(single, repeat=len(shape)))
@@ -52,8 +49,6 @@ def all_pairs(shape):
 
 def not_done_at_once(shape):
     """Rank 0 has its result and views of it before the others begin. The store enforces this order, not a clock."""
-    from shardtensor import explain
-
     mesh, other = mesh_of(shape), other_mesh(shape)
     me = dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
@@ -92,8 +87,6 @@ MOVES = {
 
 def other_mesh(shape):
     """The ranks in reverse order."""
-    from shardtensor import DeviceMesh
-
     return _meshes.setdefault(shape, DeviceMesh("cpu", torch.arange(dist.get_world_size()).flip(0).reshape(shape)))
 
 
@@ -116,8 +109,6 @@ def chains(shape):
 
 
 def writes(shape):
-    from shardtensor import Replicate
-
     mesh = mesh_of(shape)
     n = len(shape)
     x = place(data(), mesh, ("S(0)",) * n, "even")
@@ -138,8 +129,6 @@ def writes(shape):
 
 
 def dropped(shape):
-    from shardtensor import Replicate
-
     mesh = mesh_of(shape)
     n = len(shape)
     x = place(data(), mesh, ("S(1)",) * n, uneven(shape))
@@ -155,8 +144,6 @@ def dropped(shape):
 
 def dropped_messages(shape):
     """Between some of the ranks each rank drops its result in turn, before the others begin. They get theirs all the same."""
-    from shardtensor import _C, DeviceMesh, Shard
-
     me, n = dist.get_rank(), dist.get_world_size()
     some, others = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [1, n - 1]))
     wanted = {1: data()[:3], n - 1: data()[3:]}
@@ -184,8 +171,6 @@ dropped_messages.calls = 0
 
 def pools_of_moves(shape):
     """Moves in random order, some kept and some dropped, by each rank as it likes."""
-    from shardtensor import _C, DeviceMesh, Shard
-
     mesh, n = mesh_of(shape), len(shape)
     world = dist.get_world_size()
     some, others = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [world - 1, world - 2]))
@@ -214,8 +199,6 @@ def pools_of_moves(shape):
 
 
 def gradients(shape):
-    from shardtensor import Replicate, Shard
-
     mesh = mesh_of(shape)
     n = len(shape)
     for start, end in (("S(0)", "R"), ("S(1)", "S(0)"), ("P", "S(0)"), ("R", "S(1)")):
@@ -237,8 +220,6 @@ def gradients(shape):
 
 def threads(shape):
     """Many threads use the result at the same time; it is finished only once."""
-    from shardtensor import Replicate
-
     mesh = mesh_of(shape)
     for _ in range(10):
         y = place(data(), mesh, ("S(1)",) * len(shape), uneven(shape)).redistribute(placements=[Replicate()] * len(shape), async_op=True)
@@ -252,8 +233,6 @@ def threads(shape):
 
 
 def under_inference_mode(shape):
-    from shardtensor import Replicate
-
     mesh = mesh_of(shape)
     with torch.inference_mode():
         y = place(data(), mesh, ("S(1)",) * len(shape), uneven(shape)).redistribute(placements=[Replicate()] * len(shape), async_op=True)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from oracle import MESHES, bools, case, compare, mesh_id, mesh_of, place, run_on
 from pool import on_ranks
+from shardtensor import _C, Replicate, Shard
+from shardtensor.tensor._layout import make_layout
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sdpa = F.scaled_dot_product_attention
@@ -78,9 +80,6 @@ def test_equals_torch(pools, name, mesh):
 @on_ranks(4)
 def test_cut_twice(draws=60):
     """Any dims may be cut along both mesh dims, by sizes that follow no rule."""
-    from shardtensor import _C, Replicate, Shard
-    from shardtensor.tensor._layout import make_layout
-
     mesh, draw = mesh_of((2, 2)), random.Random("cut twice")
 
     def halves(n):

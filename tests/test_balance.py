@@ -6,9 +6,13 @@ import itertools
 import random
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
+from oracle import mesh_here, mesh_of
 from pool import on_ranks
+from shardtensor import _C, Replicate, Shard
+from shardtensor.data import BalanceMonitor
 
 
 def ends_of(lengths):
@@ -54,9 +58,6 @@ def test_cut_is_the_best_and_moves_least():
 @pytest.mark.parametrize("before", [[10, 7], [0, 17], [6, 6, 6], [1, 0, 16]], ids=str)
 @on_ranks(of=lambda before: len(before))
 def test_rebalance(before):
-    import shardtensor as st
-    from oracle import mesh_here
-    from shardtensor import _C, Replicate, Shard
     from shardtensor.data._balance import balanced_cut
 
     mesh, rank, rows = mesh_here(), dist.get_rank(), sum(before)
@@ -89,10 +90,6 @@ def test_rebalance(before):
 
 @on_ranks(4)
 def test_two_mesh_dims():
-    import shardtensor as st
-    from oracle import mesh_of
-    from shardtensor import Replicate, Shard
-
     mesh = mesh_of((2, 2))
     whole = torch.randn(8, 6)
     x = st.distribute_tensor(whole, mesh, [Shard(0), Shard(1)], sharding_shapes={0: [4, 4], 1: [1, 5]})
@@ -112,10 +109,6 @@ def test_two_mesh_dims():
 
 @on_ranks(2)
 def test_refused_on_all_ranks():
-    import shardtensor as st
-    from oracle import mesh_here
-    from shardtensor import Shard
-
     x, rank = st.distribute_tensor(torch.randn(4, 2), mesh_here(), [Shard(0)]), dist.get_rank()
     for options, error, text in (
         ({}, TypeError, "give one of the arguments"),
@@ -134,11 +127,6 @@ def test_refused_on_all_ranks():
 
 @on_ranks(3)
 def test_monitor():
-    import shardtensor as st
-    from oracle import mesh_here
-    from shardtensor import Shard
-    from shardtensor.data import BalanceMonitor
-
     rank, now = dist.get_rank(), [0.0]
     x = st.distribute_tensor(torch.randn(30, 1000), mesh_here(), [Shard(0)], sharding_shapes={0: [10, 10, 10]})
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import shardtensor as st
 import torch
+import torch.distributed as dist
 from oracle import UNEVEN, mesh_here, place
 from pool import on_ranks
+from shardtensor import _C, debug
 
 
 def debug_is_on():
-    from shardtensor import _C
-
     return _C.checking()
 
 
 @on_ranks(1, 2, 3)
 def test_right_calls_pass():
     """Nothing is wrong: forward, backward, in place, views, lists, summands, moves and attention run as without the mode."""
-    import shardtensor as st
-    from shardtensor import debug
-
     mesh = mesh_here()
     for full in (False, True):
         with debug.check(full):
@@ -41,9 +39,6 @@ def test_right_calls_pass():
 
 def parted(how):
     """Every rank gets the error that names both calls. Afterwards the ranks are in step."""
-    import shardtensor as st
-    from shardtensor import debug
-
     mesh, rank = mesh_here(), mesh_here().get_rank()
     x = place(torch.ones(7, 6), mesh, ("S(0)",), UNEVEN)
     calls = {
@@ -73,9 +68,6 @@ def test_ranks_that_part(pools, how):
 @pytest.mark.parametrize("how", ["differ", "sizes", "order"])
 @on_ranks(2)
 def test_wrong_pieces(how):
-    import shardtensor as st
-    from shardtensor import _C, debug
-
     mesh, rank = mesh_here(), mesh_here().get_rank()
     last = rank == mesh.size() - 1
     if how == "differ":
@@ -98,8 +90,6 @@ def test_wrong_pieces(how):
 @on_ranks(2)
 def test_a_rank_that_raises_alone():
     """If one rank raises in an op, all ranks raise at once. If all raise, each keeps its own error."""
-    from shardtensor import debug
-
     rank = mesh_here().get_rank()
     library = torch.library.Library("shardtensor_check", "DEF")
     library.define("picky(Tensor x, bool all) -> Tensor")
@@ -124,9 +114,6 @@ def test_a_rank_that_raises_alone():
 @on_ranks(2, seconds=60)
 def test_indexing_does_not_wait_with_the_gil():
     """Indexing holds the GIL. Its collectives must release the GIL before they wait: Gloo's threads may need it."""
-    import torch.distributed as dist
-    from shardtensor import debug
-
     x = place(torch.randn(6, 7), mesh_here(), ("S(0)",), UNEVEN)
     with debug.check():
         for _ in range(300):
@@ -137,9 +124,6 @@ def test_indexing_does_not_wait_with_the_gil():
 @on_ranks(2, 3)
 def test_infinite_factors_of_summands():
     """Summands are multiplied one by one. NaN is an error if the whole would have none, and accepted if the whole has it too."""
-    import shardtensor as st
-    from shardtensor import debug
-
     mesh = mesh_here()
     row = st.ShardTensor.from_local(torch.ones(2) * (torch.distributed.get_rank() == 0), mesh, [st.Partial()])
     factor, divisor = (place(torch.tensor(t), mesh, ("R",), UNEVEN) for t in ([float("inf"), 2.0], [0.0, 2.0]))

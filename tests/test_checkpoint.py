@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 import math
 import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
-from oracle import mesh_of, whole
+import torch.distributed.checkpoint as dcp
+from oracle import mesh_of, place, whole
 from pool import on_ranks
+from shardtensor import _C, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardtensor.tensor._layout import make_layout
+from shardtensor.tensor._pieces import _piece
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 SIZES = (7, 5)
 
@@ -71,9 +92,6 @@ def values():
 
 
 def objects(texts):
-    from shardtensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     def one(text):
         if text.startswith("SS"):
             dim, factor = text[2:].split("/")
@@ -85,10 +103,6 @@ def objects(texts):
 
 def lay(value, name, device=None):
     """The value in the layout of that name, without communication."""
-    from shardtensor import _C
-    from shardtensor.tensor._layout import make_layout
-    from shardtensor.tensor._pieces import _piece
-
     shape, texts, *cuts = LAYOUTS[name]
     layout = make_layout(mesh_of(shape), objects(texts), value.ndim, *cuts, who="test")
     local = _piece(value, layout).clone()
@@ -96,8 +110,6 @@ def lay(value, name, device=None):
 
 
 def replicate(value, name, device=None):
-    import shardtensor as st
-
     mesh = mesh_of(LAYOUTS[name][0])
     return st.distribute_tensor(value.to(device) if device else value, mesh, [st.Replicate()] * mesh.ndim, src_data_rank=None)
 
@@ -124,8 +136,6 @@ def plain(value):
 
 
 def save(path, name, kind="ours"):
-    import torch.distributed.checkpoint as dcp
-
     dcp.save(state_of(values(), name, kind), checkpoint_id=path)
     metadata = dcp.FileSystemReader(path).read_metadata()
     for key in ("x", "nested.scalar"):  # no element is written twice, and every box is in the file
@@ -136,9 +146,6 @@ def save(path, name, kind="ours"):
 
 def load(path, name, kind="ours"):
     """Loads in place, reads no more than this rank's elements, and compares with what was saved."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.tensor import DTensor
-
     class Planner(dcp.DefaultLoadPlanner):
         def create_local_plan(self):
             plan = super().create_local_plan()
@@ -192,9 +199,6 @@ def test_one_file_and_back(pools, name, tmp_path):
 
 
 def save_on_some(path):
-    import shardtensor as st
-    import torch.distributed.checkpoint as dcp
-
     mesh = st.DeviceMesh("cpu", [1, 3])
     how = dict(placements=[st.Shard(0)], src_data_rank=None, sharding_shapes={0: [(2, 5), (5, 5)]})
     x, y = (st.distribute_tensor(value, mesh, **how) for value in (values(), torch.zeros_like(values())))
@@ -205,8 +209,6 @@ def save_on_some(path):
 
 
 def load_alone(path, name):
-    import torch.distributed.checkpoint as dcp
-
     x = lay(torch.zeros_like(values()), name)
     dcp.load({"x": x}, checkpoint_id=path)
     assert torch.equal(whole(x), values())
@@ -218,7 +220,6 @@ def test_mesh_of_some_ranks(pools, tmp_path):
 
 
 def save_later(path, name, way):
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     state = state_of(values(), name, "ours")
@@ -252,7 +253,6 @@ def test_async_save(pools, saved, loaded, way, tmp_path):
 @on_ranks(of=world)
 def test_load_into_meta(tmp_path, name):
     path = str(tmp_path)
-    import torch.distributed.checkpoint as dcp
 
     x = lay(values(), name)
     state = {"x": x.to("meta"), "deep": {"x": lay(values(), name, "meta")}}
@@ -266,9 +266,6 @@ def test_load_into_meta(tmp_path, name):
 @on_ranks(2)
 def test_what_does_not_fit_is_refused(tmp_path):
     path = str(tmp_path)
-    import torch.distributed.checkpoint as dcp
-    from oracle import place
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     x = place(values(), mesh_of((2,)), ("P",), "even")
     for action in (dcp.save, dcp.load):
@@ -322,10 +319,6 @@ def same_model(model, want, like):
 @pytest.mark.parametrize("name", ["uneven 2", "uneven 3", "columns 3", "nested 4", "three boxes 4", "replicas 4"])
 @on_ranks(of=world)
 def test_model_state(name):
-    import shardtensor as st
-    from shardtensor import _C
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-
     model, first = Model(name, 1), dist.get_rank() == 0
     want = full(model)
     for options in ({}, dict(cpu_offload=True)):
@@ -356,10 +349,7 @@ def test_model_state(name):
 @on_ranks(3)
 def test_full_state_is_gathered_in_batches(most):
     """Many small tensors, on a mesh of all ranks and on one of some of them: one collective for each mesh's batch."""
-    import shardtensor as st
-    from shardtensor import _C
     from shardtensor.patches import checkpoints
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     everyone = st.init_device_mesh("cpu", (3,))
     pair, alone = (st.DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2]))
@@ -389,7 +379,6 @@ def test_full_state_is_gathered_in_batches(most):
 
 def steps(model, optimizer, count):
     mesh = model.weight.device_mesh
-    import shardtensor as st
 
     losses = []
     for i in range(count):
@@ -412,13 +401,6 @@ def trained(name, seed, count):
 @on_ranks(of=world)
 def test_optimizer_state(name):
     """With each set of options, state goes to an optimizer that has never stepped. Training continues unchanged."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
-
     first = dist.get_rank() == 0
     for full_state, offload, broadcast in ((False, False, False), (False, True, False), (True, False, False), (True, True, True)):
         model, optimizer, _ = trained(name, 1, 2)
@@ -440,9 +422,6 @@ def test_optimizer_state(name):
 
 
 def save_training(path, name, flat):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     model, optimizer, _ = trained(name, 1, 2)
     state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
     dcp.save(dict(zip(("model", "optimizer"), state, strict=True)), checkpoint_id=path)
@@ -450,9 +429,6 @@ def save_training(path, name, flat):
 
 
 def load_training(path, name, flat):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-
     model, optimizer, _ = trained(name, 2, 0)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
@@ -471,10 +447,7 @@ def test_training_goes_on(pools, saved, loaded, flat, tmp_path):
 
 def parallel_model(over, seed):
     """Seven hidden features: tensor parallel over all ranks, or over two ranks within FSDP2 over two."""
-    from shardtensor import init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from test_parallel import MLP
-    from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(seed)
     model = MLP(7)
@@ -502,9 +475,6 @@ def parallel_steps(model, optimizer):
 
 
 def save_parallel(path, over):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-
     model, optimizer = parallel_model(over, 1)
     parallel_steps(model, optimizer)
     for name, full_state in (("pieces", False), ("whole", True)):
@@ -516,15 +486,6 @@ def save_parallel(path, over):
 
 
 def load_parallel(path, over):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-        set_state_dict,
-    )
-
     losses = []
     for name in ("pieces", "whole"):
         model, optimizer = parallel_model(over, 2)
@@ -555,18 +516,12 @@ def test_parallel_training_goes_on(pools, ranks, saved, more, loaded, tmp_path):
 
 
 def safetensors_save(path, name, together):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
     state = {"x": lay(values(), name), "y": lay(values() * 2, name)}
     names = {"x": 1, "y": 2} if together else None
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(path, names, save_distributed=True, enable_consolidation=together))
 
 
 def safetensors_load(path, name):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
     state = {key: lay(torch.zeros_like(values()), name) for key in ("x", "y")}
     dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
     assert torch.equal(whole(state["x"]), values()) and torch.equal(whole(state["y"]), values() * 2)
@@ -599,8 +554,6 @@ def test_one_file_per_rank(tmp_path, name):
 @on_ranks(of=world)
 def test_plans_and_specs(name):
     from torch.distributed.checkpoint.default_planner import _create_default_local_metadata
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.tensor import DTensor
 
     x = lay(values(), name)
     boxes = [(list(c.offsets), list(c.sizes)) for c in x.__create_chunk_list__()]
@@ -637,8 +590,7 @@ def test_documentation(pools, tmp_path):
         pools(ranks).run(example, str(tmp_path / str(number // 2)), number)
 
 
-@on_ranks(2)
-def test_all_is_mended():
+def all_is_mended():
     """Every function of torch that loses the cuts is replaced."""
     from shardtensor.patches.checkpoints import MENDS
 
@@ -648,6 +600,11 @@ def test_all_is_mended():
             found = getattr(found, name)
         assert found._shardtensor_stock.__name__ == path.split(".")[-1]
         assert not hasattr(found._shardtensor_stock, "_shardtensor_stock")
+
+
+@on_ranks(2)
+def test_all_is_mended():
+    all_is_mended()
 
 
 def test_all_is_mended_when_torch_was_first():
@@ -663,11 +620,6 @@ test_checkpoint.all_is_mended()
 
 
 def saved_alone(folder):
-    import io
-    import warnings
-
-    from shardtensor import Replicate, Shard, distribute_tensor
-
     mesh, rank = mesh_of((2,)), dist.get_rank()
     cut = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     whole = cut.redistribute(placements=[Replicate()])

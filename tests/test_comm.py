@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import multiprocessing as mp
 import os
 import signal
@@ -14,6 +15,11 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from oracle import mesh_of, place
+from shardtensor import _C, DeviceMesh, Partial, Replicate, Shard, ShardTensor, distribute_tensor, redistribute
+from shardtensor.tensor._mesh import as_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
 
 WHERE_WE_FOUND_IT = os.pathsep.join(p for p in sys.path if p)
 
@@ -65,11 +71,6 @@ def test_fake_group():
 
 def scatters(shape):
     """Pieces of any size and stride, from any rank; empty ones too."""
-    import torch.distributed as dist
-    from oracle import mesh_of
-    from shardtensor import _C
-    from shardtensor.tensor._mesh import as_mesh
-
     view = as_mesh(mesh_of(shape))
     me, n = dist.get_rank(), dist.get_world_size()
     data = torch.arange(n * (n + 1) * 2, dtype=torch.float32).reshape(2, -1)
@@ -82,11 +83,6 @@ def scatters(shape):
 
 
 def uneven_numels(shape):
-    import torch.distributed as dist
-    from oracle import mesh_of
-    from shardtensor import _C, Partial, Replicate, ShardTensor
-    from shardtensor.tensor._mesh import as_mesh
-
     view = as_mesh(mesh_of(shape))
     me, n = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.uint8, torch.bool, torch.bfloat16, torch.complex64, torch.int16, torch.float8_e4m3fn):
@@ -102,12 +98,6 @@ def uneven_numels(shape):
 
 def large_reductions(shape):
     """Few bytes are gathered and combined here (Backend::latency). Of these, Gloo itself adds up what it can; NaN is not lost."""
-    import functools
-
-    import torch.distributed as dist
-    from oracle import mesh_of
-    from shardtensor import Partial, Replicate, ShardTensor
-
     mesh, me, n = mesh_of(shape), dist.get_rank(), dist.get_world_size()
     arithmetic = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
     bitwise = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
@@ -142,10 +132,6 @@ def test_gloo(pools, world, case):
 
 def strided(shape):
     """A strided shard has several runs. If the cut dim is an inner one, they are not adjacent in memory."""
-    from oracle import mesh_of
-    from shardtensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     mesh = mesh_of(shape)
     data = torch.arange(3 * 13 * 2, dtype=torch.float64).reshape(3, 13, 2)
     for dim in (0, 1):
@@ -171,12 +157,9 @@ SECONDS = 1.5
 def fail(rank, world, store, results):
     os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.dump_traceback_later(50)  # before failures() gives up
-    import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=40))
     import shardtensor  # noqa: F401
-    from oracle import place
-    from shardtensor import DeviceMesh, Replicate, Shard, redistribute
 
     def mesh():
         group = dist.new_group(list(range(world)))

@@ -8,13 +8,20 @@ import dataclasses
 import itertools
 
 import pytest
+import shardtensor
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from compiled import FAMILIES, LONGER, LONGER_UNEVEN, OTHER_LAYOUT, RAISES, RIGHT, agree, names_of, run_placed
 from compiled import frames as frames_of
 from compiled import run as run_cases
 from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place, share
 from pool import on_ranks
+from shardtensor import _C, DeviceMesh, ShardTensor, distribute_module, distribute_tensor, init_device_mesh
+from shardtensor.experimental import local_map
+from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardtensor.tensor import _compile
+from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 
 # What a rank holds of the 7 rows, by the number of ranks.
@@ -49,16 +56,12 @@ def _from_local_uneven(x, w):
 
 
 def _from_local_chunk(x, w):
-    from shardtensor import ShardTensor
-
     even = x.redistribute(placements=[S0], sharding_shapes="chunk")
     return ShardTensor.from_local(even.to_local() * 2, x.device_mesh, [S0], shape=x.shape, sharding_shapes="chunk") + 1
 
 
 def _from_local(*placements, **options):
     def run(x, w):
-        from shardtensor import ShardTensor
-
         return ShardTensor.from_local(w.to_local() * 2, x.device_mesh, placements, **options) + 1
 
     return run
@@ -80,8 +83,6 @@ def _move(*placements, **options):
 
 def _made(name, *arguments, **options):
     def run(x, w):
-        import shardtensor
-
         made = getattr(shardtensor, name)(*arguments, device_mesh=x.device_mesh, placements=[S0], **options)
         return made * x.sum()
 
@@ -90,8 +91,6 @@ def _made(name, *arguments, **options):
 
 def _distribute(source):
     def run(x, w):
-        from shardtensor import distribute_tensor
-
         return distribute_tensor(torch.arange(14.0).reshape(7, 2), x.device_mesh, [S0], src_data_rank=source) * x.sum()
 
     return run
@@ -231,14 +230,10 @@ CASES = {
 
 
 def _whole(t):
-    from shardtensor import ShardTensor
-
     return t.full_tensor() if isinstance(t, ShardTensor) else t
 
 
 def _form(t):
-    from shardtensor import ShardTensor
-
     layout = t._layout if isinstance(t, ShardTensor) else None
     return type(t), layout, t.shape, t.stride(), t.storage_offset(), t.dtype
 
@@ -398,8 +393,6 @@ def other_sizes():
 
 
 def other_cuts():
-    import torch.distributed as dist
-
     compiled, counter = _counting(lambda x: x.redistribute(placements=[R]) * 2)
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     frames = []
@@ -411,8 +404,6 @@ def other_cuts():
 
 
 def other_modes():
-    import shardtensor
-
     x, plain = spread(torch.ones(8, 6), S0), torch.full((6,), 2.0)
     compiled, _ = _counting(lambda x, y: x * y)
     with shardtensor.implicit_replication():
@@ -426,8 +417,6 @@ def other_modes():
 
 
 def other_handlers():
-    from shardtensor import ShardTensor
-
     x = spread(torch.ones(8, 6), S0)
     compiled, _ = _counting(lambda x: x.sin())
     torch.testing.assert_close(compiled(x).full_tensor(), torch.ones(8, 6).sin())
@@ -450,8 +439,6 @@ def other_offset():
 
 def other_mesh():
     """What is given no mesh takes the innermost `with mesh:`, or all ranks in a row."""
-    from shardtensor import DeviceMesh, ShardTensor
-
     rank, world = mesh_here().get_rank(), mesh_here().size()
     row, reverse = DeviceMesh("cpu", list(range(world))), DeviceMesh("cpu", list(reversed(range(world))))
     compiled, counter = _counting(lambda t: ShardTensor.from_local(t, placements=[S0]).full_tensor() * 2)
@@ -464,8 +451,6 @@ def other_mesh():
 
 def equal_layouts():
     """One graph: a layout may have two objects in Python."""
-    from shardtensor import _C
-
     whole = torch.arange(42.0).reshape(7, 6)
     compiled, counter = _counting(lambda x: x.redistribute(placements=[R]) * 2)
     x = spread(whole)
@@ -797,8 +782,6 @@ def test_unbacked_sizes():
 
 def _gradients_of_plain(x, w):
     """The graph's roots are plain; there is no ShardTensor among its leaves."""
-    from shardtensor import ShardTensor
-
     local = x.to_local().detach().requires_grad_()
     y = ShardTensor.from_local(local, x.device_mesh, [S0], shape=x.shape, sharding_shapes=rows(x.device_mesh.size(), 6)) @ w.detach()
     y.square().sum().full_tensor().backward()
@@ -1032,7 +1015,7 @@ def test_views_as_arguments_with_gradients():
         torch.testing.assert_close(grads[1], grads[0])
 
 
-@pytest.mark.parametrize(("shard", "dim"), itertools.product((None, 0, 1), (0, 1)))
+@pytest.mark.parametrize(("shard", "dim"), list(itertools.product((None, 0, 1), (0, 1))))
 @on_ranks(2)
 def test_from_local_of_a_graphs_sizes(shard, dim):
     """from_local's `shape` and `stride` may be a graph's symbols."""
@@ -1292,8 +1275,6 @@ def test_a_forward_that_ends_with_a_move():
 
 @on_ranks(2, 3, seconds=110)
 def test_graphs_wait_where_a_value_is_first_used():
-    from shardtensor import ShardTensor
-
     def function(x, w):
         gathered = x.redistribute(placements=[R])
         meanwhile = (w @ w).relu()
@@ -1375,9 +1356,6 @@ def test_two_moves_to_one_layout_are_one():
 @on_ranks(2, 3)
 def test_graphs_send_few_bytes_more_than_eager():
     """Padding costs a quarter more than eager mode's bytes at most; pieces that differ more travel as they are."""
-    import torch.distributed as dist
-    from shardtensor import _C
-
     def sent_in_graph(nodes):
         for node in nodes:
             if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
@@ -1399,8 +1377,6 @@ def test_graphs_send_few_bytes_more_than_eager():
 
 @on_ranks(2, 3)
 def test_graphs_hold_the_collectives_of_the_eager_plan():
-    from shardtensor import _C
-
     def calls(nodes):
         return [n for n in _names(nodes) if n in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single")]
 
@@ -1480,8 +1456,6 @@ def module_with_tensors():
 
 
 def several_meshes():
-    from shardtensor import distribute_tensor, init_device_mesh
-
     world = mesh_here().size()
     plane = init_device_mesh("cpu", (1, world), mesh_dim_names=("a", "b"))
     x = spread(torch.arange(42.0).reshape(7, 6))
@@ -1609,8 +1583,6 @@ def writes_reach_views():
 
 
 def running_statistics():
-    from shardtensor import ShardTensor, distribute_module
-
     def run(backend):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -1694,8 +1666,6 @@ class Block(torch.nn.Module):
 
 
 def _tensor_parallel(block, mesh):
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     plan = {f"attention.{name}": ColwiseParallel(multiple_of=4) for name in "qkv"}
     plan |= {"attention.o": RowwiseParallel(multiple_of=4), "up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(block, mesh, plan)
@@ -1740,9 +1710,6 @@ def test_parallel_styles_by_inductor(pools):
 @pytest.mark.parametrize("over_tensor_parallel", [False, True])
 @on_ranks(2, 3)
 def test_fsdp_with_compiled_blocks(over_tensor_parallel):
-    from shardtensor import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     world = mesh_here().size()
     mesh = init_device_mesh("cpu", (1, world) if over_tensor_parallel else (world, 1), mesh_dim_names=("dp", "tp"))
 
@@ -1788,7 +1755,6 @@ SCHEDULED = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax",
 @on_ranks(2)
 def test_compiled_optimizers_with_a_scheduler(name):
     """A compiled optimizer whose learning rate is a tensor that a scheduler changes: one graph, which sends nothing."""
-    from shardtensor import _C
     from torch._dynamo.testing import CompileCounterWithBackend
 
     values = torch.randn(7, 6, generator=torch.Generator().manual_seed(0)).double()
@@ -1836,10 +1802,6 @@ def test_arguments_that_change():
 
 @on_ranks(2, 3)
 def test_what_cannot_be_traced_says_why():
-    import shardtensor
-    from shardtensor import ShardTensor
-    from shardtensor.experimental import local_map
-
     mesh = mesh_here()
     x = spread(torch.ones(7, 6))
 
@@ -1894,8 +1856,6 @@ def test_indices_out_of_range_raise():
 
 @on_ranks(2, 3)
 def test_a_move_between_meshes_says_why():
-    from shardtensor import DeviceMesh
-
     world = mesh_here().size()
     x, other = spread(torch.ones(7, 6)), DeviceMesh("cpu", list(reversed(range(world))))
 
@@ -1910,8 +1870,6 @@ def test_a_move_between_meshes_says_why():
 @on_ranks(2)
 def test_older_torch_says_so():
     """The version is said by hand: torch 2.11 itself is tried apart from the suite."""
-    from shardtensor.tensor import _compile
-
     x, installed = spread(torch.ones(7, 6)), _compile._TORCH
     _compile._TORCH = (2, 11)
     try:

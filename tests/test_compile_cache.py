@@ -9,7 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from oracle import UNEVEN, mesh_here, place
 from pool import on_ranks
+from shardtensor import ShardTensor
 
 # For each of the settings that it is given, a rank prints what it found in the caches.
 RANK = """
@@ -98,10 +101,6 @@ def test_the_second_start_finds_every_ranks_graphs(tmp_path):
 @on_ranks(2)
 def test_handlers():
     """User code in place of an op: a graph cached without it is not used, and a graph with it is not cached."""
-    import torch
-    from oracle import UNEVEN, mesh_here, place
-    from shardtensor import ShardTensor
-
     whole = torch.arange(42.0).reshape(7, 6)
     x = place(whole, mesh_here(), ("S(0)",), UNEVEN)
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
+import shardtensor
 import torch
 import torch.nn.functional as F
 from oracle import mesh_here, share
 from pool import on_ranks
+from shardtensor import _C, distribute_module, parallel
+from shardtensor.experimental import local_map
+from shardtensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    input_reshard,
+    loss_parallel,
+    parallelize_module,
+)
+from shardtensor.tensor._modes import is_strict
 from test_compile import S0, S1, Block, P, R, _counting, _features, _steps, _tensor_parallel, _whole, equal_compiled, rows, spread
 
 
@@ -18,23 +35,17 @@ def _row():
 
 
 def _replicated(x, w):
-    import shardtensor
-
     with shardtensor.implicit_replication():
         y = x * _row()
     return y * 2
 
 
 def _replicated_product(x, w):
-    import shardtensor
-
     with shardtensor.promotion_mode("replicate"):
         return torch.relu(x @ torch.ones(6, 5)) + torch.ones(5)
 
 
 def _as_decorator(x, w):
-    import shardtensor
-
     @shardtensor.implicit_replication()
     def inside(x):
         return x * _row()
@@ -43,8 +54,6 @@ def _as_decorator(x, w):
 
 
 def _nested(x, w):
-    import shardtensor
-
     with shardtensor.strict_mode(), shardtensor.implicit_replication():
         y = x * _row()
         with shardtensor.strict_mode(False):
@@ -53,9 +62,6 @@ def _nested(x, w):
 
 
 def _read(x, w):
-    import shardtensor
-    from shardtensor.tensor._modes import is_strict
-
     outside = shardtensor.get_promotion_mode()
     with shardtensor.implicit_replication():
         if shardtensor.get_promotion_mode() == "replicate":
@@ -66,8 +72,6 @@ def _read(x, w):
 
 
 def _set_and_set_back(x, w):
-    import shardtensor
-
     shardtensor.set_promotion_mode("replicate")
     y = x * _row()
     shardtensor.set_promotion_mode("error")
@@ -75,8 +79,6 @@ def _set_and_set_back(x, w):
 
 
 def _caught(x, w):
-    import shardtensor
-
     try:
         with shardtensor.implicit_replication():
             x = x * _row()
@@ -86,8 +88,6 @@ def _caught(x, w):
 
 
 def _in_a_checkpoint(x, w):
-    import shardtensor
-
     def inside(y):
         with shardtensor.implicit_replication():
             return torch.relu(y * _row()).softmax(0)
@@ -96,16 +96,12 @@ def _in_a_checkpoint(x, w):
 
 
 def _loss(x, w):
-    from shardtensor.parallel import loss_parallel
-
     logits = (x @ w).redistribute(placements=[S1])
     with loss_parallel():
         return F.cross_entropy(logits, torch.arange(7) % 6, weight=_row(), label_smoothing=0.1)
 
 
 def _nll(x, w):
-    from shardtensor.parallel import loss_parallel
-
     with loss_parallel():
         return F.nll_loss(F.log_softmax(x, -1), torch.arange(7) % 6, reduction="none")
 
@@ -125,8 +121,6 @@ MODES = {
 
 
 def equal_in_modes(names, backend):
-    from shardtensor import _C
-
     equal_compiled(names, backend, MODES)
     assert _C.state_of_modes() == 0
 
@@ -146,22 +140,16 @@ def test_modes_inside_by_inductor(pools, world):
 
 
 def _raises(x):
-    import shardtensor
-
     with shardtensor.implicit_replication():
         raise KeyError("of mine")
 
 
 def _raises_in_an_op(x):
-    import shardtensor
-
     with shardtensor.strict_mode(), shardtensor.implicit_replication():
         return x * torch.ones(5)  # x has six columns
 
 
 def _breaks(x):
-    import shardtensor
-
     with shardtensor.implicit_replication():
         y = x * _row()
         torch._dynamo.graph_break()
@@ -169,16 +157,12 @@ def _breaks(x):
 
 
 def _lasting(x):
-    import shardtensor
-
     shardtensor.set_promotion_mode("replicate")
     return x * _row()
 
 
 def _failing(gm, inputs):
     """A backend that raises at the graph's first multiplication, which is inside the mode."""
-    import operator
-
     class Failing(torch.fx.Interpreter):
         def call_function(self, target, args, kwargs):
             if target is operator.mul:
@@ -190,9 +174,6 @@ def _failing(gm, inputs):
 
 def restored():
     """However tracing ends, the modes are as they were before, even if the user had set them."""
-    import shardtensor
-    from shardtensor import _C
-
     x = spread(torch.ones(7, 6))
     for function, backend, why in (
         (_raises, "aot_eager", "of mine"),
@@ -212,9 +193,6 @@ def restored():
 
 def in_parts():
     """Without fullgraph, what cannot be in one graph runs as in eager mode."""
-    import shardtensor
-    from shardtensor import _C
-
     x = spread(torch.arange(42.0).reshape(7, 6))
     for function in (_breaks, _lasting):
         torch._dynamo.reset()
@@ -234,8 +212,6 @@ def in_parts():
 
 def guarded_at_the_entry():
     """A graph is guarded on the modes around the call, not on those set inside: that would recompile it at every call."""
-    import shardtensor
-
     def function(x):
         with shardtensor.implicit_replication():
             y = x * _row()
@@ -256,9 +232,6 @@ def guarded_at_the_entry():
 
 def closed_again():
     """What comes after the mode is traced without it."""
-    import shardtensor
-    from shardtensor.parallel import loss_parallel
-
     def after(x):
         with shardtensor.implicit_replication():
             y = x * _row()
@@ -298,8 +271,6 @@ def test_modes_outlast_no_graph(pools, name, world):
 
 def _local_map(func, out, inputs=lambda x, w: (x,), **options):
     def run(x, w):
-        from shardtensor.experimental import local_map
-
         results = local_map(func, out, **options)(*inputs(x, w))
         if not isinstance(results, tuple):
             return results
@@ -317,15 +288,11 @@ def _both(a, b):
 
 
 def _with_cuts(x, w):
-    from shardtensor.experimental import local_map
-
     return local_map(lambda t: t.softmax(1) * 2, [S0], sharding_shapes=rows(mesh_here().size(), 6))(x)
 
 
 def _with_other_cuts(x, w):
     """The result has twice the rows of its input."""
-    from shardtensor.experimental import local_map
-
     cuts = {0: [(2 * n, m) for n, m in rows(mesh_here().size(), 6)[0]]}
     return local_map(lambda t: torch.cat([t, t * 3]), [S0], in_placements=([S0],), sharding_shapes=cuts)(x)
 
@@ -386,15 +353,6 @@ def test_local_map_of_unknown_cuts_says_why():
 
 def _sequence_parallel(_):
     """Between the layers, activations are cut along the sequence of 5."""
-    from shardtensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        PrepareModuleInputOutput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
     plan = {f"attention.{name}": ColwiseParallel(multiple_of=4) for name in "qkv"}
     plan["attention.o"] = RowwiseParallel(multiple_of=4, output_layouts=S1, use_local_output=False)
     plan["attention"] = PrepareModuleInput(input_layouts=S1, desired_input_layouts=R)
@@ -425,9 +383,6 @@ class _Prepared(torch.nn.Module):
 
 
 def _prepared(_):
-    from shardtensor import distribute_module
-    from shardtensor.parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
-
     model = _Prepared()
     distribute_module(model, mesh_here())
     inputs = PrepareModuleInput(
@@ -454,8 +409,6 @@ class _LanguageModel(torch.nn.Module):
         self.embedding, self.block, self.head = torch.nn.Embedding(11, 12), Block(), torch.nn.Linear(12, 11)
 
     def forward(self, tokens):
-        from shardtensor.parallel import loss_parallel
-
         logits = self.head(self.block(self.embedding(tokens)))
         with loss_parallel():
             return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
@@ -463,8 +416,6 @@ class _LanguageModel(torch.nn.Module):
 
 def _language_model(embedding):
     def make(_):
-        from shardtensor import parallel
-
         plan = {"embedding": getattr(parallel, embedding)(input_layouts=R, output_layouts=R)}
         plan["head"] = parallel.ColwiseParallel(use_local_output=False)
         model = parallel.parallelize_module(_LanguageModel(), mesh_here(), plan)
@@ -482,16 +433,12 @@ class _PlainNorm(torch.nn.Module):
         self.up, self.scale, self.down = torch.nn.Linear(12, 19), torch.nn.Parameter(torch.ones(19)), torch.nn.Linear(19, 12)
 
     def forward(self, x):
-        import shardtensor
-
         with shardtensor.implicit_replication():
             y = torch.relu(self.up(x)) * self.scale
         return self.down(y)
 
 
 def _implicitly_replicated(_):
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     return parallelize_module(_PlainNorm(), mesh_here(), {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 
 
@@ -525,8 +472,6 @@ class _MLP(torch.nn.Module):
 
 def _resharded(compiled_part):
     def make(backend):
-        from shardtensor.parallel import ColwiseParallel, RowwiseParallel, input_reshard, parallelize_module
-
         model = parallelize_module(_MLP(), mesh_here(), {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
         if compiled_part and backend:
             model.forward = torch.compile(model.forward, backend=backend)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import shardtensor
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from oracle import mesh_here, mesh_of
 from pool import on_ranks
+from shardtensor import _C
+from shardtensor.experimental import _kernels, context_parallel, context_parallel_unshard, set_rotate_method
+from shardtensor.experimental import _torch_names as ours
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
@@ -18,9 +26,6 @@ def by_document(q, k, v, documents, **options):
 
 
 def attends(length, method, causal, balance, documents, features, dtype):
-    from oracle import mesh_here
-    from shardtensor.experimental import context_parallel, context_parallel_unshard, set_rotate_method
-
     mesh, n = mesh_here(), dist.get_world_size()
     generator = torch.Generator().manual_seed(length)
     shapes = [(2, 4, length, 3), (2, 2, length, 3), (2, 2, length, features)]
@@ -153,9 +158,6 @@ def text(length):
 
 def trains(attend, length, checkpoint=False, documents=None, restart=False, **options):
     """The loss and the gradients of a model, summed over the ranks, are those of the model on the whole sequence."""
-    from oracle import mesh_here
-    from shardtensor.experimental import context_parallel
-
     def whole_attention(q, k, v):
         return by_document(q, k, v, documents or [length], is_causal=True)
 
@@ -193,9 +195,6 @@ def test_masks_that_transformers_make(pools, world, length, documents):
 
 @on_ranks(2, 3)
 def test_other_attention_is_refused():
-    from oracle import mesh_here
-    from shardtensor.experimental import context_parallel
-
     mesh = mesh_here()
 
     def attempt(run, **options):
@@ -236,9 +235,6 @@ def test_other_attention_is_refused():
 @on_ranks(2)
 def test_if_one_rank_refuses_all_raise():
     """All ranks raise, so none waits."""
-    from oracle import mesh_here
-    from shardtensor.experimental import context_parallel
-
     mesh, rank = mesh_here(), dist.get_rank()
     x = torch.zeros(1, 2, 8, 4)
     for options, error, says in [
@@ -259,8 +255,6 @@ def test_if_one_rank_refuses_all_raise():
 
 def blocks(length, documents):
     """Without a fused kernel: scores are made for few positions at once."""
-    from shardtensor.experimental import _kernels
-
     before, _kernels._BLOCK = _kernels._BLOCK, 3
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -279,10 +273,6 @@ def test_blocks_of_scores(pools, length):
 @on_ranks(2)
 def test_the_scores_are_never_whole(length=1500):
     """With and without a fused kernel, no tensor is as large as this rank's scores."""
-    from oracle import mesh_here
-    from shardtensor import _C
-    from shardtensor.experimental import _kernels, context_parallel
-
     scores = (length // dist.get_world_size()) * length * 4
     x = torch.randn(1, 1, length, 8)
     before, _kernels._BLOCK = _kernels._BLOCK, 64
@@ -304,10 +294,6 @@ def test_the_scores_are_never_whole(length=1500):
 @on_ranks(2)
 def test_grouped_heads_travel_once():
     """Keys and values travel once, not once for each query head that shares them."""
-    from oracle import mesh_here
-    from shardtensor import _C
-    from shardtensor.experimental import context_parallel
-
     q, kv = torch.randn(1, 6, 8, 4), torch.randn(1, 2, 8, 4)
     with context_parallel(mesh_here(), buffers=[q, kv], buffer_seq_dims=[2, 2]):
         F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)  # the first call also compares the ranks' arguments
@@ -362,9 +348,6 @@ def test_calls_of_cuda_kernels(choice, features):
 
 @on_ranks(2, 4)
 def test_bad_use():
-    from oracle import mesh_here, mesh_of
-    from shardtensor.experimental import context_parallel, set_rotate_method
-
     mesh, x = mesh_here(), torch.zeros(1, 2, 8, 4)
     for options, error, text in [
         (dict(buffers=[x], buffer_seq_dims=[]), ValueError, "same number of elements"),
@@ -407,11 +390,6 @@ class QKV(torch.nn.Module):
 @on_ranks(2, seconds=100)
 def test_torchs_private_names(order, compiled):
     """As torchtitan does it, with torch's names."""
-    import copy
-
-    import shardtensor
-    from oracle import mesh_here
-    from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental import _attention as names
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -465,9 +443,6 @@ def test_torchs_private_names(order, compiled):
 
 @on_ranks(2)
 def test_orders_refused():
-    import shardtensor
-    from oracle import mesh_here
-    from shardtensor.experimental import _torch_names as ours
     from torch.distributed.tensor.experimental import _attention as names
 
     mesh, n = mesh_here(), dist.get_world_size()

@@ -11,8 +11,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from oracle import make, mesh_id, mesh_of, place, whole
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
+from shardtensor.tensor import _tensor
 from torch import nn
 
 MESHES = [(2, (2,)), (3, (3,)), (4, (2, 2))]
@@ -49,8 +52,6 @@ def tensors(shape):
 
 
 def file_of_another_rank(folder):
-    from shardtensor import Replicate, ShardTensor
-
     mesh = mesh_of((2,))
     me, other = dist.get_rank(), 1 - dist.get_rank()
     for cut in ("even", "uneven"):
@@ -83,8 +84,6 @@ def test_a_file_of_another_rank_is_refused(pools, tmp_path):
 @on_ranks(2)
 def test_sizes_of_an_old_file_are_compared():
     """The state of a file that does not say who saved it: its sizes are compared."""
-    from shardtensor.tensor import _tensor
-
     x = place(make((5, 4), torch.Generator().manual_seed(3)), mesh_of((2,)), ("S(0)",), "uneven")
     rebuild, state = x.__reduce_ex__(2)
     assert rebuild is _tensor._rebuild
@@ -96,8 +95,6 @@ def test_sizes_of_an_old_file_are_compared():
 @on_ranks((2,), (3,), (2, 2))
 @pytest.mark.parametrize("name", COPIES)
 def test_copy(shape, name):
-    from shardtensor import ShardTensor
-
     for value, x in tensors(shape):
         for requires_grad, parameter in ((False, False), (True, False), (True, True), (False, True)):
             original = nn.Parameter(x.detach(), requires_grad) if parameter else x.detach().requires_grad_(requires_grad)
@@ -142,8 +139,6 @@ def memo(shape):
 
 
 def modules(shape):
-    from shardtensor import Replicate, Shard, distribute_module, distribute_tensor
-
     mesh = mesh_of(shape)
     rest = [Replicate()] * (mesh.ndim - 1)
 
@@ -185,8 +180,6 @@ def test_copies(pools, function, mesh):
 def test_checkpoint(shape, tmp_path):
     """Written in one layout, read into another."""
     path = str(tmp_path)
-    import torch.distributed.checkpoint as dcp
-    from shardtensor import Shard, ShardTensor
 
     mesh = mesh_of(shape)
     value = make((5, 4), torch.Generator().manual_seed(3))
@@ -209,8 +202,6 @@ def test_checkpoint(shape, tmp_path):
 
 
 def saved(shape, path):
-    from shardtensor import Shard, distribute_tensor
-
     mesh = mesh_of(shape)
     x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)], sharding_shapes={0: [(1,), (4,)]})
     if mesh.get_rank() == 1:
@@ -234,8 +225,6 @@ assert x.shape == (5,) and x.offsets() == (1,) and x.to_local().tolist() == [1.0
 
 @on_ranks(2)
 def test_emptied_buffers_stay_summands():
-    from shardtensor import Partial, Replicate, ShardTensor
-
     for shape, placements in (((2,), [Partial()]), ((2,), [Partial("max")]), ((2, 1), [Partial("avg"), Replicate()])):
         model = nn.Module()
         model.register_buffer("counts", ShardTensor.from_local(torch.ones(3), mesh_of(shape), placements))
@@ -271,8 +260,6 @@ TO_FORMAT = {
 @on_ranks()
 def test_memory_formats(shape):
     """The strides of the whole are torch's, and the piece has its dims in their order."""
-    from shardtensor import _C
-
     mesh, g = mesh_of(shape), torch.Generator().manual_seed(2)
     last, last3 = torch.channels_last, torch.channels_last_3d
     wholes = [

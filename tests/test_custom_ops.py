@@ -8,16 +8,18 @@ import sys
 import warnings
 
 import pytest
+import shardtensor
 import torch
+from oracle import EVEN, UNEVEN, compare, mesh_here, mesh_of, place
 from pool import on_ranks
+from shardtensor import _C, Replicate, Shard, ShardTensor, strict_mode
+from shardtensor.experimental import register_sharding
 
 MESHES = [(2,), (3,), (2, 2)]
 LAYOUTS = {1: [("S(0)",), ("S(1)",), ("P",), ("R",)], 2: [("S(0)", "S(1)"), ("S(0)", "S(0)"), ("P", "S(1)"), ("R", "P")]}
 
 
 def _placed(t, mesh, placements):
-    from oracle import EVEN, UNEVEN, place
-
     return place(t, mesh, placements, EVEN if placements == ("S(0)", "S(0)") else UNEVEN)
 
 
@@ -54,9 +56,6 @@ def grow(x: torch.Tensor, by: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @on_ranks(of="shape")
 def test_kernels_get_plain_tensors(shape):
-    from oracle import compare, mesh_of
-    from shardtensor import ShardTensor
-
     mesh = mesh_of(shape)
     a, b = _values(5, 4), _values(5, 4) * 2
     for devices in (None, "cpu"):
@@ -103,8 +102,6 @@ def _cubed():
 
 
 def run_gradients(shape, compiled):
-    from oracle import compare, mesh_of
-
     mesh, cube, a = mesh_of(shape), _cubed(), _values(5, 4)
 
     def step(x):
@@ -140,10 +137,6 @@ def test_in_graphs(pools):
 def test_other_kinds():
     """A composite stays one: its kernel gets ShardTensors, and its ops use their rules. A sharding of the user's, or a handler, comes
     first, also one that was registered before the op's kernel; without it, the op gathers."""
-    from oracle import UNEVEN, compare, mesh_here, place
-    from shardtensor import _C, Replicate, Shard, ShardTensor
-    from shardtensor.experimental import register_sharding
-
     mesh, a = mesh_here(), _values(5, 4)
     x = place(a, mesh, ("S(0)",), UNEVEN)
     library = torch.library.Library("st_custom_others", "DEF")
@@ -197,9 +190,6 @@ def test_other_kinds():
 
 @on_ranks(2)
 def test_strict_mode_refuses():
-    from oracle import UNEVEN, mesh_here, place
-    from shardtensor import strict_mode
-
     x = place(_values(5, 4), mesh_here(), ("S(0)",), UNEVEN)
     op = _define("st_custom::twice_all", twice)
     with strict_mode(), warnings.catch_warnings(), pytest.raises(Exception, match="st_custom::twice_all"):
@@ -223,8 +213,6 @@ dist.destroy_process_group()
 
 
 def test_ops_from_before_the_import():
-    import shardtensor
-
     path = os.pathsep.join([os.path.dirname(os.path.dirname(shardtensor.__file__)), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=240, env=environment)

@@ -9,10 +9,15 @@ import itertools
 import multiprocessing
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
+from oracle import lies_as_the_whole, mesh_here, mesh_of, place
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard
+from shardtensor.data import ShardSampler, shard_batches
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # ---- training ----
@@ -53,10 +58,6 @@ def compare(got, want):
 
 def epochs(count, batch, options):
     """With ShardSampler, two epochs; the plain twin takes the ranks' batches together, from the sampler's own order."""
-    import shardtensor as st
-    from oracle import mesh_here
-    from shardtensor.data import ShardSampler, shard_batches
-
     mesh, ranks = mesh_here(), dist.get_world_size()
     data = rows(count)
     sampler = ShardSampler(range(count), mesh=mesh, seed=5, **options)
@@ -90,11 +91,6 @@ def in_order(data, size):
 @on_ranks(4)
 def test_rows_and_features_are_cut(count):
     """On a mesh of 2 x 2: rows are cut along the first mesh dim, features along the second."""
-    import shardtensor as st
-    from oracle import mesh_of
-    from shardtensor import Replicate, Shard
-    from shardtensor.data import ShardSampler, shard_batches
-
     mesh, placements = mesh_of((2, 2)), [Shard(0), Replicate()]
     data = rows(count)
     sampler = ShardSampler(range(count), mesh=mesh, placements=placements, shuffle=False, shares=[2, 2])
@@ -112,10 +108,6 @@ def test_rows_and_features_are_cut(count):
 @on_ranks(2, 3)
 def test_fsdp(count=13):
     """FSDP2's modules take plain tensors and average gradients: rows are weighed by hand, as docs/data.md says."""
-    from oracle import mesh_here
-    from shardtensor.data import ShardSampler, shard_batches
-    from torch.distributed.fsdp import fully_shard
-
     mesh, data, plain = mesh_here(), rows(count), model()
     loader = DataLoader(TensorDataset(*data), batch_size=2, sampler=ShardSampler(range(count), mesh=mesh, shuffle=False))
     net = fully_shard(model(), mesh=mesh)
@@ -168,9 +160,6 @@ LENGTHS = {2: [[3, 1, 2], [2]], 3: [[2, 4], [], [1, 0, 5]]}  # of each rank's ba
 
 @on_ranks(2, 3)
 def test_other_kinds_of_batches():
-    from oracle import mesh_here
-    from shardtensor.data import shard_batches
-
     mesh, rank, world = mesh_here(), dist.get_rank(), dist.get_world_size()
     lengths = LENGTHS[world]
     batches = [a_batch(rank, step, n) for step, n in enumerate(lengths[rank])]
@@ -202,9 +191,6 @@ def test_other_kinds_of_batches():
 @on_ranks(3)
 def test_more_tensors_than_a_message_holds():
     """More than one message's room holds; each with another length."""
-    from oracle import mesh_here
-    from shardtensor.data import shard_batches
-
     mesh, rank = mesh_here(), dist.get_rank()
     first = {f"t{i}": torch.full((i % 5 + rank, 3), float(i)) for i in range(60)}
     got = list(shard_batches([first] if rank else [first, {k: t + 1 for k, t in first.items()}], mesh))
@@ -218,9 +204,6 @@ def test_more_tensors_than_a_message_holds():
 @on_ranks(3)
 def test_order_in_memory_and_gradients():
     """Pieces lie in memory as those of the first rank that has a batch, also empty ones."""
-    from oracle import lies_as_the_whole, mesh_here
-    from shardtensor.data import shard_batches
-
     mesh, rank = mesh_here(), dist.get_rank()
     x = torch.randn(rank + 1, 3, 4, 5)
     last = x.to(memory_format=torch.channels_last)
@@ -240,10 +223,6 @@ def test_order_in_memory_and_gradients():
 @on_ranks(4)
 def test_rows_and_sequences_are_cut():
     """Rows cut along one mesh dim, sequences along the other; labels, without a sequence, are the same there."""
-    from oracle import mesh_of
-    from shardtensor import Replicate, Shard
-    from shardtensor.data import shard_batches
-
     mesh = mesh_of((2, 2))
     row, column = mesh.get_coordinate()
     tokens = [torch.arange(n * 7).reshape(n, 7) + 100 * s for s, n in enumerate([3, 2])]
@@ -268,9 +247,6 @@ def test_rows_and_sequences_are_cut():
 
 @on_ranks(2)
 def test_batches_without_tensors():
-    from oracle import mesh_here
-    from shardtensor.data import shard_batches
-
     rank = dist.get_rank()
     assert list(shard_batches(["a", "b"] if rank else ["c"], mesh_here())) == (["a", "b"] if rank else ["c", "b"])
     assert list(shard_batches([], mesh_here())) == []
@@ -279,9 +255,6 @@ def test_batches_without_tensors():
 @on_ranks(2)
 def test_worker_processes():
     """Loaders with worker processes; an epoch that all ranks leave early, and another after it."""
-    from oracle import mesh_here
-    from shardtensor.data import ShardSampler, shard_batches
-
     multiprocessing.current_process()._config["daemon"] = False  # the tests' ranks are daemons, which may have no children
     try:
         mesh = mesh_here()
@@ -300,10 +273,6 @@ def test_worker_processes():
 
 def one_ahead():
     """A rank gets a batch before the others have taken the next one; and sends one small message for it."""
-    from oracle import mesh_here
-    from shardtensor import _C
-    from shardtensor.data import shard_batches
-
     mesh, rank, world = mesh_here(), dist.get_rank(), dist.get_world_size()
     store, one_ahead.calls = dist.distributed_c10d._get_default_store(), getattr(one_ahead, "calls", 0) + 1
 
@@ -340,10 +309,6 @@ class Broken:
 
 @on_ranks(2, seconds=100)
 def test_refused():
-    from oracle import mesh_here, place
-    from shardtensor import Partial, Replicate, Shard
-    from shardtensor.data import ShardSampler, shard_batches
-
     mesh, rank = mesh_here(), dist.get_rank()
     mine = [torch.ones(2, 2), torch.ones(3, 2)][rank]
 
@@ -381,10 +346,6 @@ def test_refused():
 
 @on_ranks(4)
 def test_refused_on_two_dims():
-    import shardtensor as st
-    from oracle import mesh_of
-    from shardtensor.data import shard_batches
-
     with pytest.raises(ValueError, match="has 2 dims; say which"):
         shard_batches([], mesh_of((2, 2)))
     half = st.DeviceMesh("cpu", [0, 1])
@@ -403,8 +364,6 @@ def test_refused_on_two_dims():
 @pytest.mark.parametrize("options", [{}, {"contiguous": True}, {"shares": [2, 0, 3]}, {"shares": [2, 0, 3], "contiguous": True}])
 @pytest.mark.parametrize("size", [0, 1, 3, 17])
 def test_sampler_gives_each_sample_once(options, size):
-    from shardtensor.data import ShardSampler
-
     for epoch in (0, 1):
         parts = [ShardSampler(range(size), 3, r, **options) for r in range(3)]
         for part in parts:
@@ -415,8 +374,6 @@ def test_sampler_gives_each_sample_once(options, size):
 
 
 def test_sampler_reads_in_torchs_order():
-    from shardtensor.data import ShardSampler
-
     for shuffle in (False, True):
         ours, torchs = (kind(range(12), 3, 1, shuffle, 7) for kind in (ShardSampler, DistributedSampler))
         for sampler in (ours, torchs):
@@ -432,8 +389,6 @@ def test_sampler_reads_in_torchs_order():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sampler_resumes_in_the_middle_of_an_epoch(ranks):
     """On other ranks than before: together they read what is left."""
-    from shardtensor.data import ShardSampler
-
     before = [ShardSampler(range(23), 4, r) for r in range(4)]
     after = [ShardSampler(range(23), ranks, r) for r in range(ranks)]
     for sampler in before + after:
@@ -452,8 +407,6 @@ def test_sampler_resumes_in_the_middle_of_an_epoch(ranks):
 
 
 def test_sampler_refuses():
-    from shardtensor.data import ShardSampler
-
     for arguments, text in (((2, 2), "'rank' is 2"), ((2, 0, True, 0), "one number")):
         with pytest.raises(ValueError, match=text):
             ShardSampler(range(3), *arguments, shares=[1, 1] if len(arguments) == 2 else [1])

@@ -13,10 +13,13 @@ import types
 from pathlib import Path
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
 from pool import on_ranks
+from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,10 +101,6 @@ def check_plan(names):
 
 
 def compiling(number, names):
-    import shardtensor as st
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.distributed.fsdp import fully_shard
-
     if number == 0:
         names |= dict(torch=torch, shardtensor=st, Shard=st.Shard, ShardTensor=st.ShardTensor, fully_shard=fully_shard)
         names["mesh"] = st.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
@@ -129,8 +128,6 @@ def compiling(number, names):
 
 
 def debugging(number, names):
-    import shardtensor as st
-
     mesh = st.init_device_mesh("cpu", (2,))
     names["model"] = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
     names["x"] = st.distribute_tensor(torch.randn(5, 4), mesh, [st.Shard(0)])
@@ -173,8 +170,6 @@ ELSEWHERE = {"docs/checkpoints.md", "docs/local_shards.md", "docs/sharded_tensor
 @pytest.mark.parametrize("page", PAGES)
 @on_ranks(2, seconds=100)
 def test_code_runs_as_printed(page, tmp_path):
-    import shardtensor as st
-
     before, stock, mode = Path.cwd(), torch.compile, st.get_promotion_mode()
     (tmp_path / str(dist.get_rank())).mkdir()
     os.chdir(tmp_path / str(dist.get_rank()))  # debugging.md writes a file
@@ -254,8 +249,6 @@ MODULES = ["", ".data", ".debug", ".domain_parallel", ".experimental", ".paralle
 
 
 def public(module):
-    import shardtensor as st
-
     mode = st.get_promotion_mode()
     found = importlib.import_module(f"shardtensor{module}")
     st.set_promotion_mode(mode)  # importing domain_parallel changes it

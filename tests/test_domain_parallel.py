@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
+import sys
 import warnings
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from oracle import mesh_here
 from pool import on_ranks
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 
 @contextlib.contextmanager
 def theirs():
     """The import allows plain tensors; other tests on these ranks must not see that."""
-    import shardtensor as st
-
     before = st.get_promotion_mode()
     import shardtensor.domain_parallel as module
 
@@ -30,11 +34,6 @@ def theirs():
 
 @on_ranks(2)
 def test_import_allows_plain_tensors():
-    import importlib
-    import sys
-
-    import shardtensor as st
-
     before = st.get_promotion_mode()
     saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("shardtensor.domain_parallel")}
     try:
@@ -63,8 +62,6 @@ class Net(torch.nn.Module):
 
 @on_ranks(2, 3)
 def test_script():
-    import shardtensor as st
-
     with theirs() as module:
         from oracle import mesh_here
 
@@ -97,10 +94,6 @@ def test_script():
 @on_ranks(4)
 def test_with_data_parallelism(how):
     """Two samples on one mesh dim, by DDP or FSDP2; each cut in space along the other."""
-    import shardtensor as st
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     with theirs() as module:
         mesh = st.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "domain"))
         torch.manual_seed(dist.get_rank())
@@ -130,9 +123,6 @@ def test_with_data_parallelism(how):
 
 @on_ranks(2)
 def test_class():
-    import shardtensor as st
-    from oracle import mesh_here
-
     with theirs() as module:
         mesh, rank = mesh_here(), dist.get_rank()
         mine = torch.full((2 + rank, 3), float(rank))
@@ -194,8 +184,6 @@ def named_op():
 
 @on_ranks(2)
 def test_handlers():
-    from oracle import mesh_here
-
     with theirs() as module:
         mesh = mesh_here()
         kind = module.ShardTensor
@@ -274,8 +262,6 @@ def test_halo(pools, case):
 @on_ranks(2)
 def test_halo_in_graphs():
     """A graph holds the removal of a halo, and is split where the ranks exchange sizes."""
-    from oracle import mesh_here
-
     with theirs() as module:
         mesh, config = mesh_here(), module.HaloConfig(0, 0, 1, edge_padding_size=2)
         mine = torch.arange(12.0).reshape(4, 3) + 100 * dist.get_rank()

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, ints, mesh_id, mesh_of, place, run_on
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard
 
 
 def bag(mode: str) -> Any:
@@ -52,8 +53,6 @@ def indices(values: list[int]) -> Any:
 @on_ranks(4)
 def test_rows_and_batches():
     """Rows cut over one mesh dim, batches over the other: the gradient has summands of the held rows only."""
-    from shardtensor import _C, Partial, Shard
-
     mesh = mesh_of((2, 2))
     whole = torch.arange(28, dtype=torch.float64).view(7, 4)
     numbers = torch.tensor([6, 0, 3, 3, 1])
@@ -71,8 +70,6 @@ def test_rows_and_batches():
 
 @on_ranks(3)
 def test_nothing_is_sent():
-    from shardtensor import _C, Partial, Replicate, Shard
-
     for cut in ("even", "uneven", "empty"):
         for weight, index, want in (("S(0)", "R", Partial()), ("S(1)", "R", Shard(1)), ("R", "S(0)", Shard(0)), ("R", "R", Replicate())):
             w = table(weight, cut).requires_grad_()

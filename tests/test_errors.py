@@ -8,10 +8,26 @@ import sys
 import warnings
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
 from oracle import mesh_id, mesh_of, place
-from pool import on_ranks
+from pool import Pool, on_ranks
+from shardtensor import (
+    Partial,
+    Replicate,
+    Shard,
+    ShardTensor,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+    scatter_tensor,
+    set_promotion_mode,
+    strict_mode,
+    zeros,
+)
+from shardtensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh
 
 WORLDS = [(2, (2,)), (3, (3,))]
 
@@ -24,336 +40,228 @@ def piece(*sizes, **options):
 
 
 def shape_does_not_fit(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2, 3), mesh, [Shard(0)], shape=(7, 3), run_check=True)
 
 
 def one_rank_does_not_fit(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2 + (me == 1), 3), mesh, [Shard(0)], run_check=True)
 
 
 def one_rank_does_not_fit_the_shapes(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     shapes = {0: [(2, 3)] * mesh.size()}
     ShardTensor.from_local(piece(2 + (me == 1), 3), mesh, [Shard(0)], sharding_shapes=shapes, run_check=True)
 
 
 def another_number_of_dims(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     # Shard(1) is out of range on one rank only.
     ShardTensor.from_local(piece(*(2, 3)[me == 1 :]), mesh, [Shard(1)], sharding_shapes="infer")
 
 
 def pieces_do_not_tile(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2, 3 + (me == 1)), mesh, [Shard(0)], sharding_shapes="infer")
 
 
 def another_dtype(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2, dtype=torch.float64 if me == 1 else torch.float32), mesh, [Shard(0)], run_check=True)
 
 
 def another_placement(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2, 2), mesh, [Shard(me == 1)], run_check=True)
 
 
 def unknown_mode(mesh, me):
-    from shardtensor import ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, sharding_shapes="guess")
 
 
 def chunk_without_shape(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes="chunk")
 
 
 def dim_out_of_range(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, [Shard(1)])
 
 
 def negative_dim_out_of_range(mesh, me):
-    from shardtensor import Shard, distribute_tensor
-
     distribute_tensor(piece(2), mesh, [Shard(-2)])
 
 
 def redistribute_dim_out_of_range(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(3, device_mesh=mesh).redistribute(placements=[Shard(1)])
 
 
 def distributed_twice(mesh, me):
-    from shardtensor import Replicate, Shard, distribute_tensor
-
     distribute_tensor(distribute_tensor(piece(3), mesh, [Shard(0)]), mesh, [Replicate()])
 
 
 def redistribute_to_nothing(mesh, me):
-    from shardtensor import zeros
-
     zeros(3, device_mesh=mesh).redistribute()
 
 
 def too_many_placements(mesh, me):
-    from shardtensor import Replicate, Shard, zeros
-
     zeros(3, device_mesh=mesh).redistribute(placements=[Shard(0), Replicate()])
 
 
 def too_few_placements(mesh, me):
-    from shardtensor import distribute_tensor
-
     distribute_tensor(piece(3), mesh, [])
 
 
 def not_a_placement(mesh, me):
-    from shardtensor import zeros
-
     zeros(3, device_mesh=mesh, placements=["Shard(0)"])
 
 
 def summands_asked_for(mesh, me):
-    from shardtensor import Partial, zeros
-
     zeros(3, device_mesh=mesh).redistribute(placements=[Partial()])
 
 
 def sizes_do_not_add_up(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(5, device_mesh=mesh).redistribute(placements=[Shard(0)], sharding_shapes={0: [(2,)] * mesh.size()})
 
 
 def shapes_to_be_inferred(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(5, device_mesh=mesh).redistribute(placements=[Shard(0)], sharding_shapes="infer")
 
 
 def nested_sizes_do_not_add_up(mesh, me):
-    from shardtensor import Shard, zeros
-
     two = mesh_of((1, mesh.size()))
     shapes = {0: [(5,)], 1: [(2,), *[(1,)] * (mesh.size() - 1)]}
     zeros(5, device_mesh=two, placements=[Shard(0), Shard(0)], sharding_shapes=shapes)
 
 
 def too_few_shapes(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: [(5,)]})
 
 
 def shapes_of_another_rank(mesh, me):
-    from shardtensor import Shard, distribute_tensor
-
     distribute_tensor(piece(2, 1), mesh, [Shard(0)], sharding_shapes={0: [(1,)] * mesh.size()})
 
 
 def one_size_for_all(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: 5})
 
 
 def half_a_size(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: [2.5] * mesh.size()})
 
 
 def negative_size(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={0: [6, -1, *[0] * (mesh.size() - 2)]})
 
 
 def sizes_of_another_total(mesh, me):
-    from shardtensor import Shard, distribute_tensor
-
     distribute_tensor(piece(5), mesh, [Shard(0)], sharding_shapes={0: [2] * mesh.size()})
 
 
 def sizes_without_a_mesh_dim(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes=[2] * mesh.size())
 
 
 def named_mesh_dim(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes={"tp": [2] * mesh.size()})
 
 
 def piece_of_another_size(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes={0: [3] * mesh.size()})
 
 
 def sizes_that_some_ranks_tell_otherwise(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, [Shard(0)], sharding_shapes={0: [2] * (mesh.size() - (me == 1))}, run_check=True)
 
 
 def nested_sizes_of_half_the_rows(mesh, me):
-    from shardtensor import Shard, zeros
-
     two = mesh_of((mesh.size(), 1))
     zeros(5, device_mesh=two, placements=[Shard(0), Shard(0)], sharding_shapes={1: [1] * (mesh.size() + 1)})
 
 
 def shapes_for_no_mesh_dim(mesh, me):
-    from shardtensor import Shard, zeros
-
     zeros(5, device_mesh=mesh, placements=[Shard(0)], sharding_shapes={1: [(5,)]})
 
 
 def shapes_where_nothing_is_cut(mesh, me):
-    from shardtensor import Replicate, zeros
-
     zeros(5, device_mesh=mesh, placements=[Replicate()], sharding_shapes={0: [(5,)] * mesh.size()})
 
 
 def mesh_without_some_ranks(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2), smaller_mesh(), [Shard(0)], sharding_shapes="infer")
     raise ValueError("device_mesh rank 0 is in it")
 
 
 def scatter_from_outside(mesh, me):
-    from shardtensor import scatter_tensor
-
     scatter_tensor(piece(2), 99, mesh)
 
 
 def scatter_nothing(mesh, me):
-    from shardtensor import scatter_tensor
-
     scatter_tensor(None, 1, mesh)
 
 
 def scatter_of_another_shape(mesh, me):
-    from shardtensor import scatter_tensor
-
     scatter_tensor(piece(2) if me == 0 else None, 0, mesh, shape=(3,))
 
 
 def scatter_with_two_meshes(mesh, me):
-    from shardtensor import scatter_tensor
-
     scatter_tensor(piece(2) if me == 0 else None, 0, mesh, mesh=mesh)
 
 
 def two_shapes(mesh, me):
-    from shardtensor import ShardTensor
-
     ShardTensor.from_local(piece(2), mesh, shape=(2,), global_shape=(2,))
 
 
 def pieces_of_another_shape(mesh, me):
-    from shardtensor import Shard, ShardTensor
-
     ShardTensor.from_local(piece(2 + me), mesh, [Shard(0)], global_shape=(99,))
 
 
 def source_out_of_range(mesh, me):
-    from shardtensor import distribute_tensor
-
     distribute_tensor(piece(2), mesh, src_data_rank=5)
 
 
 def distribute_elsewhere(mesh, me):
-    from shardtensor import Shard, distribute_tensor
-
     distribute_tensor(distribute_tensor(piece(4), mesh), mesh, [Shard(0)])
 
 
 def distribute_elsewhere_of_the_same_shape(mesh, me):
-    from shardtensor import Shard, distribute_tensor
-
     distribute_tensor(distribute_tensor(piece(4), mesh, [Shard(0)]), backward_mesh(mesh.size()), [Shard(0)])
 
 
 def redistribute_to_nowhere(mesh, me):
-    from shardtensor import zeros
-
     zeros(3, device_mesh=mesh).redistribute()
 
 
 def summands_on_another_mesh(mesh, me):
-    from shardtensor import Partial, Shard, init_device_mesh, zeros
-
     other = init_device_mesh("cpu", (1, mesh.size()))
     zeros(3, device_mesh=mesh).redistribute(other, [Shard(0), Partial()])
 
 
 def meshes_mixed(mesh, me):
-    from shardtensor import init_device_mesh, zeros
-
     zeros(3, device_mesh=mesh) + zeros(3, device_mesh=init_device_mesh("cpu", (1, mesh.size())))
 
 
 def meshes_that_print_alike_mixed(mesh, me):
-    from shardtensor import zeros
-
     zeros(3, device_mesh=mesh) + zeros(3, device_mesh=backward_mesh(mesh.size()))
 
 
 def plain_state_dict(mesh, me):
-    from shardtensor.parallel import ColwiseParallel, parallelize_module
-
     model = torch.nn.Linear(3, 4)
     plain = {name: t.clone() for name, t in model.state_dict().items()}
     parallelize_module(model, mesh, ColwiseParallel()).load_state_dict(plain)
 
 
 def offsets_of_nothing(mesh, me):
-    from shardtensor import zeros
-
     zeros(3, device_mesh=mesh).offsets(0)
 
 
 def not_a_tensor(mesh, me):
-    from shardtensor import ShardTensor
-
     ShardTensor.from_local([1, 2], mesh)
 
 
 def distributed_already(mesh, me):
-    from shardtensor import ShardTensor, zeros
-
     ShardTensor.from_local(zeros(3, device_mesh=mesh), mesh)
 
 
 def gradient_of_another_size(mesh, me):
-    from shardtensor import Replicate, Shard, zeros
-
     x = zeros(5, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
     x.to_local(grad_placements=[Replicate()]).sum().backward()
 
 
 def no_rule_under_strict_mode(mesh, me):
-    from shardtensor import strict_mode
-
     x = place(piece(5, 4), mesh, ("S(0)",), "uneven")
     with strict_mode():
         torch.linalg.svdvals(x)
@@ -372,8 +280,6 @@ def plain_column(mesh, me):
 
 
 def write_into_a_plain_tensor(mesh, me):
-    from shardtensor import implicit_replication
-
     with implicit_replication():
         piece(5, 4).add_(place(piece(5, 4), mesh, ("S(0)",), "uneven"))
 
@@ -407,8 +313,6 @@ def a_dim_twice(mesh, me):
 
 
 def unknown_promotion_mode(mesh, me):
-    from shardtensor import set_promotion_mode
-
     set_promotion_mode("ignore")
 
 
@@ -488,8 +392,6 @@ _made = {}
 
 def smaller_mesh():
     """A mesh of rank 0 alone. All ranks make it, once."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if "mesh" not in _made:
         _made["mesh"] = DeviceMesh("cpu", torch.tensor([0]))
     return _made["mesh"]
@@ -497,8 +399,6 @@ def smaller_mesh():
 
 def backward_mesh(size):
     """A mesh of all ranks, the last one first; made once, by all."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if "backward" not in _made:
         _made["backward"] = DeviceMesh("cpu", torch.arange(size).flip(0))
     return _made["backward"]
@@ -523,8 +423,6 @@ def test_wrong(shape, index):
 
 
 def promotion(shape):
-    import shardtensor as st
-
     mesh = mesh_of(shape)
     x, plain = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven"), torch.ones(5, 4)
     assert st.get_promotion_mode() == "error"
@@ -545,8 +443,6 @@ def promotion(shape):
 
 
 def warned_once():
-    import shardtensor as st
-
     mesh = mesh_of((2,))
     x = place(torch.ones(5, 4), mesh, ("S(0)",), "uneven")
     with st.promotion_mode("warn"), warnings.catch_warnings(record=True) as caught:
@@ -558,8 +454,6 @@ def warned_once():
 
 
 def strict(shape):
-    import shardtensor as st
-
     mesh = mesh_of(shape)
     x = place(torch.arange(20.0).view(5, 4), mesh, ("S(0)",), "uneven")
     want = torch.linalg.svdvals(torch.arange(20.0).view(5, 4))
@@ -619,8 +513,6 @@ def test_modes(pools, function, world):
 
 
 def test_warned_once():
-    from pool import Pool
-
     pool = Pool(2)
     try:
         pool.run(warned_once)

@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import shardtensor as st
+import torch
+import torch.distributed as dist
+from shardtensor import _C
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "train_transformer.py"
@@ -30,21 +34,16 @@ def example(name="train_transformer"):
 
 
 def losses(distributed, **options):
-    import torch
-
     module = example()
     return module.train(module.make_mesh("cpu") if distributed else None, dtype=torch.float64, **SIZES | options)
 
 
 def losses_of(name, **options):
-    import torch
-
     return example(name).train("cpu", dtype=torch.float64, **SIZES | options)
 
 
 def compiled(name, backend="aot_eager", **options):
     """The losses, and how many graphs they took."""
-    import torch
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -71,9 +70,6 @@ def test_losses_are_those_of_plain_torch(pools, plain, ranks):
 @pytest.mark.parametrize(("gpus", "backend", "device"), [(0, "gloo", "cpu"), (1, "gloo", "cpu"), (2, "nccl", "cuda"), (8, "nccl", "cuda")])
 def test_nccl_where_every_rank_has_a_gpu(monkeypatch, gpus, backend, device):
     """The same command chooses the backend. The number of GPUs is faked."""
-    import torch
-    import torch.distributed as dist
-
     joined, current = [], []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -107,9 +103,6 @@ def test_compiled_by_inductor(pools, plain):
 
 
 def losses_in_space(device, **options):
-    import shardtensor as st
-    import torch
-
     mode = st.get_promotion_mode()
     try:
         return example("space_parallel").train(device, dtype=torch.float64, steps=6, **options)
@@ -118,8 +111,6 @@ def losses_in_space(device, **options):
 
 
 def losses_on_sphere(device):
-    from shardtensor import _C
-
     _C.reset_comm_counts()
     losses = example("sphere_parallel").train(device, steps=5)
     sent = _C.comm_counts()

@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from shardtensor import _C
+from shardtensor.tensor._mesh import group_mesh
 
 WHOLE = (6, 7)
 
@@ -45,15 +47,10 @@ def needed(held, wanted, me):
 
 
 def exchange(pieces, held, wanted, group=None, dtype=torch.float32):
-    from shardtensor import _C
-    from shardtensor.tensor._mesh import group_mesh
-
     return _C.exchange_boxes(pieces, held, wanted, group_mesh(group, "cpu"), dtype, torch.device("cpu"))
 
 
 def check(held, wanted, dtype=torch.float32):
-    from shardtensor import _C
-
     me = dist.get_rank()
     pieces = [at(whole(dtype), o, n).clone() for rank, o, n in held if rank == me]
     _C.reset_comm_counts()

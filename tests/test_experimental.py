@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import mesh_here
+from oracle import EVEN, mesh_here, mesh_of, place
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard, ShardTensor, distribute_tensor
+from shardtensor.experimental import local_map, register_sharding
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def mapped(rows):
-    from shardtensor import _C, Partial, Replicate, Shard, ShardTensor, distribute_tensor
-    from shardtensor.experimental import local_map
-
     mesh = mesh_here()
     x = torch.randn(rows, 4, dtype=torch.float64)
     w = torch.randn(4, 3, dtype=torch.float64)
@@ -52,9 +52,6 @@ def test_local_map(pools, world, rows):
 
 
 def refusals():
-    from shardtensor import Replicate, Shard, distribute_tensor
-    from shardtensor.experimental import local_map
-
     x = distribute_tensor(torch.ones(4, 4), mesh_here(), [Shard(0)])
     texts = []
     for f in (
@@ -107,8 +104,6 @@ def _define_scaled_rows():
 
 def _backward(mesh):
     """The same ranks, the last one first."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     return DeviceMesh("cpu", mesh.mesh.flatten().flip(0).view(mesh.mesh.shape))
 
 
@@ -126,10 +121,6 @@ def _backward(mesh):
 )
 @on_ranks(of="mesh_shape")
 def test_register_sharding(mesh_shape, first, second, cut, quiet):
-    from oracle import mesh_of, place
-    from shardtensor import _C, Partial, Replicate, Shard, ShardTensor
-    from shardtensor.experimental import register_sharding
-
     op = _define_scaled_rows()
     seen = []
 
@@ -190,9 +181,6 @@ def test_register_sharding(mesh_shape, first, second, cut, quiet):
 @on_ranks(2)
 def test_register_sharding_in_graphs():
     """A graph of a user's rule serves all even lengths; another one serves all others."""
-    from oracle import EVEN, mesh_here, place
-    from shardtensor import Replicate, Shard, ShardTensor
-    from shardtensor.experimental import register_sharding
     from torch._dynamo.testing import CompileCounterWithBackend
 
     register_sharding(torch.ops.aten.sin.default)(lambda x: [([p], [p]) for p in (Replicate(), Shard(0), Shard(1))])

@@ -6,12 +6,21 @@ This finds rules that make a CPU tensor on the way, read a value from the device
 from __future__ import annotations
 
 import itertools
+import logging
+import random
 from collections import Counter, defaultdict
 
+import numpy
 import opinfo
 import pytest
+import shardtensor as st
 import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from oracle import EMPTY, UNEVEN, _check_piece, place
 from pool import on_ranks
+from shardtensor import Partial, ShardTensor, init_device_mesh
+from shardtensor.tensor._mesh import as_mesh
 from test_op_db import UNSUPPORTED
 
 _VALUES = "torch itself looks at the values"
@@ -76,10 +85,6 @@ _meshes = {}
 
 def cuda_mesh():
     """A mesh of all ranks, whose groups are never called. Make it outside a fake mode."""
-    import torch.distributed as dist
-    from shardtensor import init_device_mesh
-    from shardtensor.tensor._mesh import as_mesh
-
     if not _meshes:
         _meshes["all"] = init_device_mesh("cuda", (dist.get_world_size(),))
         as_mesh(_meshes["all"])
@@ -91,9 +96,6 @@ def fake(like):
 
 
 def put(t, mesh, placement, cut):
-    from oracle import place
-    from shardtensor import Partial, ShardTensor
-
     if placement == "P":
         return ShardTensor.from_local(t.detach(), mesh, [Partial()], shape=t.shape, stride=t.stride())
     return place(t, mesh, (placement,), cut)
@@ -101,9 +103,6 @@ def put(t, mesh, placement, cut):
 
 def attempt(op, sample, layouts, mesh, inplace):
     """What is wrong with one call and its gradients, or None."""
-    import shardtensor as st
-    import torch.utils._pytree as pytree
-
     flat, tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     where = [i for i, t in enumerate(flat) if opinfo._is_strided(t)]
     plain, ours = list(flat), list(flat)
@@ -136,11 +135,6 @@ def attempt(op, sample, layouts, mesh, inplace):
 
 
 def sweep(batch):
-    import logging
-    import random
-
-    import numpy
-    import torch.utils._pytree as pytree
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -182,8 +176,6 @@ def test_op_db(pools, batch):
 @on_ranks(2)
 def test_attention_kernels():
     """Each of CUDA's fused kernels by name, on cut batches, heads and sequences: results have the same forms, and their pieces fit."""
-    from oracle import EMPTY, UNEVEN, _check_piece
-    from shardtensor import ShardTensor
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     aten, mesh = torch.ops.aten, cuda_mesh()

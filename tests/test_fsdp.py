@@ -6,8 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from oracle import mesh_of
 from pool import on_ranks
+from shardtensor import _C, Shard, ShardTensor, distribute_tensor, init_device_mesh, replace_dtensor
+from shardtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 
 def train(ours, plain, batches, accumulate=1):
@@ -32,8 +37,6 @@ def train(ours, plain, batches, accumulate=1):
 
 def columns():
     """FSDP's options for cutting along the last dim, whatever its size."""
-    from shardtensor import Shard
-
     return {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}
 
 
@@ -45,11 +48,7 @@ def needs_uneven_columns():
 
 
 def fully_sharded(over, options):
-    import torch.distributed as dist
-    from shardtensor import init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from test_parallel import MLP
-    from torch.distributed.fsdp import fully_shard
 
     plain = nn.Sequential(MLP(7))
     ours = copy.deepcopy(plain)
@@ -92,9 +91,6 @@ def test_trains_as_one_process(pools, over, world, options):
 @on_ranks(2)
 def test_later_steps():
     """The hooks make no more functions that dynamo skips; gradients have the layouts and dtypes that FSDP's specs say."""
-    from shardtensor import _C, ShardTensor, replace_dtensor
-    from torch.distributed.fsdp import fully_shard
-
     with replace_dtensor():
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         for module in (model[0], model):
@@ -118,11 +114,6 @@ def test_later_steps():
 @on_ranks(4)
 def test_gradients_together():
     """The gradients of norms over pieces of a sequence are summands over the inner mesh. FSDP's group adds them up in one call."""
-    import torch.distributed as dist
-    from shardtensor import _C, Shard, distribute_tensor, init_device_mesh
-    from shardtensor.parallel import SequenceParallel, parallelize_module
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.LayerNorm(6, dtype=torch.float64) for _ in range(3)))
     for p in plain.parameters():
@@ -148,10 +139,6 @@ def test_gradients_together():
 
 def nothing_of_a_piece(hidden, options):
     """Some ranks of the tensor-parallel dim have no hidden unit, or none has."""
-    from shardtensor import init_device_mesh, replace_dtensor
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(4, hidden), nn.GELU(), nn.Linear(hidden, 3))
@@ -187,10 +174,6 @@ def test_nothing_of_a_piece(pools, hidden, options):
 
 @on_ranks(2)
 def test_optimizer_from_before():
-    from oracle import mesh_of
-    from shardtensor import replace_dtensor
-    from torch.distributed.fsdp import fully_shard
-
     with replace_dtensor():
         model = nn.Linear(4, 3)
         early = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -6,10 +6,13 @@ import itertools
 import math
 
 import pytest
+import shardtensor as st
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, mesh_of, place
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard, ShardTensor
 
 
 def empty_view(x, last=False):
@@ -30,8 +33,6 @@ FUNCTIONS = {
 
 
 def kept():
-    from shardtensor import _C
-
     whole = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for name, f in FUNCTIONS.items():
         for at in ("S(0)", "S(1)", "R"):
@@ -66,9 +67,6 @@ def test_leaves_keep_their_part(pools, world):
 @on_ranks(2, 3)
 def test_one_reduction_ends_a_sum():
     """If the backward of a product has to send something, it sends what ends the gradient's sum, instead of leaving sums of both results."""
-    import torch.nn.functional as F
-    from shardtensor import _C
-
     generator = torch.Generator().manual_seed(0)
     whole, weight, seed = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((60, 36), (48, 36), (60, 48)))
     for at, w_at in (("R", "S(1)"), ("S(1)", "S(1)"), ("S(1)", "R")):
@@ -85,9 +83,6 @@ def test_one_reduction_ends_a_sum():
 
 def summands():
     """A gradient's summands are added up for a cut leaf, in one reduce-scatter. A replicated leaf keeps them as they are."""
-    import shardtensor as st
-    from shardtensor import _C
-
     mesh = mesh_here()
     whole = torch.ones(6, 4, dtype=torch.float64)
     for at, want in (("S(0)", {"reduce_scatter": 1}), ("R", {})):
@@ -110,8 +105,6 @@ def test_summands_of_a_leaf(pools, world):
 @on_ranks(2, 3)
 def test_products_with_the_hessian():
     """Forward over reverse: a tangent beside the gradient that a sum expands."""
-    import torch.autograd.forward_ad as forward_ad
-
     g = torch.Generator().manual_seed(0)
     plain = [torch.randn(7, 4, dtype=torch.float64, generator=g) for _ in range(2)]
 
@@ -167,9 +160,6 @@ def test_a_backward_of_parts_of_whole_operands(pools, world):
 @on_ranks()
 def test_derivatives_of_summands(shape):
     """Second and third derivatives with respect to each rank's summand, beside those of plain summands that one process adds up."""
-    from oracle import mesh_of
-    from shardtensor import Partial, Replicate, Shard, ShardTensor
-
     mesh, generator = mesh_of(shape), torch.Generator().manual_seed(0)
     coordinate = mesh.get_coordinate()
     for placements in itertools.product(("sum", "avg", "R", "S"), repeat=mesh.ndim):
@@ -224,8 +214,6 @@ ZEROS = {
 
 @on_ranks(2, 3)
 def test_gradients_that_torch_makes_as_zeros():
-    import shardtensor as st
-
     whole = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for name, f in ZEROS.items():
         for at in ("S(0)", "S(1)", "R", "P"):
@@ -285,8 +273,6 @@ VIEWED = {
 
 @on_ranks((2,), (2, 2))
 def test_tangents_of_views(shape):
-    import torch.autograd.forward_ad as forward_ad
-
     mesh = mesh_of(shape)
     generator = torch.Generator().manual_seed(0)
     whole, along = (torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(2))

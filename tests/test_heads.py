@@ -8,10 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import shardtensor
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import mesh_here
 from pool import on_ranks
+from shardtensor.parallel import AttentionHeads, ColwiseParallel, RowwiseParallel, parallelize_module
 from test_parallel import compare_gradients, counted, full
 from torch import nn
 
@@ -57,8 +60,6 @@ class Grouped(Attention):
 
 
 def heads_of(heads, kv_heads):
-    from shardtensor.parallel import AttentionHeads
-
     return AttentionHeads(heads=heads, kv_heads=kv_heads, head_dim=SIZE)
 
 
@@ -98,8 +99,6 @@ def test_each_query_has_its_own_key(heads, ranks):
 
 
 def attention(heads, kv_heads, kind=Attention):
-    from shardtensor.parallel import parallelize_module
-
     plain = kind(heads, kv_heads)
     ours = copy.deepcopy(plain)
     plan = heads_of(heads, kv_heads).plan("0", repeats=kind is Attention)
@@ -138,8 +137,6 @@ def test_attention_that_torch_groups(heads, kv_heads):
 @on_ranks(3, seconds=100)
 def test_training():
     """Steps of an optimizer with clipped gradients, where ranks share a key/value head; compiled too."""
-    from shardtensor.parallel import parallelize_module
-
     plain = Attention(8, 2)
     ours, compiled = (parallelize_module(nn.Sequential(copy.deepcopy(plain)), mesh_here(), heads_of(8, 2).plan("0")) for _ in "ab")
     x = torch.randn(2, 5, 6, dtype=DOUBLE)
@@ -161,8 +158,6 @@ def test_training():
 
 
 def parted(heads, kv_heads, multiple_of):
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     def plan(**local):
         styles = {f"0.{name}_proj": ColwiseParallel(multiple_of=multiple_of, **local) for name in "qkv"}
         return styles | {"0.o_proj": RowwiseParallel(multiple_of=multiple_of)}
@@ -185,8 +180,6 @@ def test_queries_without_their_keys_raise(pools, heads, kv_heads, world, multipl
 
 def other_heads():
     """Queries and keys by the styles of different heads; modules that cannot be changed; heads that are none."""
-    from shardtensor.parallel import AttentionHeads, parallelize_module
-
     mesh = mesh_here()
     model = nn.Sequential(Attention(4, 2), Attention(4, 1))
     plan = heads_of(4, 2).plan("0") | heads_of(4, 1).plan("1")
@@ -217,7 +210,6 @@ def test_refusals(pools):
 
 
 def hugging_face(cases, mask):
-    from shardtensor.parallel import AttentionHeads, ColwiseParallel, RowwiseParallel, parallelize_module
     from transformers import LlamaConfig, LlamaForCausalLM
 
     for heads, kv_heads in cases:
@@ -265,8 +257,6 @@ HEADS_OF = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}
 
 
 def automatic(name, folder, fsdp_size=1):
-    import shardtensor
-    import torch.distributed as dist
     import transformers
     from test_libraries import as_launched
     from transformers.distributed import DistributedConfig
@@ -342,7 +332,6 @@ dist.destroy_process_group()
 def test_unmodified_script(tmp_path):
     """transformers is imported after its functions were replaced."""
     pytest.importorskip("transformers", minversion="5.24")
-    import shardtensor
 
     (tmp_path / "script.py").write_text(SCRIPT)
     package = os.path.dirname(os.path.dirname(shardtensor.__file__))

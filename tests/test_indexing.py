@@ -107,8 +107,6 @@ def test_equals_torch(pools, name, mesh):
 
 
 def plain_among_lists(layout: str) -> list[str]:
-    from oracle import EVEN, mesh_of, place
-
     x = place(torch.arange(20.0).view(5, 4), mesh_of((2,)), (layout,), EVEN)
     raised = []
     for f in (
@@ -130,8 +128,6 @@ def test_plain_tensors_still_raise(pools, layout):
 
 
 def out_of_range(layout: str) -> list[str]:
-    from oracle import EVEN, mesh_of, place
-
     mesh = mesh_of((2,))
     x = place(torch.arange(5.0), mesh, (layout,), EVEN)
     i = place(torch.tensor([5]), mesh, ("R",), EVEN)

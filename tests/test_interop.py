@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import shardtensor as st
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 import torch.nn.functional as F
+from oracle import EVEN, mesh_here, mesh_of, place
 from pool import on_ranks
+from shardtensor import Replicate, ShardTensor, implicit_replication
+from shardtensor.experimental import register_sharding
+from shardtensor.tensor import _handlers
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # Views, of which autograd makes a view, and ops that torch, or our own kernel, makes of others.
 HANDLED = {
@@ -53,9 +60,6 @@ def _in_place(x, s, w):
 @on_ranks(2, 3)
 def test_plain_parameters():
     """Whether ShardTensors or plain tensors use them, and in any order."""
-    from oracle import mesh_of, place
-    from shardtensor import implicit_replication
-
     whole = torch.arange(1.0, 21.0, dtype=torch.float64).view(5, 4) / 7
     x = place(whole, mesh_of((dist.get_world_size(),)), ("S(0)",), "uneven")
     for loss_of in (_plain_before, _plain_behind, _twice, _boxed, _products, _inner, _in_place):
@@ -82,10 +86,6 @@ def test_plain_parameters():
 @on_ranks(2)
 def test_listeners():
     """Ops without a gradient skip autograd, and nothing else."""
-    import torch.autograd.forward_ad as forward_ad
-    from oracle import EVEN, mesh_of, place
-    from shardtensor import ShardTensor
-    from shardtensor.tensor import _handlers
     from torch.utils._python_dispatch import TorchDispatchMode
 
     x, t = (place(torch.arange(10.0).view(5, 2) + i, mesh_of((2,)), ("S(0)",), EVEN) for i in range(2))
@@ -119,10 +119,6 @@ def test_listeners():
 
 @on_ranks(2)
 def test_stock_and_ours_mix():
-    import shardtensor as st
-    from oracle import mesh_of, place
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = mesh_of((dist.get_world_size(),))
     a, b = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
     for cut in ("even", "uneven"):
@@ -144,10 +140,6 @@ def test_stock_and_ours_mix():
 
 @on_ranks(2)
 def test_gradient_reaches_stock():
-    import shardtensor as st
-    from oracle import mesh_of, place
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
     mesh = mesh_of((dist.get_world_size(),))
     a, b = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     ours = place(a, mesh, ("S(0)",), "uneven")
@@ -172,10 +164,6 @@ def test_gradient_reaches_stock():
 
 @on_ranks(2)
 def test_handlers():
-    from oracle import mesh_of, place
-    from shardtensor import ShardTensor
-    from shardtensor.tensor import _handlers
-
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.ones(4, 4), mesh, ("S(0)",), "even")
     seen = []
@@ -215,10 +203,6 @@ def test_handlers():
 @pytest.mark.parametrize("sharding", [False, True], ids=["handler", "sharding"])
 @on_ranks(2)
 def test_handlers_are_asked_everywhere(sharding):
-    from oracle import mesh_here, place
-    from shardtensor import Replicate, ShardTensor
-    from shardtensor.experimental import register_sharding
-
     whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     asked: list[str] = []
 

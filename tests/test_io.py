@@ -6,10 +6,16 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
+from oracle import mesh_here, mesh_of
+from oracle import whole as whole_of
 from pool import on_ranks
+from shardtensor import Replicate, Shard, distribute_tensor
+from shardtensor.data import _io, read, write, write_safetensors
 
 # mesh, placements, lengths of the pieces along each mesh dim
 LAYOUTS = [
@@ -25,8 +31,6 @@ LAYOUTS = [
 
 
 def placements_of(texts):
-    from shardtensor import Replicate, Shard
-
     return [Replicate() if t == "R" else Shard(int(t[2])) for t in texts]
 
 
@@ -44,7 +48,6 @@ class Noting:
 
 def sources(folder: Path, whole: torch.Tensor) -> dict[str, Any]:
     """The same values, as each rank opens them. The first rank makes the files."""
-    import numpy
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -83,11 +86,6 @@ def sources(folder: Path, whole: torch.Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(("shape", "texts", "cuts"), LAYOUTS, ids=str)
 @on_ranks(of="shape")
 def test_read(shape, texts, cuts, tmp_path):
-    import shardtensor as st
-    from oracle import mesh_of
-    from oracle import whole as whole_of
-    from shardtensor.data import read
-
     mesh, placements = mesh_of(shape), placements_of(texts)
     whole = torch.arange(45.0).view(9, 5)
     for name, source in sources(tmp_path, whole).items():
@@ -104,11 +102,7 @@ def test_read(shape, texts, cuts, tmp_path):
 @pytest.mark.parametrize(("shape", "texts", "cuts"), LAYOUTS, ids=str)
 @on_ranks(of="shape")
 def test_write(shape, texts, cuts, tmp_path):
-    import numpy
-    import shardtensor as st
-    from oracle import mesh_of
     from safetensors.torch import load_file
-    from shardtensor.data import read, write, write_safetensors
 
     mesh, placements = mesh_of(shape), placements_of(texts)
     whole = torch.arange(45.0).view(9, 5)
@@ -134,9 +128,6 @@ def test_write(shape, texts, cuts, tmp_path):
 
 def run_hdf5(folder):
     import h5py
-    from oracle import mesh_here
-    from shardtensor import Shard
-    from shardtensor.data import read, write
 
     if dist.get_rank() == 0:
         with h5py.File(folder / "c.h5", "w") as file:
@@ -161,9 +152,6 @@ def test_hdf5_without_mpi_is_written_in_turn(pools, tmp_path):
 
 def run_zarr(folder):
     import zarr
-    from oracle import mesh_here
-    from shardtensor import Shard
-    from shardtensor.data import read, write
 
     if dist.get_rank() == 0:
         zarr.open_array(folder / "c.zarr", mode="w", shape=(9, 5), chunks=(4, 5), dtype="float32")
@@ -194,10 +182,6 @@ def test_zarr_chunks_are_written_by_one_rank_at_a_time(pools, tmp_path):
 @pytest.mark.parametrize("name", ["a.npy", "a.safetensors"])
 @on_ranks(2)
 def test_a_file_appears_when_all_ranks_have_written_it(tmp_path, name):
-    from oracle import mesh_here
-    from shardtensor import Shard, distribute_tensor
-    from shardtensor.data import _io, write, write_safetensors
-
     def store(values):
         x = distribute_tensor(values, mesh_here(), [Shard(0)])
         path = tmp_path / name
@@ -237,11 +221,6 @@ def test_a_file_appears_when_all_ranks_have_written_it(tmp_path, name):
 
 @on_ranks(2)
 def test_refused_on_all_ranks(tmp_path):
-    import numpy
-    from oracle import mesh_here
-    from shardtensor import Replicate, Shard
-    from shardtensor.data import read, write, write_safetensors
-
     mesh, rank = mesh_here(), dist.get_rank()
 
     def raises(error, text, call, *args, **options):

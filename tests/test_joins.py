@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import shardtensor as st
 import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, ints, mesh_id, run_on
@@ -17,8 +18,6 @@ def strictly(f: Any) -> Any:
     """f in strict mode: an op without a rule raises instead of gathering."""
 
     def g(*tensors: torch.Tensor) -> Any:
-        import shardtensor as st
-
         with st.strict_mode():
             return f(*tensors)
 

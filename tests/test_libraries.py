@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 
 import pytest
+import shardtensor
+import shardtensor as st
 import torch
 import torch.distributed as dist
+from oracle import mesh_here
+from shardtensor import Partial, Replicate, Shard, ShardTensor, init_device_mesh
+from shardtensor.experimental import context_parallel, context_parallel_unshard
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 DOUBLE = torch.float64
 
@@ -56,7 +65,6 @@ def qwen_moe():
 
 def tensor_parallel(make, cut, folder):
     """A model under its own plan, with 37 words and 41 hidden units: trained, and saved whole."""
-    import shardtensor
     from transformers.distributed import DistributedConfig
 
     as_launched()
@@ -106,7 +114,6 @@ def test_transformers_tensor_parallel(ranks, tmp_path, make, cut):
 
 def adapted(folder):
     """peft's LoRA over a tensor-parallel plan that gives the ranks unequal numbers of heads: begun and trained as in one process."""
-    import shardtensor
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
@@ -147,9 +154,6 @@ def test_lora_over_a_tensor_parallel_plan(pools, world, tmp_path):
 
 def context_parallel_llama(balance, cache):
     """Llama with position_ids among the buffers: logits, loss and gradients of the whole sequence; eager attention is refused."""
-    import shardtensor
-    from shardtensor.experimental import context_parallel, context_parallel_unshard
-
     mesh = shardtensor.init_device_mesh("cpu", (dist.get_world_size(),))
     length, plain, ours = 13, llama(), llama()
     tokens = torch.randint(37, (2, length), generator=torch.Generator().manual_seed(1))
@@ -183,7 +187,6 @@ def test_transformers_context_parallel(pools, world):
 
 
 def logged(folder):
-    from shardtensor import Partial, Replicate, Shard, ShardTensor, init_device_mesh
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -213,7 +216,6 @@ def test_tensorboard(ranks, tmp_path):
 
 def quantised():
     """Each rank quantises its own, uneven rows; the result is what the whole layer gives."""
-    import shardtensor as st
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -247,12 +249,6 @@ def test_torchao(ranks):
 def in_eight_bits():
     """torchao's fp8 training, emulated on the CPU: its losses are those of one process, but for the rounding to bfloat16 of what is
     added up over ranks."""
-    import copy
-
-    import shardtensor as st
-    from oracle import mesh_here
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -301,10 +297,6 @@ def test_torchao_trains_in_eight_bits(pools, world):
 
 def accelerated(folder):
     """accelerate's FSDP2 path, which is meant for GPUs, made to run on the CPU: trained, clipped, saved and loaded."""
-    import copy
-
-    import shardtensor
-
     as_launched()
     os.environ["ACCELERATE_USE_CPU"] = "true"
     with shardtensor.replace_dtensor():
@@ -372,7 +364,6 @@ def saved_llama(folder, **sizes):
 
 def accelerated_llama(folder):
     """Tensor parallelism, which accelerate has on GPUs only: a rank without heads has empty pieces, all at one address."""
-    import shardtensor
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import ParallelismConfig
@@ -418,7 +409,6 @@ def test_accelerate_tensor_parallel(pools, tmp_path):
 
 def trained_by_trainer(folder):
     """transformers' Trainer on a model under its own plan: losses and clipped norms are those of a loop in one process."""
-    import shardtensor
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import ParallelismConfig
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -470,8 +460,6 @@ def test_trainer(pools, world, tmp_path):
 
 def lightning_module():
     import lightning
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     class Module(lightning.LightningModule):
@@ -499,10 +487,8 @@ def lightning_module():
 def lit(rows, columns, epochs, saved, resumed):
     """A trainer's fit with clipped gradients, up to that many epochs; each rank of a row has the whole batch."""
     import lightning
-    import shardtensor
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.utils.data import DataLoader
 
     as_launched()
     os.environ["GROUP_RANK"] = "0"
@@ -570,8 +556,6 @@ def test_lightning_starts_the_ranks(tmp_path, how):
 
 def titanic():
     """torchtitan's Llama under its own plan: sequence parallel, recomputed op by op; FSDP2 too with two rows of ranks."""
-    import shardtensor
-
     as_launched()
     with shardtensor.replace_dtensor():
         from torch.distributed.fsdp import fully_shard

@@ -7,8 +7,10 @@ import threading
 import time
 
 import torch
+import torch.distributed as dist
 from pool import on_ranks
 from shardtensor import _C
+from shardtensor.tensor import _mesh
 
 R, S0, S1 = (0, -1, 1, "sum", 2.0), (1, 0, 1, "sum", 2.0), (1, 1, 1, "sum", 2.0)
 
@@ -40,8 +42,6 @@ def test_equal_meshes_are_one():
 
 
 def test_stand_ins_for_device_meshes_are_few():
-    from shardtensor.tensor import _mesh
-
     for i in range(40):
         mesh = mesh_of(3, group=f"gone {i}")
         assert list(_mesh.as_device_mesh(mesh).mesh) == [0, 1, 2]
@@ -113,7 +113,6 @@ def test_what_is_kept_is_bounded():
 
 @on_ranks(2)
 def test_threads_take_their_caches_with_them():
-    import torch.distributed as dist
     from oracle import mesh_of, place
 
     mesh = mesh_of((dist.get_world_size(),))
@@ -129,8 +128,6 @@ def test_threads_take_their_caches_with_them():
 
 def many_threads():
     """Layouts that threads make and drop at the same time."""
-    from shardtensor import _C
-
     mesh = mesh_of(3)
     failed = []
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracle import EVEN, MESHES, case, compare, mesh_here, mesh_id, place, run_on
 from pool import on_ranks
+from shardtensor import Shard, ShardTensor
 from test_matmul import batch_sharded
 
 LIMIT = 12
@@ -109,8 +110,6 @@ FACTORED = {
 
 @on_ranks(2)
 def test_slices():
-    from shardtensor import Shard, ShardTensor
-
     mesh, generator = mesh_here(), torch.Generator().manual_seed(0)
     whole = torch.randn(4, 6, 3, 5, dtype=torch.float64, generator=generator)
     for (name, f), (part, view) in itertools.product(FACTORED.items(), SLICES.items()):

@@ -3,10 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import shardtensor as st
 import torch
 import torch.nn.functional as F
 from oracle import MESHES, case, ints, mesh_id, mesh_of, place, positive, run_on
 from pool import on_ranks
+from shardtensor import _C
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -142,9 +144,6 @@ def test_equals_torch(pools, name, mesh):
 
 def sent(loss: str, reduction: str, placement: str, cut: str) -> Any:
     """Forward's and backward's collectives and bytes, with sharded logits and everything else replicated."""
-    import shardtensor as st
-    from shardtensor import _C
-
     mesh = mesh_of((3,))
     g = torch.Generator().manual_seed(1)
     x = place(torch.randn(32, 48, generator=g), mesh, (placement,), cut).requires_grad_()

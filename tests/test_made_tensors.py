@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import shardtensor as st
 import torch
+from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
 from pool import on_ranks
 
 FUNCTIONS = {
@@ -23,9 +25,6 @@ FUNCTIONS = {
 
 @on_ranks(2)
 def test_functions():
-    import shardtensor as st
-    from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
-
     mesh = mesh_here()
     x = torch.randn(5, dtype=torch.float64)
     for name, f in FUNCTIONS.items():
@@ -42,9 +41,6 @@ def test_functions():
 
 @on_ranks(2)
 def test_attention_with_zeros():
-    import shardtensor as st
-    from oracle import compare, mesh_here
-
     mesh = mesh_here()
     for batch_first in (False, True):
         torch.manual_seed(1)
@@ -66,9 +62,6 @@ def test_attention_with_zeros():
 
 @on_ranks(2)
 def test_sparse_weights():
-    import shardtensor as st
-    from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
-
     for placement, cut in (("R", EVEN), ("S(0)", EVEN), ("S(0)", UNEVEN), ("S(1)", UNEVEN), ("S(0)", EMPTY)):
         weight = torch.nn.Parameter(place(torch.ones(10, 6), mesh_here(), (placement,), cut))
         assert torch.nn.init.sparse_(weight, 0.25, std=2) is weight

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
-from pool import on_ranks
+from oracle import mesh_of, place
+from pool import Pool, on_ranks
 from shardtensor import _C
+from shardtensor.tensor._mesh import as_mesh
 from test_redistribute import S0, S1, STRIDED0, R, close, layout, layouts, meshes_here, partial, put, summands
 
 P, MAX, AVG = partial(), partial("max"), partial("avg")
@@ -104,8 +108,6 @@ def test_later(seed):
 
 def three(n=3):
     """Moves that are one call, and what they give."""
-    from oracle import mesh_of, place
-
     mesh = mesh_of((dist.get_world_size(),))
     wholes = [torch.arange(6.0 * rows).view(rows, 6) + rows for rows in range(4, 4 + n)]
     return [place(whole, mesh, ["S(0)"], cut) for whole, cut in zip(wholes, itertools.cycle(["uneven", "even", "empty"]))], wholes
@@ -113,8 +115,6 @@ def three(n=3):
 
 def not_done_at_once():
     """Rank 0 is past its call, and has views of the results, before the others begin. The store enforces this order, not a clock."""
-    import shardtensor as st
-
     xs, wholes = three()
     store = dist.distributed_c10d._get_default_store()
     for to in (st.Replicate(), st.Shard(1)):
@@ -142,10 +142,6 @@ def test_not_done_at_once(pools):
 @on_ranks(3)
 def test_read_by_threads():
     """Each result of one call is read by two threads at the same time."""
-    import threading
-
-    import shardtensor as st
-
     xs, wholes = three(4)
     for _ in range(5):
         seen = []
@@ -167,9 +163,6 @@ def as_one_later():
 
 def as_one(async_op=False):
     """As many collectives as one tensor needs, forward and backward; for reductions, per dtype and reduction."""
-    import shardtensor as st
-    from oracle import mesh_of, place
-
     mesh, square = mesh_of((dist.get_world_size(),)), mesh_of((2, dist.get_world_size() // 2))
     sums = 1 if dist.get_backend() == "gloo" else 2  # Gloo's ranks add up on arrival, so dtypes do not matter
     objects = {"R": st.Replicate(), "S(0)": st.Shard(0), "S(1)": st.Shard(1)}
@@ -216,9 +209,6 @@ def test_as_one(pools, case):
 
 @on_ranks(2)
 def test_large_ones_go_alone():
-    import shardtensor as st
-    from oracle import mesh_of, place
-
     mesh = mesh_of((dist.get_world_size(),))
     xs = [place(torch.ones(n), mesh, ["P"], "even") for n in (5, 2**19 + 1, 7)]
     st.redistribute(xs, [st.Replicate()])
@@ -231,9 +221,6 @@ def test_large_ones_go_alone():
 @on_ranks(2)
 def test_arguments():
     """One for all or one for each; dtypes on the way; what the user gets wrong is named."""
-    import shardtensor as st
-    from oracle import mesh_of, place
-
     mesh = mesh_of((2,))
     xs = [place(torch.randn(n, 4), mesh, ["S(0)"], "uneven") for n in (6, 3)]
     assert st.redistribute([], [st.Replicate()]) == []
@@ -262,9 +249,6 @@ def test_arguments():
 
 @on_ranks(2)
 def test_in_a_graph():
-    import shardtensor as st
-    from oracle import mesh_of, place
-
     mesh = mesh_of((2,))
     xs = [place(torch.randn(n, 4), mesh, ["S(0)"], "uneven") for n in (6, 3)]
     run = torch.compile(lambda a, b: [t * 2 for t in st.redistribute([a, b], [st.Replicate()])], backend="aot_eager", fullgraph=True)
@@ -275,7 +259,6 @@ def test_in_a_graph():
 def many_ranks():
     """More ranks than a few: equal pieces next to each other are one copy."""
     import test_redistribute as base
-    from shardtensor.tensor._mesh import as_mesh
 
     n = dist.get_world_size()
     mesh = as_mesh(base.device_mesh((n,)))
@@ -294,8 +277,6 @@ def many_ranks():
 
 
 def test_many_ranks():
-    from pool import Pool
-
     pool = Pool(18)
     try:
         pool.run(many_ranks)

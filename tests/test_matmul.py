@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import MESHES, case, mesh_id, run_on
+from oracle import MESHES, case, mesh_id, mesh_of, place, run_on
+from shardtensor import _C, Partial, Replicate, Shard
 
 
 def column_parallel(x: str, weight: str, bias: str = "") -> bool:
@@ -113,15 +116,11 @@ def test_equals_torch(pools, name, mesh):
 
 
 def placed(text: str, *sizes: int, seed: int = 0, cut: str = "uneven"):
-    from oracle import mesh_of, place
-
     whole = torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return whole, place(whole, mesh_of((2,)), (text,), cut)
 
 
 def layouts_of_linear() -> None:
-    from shardtensor import _C, Partial, Replicate, Shard
-
     # (x, weight, bias) -> (out, grad x, grad weight, grad bias) for x [b, s, d]; nothing is sent, except backward for x = "P"
     expected = {
         ("S(0)", "R", "R"): (Shard(0), Shard(0), Partial(), Partial()),
@@ -148,8 +147,6 @@ def layouts_of_linear() -> None:
 
 
 def gradients_wanted_of_linear() -> None:
-    import itertools
-
     for wants in itertools.product((False, True), repeat=3):
         plain, ours = zip(*(placed(at, *s) for at, s in (("S(0)", (3, 2, 4)), ("R", (5, 4)), ("R", (5,)))), strict=True)
         for p, o, want in zip(plain, ours, wants, strict=True):

@@ -7,7 +7,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import EMPTY, EVEN, UNEVEN, mesh_id, mesh_of, place
+from shardtensor import _C, Partial, Replicate, Shard
+from shardtensor.tensor._mesh import as_mesh
 
 WORLDS = [(2, (2,)), (3, (3,))]
 SIZES = (120, 90, 60)
@@ -38,8 +41,6 @@ def wait_until(true):
 
 def most_held(move):
     """The most bytes held at once besides those held before; what `move` returned; the bytes it sent."""
-    from shardtensor import _C
-
     most = math.inf
     _C.count_memory(True)
     try:
@@ -58,8 +59,6 @@ def most_held(move):
 
 def peak(shape, source, target, cut):
     """The most bytes held at once besides the old piece; the bytes of the old piece, of the new piece, and sent."""
-    from shardtensor import Partial, Replicate, Shard
-
     mesh = mesh_of(shape)
     n = mesh.size()
     g = torch.Generator().manual_seed(1)
@@ -102,7 +101,6 @@ def test_peak(pools, world, shape, cut, name):
 
 def boxes_peak():
     """Each rank gives up its rows and gets columns."""
-    import torch.distributed as dist
     from test_exchange import exchange
 
     me, n = dist.get_rank(), dist.get_world_size()
@@ -122,8 +120,6 @@ def test_peak_of_boxes(pools, world):
 
 
 def counted(shape):
-    from shardtensor import _C
-
     _C.count_memory(True)
     try:
         _C.reset_most_held()
@@ -146,9 +142,6 @@ def test_the_counter_counts(pools):
 
 def scattered(shape, dim):
     """The most bytes held besides rank 0's list of pieces and this rank's own piece, while rank 0 scatters."""
-    from shardtensor import _C
-    from shardtensor.tensor._mesh import as_mesh
-
     mesh = mesh_of(shape)
     view = as_mesh(mesh)
     n = mesh.size()

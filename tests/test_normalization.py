@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import MESHES, case, mesh_id, positive, run_on
+from oracle import MESHES, case, mesh_here, mesh_id, place, positive, run_on
 from pool import on_ranks
 from test_matmul import batch_sharded, second
 
@@ -67,8 +67,6 @@ def test_equals_torch(pools, name, mesh):
 @on_ranks(2)
 def test_order_of_batch_norm():
     """As torch's kernel: contiguous, unless the input is channels_last."""
-    from oracle import mesh_here, place
-
     x = torch.randn(4, 6, 8, 5, generator=torch.Generator().manual_seed(1))
     forms = (lambda t: t, lambda t: t.contiguous(memory_format=torch.channels_last), lambda t: t.transpose(1, 2), lambda t: t[:, ::2])
     for form in forms:

@@ -6,7 +6,10 @@ import operator
 
 import pytest
 import torch
+from oracle import EVEN, UNEVEN, mesh_of, place
 from pool import on_ranks
+from shardtensor import ShardTensor
+from shardtensor.tensor import _handlers
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "@": operator.matmul}
 NUMBERS = [2, 2.5, True, 0, -3, 1j, 2**62, float("inf")]
@@ -20,9 +23,6 @@ def attempt(f, *args):
 
 
 def same_as_torchs():
-    from oracle import UNEVEN, mesh_of, place
-    from shardtensor import ShardTensor
-
     mesh = mesh_of((2,))
     values = [torch.arange(1, 10).view(3, 3), torch.randn(3, 3), torch.rand(3, 3) > 0.5, torch.randn(3, 3, dtype=torch.complex64)]
     tried = 0
@@ -48,9 +48,6 @@ def test_same_as_torchs(pools):
 @on_ranks(2)
 def test_heard():
     """Operators reach modes, handlers and the other operand's class."""
-    from oracle import EVEN, mesh_of, place
-    from shardtensor import ShardTensor
-    from shardtensor.tensor import _handlers
     from torch.overrides import TorchFunctionMode
 
     x = place(torch.ones(4, 4), mesh_of((2,)), ("S(0)",), EVEN)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import shardtensor as st
 import torch
+import torch.distributed as dist
+from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, mesh_of, place
 from pool import on_ranks
+from shardtensor import _C
+from torch import nn
 
 OPTIMIZERS = {
     "SGD": dict(lr=0.1, momentum=0.9),
@@ -25,9 +32,6 @@ GRADIENTS = ["R", "S(0)", "P"]
 
 
 def step_equals_torch(name, how, options):
-    import torch.distributed as dist
-    from oracle import EVEN, UNEVEN, compare, mesh_of, place
-
     mesh = mesh_of((dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)
     plain, ours = [], []
@@ -52,10 +56,6 @@ def step_equals_torch(name, how, options):
 
 def gradients_move_together(how):
     """Gradients move to their parameters' layouts in as few collectives as one needs. The step itself does not communicate."""
-    import torch.distributed as dist
-    from oracle import UNEVEN, mesh_of, place
-    from shardtensor import _C
-
     mesh = mesh_of((dist.get_world_size(),))
     flags = {"loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}[how]
     ours = [torch.nn.Parameter(place(torch.randn(5, 4, dtype=torch.float64), mesh, (p,), UNEVEN)) for p in PLACEMENTS * 2]
@@ -74,10 +74,6 @@ def gradients_move_together(how):
 
 def beside_plain_parameters(name, how, options):
     """Plain parameters between ShardTensors, and gradients in summands: they are reduced together."""
-    import torch.distributed as dist
-    from oracle import EVEN, UNEVEN, compare, mesh_of, place
-    from shardtensor import _C
-
     mesh = mesh_of((dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)
     large = 2**15 + 1
@@ -108,9 +104,6 @@ def beside_plain_parameters(name, how, options):
 
 def maxima_and_power_sums(mesh_shape):
     """Each is a summand: making it sends nothing, however many tensors there are and whether pieces are empty."""
-    from oracle import EMPTY, UNEVEN, compare, mesh_of, place
-    from shardtensor import _C
-
     mesh = mesh_of(mesh_shape)
     generator = torch.Generator().manual_seed(3)
     rest = ("R",) * (mesh.ndim - 1)
@@ -159,9 +152,6 @@ def test_communication(ranks, how):
 @pytest.mark.parametrize("kind", [2.0, 1.0, float("inf"), "value"])
 @on_ranks(2, 4)
 def test_clip(kind, foreach):
-    import torch.distributed as dist
-    from oracle import UNEVEN, compare, mesh_of, place
-
     mesh = mesh_of((dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)
     plain, ours = [], []
@@ -184,10 +174,6 @@ def test_clip(kind, foreach):
 @on_ranks(2, 4)
 def test_norms(foreach):
     """Empty pieces and all orders. The total takes one all-reduce, however many tensors there are."""
-    import torch.distributed as dist
-    from oracle import EMPTY, UNEVEN, compare, mesh_of, place
-    from shardtensor import _C
-
     mesh = mesh_of((dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)
     plain = [torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (5, 1, 7)]
@@ -210,9 +196,6 @@ def test_norms(foreach):
 
 @on_ranks(2, 4)
 def test_unscale():
-    import torch.distributed as dist
-    from oracle import mesh_of, place
-
     mesh = mesh_of((dist.get_world_size(),))
     for row in range(5):
         gradient = torch.ones(5, 4)
@@ -255,20 +238,12 @@ class Preconditioned(torch.optim.Optimizer):
 
 
 def cut(module, mesh):
-    import shardtensor as st
-
     module.weight = torch.nn.Parameter(st.distribute_tensor(module.weight.detach(), mesh, [st.Shard(0)]))
 
 
 @pytest.mark.parametrize("kind", ["own", "lbfgs"])
 @on_ranks(2, 4)
 def test_state_of_its_own(kind):
-    import copy
-
-    import shardtensor as st
-    from oracle import mesh_here
-    from torch import nn
-
     mesh = mesh_here()
     make = {"own": Preconditioned, "lbfgs": lambda params: torch.optim.LBFGS(params, max_iter=3)}[kind]
     torch.manual_seed(1)
@@ -316,8 +291,6 @@ LISTS = {
 @on_ranks(2, 3)
 def test_entries_of_a_list_that_overlap():
     """Entries of a list are written one after the other, as in torch, whatever moves between them."""
-    from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
-
     whole, other = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     layouts = [("R", EVEN), ("P", EVEN), *((f"S({d})", cut) for d in range(2) for cut in (EVEN, UNEVEN, EMPTY))]
     for name, write in LISTS.items():

@@ -11,6 +11,8 @@ import pytest
 import torch
 from oracle import EVEN, UNEVEN, compare, mesh_of, place, python_entered
 from pool import on_ranks
+from shardtensor import implicit_replication
+from torch.utils._pytree import tree_leaves
 
 # ---- out= ----
 
@@ -49,8 +51,6 @@ OUT: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", OUT)
 @on_ranks(3)
 def test_out_has_the_result_s_sizes(name):
-    from shardtensor import implicit_replication
-
     f, sizes = OUT[name]
     mesh = mesh_of((3,))
     plain = [torch.randn(s, dtype=torch.float64) for s in sizes]
@@ -129,8 +129,6 @@ ORDERS = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1), (1, 2, 0)]
 
 
 def strides(name: str) -> list[Any]:
-    from torch.utils._pytree import tree_leaves
-
     f, like_torch = STRIDES[name]
     out = []
     for order in ORDERS:

@@ -7,10 +7,24 @@ import gc
 import warnings
 
 import pytest
+import shardtensor
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import mesh_here
 from pool import on_ranks
+from shardtensor import _C, Replicate, Shard, ShardTensor, distribute_tensor, parallel
+from shardtensor import parallel as p
+from shardtensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    input_reshard,
+    loss_parallel,
+    parallelize_module,
+)
 from torch import nn
 
 DOUBLE = torch.float64
@@ -70,8 +84,6 @@ class Block(nn.Module):
 
 def counted(f):
     """What f returns, and the number of calls of each collective that it made."""
-    from shardtensor import _C
-
     _C.reset_comm_counts()
     out = f()
     return out, {kind: calls for kind, (calls, _) in _C.comm_counts().items() if calls}
@@ -88,9 +100,6 @@ def compare_gradients(ours, plain):
 
 
 def two_linears(hidden, local, transposed=False):
-    import torch.distributed as dist
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     plain = MLP(hidden)
     if transposed:
         plain.up, plain.down = Conv1D(hidden, 6), Conv1D(5, hidden)
@@ -123,8 +132,6 @@ def test_two_linears(pools, world, hidden, local, transposed):
 
 def heads(count, kv_heads=None):
     """The README's plan."""
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     head_dim, kv_heads = 2, kv_heads or count
     plain = Attention(count, head_dim, kv_heads)
     ours = copy.deepcopy(plain)
@@ -162,8 +169,6 @@ def test_grouped_heads_stay_together(pools, count, kv_heads, world):
 
 
 def warned(module, plan):
-    from shardtensor.parallel import parallelize_module
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize_module(module, mesh_here(), plan)
@@ -172,9 +177,6 @@ def warned(module, plan):
 
 def cut_heads():
     """Three heads of three features: without multiple_of, the ranks get five and four."""
-    import shardtensor
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel
-
     def told(**options):
         plan = {f"*.{name}": ColwiseParallel(**options) for name in "qkv"} | {"*.out": RowwiseParallel(**options)}
         return warned(nn.Sequential(Attention(3, 3)), plan)
@@ -195,7 +197,6 @@ def test_cut_heads_are_warned_of(pools):
 
 
 def stale_optimizer():
-    from shardtensor.parallel import ColwiseParallel, parallelize_module
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     gc.collect()
@@ -215,8 +216,6 @@ def stale_optimizer():
 
 def tied_elsewhere():
     """A parameter that is replaced in one module, and trained in another."""
-    from shardtensor.parallel import ColwiseParallel, parallelize_module
-
     model = MLP(4)
     weight = model.up.weight
     early = torch.optim.SGD([weight], lr=0.5)
@@ -233,16 +232,12 @@ def test_an_optimizer_built_before(pools, what):
 
 
 def _replicate():
-    from shardtensor import Replicate
-
     return Replicate()
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel"])
 def test_embedding(style):
-    from shardtensor import parallel
-
     plain = nn.Embedding(11, 5, dtype=DOUBLE)
     ours = copy.deepcopy(plain)
     parallel.parallelize_module(ours, mesh_here(), getattr(parallel, style)(output_layouts=_replicate(), input_layouts=_replicate()))
@@ -258,10 +253,6 @@ def test_embedding(style):
 @pytest.mark.parametrize("given", ["distributed", "pieces"])
 def test_sequence_parallel(given):
     """Norm on pieces of the sequence, linears on pieces of the features, by patterns of names."""
-    import torch.distributed as dist
-    from shardtensor import Shard, distribute_tensor
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
     mesh = mesh_here()
     plain = Block()
     ours = copy.deepcopy(plain)
@@ -295,9 +286,6 @@ class TwoInputs(nn.Module):
 
 @on_ranks(2, 3)
 def test_inputs_and_outputs_are_prepared():
-    from shardtensor import Replicate, Shard, ShardTensor
-    from shardtensor.parallel import PrepareModuleInput, PrepareModuleInputOutput, parallelize_module
-
     mesh = mesh_here()
     x, bias = torch.randn(5, 4), torch.randn(5, 4)
     module = TwoInputs()
@@ -336,9 +324,6 @@ LOSSES = {
 
 
 def class_sharded(name):
-    from shardtensor import Shard, distribute_tensor
-    from shardtensor.parallel import loss_parallel
-
     options = dict(LOSSES[name])
     classes = 11
     if options.pop("weight", None):
@@ -373,8 +358,6 @@ def test_loss_parallel_never_gathers(pools, world, name):
 
 
 def resharded():
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, input_reshard, parallelize_module
-
     mesh = mesh_here()
     plain = MLP(7)
     ours = copy.deepcopy(plain)
@@ -398,9 +381,6 @@ def test_inputs_are_kept_in_pieces(pools, world):
 
 
 def refusals():
-    from shardtensor import Replicate, Shard
-    from shardtensor import parallel as p
-
     mesh = mesh_here()
     texts = []
     for f in (
@@ -430,7 +410,6 @@ def test_bad_plans_say_what_is_wrong(pools):
 
 def test_every_public_name_is_here():
     import torch.distributed.tensor.parallel as torchs
-    from shardtensor import parallel
 
     assert set(torchs.__all__) <= set(parallel.__all__)
     assert set(parallel.__all__) == {n for n in vars(parallel) if not n.startswith("_")}

@@ -7,10 +7,12 @@ import random
 from typing import Any
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
-from oracle import compare
+from oracle import compare, mesh_here, mesh_of
 from pool import on_ranks
+from shardtensor import _C, Replicate, Shard, points
 from test_spatial import draw_cut, numbers, place
 
 MESHES = [(2,), (3,), (2, 2)]
@@ -19,8 +21,6 @@ CALLS = 8
 
 def draw_placements(draw: random.Random, mesh: Any, size: int, ndim: int) -> tuple[list[Any], list[list[int] | None]]:
     """Mostly cut by rows; with uneven and empty pieces."""
-    from shardtensor import Replicate, Shard
-
     placements: list[Any] = []
     cuts: list[list[int] | None] = []
     for m in range(mesh.ndim):
@@ -50,8 +50,6 @@ def same(got: Any, want: Any, text: str) -> None:
 
 
 def gradients(results: Any, inputs: Any, seeds: list[torch.Tensor], mesh: Any = None) -> Any:
-    from shardtensor import Replicate
-
     if mesh is not None:
         seeds = [place(s, mesh, [Replicate()] * mesh.ndim, [None] * mesh.ndim) for s in seeds]
     return torch.autograd.grad(results, inputs, seeds)
@@ -62,8 +60,6 @@ def gradients(results: Any, inputs: Any, seeds: list[torch.Tensor], mesh: Any = 
 
 def search(draw: random.Random, dims: int, count: int) -> Any:
     """One call, as a function of points and queries; the results, floating-point ones last."""
-    from shardtensor import points
-
     radius = draw.choice([0.0, 1.0, 1.5])
     return draw.choice([
         lambda p, q: points.knn(p, q, draw_few),
@@ -75,8 +71,6 @@ def search(draw: random.Random, dims: int, count: int) -> Any:
 
 
 def run_search(shape: tuple[int, ...]) -> None:
-    from oracle import mesh_of
-
     mesh, draw = mesh_of(shape), random.Random(f"search {shape}")
     for number in range(3 * CALLS):
         dims, count = draw.randint(1, 3), draw.choice([0, 1, 5, 17])
@@ -104,8 +98,6 @@ def test_search(pools, shape):
 
 def test_search_in_plain_torch():
     """Against distances between all pairs, sorted by distance and then by number."""
-    from shardtensor import points
-
     draw = random.Random(1)
     for number in range(30):
         p, q = (grid(draw, 13, 2), grid(draw, 7, 2)) if number % 2 else (numbers(draw, 13, 3), numbers(draw, 7, 3))
@@ -132,8 +124,6 @@ def test_search_in_plain_torch():
 def test_search_in_blocks():
     """Many queries at a time, few at a time: the same. Nothing is gathered."""
     import shardtensor.points._search as module
-    from oracle import mesh_here
-    from shardtensor import _C, Shard, points
 
     mesh, draw = mesh_here(), random.Random(3)
     p, q = numbers(draw, 50, 3), numbers(draw, 40, 3)
@@ -157,9 +147,6 @@ def test_search_in_blocks():
 
 
 def run_rows(shape: tuple[int, ...]) -> None:
-    from oracle import mesh_of
-    from shardtensor import points
-
     mesh, draw = mesh_of(shape), random.Random(f"rows {shape}")
     for number in range(2 * CALLS):
         rows, named = draw.randint(1, 12), draw.choice([(0,), (1,), (9,), (7, 3)])
@@ -200,9 +187,6 @@ def test_rows(pools, shape):
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @on_ranks(of="shape")
 def test_segments(shape):
-    from oracle import mesh_of
-    from shardtensor import points
-
     mesh, draw = mesh_of(shape), random.Random(f"segments {shape}")
     for number in range(CALLS):
         lengths = torch.tensor([draw.choice([0, 1, 2, 5]) for _ in range(draw.randint(1, 9))])
@@ -222,9 +206,6 @@ def test_segments(shape):
 @on_ranks(3)
 def test_bytes_are_those_of_the_rows():
     """Of the rows that a rank lacks each comes once, and nothing else; each other rank's row goes home once."""
-    from oracle import mesh_here
-    from shardtensor import _C, Shard, points
-
     mesh, rank = mesh_here(), dist.get_rank()
     x = place(torch.randn(9, 4, dtype=torch.float64), mesh, [Shard(0)], [[4, 2, 3]])
     mine = [[0, 1, 1, 4, 4, 4], [4, 5, 0, 0, 8, 8], [8, 7, 6, 6, 6, 6]][rank]
@@ -240,9 +221,6 @@ def test_bytes_are_those_of_the_rows():
 
 @on_ranks(3)
 def test_twice_differentiable():
-    from oracle import mesh_here
-    from shardtensor import Shard, points
-
     mesh, draw = mesh_here(), random.Random(5)
     x, index = numbers(draw, 7, 2).requires_grad_(), torch.tensor([0, 6, 6, 3, 2])
     ours, where = place_nested(x, mesh, [Shard(0)], [[5, 0, 2]]), place(index, mesh, [Shard(0)], [[0, 4, 1]])
@@ -255,16 +233,11 @@ def test_twice_differentiable():
 
 
 def layer(x: Any, index: Any, weight: Any) -> Any:
-    from shardtensor import points
-
     return x + points.scatter(torch.relu(points.take(x, index) @ weight), index, like=x)
 
 
 @on_ranks(2)
 def test_compiled():
-    from oracle import mesh_here
-    from shardtensor import Replicate, Shard
-
     torch._dynamo.reset()
     mesh, draw = mesh_here(), random.Random(6)
     x, w, index = numbers(draw, 7, 2).requires_grad_(), numbers(draw, 2, 2).requires_grad_(), torch.tensor([0, 6, 6, 3, 2])
@@ -281,9 +254,6 @@ def test_compiled():
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @on_ranks(of="shape")
 def test_farthest(shape):
-    from oracle import mesh_of
-    from shardtensor import points
-
     mesh, draw = mesh_of(shape), random.Random(f"farthest {shape}")
     for number in range(CALLS):
         count = draw.randint(1, 15)
@@ -295,8 +265,6 @@ def test_farthest(shape):
 
 
 def test_farthest_in_plain_torch():
-    from shardtensor import points
-
     p = numbers(random.Random(2), 20, 3)
     chosen = [4]
     while len(chosen) < 8:
@@ -315,10 +283,6 @@ def on_four_ranks() -> None:
 
 @on_ranks(2)
 def test_refused_on_all_ranks():
-    import shardtensor as st
-    from oracle import mesh_here
-    from shardtensor import Shard, points
-
     mesh, rank = mesh_here(), dist.get_rank()
     x = st.distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
 

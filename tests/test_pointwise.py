@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import shardtensor as st
 import torch
-from oracle import MESHES, bools, case, mesh_id, positive, run_on
+from oracle import MESHES, bools, case, mesh_here, mesh_id, positive, run_on
 from pool import on_ranks
 
 
@@ -67,9 +68,6 @@ def test_equals_torch(pools, name, mesh):
 @on_ranks(2)
 def test_orders():
     """Results have their dims in the order that torch's kernel gives, also where torch's meta kernel gives another."""
-    import shardtensor as st
-    from oracle import mesh_here
-
     x = torch.rand(2, 3, 4, 5) + 0.1
     last, turned, thin = x.to(memory_format=torch.channels_last), x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :1]
     functions = {

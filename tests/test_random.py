@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import shardtensor as st
 import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
 from oracle import EMPTY, EVEN, MESHES, UNEVEN, mesh_id, mesh_of, place
 from pool import on_ranks
+from shardtensor import _C
+from shardtensor.tensor._layout import make_layout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 SIZES = (7, 6)
 
@@ -62,8 +70,6 @@ PLACEMENTS = ["R", "S(0)", "S(1)", "P"]
 
 def strided(mesh: Any) -> Any:
     """A ShardTensor of SIZES under FSDP-over-TP's placements: rows in _StridedShard(0), Shard(0)."""
-    from shardtensor import _C
-    from shardtensor.tensor._layout import make_layout
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     layout = make_layout(mesh, [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)], 2, who="test")
@@ -72,8 +78,6 @@ def strided(mesh: Any) -> Any:
 
 def run_op(name: str, mesh_shape: tuple[int, ...]) -> Any:
     """The op under every placement; returns the one value that all give."""
-    import torch.utils._pytree as pytree
-
     mesh = mesh_of(mesh_shape)
     starts = []
     for combo in itertools.product(PLACEMENTS, repeat=len(mesh_shape)):
@@ -118,8 +122,6 @@ def test_reference_philox():
 
 
 def draw_bits() -> Any:
-    import shardtensor as st
-
     mesh = mesh_of((2,))
     st.random.manual_seed(3, mesh)
     key = int(torch.empty((), dtype=torch.int64).random_(-(2**63), None)) % 2**64
@@ -137,7 +139,6 @@ def test_bits_are_philox_of_the_index(pools):
 
 
 def sample(name: str, n: int, dtype: str) -> Any:
-    import shardtensor as st
     from shardtensor import Shard
 
     torch.manual_seed(zlib.crc32(name.encode()))
@@ -194,8 +195,6 @@ def test_statistics(pools, name, dtype):
 
 
 def uniform_in_half_open() -> Any:
-    import shardtensor as st
-
     torch.manual_seed(0)
     out = []
     for dtype in (torch.bfloat16, torch.float16):
@@ -210,7 +209,6 @@ def test_uniform_never_gives_its_end(pools):
 
 
 def different_draws() -> Any:
-    import shardtensor as st
     from shardtensor import Shard
 
     torch.manual_seed(0)
@@ -237,8 +235,6 @@ def test_ops_and_seeds_differ_and_fork_rng_restores(pools):
 
 
 def checkpointed(mesh_shape: tuple[int, ...], combo: tuple[str, ...]) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
     x = place(torch.ones(6, 4, dtype=torch.float64), mesh_of(mesh_shape), combo, UNEVEN).requires_grad_()
     grads = []
     for use_reentrant in (None, False, True):
@@ -305,9 +301,6 @@ def test_rrelu():
 
 
 def quiet_after_the_first() -> Any:
-    import shardtensor as st
-    from shardtensor import _C
-
     mesh = mesh_of((2,))
     st.random.manual_seed(0, mesh)
     _C.reset_comm_counts()
@@ -326,11 +319,6 @@ def test_no_communication(pools):
 
 
 def first_op_takes_over(rank_dependent: bool) -> Any:
-    import warnings
-
-    import shardtensor as st
-    import torch.distributed as dist
-
     mesh = st.init_device_mesh("cpu", (2,), mesh_dim_names=(f"agree_{rank_dependent}",))
     torch.manual_seed(100 + (dist.get_rank() if rank_dependent else 0))
     with warnings.catch_warnings(record=True) as caught:
@@ -348,9 +336,6 @@ def test_first_op_compares_generators(pools):
 
 
 def seed_checks() -> Any:
-    import shardtensor as st
-    import torch.distributed as dist
-
     mesh = mesh_of((2, 2))
     assert st.random.is_rng_supported_mesh(mesh)
     st.random.manual_seed(-3, mesh)
@@ -373,8 +358,6 @@ def test_manual_seed(pools):
 
 @on_ranks(2)
 def test_bad_arguments():
-    import shardtensor as st
-
     x = st.zeros(4, 4, device_mesh=mesh_of((2,)), placements=[st.Shard(0)])
     for call, message in (
         (lambda: x.uniform_(2, 1), "from"),
@@ -397,8 +380,6 @@ def test_bad_arguments():
 
 @on_ranks(2)
 def test_normal_of_mixed_dtypes():
-    import shardtensor as st
-
     mesh = mesh_of((2,))
     for mean, std in itertools.product((torch.float32, torch.float64, torch.bfloat16), repeat=2):
         plain = torch.zeros(3, dtype=mean), torch.ones(3, dtype=std)
@@ -407,8 +388,6 @@ def test_normal_of_mixed_dtypes():
 
 
 def init_module(world: int) -> Any:
-    import shardtensor as st
-
     def shard(name: str, module: Any, mesh: Any) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             where = [st.Shard(0)] if world != 2 else [st.Replicate()]
@@ -437,8 +416,6 @@ def test_factories(pools, mesh):
 
 
 def make_factories(mesh_shape: tuple[int, ...]) -> Any:
-    import shardtensor as st
-
     torch.manual_seed(2)
     mesh = mesh_of(mesh_shape)
     placements = [st.Shard(1), st.Shard(0)][: mesh.ndim]
@@ -470,9 +447,6 @@ def test_cuda_draws_what_the_cpu_draws(pools):
 
 
 def draw_on(device: str) -> dict[str, torch.Tensor]:
-    import shardtensor as st
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh(device, [0])
     drawn = {}
     for name in ON_A_GPU:

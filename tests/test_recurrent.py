@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import shardtensor as st
 import torch
-from oracle import UNEVEN, mesh_here, place, whole
+from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place, whole
 from pool import on_ranks
-from shardtensor import Shard, distribute_module
+from shardtensor import _C, Shard, distribute_module
 from torch import nn
 
 LAYERS = {
@@ -28,8 +29,6 @@ def modules(make):
 
 
 def recurrent(name, cut, given_state):
-    from shardtensor import _C
-
     plain, ours = modules(LAYERS[name])
     batch = 0 if plain.batch_first else 1
     x = torch.randn(5, 5, 3, dtype=torch.float64)
@@ -81,8 +80,6 @@ def test_ranks_drop_the_same(pools):
 @pytest.mark.parametrize("name", ["encoder", "layer", "attention"])
 @on_ranks(3)
 def test_fused_layers_equal_torch(name, masked):
-    from shardtensor import _C
-
     layer = lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)  # noqa: E731
     make = {"encoder": lambda: nn.TransformerEncoder(layer(), 2), "layer": layer, "attention": lambda: nn.MultiheadAttention(4, 2, batch_first=True)}
     plain, ours = modules(make[name])
@@ -113,9 +110,6 @@ CELLS = {"RNNCell": torch.nn.RNNCell, "GRUCell": torch.nn.GRUCell, "LSTMCell": t
 @on_ranks(2)
 def test_cells_without_a_state(name):
     """A cell without a state starts from zeros on the input's mesh."""
-    import shardtensor as st
-    from oracle import EMPTY, EVEN, UNEVEN, compare, mesh_here, place
-
     torch.manual_seed(0)
     for inputs, shape in ((4, (3, 4)), (6, (3, 6)), (4, (4,)), (4, (0, 4))):
         plain = CELLS[name](inputs, 6, dtype=torch.float64)

@@ -9,10 +9,15 @@ import random
 import threading
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
+from oracle import mesh_here, place
 from pool import on_ranks
-from shardtensor import _C
+from shardtensor import _C, Partial, Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
+from shardtensor.tensor._mesh import as_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 R, S0, S1, S2 = (0, -1, 1, "sum", 2.0), (1, 0, 1, "sum", 2.0), (1, 1, 1, "sum", 2.0), (1, 2, 1, "sum", 2.0)
 STRIDED0, STRIDED1 = (1, 0, 2, "sum", 2.0), (1, 1, 3, "sum", 2.0)
@@ -259,8 +264,6 @@ _device_meshes = {}
 
 def device_mesh(shape, ranks=None):
     """Made once, by all ranks in the same order."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     ranks = tuple(range(math.prod(shape)) if ranks is None else ranks)
     if (shape, ranks) not in _device_meshes:
         _device_meshes[shape, ranks] = DeviceMesh("cpu", torch.tensor(ranks).view(shape))
@@ -304,8 +307,6 @@ def check_move(whole, source, target):
 
 
 def meshes_here():
-    from shardtensor.tensor._mesh import as_mesh
-
     shapes = {
         2: [((2,), None), ((2,), [1, 0]), ((1,), [1])],
         3: [((3,), None), ((2,), [2, 0]), ((1,), [1])],
@@ -327,8 +328,6 @@ def test_moves(seed):
 @on_ranks(4)
 def test_moves_at_once():
     """On one mesh, where one transfer is better than several collectives."""
-    from shardtensor.tensor._mesh import as_mesh
-
     mesh = as_mesh(device_mesh((2, 2)))
     whole = torch.randn(128, 64, dtype=torch.float64)
     pairs = [((S0, S1), (S1, S0)), ((S0, S0), (S1, S1)), ((S1, S0), (S0, S0)), ((S0, STRIDED1), (S1, S1)), ((S0, S0), (R, S0))]
@@ -348,8 +347,6 @@ DTYPES = [
 
 @on_ranks(4)
 def test_dtypes():
-    from shardtensor.tensor._mesh import as_mesh
-
     square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
     for dtype in DTYPES:
         whole = (torch.arange(20).view(5, 4) % 7).to(dtype)
@@ -360,8 +357,6 @@ def test_dtypes():
 
 @on_ranks(4)
 def test_summands_of_8_bits():
-    from shardtensor import Partial, Replicate, Shard, ShardTensor
-
     mesh = device_mesh((2, 2))
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for rows in (5, 1):
@@ -373,8 +368,6 @@ def test_summands_of_8_bits():
 
 @on_ranks(4)
 def test_locals_of_any_strides():
-    from shardtensor.tensor._mesh import as_mesh
-
     mesh, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [0, 2]))
     whole = torch.randn(6, 8, dtype=torch.complex128)
     for target in (layout(mesh, S1, S0), layout(part, S1)):
@@ -391,8 +384,6 @@ def test_locals_of_any_strides():
 
 @on_ranks(4)
 def test_odd_sizes():
-    from shardtensor.tensor._mesh import as_mesh
-
     square, part = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((2,), [3, 1]))
     for sizes in [(), (0, 4), (4, 0), (1, 1)]:
         whole = torch.randn(sizes)
@@ -428,8 +419,6 @@ def summands(whole, where):
 @on_ranks(4)
 def test_from_summands():
     """Added up on the mesh where they are, scattered if that is cheaper, then moved."""
-    from shardtensor.tensor._mesh import as_mesh
-
     whole = torch.arange(20.0, dtype=torch.float64).view(5, 4) / 4
     square = as_mesh(device_mesh((2, 2)))
     targets = [where for mesh in meshes_here() if mesh != square for where in layouts(mesh, [R, S0, S1], whole.shape)]
@@ -452,8 +441,6 @@ def test_from_summands():
 
 @on_ranks(4)
 def test_scattered_before_it_moves():
-    from shardtensor.tensor._mesh import as_mesh
-
     whole = torch.randn(64, 32, dtype=torch.float64)
     row, square = as_mesh(device_mesh((4,))), as_mesh(device_mesh((2, 2)))
     source, target = layout(row, partial()), layout(square, S0, S1)
@@ -476,8 +463,6 @@ PADDED = {
 @on_ranks(4)
 def test_pieces_become_summands():
     """Padding with the neutral element makes a piece a summand and sends nothing. The way back gives the same tensor."""
-    from shardtensor.tensor._mesh import as_mesh
-
     square, row = as_mesh(device_mesh((2, 2))), as_mesh(device_mesh((4,)))
     cases = list(PADDED.items())
     cases += [("max", torch.int8), ("min", torch.uint8), ("max", torch.bool), ("band", torch.bool), ("min", torch.bfloat16)]
@@ -506,8 +491,6 @@ def test_pieces_become_summands():
 
 @on_ranks(4)
 def test_to_summands_elsewhere():
-    from shardtensor.tensor._mesh import as_mesh
-
     row, part = as_mesh(device_mesh((4,))), as_mesh(device_mesh((2,), [3, 1]))
     whole = torch.arange(20.0).view(5, 4)
     for source, target in itertools.product([layout(row, S0), layout(row, partial())], [layout(part, partial())]):
@@ -521,8 +504,6 @@ def test_to_summands_elsewhere():
 @on_ranks(4)
 def test_public_door():
     """redistribute(device_mesh=...): grow, shrink, move; forward and backward. Ranks outside have an empty piece."""
-    from shardtensor import Replicate, Shard, ShardTensor, distribute_tensor
-
     me = dist.get_rank()
     all_ranks, part, other = device_mesh((4,)), device_mesh((2,), [3, 1]), device_mesh((2,), [0, 2])
     whole = torch.arange(20.0).view(5, 4)
@@ -553,7 +534,6 @@ def test_public_door():
     moved.sum().to_local().backward()
     assert local.grad.tolist() == [[1.0 if me in (1, 3) else 0.0] * 3] * 2
     # The same ranks in the same places, with groups of their own: nothing moves.
-    from torch.distributed.device_mesh import DeviceMesh
 
     twin = DeviceMesh("cpu", torch.arange(4))
     _C.reset_comm_counts()
@@ -565,9 +545,6 @@ def test_public_door():
 @on_ranks(4)
 def test_some_ranks_stand_aside():
     """Ranks outside a mesh run the same script: they have empty pieces, know the same sizes, and take part in moves."""
-    from shardtensor import Replicate, Shard, ShardTensor, distribute_module, distribute_tensor
-    from torch import nn
-
     inside = dist.get_rank() in (2, 0)
     all_ranks, some = device_mesh((4,)), device_mesh((2,), [2, 0])
     plain = torch.arange(42.0, dtype=torch.float64).view(7, 6).requires_grad_()
@@ -610,9 +587,6 @@ def test_some_ranks_stand_aside():
 @on_ranks(4)
 def test_meshes_out_of_order():
     """A group sorts its ranks; a mesh need not. Coordinate 0 is the first rank of the mesh, not the lowest."""
-    import shardtensor as st
-    from shardtensor import Replicate, Shard
-
     me = dist.get_rank()
     mesh = device_mesh((2, 2), [3, 1, 0, 2])
     whole = torch.arange(20.0).view(5, 4)
@@ -633,9 +607,6 @@ def test_meshes_out_of_order():
 
 @on_ranks(4)
 def test_explained():
-    import shardtensor as st
-    from shardtensor import Replicate, Shard
-
     square, part = device_mesh((2, 2)), device_mesh((2,), [3, 1])
     x = put(torch.zeros(256, 64), st.tensor._layout.make_layout(square, [Shard(0), Shard(1)], 2, who="test"))
     _C.reset_comm_counts()
@@ -663,8 +634,6 @@ def test_explained():
 @on_ranks(2, seconds=20)
 def test_a_plan_that_one_rank_lacks():
     """Ranks compare notes before the first move of a kind: of tensors of nine dims here. All must know alike that it is the first."""
-    from oracle import mesh_here, place
-
     x, y = (place(torch.ones(6, 2, *[1] * n), mesh_here(), ("S(0)",), [1, 5]) for n in (0, 7))
     x.full_tensor()
     got = []

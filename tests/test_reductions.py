@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import MESHES, bools, case, ints, mesh_id, place, positive, run_on
+import torch.distributed as dist
+from oracle import EMPTY, EVEN, MESHES, UNEVEN, bools, case, compare, ints, mesh_id, mesh_of, place, positive, run_on
 from pool import on_ranks
+from shardtensor import _C
 
 
 def always(*placements: str) -> bool:
@@ -253,9 +255,6 @@ def test_equals_torch(pools, name, mesh):
 
 def _layouts():
     """The layouts of reductions' results on a mesh of all ranks, as text."""
-    import torch.distributed as dist
-    from oracle import EVEN, UNEVEN, mesh_of
-
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.arange(20.0).reshape(5, 4), mesh, ("S(0)",), UNEVEN)
     bits = place(torch.arange(20).reshape(5, 4) % 3 == 0, mesh, ("S(0)",), EVEN)
@@ -294,10 +293,6 @@ def test_what_stays_partial(pools):
 @on_ranks(2, 3)
 def test_second_derivatives_of_products():
     """Second derivatives of a product whose lines have no zero, one, or two; and what the first ones send."""
-    import torch.distributed as dist
-    from oracle import UNEVEN, compare, mesh_of
-    from shardtensor import _C
-
     mesh = mesh_of((dist.get_world_size(),))
     whole = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     whole[2, 1] = whole[0, 2] = whole[4, 2] = 0
@@ -318,10 +313,6 @@ def test_second_derivatives_of_products():
 
 def _bytes():
     """What the kernels send: small tensors, whatever the size of the data."""
-    import torch.distributed as dist
-    from oracle import UNEVEN, mesh_of
-    from shardtensor import _C
-
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.randn(50, 4, dtype=torch.float64), mesh, ("S(0)",), UNEVEN)
     out = {}
@@ -349,9 +340,6 @@ def test_kernels_send_little(pools):
 
 
 def _half_norm():
-    import torch.distributed as dist
-    from oracle import EVEN, mesh_of
-
     mesh = mesh_of((dist.get_world_size(),))
     return vector_norm(place(torch.full((8,), 300.0, dtype=torch.float16), mesh, ("S(0)",), EVEN)).item()
 
@@ -366,9 +354,6 @@ def test_item_is_the_same_on_every_rank(pools):
 
 
 def _item():
-    import torch.distributed as dist
-    from oracle import EMPTY, mesh_of
-
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.arange(7.0), mesh, ("S(0)",), EMPTY)
     return x.sum().item(), x.argmax().item(), torch.equal(x, x), x.var().item()

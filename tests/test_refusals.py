@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import opinfo
 import pytest
+import shardtensor as st
 import torch
+from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
 from pool import on_ranks
+from shardtensor.parallel import ColwiseParallel, parallelize_module
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 PARTS = 4
 # We ask a kernel for its dtypes with few elements: too few for the square that these ops need.
@@ -27,12 +32,6 @@ def test_on_all_ranks(pools, kind, part):
 
 @on_ranks(2)
 def test_what_is_asked_by_name():
-    import shardtensor as st
-    from oracle import mesh_here
-    from shardtensor.parallel import ColwiseParallel, parallelize_module
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
     mesh, n = mesh_here(), mesh_here().size()
     x = st.distribute_tensor(torch.arange(6.0), mesh, [st.Shard(0)])
     with st.debug.comm_budget(calls=0):
@@ -69,8 +68,6 @@ def test_what_is_asked_by_name():
 @on_ranks(2, 3)
 def test_crops_beyond_the_end():
     """torch crops before it pads, and a piece that is cut otherwise has enough, or nothing."""
-    from oracle import EMPTY, EVEN, UNEVEN, mesh_here, place
-
     x = torch.arange(20.0).reshape(4, 5)
     for pad in ((-6, 0), (-6, 7), (0, -6), (-3, -3), (9, -6), (0, 0, -5, 0), (1, 1, -5, 3)):
         for at in ("R", "S(0)", "S(1)"):

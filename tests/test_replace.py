@@ -9,22 +9,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import shardtensor
 import torch
+import torch.distributed.tensor as stock
 from forks import Run, run_each
+from oracle import mesh_here
 from pool import on_ranks
 from test_fsdp import needs_uneven_columns
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 STOCK_NAMES = ["distribute_tensor", "zeros", "randn"]
 
 
 def fsdp_stores_ours(world_mesh, options):
     """FSDP2's parameters, gradients and optimizer states are ShardTensors, and it trains as one process does."""
-    import shardtensor
     from test_fsdp import columns, train
     from test_parallel import MLP
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     if options.pop("columns", False):
         options |= columns()
@@ -48,9 +50,6 @@ def fsdp_stores_ours(world_mesh, options):
 
 @on_ranks(2)
 def test_names():
-    import shardtensor
-    import torch.distributed.tensor as stock
-    from oracle import mesh_here
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # imported before the replacement
     from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
@@ -137,8 +136,6 @@ def test_unmodified_script(tmp_path):
 
 
 def _package() -> str:
-    import shardtensor
-
     return str(Path(shardtensor.__file__).parents[1])
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 
 import pytest
+import shardtensor as st
 import torch
-from oracle import EVEN, UNEVEN, compare, mesh_here, place
+import torch.utils._pytree as pytree
+from oracle import EVEN, UNEVEN, compare, lies_as_the_whole, mesh_here, place
 from pool import Pool, on_ranks
+from shardtensor import _C
+from shardtensor.debug import log_gathers
+from shardtensor.tensor._layout import make_layout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 
 @pytest.mark.parametrize(
@@ -32,8 +40,6 @@ def test_numbers_of_any_kind_are_told_apart(name, first, second):
 @on_ranks(1, 2, 3)
 def test_lists_with_other_weights():
     """An op on lists has another rule if its weight is a list of tensors, a list of numbers, or a number."""
-    import shardtensor as st
-
     mesh, n = mesh_here(), mesh_here().size()
 
     def summands(value):
@@ -92,9 +98,6 @@ class EntersStrict(logging.Handler):
     heard = 0
 
     def emit(self, record):
-        import shardtensor as st
-        from shardtensor import _C
-
         self.heard += 1
         t = place(torch.ones(3, 2), mesh_here(), ("R",), EVEN)
         with st.strict_mode():
@@ -106,9 +109,6 @@ class EntersStrict(logging.Handler):
 @on_ranks(2)
 def test_tables_are_cleared_while_they_are_filled():
     """Ops without a rule tell Python, before their operands move and at each move. There, handlers clear what is being filled."""
-    from shardtensor import _C
-    from shardtensor.debug import log_gathers
-
     log = logging.getLogger("shardtensor")
     handler = EntersStrict()
     log.addHandler(handler)
@@ -133,8 +133,6 @@ def test_tables_are_cleared_while_they_are_filled():
 @on_ranks(2, seconds=60)
 def test_threads_share_layouts():
     """Ops release the GIL, so threads make and drop one layout at once: a whole tensor's, which nothing else keeps alive."""
-    from shardtensor import _C
-
     failed = []
 
     def work():
@@ -157,7 +155,6 @@ def test_threads_share_layouts():
 @on_ranks(2)
 def test_foreign_tensors():
     """Tensors that look like ours to the dispatcher, and `.data` set to the wrong kind of tensor."""
-    from shardtensor import _C
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x = place(torch.ones(4, 2), mesh_here(), ("S(0)",), EVEN)
@@ -179,8 +176,6 @@ def test_foreign_tensors():
 @on_ranks(1, 2, 3)
 def test_memory_is_the_wholes():
     """Strides, views and overlap are facts of the whole tensor, the same on ranks with two rows, one and none."""
-    import shardtensor as st
-
     mesh = mesh_here()
 
     def spread(t, dim=0):
@@ -215,9 +210,6 @@ def test_memory_is_the_wholes():
 
 @on_ranks(1, 2)
 def test_channels_last_stays():
-    import shardtensor as st
-    from oracle import lies_as_the_whole
-
     torch.manual_seed(0)
     mesh, last = mesh_here(), torch.channels_last
     net = torch.nn.Sequential(
@@ -231,7 +223,6 @@ def test_channels_last_stays():
     def look(into):
         return lambda m, inputs, output: into.append((type(m).__name__, output.stride(), output.is_contiguous(memory_format=last), output))
 
-    import copy
 
     for n in (1, 5):  # a batch of one does not show the order by its strides
         ours = st.distribute_module(copy.deepcopy(net), mesh)
@@ -255,8 +246,6 @@ def test_channels_last_stays():
 @on_ranks(1, 2)
 def test_failed_calls():
     """Failed calls change nothing. An inference tensor's views stay inference tensors."""
-    import shardtensor as st
-
     x = place(torch.ones(4, dtype=torch.int64), mesh_here(), ("S(0)",), UNEVEN)
     v = x[:2]
     with pytest.raises(RuntimeError):
@@ -284,8 +273,6 @@ def test_failed_calls():
 
 @on_ranks(2, 3)
 def test_sums_of_bools():
-    import shardtensor as st
-
     n = mesh_here().size()
     b = st.ShardTensor.from_local(torch.tensor([True, False, mesh_here().get_rank() == 0]), mesh_here(), [st.Partial()])
     plain = b.full_tensor()
@@ -296,8 +283,6 @@ def test_sums_of_bools():
 
 def other_histories():
     """What a rank has run before must not change what it decides: each rank warms its caches with calls of its own."""
-    import shardtensor as st
-
     mesh = mesh_here()
     rank = mesh.get_local_rank()
 
@@ -341,8 +326,6 @@ def test_ranks_with_other_histories_agree(world):
 @on_ranks(2, 3)
 def test_gradients_move_to_the_same_placements():
     """redistribute() to a tensor's own placements moves only its gradient, as in DTensor. The result can be written."""
-    import shardtensor as st
-
     mesh, n = mesh_here(), mesh_here().size()
     for at in (st.Replicate(), st.Shard(0)):
         x = st.distribute_tensor(torch.ones(4), mesh, [at]).requires_grad_()
@@ -365,7 +348,6 @@ def test_gradients_move_to_the_same_placements():
 @on_ranks(1, 2, 3)
 def test_gradients_of_summands():
     """from_local: the derivative of the reduced value with respect to this rank's summand."""
-    import shardtensor as st
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     mesh, n, me = mesh_here(), mesh_here().size(), mesh_here().get_local_rank()
@@ -400,8 +382,6 @@ def test_gradients_of_summands():
 @on_ranks(1, 2)
 def test_the_gradient_of_nothing():
     """torch.cat accepts empty tensors of one dim among others. Each gets a ShardTensor as its gradient."""
-    import shardtensor as st
-
     mesh = mesh_here()
     x = place(torch.randn(5, 2), mesh, ("S(0)",), UNEVEN).requires_grad_()
     nothing = [st.distribute_tensor(torch.ones(0), mesh, [at]).requires_grad_() for at in (st.Shard(0), st.Replicate())]
@@ -413,8 +393,6 @@ def test_the_gradient_of_nothing():
 
 
 def test_modes_left_in_the_order_they_were_entered():
-    import shardtensor as st
-
     first, second, third = (st.promotion_mode(m) for m in ("replicate", "warn", "replicate"))
     seen = []
     for step in (first.__enter__, second.__enter__, third.__enter__):
@@ -429,8 +407,6 @@ def test_modes_left_in_the_order_they_were_entered():
 @on_ranks(2)
 def test_modes_of_threads():
     """A promotion mode set by a context applies to this thread and to the autograd threads that work for it."""
-    import shardtensor as st
-
     x = place(torch.ones(3, 2), mesh_here(), ("S(0)",), UNEVEN)
     inside, leave = threading.Event(), threading.Event()
 
@@ -480,8 +456,6 @@ def test_modes_of_threads():
 @on_ranks(2, 3)
 def test_refused_dtypes():
     """A dtype that cannot be added up is refused by all ranks, those without elements too."""
-    import shardtensor as st
-
     mesh, n = mesh_here(), mesh_here().size()
     shapes = {0: [(0,)] * (n - 1) + [(4,)]}
     for dtype in (torch.uint16, torch.complex32):
@@ -497,9 +471,6 @@ def test_refused_dtypes():
 @on_ranks(3)
 def test_beside_the_mesh():
     """A rank outside the mesh takes no part in ops that gather or read a value on the way, and raises nothing."""
-    import shardtensor as st
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh("cpu", [0, 1])
     inside = mesh.get_coordinate() is not None
     whole = torch.arange(9.0).view(3, 3) / 9
@@ -538,9 +509,6 @@ BESIDE = [
 def test_database_beside_the_mesh():
     """On ranks outside of the mesh, ops and their gradients have torch's sizes and dtypes and are ShardTensors."""
     import opinfo
-    import shardtensor as st
-    import torch.utils._pytree as pytree
-    from torch.distributed.device_mesh import DeviceMesh
 
     mesh = DeviceMesh("cpu", [0, 1])
     for name in BESIDE:
@@ -597,8 +565,6 @@ def test_database_beside_the_mesh():
 @on_ranks(1, 2)
 def test_pooled_images():
     """Mean-pooling whole images gives the result channels_last strides in place."""
-    import shardtensor as st
-
     whole = torch.randn(4, 6, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
     for at in ("R", "S(0)", "S(1)", "S(2)", "P"):
         x, p = place(whole, mesh_here(), (at,), UNEVEN).to(memory_format=torch.channels_last).requires_grad_(), whole.clone().requires_grad_()
@@ -616,8 +582,6 @@ def test_pooled_images():
 @on_ranks(2, 3)
 def test_tangents_of_one_operand():
     """Forward mode where one operand has a tangent and another has none."""
-    from torch.nn import functional as F
-
     g = torch.Generator().manual_seed(1)
     x, w, b = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((5, 3), (4, 3), (4,)))
     functions = {
@@ -669,8 +633,6 @@ class Wrapped(torch.Tensor):
 
 @on_ranks(1, 2)
 def test_pieces_of_a_class():
-    import shardtensor as st
-
     mesh, n, me = mesh_here(), mesh_here().size(), mesh_here().get_local_rank()
     plain = lambda t: t.to_local().detach().inner if isinstance(t.to_local(), Wrapped) else t.to_local()  # noqa: E731
 
@@ -710,9 +672,6 @@ def test_pieces_of_a_class():
 
 @on_ranks(2)
 def test_ranks_that_disagree_on_gradients():
-    import shardtensor as st
-    from shardtensor import _C
-
     mesh, me = mesh_here(), mesh_here().get_local_rank()
     local = torch.ones(2, 2, requires_grad=me == 1)
     with pytest.raises(ValueError, match="requires grad on rank 1 and not on rank 0"):
@@ -728,8 +687,6 @@ def test_ranks_that_disagree_on_gradients():
 @on_ranks(2, 3)
 def test_signs_of_norms():
     """A negative value is refused as a norm's summand, whichever rank holds it."""
-    from shardtensor import _C
-    from shardtensor.tensor._layout import make_layout
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     to = make_layout(mesh_here(), [_NormPartial(norm_type=2)], 1, who="test")

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import MESHES, UNEVEN, case, compare, ints, mesh_id, mesh_of, place, positive, run_on
 from pool import on_ranks
+from shardtensor import _C
 from test_reductions import always, complexes, free_of, lowest, with_nan, with_ties, with_zeros
 
 SCANS = [
@@ -87,9 +89,6 @@ def test_equals_torch(pools, name, mesh):
 
 
 def _bytes():
-    import torch.distributed as dist
-    from shardtensor import _C
-
     x = place(torch.randn(60, 4, dtype=torch.float64), mesh_of((dist.get_world_size(),)), ("S(0)",), UNEVEN)
     out = {}
     for name, function in {

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from oracle import compare
 from pool import on_ranks
+from shardtensor import _C, Replicate
 from test_spatial import DRAWN, Call, laid_like, numbers, place, place_randomly
+from torch.distributed.device_mesh import init_device_mesh
 
 KINDS = ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive", "global", "fractional", "unpool", "nearest", "linear", "pad", "repeat")
 MAY_GATHER = ("repeat", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")  # what each rank needs whole; small maxima
@@ -19,8 +21,6 @@ CALLS = 6  # per kind and mesh
 
 def beside(whole: torch.Tensor, like: Any) -> Any:
     """A tensor laid out as `like`; replicated where that has summands."""
-    from shardtensor import Replicate
-
     held = [Replicate() if p.is_partial() else p for p in like.placements]
     return place(laid_like(whole, whole), like.device_mesh, held, like._layout.cuts).requires_grad_()
 
@@ -39,8 +39,6 @@ def kind_of(call: Call) -> str:
 
 
 def check(call: Call, x: Any) -> None:
-    from shardtensor import _C, Replicate
-
     mesh, text = x.device_mesh, f"{call.text} on {x._layout}"
     parameters = [place(p, mesh, [Replicate()] * mesh.ndim, [None] * mesh.ndim) for p in call.parameters]
     plain = [t.detach().clone().requires_grad_() for t in (call.x, *call.parameters)]
@@ -71,8 +69,6 @@ def check(call: Call, x: Any) -> None:
 @on_ranks((2,), (3,), (2, 2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_torch(kind, shape):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random(f"{kind} {shape}")
     done = 0
@@ -86,8 +82,6 @@ def test_equals_torch(kind, shape):
 @on_ranks(2)
 def test_of_made_operands():
     """Operands of a gradient that were made by other ops: the zero gradient of an operand whose sizes alone are read is added to others."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2,))
     draw = random.Random(0)
     functions = {

@@ -15,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from oracle import compare
 from pool import on_ranks
+from shardtensor import Replicate, Shard, distribute_module, strict_mode
 from test_spatial import counted, draw_cut, numbers, place
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint
 
 MESHES = [(2,), (3,), (2, 2)]
 CALLS = 30  # per mesh
@@ -40,8 +44,6 @@ def draw_call(draw: random.Random) -> tuple[str, list[torch.Tensor], dict[str, A
 
 def place_keys(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -> list[Any]:
     """Keys and values are cut along the sequence, queries are not."""
-    from shardtensor import Replicate, Shard
-
     other = draw.choice((Shard(0), Shard(1), Replicate()))
     placements = [Shard(2), *(other for _ in range(1, mesh.ndim))]
     at = draw.randrange(mesh.ndim)
@@ -52,8 +54,6 @@ def place_keys(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -> lis
 
 
 def place_sequences(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -> list[Any]:
-    from shardtensor import Replicate, Shard
-
     placements: list[Any] = [Shard(2), *(draw.choice((Shard(0), Shard(1), Shard(2), Replicate())) for _ in range(1, mesh.ndim))]
     draw.shuffle(placements)
     alike = draw.random() < 0.5
@@ -74,8 +74,6 @@ def place_sequences(draw: random.Random, whole: list[torch.Tensor], mesh: Any) -
 @on_ranks(of="shape")
 def test_equals_torch(shape, seed=0):
     calls = CALLS
-    from shardtensor import Replicate
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random(f"{shape} {seed}")
@@ -149,9 +147,6 @@ CHOICES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], bool, dict[str, 
 @pytest.mark.parametrize("case", CHOICES)
 @on_ranks(of=lambda case: CHOICES[case][0])
 def test_choice(case):
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     ranks, q, k, causal, calls, bytes_of = CHOICES[case]
     mesh = init_device_mesh("cpu", (ranks,))
     draw = random.Random(1)
@@ -180,9 +175,6 @@ CACHES = {"even": (1, [300, 300, 300], None), "uneven": (2, [700, 0, 200], None)
 @on_ranks(3)
 def test_a_long_cache_of_keys_stays(case):
     """A few queries against many keys: only their results travel, and the queries to ranks that lack them."""
-    from shardtensor import Replicate, Shard, strict_mode
-    from torch.distributed.device_mesh import init_device_mesh
-
     queries, cut, of_query = CACHES[case]
     mesh = init_device_mesh("cpu", (3,))
     draw = random.Random(1)
@@ -207,9 +199,6 @@ def test_a_long_cache_of_keys_stays(case):
 @on_ranks(3)
 def test_causal_queries_see_few_keys():
     """Causal queries see as many keys as there are queries: no others take part."""
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     for cut in ([100, 100, 100], [3, 200, 97], [0, 1, 299]):
         draw = random.Random(2)
@@ -229,9 +218,7 @@ def test_causal_queries_see_few_keys():
 def test_a_long_cache_stays_in_a_graph(dynamic):
     """In a graph too, a long cache of keys stays where it is. One graph serves all its lengths, if these are symbols."""
     from functorch.compile import make_boxed_func
-    from shardtensor import Replicate, Shard
     from torch._dynamo.backends.common import aot_autograd
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (3,))
     graphs = []
@@ -278,9 +265,6 @@ def collectives_of(ops: list[str]) -> list[str]:
 @on_ranks(of=lambda case: CHOICES[case][0], seconds=100)
 def test_choice_in_a_graph(case):
     """The plan is eager mode's, also where heads could be exchanged instead."""
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     ranks, q, k, causal, calls, _ = CHOICES[case]
     mesh, graphs = init_device_mesh("cpu", (ranks,)), list[list[str]]()
     torch._dynamo.reset()
@@ -308,9 +292,6 @@ RINGS: dict[str, tuple[tuple[int, ...], tuple[int, int], list[int], torch.dtype,
 
 def run_ring_in_graph(case: str, backend: str | None) -> None:
     """A graph sends what eager mode sends, forward and backward, and gathers nothing. Its tensors lie in memory as eager mode's."""
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     shape, heads, cut, dtype, how, other = RINGS[case]
     mesh, draw, graphs = init_device_mesh("cpu", shape), random.Random(1), list[list[str]]()
     placements = [Shard(1), *([Shard(1 if other == "S(2)" else 0)] if other else [])]  # of [batch, sequence, heads, features]
@@ -372,9 +353,7 @@ LENGTHS: dict[str, Any] = {
 @on_ranks(3, seconds=100)
 def test_ring_of_all_lengths(name):
     """Where sizes are symbols, a graph serves all lengths that the ranks divide, another one all others."""
-    from shardtensor import Shard
     from torch._dynamo.testing import CompileCounterWithBackend
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh, function = init_device_mesh("cpu", (3,)), LENGTHS[name]
     torch._dynamo.reset()
@@ -399,10 +378,6 @@ def test_ring_of_all_lengths(name):
 @on_ranks(2, seconds=100)
 def test_ring_in_a_checkpoint():
     """The backward of a checkpointed region does not send keys and values round a second time for the forward."""
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.utils.checkpoint import checkpoint
-
     mesh, graphs = init_device_mesh("cpu", (2,)), list[list[str]]()
     torch._dynamo.reset()
 
@@ -421,9 +396,6 @@ def test_ring_in_a_checkpoint():
 @on_ranks(3, seconds=100)
 def test_heads_of_symbols():
     """Heads are exchanged; what comes back lies in memory as the whole does, which torch's kernels lay out in an order of their own."""
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh, graphs = init_device_mesh("cpu", (3,)), list[list[str]]()
     torch._dynamo.reset()
     compiled = torch.compile(F.scaled_dot_product_attention, backend=graph_keeper(graphs), fullgraph=True, dynamic=True)
@@ -486,9 +458,6 @@ def cudnn_backward(
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @on_ranks(3, seconds=100)
 def test_kernels_of_cuda(compiled):
-    from shardtensor import Shard, strict_mode
-    from torch.distributed.device_mesh import init_device_mesh
-
     aten, mesh = torch.ops.aten, init_device_mesh("cpu", (3,))
     library = torch.library.Library("aten", "IMPL")
     for function in (efficient, efficient_backward, cudnn, cudnn_backward):
@@ -520,10 +489,6 @@ def test_kernels_of_cuda(compiled):
 @on_ranks(4)
 def test_several_pieces_per_rank():
     """Several runs of places per rank: no ring, and the same values."""
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     mesh = init_device_mesh("cpu", (2, 2))
     for causal, split in itertools.product((False, True), ([_StridedShard(2, split_factor=2), Shard(2)], [_StridedShard(2, split_factor=3), Replicate()])):
         draw = random.Random(2)
@@ -553,9 +518,6 @@ class Block(torch.nn.Module):
 
 
 def run_block(heads: int, cut: list[int], compiled: bool) -> None:
-    from shardtensor import Replicate, Shard, distribute_module
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (len(cut),))
     torch.manual_seed(3)
     block = Block(heads).double()

@@ -9,18 +9,31 @@ import io
 import math
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
 import types
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import shardtensor
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from pool import on_ranks
+from shardtensor import _C, sharded_tensor
+from shardtensor import sharded_tensor as st
+from shardtensor import sharding_spec as our_specs
+from shardtensor.sharded_tensor import ShardedTensor, TensorProperties, _ops, _remote, api
+from shardtensor.sharding_spec import ChunkShardingSpec, ShardingSpec, ShardMetadata
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import _StridedShard
 
 SIZES = (7, 5)
 ROOT = Path(__file__).parents[1]
@@ -55,8 +68,6 @@ def cuts_for(world):
 
 
 def shard_list(name, device="cpu"):
-    from shardtensor.sharding_spec import ShardMetadata
-
     return [ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/{device}") for rank, offsets, sizes in CUTS[name]]
 
 
@@ -67,8 +78,6 @@ def spec_of(name):
 
 
 def chunks(dim=0, ranks=None):
-    from shardtensor.sharding_spec import ChunkShardingSpec
-
     return ChunkShardingSpec(dim, [f"rank:{r}/cpu" for r in (ranks if ranks is not None else range(dist.get_world_size()))])
 
 
@@ -93,8 +102,6 @@ def mine_of(metadata):
 
 
 def lay(value, spec, **options):
-    from shardtensor import sharded_tensor
-
     return sharded_tensor.init_from_local_shards(shards_of(spec, value), *value.shape, **options)
 
 
@@ -172,17 +179,12 @@ def test_enumerated_shards_are_checked(shards, match):
     ],
 )
 def test_enumerated_shards_make_up_the_tensor(sizes, match):
-    from shardtensor.sharded_tensor import TensorProperties
-
     with pytest.raises(ValueError, match=match):
         spec_of("grid").build_metadata(torch.Size(sizes), TensorProperties())
 
 
 def test_overlaps_are_found_as_by_brute_force():
-    import random
-
     from shardtensor.sharded_tensor._spec import _overlapping
-    from shardtensor.sharding_spec import ShardMetadata
 
     def touch(a, b):
         return all(
@@ -250,8 +252,6 @@ def test_the_spec_of_shards_is_found_as_torch_does(size, dim):
 
 @on_ranks(2, 4)
 def test_factories_make_what_the_spec_says():
-    from shardtensor import sharded_tensor as st
-
     for spec in [chunks(0), chunks(1), chunks(-1), chunks(0, list(range(dist.get_world_size()))[::-1]), *map(spec_of, cuts_for(dist.get_world_size()))]:
         for made, value in [
             (st.zeros(spec, *SIZES), torch.zeros(SIZES)),
@@ -286,9 +286,6 @@ def test_chunks_may_be_empty_and_several_on_a_rank():
 
 @on_ranks(2)
 def test_factories_refuse_on_all_ranks():
-    from shardtensor import sharded_tensor as st
-    from shardtensor.sharding_spec import ChunkShardingSpec
-
     for make, kind, match in [
         (lambda: st.zeros(chunks(0, [0, 2]), 7, 5), ValueError, r"Global rank 2 does not exist in input process group: \[0, 1\]"),
         (lambda: st.zeros(chunks(), 7, 5, layout=torch.sparse_coo), ValueError, "Only torch.strided layout is currently supported"),
@@ -310,8 +307,6 @@ def test_factories_refuse_on_all_ranks():
 
 @on_ranks(2, 3, 4)
 def test_from_local_shards():
-    from shardtensor import sharded_tensor as st
-
     me = dist.get_rank()
     for name in cuts_for(dist.get_world_size()):
         spec, value = spec_of(name), whole()
@@ -338,8 +333,6 @@ def test_from_local_shards():
 
 @on_ranks(3)
 def test_shards_of_unknown_places_are_stacked():
-    from shardtensor import sharded_tensor as st
-
     me = dist.get_rank()
     mine = st.Shard.from_tensor_and_offsets(torch.full((me + 1, 5), float(me)), [0, 0], me)
     for sizes in [(None, 5), ((None, 5),), (None, None)]:
@@ -422,8 +415,6 @@ MISMATCHES = {
 
 @on_ranks(3)
 def test_every_mismatch_is_named_on_all_ranks():
-    from shardtensor import sharded_tensor as st
-
     for how, text in MISMATCHES.items():
         with pytest.raises((ValueError, TypeError)) as raised:
             mine, sizes = broken(how)
@@ -436,7 +427,6 @@ def test_every_mismatch_is_named_on_all_ranks():
 
 @on_ranks(2)
 def test_metadata_taken_at_its_word_is_compared_with_this_ranks_shards():
-    from shardtensor import sharded_tensor as st
     from shardtensor.sharded_tensor import Shard
 
     t = lay(whole(), chunks())
@@ -478,8 +468,6 @@ def test_metadata_taken_at_its_word_is_compared_with_this_ranks_shards():
 
 @on_ranks(2, 3, 4)
 def test_gather():
-    import warnings
-
     world, me = dist.get_world_size(), dist.get_rank()
     for name in cuts_for(world):
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
@@ -509,8 +497,6 @@ def test_gather():
 
 @on_ranks(2, 3, 4)
 def test_reshard_to_any_spec_in_one_exchange():
-    from shardtensor import _C
-
     world = dist.get_world_size()
     specs = [chunks(0), chunks(1), chunks(0, list(range(world))[::-1]), *map(spec_of, cuts_for(world))]
     for source in specs:
@@ -583,7 +569,6 @@ def places(t):
 @on_ranks(2, 3, 4)
 def test_cuda():
     """With fake tensors, which need no device. The test sets the current device by hand."""
-    from shardtensor import sharded_tensor as st
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     me, world = dist.get_rank(), dist.get_world_size()
@@ -612,8 +597,6 @@ def test_cuda():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @on_ranks(2)
 def test_without_a_gpu_the_error_is_torchs():
-    from shardtensor import sharded_tensor as st
-
     t = lay(whole(), chunks())
     for ours, torchs in [
         (t.cuda, whole().cuda),
@@ -630,8 +613,6 @@ def test_without_a_gpu_the_error_is_torchs():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @on_ranks(2)
 def test_on_a_gpu():
-    from shardtensor import sharded_tensor as st
-
     t = lay(whole(), spec_of("two to a rank"))
     moved = t.cuda()
     assert all(s.tensor.is_cuda and torch.equal(s.tensor.cpu(), h.tensor) for s, h in zip(moved.local_shards(), t.local_shards(), strict=True))
@@ -644,8 +625,6 @@ def test_on_a_gpu():
 
 @on_ranks(3)
 def test_in_a_group_of_some_ranks():
-    from shardtensor import sharded_tensor as st
-
     group, me = dist.new_group([1, 2]), dist.get_rank()
     spec = chunks(0, [2, 1])
     made = st.zeros(spec, *SIZES, process_group=group)
@@ -683,9 +662,6 @@ class Halves:
 
 @on_ranks(2)
 def test_users_own_specs():
-    from shardtensor import sharded_tensor as st
-    from shardtensor.sharding_spec import ShardingSpec
-
     class Own(Halves, ShardingSpec):
         pass
 
@@ -700,7 +676,6 @@ def test_users_own_specs():
 @on_ranks(2)
 def test_specs_of_users_that_only_shard():
     """torch asks such a spec's `shard` alone."""
-    from shardtensor import sharded_tensor as st
     from shardtensor import sharding_spec
 
     class Bare(sharding_spec.ShardingSpec):
@@ -761,8 +736,6 @@ def test_copies_and_comparison():
 
 @on_ranks(2, 3)
 def test_files():
-    from shardtensor import sharded_tensor as st
-
     group = dist.new_group(list(range(dist.get_world_size())))
     t = lay(whole(), spec_of("windmill"), process_group=group).requires_grad_()
     t.note = "mine"
@@ -783,8 +756,6 @@ def test_files():
 
 @on_ranks(3)
 def test_files_of_other_groups_are_refused():
-    from shardtensor import sharded_tensor as st
-
     me = dist.get_rank()
     pair, turned = dist.new_group([0, 1]), dist.new_group([1, 2])
     whole_world = pickle.dumps(lay(whole(), chunks()))
@@ -829,8 +800,6 @@ DRAWS = {
 
 def drawn(name, spec, own):
     """Two draws in a row, and what torch draws after them."""
-    from shardtensor import sharded_tensor as st
-
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(8) if own else torch.default_generator
     values = [together(DRAWS[name](st, spec, generator)) for _ in range(2)]
@@ -862,7 +831,6 @@ def test_a_shared_generator_draws_the_same_values_whatever_the_sharding(pools):
 @on_ranks(2)
 def test_the_default_generator_draws_the_values_of_shardtensor():
     import shardtensor as shards
-    from shardtensor import sharded_tensor as st
 
     for name in ("rand", "randn"):
         torch.manual_seed(3)
@@ -876,7 +844,6 @@ def test_the_default_generator_draws_the_values_of_shardtensor():
 @on_ranks(2, 3)
 def test_random_values_are_torchs_on_each_rank():
     import torch.distributed._shard.sharded_tensor as stock
-    from shardtensor import sharded_tensor as st
 
     makes = {
         "rand": lambda lib, spec: lib.rand(spec, *SIZES),
@@ -898,8 +865,6 @@ def test_random_values_are_torchs_on_each_rank():
 
 @on_ranks(2)
 def test_ranks_that_seed_differently_are_told_and_brought_together():
-    from shardtensor import sharded_tensor as st
-
     def draw(cut):
         return st.rand(spec_of(cut), 7, 5, process_group=group, generator=torch.default_generator)
 
@@ -917,8 +882,6 @@ def test_ranks_that_seed_differently_are_told_and_brought_together():
 
 @on_ranks(2)
 def test_initialisers_refuse():
-    from shardtensor import sharded_tensor as st
-
     t = st.empty(chunks(), 7, 5)
     for call, match in [
         (lambda: nn.init.uniform_(t, None, 1), "param: a shouldn't be None!"),
@@ -945,8 +908,6 @@ ELEMENTWISE = {
 
 @on_ranks(2, 3)
 def test_elementwise_ops():
-    from shardtensor import _C
-
     for name in ("rows, ranks turned", "windmill", "one rank has all"):
         t, value = lay(whole(torch.float64), spec_of(name)), whole(torch.float64)
         for functions in ELEMENTWISE.values():
@@ -992,9 +953,7 @@ def test_other_ops_are_refused_on_all_ranks():
 
 @on_ranks(2)
 def test_users_own_ops():
-    from shardtensor import sharded_tensor as st
     from shardtensor import sharding_spec
-    from shardtensor.sharded_tensor import _ops
 
     t, enumerated = lay(whole(), chunks()), lay(whole(), spec_of("windmill"))
 
@@ -1040,8 +999,6 @@ def test_likes_take_dtype_and_group():
 
 @on_ranks(2, 3)
 def test_embedding_of_each_ranks_own_indices():
-    from shardtensor import sharded_tensor as st
-
     world, me = dist.get_world_size(), dist.get_rank()
     all_ids = [torch.tensor([[r, 2, 6], [3, 4 - r, 5], [0, 0, r]])[: r + 1] for r in range(world)]
     plain = nn.Embedding(7, 5, padding_idx=2, _weight=whole(torch.float64))
@@ -1084,8 +1041,6 @@ class Cut(nn.Module):
 
 @on_ranks(2, 3)
 def test_shard_parameter_and_tensor():
-    from shardtensor import sharded_tensor as st
-
     world, me = dist.get_world_size(), dist.get_rank()
     for spec in [chunks(0), chunks(1), *map(spec_of, cuts_for(world))]:
         module = nn.Linear(5, 7)
@@ -1107,8 +1062,6 @@ def test_shard_parameter_and_tensor():
 
 @on_ranks(2)
 def test_shard_parameter_refuses_on_all_ranks():
-    from shardtensor import sharded_tensor as st
-
     me, module = dist.get_rank(), nn.Linear(5, 7)
     odd = nn.Linear(5, 7, bias=me == 1)
     turned = nn.Linear(5, 7)
@@ -1133,7 +1086,6 @@ def test_shard_parameter_refuses_on_all_ranks():
 
 @on_ranks(2)
 def test_shard_module():
-    from shardtensor import sharded_tensor as st
     from shardtensor.sharding_plan import Sharder, ShardingPlan, ShardingPlanner
 
     class Halve(Sharder):
@@ -1186,8 +1138,6 @@ class Table(nn.Module):
 
 @on_ranks(2)
 def test_state_dict_hooks():
-    from shardtensor import sharded_tensor as st
-
     module, other = Table(), Table(st.zeros(chunks(0), 7, 5))
     for m in (module, other):
         m._register_state_dict_hook(st.state_dict_hook)
@@ -1209,7 +1159,6 @@ def test_state_dict_hooks():
 
 def state_of(kind, name, value=None):
     """A state dict of ours, torch's or a ShardTensor's; without a value, one to load into."""
-    import shardtensor
     from shardtensor import sharded_tensor as ours
     from torch.distributed._shard import sharded_tensor as stock
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -1234,8 +1183,6 @@ def spec_of_nothing():
 
 
 def save(path, kind, name):
-    import torch.distributed.checkpoint as dcp
-
     dcp.save(state_of(kind, name, whole(torch.float64)), checkpoint_id=path)
     written = dcp.FileSystemReader(path).read_metadata()
     chunks_ = written.state_dict_metadata["x"].chunks
@@ -1243,8 +1190,6 @@ def save(path, kind, name):
 
 
 def load(path, kind, name):
-    import torch.distributed.checkpoint as dcp
-
     state = {k: v for k, v in state_of(kind, name).items() if k == "x" or kind == "ours"}
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     if "nested.y" not in saved:
@@ -1284,10 +1229,6 @@ def test_save_on_some_ranks_load_on_others(pools, tmp_path, writer, reader):
 
 
 def save_and_load_module(path, background):
-    import torch.distributed.checkpoint as dcp
-    from shardtensor import sharded_tensor as st
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
     def net(fill, spec):
         module = nn.Linear(5, 7)
         nn.init.constant_(module.weight, fill)
@@ -1313,8 +1254,6 @@ def test_a_modules_checkpoint(pools, tmp_path, background):
 
 @on_ranks(2)
 def test_a_shard_that_is_not_here_is_named():
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
     t = lay(whole(), spec_of("one rank has all"))
     with pytest.raises(ValueError, match=r"Could not find shard at 'torch.Size\(\[1, 0\]\)' for FQN: 'x' on rank"):
         t.__get_tensor_shard__(MetadataIndex("x", torch.Size([1, 0])))
@@ -1330,7 +1269,6 @@ def test_a_shard_that_is_not_here_is_named():
 def test_as_torchs_own():
     """Where torch's works on CPU: the same shards, metadata, values and errors."""
     from shardtensor import sharded_tensor as ours
-    from shardtensor import sharding_spec as our_specs
     from torch.distributed._shard import sharded_tensor as stock
     from torch.distributed._shard import sharding_spec as stock_specs
 
@@ -1418,10 +1356,6 @@ print("done")
 
 
 def remote_shards():
-    from shardtensor import sharded_tensor as st
-    from shardtensor.sharded_tensor import _remote, api
-    from shardtensor.sharding_spec import ChunkShardingSpec
-
     me, world = dist.get_rank(), dist.get_world_size()
     for spec in (spec_of("windmill"), spec_of("nothing in the middle")):
         t = lay(whole(), spec, init_rrefs=True)
@@ -1457,7 +1391,6 @@ def remote_shards():
 def test_remote_shards_over_rpc(tmp_path):
     program = tmp_path / "rank.py"
     program.write_text(RPC_RANK.format(tests=str(ROOT / "tests")))
-    import shardtensor
 
     path = [str(Path(shardtensor.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -1484,11 +1417,8 @@ def memory(*tensors):
 
 @on_ranks(2, 3)
 def test_from_sharded_tensor():
-    import shardtensor
     from shardtensor import _C, Replicate, Shard, ShardTensor
     from torch.distributed._shard import sharded_tensor as stock
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     world = dist.get_world_size()
     in_a_row = {"rows", "columns", "one rank has all", *(["rows of 3", "nothing in the middle"] if world == 3 else [])}
@@ -1523,9 +1453,7 @@ def test_from_sharded_tensor():
 
 @on_ranks(4)
 def test_grids_to_and_from_sharded_tensors():
-    import shardtensor
     from shardtensor import Replicate, Shard, ShardTensor
-    from torch.distributed.device_mesh import DeviceMesh
 
     mesh = shardtensor.init_device_mesh("cpu", (2, 2))
     t = lay(whole(), spec_of("grid"))
@@ -1545,9 +1473,7 @@ def test_grids_to_and_from_sharded_tensors():
 
 @on_ranks(2, 3)
 def test_to_sharded_tensor():
-    import shardtensor
     from shardtensor import _C, Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     world = dist.get_world_size()
     mesh = shardtensor.init_device_mesh("cpu", (world,))
@@ -1590,7 +1516,6 @@ def test_to_sharded_tensor():
 def test_the_sharded_optimizer_steps_as_torchs():
     import torch.distributed._shard as shard
     import torch.distributed._shard.sharded_optim as stock
-    from shardtensor import sharded_tensor as st
 
     weights = []
     stock_rows = shard.sharding_spec.ChunkShardingSpec(0, chunks(0).placements)
@@ -1620,15 +1545,12 @@ def test_the_sharded_optimizer_steps_as_torchs():
 
 @on_ranks(2)
 def test_a_shards_tensor_is_made_from_its_properties():
-    from shardtensor.sharded_tensor import TensorProperties, api
-
     properties = TensorProperties(torch.float64, requires_grad=True)
     t = api._create_tensor_from_params([3, 2], local_device=torch.device("cpu"), tensor_properties=properties)
     assert type(t) is torch.Tensor and t.shape == (3, 2) and t.dtype == torch.float64 and t.requires_grad
 
 
 def test_the_api_module_has_the_functions_of_torchs_two():
-    from shardtensor.sharded_tensor import api
     from torch.distributed._shard import api as shards
     from torch.distributed._shard.sharded_tensor import api as tensors
 
@@ -1673,7 +1595,6 @@ def test_the_page_says_how_each_of_torchs_names_is_here():
 
 @pytest.mark.parametrize("name", ["gather", "cpu", "cuda", "reshard", "local_tensor", "remote_shards", "_init_from_local_shards", "_init_from_local_tensor"])
 def test_methods_take_what_torchs_take(name):
-    from shardtensor.sharded_tensor import ShardedTensor
     from torch.distributed._shard.sharded_tensor import ShardedTensor as Stock
 
     def taken(method):

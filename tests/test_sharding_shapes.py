@@ -7,13 +7,20 @@ import math
 import random
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
 from oracle import mesh_of, place
 from pool import on_ranks
+from shardtensor import _C, LocalShardsWrapper, Partial, Replicate, Shard, ShardTensor, distribute_tensor, empty, zeros
+from shardtensor.experimental import local_map
+from shardtensor.parallel import PrepareModuleInput, parallelize_module
+from shardtensor.tensor._layout import check_cuts, cuts_from_shapes, sharding_shapes_of
 from test_api import layouts_for, numbers
 from test_layout import R, S, coordinates, random_cuts
 from test_layout import mesh_of as layout_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import _StridedShard
 
 # ---- sharding_shapes() is what sharding_shapes= takes ----
 
@@ -21,9 +28,6 @@ from test_layout import mesh_of as layout_mesh
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2), (2, 3), (3, 2, 2)], ids=str)
 def test_layouts_come_back(shape):
     """Layouts alone, for all ranks at once: the shapes give the same layout on each of them."""
-    from shardtensor import _C
-    from shardtensor.tensor._layout import check_cuts, cuts_from_shapes, sharding_shapes_of
-
     rng = random.Random(str(shape))
     for sizes, _ in itertools.product(([7], [1, 4], [5, 6, 3], [0, 3]), range(12)):
         placements = [rng.choice([R, *(S(d) for d in range(len(sizes)))]) for _ in shape]
@@ -46,8 +50,6 @@ def test_layouts_come_back(shape):
 @on_ranks((2,), (3,), (2, 2))
 def test_accessors(shape):
     """On ranks: pieces have the sizes that all ranks tell of them, nothing is sent, and every function takes what a tensor says."""
-    from shardtensor import _C, Partial, ShardTensor, distribute_tensor, empty
-
     mesh, value = mesh_of(shape), numbers(5, 4)
     for combo, cut in layouts_for(shape, (5, 4)):
         x = place(value, mesh, combo, cut)
@@ -75,8 +77,6 @@ def test_accessors(shape):
 @on_ranks(4)
 def test_nested_rows():
     """Two mesh dims cut one tensor dim: the second has a list for each coordinate of the first, the same on all ranks."""
-    from shardtensor import Shard, ShardTensor
-
     mesh = mesh_of((2, 2))
     a, b = mesh.get_coordinate()
     mine = torch.full(([[4, 1], [0, 3]][a][b], 2), 1.0)
@@ -91,9 +91,6 @@ def test_nested_rows():
 @on_ranks(3)
 def test_outside_of_the_mesh():
     """A mesh without some ranks: there the piece is empty, but the other ranks' sizes are known."""
-    import shardtensor as st
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh, me = DeviceMesh("cpu", [2, 0]), dist.get_rank()
     x = st.zeros(5, 3, device_mesh=mesh, placements=[st.Shard(0)], sharding_shapes={0: [1, 4]})
     assert x.local_sizes() == x.to_local().shape == {2: (1, 3), 0: (4, 3), 1: (0,)}[me]
@@ -105,9 +102,6 @@ def test_outside_of_the_mesh():
 
 @on_ranks(4)
 def test_strided():
-    from shardtensor import _C, Shard, zeros
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     mesh = mesh_of((2, 2))
     x = zeros(7, 3, device_mesh=mesh, placements=[_StridedShard(0, split_factor=2), Shard(1)])
     assert x.sharding_shapes().keys() == {1} and x.local_sizes() == x.to_local().shape
@@ -120,8 +114,6 @@ def test_strided():
 
 @on_ranks(2)
 def test_several_shards():
-    from shardtensor import LocalShardsWrapper, Shard, ShardTensor
-
     n, me = dist.get_world_size(), dist.get_rank()
     x = ShardTensor.from_local(LocalShardsWrapper([torch.ones(1, 2)], [(n - 1 - me, 0)]), mesh_of((n,)), [Shard(0)])
     for ask in (x.sharding_shapes, x.local_sizes):
@@ -134,11 +126,6 @@ def test_several_shards():
 
 @on_ranks(2, 3)
 def test_lengths_everywhere():
-    import shardtensor as st
-    from shardtensor import Replicate, Shard
-    from shardtensor.experimental import local_map
-    from shardtensor.parallel import PrepareModuleInput, parallelize_module
-
     n, me = dist.get_world_size(), dist.get_rank()
     mesh = mesh_of((n,))
     lengths = {2: [1, 4], 3: [3, 0, 2]}[n]
@@ -176,8 +163,6 @@ def test_lengths_everywhere():
 @on_ranks(2, 3)
 def test_compiled():
     """Inside a graph too; local_sizes() is a constant there."""
-    from shardtensor import Replicate, Shard, ShardTensor
-
     n, me = dist.get_world_size(), dist.get_rank()
     lengths = {0: [1, 4] if n == 2 else [3, 0, 2]}
     x = ShardTensor.from_local(torch.ones(lengths[0][me], 3), mesh_of((n,)), [Shard(0)], sharding_shapes=lengths)
@@ -194,9 +179,6 @@ def test_compiled():
 
 def test_16384_ranks():
     """The table of a large nested mesh is made in seconds."""
-    from shardtensor import _C
-    from shardtensor.tensor._layout import sharding_shapes_of
-
     layout = _C.Layout(layout_mesh(128, 128), [S(0), S(0)])
     shapes = sharding_shapes_of(layout, [20000], who="test")
     assert [len(entries) for entries in shapes.values()] == [128, 16384]
@@ -206,9 +188,6 @@ def test_16384_ranks():
 @on_ranks(2, 3)
 def test_physicsnemos_arguments():
     """Calls in the words of PhysicsNeMo, by keyword and by position."""
-    import shardtensor as st
-    from shardtensor import Replicate, Shard
-
     n, me = dist.get_world_size(), dist.get_rank()
     mesh = mesh_of((n,))
     lengths = {2: [1, 4], 3: [3, 0, 2]}[n]

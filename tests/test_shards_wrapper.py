@@ -8,10 +8,17 @@ import math
 from pathlib import Path
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from oracle import mesh_of, whole
 from pool import on_ranks
+from shardtensor import _C, LocalShardsWrapper, Replicate, Shard
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 # Mesh shape, placements, and per rank the boxes (offsets, sizes) of a tensor of sizes (7, 6) or (7,).
 TABLES = {
@@ -46,8 +53,6 @@ def values(name="rows 2", dtype=torch.float64):
 
 
 def objects(text):
-    from shardtensor import Replicate, Shard
-
     return [Replicate() if one == "R" else Shard(int(one[1:])) for one in text.split()]
 
 
@@ -62,8 +67,6 @@ def pieces(name, value):
 
 def table(name, value, kind="ours"):
     """The value in these shards: a ShardTensor of our wrapper or of torch's, or a stock DTensor of either."""
-    import shardtensor as st
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Stock
 
     shape, placements, _ = TABLES[name]
@@ -78,21 +81,15 @@ def table(name, value, kind="ours"):
 
 
 def some(dtype=torch.float32):
-    from shardtensor import LocalShardsWrapper
-
     shards = [torch.arange(6, dtype=dtype).view(3, 2), torch.arange(6, 9, dtype=dtype).view(3, 1)]
     return LocalShardsWrapper(shards, [(0, 0), (0, 4)])
 
 
 def none(**told):
-    from shardtensor import LocalShardsWrapper
-
     return LocalShardsWrapper([], [], **told)
 
 
 def vector():
-    from shardtensor import LocalShardsWrapper
-
     return LocalShardsWrapper([torch.ones(2), torch.ones(3)], [(4,), (8,)])
 
 
@@ -105,7 +102,6 @@ def same(wrapper, shards, like):
 
 
 def test_it_says_what_torchs_says():
-    from shardtensor import LocalShardsWrapper
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Stock
 
     shards, offsets = [torch.arange(6.0).view(3, 2), torch.ones(3, 1)], [(0, 0), (0, 4)]
@@ -144,8 +140,6 @@ SIZES = [
 
 @pytest.mark.parametrize(("sizes", "offsets", "want"), [case[1:] for case in SIZES], ids=[case[0] for case in SIZES])
 def test_sizes(sizes, offsets, want):
-    from shardtensor import LocalShardsWrapper
-
     wrapper = LocalShardsWrapper([torch.ones(s) for s in sizes], offsets)
     assert tuple(wrapper.shape) == want == tuple(wrapper.storage_metadata().size)
     assert wrapper.local_sizes() == [torch.Size(s) for s in sizes]
@@ -177,8 +171,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("error", "text", "shards", "offsets"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
 def test_refused(error, text, shards, offsets):
-    from shardtensor import LocalShardsWrapper
-
     with pytest.raises(error, match=text):
         LocalShardsWrapper(shards, offsets)
 
@@ -243,7 +235,6 @@ def test_views_share_memory():
     for view in (wrapper.detach(), wrapper.view(wrapper.shape), wrapper.view(3, -1)):
         for a, b in zip(view.local_shards(), wrapper.local_shards(), strict=True):
             assert a is not b and a.data_ptr() == b.data_ptr()
-    from shardtensor import LocalShardsWrapper
 
     alone = LocalShardsWrapper([torch.arange(6.0).view(2, 3)], [(0, 0)]).view(-1)
     assert alone.shape == (6,) and alone.local_offsets() == [(0,)]
@@ -279,8 +270,6 @@ def test_pinning_goes_shard_by_shard():
 
 
 def test_equal():
-    from shardtensor import LocalShardsWrapper
-
     wrapper = some()
     shards = wrapper.local_shards()
     wide = torch.arange(12.0).view(3, 4)
@@ -317,8 +306,6 @@ def test_what_is_not_shard_by_shard_is_refused(name, f):
 
 
 def test_other_places_are_refused():
-    from shardtensor import LocalShardsWrapper
-
     other = LocalShardsWrapper(some().local_shards(), [(0, 0), (0, 5)])
     with pytest.raises(ValueError, match="at different places"):
         some() + other
@@ -355,8 +342,6 @@ def test_shared_memory():
 
 
 def test_checkpoint_protocol():
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
     wrapper = some()
     for index, (shard, start) in enumerate(zip(wrapper.local_shards(), wrapper.local_offsets(), strict=True)):
         for hint in (None, index, 1 - index, 7):
@@ -372,7 +357,6 @@ def test_checkpoint_protocol():
 @on_ranks(2)
 def test_all_gather():
     import torch.distributed._functional_collectives as funcol
-    from shardtensor import LocalShardsWrapper
 
     rank, n = dist.get_rank(), dist.get_world_size()
     shards = [torch.full((2, 3), rank), torch.full((1, 3), rank + 10)]
@@ -388,9 +372,6 @@ def test_all_gather():
 @pytest.mark.parametrize("name", TABLES)
 @on_ranks(of=world)
 def test_the_whole_is_told_by_the_offsets(name):
-    import shardtensor as st
-    from shardtensor import _C
-
     value = values(name)
     t = table(name, value)
     mine, starts = pieces(name, value)
@@ -417,8 +398,6 @@ def test_the_whole_is_told_by_the_offsets(name):
 @pytest.mark.parametrize("name", ["interleaved 3", "vector 3", "rows 3", "grid 4", "anywhere 4"])
 @on_ranks(of=world)
 def test_gradients(name):
-    import shardtensor as st
-
     value = values(name)
     t = table(name, value).requires_grad_()
     (t.full_tensor() * value).sum().backward()
@@ -453,8 +432,6 @@ PLAIN = {
 
 
 def state(name, value, kind):
-    import shardtensor as st
-
     if name not in PLAIN:
         return table(name, value, kind)
     shape, placements, shapes = PLAIN[name]
@@ -462,8 +439,6 @@ def state(name, value, kind):
 
 
 def save(path, name, kind, later=False):
-    import torch.distributed.checkpoint as dcp
-
     x = state(name, values(name), kind)
     if later:
         future = dcp.async_save({"x": x}, checkpoint_id=path)
@@ -479,8 +454,6 @@ def save(path, name, kind, later=False):
 
 
 def load(path, name, kind, device=None):
-    import torch.distributed.checkpoint as dcp
-
     want = values(name)
     x = state(name, torch.zeros_like(want), kind)
     given = {"x": x.to(device) if device else x}
@@ -542,8 +515,6 @@ def test_async_save_and_meta(pools, saved, loaded, tmp_path):
 def test_bare(tmp_path):
     """A wrapper outside a ShardTensor: as with torch's, the file adds up the sizes of its shards, so they must have no gaps."""
     path = str(tmp_path / "bare")
-    import torch.distributed.checkpoint as dcp
-    from shardtensor import LocalShardsWrapper
 
     x = LocalShardsWrapper(some().local_shards(), [(0, 0), (0, 2)])
     want, empty = x + 1, none()
@@ -558,16 +529,10 @@ def test_bare(tmp_path):
 
 
 def save_safetensors(path, name):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
     dcp.save({"x": table(name, values(name))}, storage_writer=HuggingFaceStorageWriter(path, save_distributed=True))
 
 
 def load_safetensors(path, name):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
     x = table(name, torch.zeros_like(values(name)))
     dcp.load({"x": x}, storage_reader=HuggingFaceStorageReader(path))
     assert torch.equal(x.full_tensor(), values(name))
@@ -629,8 +594,6 @@ FOUR = ["grid 4", "anywhere 4", "replicas 4"]
 @pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
 @on_ranks(of="ranks")
 def test_optimizers(name, names):
-    from shardtensor import LocalShardsWrapper
-
     model, optimizer = trained(names, 1, OPTIMIZERS[name])
     for p, want in zip(model.parameters(), trained_plain(names, 1, OPTIMIZERS[name]), strict=True):
         torch.testing.assert_close(p.full_tensor(), want, rtol=1e-12, atol=1e-12)
@@ -639,9 +602,6 @@ def test_optimizers(name, names):
 
 
 def training_state(path, names, way):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     make = OPTIMIZERS["Adam"]
     model, optimizer = trained(names, 1 if way == "save" else 2, make)
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -665,8 +625,6 @@ def test_training_goes_on(pools, tmp_path):
 @pytest.mark.parametrize(("ranks", "names"), [(3, THREE), (4, FOUR)])
 @on_ranks(of="ranks")
 def test_whole_state_dicts(names):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-
     model, first = Tables(names, 1), dist.get_rank() == 0
     want = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for key, p in model.named_parameters():
@@ -700,8 +658,6 @@ def test_files_of_one_rank(tmp_path, name):
 @pytest.mark.parametrize(("first", "second"), [("interleaved 3", "rows 3"), ("rows 3", "plain 3"), ("grid 4", "anywhere 4"), ("grid 4", "plain 4")])
 @on_ranks(of=lambda first: size_of(first))
 def test_copy_between_places(first, second):
-    from shardtensor import _C
-
     value = values(first)
     zeros = torch.zeros_like(value)
     for one, other in ((first, second), (second, first)):
@@ -721,9 +677,6 @@ def test_copy_between_places(first, second):
 @pytest.mark.parametrize("name", ["rows 3", "interleaved 3"])
 @on_ranks(3)
 def test_stock_dtensors(name):
-    import shardtensor as st
-    from torch.distributed.tensor import DTensor
-
     value = values(name)
     for kind in ("stock torch's", "stock ours"):
         stock = table(name, value, kind)
@@ -744,8 +697,6 @@ def test_stock_dtensors(name):
 @on_ranks(3)
 def test_of_tools_that_tell_empty_ranks_nothing():
     """torchrec: on a rank without a shard of a table, it gives from_local neither placements nor sizes."""
-    import shardtensor as st
-
     value, (shards, offsets) = values(), pieces("rows 3", values())
     how = dict(placements=[st.Shard(0)], shape=value.shape, stride=value.stride()) if shards else {}
     t = st.ShardTensor.from_local(st.LocalShardsWrapper(shards, offsets), mesh_of((3,)), run_check=False, **how)
@@ -757,8 +708,6 @@ def test_of_tools_that_tell_empty_ranks_nothing():
 
 @on_ranks(3)
 def test_on_some_ranks():
-    import shardtensor as st
-
     value, rank = values(), dist.get_rank()
     mesh = st.DeviceMesh("cpu", [0, 2])
     boxes = {0: [((4, 0), (3, 6))], 2: [((0, 0), (4, 6))]}.get(rank, [])
@@ -774,8 +723,6 @@ def test_on_some_ranks():
 
 @on_ranks(2)
 def test_refused_on_all_ranks():
-    import shardtensor as st
-
     rank, mesh, value = dist.get_rank(), mesh_of((2,)), values()
 
     def enter(shards, offsets, **how):
@@ -838,7 +785,6 @@ def test_refused_on_all_ranks():
 @pytest.mark.parametrize("name", ["uneven 3", "columns 3", "whole 3", "nested 4", "strided 4", "three boxes 4", "replicas 4", "one has all 4"])
 @on_ranks(of=lambda name: int(name[-1]))
 def test_shards_of_plain(name):
-    import shardtensor as st
     from test_checkpoint import LAYOUTS, lay
 
     value = torch.arange(1.0, 36.0, dtype=torch.float64).view(7, 5)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import EMPTY, MESHES, UNEVEN, bools, case, mesh_id, mesh_of, place, run_on
+from shardtensor import _C
 from test_reductions import free_of
 
 aten = torch.ops.aten
@@ -52,9 +54,6 @@ def test_equals_torch(pools, name, mesh):
 
 
 def _bytes(name, cut):
-    import torch.distributed as dist
-    from shardtensor import _C
-
     mesh = mesh_of((dist.get_world_size(),))
     x = place(torch.randn(60, 4, dtype=torch.float64), mesh, ("S(0)",), cut).requires_grad_()
     seed = place(torch.randn(60, 4, dtype=torch.float64), mesh, ("S(0)",), cut)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import compare, shared
+from oracle import EVEN, UNEVEN, compare, mesh_here, shared
+from oracle import place as placed
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard, ShardTensor, strict_mode
+from shardtensor.debug import log_gathers
+from shardtensor.tensor._layout import make_layout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 SEEDS = range(3)
@@ -168,8 +174,6 @@ def draw_unpool(draw: random.Random) -> Call | None:
 
 
 def replicated_like(x: torch.Tensor, t: torch.Tensor) -> Any:
-    from shardtensor import Replicate, ShardTensor
-
     return place(t, x.device_mesh, [Replicate()] * x.device_mesh.ndim, [None] * x.device_mesh.ndim) if isinstance(x, ShardTensor) else t
 
 
@@ -360,9 +364,6 @@ def draw_cut(draw: random.Random, size: int, pieces: int) -> list[int] | None:
 
 def place(whole: torch.Tensor, mesh: Any, placements: Sequence[Any], cuts: Sequence[list[int] | None]) -> Any:
     """The whole tensor as a ShardTensor, without communication."""
-    from shardtensor import _C
-    from shardtensor.tensor._layout import make_layout
-
     layout = make_layout(mesh, list(placements), whole.ndim, list(cuts), who="test")
     local = whole.detach()
     for d in range(whole.ndim):
@@ -373,8 +374,6 @@ def place(whole: torch.Tensor, mesh: Any, placements: Sequence[Any], cuts: Seque
 
 
 def place_randomly(draw: random.Random, whole: torch.Tensor, mesh: Any) -> Any:
-    from shardtensor import Replicate, Shard
-
     placements: list[Any] = []
     cuts: list[list[int] | None] = []
     for m in range(mesh.ndim):
@@ -415,8 +414,6 @@ def bytes_of_halo(mesh: Any, source: Any, reads: Callable[[int, Sequence[int]], 
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, tuple[int, int]]]:
-    from shardtensor import _C
-
     _C.reset_comm_counts()
     out = run()
     return out, _C.comm_counts()
@@ -424,8 +421,6 @@ def counted(run: Callable[[], Any]) -> tuple[Any, dict[str, tuple[int, int]]]:
 
 def check(call: Call, mesh: Any, x: Any) -> bool:
     """Forward and backward of one call, its layouts and its bytes. False if windows are so wide that recutting to the batch costs less."""
-    from shardtensor import Replicate
-
     text = f"{call.text} on {x._layout}"
     parameters = [place(p, mesh, [Replicate()] * mesh.ndim, [None] * mesh.ndim) for p in call.parameters]
     inputs = [t.requires_grad_() for t in (x, *parameters)]
@@ -496,8 +491,6 @@ def laid_like(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", DRAWN)
 @on_ranks(of="shape")
 def test_equals_torch(kind, shape, seed):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random(f"{kind} {seed}")
     done = kept = 0
@@ -516,8 +509,6 @@ AT_ONCE, NEVER = -(1 << 50), 1 << 50  # whether a rank calls torch on its piece 
 
 @contextlib.contextmanager
 def second_call(cost: int) -> Iterator[None]:
-    from shardtensor import _C
-
     before = _C.second_call()
     _C.set_second_call(cost)
     try:
@@ -530,8 +521,6 @@ def second_call(cost: int) -> Iterator[None]:
 @pytest.mark.parametrize("shape", MESHES, ids=lambda s: "x".join(map(str, s)))
 @on_ranks(of="shape")
 def test_piece_first(shape, seed):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random(f"piece first {seed}")
     done = 0
@@ -552,9 +541,6 @@ def gradients(inputs: list[Any], of: Sequence[int], upstream: Any, groups: int) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128], ids=str)
 @on_ranks(3)
 def test_piece_first_in(dtype):
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     draw = random.Random(f"{dtype}")
     for last, groups in itertools.product((False, True), (1, 2)):
@@ -576,10 +562,6 @@ def test_piece_first_in(dtype):
 @on_ranks((3,), (2, 2))
 def test_gradients_of_any_layout(shape, second):
     """The gradient may be cut as the input is, or in some of its dims, or along others, with other cuts."""
-    from oracle import EVEN, UNEVEN
-    from oracle import place as placed
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random("bias")
     for batch, groups in ((3, 1), (1, 1), (2, 2)):
@@ -601,8 +583,6 @@ def test_gradients_of_any_layout(shape, second):
 
 def run_memory(cost: int) -> list[int]:
     """What ops allocate in a convolution's forward, and in its backward."""
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.profiler import ProfilerActivity, profile
 
     mesh = init_device_mesh("cpu", (3,))
@@ -667,9 +647,6 @@ def bytes_of_move(mesh: Any, source: Any, target: Any, moved: torch.Tensor) -> i
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 @on_ranks((2,), (3,), (2, 2))
 def test_moves(shape, inference):
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random(f"{shape}")
     for _ in range(60):
@@ -725,9 +702,6 @@ QUIET: dict[str, tuple[Callable[[Any], Any], set[str]]] = {
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
 @on_ranks(3)
 def test_nothing_is_gathered(inference):
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     for (name, (function, kinds)), (d, cut) in itertools.product(QUIET.items(), ((2, [5, 0, 7]), (2, [4, 4, 4]), (3, [1, 8, 2]))):
         whole = numbers(random.Random(2), 1, 2, 12, 11).requires_grad_()
@@ -749,9 +723,6 @@ def test_nothing_is_gathered(inference):
 @on_ranks(3)
 def test_flat_rolls_gather_nothing():
     """A roll without dims: of rows, what crosses a cut; of columns, two exchanges, there and into rows. Few values are gathered."""
-    from oracle import mesh_here
-    from shardtensor import Shard
-
     mesh = mesh_here()
     for d, cut in ((0, None), (0, [500, 0, 524]), (1, None), (1, [1, 0, 5])):
         whole = numbers(random.Random(2), 1024, 6).requires_grad_()
@@ -777,9 +748,6 @@ RECUT = [((4, 4, 8, 8), 0), ((1, 4, 8, 8), 1), ((1, 1, 8, 8), None)]
 @pytest.mark.parametrize(("sizes", "to"), RECUT)
 @on_ranks(3)
 def test_whole_planes_are_recut(sizes, to):
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     # In half precision windows are rounded too much to be known before.
     whole, samples = numbers(random.Random(1), *sizes).bfloat16().requires_grad_(), torch.full((*sizes[:2], 2), 0.4).bfloat16()
@@ -798,9 +766,6 @@ WIDTHS = [((4, 2, 12, 9), 0), ((1, 2, 12, 9), 2), ((1, 5, 2, 9), 1)]
 @pytest.mark.parametrize(("sizes", "to"), WIDTHS)
 @on_ranks(3)
 def test_patches_cut_along_the_width(sizes, to):
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     whole = numbers(random.Random(1), *sizes).requires_grad_()
     x = place(whole, mesh, [Shard(3)], [[4, 0, 5]]).requires_grad_()
@@ -828,9 +793,6 @@ def test_patches_cut_along_the_width(sizes, to):
 
 @on_ranks(3)
 def test_patches_of_cut_channels():
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     whole = numbers(random.Random(1), 2, 5, 6, 4).requires_grad_()
     x = place(whole, mesh, [Shard(1)], [[3, 0, 2]]).requires_grad_()
@@ -854,9 +816,6 @@ def test_patches_of_cut_channels():
 @on_ranks(3)
 def test_few_bytes():
     """What each call sends on three ranks with 5, 0 and 7 rows of an image [1, 2, 12, 8] of float64, in bytes: the most of any rank."""
-    from shardtensor import Partial, Replicate, Shard, strict_mode
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     whole = numbers(random.Random(1), 1, 2, 12, 8)
     cuts = [[5, 0, 7]]
@@ -896,9 +855,6 @@ def test_few_bytes():
 
 @on_ranks(3)
 def test_an_index_outside_the_plane_raises_on_all_ranks():
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     values, places = numbers(random.Random(1), 1, 1, 6, 2), torch.arange(12).view(1, 1, 6, 2)
     places[0, 0, 5, 1] = 48  # of 0 .. 47
@@ -912,9 +868,6 @@ def test_an_index_outside_the_plane_raises_on_all_ranks():
 
 @on_ranks(3)
 def test_adaptive_max_of_nan():
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     whole = numbers(random.Random(1), 1, 2, 13, 7)
     whole[whole > 0.8], whole[whole < -0.3] = math.nan, -math.inf
@@ -926,9 +879,6 @@ def test_adaptive_max_of_nan():
 
 @on_ranks(3)
 def test_kernel_too_wide_raises_on_all_ranks():
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     x = place(numbers(random.Random(1), 1, 1, 5, 5), mesh, [Shard(2)], [[4, 0, 1]])
     weight = place(numbers(random.Random(2), 1, 1, 8, 3), mesh, [Shard(0)], [None])
@@ -938,9 +888,6 @@ def test_kernel_too_wide_raises_on_all_ranks():
 
 @on_ranks(3)
 def test_circular_in_inference_mode():
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     whole = numbers(random.Random(1), 1, 2, 9, 4)
     x = place(whole, mesh, [Shard(2)], [[5, 0, 4]])
@@ -964,9 +911,6 @@ CHOICES = [
 @pytest.mark.parametrize(("sizes", "rows", "to"), CHOICES)
 @on_ranks(4)
 def test_choice(sizes, rows, to):
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (4,))
     draw = random.Random(1)
     whole, weight = numbers(draw, *sizes), numbers(draw, 2, 2, rows, 3)
@@ -991,9 +935,6 @@ def unet(x: torch.Tensor, w: list[torch.Tensor]) -> torch.Tensor:
 
 
 def run_unet(shape: tuple[int, ...], cuts: list[list[int]]) -> None:
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     draw = random.Random(1)
     kernels = [(4, 2, 3, 3, 3), (4, 4, 3, 3, 3), (4, 4, 3, 3, 3), (4, 4, 2, 2, 2), (2, 8, 3, 3, 3)]
@@ -1035,9 +976,6 @@ def network(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def run_compiled(ranks: list[int], cut: list[int], dynamic: bool) -> None:
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh("cpu", ranks)
     if mesh.get_coordinate() is None:
         return
@@ -1074,12 +1012,6 @@ READ_BY_VALUES: dict[str, Callable[[Any, Any], Any]] = {
 @on_ranks(3, seconds=100)
 def test_values_compiled(backend, names):
     """Where values decide what is sent, a graph makes eager mode's call when it runs: nothing is gathered."""
-    import logging
-
-    from shardtensor import Replicate, Shard
-    from shardtensor.debug import log_gathers
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     backwards = place(torch.ones(3), DeviceMesh("cpu", torch.tensor([2, 1, 0])), [Shard(0)], [None])  # of the same group
     told: list[str] = []
@@ -1110,9 +1042,6 @@ def test_values_compiled(backend, names):
 @on_ranks(3)
 def test_on_meta():
     """Sizes without values: nothing can be asked of them."""
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     whole = [numbers(random.Random(1), 1, 2, 10, 6), numbers(random.Random(2), 1, 5, 4, 2)]
     x, grid = (place(t.to("meta"), mesh, [p], [c]) for t, p, c in zip(whole, (Shard(2), Replicate()), ([4, 0, 6], None), strict=True))
@@ -1138,9 +1067,7 @@ QUIET_GRAPHS: dict[str, tuple[Callable[[Any], Any], bool, list[list[int] | None]
 @on_ranks(3, seconds=100)
 def test_quiet_graphs(name):
     from functorch.compile import make_boxed_func
-    from shardtensor import Shard
     from torch._dynamo.backends.common import aot_autograd
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh, called = init_device_mesh("cpu", (3,)), []
 
@@ -1179,9 +1106,6 @@ def test_compiled(pools, where, dynamic):
 @on_ranks((3,), (2, 2))
 def test_dilated_convolutions_keep_an_even_cut(shape):
     """Convolutions of one image, dilated by less and more than a piece, and the image's mean, joined: an even cut stays even."""
-    from shardtensor import Replicate, Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", shape)
     image, small, kernel = (numbers(random.Random(i), *sizes) for i, sizes in enumerate([(2, 4, 5, 21), (3, 4, 1, 1), (3, 4, 3, 3)]))
 
@@ -1201,9 +1125,6 @@ def test_dilated_convolutions_keep_an_even_cut(shape):
 @on_ranks(3)
 def test_integers_and_empties():
     """What torch computes of integers is right, and what it refuses of them, or of tensors without channels, all ranks refuse."""
-    from shardtensor import Shard
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     whole = torch.arange(-20, 28).view(1, 2, 6, 4)
     for cut in ([2, 4, 0], [0, 1, 5]):

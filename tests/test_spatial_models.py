@@ -7,11 +7,13 @@ import random
 from typing import Any
 
 import pytest
+import shardtensor as st
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from oracle import compare
+from oracle import compare, mesh_here
 from pool import on_ranks
+from shardtensor import Replicate, Shard, ShardTensor, points, strict_mode
 from test_spatial import counted, numbers, place
 from torch import nn
 
@@ -97,8 +99,6 @@ def video_vae(attention: bool) -> nn.Module:
 
 def moved(x: Any, dim: int, lengths: list[int] | None = None) -> Any:
     """Cut along another dim; a plain tensor stays."""
-    from shardtensor import Shard, ShardTensor
-
     if not isinstance(x, ShardTensor):
         return x
     return x.redistribute(placements=[Shard(dim)], sharding_shapes=lengths and {0: lengths})
@@ -163,8 +163,6 @@ def dense(out: Any) -> Any:
 
 def check(plain: nn.Module, mesh: Any, inputs: list[torch.Tensor], ours: list[Any], may_send: set[str], text: str) -> Any:
     """Result and gradients of inputs and weights. Returns the result."""
-    import shardtensor as st
-
     model = st.distribute_module(copy.deepcopy(plain), mesh)
     for ins in (inputs, ours):
         for t in ins:
@@ -186,9 +184,6 @@ def check(plain: nn.Module, mesh: Any, inputs: list[torch.Tensor], ours: list[An
 
 
 def run_model(name: str) -> None:
-    from oracle import mesh_here
-    from shardtensor import Shard
-
     make, sizes, dim, cuts, may_send = MODELS[name]
     mesh = mesh_here()
     torch.manual_seed(0)
@@ -212,9 +207,6 @@ def test_model(pools, name, world):
 @on_ranks(2, 3)
 def test_gradients_of_residuals_stay_cut(end):
     """Gradients of residuals stay cut, and only halos are sent."""
-    from oracle import mesh_here
-    from shardtensor import Replicate, Shard, strict_mode
-
     mesh, draw = mesh_here(), random.Random(5)
     cut = {2: [5, 4], 3: [4, 0, 5]}[mesh.size()]
     whole, weights = numbers(draw, 2, 3, 9, 6), [numbers(draw, 3, 3, 3, 3) for _ in range(2)]
@@ -257,8 +249,6 @@ class GraphNet(nn.Module):
         self.of_edges, self.of_nodes = (nn.ModuleList(mlp(n * width) for _ in range(layers)) for n in (3, 2))
 
     def forward(self, x: Any, places: Any, senders: Any, receivers: Any) -> Any:
-        from shardtensor import points
-
         apart = points.take(places, senders) - points.take(places, receivers)
         edges = self.encode_edges(torch.cat([apart, apart.norm(dim=1, keepdim=True)], 1))
         nodes = self.encode_nodes(x)
@@ -270,9 +260,6 @@ class GraphNet(nn.Module):
 
 @on_ranks(2, 3)
 def test_graph_network():
-    from oracle import mesh_here
-    from shardtensor import Shard
-
     mesh, draw = mesh_here(), random.Random(4)
     cuts = {2: ([21, 9], [50, 70]), 3: ([4, 26, 0], [70, 0, 50])}[mesh.size()]
     whole = [numbers(draw, 30, 3), numbers(draw, 30, 3)]

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from oracle import MESHES, case, compare, mesh_id, run_on
+from oracle import MESHES, case, compare, mesh_here, mesh_id, run_on
 from pool import on_ranks
-from shardtensor import Replicate, Shard, strict_mode
+from shardtensor import Replicate, Shard, distribute_tensor, strict_mode
 from test_matmul import batch_sharded
 from test_reductions import complexes
 from test_spatial import bytes_of_move, counted, draw_cut, numbers, place
+from torch.distributed.device_mesh import init_device_mesh
 
 CASES = [
     case("fft", lambda x: torch.fft.fft(x).abs(), (5, 4), quiet=batch_sharded(0), limit=20),
@@ -61,8 +62,6 @@ def may_take_cut(sizes: Sequence[int], mesh: Any, placements: Sequence[Any], m: 
 
 @on_ranks((2,), (3,), (2, 2))
 def test_cut(shape):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh, draw = init_device_mesh("cpu", shape), random.Random(f"{shape}")
     exchanged = 0
     for _ in range(100):
@@ -118,8 +117,6 @@ WAVES: dict[str, Callable[[Any], Any]] = {
 
 
 def run_signal(name: str, compiled: bool = False, inference: bool = False) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
     for length, cut in [SIGNALS["uneven"]] if compiled else SIGNALS.values():
         whole = torch.complex(numbers(draw, 1, length), numbers(draw, 1, length)).requires_grad_()
@@ -153,7 +150,6 @@ def test_one_signal(pools, name, inference):
 def test_signal_of_any_length():
     """In a graph whose sizes are symbols: a long signal is compiled again for each length, and exchanged."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh, draw, called = init_device_mesh("cpu", (3,)), random.Random(1), []
 
@@ -181,9 +177,6 @@ def test_one_signal_compiled(pools):
 @on_ranks(3)
 def test_a_prime_length_gathers():
     """A length without two factors for three ranks is gathered, and so is a short signal. With strict mode, it raises."""
-    from shardtensor import strict_mode
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (3,))
     for length in (8191, 600):
         whole = numbers(random.Random(2), length)
@@ -200,8 +193,6 @@ IMAGES = {"even": (12, 10, None), "uneven": (13, 7, [8, 0, 5])}
 
 
 def run_image(height: int, width: int, cut: list[int] | None, inference: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
     whole = numbers(draw, 1, 1, height, width)
     x = place(whole, mesh, [Shard(2)], [cut])
@@ -229,7 +220,6 @@ def test_image(pools, image, inference):
 @on_ranks(3, seconds=100)
 def test_compiled(dynamic):
     from torch._dynamo.backends.common import aot_autograd
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh, draw, called = init_device_mesh("cpu", (3,)), random.Random(1), []
 
@@ -271,8 +261,6 @@ STFTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", STFTS)
 @on_ranks(3)
 def test_stft(name, inference):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh, draw = init_device_mesh("cpu", (3,)), random.Random(1)
     for sizes, cut in (((2, 90), None), ((2, 83), [40, 0, 43]), ((77,), [3, 70, 4])):
         whole = numbers(draw, *sizes).requires_grad_()
@@ -313,9 +301,6 @@ def in_memory(t: Any) -> list[int]:
 @on_ranks(2, seconds=100)
 def test_lies_in_memory_as_torchs():
     """The strides are torch's, which depend on those of the input, and the gradient's dims are ordered as torch's."""
-    from oracle import mesh_here
-    from shardtensor import distribute_tensor
-
     whole = torch.randn(4, 6, 4, 5, generator=torch.Generator().manual_seed(0))
     transforms: dict[str, Callable[[Any, Sequence[int]], Any]] = {
         "fftn": lambda t, dims: torch.fft.fftn(t, dim=dims),
@@ -341,9 +326,6 @@ def test_lies_in_memory_as_torchs():
 
 @on_ranks(2, seconds=100)
 def test_lies_in_memory_as_torchs_compiled():
-    from oracle import mesh_here
-    from shardtensor import distribute_tensor
-
     whole = torch.randn(4, 6, 4, 5, generator=torch.Generator().manual_seed(0))
 
     def both(t: Any) -> tuple[Any, Any]:

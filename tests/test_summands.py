@@ -9,9 +9,11 @@ import math
 import random
 
 import pytest
+import shardtensor as st
 import torch
 from oracle import MESHES, Joint, compare, mesh_id, mesh_of, place, random_summands, with_summands
 from pool import on_ranks
+from shardtensor import _C, Partial
 
 KINDS = ["sum", "avg", "product", "min", "max", "norm"]
 OPS = {
@@ -177,8 +179,6 @@ def _split(whole: torch.Tensor, n: int, mesh_dim: int) -> list[torch.Tensor]:
 
 
 def _outcome(f, *tensors):
-    import shardtensor as st
-
     try:
         out = f(*tensors)
     except Exception as e:
@@ -188,8 +188,6 @@ def _outcome(f, *tensors):
 
 def wrapping(name: str, mesh_shape: tuple[int, ...]) -> None:
     """The op on summands gives what it gives on the values that they sum up to in their own dtype, and raises where that raises."""
-    import shardtensor as st
-
     mesh = mesh_of(mesh_shape)
     g = torch.Generator().manual_seed(0)
     n = mesh.size(0)
@@ -322,8 +320,6 @@ INFINITE = {
 
 def infinite(mesh_shape: tuple[int, ...]) -> None:
     """Where one rank has the element, the others have zeros."""
-    from shardtensor import _C, Partial
-
     whole = torch.tensor([2.0, -3.0, 0.5, 5.0, 7.0])
     mesh = mesh_of(mesh_shape)
     x = place(whole, mesh, ("S(0)",) * len(mesh_shape), "even")

@@ -7,11 +7,14 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+import shardtensor
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import mesh_here, whole
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard, ShardTensor, debug, distribute_tensor, set_reduce_once
+from torch.distributed.device_mesh import init_device_mesh
 
 DOUBLE = torch.float64
 SIZES = (7, 4, 6)
@@ -44,14 +47,10 @@ READERS: dict[str, Callable] = {
 
 
 def replicated(y):
-    from shardtensor import Replicate
-
     return [Replicate()] * y.device_mesh.ndim
 
 
 def cut(y):
-    from shardtensor import Shard
-
     return [Shard(1)] * y.device_mesh.ndim
 
 
@@ -61,8 +60,6 @@ def plain(read):
 
 
 def inputs(rows, requires_grad=False):
-    from shardtensor import Shard, distribute_tensor
-
     generator = torch.Generator().manual_seed(1)
     want = torch.randn(SIZES, generator=generator, dtype=DOUBLE)
     shapes = {} if rows is None else {"sharding_shapes": {0: rows}}
@@ -72,8 +69,6 @@ def inputs(rows, requires_grad=False):
 
 def sent():
     """The collectives since the last call of this."""
-    from shardtensor import _C
-
     out = {kind: n for kind, (n, _) in _C.comm_counts().items() if n}
     _C.reset_comm_counts()
     return out
@@ -103,8 +98,6 @@ def test_all_pairs(cut, world):
 
 
 def same_bits(rows):
-    from shardtensor import debug
-
     x, _ = inputs(rows)
     for make in SUMMANDS.values():
         y = make(x)
@@ -137,8 +130,6 @@ WRITES: dict[str, Callable] = {
 
 
 def writes(rows):
-    from shardtensor import debug
-
     x, plain_x = inputs(rows)
     for name, write in WRITES.items():
         y, want = x.sum(0), plain_x.sum(0)
@@ -180,8 +171,6 @@ def test_written_by_one():
 @on_ranks(2)
 def test_not_kept():
     """Where others may write the pieces at any time, each read adds up: from_local, a leaf's gradient; and inference mode."""
-    from shardtensor import Partial, ShardTensor, debug, set_reduce_once
-
     mesh = mesh_here()
     local = torch.full((4, 6), 2.0, dtype=DOUBLE)
     y = ShardTensor.from_local(local, mesh, [Partial()])
@@ -218,8 +207,6 @@ def test_not_kept():
 
 def gradients(rows):
     """Two readers, and autograd's own: what their formulas read again is not added up again."""
-    from shardtensor import distribute_tensor
-
     def zeros(y):
         index = torch.zeros(4, 6, dtype=torch.int64)
         return index if type(y) is torch.Tensor else distribute_tensor(index, y.device_mesh, replicated(y))
@@ -252,8 +239,6 @@ def test_gradients(pools, world):
 @on_ranks(2)
 def test_lifetimes():
     """A sum is gone with its summand and the summand's views, and results of ops that could share its memory do not."""
-    from shardtensor import debug
-
     before = debug.kept()
     x, _ = inputs(None)
     y = x.sum(0)
@@ -290,8 +275,6 @@ def test_lifetimes():
 @on_ranks(2)
 def test_in_lists():
     """Lists of ops and redistribute() of several start from the sums."""
-    import shardtensor
-
     x, plain_x = inputs(None)
     ys = [x.sum(0), x.mean(0), x.sum(0) * 2]
     wants = [plain_x.sum(0), plain_x.mean(0), plain_x.sum(0) * 2]
@@ -317,9 +300,6 @@ def same_on_all_ranks(*facts):
 @on_ranks(4)
 def test_with_empty_pieces():
     """On ranks with empty pieces alone, the kernels of some views copy. No view may have a sum on some ranks and none on others."""
-    from shardtensor import Partial, Shard, debug, distribute_tensor
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 2))
     want = torch.randn(SIZES, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
     for sizes in ([0, 4], [4, 0], [1, 3]):
@@ -345,9 +325,6 @@ def test_with_empty_pieces():
 
 @on_ranks(4)
 def test_two_dims():
-    from shardtensor import Replicate, Shard, debug, distribute_tensor
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 2))
     want = torch.randn(SIZES, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
     for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(2)], [Replicate(), Shard(0)], [Shard(1), Shard(0)]):

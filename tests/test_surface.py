@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+import shardtensor
 import torch
+from shardtensor import ShardTensor
 from torch.distributed.tensor import DTensor
 
 MODULES = ["", ".parallel", ".experimental", ".debug", ".placement_types", ".device_mesh"]
@@ -37,8 +39,6 @@ def takes_the_same(stock, ours):
 
 @pytest.mark.parametrize(("module", "name", "stock"), [pytest.param(*p, id=f"tensor{p[0]}.{p[1]}") for p in pairs()])
 def test_name(module, name, stock):
-    import shardtensor
-
     ours = getattr(importlib.import_module(f"shardtensor{module}"), name, None)
     assert ours is not None
     if stock is DTensor:
@@ -50,8 +50,6 @@ def test_name(module, name, stock):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_method(name):
-    from shardtensor import ShardTensor
-
     takes_the_same(getattr(DTensor, name), getattr(ShardTensor, name))
 
 
@@ -67,7 +65,6 @@ def test_page():
     for module, name, stock in pairs():
         ours = getattr(importlib.import_module(f"shardtensor{module}"), name)
         assert said[name] == ("same" if ours is stock else "more"), name
-    from shardtensor import ShardTensor
 
     for name in methods:
         assert getattr(ShardTensor, name.removeprefix("DTensor.")) is not getattr(DTensor, name.removeprefix("DTensor."))

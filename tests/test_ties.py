@@ -9,10 +9,14 @@ import copy
 import warnings
 
 import pytest
+import shardtensor
 import torch
 from oracle import mesh_here
 from pool import on_ranks
+from shardtensor import Replicate, Shard, distribute_module, distribute_tensor, implicit_replication, init_device_mesh
+from shardtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 WORDS, FEATURES = 7, 4
 TOKENS = torch.tensor([[0, 6, 3, 3], [5, 2, 0, 1]])
@@ -87,8 +91,6 @@ def check_trains(ours, plain, entering=lambda tokens: tokens):
 
 def by_hand(cuts):
     """A partition_fn that cuts the named weights along a dim."""
-    from shardtensor import Shard, distribute_tensor
-
     def partition(name, module, mesh):
         if name in cuts:
             cut = distribute_tensor(module.weight.detach(), mesh, [Shard(cuts[name])])
@@ -98,8 +100,6 @@ def by_hand(cuts):
 
 
 def replicated(tokens):
-    from shardtensor import Replicate, distribute_tensor
-
     return distribute_tensor(tokens, mesh_here(), [Replicate()])
 
 
@@ -116,8 +116,6 @@ PARTITIONS = {
 @on_ranks(2, 3)
 @pytest.mark.parametrize("cuts", PARTITIONS.values(), ids=PARTITIONS)
 def test_distribute_module(cuts):
-    from shardtensor import Replicate, Shard, distribute_module
-
     ours, plain = pair()
     distribute_module(ours, mesh_here(), cuts and by_hand(cuts))
     check_tied(ours, plain)
@@ -128,8 +126,6 @@ def test_distribute_module(cuts):
 
 @on_ranks(2)
 def test_one_module_holds_it_twice():
-    from shardtensor import Shard, distribute_module
-
     module = nn.Linear(3, 4)
     module.also = module.weight
     distribute_module(module, mesh_here(), by_hand({"": 0}))
@@ -139,8 +135,6 @@ def test_one_module_holds_it_twice():
 @on_ranks(2)
 def test_untied_on_purpose():
     """A partition_fn may make two parameters of one."""
-    from shardtensor import Replicate, Shard, distribute_module
-
     def partition(name, module, mesh):
         by_hand({"wte": 0})(name, module, mesh)
         if name == "head":
@@ -152,9 +146,6 @@ def test_untied_on_purpose():
 
 def rows(prefix=""):
     """A plan that cuts the vocabulary, on the embedding's and the head's side."""
-    from shardtensor import Replicate
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel
-
     return {
         f"{prefix}wte": RowwiseParallel(input_layouts=Replicate()),
         f"{prefix}up": ColwiseParallel(),
@@ -166,9 +157,6 @@ def rows(prefix=""):
 @on_ranks(2, 3)
 @pytest.mark.parametrize(("model", "prefix"), [("Language", ""), ("Translation", "*.")])
 def test_parallelize_module(model, prefix):
-    from shardtensor import Shard
-    from shardtensor.parallel import parallelize_module
-
     ours, plain = pair(globals()[model])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -180,9 +168,6 @@ def test_parallelize_module(model, prefix):
 
 @on_ranks(2, 3)
 def test_replicated_by_a_style():
-    from shardtensor import Replicate, distribute_tensor
-    from shardtensor.parallel import SequenceParallel, parallelize_module
-
     plain = nn.Sequential(nn.LayerNorm(3), nn.LayerNorm(3)).double()
     plain[1].weight = plain[0].weight
     ours = copy.deepcopy(plain)
@@ -196,8 +181,6 @@ def test_replicated_by_a_style():
 
 @on_ranks(2)
 def test_under_torchs_names():
-    import shardtensor
-
     with shardtensor.replace_dtensor():
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -209,9 +192,6 @@ def test_under_torchs_names():
 
 def half_a_plan(left_out):
     """One end has a style: both ends are the ShardTensor, and a warning names the end that takes no plain tensors any more."""
-    from shardtensor import implicit_replication
-    from shardtensor.parallel import parallelize_module
-
     ours, plain = pair()
     plan = rows()
     del plan[left_out]
@@ -238,9 +218,6 @@ def test_half_a_plan(pools, world, left_out):
 
 
 def conflicts(how):
-    from shardtensor import distribute_module
-    from shardtensor.parallel import ColwiseParallel, parallelize_module
-
     model, mesh = Language(), mesh_here()
     with pytest.raises(ValueError) as error:
         if how == "parallelize_module":
@@ -264,10 +241,6 @@ def test_a_conflict_is_said_on_all_ranks(pools, world, how):
 @on_ranks(of=lambda shape: shape[0] * shape[1])
 def test_fully_shard(shape):
     """FSDP2 over tensor parallelism: the ends of the tie are in the root's group."""
-    from shardtensor import init_device_mesh
-    from shardtensor.parallel import parallelize_module
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     ours, plain = pair()
     parallelize_module(ours, mesh["tp"], rows())
@@ -284,10 +257,6 @@ def test_fully_shard(shape):
 @on_ranks(2)
 def test_fully_shard_in_groups(together, shape):
     """One group keeps both ends of a tie; two groups make two parameters, as of DTensors."""
-    from shardtensor import init_device_mesh
-    from shardtensor.parallel import parallelize_module
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     ours, plain = pair()
     parallelize_module(ours, mesh["tp"], rows())

@@ -11,9 +11,16 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from oracle import EMPTY, EVEN, UNEVEN, place
 from pool import on_ranks
+from shardtensor import _C, Partial, Replicate, Shard, ShardTensor, distribute_module, distribute_tensor, init_device_mesh, randn
+from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from test_parallel import DOUBLE, MLP, full, mesh_here
 from test_training import batch, pair, same_parameters, tensor_parallel
 from torch import nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
+from torch.distributed import pipelining
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 
 def tensor(placement="S(0)", sizes=(5, 4), cut=UNEVEN, seed=0, dtype=DOUBLE):
@@ -29,7 +36,6 @@ def whole(t):
 
 
 def profiled():
-    from shardtensor import Shard
     from torch.profiler import ProfilerActivity, profile
 
     x = tensor()
@@ -187,8 +193,6 @@ def test_anomaly_mode():
 
 
 def _replicate():
-    from shardtensor import Replicate
-
     return Replicate()
 
 
@@ -218,9 +222,6 @@ def test_assert_close():
 
 @on_ranks(2, 4)
 def test_data_movement():
-    from shardtensor import Shard, distribute_tensor
-    from torch.utils.data import DataLoader, TensorDataset, default_collate
-
     x = tensor()
     assert type(x.to("cpu", non_blocking=True)) is type(x.cpu()) is type(x)
     assert x.to(torch.float32)._layout == x._layout
@@ -280,9 +281,6 @@ def test_hooks():
 @pytest.mark.parametrize("how", ["kept", "to a file", "on cpu", "pinned"])
 @on_ranks(2, 4)
 def test_saved_tensors(how):
-    from shardtensor import ShardTensor
-    from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-
     kinds = []
 
     def pack(t):
@@ -317,8 +315,6 @@ def test_saved_tensors(how):
 
 @on_ranks(2, 4)
 def test_saved_tensors_may_be_overwritten():
-    from torch.autograd.graph import allow_mutation_on_saved_tensors
-
     x = tensor().requires_grad_()
     with allow_mutation_on_saved_tensors():
         y = x.clone()
@@ -332,9 +328,6 @@ def test_saved_tensors_may_be_overwritten():
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
 @on_ranks(2, 4)
 def test_parametrizations(name, placement):
-    from shardtensor import ShardTensor
-    from torch.nn.utils import parametrizations, parametrize
-
     plain = nn.Linear(6, 5, dtype=DOUBLE)
     ours = copy.deepcopy(plain)
     ours.weight = nn.Parameter(place(plain.weight.detach(), mesh_here(), (placement,), UNEVEN))
@@ -360,8 +353,6 @@ def test_parametrizations(name, placement):
 
 @on_ranks(2, 4)
 def test_pruning():
-    from torch.nn.utils import prune
-
     results = []
     for model in pair():
         prune.l1_unstructured(model[0].up, "weight", amount=10)
@@ -416,8 +407,6 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @on_ranks(2, 4)
 def test_transforms(name):
-    from shardtensor import ShardTensor
-
     for placements in (("S(0)", "S(0)"), ("S(0)", "S(1)"), ("R", "S(0)")):
         for cut in (UNEVEN, EMPTY):
             x, y = (tensor(p, (3, 2), cut, seed) for seed, p in enumerate(placements))
@@ -465,10 +454,6 @@ def test_functional_call():
 @on_ranks(2, 4)
 def test_ddp(hidden):
     """DDP over tensor parallelism takes the steps that one process takes on all the data."""
-    from shardtensor import init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.nn.parallel import DistributedDataParallel
-
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     plain = MLP(hidden)
     ours = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -492,9 +477,6 @@ def test_ddp(hidden):
 @on_ranks(2, 4)
 def test_ddp_inputs():
     """DDP passes ShardTensors through to a module of plain parameters."""
-    from shardtensor import Replicate, ShardTensor, init_device_mesh
-    from torch.nn.parallel import DistributedDataParallel
-
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()
@@ -517,8 +499,6 @@ def test_ddp_inputs():
 
 
 def composably():
-    from shardtensor import ShardTensor, init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.distributed._composable import replicate_with_fsdp
 
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
@@ -546,10 +526,6 @@ def test_replicate(ranks):
 
 def piped(schedule, between):
     """Two stages of tensor parallelism; what goes from one to the other is plain, replicated, or cut unevenly."""
-    from shardtensor import Replicate, Shard, distribute_tensor, init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.distributed import pipelining
-
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))
     tp = mesh["tp"]
     plain = nn.Sequential(MLP(7), MLP(3))
@@ -599,10 +575,6 @@ class Copied(nn.Module):
 
 def piped_in_turns(schedule, between):
     """Each rank of the pipeline has two of four stages."""
-    from shardtensor import Replicate, Shard, distribute_tensor, init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.distributed import pipelining
-
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "tp"))
     tp, at, local = mesh["tp"], mesh["pp"].get_local_rank(), between == "plain"
     plain = [nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).to(DOUBLE) for _ in range(4)]
@@ -644,9 +616,6 @@ def test_pipelines_of_several_stages(pools, schedule, between):
 
 def captured():
     """A step with its collectives, recorded once and replayed on other data, is the step taken op by op."""
-    from shardtensor import _C, init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     torch.cuda.set_device(dist.get_rank())
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), backend_override={0: "nccl"})
     recorded, plain = (
@@ -719,8 +688,6 @@ def test_collectives_are_refused():
 
 def _step():
     """A bit of everything: factories, both directions, collectives, random numbers, an optimizer."""
-    from shardtensor import Partial, Replicate, Shard, ShardTensor, distribute_module, distribute_tensor, randn
-
     mesh = mesh_here()
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Dropout(0.5), nn.Linear(5, 3))
     distribute_module(model, mesh)
@@ -746,7 +713,6 @@ def _step():
 @on_ranks(2, 4)
 def test_fake_tensors():
     """One rank alone finds out what all ranks would have. Nothing is sent."""
-    from shardtensor import _C, ShardTensor
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 

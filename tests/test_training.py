@@ -13,10 +13,17 @@ import torch
 import torch.distributed as dist
 from oracle import EMPTY, EVEN, UNEVEN, mesh_of, place
 from pool import on_ranks
+from shardtensor import _C, DeviceMesh, Replicate, Shard, ShardTensor, distribute_module, distribute_tensor, init_device_mesh
+from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from test_fsdp import columns, needs_uneven_columns
 from test_optimizers import OPTIMIZERS
 from test_parallel import DOUBLE, MLP, Attention, full, mesh_here
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # ---- activation checkpointing ----
 
@@ -43,8 +50,6 @@ class Dropped(nn.Module):
 
 
 def _save_linears():
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
     def policy(context, op, *args, **kwargs):
         save = op is torch.ops.aten.linear.default
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
@@ -62,8 +67,6 @@ CHECKPOINTS = {
 
 
 def tensor_parallel(module, names, local=True):
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     style = {}
     for name in names:
         style |= {f"{name}up": ColwiseParallel(use_local_output=False), f"{name}down": RowwiseParallel(use_local_output=local)}
@@ -75,9 +78,7 @@ def tensor_parallel(module, names, local=True):
 @on_ranks(2, 4)
 def test_checkpointing(how, local):
     """The same values, gradients and random state as without checkpoints and as with the whole model on every rank."""
-    from shardtensor import Replicate, distribute_module, distribute_tensor
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.checkpoint import checkpoint
 
     class Ops(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -155,9 +156,6 @@ class Layers(nn.Sequential):
 
 def fsdp_mesh(over, ours):
     """The mesh that FSDP is given; Makes `ours` tensor-parallel if `over` asks for it."""
-    from shardtensor import init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     world = dist.get_world_size()
     if over == "nothing":
         return mesh_here()
@@ -172,8 +170,6 @@ def fsdp_mesh(over, ours):
 
 
 def shard_fully(model, mesh, **options):
-    from torch.distributed.fsdp import fully_shard
-
     for layer in (model[0], model[2], model[3]):
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
@@ -212,8 +208,6 @@ def same_parameters(ours, plain, **tolerance):
 
 
 def fsdp_options(name):
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
     return {
         "usual": {},
         "kept": dict(reshard_after_forward=False),
@@ -267,8 +261,6 @@ def test_fsdp(ranks, over, options, freeze, sync_every):
 
 def mixed_precision(over, options="usual"):
     """Computes in bfloat16, as a single process does under the same casts; the parameters and the steps stay in float32."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     plain = Layers().float()
     ours = copy.deepcopy(plain)
     mesh = fsdp_mesh(over, ours)
@@ -334,8 +326,6 @@ def test_fsdp_of_columns(ranks, over, what):
 
 def stored_in_columns(over, options):
     """State dicts in and out, also with assign=True. Cutting a second time, as torch does along the first dim, is refused."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-
     plain, other = Layers(), Layers()
     ours = copy.deepcopy(plain)
     mesh = fsdp_mesh(over, ours)
@@ -359,10 +349,6 @@ def stored_in_columns(over, options):
 
 def cut_in_heads(replicas):
     """FSDP cuts further what tensor parallelism has cut in whole heads: its pieces are ShardTensors that know where they are."""
-    from shardtensor import ShardTensor, init_device_mesh
-    from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.distributed.fsdp import fully_shard
-
     plain = Attention(5, 2)
     ours = copy.deepcopy(plain)
     shape, names = ((1, 2, 2), ("replicate", "dp", "tp")) if replicas else ((2, 2), ("dp", "tp"))
@@ -404,8 +390,7 @@ def test_fsdp_over_whole_heads(pools, replicas):
 
 def on_one_mesh():
     """FSDP along one dim of the mesh that the parameters are on already, cut unevenly along the other."""
-    from shardtensor import Replicate, Shard, ShardTensor, distribute_tensor, init_device_mesh
-    from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+    from torch.distributed.fsdp import DataParallelMeshDims  # not in torch 2.11
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = MLP(7)
@@ -651,8 +636,6 @@ def with_gradients(values):
 
 
 def _replicate():
-    from shardtensor import Replicate
-
     return Replicate()
 
 
@@ -660,9 +643,6 @@ def _replicate():
 @pytest.mark.parametrize("kind", AMONG)
 @on_ranks(2, 4)
 def test_clipping_among_meshes(kind, foreach):
-    from shardtensor import _C, ShardTensor
-    from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
-
     for order in (0.0, 1.0, 2.0, 3.0, float("inf")):
         values, placed = gradients(kind)
         cut = [t for t in placed if isinstance(t, ShardTensor) and not any(p.is_partial() for p in t.placements)]
@@ -693,10 +673,6 @@ def test_clipping_among_meshes(kind, foreach):
 
 def apart(shape):
     """Copies differ: all ranks take stock DTensor's norm, in one message for each mesh dim that cuts a gradient."""
-    from shardtensor import _C, Replicate, Shard, ShardTensor
-    from torch.distributed.tensor import DTensor
-    from torch.nn.utils import clip_grad_norm_, get_total_norm
-
     mesh = mesh_of(shape)
     uncut = [Replicate()] * (len(shape) - 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -738,9 +714,7 @@ def apart(shape):
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 @on_ranks(2, 4)
 def test_clipping_tells_of_copies_that_differ(order):
-    from shardtensor import Replicate, ShardTensor
     from shardtensor.patches.clipping import _apart
-    from torch.nn.utils import get_total_norm
 
     rank, mesh = dist.get_rank(), mesh_here()
     _apart.told = False
@@ -767,8 +741,6 @@ def test_clipping_by_one_norm_where_copies_differ(ranks):
 @on_ranks(2, 4)
 def test_clipping_outside_a_mesh_raises():
     """The last rank is outside one of the meshes."""
-    from shardtensor import DeviceMesh
-
     rank, world = dist.get_rank(), dist.get_world_size()
     inner = DeviceMesh("cpu", list(range(world - 1)))
     ours = with_gradients([place(torch.ones(5, 4), mesh, ("S(0)",), EVEN) for mesh in (mesh_of((world,)), inner)])

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from oracle import mesh_here
 from pool import on_ranks
+from shardtensor import _C, DeviceMesh, Replicate, Shard, distribute_tensor
+from shardtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, _entered, parallelize_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,9 +49,6 @@ def block(heads, hidden):
 
 
 def plan(sequence):
-    from shardtensor import Replicate, Shard
-    from shardtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
-
     parts = {"output_layouts": Shard(0), "use_local_output": False} if sequence else {}
     styles = {f"attention.{name}": ColwiseParallel(multiple_of=HEAD) for name in "qkv"}
     styles |= {"attention.out": RowwiseParallel(multiple_of=HEAD, **parts), "mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel(**parts)}
@@ -61,8 +60,6 @@ def plan(sequence):
 
 def counted(f):
     """What f returns, and {collective: (calls, bytes)}."""
-    from shardtensor import _C
-
     _C.reset_comm_counts()
     out = f()
     return out, {kind: count for kind, count in _C.comm_counts().items() if count[0]}
@@ -73,9 +70,6 @@ def full(t):
 
 
 def a_block(heads, hidden, length, sequence):
-    from shardtensor import Shard, distribute_tensor
-    from shardtensor.parallel import parallelize_module
-
     mesh = mesh_here()
     plain, ours = block(heads, hidden)
     parallelize_module(ours, mesh, plan(sequence))
@@ -124,8 +118,6 @@ def test_sequence_parallel(pools, world, heads, hidden, length):
 
 def qkv(**options):
     """Three linear layers cut by columns, and the same layers uncut."""
-    from shardtensor.parallel import ColwiseParallel, parallelize_module
-
     plain = nn.ModuleDict({name: nn.Linear(WIDTH, 7, dtype=DOUBLE) for name in "qkv"})
     ours = copy.deepcopy(plain)
     style = ColwiseParallel(use_local_output=False, **options)
@@ -185,8 +177,6 @@ def test_one_reduction_for_all(pools, world, leaf, frozen):
 
 def memory():
     """The ShardTensor dies with the plain tensor, and with the graph if a graph needs it."""
-    from shardtensor.parallel import _entered
-
     ours, _ = qkv()
     ours.requires_grad_(False)  # then the graph saves no input
     _, (a, _) = inputs()
@@ -254,8 +244,6 @@ def written_inside():
 
 def other_modes():
     """Calls without grad neither use what is shared nor leave anything behind."""
-    from shardtensor.parallel import _entered
-
     ours, plain = qkv()
     leaves, (a, b) = inputs()
     before = list(_entered._recent.plain)
@@ -305,9 +293,6 @@ def hooks():
 
 def other_meshes():
     """Styles of another mesh, and of one that is equal."""
-    from shardtensor import DeviceMesh
-    from shardtensor.parallel import ColwiseParallel, parallelize_module
-
     ours, plain = qkv()
     leaves, (a, b) = inputs()
     again, reversed_ranks = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])
@@ -346,8 +331,6 @@ def long_lived():
 
 def threads():
     """Two threads take the same tensor: each has its own ShardTensor, so no rank's reductions depend on who was first."""
-    from shardtensor.parallel import _entered
-
     ours, _ = qkv()
     _, (a, _) = inputs()
     entrance, mine, theirs = _entered.Entrance(mesh_here()), [], []
@@ -447,9 +430,6 @@ def test_compiled(pools, how, n):
 
 
 def compiled_block(sequence):
-    from shardtensor import Shard, distribute_tensor
-    from shardtensor.parallel import parallelize_module
-
     plain, ours = block(7, 13)
     parallelize_module(ours, mesh_here(), plan(sequence))
     x = torch.randn(7, 3, WIDTH, dtype=DOUBLE)

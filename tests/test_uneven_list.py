@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import Case, Maker, arguments_of, bools, case, check_backward, compare, ints, mesh_of, place, plain_gradients, positive
+from shardtensor import _C
 from torch.utils._pytree import tree_leaves
 
 ROWS = {2: (5, 3), 3: (5, 3, 0)}
@@ -324,8 +325,6 @@ CASES = [
 
 def run(name: str, world: int) -> tuple[dict[str, int], list[Any]]:
     """Runs the case on every rank. Returns the collectives of its forward, by kind, and the results' strides."""
-    from shardtensor import _C
-
     at, c = next((i, c) for i, c in enumerate(CASES) if c.name == name)
     mesh = mesh_of((world,))
     arguments = arguments_of(c)
