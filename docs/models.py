@@ -34,8 +34,8 @@ that 3 ranks saved model and optimizer with torch.distributed.checkpoint, and 2 
 is a test, which needs the model's library:
 
 ```
-pytest tests/test_models.py
-pytest tests/test_models.py -k "Llama and batch"
+pytest tests/end_to_end/test_models.py
+pytest tests/end_to_end/test_models.py -k "Llama and batch"
 ```
 
 """
@@ -71,7 +71,7 @@ torchrun --nproc-per-node 3 -m shardtensor examples/with_accelerate.py
   tensor-parallel model (it asks for the addresses of the parameters' memory). `save_pretrained` and torch.distributed.checkpoint
   save that model.
 
-`tests/test_libraries.py` has these runs, and those of TensorBoard, torchao and torchtitan.
+`tests/end_to_end/test_libraries.py` has these runs, and those of TensorBoard, torchao and torchtitan.
 """
 
 

@@ -21,11 +21,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+# Tests import from tests of other folders, here and on the ranks.
+_HERE = Path(__file__).absolute().parent
+sys.path[:0] = [p for p in (str(_HERE), *sorted({str(test.parent) for test in _HERE.glob("*/test_*.py")})) if p not in sys.path]
 # What takes ranks long to import, the same for all of them. Inductor before shardtensor: as in scripts that have imported it by then.
 _PRELOAD = [
     "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "torch.testing._internal.common_methods_invocations",
@@ -76,7 +79,6 @@ class RankError(AssertionError):
 
 def _serve(rank: int, world: int, backend: str, store: str, pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, _HERE)
     import torch
     import torch.distributed as dist
 

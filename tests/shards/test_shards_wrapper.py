@@ -805,7 +805,7 @@ def test_shards_of_plain(name):
 
 # ---- documentation ----
 
-PAGE = Path(__file__).parents[1] / "docs" / "local_shards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "local_shards.md"
 
 
 @on_ranks(2)

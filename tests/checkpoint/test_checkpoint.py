@@ -577,7 +577,7 @@ def test_plans_and_specs(name):
 
 def example(path, number):
     """The code blocks of docs/checkpoints.md: a save on two ranks, a load on three, a model and its optimizer."""
-    page = Path(__file__).parents[1] / "docs" / "checkpoints.md"
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
     names = {"path": path}
     if number == 2:
         names["dcp"] = importlib.import_module("torch.distributed.checkpoint")

@@ -21,7 +21,7 @@ from shardtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_m
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

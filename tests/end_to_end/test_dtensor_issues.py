@@ -1,7 +1,7 @@
 """Cases from pytorch's issues and pull requests about DTensor, on ShardTensors: each must equal plain torch.
 
 docs/dtensor_issues.md lists them. A test fails if ShardTensor has the bug of its issue. To see what DTensor does with a case:
-torchrun --nproc-per-node 3 tests/test_dtensor_issues.py NAME
+torchrun --nproc-per-node 3 tests/end_to_end/test_dtensor_issues.py NAME
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_issue(pools, name, world):
 
 
 def test_the_page_lists_the_issues_that_are_tested():
-    page = (Path(__file__).parents[1] / "docs/dtensor_issues.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/dtensor_issues.md").read_text()
     rows = re.findall(r"^\| ([\d, ]+) \|.*`(\w+)` \|$", page, re.MULTILINE)
     assert {name: tuple(int(n) for n in numbers.split(",")) for numbers, name in rows} == {k: v[0] for k, v in CASES.items()}
 

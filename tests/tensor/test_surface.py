@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 MODULES = ["", ".parallel", ".experimental", ".debug", ".placement_types", ".device_mesh"]
 METHODS = ["from_local", "to_local", "full_tensor", "redistribute"]
-PAGE = Path(__file__).parents[1] / "docs" / "dtensor.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dtensor.md"
 
 
 def pairs():

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.tensor
 from shardtensor import _C
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def members(thing):

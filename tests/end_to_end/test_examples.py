@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from shardtensor import _C
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "train_transformer.py"
 # Scripts that know a library alone; they are started as they say.
 BY_COMMAND = [("with_lightning", "lightning", 4), ("with_accelerate", "accelerate", 3)]

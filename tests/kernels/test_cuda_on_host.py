@@ -16,7 +16,7 @@ import pytest
 import test_kernels
 import torch
 
-HERE = Path(__file__).parent / "cuda_on_host"
+HERE = Path(__file__).parents[1] / "cuda_on_host"
 BUILT = sorted(HERE.glob(f"_cuda_on_host*{sysconfig.get_config_var('EXT_SUFFIX')}"))
 pytestmark = pytest.mark.skipif(not BUILT, reason="not built: cmake -S tests/cuda_on_host -B build/cuda_on_host, then --build")
 

@@ -11,7 +11,7 @@ from models import WAYS, runs
 
 OLDEST = {"transformers": "5.24"}
 RUN = re.compile(r"\d+(?: to \d+)?")
-PAGE = Path(__file__).parents[1] / "docs/models.md"
+PAGE = Path(__file__).parents[2] / "docs/models.md"
 
 
 def case(name, way, world, then):
