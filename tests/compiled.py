@@ -22,8 +22,8 @@ import torch.utils._pytree as pytree
 # Modules called test_<family>, and the number of parts that the suite splits each into.
 FAMILIES = {
     "attention": 1, "convolution": 1, "embedding": 1, "grids": 1, "indexing": 1, "joins": 1, "linalg": 2, "losses": 3, "matmul": 2,
-    "normalization": 1, "outputs": 1, "pointwise": 1, "random": 1, "reductions": 3, "scans": 1, "softmax": 1, "spectral": 1, "summands": 1,
-    "uneven_list": 4, "views": 2,
+    "normalization": 1, "outputs": 1, "padding": 1, "pointwise": 1, "pooling": 1, "random": 1, "reductions": 3, "resampling": 1, "sampling": 1,
+    "scans": 1, "softmax": 1, "spectral": 1, "summands": 1, "turns": 1, "uneven_list": 4, "views": 2,
 }  # fmt: skip
 
 RIGHT, OTHER_LAYOUT, RAISES, WRONG = "right", "laid out otherwise", "raises", "wrong"

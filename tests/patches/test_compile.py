@@ -1165,7 +1165,7 @@ def test_returned_views_are_one_graph(name):
 
 
 # The families whose every case is compiled once for all lengths, but for those below.
-ONE_GRAPH = ["attention", "indexing", "joins", "losses", "reductions", "views"]
+ONE_GRAPH = ["attention", "indexing", "joins", "losses", "padding", "reductions", "turns", "views"]
 SEVERAL_GRAPHS = {
     "which of a diagonal's two sides ends it is guarded": ["diagonal_none"],
     "one graph for each remainder by the number of chunks, or by ranks times steps": ["chunk", "slice_step"],
@@ -1195,7 +1195,7 @@ def test_one_graph_for_two_lengths_of_each_case(pools, family, world, longer):
     listed = [*itertools.chain(*SEVERAL_GRAPHS.values()), *(itertools.chain(*SEVERAL_IF_UNEVEN.values()) if longer == LONGER_UNEVEN else ())]
     names = [n for n in pools(world).run(names_of, family, (world,))[0] if not _listed(family, n, LEFT_OUT)]
     names = [n for n in names if _expected(family, n) != RAISES and n not in listed]
-    part = share(names, 8 * (world - 1), 4 * (world - 2))
+    part = share(names, 8 * (world - 1), min(4 * (world - 2), len(names) - 1))
     counted = pools(world).run(frames_of, family, part, (world,), longer, seconds=110 * -(-len(part) // 60))[0]
     more = [f for f in counted if f.ours not in (1, f.plain)]
     assert counted and not more, more
@@ -1205,7 +1205,8 @@ def test_one_graph_for_two_lengths_of_each_case(pools, family, world, longer):
 SYMBOLIC = {
     "outputs": ["abs", "amax", "sum", "tril"],
     "random": ["uniform_", "transposed"],
-    "joins": ["stack", "stack_alike", "hstack", "cat_alike", "cat_columns", "pad_negative"],
+    "joins": ["stack", "stack_alike", "hstack", "cat_alike", "cat_columns"],
+    "padding": ["pad_negative"],
     "matmul": ["addbmm", "einsum_attention"],
     "attention": ["sdpa_mask_heads"],
     "normalization": ["batch_norm_channels"],

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import shardtensor as st
 import torch
-import torch.nn.functional as F
 from oracle import MESHES, case, ints, mesh_id, run_on
 
 
@@ -41,15 +40,8 @@ CASES = [
     case("stack_scalars", lambda x, y: torch.stack([x, y]), (), ()),
     case("hstack", lambda x, y: torch.hstack([x, y]), (5, 4), (5, 1)),
     case("vstack", lambda x, y: torch.vstack([x, y]), (4,), (4,)),
-    case("repeat", lambda x: x.repeat(2, 1, 3), (5, 4), quiet=lambda p: "S(1)" not in p),
-    case("tile", lambda x: x.tile(2), (3, 2), limit=30),
     case("repeat_interleave", lambda x: x.repeat_interleave(2, 0), (5, 4), quiet=lambda p: True),
     case("repeat_interleave_heads", lambda x: x.repeat_interleave(2, -2), (2, 3, 2), quiet=lambda p: True),
-    case("flip", lambda x: x.flip(0), (5, 4), quiet=lambda p: "S(0)" not in p),
-    case("flip_negative", lambda x: x.flip(-1, 0), (5, 4)),
-    case("roll", lambda x: x.roll(2, 0), (5, 4), quiet=lambda p: "S(0)" not in p),
-    case("roll_flat", lambda x: x.roll(3), (5, 4)),
-    case("rot90", lambda x: x.rot90(1, (0, -1)), (3, 2, 4), quiet=lambda p: "S(0)" not in p and "S(2)" not in p),
     case("block_diag", lambda x, y: torch.block_diag(x, y), (2, 3), (3,)),
     case("chunk_cat", lambda x, y: torch._chunk_cat([x, y], 1, 2), (4, 3), (4, 2, 2), backward=False, cut_alike=True,
          quiet=lambda x, y: x == y and set(x.split()) <= {"R", "S(0)", "P"}),
@@ -57,12 +49,6 @@ CASES = [
     case("chunk_cat_out", lambda x, y, o: torch._chunk_cat([x, y], 1, 2, out=o.clone()), (4, 3), (4, 2, 2), (4, 2, 4), backward=False),
     case("linspace", strictly(lambda x, y: (torch.linspace(x, y, 5), torch.linspace(2, y, 3), torch.logspace(x, 1, 3))), (), (),
          backward=False, quiet=lambda x, y: "P" not in x + y),
-    case("pad", lambda x: F.pad(x, (1, 2, 0, 3)), (5, 4), quiet=lambda p: True),
-    case("pad_value", lambda x: F.pad(x, (0, 0, 2, 1), value=1.5), (5, 4), quiet=lambda p: "P" not in p),
-    case("pad_negative", lambda x: F.pad(x, (-1, -1, -2, 0)), (5, 4), quiet=lambda p: True),
-    case("pad_mixed", lambda x: F.pad(x, (-1, 1)), (5, 4), quiet=lambda p: "S(1)" not in p),
-    case("pad_reflect", lambda x: F.pad(x, (1, 2), mode="reflect"), (2, 3, 4), quiet=lambda p: "S(2)" not in p),
-    case("pad_replicate", lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate"), (1, 3, 3, 2)),
     case("broadcast_tensors", lambda x, y: torch.broadcast_tensors(x, y), (5, 1), (4,)),
     case("meshgrid", lambda x, y: torch.meshgrid(x, y, indexing="ij"), (5,), (3,)),
 ]
