@@ -1342,7 +1342,7 @@ RPC_RANK = """
 import os, sys
 import torch, torch.distributed as dist
 from torch.distributed import rpc
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{{folder}}/group", rank=rank, world_size=world)
 options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{{folder}}/rpc", rpc_timeout=30, _transports=["uv"], _channels=["basic"])
@@ -1390,7 +1390,7 @@ def remote_shards():
 
 def test_remote_shards_over_rpc(tmp_path):
     program = tmp_path / "rank.py"
-    program.write_text(RPC_RANK.format(tests=str(ROOT / "tests")))
+    program.write_text(RPC_RANK.format(tests=[str(ROOT / "tests"), os.path.dirname(__file__)]))
 
     path = [str(Path(shardtensor.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
