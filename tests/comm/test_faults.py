@@ -619,6 +619,7 @@ def test_an_ordinary_end_is_quiet_after_the_stores_host_has_left():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    where["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     ranks = [
         subprocess.Popen([sys.executable, "-c", LEAVES_LATER], env=os.environ | where | {"RANK": str(rank)}, text=True,
                          stdin=subprocess.PIPE, stderr=subprocess.PIPE)
