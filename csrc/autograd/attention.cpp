@@ -2,7 +2,7 @@
 // cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ops/ring and tensor/. Registers itself at
 // AutogradPrivateUse2.
 #include "autograd/functions.h"
-#include "dispatch/handler.h"
+#include "dispatch/cache.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"
 #include "rules/ops/ring.h"

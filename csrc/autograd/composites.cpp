@@ -3,7 +3,7 @@
 // register themselves at AutogradPrivateUse2 when the module loads.
 #include "autograd/functions.h"
 #include "comm/values.h"
-#include "dispatch/handler.h"
+#include "dispatch/op.h"
 #include "dispatch/plain.h"
 #include "dispatch/typed.h"
 #include "tensor/shard_tensor.h"

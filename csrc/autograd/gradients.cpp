@@ -17,7 +17,6 @@
 
 #include "autograd/functions.h"
 #include "dispatch/call.h"
-#include "dispatch/handler.h"
 #include "dispatch/plain.h"
 #include "dispatch/typed.h"
 #include "redistribute/watch.h"

@@ -3,6 +3,7 @@
 #include "autograd/functions.h"
 #include "autograd/local_ops.h"
 #include "dispatch/ahead.h"
+#include "dispatch/cache.h"
 #include "dispatch/check.h"
 #include "dispatch/handler.h"
 #include "dispatch/others.h"

@@ -4,7 +4,6 @@
 #include "comm/bytes.h"
 #include "comm/doing.h"
 #include "comm/faults.h"
-#include "comm/gil.h"
 #include "comm/range.h"
 #include "comm/reducible.h"
 #include "comm/together.h"
@@ -29,13 +28,11 @@ namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-constexpr size_t kKinds = static_cast<size_t>(Kind::kCount);
 std::array<std::atomic<int64_t>, kKinds> g_calls{};
 std::array<std::atomic<int64_t>, kKinds> g_bytes{};
 
 std::atomic<Listener> g_listener{nullptr};
 thread_local int64_t t_telling = 0;
-thread_local int64_t t_calling = 0;
 thread_local int64_t t_aside = 0;
 
 struct Raised {
@@ -92,8 +89,6 @@ std::vector<int64_t> times(at::IntArrayRef sizes, int64_t factor) {
 
 constexpr int kTag = 0x5d; // for messages between two ranks, different from users' tags
 constexpr int kTagApart = 0x5e;
-
-std::atomic<bool> g_call_alone{false};
 
 bool stays(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim) {
   return is_alone(mesh, mesh_dim) || !has_values(t);
@@ -231,33 +226,6 @@ c10d::ReduceOp op_for(ReduceOp op, at::ScalarType dtype) {
 
 } // namespace
 
-Calling::Calling() {
-  ++t_calling;
-}
-Calling::~Calling() {
-  --t_calling;
-}
-
-void wait(const Where& where, const WorkPtr& work) {
-  if (!work) {
-    return;
-  }
-  try {
-    guarded(where, [&] { faults::wait(*work, where.ticket, [&] { return where.str(); }); });
-  } catch (c10::Error& e) {
-    if (const auto silent = faults::broke(where.ticket, e.what_without_backtrace()); !silent.empty()) {
-      e.add_context(silent);
-    }
-    throw;
-  }
-}
-
-const char* name_of(Kind kind) {
-  static constexpr std::array<const char*, kKinds> names = {"all_reduce",     "all_gather", "all_to_all",
-                                                            "reduce_scatter", "broadcast",  "scatter"};
-  return names[static_cast<size_t>(kind)];
-}
-
 Counts counts() {
   Counts out;
   for (size_t i = 0; i < kKinds; ++i) {
@@ -283,41 +251,6 @@ Aside::~Aside() {
 
 void set_listener(Listener listener) {
   g_listener = listener;
-}
-
-bool is_calling() {
-  return t_calling > 0;
-}
-
-int64_t size_of_world(const Mesh& mesh) {
-  const auto& name = mesh.description().world;
-  return name.empty() ? 0 : c10d::resolve_process_group(name)->getSize();
-}
-
-c10::Device device_of(const Mesh& mesh) {
-  const c10::Device device(mesh.description().device_type);
-  for (int64_t m = 0; m < mesh.ndim() && !device.is_cpu(); ++m) {
-    if (mesh.group(m).empty()) {
-      continue;
-    }
-    const auto group = c10d::resolve_process_group(mesh.group(m));
-    const auto types = group->getDeviceTypes();
-    if (std::any_of(types.begin(), types.end(), [&](c10::Device d) { return d.type() == device.type(); })) {
-      const auto bound = group->getBackend(device.type())->getBoundDeviceId();
-      if (bound && bound->type() == device.type() && bound->has_index()) {
-        return *bound;
-      }
-    }
-  }
-  return device;
-}
-
-bool is_alone(const Mesh& mesh, int64_t mesh_dim) {
-  return mesh.size(mesh_dim) == 1 && !g_call_alone.load(std::memory_order_relaxed);
-}
-
-void call_alone(bool on) {
-  g_call_alone = on;
 }
 
 namespace {

@@ -4,6 +4,8 @@
 #pragma once
 
 #include "comm/in_flight.h"
+#include "comm/kind.h"
+#include "comm/ranks.h"
 #include "layout/mesh.h"
 #include "layout/placement.h"
 
@@ -87,11 +89,9 @@ void broadcast(at::Tensor& tensor, const Mesh& mesh, int64_t mesh_dim, int64_t f
 void scatter(at::Tensor& mine, std::vector<at::Tensor>& pieces, const Mesh& mesh, int64_t mesh_dim, int64_t from_coordinate);
 
 // What this process has sent through the calls above since reset(): one count per kind, and payload bytes it contributed.
-enum class Kind : uint8_t { AllReduce, AllGather, AllToAll, ReduceScatter, Broadcast, Scatter, kCount };
-const char* name_of(Kind kind);
 struct Counts {
-  std::array<int64_t, static_cast<size_t>(Kind::kCount)> calls{};
-  std::array<int64_t, static_cast<size_t>(Kind::kCount)> bytes{};
+  std::array<int64_t, kKinds> calls{};
+  std::array<int64_t, kKinds> bytes{};
 };
 Counts counts();
 void reset_counts();
@@ -108,19 +108,5 @@ class Aside {
   Aside(const Aside&) = delete;
   Aside& operator=(const Aside&) = delete;
 };
-// Whether this thread is inside a call from comm/ to a process group.
-bool is_calling();
-
-// The number of ranks of the default group that the mesh was made with; 0 without one.
-int64_t size_of_world(const Mesh& mesh);
-
-// Where this rank's tensors for the mesh have to be: on the device that its groups are bound to, if they are, else on the current
-// one of its kind.
-c10::Device device_of(const Mesh& mesh);
-
-// Whether this rank is alone along the mesh dim; it then makes no call.
-bool is_alone(const Mesh& mesh, int64_t mesh_dim);
-// For tests of a backend with one rank: a rank that is alone calls anyway.
-void call_alone(bool on);
 
 } // namespace shardtensor::comm

@@ -1,5 +1,6 @@
 #include "comm/in_flight.h"
 
+#include "comm/backend.h"
 #include "comm/range.h"
 #include "comm/where.h"
 

@@ -8,7 +8,14 @@
 #include <memory>
 #include <vector>
 
+namespace c10d {
+class Work;
+}
+
 namespace shardtensor::comm {
+
+struct Backend;
+struct Where;
 
 // A collective in flight: its works, all memory that the backend reads or writes for it, its device, and what comes after it.
 //
@@ -45,6 +52,12 @@ class InFlight {
   void finish();
   std::unique_ptr<State> state_;
 };
+
+// What comm/ starts: `works`, which read or write `buffers`.
+InFlight started(
+    const Where& where, const Backend& rules, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> buffers);
+// Not a collective, but its share of one that is made for several, as next() waits for it. `used`: what that writes.
+InFlight share(const Where& where, std::function<void()> next, const std::vector<at::Tensor>& used);
 
 // Whether the tensor's stream captures a graph, as far as torch tells: before 2.12 any stream might.
 bool may_be_capturing(const at::Tensor& t);

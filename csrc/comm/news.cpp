@@ -1,7 +1,5 @@
 #include "comm/news.h"
 
-#include "comm/faults.h"
-
 #include <c10/util/StringUtil.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

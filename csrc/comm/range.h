@@ -1,11 +1,12 @@
 // Ranges in torch's profiler, one for each collective and one for the wait for it. Only comm/ makes them.
 #pragma once
 
-#include "comm/comm.h"
+#include "comm/kind.h"
 
 #include <ATen/record_function.h>
 
 #include <optional>
+#include <string>
 
 namespace shardtensor::comm {
 

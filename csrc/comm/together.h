@@ -1,9 +1,12 @@
 // Several collectives of one kind as one call, for tensors so small that a call costs more than their bytes.
 #pragma once
 
-#include "comm/comm.h"
+#include "comm/in_flight.h"
+#include "layout/mesh.h"
+#include "layout/placement.h"
 
 #include <memory>
+#include <vector>
 
 namespace shardtensor::comm {
 
@@ -46,6 +49,7 @@ class Together {
     std::vector<Call> calls;
     std::shared_ptr<Joint> joint;
   };
+  static void begin(Joint& joint, InFlight rest);
   void close();
 
   std::vector<Noted> noted_;

@@ -1,5 +1,6 @@
 #include "comm/traced.h"
 
+#include "comm/ranks.h"
 #include "comm/reducible.h"
 #include "comm/values.h"
 

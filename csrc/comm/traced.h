@@ -1,9 +1,10 @@
 // Collectives as nodes of a graph: _c10d_functional's ops, each followed by its wait. Values in, values out; sizes may be
 // symbols. Pieces are in the order of the coordinates along the mesh dim, whatever the order of the group's ranks. Uses layout/
-// (Mesh), comm.h and the dispatcher.
+// (Mesh) and the dispatcher.
 #pragma once
 
-#include "comm/comm.h"
+#include "layout/mesh.h"
+#include "layout/placement.h"
 #include "layout/symbolic.h"
 
 namespace shardtensor::comm::traced {

@@ -1,10 +1,10 @@
-// One call to a process group: what it is for errors, and waiting for it. Only comm/ includes this.
+// One call to a process group: what it is for errors, and waiting for it.
 #pragma once
 
-#include "comm/backend.h"
-#include "comm/comm.h"
 #include "comm/faults.h"
 #include "comm/gil.h"
+#include "comm/kind.h"
+#include "layout/mesh.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -30,7 +30,9 @@ struct Where {
   }
 };
 
-// While one is alive, this thread is inside a call to a process group (is_calling()).
+// Whether this thread is inside a call from comm/ to a process group.
+bool is_calling();
+// While one is alive, it is.
 class Calling {
  public:
   Calling();
@@ -58,10 +60,5 @@ auto guarded(const Where& where, F&& run) {
 
 // Waits for it; errors say where, and which ranks gave no sign.
 void wait(const Where& where, const WorkPtr& work);
-
-// `buffers`: all that the works read or write.
-InFlight started(const Where& where, const Backend& rules, std::vector<WorkPtr> works, std::vector<at::Tensor> buffers);
-// Not a collective, but its share of one that is made for several, as next() waits for it. `used`: what that writes.
-InFlight share(const Where& where, std::function<void()> next, const std::vector<at::Tensor>& used);
 
 } // namespace shardtensor::comm

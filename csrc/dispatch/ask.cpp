@@ -2,8 +2,7 @@
 
 #include "comm/values.h"
 #include "dispatch/errors.h"
-#include "dispatch/handler.h"
-#include "dispatch/traced.h"
+#include "dispatch/excluded.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>

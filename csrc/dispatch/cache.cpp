@@ -1,6 +1,5 @@
 #include "dispatch/cache.h"
 
-#include "dispatch/handler.h"
 #include "layout/of_thread.h"
 
 #include <atomic>

@@ -9,7 +9,13 @@
 
 namespace shardtensor {
 
-struct CacheInfo; // handler.h
+struct CacheInfo {
+  int64_t hits, misses, entries;
+  int64_t threads; // that have caches
+};
+CacheInfo cache_info(); // of this thread
+void clear_cache();     // of all threads
+int64_t times_cleared();
 
 class Cache {
  public:

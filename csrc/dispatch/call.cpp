@@ -1,18 +1,21 @@
 #include "dispatch/call.h"
 
+#include "comm/doing.h"
 #include "comm/traced.h"
+#include "dispatch/ahead.h"
 #include "dispatch/ask.h"
 #include "dispatch/check.h"
 #include "dispatch/errors.h"
+#include "dispatch/excluded.h"
 #include "dispatch/outputs.h"
 #include "dispatch/plain.h"
 #include "dispatch/put_back.h"
-#include "dispatch/traced.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <sstream>
 
 namespace shardtensor {
 
@@ -212,7 +215,7 @@ void run_call(const Op& op, Stack* stack_ptr) {
 
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   c10::SmallVector<IValue, 4> kept;
-  errors::guarded(op, refs, *solution, [&] { run_on_pieces(op, stack, base, refs, solution, kept); });
+  guarded_call(op, refs, *solution, [&] { run_on_pieces(op, stack, base, refs, solution, kept); });
 }
 
 // Where this rank has nothing to fetch, a result may be an operand's piece itself, or a view of it. Whoever writes the result
@@ -240,9 +243,32 @@ void run_on_locals(const Op& op, Stack& stack, const Refs& refs, const Solution&
   }
 }
 
+void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution, c10::Error* error) {
+  if (any_traced(refs)) {
+    return;
+  }
+  const auto& mesh = solution.replicated->mesh();
+  std::ostringstream out;
+  out << "in " << op.name;
+  for (size_t i = 0; i < refs.size() && i < 8; ++i) {
+    out << (i ? ", " : " on ") << refs[i].tensor->sizes() << " " << (refs[i].impl ? refs[i].impl->layout().str() : "plain");
+  }
+  out << (refs.size() > 8 ? ", ..." : "") << ", rank " << mesh.rank();
+  if (error) {
+    error->add_context(out.str());
+  }
+  uint64_t due = 0; // a sum of no dims would have been reduced at once
+  for (const auto& result : solution.results) {
+    for (int64_t m = 0; m < mesh.ndim(); ++m) {
+      due |= static_cast<uint64_t>(result.sizes.empty() && reduces_ahead() && result.layout->placement(m).is_partial()) << m;
+    }
+  }
+  comm::tell_failure(op.name, mesh, due);
+}
+
 void handle(const Op& op, Stack* stack) {
-  const auto run = [&] { run_call(op, stack); };
-  check::on() ? check::around(op, stack, run) : run();
+  const auto run = [&](Stack* args) { run_call(op, args); };
+  check::on() ? check::around(op, stack, run) : run(stack);
 }
 
 } // namespace shardtensor

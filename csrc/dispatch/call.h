@@ -16,4 +16,20 @@ void handle(const Op& op, torch::jit::Stack* stack);
 void run_on_locals(
     const Op& op, torch::jit::Stack& stack, const Refs& refs, const rules::Solution& solution, const Locals& locals);
 
+// Runs the rest of a call whose solution is found. An error gets the call's operands as its context; as this rank may be the only
+// one that fails, the others are told.
+void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution, c10::Error* error);
+template <typename F>
+decltype(auto) guarded_call(const Op& op, const Refs& refs, const rules::Solution& solution, const F& run) {
+  try {
+    return run();
+  } catch (c10::Error& e) {
+    call_failed(op, refs, solution, &e);
+    throw;
+  } catch (...) {
+    call_failed(op, refs, solution, nullptr);
+    throw;
+  }
+}
+
 } // namespace shardtensor

@@ -5,6 +5,8 @@
 #include "comm/doing.h"
 #include "comm/faults.h"
 #include "comm/values.h"
+#include "dispatch/excluded.h"
+#include "dispatch/refs.h"
 #include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 
@@ -204,7 +206,7 @@ bool holds_summands(const c10::IValue& value) {
 
 // Rules never read values, so summands are multiplied and divided like any numbers. If a factor is infinite or a divisor is 0,
 // the sum can be NaN where the whole result is not. To find this, run the same call on whole operands.
-void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IValue> results, const Mesh& mesh) {
+void same_as_whole(const Op& op, RunOn run, torch::jit::Stack args, c10::ArrayRef<c10::IValue> results, const Mesh& mesh) {
   const comm::Aside aside;
   c10::impl::ExcludeDispatchKeyGuard below(kBelow);
   bool odd = false;
@@ -222,7 +224,7 @@ void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IVal
   {
     const auto before = g_checking.exchange(0);
     const auto again = c10::make_scope_exit([&] { g_checking = before; });
-    handle(op, &args);
+    run(&args);
   }
   bool lost = false;
   for (size_t i = 0; i < results.size(); ++i) {
@@ -241,7 +243,7 @@ void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IVal
 
 } // namespace
 
-void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> run) {
+void around(const Op& op, torch::jit::Stack* stack, RunOn run) {
   const auto base = stack->size() - op.kinds.size();
   const auto refs = collect(op, *stack, base);
   MeshPtr mesh;
@@ -258,7 +260,7 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
     }
   }
   if (!mesh || !alike) {
-    return run();
+    return run(stack);
   }
   same(text_of(op, *stack, base, refs), *mesh);
   torch::jit::Stack given;
@@ -269,7 +271,7 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
   end.drawn_before = drawn(*mesh);
   std::exception_ptr failed;
   try {
-    run();
+    run(stack);
   } catch (const c10::Error& e) {
     failed = std::current_exception();
     end.error = e.what_without_backtrace();
@@ -294,7 +296,7 @@ void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> ru
     std::rethrow_exception(failed);
   }
   if (!given.empty()) {
-    same_as_whole(op, std::move(given), c10::ArrayRef<c10::IValue>(stack->data() + first, stack->size() - first), *mesh);
+    same_as_whole(op, run, std::move(given), c10::ArrayRef<c10::IValue>(stack->data() + first, stack->size() - first), *mesh);
   }
 }
 

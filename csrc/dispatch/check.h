@@ -2,8 +2,9 @@
 // exchange messages before and after each call, so the mode finds ranks that diverge before their collectives mix.
 #pragma once
 
-#include "dispatch/call.h"
+#include "dispatch/op.h"
 
+#include <ATen/core/stack.h>
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
@@ -21,9 +22,10 @@ inline bool on() {
   return C10_UNLIKELY(g_checking.load(std::memory_order_relaxed));
 }
 
-// Runs an op's call. Raises on every rank of the mesh if one rank runs another call, if one rank raises alone, or if a result is
-// wrong.
-void around(const Op& op, torch::jit::Stack* stack, c10::function_ref<void()> run);
+using RunOn = c10::function_ref<void(torch::jit::Stack*)>;
+// Runs an op's call on the stack. Raises on every rank of the mesh if one rank runs another call, if one rank raises alone, or if
+// a result is wrong. It may run again on whole operands.
+void around(const Op& op, torch::jit::Stack* stack, RunOn run);
 
 // The same for functions that are not ops: `call` describes the function, `local` is this rank's piece.
 void same_call(const std::string& call, const Mesh& mesh, const at::Tensor& local);

@@ -1,13 +1,5 @@
 #include "dispatch/errors.h"
 
-#include "dispatch/ahead.h"
-#include "dispatch/modes.h"
-#include "dispatch/traced.h"
-
-#include <ATen/MemoryOverlap.h>
-#include <torch/csrc/autograd/function.h>
-
-#include <set>
 #include <sstream>
 
 namespace shardtensor::errors {
@@ -47,29 +39,6 @@ std::string layouts_of(const rules::Call& call) {
   }
   out << (call.tensors.size() > 8 ? ", ..." : "") << "; rank " << call.mesh.rank();
   return out.str();
-}
-
-void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution, c10::Error* error) {
-  if (any_traced(refs)) {
-    return;
-  }
-  const auto& mesh = solution.replicated->mesh();
-  std::ostringstream out;
-  out << "in " << op.name;
-  for (size_t i = 0; i < refs.size() && i < 8; ++i) {
-    out << (i ? ", " : " on ") << refs[i].tensor->sizes() << " " << (refs[i].impl ? refs[i].impl->layout().str() : "plain");
-  }
-  out << (refs.size() > 8 ? ", ..." : "") << ", rank " << mesh.rank();
-  if (error) {
-    error->add_context(out.str());
-  }
-  uint64_t due = 0; // a sum of no dims would have been reduced at once
-  for (const auto& result : solution.results) {
-    for (int64_t m = 0; m < mesh.ndim(); ++m) {
-      due |= static_cast<uint64_t>(result.sizes.empty() && reduces_ahead() && result.layout->placement(m).is_partial()) << m;
-    }
-  }
-  comm::tell_failure(op.name, mesh, due);
 }
 
 std::string plain_tensor_text(const Op& op, int64_t arg, const at::Tensor& t) {
@@ -142,53 +111,6 @@ void gathers(const Op& op, const rules::Call& call) {
       ", and strict mode forbids gathering its inputs. Register a rule with "
       "ShardTensor.register_dispatch_handler, redistribute the inputs to Replicate, or leave strict mode. (",
       layouts_of(call), ")");
-}
-
-void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl) {
-  if (!impl) {
-    TORCH_CHECK(
-        promotion() == Promotion::Replicate && !at::GradMode::is_enabled(), op.name,
-        ": writes a ShardTensor's value into the plain torch.Tensor '", argument_name(op, arg), "' of sizes ", t.sizes(),
-        "; pass a ShardTensor there (shardtensor.distribute_tensor), or, under torch.no_grad(), write inside of "
-        "shardtensor.implicit_replication(): every rank then writes the whole value");
-    return;
-  }
-  // No user can see the base of a view that autograd made; and a write to a tensor without elements loses nothing.
-  TORCH_CHECK(
-      !impl->broken_view() || impl->copied()->put_back || t.numel() == 0 ||
-          (!impl->watches() && !torch::autograd::get_current_node()),
-      op.name, ": argument '", argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
-      ") comes from a view that had to move data between ranks, so writing to it would not reach the base tensor. Write to the "
-      "base tensor, redistribute it before the view, or clone() the view.");
-  // The kernel would raise too, but not on a rank with an empty piece.
-  TORCH_CHECK(
-      at::has_internal_overlap(t) != at::MemOverlap::Yes || (op.entry && op.entry->options.repeats), op.name, ": argument '",
-      argument_name(op, arg), "' (", impl->layout().str(), ", rank ", impl->layout().mesh().rank(),
-      "): unsupported operation: more than one element of the written-to tensor refers to a single memory location. clone() it "
-      "before the write.");
-}
-
-namespace {
-
-// The one element of such an argument (fill_'s value, x[mask] = value) is read before anything is written.
-bool is_read_first(const Op& op, const Ref& r) {
-  return r.tensor->sym_numel() == 1 && argument_name(op, r.arg).rfind("value", 0) == 0;
-}
-
-} // namespace
-
-void check_apart(const Op& op, const Refs& refs, size_t written) {
-  const auto& w = refs[written];
-  for (const auto& r : refs) {
-    if (r.impl && w.impl && r.impl != w.impl && w.impl->shares_storage(*r.impl) &&
-        at::get_overlap_status(*w.tensor, *r.tensor) == at::MemOverlapStatus::Partial && !is_read_first(op, r)) {
-      TORCH_CHECK(
-          false, op.name, ": arguments '", argument_name(op, w.arg), "' and '", argument_name(op, r.arg), "' (",
-          w.impl->layout().str(), ", rank ", w.impl->layout().mesh().rank(),
-          "): unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
-          "location. clone() one of them before the write.");
-    }
-  }
 }
 
 } // namespace shardtensor::errors

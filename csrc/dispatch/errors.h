@@ -2,7 +2,7 @@
 #pragma once
 
 #include "comm/doing.h"
-#include "dispatch/call.h"
+#include "dispatch/op.h"
 
 namespace shardtensor::errors {
 
@@ -23,10 +23,6 @@ void check_taken(const Op& op, const rules::Call& call);
 // Strict mode forbids gathering an op's inputs.
 [[noreturn]] void gathers(const Op& op, const rules::Call& call);
 const char* why_gathered(const Op& op);
-// Raises if the op may not write to the tensor: a plain tensor, or a view that had to move data.
-void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardTensorImpl* impl);
-// Raises if a written argument shares some of its memory with another argument. Does not look at this rank's pieces.
-void check_apart(const Op& op, const Refs& refs, size_t written);
 
 // Runs `run`, which communicates for an op.
 template <typename F>
@@ -34,21 +30,6 @@ decltype(auto) while_doing(const Op& op, const F& run) {
   const auto text = [&] { return op.name; };
   const comm::Frame frame(text);
   return run();
-}
-// Runs the rest of a call whose solution is found. An error gets the call's operands as its context; as this rank may be the only
-// one that fails, the others are told.
-void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution, c10::Error* error);
-template <typename F>
-decltype(auto) guarded(const Op& op, const Refs& refs, const rules::Solution& solution, const F& run) {
-  try {
-    return run();
-  } catch (c10::Error& e) {
-    call_failed(op, refs, solution, &e);
-    throw;
-  } catch (...) {
-    call_failed(op, refs, solution, nullptr);
-    throw;
-  }
 }
 
 } // namespace shardtensor::errors

@@ -2,6 +2,7 @@
 
 #include "dispatch/call.h"
 #include "dispatch/lists.h"
+#include "dispatch/op.h"
 #include "dispatch/others.h"
 #include "dispatch/plain.h"
 #include "dispatch/special.h"
@@ -10,7 +11,6 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <unordered_map>
@@ -24,8 +24,8 @@ using torch::jit::Stack;
 using Run = void (*)(const Op& op, c10::DispatchKeySet keys, Stack* stack);
 
 template <Run run>
-struct Boxed final : c10::OperatorKernel {
-  explicit Boxed(const Op* op) : op_(op) {}
+struct BoxedKernel final : c10::OperatorKernel {
+  explicit BoxedKernel(const Op* op) : op_(op) {}
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
     run(*op_, keys, stack);
   }
@@ -34,7 +34,7 @@ struct Boxed final : c10::OperatorKernel {
 
 template <Run run>
 c10::KernelFunction boxed(const Op& op) {
-  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Boxed<run>>(&op));
+  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<BoxedKernel<run>>(&op));
 }
 
 void run_usual(const Op& op, c10::DispatchKeySet, Stack* stack) {
@@ -42,11 +42,6 @@ void run_usual(const Op& op, c10::DispatchKeySet, Stack* stack) {
 }
 void run_special(const Op& op, c10::DispatchKeySet, Stack* stack) {
   handle_specially(op, stack);
-}
-
-std::deque<Op>& ops() {
-  static auto* all = new std::deque<Op>();
-  return *all;
 }
 
 // The schemas of collectives do not say what they write, and on gathered copies a collective would do nothing.
@@ -89,8 +84,7 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
     auto it = late.known.find(name);
     if (it == late.known.end()) {
       refuse_collective(name);
-      ops().emplace_back(handle_);
-      it = late.known.emplace(std::move(name), &ops().back()).first;
+      it = late.known.emplace(std::move(name), &add_op(handle_)).first;
     }
     op = it->second;
   }
@@ -116,16 +110,6 @@ void refuse_sparse(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*) {
       "full_tensor() or to_local() on the ShardTensors.");
 }
 
-// torch's ops and our own; others may have any name.
-bool is_known(const std::string& name) {
-  return name.rfind("aten::", 0) == 0 || name.rfind("shardtensor::", 0) == 0;
-}
-
-// The name as rule files write it: "add.Tensor", "shardtensor::embedding_backward".
-std::string short_name(const std::string& name) {
-  return name.rfind("aten::", 0) == 0 ? name.substr(6) : name;
-}
-
 bool takes_tensors(const c10::FunctionSchema& schema) {
   for (const auto& a : schema.arguments()) {
     if (a.type()->annotation_str().find("Tensor") != std::string::npos) {
@@ -136,60 +120,6 @@ bool takes_tensors(const c10::FunctionSchema& schema) {
 }
 
 } // namespace
-
-Op::Op(c10::OperatorHandle h) : handle(h), id(static_cast<int32_t>(ops().size())) {
-  const auto& schema_ = handle.schema();
-  name = c10::toString(handle.operator_name());
-  const auto& arguments = schema_.arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto type = arguments[i].type()->annotation_str();
-    kinds.push_back(
-        type.find("Tensor") == std::string::npos ? ArgKind::Other
-        : type.find("List") == std::string::npos ? ArgKind::Tensor
-                                                 : ArgKind::TensorList);
-    if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
-      mutated |= uint64_t{1} << i;
-      // aten ops write such arguments without reading them; other libraries' ops may do both.
-      outputs |= static_cast<uint64_t>(arguments[i].kwarg_only() && is_known(name)) << i;
-    }
-  }
-  for (const auto& r : schema_.returns()) {
-    int8_t same = -1;
-    if (const auto* alias = r.alias_info()) {
-      is_view |= !alias->isWrite();
-      for (size_t i = 0; i < arguments.size() && alias->isWrite(); ++i) {
-        if (arguments[i].alias_info() && arguments[i].alias_info()->beforeSets() == alias->beforeSets()) {
-          same = static_cast<int8_t>(i);
-        }
-      }
-    }
-    returns_argument.push_back(same);
-  }
-  is_random = handle.hasTag(at::Tag::nondeterministic_seeded);
-  reshapes_self = handle.hasTag(at::Tag::inplace_view);
-  if (reshapes_self) {
-    mutated = 0; // argument 0 keeps its values
-  }
-  if (is_known(name)) {
-    entry = rules::registry().find(short_name(name));
-    mutated |= entry ? entry->options.writes : 0;
-  }
-  TORCH_INTERNAL_ASSERT(arguments.size() <= rules::Reads::kMostArgs, name);
-  asks_sizes = outputs && !(entry && entry->options.broadcasts);
-  if (asks_sizes) {
-    has_read(rules::Reads::kSizes); // so that the outputs' sizes are found once for these sizes
-  }
-}
-
-const std::deque<Op>& installed_ops() {
-  return ops();
-}
-
-const Op& installed_op(const char* name) {
-  const auto it = std::find_if(ops().begin(), ops().end(), [&](const Op& op) { return op.name == name; });
-  TORCH_INTERNAL_ASSERT(it != ops().end(), name, " is not installed");
-  return *it;
-}
 
 void settle_op(const std::string& name, const std::string& overload) {
   if (is_known(name)) {
@@ -238,13 +168,12 @@ int64_t install_handler() {
     if (!handle_ || !handle_->hasSchema() || !takes_tensors(handle_->schema())) {
       continue;
     }
-    const auto* entry = rules::registry().find(short_name(c10::toString(name)));
+    const auto* entry = entry_of(c10::toString(name));
     const bool taken_whole = entry && (entry->options.way == rules::Way::Whole || entry->options.way == rules::Way::Local);
     if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !taken_whole) {
       continue;
     }
-    ops().emplace_back(*handle_);
-    const auto& op = ops().back();
+    const auto& op = add_op(*handle_);
     const auto on = [&](c10::DispatchKey key, c10::KernelFunction kernel) {
       registrations.push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "shardtensor"));
     };

@@ -9,12 +9,4 @@ namespace shardtensor {
 // Called once at import; returns the number of ops.
 int64_t install_handler();
 
-struct CacheInfo {
-  int64_t hits, misses, entries;
-  int64_t threads; // that have caches
-};
-CacheInfo cache_info(); // of this thread
-void clear_cache();
-int64_t times_cleared();
-
 } // namespace shardtensor

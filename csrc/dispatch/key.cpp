@@ -1,7 +1,6 @@
 #include "dispatch/key.h"
 
 #include "dispatch/ask.h"
-#include "dispatch/traced.h"
 
 namespace shardtensor {
 

@@ -4,8 +4,9 @@
 #include "dispatch/call.h"
 #include "dispatch/check.h"
 #include "dispatch/errors.h"
+#include "dispatch/excluded.h"
 #include "dispatch/plain.h"
-#include "dispatch/traced.h"
+#include "dispatch/writable.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
 #include "tensor/lists.h"
@@ -232,7 +233,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
     for (const auto& r : e.refs) {
       // A plain number may be written: step counters, the same on every rank.
       if ((op.mutated >> r.arg & 1) && (r.impl || r.tensor->dim() > 0)) {
-        errors::check_writable(op, r.arg, *r.tensor, r.impl);
+        check_writable(op, r.arg, *r.tensor, r.impl);
       }
     }
     if (!op.entry->options.elementwise || any_symbolic(e.refs) || !stays(e)) {
@@ -359,15 +360,15 @@ void run_all(const Op& op, Stack* stack) {
 } // namespace
 
 void handle_lists(const Op& op, Stack* stack) {
-  const auto run = [&] {
+  const auto run = [&](Stack* args) {
     try {
-      run_all(op, stack);
+      run_all(op, args);
     } catch (c10::Error& e) {
       e.add_context("in " + op.name);
       throw;
     }
   };
-  check::on() ? check::around(op, stack, run) : run();
+  check::on() ? check::around(op, stack, run) : run(stack);
 }
 
 } // namespace shardtensor

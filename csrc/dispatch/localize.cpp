@@ -2,7 +2,7 @@
 
 #include "comm/values.h"
 #include "dispatch/errors.h"
-#include "dispatch/traced.h"
+#include "dispatch/writable.h"
 #include "redistribute/identity.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"
@@ -115,6 +115,17 @@ const char* why_moved(const Op& op) {
   return op.entry->gathers() ? "it needs whole inputs" : "its rule requires this layout";
 }
 
+namespace {
+
+// Of two dims, at least one of them a symbol; adds a guard to the graph.
+void check_alike_symbols(const Op& op, const at::Tensor& x, Solution::Indexed a, const at::Tensor& y, Solution::Indexed b) {
+  TORCH_SYM_CHECK(
+      (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner), op.name, ": the size of dim ", b.dim,
+      " of one argument (", y.sym_size(b.dim), ") must match the size of dim ", a.dim, " of another (", x.sym_size(a.dim), ")");
+}
+
+} // namespace
+
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {
     const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
@@ -182,10 +193,10 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto& r = refs[i];
     const bool written = op.mutated >> r.arg & 1;
     if (written) {
-      errors::check_writable(op, r.arg, *r.tensor, r.impl);
+      check_writable(op, r.arg, *r.tensor, r.impl);
       in_order = std::any_cast<rules::ReadsAsItWrites>(&solution.notes);
       if (C10_LIKELY(!in_order)) {
-        errors::check_apart(op, refs, i);
+        check_apart(op, refs, i);
       }
     }
     const auto& need = solution.operands[i];

@@ -6,7 +6,6 @@
 #include "tensor/sums.h"
 #include "tensor/symbolic.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
@@ -62,12 +61,6 @@ class Locals {
   c10::SmallVector<const at::Tensor*, 4> at_;
   c10::SmallVector<at::Tensor, 4> moved_;
 };
-
-// The keys that are excluded for ops on local tensors below the handler.
-inline const c10::DispatchKeySet kBelow = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
-
-// Excluded for calls of meta kernels: neither modes nor graphs see them.
-inline const c10::DispatchKeySet kAside = kBelow | kStandIns | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot);
 
 // Where a move of `t` starts: at its piece, or at the sum of a summand that was added up before (tensor/sums.h).
 Placed start_of(const ShardTensorImpl& t, const LayoutPtr& to);

@@ -1,6 +1,6 @@
 #include "dispatch/modes.h"
 
-#include "dispatch/handler.h"
+#include "dispatch/cache.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <deque>
+#include <string>
 
 namespace shardtensor {
 
@@ -50,6 +51,13 @@ struct Op {
   mutable std::atomic<uint64_t> reads_{0};
 };
 
+// Whether torch or shardtensor defines the op of this name ("aten::add.Tensor"), not another library.
+bool is_known(const std::string& name);
+// What the rules have for such an op, or null. Rules name it "add.Tensor" or "shardtensor::embedding_backward".
+const rules::Entry* entry_of(const std::string& name);
+
+// Adds an op, before the handler is registered for it.
+const Op& add_op(c10::OperatorHandle handle);
 // All ops that the handler is registered for, by id.
 const std::deque<Op>& installed_ops();
 const Op& installed_op(const char* name); // "aten::linear"

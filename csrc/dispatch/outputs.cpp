@@ -1,6 +1,8 @@
 #include "dispatch/outputs.h"
 
 #include "dispatch/ask.h"
+#include "dispatch/excluded.h"
+#include "dispatch/solve.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>

@@ -1,7 +1,7 @@
 // out= arguments: they must have the result's sizes on every rank before the op runs, or the call raises.
 #pragma once
 
-#include "dispatch/call.h"
+#include "dispatch/localize.h"
 
 namespace shardtensor {
 

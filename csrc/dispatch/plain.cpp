@@ -2,6 +2,7 @@
 
 #include "comm/values.h"
 #include "dispatch/errors.h"
+#include "dispatch/excluded.h"
 
 #include <ATen/ATen.h>
 #include <ATen/DTensorState.h>

@@ -1,8 +1,8 @@
 // Plain tensors among ShardTensors: which are allowed, with what layout, and how they get their gradients.
 #pragma once
 
-#include "dispatch/call.h"
 #include "dispatch/modes.h"
+#include "dispatch/refs.h"
 
 #include <torch/csrc/autograd/variable.h>
 

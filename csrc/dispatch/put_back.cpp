@@ -2,6 +2,8 @@
 
 #include "comm/values.h"
 #include "dispatch/errors.h"
+#include "dispatch/excluded.h"
+#include "dispatch/localize.h"
 #include "layout/symbolic.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/watch.h"

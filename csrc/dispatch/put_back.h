@@ -1,7 +1,8 @@
 // Copies writes to a view that had to move data back into its base.
 #pragma once
 
-#include "dispatch/call.h"
+#include "dispatch/refs.h"
+#include "rules/solution.h"
 
 namespace shardtensor {
 

@@ -7,6 +7,8 @@
 
 #include <ATen/core/stack.h>
 
+#include <algorithm>
+
 namespace shardtensor {
 
 // One tensor among the arguments, unchanged. Non-owning: increasing the refcount of a tensor that has a Python object needs the
@@ -30,6 +32,13 @@ inline c10::IntArrayRef sizes_of(const Ref& r) {
 // Whether the op only writes it (out=).
 inline bool is_output(const Op& op, const Ref& r) {
   return op.outputs >> r.arg & 1;
+}
+
+inline bool any_symbolic(const Refs& refs) {
+  return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return is_symbolic(*r.tensor); });
+}
+inline bool any_traced(const Refs& refs) {
+  return std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return r.impl && r.impl->traced(); });
 }
 
 // Every tensor among boxed arguments. The references point into the stack.

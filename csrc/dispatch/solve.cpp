@@ -2,9 +2,8 @@
 
 #include "dispatch/ask.h"
 #include "dispatch/errors.h"
-#include "dispatch/handler.h"
+#include "dispatch/localize.h"
 #include "dispatch/modes.h"
-#include "dispatch/traced.h"
 #include "redistribute/watch.h"
 #include "rules/exact.h"
 #include "rules/resolve/resolve.h"
@@ -78,6 +77,38 @@ Solved solve(const Op& op, const Call& call) {
   solution->reads = reads;
   const auto gathers = !makes_whole(call, *solution) ? Gathers::No : needs_whole(rule) ? Gathers::Needed : Gathers::Chosen;
   return {std::move(solution), gathers};
+}
+
+// Whether a size of an operand or an integer among the arguments is a symbol.
+bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
+  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
+  return any_symbolic(refs) || std::any_of(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()), [](const c10::IValue& v) {
+           return v.isSymInt() || v.isSymIntList() || v.isSymFloat() || v.isSymBool();
+         });
+}
+
+// Whether a rank's piece may be empty. Symbols are never 0, and neither are even pieces of one.
+bool may_be_empty(const rules::Run::At& operand) {
+  bool out = false;
+  const auto pieces = sym_local_sizes(*operand.layout, operand.symbols);
+  for (int64_t d = 0; d < operand.dim(); ++d) {
+    out |= !pieces[d].is_symbolic() && (operand.layout->shards(d) || operand.symbols[d] == 0);
+  }
+  return out;
+}
+
+// Turns the operands' sizes into numbers if the solution's kernel needs numbers.
+void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
+  if (!solution.kernel || op.entry->options.symbols) {
+    return;
+  }
+  // Even if the kernel runs only on other ranks: guards are functions of global facts.
+  const auto operands = after_moves(refs, solution);
+  if (solution.kernel_if != rules::is_empty || std::any_of(operands.begin(), operands.end(), may_be_empty)) {
+    for (const auto& r : refs) {
+      guarded(r.tensor->sym_sizes());
+    }
+  }
 }
 
 } // namespace

@@ -3,9 +3,9 @@
 #include "comm/comm.h"
 #include "dispatch/ask.h"
 #include "dispatch/call.h"
+#include "dispatch/excluded.h"
 #include "dispatch/key.h"
 #include "dispatch/lists.h"
-#include "dispatch/traced.h"
 
 #include <ATen/ATen.h>
 

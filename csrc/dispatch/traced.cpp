@@ -1,19 +1,17 @@
 #include "dispatch/traced.h"
 
-#include "comm/values.h"
-#include "dispatch/handler.h"
+#include "dispatch/call.h"
 #include "dispatch/plain.h"
 #include "dispatch/special.h"
 
 #include <ATen/ATen.h>
-#include <ATen/TensorUtils.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 namespace shardtensor {
 
 using c10::IValue;
-using rules::Solution;
 using torch::jit::Stack;
 
 namespace {
@@ -103,37 +101,7 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
   return found == known->end() ? nullptr : found->second;
 }
 
-// Whether a rank's piece may be empty. Symbols are never 0, and neither are even pieces of one.
-bool may_be_empty(const rules::Run::At& operand) {
-  bool out = false;
-  const auto pieces = sym_local_sizes(*operand.layout, operand.symbols);
-  for (int64_t d = 0; d < operand.dim(); ++d) {
-    out |= !pieces[d].is_symbolic() && (operand.layout->shards(d) || operand.symbols[d] == 0);
-  }
-  return out;
-}
-
 } // namespace
-
-bool has_symbols(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
-  const auto first = stack.begin() + static_cast<std::ptrdiff_t>(base);
-  return any_symbolic(refs) || std::any_of(first, first + static_cast<std::ptrdiff_t>(op.kinds.size()), [](const IValue& v) {
-           return v.isSymInt() || v.isSymIntList() || v.isSymFloat() || v.isSymBool();
-         });
-}
-
-void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
-  if (!solution.kernel || op.entry->options.symbols) {
-    return;
-  }
-  // Even if the kernel runs only on other ranks: guards are functions of global facts.
-  const auto operands = after_moves(refs, solution);
-  if (solution.kernel_if != rules::is_empty || std::any_of(operands.begin(), operands.end(), may_be_empty)) {
-    for (const auto& r : refs) {
-      guarded(r.tensor->sym_sizes());
-    }
-  }
-}
 
 void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   const auto* op = boxed_op(handle_);
@@ -150,12 +118,6 @@ void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   } else {
     handle(*op, stack);
   }
-}
-
-void check_alike_symbols(const Op& op, const at::Tensor& x, Solution::Indexed a, const at::Tensor& y, Solution::Indexed b) {
-  TORCH_SYM_CHECK(
-      (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner), op.name, ": the size of dim ", b.dim,
-      " of one argument (", y.sym_size(b.dim), ") must match the size of dim ", a.dim, " of another (", x.sym_size(a.dim), ")");
 }
 
 } // namespace shardtensor

@@ -3,6 +3,7 @@
 #include "dispatch/call.h"
 #include "dispatch/check.h"
 #include "dispatch/errors.h"
+#include "dispatch/excluded.h"
 #include "dispatch/kernel_table.h"
 #include "dispatch/plain.h"
 
@@ -220,7 +221,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
       return Boxed<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
-    return errors::guarded(op_, refs, *solution, [&]() -> Result {
+    return guarded_call(op_, refs, *solution, [&]() -> Result {
       Locals locals;
       local_arguments(op_, refs, *solution, locals);
       Localizer localizer{*solution, refs, locals};

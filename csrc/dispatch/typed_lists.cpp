@@ -1,5 +1,6 @@
 #include "dispatch/call.h"
 #include "dispatch/check.h"
+#include "dispatch/excluded.h"
 #include "dispatch/kernel_table.h"
 #include "dispatch/lists.h"
 #include "tensor/lists.h"
@@ -153,7 +154,7 @@ using Scalars = at::ArrayRef<c10::Scalar>;
 using Maybe = const std::optional<Tensor>&;
 
 // Of the calls of torch.optim and clip_grad_norm_. All other list ops are boxed.
-using Table = KernelTable<
+using ListTable = KernelTable<
     TypedList,
     void(List),
     void(List, const Scalar&),
@@ -177,7 +178,7 @@ using Table = KernelTable<
 } // namespace
 
 std::optional<c10::KernelFunction> typed_list_kernel(const Op& op) {
-  static const Table table;
+  static const ListTable table;
   return op.is(rules::Way::Each) ? table.kernel_for(op) : std::nullopt;
 }
 

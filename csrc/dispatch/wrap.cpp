@@ -1,8 +1,8 @@
 #include "dispatch/wrap.h"
 
 #include "dispatch/ahead.h"
+#include "dispatch/excluded.h"
 #include "dispatch/localize.h"
-#include "dispatch/traced.h"
 #include "kernels/boxes.h"
 #include "redistribute/redistribute.h"
 

@@ -4,8 +4,6 @@
 #include "comm/doing.h"
 #include "comm/epoch.h"
 #include "comm/faults.h"
-#include "draws/graph.h"
-#include "layout/symbolic.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -97,24 +95,6 @@ uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generato
   const auto offset = source.get_offset();
   source.set_offset(offset + 4);
   return scramble(source.current_seed() + scramble(offset + 0x9e3779b97f4a7c15));
-}
-
-void fill(
-    at::Tensor& local,
-    const Key& key,
-    const Layout& layout,
-    c10::SymIntArrayRef symbols,
-    const kernels::Distribution& distribution) {
-  if (key.traced.defined()) {
-    local.copy_(drawn_in_graph(local, key.traced, layout, symbols, distribution));
-    return;
-  }
-  const auto sizes = guarded(symbols);
-  c10::SmallVector<Intervals, 6> runs;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    runs.push_back(layout.intervals(static_cast<int64_t>(d), sizes[d], layout.mesh().coordinate()));
-  }
-  kernels::fill_runs(local, key.bits, sizes, std::move(runs), distribution);
 }
 
 } // namespace shardtensor::draws

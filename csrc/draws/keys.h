@@ -1,11 +1,9 @@
-// Keys of random ops, and pieces filled from them. The keys come from torch's own generators, which must have the same state
-// on all ranks of a mesh.
+// Keys of random ops. They come from torch's own generators, which must have the same state on all ranks of a mesh.
 #pragma once
 
-#include "kernels/random.h"
+#include "layout/mesh.h"
 
 #include <ATen/core/Generator.h>
-#include <c10/core/SymIntArrayRef.h>
 
 #include <optional>
 
@@ -22,20 +20,5 @@ uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generato
 
 // Records that the ranks of the mesh have the same seed: agree() need not compare.
 void mark_agreed(const Mesh& mesh);
-
-// The key for fill(): 64 bits, or, in a graph, a tensor that will hold them.
-struct Key {
-  uint64_t bits = 0;
-  at::Tensor traced;
-};
-
-// Fills `local`, this rank's piece under `layout` of a tensor of global `sizes`, which may be symbols in a graph. Any strides;
-// empty pieces too.
-void fill(
-    at::Tensor& local,
-    const Key& key,
-    const Layout& layout,
-    c10::SymIntArrayRef sizes,
-    const kernels::Distribution& distribution);
 
 } // namespace shardtensor::draws

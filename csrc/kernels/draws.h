@@ -2,7 +2,7 @@
 // the maps from its bits to distributions. One source for host and device, so that both draw the same.
 #pragma once
 
-#include "kernels/random.h"
+#include "kernels/distribution.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>

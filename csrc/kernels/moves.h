@@ -2,7 +2,7 @@
 // One source for host and device.
 #pragma once
 
-#include "kernels/boxes.h"
+#include "layout/placement.h"
 
 #include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>

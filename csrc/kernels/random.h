@@ -2,23 +2,12 @@
 // any placement, any number of ranks, on CPU or GPU.
 #pragma once
 
+#include "kernels/distribution.h"
 #include "layout/layout.h"
 
 #include <ATen/core/Tensor.h>
 
 namespace shardtensor::kernels {
-
-struct Distribution {
-  enum class Kind : uint8_t { Uniform, Normal, LogNormal, Exponential, Cauchy, Geometric, Bernoulli, Integer };
-  Kind kind = Kind::Uniform;
-  // Uniform: in [a, b). Normal, LogNormal: mean a, deviation b. Exponential: rate a. Cauchy: median a, scale b.
-  // Geometric, Bernoulli: probability a.
-  double a = 0;
-  double b = 1;
-  // Integer: low, ..., low + range - 1; range 0 is 2^64.
-  int64_t low = 0;
-  uint64_t range = 0;
-};
 
 // Fills `local`, the piece with the indices `runs` of each dim of a tensor of global `sizes`. Any strides; empty pieces too.
 void fill_runs(

@@ -1,7 +1,9 @@
 // Copies of boxes as ops of a graph: boxes.h for tensors that have no values yet (comm/values.h).
 #pragma once
 
-#include "kernels/boxes.h"
+#include "layout/layout.h"
+
+#include <ATen/core/Tensor.h>
 
 namespace shardtensor::kernels::traced {
 

@@ -81,6 +81,17 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
   return s.local;
 }
 
+// Between two meshes with different ranks or places. Every rank of either mesh calls it.
+Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
+  check_devices(from, to);
+  const auto by = added_up(from, to, sizes, static_cast<int64_t>(local.element_size()));
+  const auto there = transfer_target(*by, to);
+  const auto sums = redistribute(kernels::resolved(local), from, *by, sizes);
+  auto out = transfer(sums, *by, *there, sizes, later);
+  out.local = redistribute(out.local, *there, to, sizes); // makes new summands locally: nothing is sent
+  return out;
+}
+
 } // namespace
 
 at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {

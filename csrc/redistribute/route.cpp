@@ -1,8 +1,5 @@
 #include "redistribute/route.h"
 
-#include "kernels/boxes.h"
-#include "redistribute/redistribute.h"
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -53,20 +50,6 @@ int64_t dim_to_scatter(const Layout& layout, int64_t m, IntArrayRef sizes) {
   return best;
 }
 
-// The layout of the sums before they move: whole, or scattered if that sends less in all.
-LayoutPtr added_up(const Layout& from, const Layout& to, IntArrayRef sizes, double bytes) {
-  auto whole = LayoutPtr::reclaim_copy(&from), scattered = whole;
-  for (int64_t m = 0; m < from.ndim(); ++m) {
-    if (from.placement(m).is_partial()) {
-      whole = whole->with(m, Placement::replicate());
-      const auto dim = dim_to_scatter(*scattered, m, sizes);
-      scattered = scattered->with(m, dim < 0 ? Placement::replicate() : Placement::shard(dim));
-    }
-  }
-  const auto cost = [&](const Layout& by) { return plan_for(from, by, bytes)->cost + cost_across(by, to, bytes); };
-  return whole == scattered || cost(*whole) <= cost(*scattered) ? whole : scattered;
-}
-
 void append_legs(const Layout& from, const Layout& to, double bytes, std::vector<Leg>& legs) {
   auto now = LayoutPtr::reclaim_copy(&from);
   if (&from == &to) {
@@ -103,20 +86,24 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh) {
              : LayoutPtr();
 }
 
+LayoutPtr added_up(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {
+  const auto bytes = bytes_of(sizes, item);
+  auto whole = LayoutPtr::reclaim_copy(&from), scattered = whole;
+  for (int64_t m = 0; m < from.ndim(); ++m) {
+    if (from.placement(m).is_partial()) {
+      whole = whole->with(m, Placement::replicate());
+      const auto dim = dim_to_scatter(*scattered, m, sizes);
+      scattered = scattered->with(m, dim < 0 ? Placement::replicate() : Placement::shard(dim));
+    }
+  }
+  const auto cost = [&](const Layout& by) { return plan_for(from, by, bytes)->cost + cost_across(by, to, bytes); };
+  return whole == scattered || cost(*whole) <= cost(*scattered) ? whole : scattered;
+}
+
 void check_devices(const Layout& from, const Layout& to) {
   TORCH_CHECK_VALUE(
       from.mesh().description().device_type == to.mesh().description().device_type, "redistribute: from ", from.str(), " to ",
       to.str(), ": the target mesh has another device type (rank ", to.mesh().rank(), "); move the local tensors first");
-}
-
-Moving redistribute_across(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
-  check_devices(from, to);
-  const auto by = added_up(from, to, sizes, bytes_of(sizes, static_cast<int64_t>(local.element_size())));
-  const auto there = transfer_target(*by, to);
-  const auto sums = redistribute(kernels::resolved(local), from, *by, sizes);
-  auto out = transfer(sums, *by, *there, sizes, later);
-  out.local = redistribute(out.local, *there, to, sizes); // makes new summands locally: nothing is sent
-  return out;
 }
 
 std::vector<Leg> route(const Layout& from, const Layout& to, IntArrayRef sizes, int64_t item) {
@@ -130,7 +117,7 @@ std::vector<Leg> route(const Layout& from, const Layout& to, IntArrayRef sizes, 
     append_legs(*here, to, bytes, legs);
     return legs;
   }
-  const auto by = added_up(from, to, sizes, bytes);
+  const auto by = added_up(from, to, sizes, item);
   const auto there = transfer_target(*by, to);
   append_legs(from, *by, bytes, legs);
   legs.push_back({{StepKind::Transfer, -1}, by, there});

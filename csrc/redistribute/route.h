@@ -5,8 +5,6 @@
 #include "redistribute/plan.h"
 #include "redistribute/transfer.h"
 
-#include <ATen/core/Tensor.h>
-
 namespace shardtensor {
 
 // The same layout on `mesh`, if that has the same ranks in the same places and only other groups: the two are interchangeable.
@@ -15,9 +13,9 @@ LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh);
 
 // Raises if the meshes are of different device types.
 void check_devices(const Layout& from, const Layout& to);
-// redistribute() between two meshes with different ranks or places. Every rank of either mesh calls it.
-Moving redistribute_across(
-    const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, bool later);
+// The layout of the sums before they move to another mesh: whole, or scattered if that sends less in all. `item`: bytes of an
+// element.
+LayoutPtr added_up(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
 
 struct Leg {
   Step step;

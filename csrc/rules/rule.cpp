@@ -1,7 +1,6 @@
 #include "rules/rule.h"
 
 #include "comm/values.h"
-#include "rules/solution.h"
 #include "tensor/shard_tensor.h"
 #include "tensor/symbolic.h"
 
@@ -15,10 +14,6 @@ namespace shardtensor::rules {
 
 size_t Run::base() const {
   return stack.size() - op.schema().arguments().size();
-}
-
-uint64_t Run::mesh_dims(int64_t factor) const {
-  return solution.factor_mesh_dims[factor];
 }
 
 void Run::returns(std::vector<c10::IValue> results) const {

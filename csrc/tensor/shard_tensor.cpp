@@ -4,7 +4,7 @@
 
 #include "comm/gil.h"
 #include "comm/values.h"
-#include "tensor/sums.h"
+#include "tensor/writes.h"
 
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -222,13 +222,6 @@ const c10::Storage& ShardTensorImpl::storage() const {
     }
   }
   return storage_;
-}
-
-Writes::Writes() {
-  ++alive;
-}
-Writes::~Writes() {
-  --alive;
 }
 
 c10::intrusive_ptr<Writes> ShardTensorImpl::writes() const {

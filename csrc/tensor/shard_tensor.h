@@ -6,6 +6,7 @@
 
 #include "tensor/order.h"
 #include "tensor/symbolic.h"
+#include "tensor/writes.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -21,18 +22,6 @@ namespace shardtensor {
 
 constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse2;
 constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
-
-class Sums;
-
-// Counts the writes to a tensor and its views, in the storage that they share. Made when a view op has to copy, so that the
-// copy can find out that it is out of date; and when a summand is added up, to keep the sum until a write.
-struct Writes final : c10::intrusive_ptr_target {
-  Writes();
-  ~Writes() override;
-  std::atomic<uint32_t> count{0};
-  std::shared_ptr<Sums> sums;                  // see tensor/sums.h
-  static inline std::atomic<int64_t> alive{0}; // while it is 0, writes are not counted
-};
 
 // The memory of a view that had to move data: a copy, shared by the views of that view.
 struct Copied final : c10::intrusive_ptr_target {

@@ -2,6 +2,7 @@
 
 #include "comm/in_flight.h"
 #include "tensor/shard_tensor.h"
+#include "tensor/writes.h"
 
 #include <ATen/ATen.h>
 
@@ -18,12 +19,6 @@ constexpr size_t kMost = 8; // of one storage
 
 std::atomic<bool> g_on{true};
 std::atomic<int64_t> g_count{0}, g_bytes{0};
-
-// Taken only where a summand is added up, or written while it has sums.
-std::mutex& mutex() {
-  static auto* m = new std::mutex();
-  return *m;
-}
 
 Sizes copy(IntArrayRef numbers) {
   return Sizes(numbers.begin(), numbers.end());
@@ -150,7 +145,7 @@ std::optional<Placed> sum_of(const ShardTensorImpl& t) {
   }
   std::shared_ptr<const Sums::Sum> found;
   {
-    const std::lock_guard<std::mutex> lock(mutex());
+    const std::lock_guard<std::mutex> lock(Sums::mutex());
     const auto* sums = writes->sums.get();
     if (!sums || sums->all.empty() || !is_literal(t) || comm::may_be_capturing(t.local())) {
       return std::nullopt;
@@ -189,7 +184,7 @@ void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr
   auto sum = std::make_shared<const Sums::Sum>(t, local, layout);
   const auto writes = t.writes();
   std::shared_ptr<const Sums::Sum> dropped; // outside of the lock
-  const std::lock_guard<std::mutex> lock(mutex());
+  const std::lock_guard<std::mutex> lock(Sums::mutex());
   if (!writes->sums) {
     writes->sums = std::make_shared<Sums>();
   }
@@ -207,7 +202,7 @@ void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr
 std::vector<Placed> sums_near(const ShardTensorImpl& t) {
   std::vector<Placed> out;
   const auto* writes = t.known_writes();
-  const std::lock_guard<std::mutex> lock(mutex());
+  const std::lock_guard<std::mutex> lock(Sums::mutex());
   if (writes && writes->sums) {
     for (const auto& sum : writes->sums->all) {
       out.push_back(sum->placed);
@@ -225,24 +220,6 @@ bool reduces_once() {
 }
 void set_reduces_once(bool on) {
   g_on = on;
-}
-
-void Sums::forget(Writes& writes) {
-  std::vector<std::shared_ptr<const Sum>> dropped; // outside of the lock
-  const std::lock_guard<std::mutex> lock(mutex());
-  if (writes.sums) {
-    dropped = std::move(writes.sums->all);
-    writes.sums->all.clear();
-  }
-}
-
-void Sums::never(Writes& writes) {
-  forget(writes);
-  const std::lock_guard<std::mutex> lock(mutex());
-  if (!writes.sums) {
-    writes.sums = std::make_shared<Sums>();
-  }
-  writes.sums->none = true;
 }
 
 LayoutPtr without_partial(const LayoutPtr& layout) {

@@ -17,7 +17,6 @@
 namespace shardtensor {
 
 class ShardTensorImpl;
-struct Writes;
 
 // A piece, and the layout that it is in.
 struct Placed {
@@ -39,17 +38,6 @@ std::pair<int64_t, int64_t> how_many_sums();
 // Process-wide, and alike on all ranks.
 bool reduces_once();
 void set_reduces_once(bool on);
-
-// Of one storage.
-class Sums {
- public:
-  static void forget(Writes& writes);
-  static void never(Writes& writes); // nor later
-  struct Sum;
-
-  std::vector<std::shared_ptr<const Sum>> all;
-  bool none = false;
-};
 
 // A layout with every Partial replaced by Replicate.
 LayoutPtr without_partial(const LayoutPtr& layout);

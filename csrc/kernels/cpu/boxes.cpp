@@ -1,4 +1,5 @@
 // The CPU twin of cuda/boxes.cu, whose tests compare with it.
+#include "kernels/boxes.h"
 #include "kernels/cpu/rows.h"
 
 #include <ATen/ATen.h>

@@ -1,4 +1,5 @@
 // The CPU twin of cuda/random.cu, whose tests compare with it.
+#include "kernels/random.h"
 #include "kernels/draws.h"
 
 #include <ATen/Parallel.h>

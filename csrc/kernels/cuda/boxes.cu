@@ -1,4 +1,5 @@
 // The twin of cpu/boxes.cpp. Compiled with -fmad=false: the same roundings as on the host.
+#include "kernels/boxes.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/moves.h"
 

@@ -1,6 +1,7 @@
 // The twin of cpu/random.cpp. Compiled with -fmad=false: the same roundings as on the host.
 #include "kernels/cuda/launch.cuh"
 #include "kernels/draws.h"
+#include "kernels/random.h"
 
 namespace shardtensor::kernels::cuda {
 

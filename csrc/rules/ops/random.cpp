@@ -3,6 +3,7 @@
 #include "rules/registry.h"
 
 #include "comm/values.h"
+#include "draws/fill.h"
 #include "draws/graph.h"
 #include "draws/keys.h"
 #include "kernels/random.h"
@@ -20,7 +21,7 @@ namespace shardtensor::rules {
 namespace {
 
 using kernels::Distribution;
-using Kind = Distribution::Kind;
+using Law = Distribution::Kind;
 
 // ---- reading a call ----
 
@@ -85,50 +86,50 @@ using Reader = Distribution (*)(const Run&, at::ScalarType);
 Distribution uniform(const Run& run, at::ScalarType) {
   const double from = number(run, "from"), to = number(run, "to");
   TORCH_CHECK(from <= to, "uniform_ expects to return a [from, to) range, but found from=", from, " > to=", to);
-  return {Kind::Uniform, from, to};
+  return {Law::Uniform, from, to};
 }
 
 Distribution unit_uniform(const Run&, at::ScalarType) {
-  return {Kind::Uniform, 0, 1};
+  return {Law::Uniform, 0, 1};
 }
 
 Distribution normal(const Run& run, at::ScalarType) {
   const double std = number(run, "std");
   TORCH_CHECK(std >= 0, "normal expects std >= 0.0, but found std ", std);
-  return {Kind::Normal, number(run, "mean"), std};
+  return {Law::Normal, number(run, "mean"), std};
 }
 
 Distribution unit_normal(const Run&, at::ScalarType) {
-  return {Kind::Normal, 0, 1};
+  return {Law::Normal, 0, 1};
 }
 
 Distribution log_normal(const Run& run, at::ScalarType) {
   const double std = number(run, "std");
   TORCH_CHECK(std > 0, "log_normal_ expects std > 0.0, but found std=", std);
-  return {Kind::LogNormal, number(run, "mean"), std};
+  return {Law::LogNormal, number(run, "mean"), std};
 }
 
 Distribution cauchy(const Run& run, at::ScalarType) {
   const double sigma = number(run, "sigma");
   TORCH_CHECK(sigma > 0, "cauchy_ expects sigma > 0.0, but found sigma=", sigma);
-  return {Kind::Cauchy, number(run, "median"), sigma};
+  return {Law::Cauchy, number(run, "median"), sigma};
 }
 
 Distribution exponential(const Run& run, at::ScalarType) {
   const double rate = number(run, "lambd");
   TORCH_CHECK(rate > 0, "exponential_ expects lambda > 0.0, but found lambda=", rate);
-  return {Kind::Exponential, rate};
+  return {Law::Exponential, rate};
 }
 
 Distribution geometric(const Run& run, at::ScalarType) {
   const double p = number(run, "p");
   TORCH_CHECK(p > 0 && p < 1, "geometric_ expects p to be in (0, 1), but got p=", p);
-  return {Kind::Geometric, p};
+  return {Law::Geometric, p};
 }
 
 Distribution bernoulli_of(double p) {
   TORCH_CHECK(p >= 0 && p <= 1, "bernoulli_ expects p to be in [0, 1], but got p=", p);
-  return {Kind::Bernoulli, p};
+  return {Law::Bernoulli, p};
 }
 
 Distribution bernoulli(const Run& run, at::ScalarType) {
@@ -149,7 +150,7 @@ uint64_t largest(at::ScalarType dtype) {
 // low, ..., high
 Distribution integers(int64_t low, uint64_t high) {
   const auto range = high - static_cast<uint64_t>(low) + 1; // 2^64 wraps to 0, which stands for it
-  return {.kind = Kind::Integer, .low = low, .range = range};
+  return {.kind = Law::Integer, .low = low, .range = range};
 }
 
 Distribution integers_below(int64_t from, int64_t to, at::ScalarType dtype) {
@@ -202,7 +203,7 @@ void fill_fresh(Run& run) {
 // Whether a uniform number of the same index is below `p`, with the shape of `of`.
 at::Tensor below(const Run& run, const at::Tensor& p, const at::Tensor& of) {
   auto u = at::empty_symint(of.sym_sizes(), of.options().dtype(at::kDouble));
-  fill_like(run, u, {Kind::Uniform, 0, 1});
+  fill_like(run, u, {Law::Uniform, 0, 1});
   check_values(at::logical_and(p >= 0, p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true");
   return u < p;
 }
@@ -233,7 +234,7 @@ void normal_of_tensors(Run& run) {
   const auto& layout = *run.solution.results[0].layout;
   const auto& like = (mean.isTensor() ? mean : std).toTensor();
   auto out = at::empty_symint(sym_local_sizes(layout, sizes), like.options());
-  draws::fill(out, next_key(run, out), layout, sizes, {Kind::Normal, 0, 1});
+  draws::fill(out, next_key(run, out), layout, sizes, {Law::Normal, 0, 1});
   if (std.isTensor()) {
     const auto s = std.toTensor();
     check_values(s >= 0, "normal expects all elements of std >= 0.0");
@@ -260,7 +261,7 @@ void native_dropout(Run& run) {
     return;
   }
   auto mask = at::empty_like(x, x.options().dtype(at::kBool));
-  fill_like(run, mask, {Kind::Bernoulli, 1 - p});
+  fill_like(run, mask, {Law::Bernoulli, 1 - p});
   run.returns({at::mul(x, mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask});
 }
 
@@ -274,7 +275,7 @@ void rrelu_with_noise(Run& run) {
   at::Tensor slope;
   if (argument(run, "training")->toBool()) {
     slope = at::empty_like(x);
-    fill_like(run, slope, {Kind::Uniform, lower, upper});
+    fill_like(run, slope, {Law::Uniform, lower, upper});
     slope.masked_fill_(x > 0, 1);
     noise.copy_(slope);
   } else {
@@ -288,7 +289,7 @@ void multinomial_race(Run& run) {
   const auto p = run.arg(0).toTensor();
   const auto n = run.arg(1).toInt();
   auto q = at::empty_like(p);
-  fill_like(run, q, {Kind::Exponential, 1}); // all ranks draw a key here, before checks that may raise on one
+  fill_like(run, q, {Law::Exponential, 1}); // all ranks draw a key here, before checks that may raise on one
   if (!is_empty(p)) {
     const auto total = p.sum(-1);
     check_values(

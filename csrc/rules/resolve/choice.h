@@ -1,40 +1,9 @@
-// How a call uses each mesh dim, and the placements of operands and results that follow.
+// Chooses how a call uses each mesh dim.
 #pragma once
 
-#include "rules/rule.h"
+#include "rules/resolve/choices.h"
 
 namespace shardtensor::rules {
-
-// How one mesh dim is used by the op.
-struct Choice {
-  enum class Kind : uint8_t { Shard, Partial, Replicate };
-  Kind kind = Kind::Replicate;
-  int64_t factor = kNone; // Shard
-  int64_t donor = -1;     // Shard: the operand whose cut the others follow
-  int64_t donor_dim = -1;
-  int32_t split_factor = 1;
-  const Linear* group = nullptr; // Partial
-  Placement partial;             // Partial
-};
-
-// The dim that carries the factor, or -1.
-int64_t dim_of(const Dims& dims, int64_t factor);
-
-// The choices so far, for the first mesh dims.
-struct Choices {
-  Choices(const Call& call_, const Rule& rule_) : call(call_), rule(rule_) {}
-
-  const Call& call;
-  const Rule& rule;
-  c10::SmallVector<Choice, 3> made;
-  c10::SmallVector<Cut, 3> cuts; // in units of the factor: null is even in those units
-
-  // The placement of operand i along a mesh dim with choice `c`.
-  Placement placement_of(size_t i, const Choice& c) const;
-  Placement placement_of(const Result& r, const Choice& c) const;
-  // The placement of a result that lacks the sharded factor.
-  Placement summands(int64_t factor, const std::optional<std::optional<ReduceOp>>& override_) const;
-};
 
 // The best choice for mesh dim m, given those before it. `summands_pass`: Partial operands may stay, if the op is linear in
 // them. If no choice is free, compares bytes, also those of the sums that are left, and sets `weighed`.

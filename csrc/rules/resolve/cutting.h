@@ -1,7 +1,7 @@
 // The cuts of a call's factors, and of the dims that carry them.
 #pragma once
 
-#include "rules/resolve/choice.h"
+#include "rules/resolve/choices.h"
 
 namespace shardtensor::rules {
 

@@ -1,0 +1,22 @@
+// Which ranks and devices the process groups of a mesh have.
+#pragma once
+
+#include "layout/mesh.h"
+
+#include <c10/core/Device.h>
+
+namespace shardtensor::comm {
+
+// The number of ranks of the default group that the mesh was made with; 0 without one.
+int64_t size_of_world(const Mesh& mesh);
+
+// Where this rank's tensors for the mesh have to be: on the device that its groups are bound to, if they are, else on the current
+// one of its kind.
+c10::Device device_of(const Mesh& mesh);
+
+// Whether this rank is alone along the mesh dim; it then makes no call.
+bool is_alone(const Mesh& mesh, int64_t mesh_dim);
+// For tests of a backend with one rank: a rank that is alone calls anyway.
+void call_alone(bool on);
+
+} // namespace shardtensor::comm

@@ -1,0 +1,9 @@
+#include "rules/solution.h"
+
+namespace shardtensor::rules {
+
+uint64_t Run::mesh_dims(int64_t factor) const {
+  return solution.factor_mesh_dims[factor];
+}
+
+} // namespace shardtensor::rules
