@@ -308,12 +308,7 @@ const std::string& name() {
 }
 
 at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const char* argument, const char* why) {
-  const auto* impl = as_shard_tensor(t);
-  if (impl->layout_ptr() == to) {
-    return t;
-  }
-  tell_watcher(name(), argument, why, impl->layout(), *to, t);
-  return redistribute(t, to);
+  return as_shard_tensor(t)->layout_ptr() == to ? t : redistribute_for({name(), argument, why}, t, to);
 }
 
 thread_local std::unordered_set<int64_t> t_told; // layouts of keys

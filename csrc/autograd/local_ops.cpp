@@ -5,7 +5,6 @@
 #include "dispatch/call.h"
 #include "dispatch/plain.h"
 #include "dispatch/wrap.h"
-#include "redistribute/watch.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -50,10 +49,7 @@ at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const S
   const auto given = ref.impl ? t : from_local(t, solution.replicated, t.sizes(), t.strides());
   const auto have = as_shard_tensor(given)->layout_ptr();
   const auto want = need ? in_numbers(need, t.sym_sizes()) : have;
-  if (have != want) {
-    tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why_moved(op), *have, *want, given);
-  }
-  auto piece = to_local(redistribute(given, want), layout_of_gradient(want, solution));
+  auto piece = to_local(redistribute_for(cause_of(op, ref), given, want), layout_of_gradient(want, solution));
   return rules::is_empty(piece) && !rules::is_empty(t) ? WithGradient::apply(piece) : piece;
 }
 

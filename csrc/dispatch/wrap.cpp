@@ -77,7 +77,7 @@ Sizes reshaped(const at::Tensor& base, c10::IntArrayRef sizes) {
 SymSizes reshaped(const at::Tensor& base, c10::SymIntArrayRef sizes) {
   const auto found =
       at::detail::computeStride(base.sym_sizes(), base.sym_strides(), c10::SymDimVector(sizes.begin(), sizes.end()));
-  return found ? SymSizes(found->begin(), found->end()) : sym_dense_strides(sizes, {}); // where torch refuses, its own op raises
+  return found ? SymSizes(found->begin(), found->end()) : dense_strides(sizes, {}); // where torch refuses, its own op raises
 }
 
 template <typename In, typename AllSizes>
@@ -224,8 +224,8 @@ at::Tensor wrap_symbolic_result(
   } else if (result && (solution.shards || result->order)) {
     const auto like = result->like >= 0 ? *refs[result->like].tensor : at::Tensor();
     const auto order = result->order ? *result->order : order_like(like, sizes.size());
-    strides = sym_dense_strides(sizes, order);
-    local = sym_laid(local, order);
+    strides = dense_strides(sizes, order);
+    local = laid(local, order);
   }
   return wrapped(strides, 0);
 }
