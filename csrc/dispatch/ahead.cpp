@@ -6,6 +6,7 @@
 #include "comm/values.h"
 #include "dispatch/errors.h"
 #include "tensor/shard_tensor.h"
+#include "tensor/sums.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/hash.h>
@@ -219,7 +220,7 @@ void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& repli
            : c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
                                                       : start_with_identity<int64_t>(op, local, layout, replicated, rest);
   });
-  impl.set_ahead(std::move(reduced), std::move(rest));
+  keep_sum_ahead(impl, reduced, replicated, std::move(rest));
 }
 
 } // namespace shardtensor

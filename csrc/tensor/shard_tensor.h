@@ -13,7 +13,9 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <vector>
 
 struct _typeobject;
 
@@ -22,7 +24,7 @@ namespace shardtensor {
 constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse2;
 constexpr c10::DispatchKey kAutogradKey = c10::DispatchKey::AutogradPrivateUse2;
 
-class Sums;
+struct KeptSum;
 
 // Counts the writes to a tensor and its views, in the storage that they share. Made when a view op has to copy, so that the
 // copy can find out that it is out of date; and when a summand is added up, to keep the sum until a write.
@@ -30,7 +32,8 @@ struct Writes final : c10::intrusive_ptr_target {
   Writes();
   ~Writes() override;
   std::atomic<uint32_t> count{0};
-  std::shared_ptr<Sums> sums;                  // see tensor/sums.h
+  std::vector<std::shared_ptr<const KeptSum>> sums; // tensor/sums.h has them, and their mutex
+  bool keeps_no_sums = false;
   static inline std::atomic<int64_t> alive{0}; // while it is 0, writes are not counted
 };
 
@@ -55,38 +58,13 @@ class Pending final : public c10::intrusive_ptr_target {
   std::exception_ptr error_;
 };
 
-// The value on all ranks of a summand of no dims, whose reduction began when the summand was made. Its views and detached copies
-// share it.
-struct Ahead final : c10::intrusive_ptr_target {
-  Ahead(at::Tensor piece, at::Tensor reduced, comm::InFlight rest);
-  const at::Tensor piece, reduced;
-  const uint32_t version; // of the piece
-  std::atomic<bool> written{false};
-  Pending pending;
-};
-
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
-  ShardTensorImpl(at::Tensor local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, bool traced);
+  // Without sizes: set_sizes(), or set_sizes_and_strides() if there are symbols among them, comes next.
+  ShardTensorImpl(at::Tensor local, LayoutPtr layout, bool traced);
   // A view: under inference mode it is an inference tensor only if its base is one.
-  ShardTensorImpl(
-      ImplType view,
-      at::Tensor local,
-      LayoutPtr layout,
-      c10::IntArrayRef sizes,
-      c10::IntArrayRef strides,
-      c10::Storage storage,
-      bool traced,
-      bool inference);
-
-  // Traced, with symbols among its global sizes.
-  ShardTensorImpl(
-      at::Tensor local,
-      LayoutPtr layout,
-      c10::SymIntArrayRef sizes,
-      c10::SymIntArrayRef strides,
-      const c10::SymInt& offset,
-      bool traced);
+  ShardTensorImpl(ImplType view, at::Tensor local, LayoutPtr layout, c10::Storage storage, bool traced, bool inference);
+  void set_sizes(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
   bool is_symbolic() const {
     return has_symbolic_sizes_strides_;
@@ -143,9 +121,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
     if (Writes::alive.load(std::memory_order_relaxed) || copied_) {
       count_write();
     }
-    if (C10_UNLIKELY(ahead_)) {
-      ahead_->written = true;
-    }
     if (C10_UNLIKELY(layout_->has_partial())) {
       note_write_to_summand();
     }
@@ -159,10 +134,10 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return keeps_sums_;
   }
   void let_keep_sums();
-  // For a summand of no dims: `reduced` is its value on all ranks once `finish`, if set, has been called.
-  void set_ahead(at::Tensor reduced, comm::InFlight rest);
-  // That value, which needs no other rank. Undefined if there is none, or an op has written this since.
-  at::Tensor reduced_ahead() const;
+  // The same for a sum of no dims that ranks make at once: its readers need no other rank, even if its piece counts no writes.
+  void read_sums() {
+    keeps_sums_ = true;
+  }
 
   // Reading symbolic sizes as numbers adds a guard to the graph: it then holds only for these numbers.
   c10::IntArrayRef sizes_custom() const override;
@@ -188,11 +163,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return storage();
   }
   void share_storage(const ShardTensorImpl& other);
-  void share_ahead(const ShardTensorImpl& other) {
-    if (C10_UNLIKELY(other.ahead_ || ahead_)) {
-      ahead_ = other.ahead_;
-    }
-  }
   // A view of `other` on all ranks: reads and keeps its sums.
   void share_sums(const ShardTensorImpl& other);
   bool shares_storage(const ShardTensorImpl& other) const {
@@ -204,7 +174,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
 
  private:
-  void init(c10::IntArrayRef sizes, c10::IntArrayRef strides);
   const char* tensorimpl_type_name() const override {
     return "ShardTensorImpl";
   }
@@ -243,7 +212,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<Copied> copied_;
   mutable std::atomic<bool> look_first_{false}; // copied_, or local_ is pending
   c10::intrusive_ptr<Pending> pending_;         // kept after it is done: another thread may be in it
-  c10::intrusive_ptr<Ahead> ahead_;
   c10::Storage shared_;
   bool keeps_sums_ = false;
 };

@@ -63,6 +63,11 @@ bool same_summands(const Layout& a, const Layout& b) {
   return true;
 }
 
+// An inference tensor counts no writes.
+uint32_t version_of(const at::Tensor& piece) {
+  return piece.is_inference() ? 0 : piece._version();
+}
+
 // Whether it is read as it is: lazily conjugated or negated values are others.
 bool is_literal(const ShardTensorImpl& t) {
   constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
@@ -71,7 +76,7 @@ bool is_literal(const ShardTensorImpl& t) {
 
 } // namespace
 
-struct Sums::Sum {
+struct KeptSum {
   // The summand
   LayoutPtr from;
   Sizes sizes, strides; // global
@@ -82,33 +87,39 @@ struct Sums::Sum {
   // Its sum
   Placed placed;
   bool in_place; // in the memory format of the piece, which has no gaps: what is a view of the one is a view of the other
-  c10::intrusive_ptr<Pending> made; // for other streams
+  c10::intrusive_ptr<Pending> made; // null if nobody has to wait
+  bool ahead;                       // made with the summand
 
-  Sum(const ShardTensorImpl& t, at::Tensor local, const LayoutPtr& layout)
+  KeptSum(const ShardTensorImpl& t, at::Tensor local, const LayoutPtr& layout, comm::InFlight rest, bool ahead)
       : from(t.layout_ptr()),
         sizes(copy(t.sizes())),
         strides(copy(t.strides())),
         offset(t.storage_offset()),
         dtype(t.dtype()),
         piece(t.local()),
-        version(piece._version()),
-        in_place(layout == without_partial(from) && is_dense(sizes, strides)) {
+        version(version_of(piece)),
+        in_place(layout == without_partial(from) && is_dense(sizes, strides)),
+        ahead(ahead) {
     if (in_place && local.strides() != piece.strides()) {
       local = at::empty_strided(piece.sizes(), piece.strides(), piece.options()).copy_(local);
     }
     placed = {std::move(local), layout};
-    if (!placed.local.device().is_cpu()) {
-      comm::InFlight rest;
+    const bool on_streams = !placed.local.device().is_cpu();
+    if (on_streams) {
       rest.then([] {}, {placed.local});
+    }
+    if (rest) {
       made = c10::make_intrusive<Pending>(std::move(rest));
+    }
+    if (on_streams) {
       made->wait(placed.local);
     }
     ++g_count;
     g_bytes += bytes();
   }
-  Sum(const Sum&) = delete;
-  Sum& operator=(const Sum&) = delete;
-  ~Sum() {
+  KeptSum(const KeptSum&) = delete;
+  KeptSum& operator=(const KeptSum&) = delete;
+  ~KeptSum() {
     --g_count;
     g_bytes -= bytes();
   }
@@ -145,23 +156,23 @@ struct Sums::Sum {
 
 std::optional<Placed> sum_of(const ShardTensorImpl& t) {
   auto* writes = t.known_writes();
-  if (!writes || !t.keeps_sums() || !g_on.load(std::memory_order_relaxed)) {
+  if (!writes || !t.keeps_sums()) {
     return std::nullopt;
   }
-  std::shared_ptr<const Sums::Sum> found;
+  std::shared_ptr<const KeptSum> found;
   {
     const std::lock_guard<std::mutex> lock(mutex());
-    const auto* sums = writes->sums.get();
-    if (!sums || sums->all.empty() || !is_literal(t) || comm::may_be_capturing(t.local())) {
+    const auto& sums = writes->sums;
+    if (sums.empty() || !is_literal(t) || comm::may_be_capturing(t.local())) {
       return std::nullopt;
     }
     const auto find = [&](const auto& is) {
-      const auto at = std::find_if(sums->all.rbegin(), sums->all.rend(), is);
-      return at == sums->all.rend() ? nullptr : *at;
+      const auto at = std::find_if(sums.rbegin(), sums.rend(), [&](const auto& sum) { return (sum->ahead || g_on) && is(*sum); });
+      return at == sums.rend() ? nullptr : *at;
     };
-    found = find([&](const auto& sum) { return sum->is_of(t); });
+    found = find([&](const KeptSum& sum) { return sum.is_of(t); });
     if (!found) {
-      found = find([&](const auto& sum) { return sum->covers(t); });
+      found = find([&](const KeptSum& sum) { return sum.covers(t); });
     }
   }
   if (!found) {
@@ -170,48 +181,55 @@ std::optional<Placed> sum_of(const ShardTensorImpl& t) {
   // Only this rank may have done so: it must not add up again, as the others will not.
   const auto& layout = t.layout();
   TORCH_CHECK(
-      found->piece._version() == found->version, "a ShardTensor (", t.sizes(), ", ", layout.str(), ", rank ",
+      version_of(found->piece) == found->version, "a ShardTensor (", t.sizes(), ", ", layout.str(), ", rank ",
       layout.mesh().rank(),
-      ") is read after this rank wrote its piece through to_local(), but the ranks have added up the pieces for an earlier "
-      "reader. "
-      "Write the ShardTensor instead, or a clone() of it, or call shardtensor.set_reduce_once(False) on all ranks before.");
+      ") is read after this rank wrote its piece through to_local(), but the ranks have added up the pieces ",
+      found->ahead ? "when it was made" : "for an earlier reader",
+      ". Write the ShardTensor instead, or a clone() of it, or call shardtensor.",
+      found->ahead ? "set_reduce_ahead" : "set_reduce_once", "(False) on all ranks before.");
   if (found->made) {
     found->made->wait(found->placed.local);
   }
   return found->is_of(t) ? found->placed : found->view_as(t);
 }
 
-void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout) {
-  if (!t.keeps_sums() || !g_on.load(std::memory_order_relaxed) || t.layout().mesh_ptr() != layout->mesh_ptr() ||
-      !t.layout().mesh().has_me() || !is_literal(t) || comm::may_be_capturing(t.local())) {
-    return;
-  }
-  auto sum = std::make_shared<const Sums::Sum>(t, local, layout);
+namespace {
+
+void keep(const ShardTensorImpl& t, std::shared_ptr<const KeptSum> sum) {
   const auto writes = t.writes();
-  std::shared_ptr<const Sums::Sum> dropped; // outside of the lock
+  std::shared_ptr<const KeptSum> dropped; // outside of the lock
   const std::lock_guard<std::mutex> lock(mutex());
-  if (!writes->sums) {
-    writes->sums = std::make_shared<Sums>();
-  }
-  auto& sums = *writes->sums;
-  if (sums.none) {
+  auto& sums = writes->sums;
+  if (writes->keeps_no_sums) {
     return;
   }
-  if (sums.all.size() == kMost) {
-    dropped = std::move(sums.all.front());
-    sums.all.erase(sums.all.begin());
+  if (sums.size() == kMost) {
+    dropped = std::move(sums.front());
+    sums.erase(sums.begin());
   }
-  sums.all.push_back(std::move(sum));
+  sums.push_back(std::move(sum));
+}
+
+} // namespace
+
+void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout) {
+  if (t.keeps_sums() && g_on.load(std::memory_order_relaxed) && t.layout().mesh_ptr() == layout->mesh_ptr() &&
+      t.layout().mesh().has_me() && is_literal(t) && !t.local().is_inference() && !comm::may_be_capturing(t.local())) {
+    keep(t, std::make_shared<const KeptSum>(t, local, layout, comm::InFlight(), /*ahead=*/false));
+  }
+}
+
+void keep_sum_ahead(ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout, comm::InFlight rest) {
+  t.read_sums();
+  keep(t, std::make_shared<const KeptSum>(t, local, layout, std::move(rest), /*ahead=*/true));
 }
 
 std::vector<Placed> sums_near(const ShardTensorImpl& t) {
   std::vector<Placed> out;
   const auto* writes = t.known_writes();
   const std::lock_guard<std::mutex> lock(mutex());
-  if (writes && writes->sums) {
-    for (const auto& sum : writes->sums->all) {
-      out.push_back(sum->placed);
-    }
+  for (size_t i = 0; writes && i < writes->sums.size(); ++i) {
+    out.push_back(writes->sums[i]->placed);
   }
   return out;
 }
@@ -227,22 +245,16 @@ void set_reduces_once(bool on) {
   g_on = on;
 }
 
-void Sums::forget(Writes& writes) {
-  std::vector<std::shared_ptr<const Sum>> dropped; // outside of the lock
+void forget_sums(Writes& writes) {
+  std::vector<std::shared_ptr<const KeptSum>> dropped; // outside of the lock
   const std::lock_guard<std::mutex> lock(mutex());
-  if (writes.sums) {
-    dropped = std::move(writes.sums->all);
-    writes.sums->all.clear();
-  }
+  dropped.swap(writes.sums);
 }
 
-void Sums::never(Writes& writes) {
-  forget(writes);
+void keep_no_sums(Writes& writes) {
+  forget_sums(writes);
   const std::lock_guard<std::mutex> lock(mutex());
-  if (!writes.sums) {
-    writes.sums = std::make_shared<Sums>();
-  }
-  writes.sums->none = true;
+  writes.keeps_no_sums = true;
 }
 
 LayoutPtr without_partial(const LayoutPtr& layout) {
