@@ -70,11 +70,10 @@ Cause cause_of(const Op& op, const Ref& ref, const char* why) {
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {
     const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
-    if (C10_UNLIKELY(is_symbolic(x) || is_symbolic(y))) {
-      check_alike_symbols(op, x, a, y, b);
-      continue;
-    }
-    if (C10_UNLIKELY(x.sizes()[a.dim] * b.inner.as_int_unchecked() != y.sizes()[b.dim] * a.inner.as_int_unchecked())) {
+    const bool same = C10_UNLIKELY(is_symbolic(x) || is_symbolic(y)) // a symbol adds a guard to the graph
+                          ? (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner).expect_true(__FILE__, __LINE__)
+                          : x.sizes()[a.dim] * b.inner.as_int_unchecked() == y.sizes()[b.dim] * a.inner.as_int_unchecked();
+    if (C10_UNLIKELY(!same)) {
       errors::sizes_differ(op, {refs[a.operand].arg, x, a.dim}, {refs[b.operand].arg, y, b.dim}, solution.replicated->mesh());
     }
   }

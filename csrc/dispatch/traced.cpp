@@ -152,10 +152,4 @@ void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   }
 }
 
-void check_alike_symbols(const Op& op, const at::Tensor& x, Solution::Indexed a, const at::Tensor& y, Solution::Indexed b) {
-  TORCH_SYM_CHECK(
-      (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner), op.name, ": the size of dim ", b.dim,
-      " of one argument (", y.sym_size(b.dim), ") must match the size of dim ", a.dim, " of another (", x.sym_size(a.dim), ")");
-}
-
 } // namespace shardtensor

@@ -24,8 +24,4 @@ bool has_symbols(const Op& op, const torch::jit::Stack& stack, size_t base, cons
 // Turns the operands' sizes into numbers if the solution's kernel needs numbers.
 void settle_sizes(const Op& op, const Refs& refs, const rules::Solution& solution);
 
-// check_alike() for two dims, at least one of them a symbol; adds a guard to the graph.
-void check_alike_symbols(
-    const Op& op, const at::Tensor& x, rules::Solution::Indexed a, const at::Tensor& y, rules::Solution::Indexed b);
-
 } // namespace shardtensor
