@@ -239,7 +239,9 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     auto grad = grads[0];
     if (grad.defined()) {
       const auto& want = held(ctx->saved_data["grad_layout"]);
-      grad = to_local(redistribute_for({"from_local", "gradient", "its input had another layout"}, grad, want), held(ctx->saved_data["second_layout"]));
+      grad = to_local(
+          redistribute_for({"from_local", "gradient", "its input had another layout"}, grad, want),
+          held(ctx->saved_data["second_layout"]));
       if (const auto n = ctx->saved_data["averaged"].toInt(); n > 1) {
         grad = grad / n;
       }

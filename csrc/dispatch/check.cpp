@@ -225,9 +225,7 @@ void same_as_whole(const Op& op, torch::jit::Stack args, c10::ArrayRef<c10::IVal
   bool lost = false;
   for (size_t i = 0; i < results.size(); ++i) {
     if (holds_summands(results[i])) {
-      const auto here = [&](const c10::IValue& value) {
-        return as_shard_tensor(replicated(value.toTensor()))->local().isnan();
-      };
+      const auto here = [&](const c10::IValue& value) { return as_shard_tensor(replicated(value.toTensor()))->local().isnan(); };
       lost |= here(results[i]).logical_and(here(args[i]).logical_not()).any().item<bool>();
     }
   }

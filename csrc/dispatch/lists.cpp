@@ -251,7 +251,8 @@ void run_lists(const Op& op, Stack* stack_ptr) {
       };
       if (e.solution && e.solution->write_back.has(k)) {
         const auto& to = owner.impl ? owner.impl->layout_ptr() : e.solution->replicated;
-        back.add({*owner.tensor, to, cause_of(op, owner, kWrittenBack), For::Reading, Placed{local, e.solution->operands[k]}}, put);
+        back.add(
+            {*owner.tensor, to, cause_of(op, owner, kWrittenBack), For::Reading, Placed{local, e.solution->operands[k]}}, put);
       } else if (e.copied.has(k) && (op.mutated >> owner.arg & 1)) {
         put(local);
       }

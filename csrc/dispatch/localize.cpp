@@ -3,7 +3,6 @@
 #include "comm/values.h"
 #include "dispatch/errors.h"
 #include "dispatch/traced.h"
-#include "redistribute/identity.h"
 #include "rules/in_order.h"
 #include "tensor/move.h"
 #include "tensor/overlap.h"
@@ -11,7 +10,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <c10/util/strides.h>
 
 #include <any>
 #include <array>
@@ -45,15 +43,12 @@ at::Tensor with_halo(const Op& op, const Ref& r, const Request& operand, const S
   if (C10_UNLIKELY(halo.recut != nullptr)) {
     tell_watcher(*operand.cause, *operand.to, *halo.recut, r.tensor->sym_sizes(), r.tensor->element_size());
   }
-  if (halo.awaited && !is_traced(piece)) {
+  if (halo.awaits(piece)) {
     return piece;
   }
-  return errors::while_doing(op, [&] {
-    const auto strides = r.tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()
-                             ? Sizes(c10::contiguous_strides(halo.fetch.sizes()))
-                             : strides_like(halo.fetch.sizes(), *r.tensor);
-    return halo.fetch(piece, strides, identity(halo.padding, piece.scalar_type()));
-  });
+  const auto strides =
+      is_symbolic(*r.tensor) ? dense_strides(halo.fetch.sizes(), {}) : strides_like(halo.fetch.sizes(), *r.tensor);
+  return errors::while_doing(op, [&] { return halo.joined(piece, strides); });
 }
 
 } // namespace

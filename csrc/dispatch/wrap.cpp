@@ -221,7 +221,7 @@ at::Tensor wrapped(
   LayoutPtr even;
   typename In::List own_sizes, own_strides;
   auto sizes = In::sizes(local), strides = In::strides(local); // they outlive the move into the result
-  const auto keep_sizes = [&] { // a copy may replace the local tensor
+  const auto keep_sizes = [&] {                                // a copy may replace the local tensor
     if (own_sizes.empty()) {
       own_sizes = typename In::List(sizes.begin(), sizes.end());
       sizes = own_sizes;

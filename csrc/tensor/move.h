@@ -1,6 +1,6 @@
-// Moves a tensor to another layout: for an op, for a gradient, or because the user said so. What every such move has to mind is here
-// alone: observers, sums that are kept (tensor/sums.h), what a graph has moved before, and whose memory the result may share. Without
-// autograd.
+// Moves a tensor to another layout: for an op, for a gradient, or because the user said so. What every such move has to mind is
+// here alone: observers, sums that are kept (tensor/sums.h), what a graph has moved before, and whose memory the result may
+// share. Without autograd.
 #pragma once
 
 #include "redistribute/watch.h"
@@ -24,7 +24,8 @@ struct Request {
   LayoutPtr to;
   std::optional<Cause> cause = {}; // nothing: the user asked for it. Else observers hear of it, and errors name the op
   For use = For::Owning;
-  std::optional<Placed> from = {}; // what moves, if not the tensor's piece: values that an op has written elsewhere, a plain tensor
+  std::optional<Placed> from =
+      {}; // what moves, if not the tensor's piece: values that an op has written elsewhere, a plain tensor
 };
 
 // This rank's piece of the tensor in the layout. A sum of summands that was made before, and what a graph has moved there, is not
