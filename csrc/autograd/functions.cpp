@@ -327,7 +327,7 @@ at::Tensor from_local_of_equal_pieces(const at::Tensor& local, LayoutPtr layout,
       mesh.note_equal_piece(m, local.sizes());
     }
   }
-  const auto sizes = layout->sizes_of_equal_pieces(local.sizes());
+  const auto sizes = layout->sizes_of_equal_pieces(Sizes(local.sizes().begin(), local.sizes().end()));
   return from_local(local, std::move(layout), sizes, strides_like(sizes, local), std::move(grad_layout));
 }
 

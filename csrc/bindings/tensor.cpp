@@ -177,7 +177,7 @@ void register_tensor(py::module& m) {
         if (!sizes && !strides && !is_symbolic(local)) {
           return from_local_of_equal_pieces(local, as_const(layout), gradient);
         }
-        const auto global = sizes ? *sizes : sym_sizes_of_equal_pieces(*layout, local.sym_sizes());
+        const auto global = sizes ? *sizes : layout->sizes_of_equal_pieces(local.sym_sizes().vec());
         return from_local(local, as_const(layout), global, strides ? *strides : strides_like(global, local), gradient);
       },
       py::arg("local"), py::arg("layout"), py::arg("sizes") = py::none(), py::arg("strides") = py::none(),

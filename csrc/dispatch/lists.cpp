@@ -189,7 +189,7 @@ at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
   }
   const auto* lead = std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl && r.tensor->dim() > 0; });
   lead = lead == e.refs.end() ? std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl; }) : lead;
-  return wrap_with(*lead->tensor, std::move(local));
+  return with_piece(*lead->tensor, std::move(local), lead->impl->layout_ptr());
 }
 
 void run_lists(const Op& op, Stack* stack_ptr) {

@@ -186,8 +186,16 @@ class Layout final : public c10::intrusive_ptr_target {
     }
     return local_sizes(sizes, mesh_->coordinate());
   }
-  // The global sizes if every rank's piece has the sizes `local`.
-  Sizes sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const;
+  // The global sizes if every rank's piece has these: numbers or symbols.
+  template <typename List>
+  List sizes_of_equal_pieces(List sizes) const {
+    for (int64_t m = 0; m < ndim(); ++m) {
+      if (const auto& p = placements_[m]; p.is_shard()) {
+        sizes[p.dim] = sizes[p.dim] * mesh_->size(m);
+      }
+    }
+    return sizes;
+  }
   std::vector<Box> boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
 
   // The same with numbers where a cut follows the sizes.

@@ -24,10 +24,6 @@ bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead) {
   return t.layout_ptr() == lead.layout_ptr() && t.sizes() == lead.sizes() && !t.layout().has_partial();
 }
 
-at::Tensor wrap_with(const at::Tensor& lead, at::Tensor local) {
-  return with_piece(lead, std::move(local), as_shard_tensor(lead)->layout_ptr());
-}
-
 bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && a.is_non_overlapping_and_dense());
 }

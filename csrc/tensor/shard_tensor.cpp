@@ -253,18 +253,23 @@ void ShardTensorImpl::keep_moved(const LayoutPtr& layout, at::Tensor local) cons
   moved.push_back({layout, std::move(local), writes_before()});
 }
 
+GlobalForm ShardTensorImpl::form() const {
+  const auto sizes = sizes_and_strides_.sizes_arrayref(), strides = sizes_and_strides_.strides_arrayref();
+  return {layout_, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, storage_offset_, data_type_};
+}
+
+bool ShardTensorImpl::has(const GlobalForm& form) const {
+  return form.layout == layout_ && IntArrayRef(form.sizes) == sizes_and_strides_.sizes_arrayref() &&
+         IntArrayRef(form.strides) == sizes_and_strides_.strides_arrayref() && form.offset == storage_offset_ &&
+         form.dtype == data_type_;
+}
+
 void* ShardTensorImpl::kept() const {
-  const auto* k = kept_.get();
-  const bool valid = k && k->layout == layout_ && IntArrayRef(k->sizes) == sizes_and_strides_.sizes_arrayref() &&
-                     IntArrayRef(k->strides) == sizes_and_strides_.strides_arrayref() && k->offset == storage_offset_ &&
-                     k->dtype == data_type_;
-  return valid ? k->object.get() : nullptr;
+  return kept_ && has(kept_->of) ? kept_->object.get() : nullptr;
 }
 
 void ShardTensorImpl::keep(std::shared_ptr<void> object) {
-  const auto sizes = sizes_and_strides_.sizes_arrayref(), strides = sizes_and_strides_.strides_arrayref();
-  kept_ = std::make_unique<Kept>(Kept{
-      std::move(object), layout_, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, storage_offset_, data_type_});
+  kept_ = std::make_unique<Kept>(Kept{std::move(object), form()});
 }
 
 void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {

@@ -58,6 +58,14 @@ class Pending final : public c10::intrusive_ptr_target {
   std::exception_ptr error_;
 };
 
+// What all ranks know of a ShardTensor whose sizes are numbers.
+struct GlobalForm {
+  LayoutPtr layout;
+  Sizes sizes, strides;
+  int64_t offset;
+  caffe2::TypeMeta dtype;
+};
+
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
   // Without sizes: set_sizes(), or set_sizes_and_strides() if there are symbols among them, comes next.
@@ -148,6 +156,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   // The current numbers, without a guard: only for choices that are correct for any sizes.
   c10::IntArrayRef sizes_hint() const;
 
+  GlobalForm form() const;
+  bool has(const GlobalForm& form) const;
   // Python's spec of the layout, sizes and strides, kept with the tensor; null if they have changed since.
   void* kept() const;
   void keep(std::shared_ptr<void> object);
@@ -186,10 +196,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
 
   struct Kept {
     std::shared_ptr<void> object;
-    LayoutPtr layout;
-    Sizes sizes, strides;
-    int64_t offset;
-    caffe2::TypeMeta dtype;
+    GlobalForm of;
   };
   struct Moved {
     LayoutPtr layout;

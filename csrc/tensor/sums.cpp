@@ -25,10 +25,6 @@ std::mutex& mutex() {
   return *m;
 }
 
-Sizes copy(IntArrayRef numbers) {
-  return Sizes(numbers.begin(), numbers.end());
-}
-
 bool is_dense(IntArrayRef sizes, IntArrayRef strides) {
   std::vector<std::pair<int64_t, int64_t>> dims; // stride, size
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -78,10 +74,7 @@ bool is_literal(const ShardTensorImpl& t) {
 
 struct KeptSum {
   // The summand
-  LayoutPtr from;
-  Sizes sizes, strides; // global
-  int64_t offset;
-  caffe2::TypeMeta dtype;
+  GlobalForm of;
   at::Tensor piece;
   uint32_t version;
   // Its sum
@@ -91,14 +84,10 @@ struct KeptSum {
   bool ahead;                       // made with the summand
 
   KeptSum(const ShardTensorImpl& t, at::Tensor local, const LayoutPtr& layout, comm::InFlight rest, bool ahead)
-      : from(t.layout_ptr()),
-        sizes(copy(t.sizes())),
-        strides(copy(t.strides())),
-        offset(t.storage_offset()),
-        dtype(t.dtype()),
+      : of(t.form()),
         piece(t.local()),
         version(version_of(piece)),
-        in_place(layout == without_partial(from) && is_dense(sizes, strides)),
+        in_place(layout == without_partial(of.layout) && is_dense(of.sizes, of.strides)),
         ahead(ahead) {
     if (in_place && local.strides() != piece.strides()) {
       local = at::empty_strided(piece.sizes(), piece.strides(), piece.options()).copy_(local);
@@ -127,20 +116,16 @@ struct KeptSum {
   int64_t bytes() const {
     return static_cast<int64_t>(placed.local.nbytes());
   }
-  bool is_of(const ShardTensorImpl& t) const {
-    return from == t.layout_ptr() && dtype == t.dtype() && offset == t.storage_offset() && IntArrayRef(sizes) == t.sizes() &&
-           IntArrayRef(strides) == t.strides();
-  }
   // Whether all elements of `t` are among those that were added up.
   bool covers(const ShardTensorImpl& t) const {
-    if (!in_place || dtype != t.dtype() || t.numel() == 0 || !same_summands(*from, t.layout())) {
+    if (!in_place || of.dtype != t.dtype() || t.numel() == 0 || !same_summands(*of.layout, t.layout())) {
       return false;
     }
     auto last = t.storage_offset();
     for (int64_t d = 0; d < t.dim(); ++d) {
       last += (t.size(d) - 1) * t.stride(d);
     }
-    return t.storage_offset() >= offset && last < offset + c10::multiply_integers(sizes);
+    return t.storage_offset() >= of.offset && last < of.offset + c10::multiply_integers(of.sizes);
   }
   Placed view_as(const ShardTensorImpl& t) const {
     const auto& local = t.local();
@@ -170,7 +155,7 @@ std::optional<Placed> sum_of(const ShardTensorImpl& t) {
       const auto at = std::find_if(sums.rbegin(), sums.rend(), [&](const auto& sum) { return (sum->ahead || g_on) && is(*sum); });
       return at == sums.rend() ? nullptr : *at;
     };
-    found = find([&](const KeptSum& sum) { return sum.is_of(t); });
+    found = find([&](const KeptSum& sum) { return t.has(sum.of); });
     if (!found) {
       found = find([&](const KeptSum& sum) { return sum.covers(t); });
     }
@@ -190,7 +175,7 @@ std::optional<Placed> sum_of(const ShardTensorImpl& t) {
   if (found->made) {
     found->made->wait(found->placed.local);
   }
-  return found->is_of(t) ? found->placed : found->view_as(t);
+  return t.has(found->of) ? found->placed : found->view_as(t);
 }
 
 namespace {

@@ -57,14 +57,4 @@ Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size) {
   return out;
 }
 
-SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local) {
-  auto out = local.vec();
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (const auto& p = layout.placement(m); p.is_shard()) {
-      out[p.dim] = out[p.dim] * layout.mesh().size(m);
-    }
-  }
-  return out;
-}
-
 } // namespace shardtensor

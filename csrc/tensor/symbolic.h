@@ -81,7 +81,4 @@ Sizes hints_of(c10::SymIntArrayRef symbols);
 // The cut of a dim of this size into these pieces, if they follow the size (see PieceSizes); else null.
 Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size);
 
-// Layout::sizes_of_equal_pieces() over symbols.
-SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local);
-
 } // namespace shardtensor
