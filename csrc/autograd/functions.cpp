@@ -164,24 +164,17 @@ at::Tensor made(const at::Tensor& local, const LayoutPtr& layout, c10::SymIntArr
 
 // The number of ranks over whose summands an element is averaged.
 int64_t averaged(const Layout& layout) {
-  int64_t n = 1;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
+  return layout.ranks_where([&](int64_t m) {
     const auto& p = layout.placement(m);
-    n *= p.is_partial() && p.reduce == ReduceOp::Avg ? layout.mesh().size(m) : 1;
-  }
-  return n;
+    return p.is_partial() && p.reduce == ReduceOp::Avg;
+  });
 }
 
 // `grad_layout`, with Partial where `layout` has it and `grad_layout` none: what ranks do with the gradients of their summands
 // adds up, as each of them is the whole gradient.
 LayoutPtr layout_of_second(const LayoutPtr& grad_layout, const Layout& layout) {
-  auto out = grad_layout;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_partial() && out->placement(m).is_replicate()) {
-      out = out->with(m, Placement::partial(ReduceOp::Sum));
-    }
-  }
-  return out;
+  const auto is_such = [&](int64_t m) { return layout.placement(m).is_partial() && grad_layout->placement(m).is_replicate(); };
+  return grad_layout->with_where(is_such, Placement::partial(ReduceOp::Sum));
 }
 
 // The first mesh dim whose summands are maxima, minima, factors or norms, or -1. The gradient of such a summand depends on the

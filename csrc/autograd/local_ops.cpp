@@ -22,15 +22,13 @@ bool drops_out(const Op& op, const torch::jit::Stack& stack, size_t base) {
 }
 
 // If a mesh dim cuts the call but not this operand, every rank makes a summand of the operand's gradient.
-LayoutPtr layout_of_gradient(LayoutPtr layout, const Solution& solution) {
+LayoutPtr layout_of_gradient(const LayoutPtr& layout, const Solution& solution) {
+  uint64_t cut = 0;
   for (const auto mesh_dims : solution.factor_mesh_dims) {
-    for (int64_t m = 0; m < layout->ndim(); ++m) {
-      if ((mesh_dims >> m & 1) && layout->placement(m).is_replicate()) {
-        layout = layout->with(m, Placement::partial(ReduceOp::Sum));
-      }
-    }
+    cut |= mesh_dims;
   }
-  return layout;
+  const auto is_such = [&](int64_t m) { return (cut >> m & 1) && layout->placement(m).is_replicate(); };
+  return layout->with_where(is_such, Placement::partial(ReduceOp::Sum));
 }
 
 // Some of torch's formulas give no gradient for empty tensors, but the other ranks have one.

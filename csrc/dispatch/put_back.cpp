@@ -23,13 +23,9 @@ Piece piece_of(const at::Tensor& t, const ShardTensorImpl& impl) {
 }
 
 // Along mesh dims that cut the base, one rank has the view's values and the others have zeros; all of them get the sum.
-LayoutPtr whole_where_cut(LayoutPtr view, const Layout& base) {
-  for (int64_t m = 0; m < base.ndim(); ++m) {
-    if (base.placement(m).is_shard() && view->placement(m).is_partial()) {
-      view = view->with(m, Placement::replicate());
-    }
-  }
-  return view;
+LayoutPtr whole_where_cut(const Layout& view, const Layout& base) {
+  const auto is_such = [&](int64_t m) { return base.placement(m).is_shard() && view.placement(m).is_partial(); };
+  return view.with_where(is_such, Placement::replicate());
 }
 
 } // namespace
@@ -55,7 +51,7 @@ void remember_base(
   copied->put_back = [cause, solution, home, source, copy = piece_of(view, impl), behind = base.copied()] {
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     if (solution->put_back) {
-      const auto values = moved_piece(copy, *whole_where_cut(copy.layout, *source.layout), copy.sizes, cause);
+      const auto values = moved_piece(copy, *whole_where_cut(*copy.layout, *source.layout), copy.sizes, cause);
       solution->put_back(*solution, {source.layout.get(), source.sizes}, source.local, values);
     }
     if (source.layout != home.layout) {

@@ -207,6 +207,29 @@ class Layout final : public c10::intrusive_ptr_target {
   // The same layout with one mesh dim's placement replaced. Explicit cuts that nest in the changed one become even.
   LayoutPtr with(int64_t mesh_dim, Placement placement, Cut cut = nullptr) const;
 
+  // The same with this placement on every mesh dim m for which is(m) holds.
+  template <typename Is>
+  LayoutPtr with_where(const Is& is, Placement placement) const {
+    auto out = LayoutPtr::reclaim_copy(this);
+    for (int64_t m = 0; m < ndim(); ++m) {
+      out = is(m) ? out->with(m, placement) : out;
+    }
+    return out;
+  }
+  // How many ranks there are along the mesh dims m for which is(m) holds.
+  template <typename Is>
+  int64_t ranks_where(const Is& is) const {
+    int64_t ranks = 1;
+    for (int64_t m = 0; m < ndim(); ++m) {
+      ranks *= is(m) ? mesh_->size(m) : 1;
+    }
+    return ranks;
+  }
+  // Into how many pieces tensor dim `dim` is cut.
+  int64_t pieces_of(int64_t dim) const {
+    return ranks_where([&](int64_t m) { return placements_[m].is_shard(dim); });
+  }
+
   // The same layout with Replicate where a mesh dim cuts one of the tensor dims `dims` (bits).
   LayoutPtr uncut(uint64_t dims) const;
   LayoutPtr whole_along(int64_t dim) const {

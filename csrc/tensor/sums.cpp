@@ -243,13 +243,7 @@ void keep_no_sums(Writes& writes) {
 }
 
 LayoutPtr without_partial(const LayoutPtr& layout) {
-  auto out = layout;
-  for (int64_t m = 0; m < layout->ndim(); ++m) {
-    if (layout->placement(m).is_partial()) {
-      out = out->with(m, Placement::replicate());
-    }
-  }
-  return out;
+  return layout->with_where([&](int64_t m) { return layout->placement(m).is_partial(); }, Placement::replicate());
 }
 
 } // namespace shardtensor
