@@ -122,12 +122,7 @@ class Placing {
            (layout(key_).placement(m).is_shard(sequence_) || layout(value_).placement(m).is_shard(sequence_));
   }
   bool any_cut() const {
-    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
-      if (cuts(m)) {
-        return true;
-      }
-    }
-    return false;
+    return layout(key_).any_mesh_dim([&](int64_t m) { return cuts(m); });
   }
 
   // All of them cut along dim d instead of the sequence; nothing if there are too few indices, so that ranks would be idle.

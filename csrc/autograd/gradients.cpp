@@ -173,11 +173,7 @@ at::Tensor new_empty_strided(
 
 // Whether the gradient is cut along all mesh dims that `other` is cut along.
 bool is_cut_where(const Layout& grad, const Layout& other) {
-  bool out = true;
-  for (int64_t m = 0; m < grad.ndim(); ++m) {
-    out = out && (grad.placement(m).is_shard() || !other.placement(m).is_shard());
-  }
-  return out;
+  return !grad.any_mesh_dim([&](int64_t m) { return other.placement(m).is_shard() && !grad.placement(m).is_shard(); });
 }
 
 } // namespace

@@ -121,12 +121,8 @@ void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied
 // Whether a view holds summands along a mesh dim along which its base has none: then it has other memory than the base, also on
 // ranks whose piece has no elements.
 bool has_new_summands(const Layout& view, const Layout& base) {
-  for (int64_t m = 0; view.has_partial() && m < base.ndim(); ++m) {
-    if (view.placement(m).is_partial() && !base.placement(m).is_partial()) {
-      return true;
-    }
-  }
-  return false;
+  const auto is_new = [&](int64_t m) { return view.placement(m).is_partial() && !base.placement(m).is_partial(); };
+  return view.has_partial() && base.any_mesh_dim(is_new);
 }
 
 // Whether a view shares no memory with its base's piece, alike on all ranks: one without elements tells nothing. If the piece is

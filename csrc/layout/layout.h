@@ -216,6 +216,16 @@ class Layout final : public c10::intrusive_ptr_target {
     }
     return out;
   }
+  // Whether is(m) holds for some mesh dim m.
+  template <typename Is>
+  bool any_mesh_dim(const Is& is) const {
+    for (int64_t m = 0; m < ndim(); ++m) {
+      if (is(m)) {
+        return true;
+      }
+    }
+    return false;
+  }
   // How many ranks there are along the mesh dims m for which is(m) holds.
   template <typename Is>
   int64_t ranks_where(const Is& is) const {

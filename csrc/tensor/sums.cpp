@@ -47,16 +47,11 @@ bool is_dense(IntArrayRef sizes, IntArrayRef strides) {
 }
 
 bool same_summands(const Layout& a, const Layout& b) {
-  if (&a.mesh() != &b.mesh()) {
-    return false;
-  }
-  for (int64_t m = 0; m < a.ndim(); ++m) {
+  const auto differs = [&](int64_t m) {
     const auto &p = a.placement(m), &q = b.placement(m);
-    if ((p.is_partial() || q.is_partial()) && p != q) {
-      return false;
-    }
-  }
-  return true;
+    return (p.is_partial() || q.is_partial()) && p != q;
+  };
+  return &a.mesh() == &b.mesh() && !a.any_mesh_dim(differs);
 }
 
 // An inference tensor counts no writes.
