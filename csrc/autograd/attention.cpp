@@ -122,12 +122,7 @@ class Placing {
            (layout(key_).placement(m).is_shard(sequence_) || layout(value_).placement(m).is_shard(sequence_));
   }
   bool any_cut() const {
-    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
-      if (cuts(m)) {
-        return true;
-      }
-    }
-    return false;
+    return layout(key_).any_mesh_dim([&](int64_t m) { return cuts(m); });
   }
 
   // All of them cut along dim d instead of the sequence; nothing if there are too few indices, so that ranks would be idle.
@@ -144,10 +139,8 @@ class Placing {
 
   // Queries whole where the keys are cut; each rank's results are merged (rules/ops/attention.cpp).
   std::optional<Places> merging() const {
-    auto queries = as_shard_tensor(query_)->layout_ptr();
-    for (int64_t m = 0; m < queries->ndim(); ++m) {
-      queries = layout(key_).placement(m).is_shard(sequence_) ? queries->with(m, Placement::replicate()) : queries;
-    }
+    auto queries = layout(query_).with_where(
+        [&](int64_t m) { return layout(key_).placement(m).is_shard(sequence_); }, Placement::replicate());
     Places out{std::move(queries), as_shard_tensor(key_)->layout_ptr(), as_shard_tensor(value_)->layout_ptr(), kOwnKeys};
     const bool fits = query_.dim() == 4 && !causal_ && rules::keys_cut_alone(*out.query, *out.key, *out.value, sequence_);
     return fits ? std::optional(out) : std::nullopt;
@@ -155,29 +148,19 @@ class Placing {
 
   // One guard of a graph: it serves all lengths for which this holds, or does not.
   bool are_few_queries() const {
-    int64_t ranks = 1;
-    for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
-      ranks *= cuts(m) ? layout(key_).mesh().size(m) : 1;
-    }
+    const auto ranks = layout(key_).ranks_where([&](int64_t m) { return cuts(m); });
     return query_.sym_size(1) * query_.sym_size(-2) * (ranks * ranks) <= key_.sym_size(1) * key_.sym_size(-2);
   }
 
   // Whether a symbol is cut into equal pieces.
   static bool divides_evenly(const c10::SymInt& count, const Layout& layout, int64_t d) {
-    int64_t pieces = 1;
-    for (int64_t m = 0; m < layout.ndim(); ++m) {
-      pieces *= layout.placement(m).is_shard(d) ? layout.mesh().size(m) : 1;
-    }
-    return count.is_symbolic() && layout.is_even() && divides(pieces, count);
+    return count.is_symbolic() && layout.is_even() && divides(layout.pieces_of(d), count);
   }
 
   // The layout of `t` with dim d in place of the cut sequence, its `count` groups of indices spread as evenly as possible.
   LayoutPtr along(const at::Tensor& t, int64_t d, const c10::SymInt& symbol) const {
     auto to = as_shard_tensor(t)->layout_ptr();
-    int64_t pieces = 1;
-    for (int64_t m = 0; m < to->ndim(); ++m) {
-      pieces *= cuts(m) || to->placement(m).is_shard(d) ? to->mesh().size(m) : 1;
-    }
+    const auto pieces = to->ranks_where([&](int64_t m) { return cuts(m) || to->placement(m).is_shard(d); });
     bool nested = symbol.is_symbolic() && divides(pieces, symbol); // then all cuts are even
     const auto count = nested ? 1 : symbol.guard_int(__FILE__, __LINE__);
     const auto group = nested ? 1 : t.sym_size(d).guard_int(__FILE__, __LINE__) / count;
@@ -204,14 +187,10 @@ class Placing {
   static double imbalance(const Layout& to, int64_t d, int64_t count) {
     const auto& mesh = to.mesh();
     int64_t most = 0;
-    double ranks = 1;
-    for (int64_t m = 0; m < mesh.ndim(); ++m) {
-      ranks *= to.placement(m).is_shard(d) ? static_cast<double>(mesh.size(m)) : 1;
-    }
     for (int64_t i = 0; i < mesh.size(); ++i) {
       most = std::max(most, to.local_size(d, count, mesh.coordinate_at(i)));
     }
-    return static_cast<double>(most) * ranks / static_cast<double>(count);
+    return static_cast<double>(most) * static_cast<double>(to.pieces_of(d)) / static_cast<double>(count);
   }
 
   // In a graph a tensor may have kept its symbols' form after they have become numbers.
@@ -308,12 +287,7 @@ const std::string& name() {
 }
 
 at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const char* argument, const char* why) {
-  const auto* impl = as_shard_tensor(t);
-  if (impl->layout_ptr() == to) {
-    return t;
-  }
-  tell_watcher(name(), argument, why, impl->layout(), *to, t);
-  return redistribute(t, to);
+  return as_shard_tensor(t)->layout_ptr() == to ? t : redistribute_for({name(), argument, why}, t, to);
 }
 
 thread_local std::unordered_set<int64_t> t_told; // layouts of keys
@@ -336,12 +310,9 @@ void tell_if_gathered(const at::Tensor& key, const Places& places) {
 
 // The result comes back to where the queries were.
 LayoutPtr home(const at::Tensor& query) {
-  auto to = as_shard_tensor(query)->layout_ptr();
-  for (int64_t m = 0; m < to->ndim(); ++m) {
-    const auto& placement = to->placement(m);
-    to = placement.is_partial() || placement.is_shard(query.dim() - 1) ? to->with(m, Placement::replicate()) : to;
-  }
-  return to;
+  const auto& have = as_shard_tensor(query)->layout();
+  const auto is_such = [&](int64_t m) { return have.placement(m).is_partial() || have.placement(m).is_shard(query.dim() - 1); };
+  return have.with_where(is_such, Placement::replicate());
 }
 
 // How many keys causal queries see, where the others need not move: as many as there are queries. Nothing if all are taken.

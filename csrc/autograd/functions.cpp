@@ -1,12 +1,8 @@
 #include "autograd/functions.h"
 
 #include "dispatch/check.h"
-#include "dispatch/localize.h"
-#include "dispatch/traced.h"
 #include "kernels/boxes.h"
-#include "redistribute/redistribute.h"
-#include "redistribute/watch.h"
-#include "tensor/shard_tensor.h"
+#include "tensor/move.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -20,15 +16,21 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct Held final : torch::CustomClassHolder {
-  explicit Held(LayoutPtr l) : layout(std::move(l)) {}
-  LayoutPtr layout;
+  explicit Held(std::vector<LayoutPtr> l) : layouts(std::move(l)) {}
+  std::vector<LayoutPtr> layouts;
 };
 
+c10::IValue hold(std::vector<LayoutPtr> layouts) {
+  return c10::IValue::make_capsule(c10::make_intrusive<Held>(std::move(layouts)));
+}
 c10::IValue hold(LayoutPtr layout) {
-  return c10::IValue::make_capsule(c10::make_intrusive<Held>(std::move(layout)));
+  return hold(std::vector<LayoutPtr>{std::move(layout)});
+}
+const std::vector<LayoutPtr>& held_all(const c10::IValue& value) {
+  return c10::static_intrusive_pointer_cast<Held>(value.toCapsule())->layouts;
 }
 const LayoutPtr& held(const c10::IValue& value) {
-  return c10::static_intrusive_pointer_cast<Held>(value.toCapsule())->layout;
+  return held_all(value)[0];
 }
 
 // A list that has only numbers comes back from a saved IValue as an int list.
@@ -40,7 +42,8 @@ at::Tensor as_dtype(const at::Tensor& t, const std::optional<at::ScalarType>& dt
   return dtype && *dtype != t.scalar_type() ? t.to(*dtype) : t;
 }
 
-void check_same_move(const at::Tensor& t, const ShardTensorImpl& self, const LayoutPtr& layout) {
+void check_same_move(const at::Tensor& t, const LayoutPtr& layout) {
+  const auto& self = shard_tensor(t, "redistribute");
   if (check::on() && &self.layout().mesh() == &layout->mesh()) {
     check::same_call(
         c10::str("redistribute(", t.scalar_type(), " ", t.sym_sizes(), " ", self.layout().str(), " to ", layout->str(), ")"),
@@ -48,71 +51,24 @@ void check_same_move(const at::Tensor& t, const ShardTensorImpl& self, const Lay
   }
 }
 
-// The tensor with its piece in another layout.
-at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout, bool async, comm::InFlight rest) {
-  const auto& self = *as_shard_tensor(t);
-  // Never a silent alias: writing to the result must not reach the input.
-  if (&self.layout() != layout.get() && local.is_alias_of(self.local())) {
-    local = local.clone();
-  }
-  at::Tensor out;
-  if (self.is_symbolic()) {
-    const auto order = order_like(t, t.dim());
-    out = wrap_symbolic(sym_laid(local, order), layout, t.sym_sizes(), sym_dense_strides(t.sym_sizes(), order));
-  } else {
-    // A pending piece cannot be copied into another order, so it is contiguous.
-    const auto strides = async ? dense_strides(t.sizes(), {}) : strides_like(t.sizes(), t);
-    out = wrap(rest ? std::move(local) : laid(std::move(local), strides), layout, t.sizes(), strides);
-  }
-  if (rest) {
-    as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(rest)));
-  }
+// Without autograd: moves the data into a new tensor.
+at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
+  check_same_move(t, layout);
+  auto out = moved(t, layout, {}, async);
   if (check::on() && !async) {
     check::result("redistribute", out);
   }
   return out;
 }
 
-// Without autograd: moves the data into a new tensor.
-at::Tensor move(const at::Tensor& t, const LayoutPtr& layout, bool async) {
-  const auto& self = shard_tensor(t, "redistribute");
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  check_same_move(t, self, layout);
-  comm::InFlight rest;
-  auto local = moved_once(self, layout, For::Owning, [&](const at::Tensor& piece, const Layout& from) {
-    return self.is_symbolic() ? redistribute(piece, from, *layout, t.sym_sizes())
-                              : redistribute(piece, from, *layout, t.sizes(), async ? &rest : nullptr);
-  });
-  return with_piece(t, std::move(local), layout, async, std::move(rest));
-}
-
-// The same for several. Tensors of a graph move one by one.
+// The same for several.
 std::vector<at::Tensor> move_all(const std::vector<at::Tensor>& tensors, const std::vector<LayoutPtr>& layouts, bool async) {
-  c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  std::vector<at::Tensor> out(tensors.size());
-  std::vector<Moved> moves;
-  std::vector<size_t> index;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto& t = tensors[i];
-    const auto& self = shard_tensor(t, "redistribute");
-    if (self.traced()) {
-      out[i] = move(t, layouts[i], async);
-      continue;
-    }
-    check_same_move(t, self, layouts[i]);
-    auto start = start_of(self, layouts[i]);
-    index.push_back(i);
-    moves.push_back({std::move(start.local), std::move(start.layout), layouts[i], Sizes(t.sizes().begin(), t.sizes().end())});
+    check_same_move(tensors[i], layouts[i]);
   }
-  std::vector<comm::InFlight> rests(moves.size());
-  auto locals = redistribute_all(moves, async ? &rests : nullptr);
-  for (size_t n = 0; n < index.size(); ++n) {
-    const auto i = index[n];
-    auto& local = locals[n];
-    if (moves[n].from != as_shard_tensor(tensors[i])->layout_ptr() && local.is_alias_of(moves[n].local)) { // a sum
-      local = local.clone();
-    }
-    out[i] = with_piece(tensors[i], std::move(local), layouts[i], async, std::move(rests[n]));
+  auto out = moved(tensors, layouts, {}, async);
+  for (size_t i = 0; check::on() && !async && i < out.size(); ++i) {
+    check::result("redistribute", out[i]);
   }
   return out;
 }
@@ -134,36 +90,8 @@ c10::IValue value_of(const std::optional<at::ScalarType>& dtype) {
   return dtype ? c10::IValue(*dtype) : c10::IValue();
 }
 
-struct Redistribute : torch::autograd::Function<Redistribute> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& t, c10::IValue to, c10::IValue dtypes, bool async) {
-    const auto& self = shard_tensor(t, "redistribute");
-    const auto pair = dtypes.toList();
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["from"] = hold(without_partial(self.layout_ptr()));
-    ctx->saved_data["dtype"] = t.scalar_type();
-    ctx->saved_data["backward_dtype"] = pair.get(1);
-    ctx->saved_data["async"] = async;
-    return move(as_dtype(t, dtype_of(pair.get(0))), held(to), async);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) {
-      return {at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
-    }
-    const auto grad = moved_back(
-        grads[0], held(ctx->saved_data["from"]), dtype_of(ctx->saved_data["backward_dtype"]),
-        ctx->saved_data["dtype"].toScalarType(), ctx->saved_data["async"].toBool());
-    return {grad, at::Tensor(), at::Tensor(), at::Tensor()};
-  }
-};
-
-struct HeldAll final : torch::CustomClassHolder {
-  explicit HeldAll(std::vector<LayoutPtr> l) : layouts(std::move(l)) {}
-  std::vector<LayoutPtr> layouts;
-};
-
 // Several at once; their gradients too, when all have arrived.
-struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
+struct Redistribute : torch::autograd::Function<Redistribute> {
   static variable_list forward(
       AutogradContext* ctx,
       at::TensorList tensors,
@@ -180,11 +108,11 @@ struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
       cast.push_back(as_dtype(t, dtype_of(forward_dtype)));
     }
     ctx->set_materialize_grads(false);
-    ctx->saved_data["from"] = c10::IValue::make_capsule(c10::make_intrusive<HeldAll>(std::move(from)));
+    ctx->saved_data["from"] = hold(std::move(from));
     ctx->saved_data["dtypes"] = dtypes;
     ctx->saved_data["backward_dtype"] = backward_dtype;
     ctx->saved_data["async"] = async;
-    auto out = move_all(cast, c10::static_intrusive_pointer_cast<HeldAll>(to.toCapsule())->layouts, async);
+    auto out = move_all(cast, held_all(to), async);
     variable_list constant;
     for (size_t i = 0; i < out.size(); ++i) {
       if (!tensors[i].requires_grad()) {
@@ -196,7 +124,7 @@ struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto from = c10::static_intrusive_pointer_cast<HeldAll>(ctx->saved_data["from"].toCapsule());
+    const auto& from = held_all(ctx->saved_data["from"]);
     const auto dtypes = ctx->saved_data["dtypes"].toIntVector();
     const auto backward_dtype = dtype_of(ctx->saved_data["backward_dtype"]);
     variable_list there;
@@ -205,7 +133,7 @@ struct RedistributeAll : torch::autograd::Function<RedistributeAll> {
     for (size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
         there.push_back(as_dtype(grads[i], backward_dtype));
-        layouts.push_back(from->layouts[i]);
+        layouts.push_back(from[i]);
         index.push_back(i);
       }
     }
@@ -234,35 +162,19 @@ at::Tensor made(const at::Tensor& local, const LayoutPtr& layout, c10::SymIntArr
   return out;
 }
 
-// Reports a gradient that arrives at from_local in another layout than its input had.
-void tell_of_gradient(const at::Tensor& grad, const Layout& want) {
-  static const std::string op = "from_local", argument = "gradient";
-  const auto* impl = as_shard_tensor(grad);
-  if (impl && &impl->layout() != &want) {
-    tell_watcher(op, argument, "its input had another layout", impl->layout(), want, grad);
-  }
-}
-
 // The number of ranks over whose summands an element is averaged.
 int64_t averaged(const Layout& layout) {
-  int64_t n = 1;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
+  return layout.ranks_where([&](int64_t m) {
     const auto& p = layout.placement(m);
-    n *= p.is_partial() && p.reduce == ReduceOp::Avg ? layout.mesh().size(m) : 1;
-  }
-  return n;
+    return p.is_partial() && p.reduce == ReduceOp::Avg;
+  });
 }
 
 // `grad_layout`, with Partial where `layout` has it and `grad_layout` none: what ranks do with the gradients of their summands
 // adds up, as each of them is the whole gradient.
 LayoutPtr layout_of_second(const LayoutPtr& grad_layout, const Layout& layout) {
-  auto out = grad_layout;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (layout.placement(m).is_partial() && out->placement(m).is_replicate()) {
-      out = out->with(m, Placement::partial(ReduceOp::Sum));
-    }
-  }
-  return out;
+  const auto is_such = [&](int64_t m) { return layout.placement(m).is_partial() && grad_layout->placement(m).is_replicate(); };
+  return grad_layout->with_where(is_such, Placement::partial(ReduceOp::Sum));
 }
 
 // The first mesh dim whose summands are maxima, minima, factors or norms, or -1. The gradient of such a summand depends on the
@@ -288,7 +200,7 @@ at::Tensor reduced_over_ranks(const at::Tensor& local, const LayoutPtr& layout, 
   all_sizes.insert(all_sizes.begin(), layout->mesh().size(m));
   const auto all = from_local(
       local.unsqueeze(0), Layout::make(layout->mesh_ptr(), std::move(placements), layout->cuts()), all_sizes,
-      sym_strides_like(all_sizes, at::Tensor()));
+      strides_like(all_sizes, at::Tensor()));
   static constexpr int64_t kRanks = 0; // their dim
   const auto out = summand.reduce == ReduceOp::Max   ? at::amax(all, kRanks)
                    : summand.reduce == ReduceOp::Min ? at::amin(all, kRanks)
@@ -320,8 +232,9 @@ struct FromLocal : torch::autograd::Function<FromLocal> {
     auto grad = grads[0];
     if (grad.defined()) {
       const auto& want = held(ctx->saved_data["grad_layout"]);
-      tell_of_gradient(grad, *want);
-      grad = to_local(redistribute(grad, want), held(ctx->saved_data["second_layout"]));
+      grad = to_local(
+          redistribute_for({"from_local", "gradient", "its input had another layout"}, grad, want),
+          held(ctx->saved_data["second_layout"]));
       if (const auto n = ctx->saved_data["averaged"].toInt(); n > 1) {
         grad = grad / n;
       }
@@ -407,7 +320,7 @@ at::Tensor from_local_of_equal_pieces(const at::Tensor& local, LayoutPtr layout,
       mesh.note_equal_piece(m, local.sizes());
     }
   }
-  const auto sizes = layout->sizes_of_equal_pieces(local.sizes());
+  const auto sizes = layout->sizes_of_equal_pieces(Sizes(local.sizes().begin(), local.sizes().end()));
   return from_local(local, std::move(layout), sizes, strides_like(sizes, local), std::move(grad_layout));
 }
 
@@ -446,10 +359,16 @@ at::Tensor redistribute(
   if (!records) {
     return move(as_dtype(t, forward_dtype), layout, async);
   }
-  c10::List<c10::IValue> dtypes(c10::AnyType::get());
-  dtypes.push_back(value_of(forward_dtype));
-  dtypes.push_back(value_of(backward_dtype));
-  return Redistribute::apply(t, hold(std::move(layout)), c10::IValue(dtypes), async);
+  return Redistribute::apply(
+      at::TensorList(t), hold(std::move(layout)), value_of(forward_dtype), value_of(backward_dtype), async)[0];
+}
+
+at::Tensor redistribute_for(const Cause& cause, const at::Tensor& t, LayoutPtr layout) {
+  const auto& have = shard_tensor(t, "redistribute").layout();
+  if (&have != layout.get()) {
+    tell_watcher(cause, have, *layout, t.sym_sizes(), t.element_size());
+  }
+  return redistribute(t, std::move(layout));
 }
 
 std::vector<at::Tensor> redistribute_all(
@@ -484,11 +403,10 @@ std::vector<at::Tensor> redistribute_all(
       t = as_dtype(t, forward_dtype);
     }
   }
-  auto moved = !records
-                   ? move_all(moving.tensors, moving.layouts, async)
-                   : RedistributeAll::apply(
-                         at::TensorList(moving.tensors), c10::IValue::make_capsule(c10::make_intrusive<HeldAll>(moving.layouts)),
-                         value_of(forward_dtype), value_of(backward_dtype), async);
+  auto moved = !records ? move_all(moving.tensors, moving.layouts, async)
+                        : Redistribute::apply(
+                              at::TensorList(moving.tensors), hold(moving.layouts), value_of(forward_dtype),
+                              value_of(backward_dtype), async);
   for (size_t n = 0; n < moved.size(); ++n) {
     out[moving.index[n]] = std::move(moved[n]);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout/layout.h"
+#include "redistribute/watch.h"
 #include "tensor/sums.h"
 
 #include <ATen/core/Tensor.h>
@@ -21,9 +22,9 @@ at::Tensor from_local(
     c10::SymIntArrayRef sizes,
     c10::SymIntArrayRef strides,
     LayoutPtr grad_layout = {});
-// Every rank's piece has the size of this one.
 // The same tensor, which has no elements. Where torch's formula makes its gradient as a plain tensor, it gets a ShardTensor.
 at::Tensor with_sharded_gradient(const at::Tensor& t);
+// Every rank's piece has the size of this one.
 at::Tensor from_local_of_equal_pieces(const at::Tensor& local, LayoutPtr layout, LayoutPtr grad_layout = {});
 
 // The gradient, a plain local tensor, is taken to have `grad_layout` (default: the tensor's, with Replicate for Partial).
@@ -40,6 +41,9 @@ at::Tensor redistribute(
     std::optional<at::ScalarType> forward_dtype = std::nullopt,
     std::optional<at::ScalarType> backward_dtype = std::nullopt,
     bool async = false);
+
+// The same if the user did not ask for it: observers hear of it.
+at::Tensor redistribute_for(const Cause& cause, const at::Tensor& t, LayoutPtr layout);
 
 // Several at once, in grouped collectives (redistribute/redistribute.h).
 std::vector<at::Tensor> redistribute_all(

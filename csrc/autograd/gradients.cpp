@@ -19,7 +19,6 @@
 #include "dispatch/call.h"
 #include "dispatch/plain.h"
 #include "dispatch/typed.h"
-#include "redistribute/watch.h"
 #include "tensor/sums.h"
 
 #include <ATen/ATen.h>
@@ -82,15 +81,11 @@ LayoutPtr wanted_by_leaf(const at::Tensor& grad) {
   return accumulate ? wanted_by(accumulate->variable, grad) : nullptr;
 }
 
-void tell_of_leaf(const at::Tensor& grad, const Layout& to) {
-  static const std::string op = "AccumulateGrad", argument = "gradient";
-  tell_watcher(op, argument, "its leaf has these cuts", shard_tensor(grad, "the gradient").layout(), to, grad);
-}
+constexpr Cause kLeaf{"AccumulateGrad", "gradient", "its leaf has these cuts"};
 
 at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
   if (const auto layout = wanted_by_leaf(self)) {
-    tell_of_leaf(self, *layout);
-    return redistribute(self, layout);
+    return redistribute_for(kLeaf, self, layout);
   }
   return at::_ops::detach::redispatch(torchs_autograd(keys), self);
 }
@@ -177,11 +172,7 @@ at::Tensor new_empty_strided(
 
 // Whether the gradient is cut along all mesh dims that `other` is cut along.
 bool is_cut_where(const Layout& grad, const Layout& other) {
-  bool out = true;
-  for (int64_t m = 0; m < grad.ndim(); ++m) {
-    out = out && (grad.placement(m).is_shard() || !other.placement(m).is_shard());
-  }
-  return out;
+  return !grad.any_mesh_dim([&](int64_t m) { return other.placement(m).is_shard() && !grad.placement(m).is_shard(); });
 }
 
 } // namespace
@@ -191,8 +182,7 @@ at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad) {
   if (!layout || is_cut_where(shard_tensor(grad, "the gradient").layout(), *layout)) {
     return grad;
   }
-  tell_of_leaf(grad, *layout);
-  return redistribute(grad, layout);
+  return redistribute_for(kLeaf, grad, layout);
 }
 
 namespace {

@@ -5,7 +5,6 @@
 #include "dispatch/call.h"
 #include "dispatch/plain.h"
 #include "dispatch/wrap.h"
-#include "redistribute/watch.h"
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -23,15 +22,13 @@ bool drops_out(const Op& op, const torch::jit::Stack& stack, size_t base) {
 }
 
 // If a mesh dim cuts the call but not this operand, every rank makes a summand of the operand's gradient.
-LayoutPtr layout_of_gradient(LayoutPtr layout, const Solution& solution) {
+LayoutPtr layout_of_gradient(const LayoutPtr& layout, const Solution& solution) {
+  uint64_t cut = 0;
   for (const auto mesh_dims : solution.factor_mesh_dims) {
-    for (int64_t m = 0; m < layout->ndim(); ++m) {
-      if ((mesh_dims >> m & 1) && layout->placement(m).is_replicate()) {
-        layout = layout->with(m, Placement::partial(ReduceOp::Sum));
-      }
-    }
+    cut |= mesh_dims;
   }
-  return layout;
+  const auto is_such = [&](int64_t m) { return (cut >> m & 1) && layout->placement(m).is_replicate(); };
+  return layout->with_where(is_such, Placement::partial(ReduceOp::Sum));
 }
 
 // Some of torch's formulas give no gradient for empty tensors, but the other ranks have one.
@@ -50,10 +47,7 @@ at::Tensor piece_of(const Op& op, const Ref& ref, const LayoutPtr& need, const S
   const auto given = ref.impl ? t : from_local(t, solution.replicated, t.sizes(), t.strides());
   const auto have = as_shard_tensor(given)->layout_ptr();
   const auto want = need ? in_numbers(need, t.sym_sizes()) : have;
-  if (have != want) {
-    tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why_moved(op), *have, *want, given);
-  }
-  auto piece = to_local(redistribute(given, want), layout_of_gradient(want, solution));
+  auto piece = to_local(redistribute_for(cause_of(op, ref), given, want), layout_of_gradient(want, solution));
   return rules::is_empty(piece) && !rules::is_empty(t) ? WithGradient::apply(piece) : piece;
 }
 

@@ -22,20 +22,20 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Writes grad at the indices along dim. Its own gradient is read from there.
-struct Select : torch::autograd::Function<Select> {
+// `op` writes a gradient at the indices along dim, or adds it if they may repeat. Its own gradient is read from there.
+struct AtIndices : torch::autograd::Function<AtIndices> {
   static Tensor forward(
       AutogradContext* ctx,
-      const Tensor& grad,
-      int64_t dim,
+      const Tensor& /*grad*/,
       const Tensor& indices,
-      const std::vector<c10::SymInt>& sizes,
-      bool keepdim) {
+      int64_t dim,
+      bool squeezed,
+      const std::function<Tensor()>& op) {
     ctx->save_for_backward({indices});
     ctx->saved_data["dim"] = dim;
-    ctx->saved_data["squeezed"] = !keepdim && !sizes.empty();
+    ctx->saved_data["squeezed"] = squeezed;
     at::AutoDispatchBelowADInplaceOrView below;
-    return at::value_selecting_reduction_backward_symint(grad, dim, indices, sizes, keepdim);
+    return op();
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -49,26 +49,13 @@ struct Select : torch::autograd::Function<Select> {
 
 Tensor value_selecting_reduction_backward(
     const Tensor& grad, int64_t dim, const Tensor& indices, c10::SymIntArrayRef sizes, bool keepdim) {
-  return Select::apply(grad, dim, indices, sizes.vec(), keepdim);
+  return AtIndices::apply(grad, indices, dim, !keepdim && !sizes.empty(), [&] {
+    return at::value_selecting_reduction_backward_symint(grad, dim, indices, sizes, keepdim);
+  });
 }
 
-// The same if indices may repeat: values are added.
-struct ScatterAdd : torch::autograd::Function<ScatterAdd> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& grad, const Tensor& input, const Tensor& indices, int64_t dim) {
-    ctx->save_for_backward({indices});
-    ctx->saved_data["dim"] = dim;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return at::cummaxmin_backward(grad, input, indices, dim);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto grad = grads[0].gather(ctx->saved_data["dim"].toInt(), ctx->get_saved_variables()[0]);
-    return {grad, Tensor(), Tensor(), Tensor()};
-  }
-};
-
 Tensor cummaxmin_backward(const Tensor& grad, const Tensor& input, const Tensor& indices, int64_t dim) {
-  return ScatterAdd::apply(grad, input, indices, dim);
+  return AtIndices::apply(grad, indices, dim, false, [&] { return at::cummaxmin_backward(grad, input, indices, dim); });
 }
 
 // The gradient of cumprod as a formula that can be differentiated again, at zeros too: of each element, the products without it,

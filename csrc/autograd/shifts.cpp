@@ -101,11 +101,7 @@ struct Repeated : torch::autograd::Function<Repeated> {
       each[dim] = times;
       return t.repeat(each);
     }
-    const auto& layout = as_shard_tensor(t)->layout();
-    int64_t pieces = 1;
-    for (int64_t m = 0; m < layout.ndim(); ++m) {
-      pieces *= layout.placement(m).is_shard(dim) ? layout.mesh().size(m) : 1;
-    }
+    const auto pieces = as_shard_tensor(t)->layout().pieces_of(dim);
     // A rank reads all the gradients of its piece, unless it holds more than one copy of the whole: then it adds these first.
     return repeats_added.call(std::vector<Tensor>(times > pieces ? 1 : times, t), dim, t.size(dim) / times);
   }
@@ -142,18 +138,12 @@ Tensor repeat(c10::DispatchKeySet keys, const Tensor& self, c10::SymIntArrayRef 
 // The number of pieces along dim, if all are equal and none is shorter than `by`. Else 0. Sizes may be symbols.
 int64_t equal_pieces(const Tensor& t, int64_t by, int64_t dim) {
   const auto& layout = as_shard_tensor(t)->layout();
-  int64_t pieces = 1;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    const auto& placement = layout.placement(m);
-    if (placement.is_shard(dim)) {
-      if (placement.split_factor != 1) {
-        return 0;
-      }
-      pieces *= layout.mesh().size(m);
-    }
-  }
+  const auto pieces = layout.pieces_of(dim);
   const auto size = t.sym_size(dim);
-  return layout.is_even() && size % pieces == 0 && size / pieces >= std::abs(by) ? pieces : 0;
+  const bool strided = std::any_of(layout.placements().begin(), layout.placements().end(), [&](const Placement& p) {
+    return p.is_shard(dim) && p.split_factor != 1;
+  });
+  return !strided && layout.is_even() && size % pieces == 0 && size / pieces >= std::abs(by) ? pieces : 0;
 }
 
 // A roll in a graph whose sizes are symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to the

@@ -30,21 +30,27 @@ Tensor beside(const Tensor& values, const Tensor& index) {
 
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space);
 
-// Values added up at the places that their indices name, in planes of these sizes. Each is the other's gradient.
-struct AddedAt : torch::autograd::Function<AddedAt> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& values, const Tensor& index, const std::vector<c10::SymInt>& sizes) {
+// `op` puts values at the places that their indices name, or adds them up there. Its gradient is read from there.
+struct AtPlaces : torch::autograd::Function<AtPlaces> {
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& /*values*/, const Tensor& index, int64_t space, const std::function<Tensor()>& op) {
     ctx->save_for_backward({index});
-    ctx->saved_data["space"] = static_cast<int64_t>(sizes.size());
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("shardtensor::added_at", "")
-                               .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
+    ctx->saved_data["space"] = space;
     at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(values, index, sizes);
+    return op();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {picked(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["space"].toInt()), Tensor(), Tensor()};
+    return {picked(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["space"].toInt()), Tensor(), Tensor(), Tensor()};
   }
 };
+
+// In planes of these sizes.
+Tensor added_at(const Tensor& values, const Tensor& index, const std::vector<c10::SymInt>& sizes) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("shardtensor::added_at", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
+  return AtPlaces::apply(values, index, static_cast<int64_t>(sizes.size()), [&] { return op.call(values, index, sizes); });
+}
 
 struct Picked : torch::autograd::Function<Picked> {
   static Tensor forward(AutogradContext* ctx, const Tensor& planes, const Tensor& index, int64_t space) {
@@ -59,26 +65,13 @@ struct Picked : torch::autograd::Function<Picked> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
     const auto index = ctx->get_saved_variables()[0];
-    return {AddedAt::apply(beside(grads[0], index), index, sizes), Tensor(), Tensor()};
+    return {added_at(beside(grads[0], index), index, sizes), Tensor(), Tensor()};
   }
 };
 
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
   return Picked::apply(planes, index, space);
 }
-
-struct Unpooled : torch::autograd::Function<Unpooled> {
-  static Tensor forward(
-      AutogradContext* ctx, const Tensor& values, const Tensor& index, int64_t space, const std::function<Tensor()>& op) {
-    ctx->save_for_backward({index});
-    ctx->saved_data["space"] = space;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op();
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {picked(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["space"].toInt()), Tensor(), Tensor(), Tensor()};
-  }
-};
 
 // Whether a gradient is asked for, of values that are cut along their last `space` dims.
 bool is_cut(const Tensor& values, int64_t space) {
@@ -91,7 +84,7 @@ Tensor max_unpool2d(c10::DispatchKeySet keys, const Tensor& self, const Tensor& 
   if (!is_cut(self, 2)) {
     return at::_ops::max_unpool2d::redispatch(torchs_autograd(keys), self, indices, size);
   }
-  return Unpooled::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
+  return AtPlaces::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
 }
 
 Tensor max_unpool3d(
@@ -104,7 +97,7 @@ Tensor max_unpool3d(
   if (!is_cut(self, 3)) {
     return at::_ops::max_unpool3d::redispatch(torchs_autograd(keys), self, indices, size, stride, padding);
   }
-  return Unpooled::apply(
+  return AtPlaces::apply(
       self, indices, int64_t{3}, [&] { return at::_ops::max_unpool3d::call(self, indices, size, stride, padding); });
 }
 

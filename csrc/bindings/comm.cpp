@@ -30,7 +30,8 @@ void tell_of_move(const ImplicitMove& move) {
   const bool communicates = &move.from.mesh() != &move.to.mesh() || plan_for(move.from, move.to, kSome)->communicates();
   const auto error = ear_for<Watcher>().tell([&] {
     return py::make_tuple(
-        move.op, move.argument, move.why, shared(move.from), shared(move.to), move.sizes, move.item, communicates);
+        move.cause.op, move.cause.argument, move.cause.why, shared(move.from), shared(move.to), move.sizes, move.item,
+        communicates);
   });
   TORCH_CHECK(error.empty(), error);
 }

@@ -217,13 +217,7 @@ void register_layout(py::module& m) {
             }
             return as_mutable(out);
           })
-      .def(
-          "sizes_of_equal_pieces",
-          [](const Layout& self, const std::vector<int64_t>& local) {
-            const auto out = self.sizes_of_equal_pieces(local);
-            return std::vector<int64_t>(out.begin(), out.end());
-          },
-          py::arg("local"))
+      .def("sizes_of_equal_pieces", &Layout::sizes_of_equal_pieces<std::vector<int64_t>>, py::arg("local"))
       .def(
           "local_sizes",
           [](const Layout& self, const std::vector<int64_t>& sizes, const std::optional<std::vector<int64_t>>& c) {

@@ -131,7 +131,7 @@ void register_tensor(py::module& m) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     return laid(std::move(local), strides);
   });
-  m.def("strides_like", [](const SymSizes& sizes, const at::Tensor& local) { return sym_strides_like(sizes, local); });
+  m.def("strides_like", [](const SymSizes& sizes, const at::Tensor& local) { return strides_like(sizes, local); });
   m.def(
       "laid_out_like",
       [](const py::list& parameters, const py::list& gradients) -> std::optional<py::list> {
@@ -177,8 +177,8 @@ void register_tensor(py::module& m) {
         if (!sizes && !strides && !is_symbolic(local)) {
           return from_local_of_equal_pieces(local, as_const(layout), gradient);
         }
-        const auto global = sizes ? *sizes : sym_sizes_of_equal_pieces(*layout, local.sym_sizes());
-        return from_local(local, as_const(layout), global, strides ? *strides : sym_strides_like(global, local), gradient);
+        const auto global = sizes ? *sizes : layout->sizes_of_equal_pieces(local.sym_sizes().vec());
+        return from_local(local, as_const(layout), global, strides ? *strides : strides_like(global, local), gradient);
       },
       py::arg("local"), py::arg("layout"), py::arg("sizes") = py::none(), py::arg("strides") = py::none(),
       py::arg("grad_layout") = py::none(), py::call_guard<py::gil_scoped_release>());

@@ -6,6 +6,7 @@
 #include "comm/values.h"
 #include "dispatch/errors.h"
 #include "tensor/shard_tensor.h"
+#include "tensor/sums.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/hash.h>
@@ -146,10 +147,8 @@ bool fits(const at::Tensor& local, const Layout& layout) {
   if (!local.device().is_cpu() || !mesh.has_me()) {
     return false;
   }
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (sends_along(layout, m) && !comm::can_sum_apart(local.device(), mesh, m)) {
-      return false;
-    }
+  if (layout.any_mesh_dim([&](int64_t m) { return sends_along(layout, m) && !comm::can_sum_apart(local.device(), mesh, m); })) {
+    return false;
   }
   switch (local.scalar_type()) {
     case at::kDouble:
@@ -209,17 +208,14 @@ void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& repli
       !fits(local, layout)) {
     return;
   }
-  bool sends = false;
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    sends = sends || sends_along(layout, m);
-  }
+  const bool sends = layout.any_mesh_dim([&](int64_t m) { return sends_along(layout, m); });
   comm::InFlight rest;
   auto reduced = errors::while_doing(op, [&] {
     return !sends                                     ? local.clone()
            : c10::isFloatingType(local.scalar_type()) ? start_with_identity<double>(op, local, layout, replicated, rest)
                                                       : start_with_identity<int64_t>(op, local, layout, replicated, rest);
   });
-  impl.set_ahead(std::move(reduced), std::move(rest));
+  keep_sum_ahead(impl, reduced, replicated, std::move(rest));
 }
 
 } // namespace shardtensor

@@ -8,7 +8,7 @@
 #include "dispatch/excluded.h"
 #include "dispatch/refs.h"
 #include "kernels/boxes.h"
-#include "redistribute/redistribute.h"
+#include "tensor/move.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
@@ -193,10 +193,8 @@ std::string text_of(const Op& op, const torch::jit::Stack& stack, size_t base, c
   return out.str();
 }
 
-at::Tensor replicated(const at::Tensor& t, const ShardTensorImpl& impl) {
-  const auto layout = Layout::replicated(impl.layout().mesh_ptr());
-  return wrap(
-      redistribute(impl.local(), impl.layout(), *layout, t.sizes()), layout, t.sizes(), c10::contiguous_strides(t.sizes()));
+at::Tensor replicated(const at::Tensor& t) {
+  return moved(t, Layout::replicated(as_shard_tensor(t)->layout().mesh_ptr()));
 }
 
 bool holds_summands(const c10::IValue& value) {
@@ -218,7 +216,7 @@ void same_as_whole(const Op& op, RunOn run, torch::jit::Stack args, c10::ArrayRe
   }
   for (auto& value : args) {
     if (holds_summands(value)) {
-      value = replicated(value.toTensor(), *as_shard_tensor(value.toTensor()));
+      value = replicated(value.toTensor());
     }
   }
   {
@@ -229,10 +227,7 @@ void same_as_whole(const Op& op, RunOn run, torch::jit::Stack args, c10::ArrayRe
   bool lost = false;
   for (size_t i = 0; i < results.size(); ++i) {
     if (holds_summands(results[i])) {
-      const auto here = [&](const c10::IValue& value) {
-        const auto t = value.toTensor();
-        return as_shard_tensor(replicated(t, *as_shard_tensor(t)))->local().isnan();
-      };
+      const auto here = [&](const c10::IValue& value) { return as_shard_tensor(replicated(value.toTensor()))->local().isnan(); };
       lost |= here(results[i]).logical_and(here(args[i]).logical_not()).any().item<bool>();
     }
   }

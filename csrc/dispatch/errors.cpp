@@ -74,7 +74,7 @@ void different_meshes(const Op& op, const Layout& a, const Layout& b) {
 void sizes_differ(const Op& op, const Place& a, const Place& b, const Mesh& mesh) {
   const auto text = [&](const Place& p) {
     return c10::str(
-        "'", argument_name(op, p.arg), "' (", p.tensor.size(p.dim), ") at dim ", p.dim, " of sizes ", p.tensor.sizes());
+        "'", argument_name(op, p.arg), "' (", p.tensor.sym_size(p.dim), ") at dim ", p.dim, " of sizes ", p.tensor.sym_sizes());
   };
   TORCH_CHECK(
       false, op.name, ": the size of argument ", text(b), " must match the size of argument ", text(a), "; rank ", mesh.rank());

@@ -7,9 +7,8 @@
 #include "dispatch/excluded.h"
 #include "dispatch/plain.h"
 #include "dispatch/writable.h"
-#include "redistribute/redistribute.h"
-#include "redistribute/watch.h"
 #include "tensor/lists.h"
+#include "tensor/move.h"
 #include "tensor/overlap.h"
 
 #include <ATen/ATen.h>
@@ -82,55 +81,37 @@ bool stays(const Element& e) {
 // The moves of all elements, which are made together.
 class Moves {
  public:
-  // Has `local`, of an argument, moved to another layout; `put` gets the result.
-  template <typename Put>
-  void add(
-      const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const LayoutPtr& to, Put put) {
-    if (is_symbolic(*ref.tensor)) {
-      put(move_for(op, ref, why, local, from, *to));
-      return;
-    }
-    errors::while_doing(op, [&] { tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why, from, *to, *ref.tensor); });
-    const auto is = ref.tensor->sizes();
-    moves_.push_back({local, LayoutPtr::reclaim_copy(&from), to, Sizes(is.begin(), is.end())});
+  using Put = std::function<void(at::Tensor)>; // gets the piece
+
+  void add(Request request, Put put) {
+    requests_.push_back(std::move(request));
     puts_.push_back(std::move(put));
   }
-  void go(const Op& op) {
-    if (moves_.empty()) {
-      return;
-    }
-    auto moved = errors::while_doing(op, [&] { return redistribute_all(moves_); });
-    for (size_t i = 0; i < moved.size(); ++i) {
-      puts_[i](std::move(moved[i]));
+  void go() {
+    auto pieces = moved_pieces(requests_);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      puts_[i](std::move(pieces[i]));
     }
   }
 
  private:
-  std::vector<Moved> moves_;
-  std::vector<std::function<void(at::Tensor)>> puts_;
+  std::vector<Request> requests_;
+  std::vector<Put> puts_;
 };
 
 // Moves the tensors of an element to the layouts of its solution, into `locals`, which has one entry per ref of the whole call.
 void move(const Op& op, const Element& e, Moves& moves, std::vector<at::Tensor>& locals) {
   for (size_t k = 0; k < e.refs.size(); ++k) {
     const auto& ref = e.refs[k];
-    const auto& need = e.solution->operands[k];
-    if (!need) {
+    if (!e.solution->operands[k]) {
       continue;
     }
     const bool written = op.mutated >> ref.arg & 1;
-    const auto put = [&ref, &to = locals[e.positions[k]], written](at::Tensor moved) {
-      to = written && ref.impl && moved.is_alias_of(ref.impl->local()) ? moved.clone() : std::move(moved);
-    };
-    const auto& have = e.solution->replicated;
-    const auto start = !ref.impl ? Placed{*ref.tensor, have}
-                       : written ? Placed{ref.impl->local(), ref.impl->layout_ptr()}
-                                 : start_of(*ref.impl, need);
-    if (start.layout == need) {
-      put(start.local);
-    } else {
-      moves.add(op, ref, why_moved(op), start.local, *start.layout, need, put);
+    Request request{*ref.tensor, e.solution->operands[k], cause_of(op, ref), written ? For::Owning : For::Reading};
+    if (!ref.impl || written) {
+      request.from = Placed{locals[e.positions[k]], ref.impl ? ref.impl->layout_ptr() : e.solution->replicated};
     }
+    moves.add(std::move(request), [&to = locals[e.positions[k]]](at::Tensor piece) { to = std::move(piece); });
   }
 }
 
@@ -209,7 +190,7 @@ at::Tensor wrap_element(const Op& op, const Element& e, at::Tensor local) {
   }
   const auto* lead = std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl && r.tensor->dim() > 0; });
   lead = lead == e.refs.end() ? std::find_if(e.refs.begin(), e.refs.end(), [](const Ref& r) { return r.impl; }) : lead;
-  return wrap_with(*lead->tensor, std::move(local));
+  return with_piece(*lead->tensor, std::move(local), lead->impl->layout_ptr());
 }
 
 void run_lists(const Op& op, Stack* stack_ptr) {
@@ -242,7 +223,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
       move(op, e, moves, locals);
     }
   }
-  moves.go(op);
+  moves.go();
   for (auto& e : elements) {
     if (e.plain) {
       continue;
@@ -271,13 +252,14 @@ void run_lists(const Op& op, Stack* stack_ptr) {
       };
       if (e.solution && e.solution->write_back.has(k)) {
         const auto& to = owner.impl ? owner.impl->layout_ptr() : e.solution->replicated;
-        back.add(op, owner, kWrittenBack, local, *e.solution->operands[k], to, put);
+        back.add(
+            {*owner.tensor, to, cause_of(op, owner, kWrittenBack), For::Reading, Placed{local, e.solution->operands[k]}}, put);
       } else if (e.copied.has(k) && (op.mutated >> owner.arg & 1)) {
         put(local);
       }
     }
   }
-  back.go(op);
+  back.go();
   note_writes(op, refs);
   if (op.schema().returns().empty()) {
     return;

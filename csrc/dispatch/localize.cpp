@@ -3,17 +3,13 @@
 #include "comm/values.h"
 #include "dispatch/errors.h"
 #include "dispatch/writable.h"
-#include "redistribute/identity.h"
-#include "redistribute/redistribute.h"
-#include "redistribute/watch.h"
 #include "rules/in_order.h"
+#include "tensor/move.h"
 #include "tensor/overlap.h"
 #include "tensor/versions.h"
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <c10/util/strides.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <any>
 #include <array>
@@ -22,50 +18,6 @@ namespace shardtensor {
 
 using rules::Run;
 using rules::Solution;
-
-at::Tensor move_for(
-    const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to) {
-  return errors::while_doing(op, [&] {
-    tell_watcher(op.name, op.schema().arguments()[ref.arg].name(), why, from, to, *ref.tensor);
-    return is_symbolic(*ref.tensor) ? redistribute(local, from, to, ref.tensor->sym_sizes())
-                                    : redistribute(local, from, to, ref.tensor->sizes());
-  });
-}
-
-Placed start_of(const ShardTensorImpl& t, const LayoutPtr& to) {
-  if (C10_UNLIKELY(t.layout().has_partial()) && !to->has_partial() && !t.traced()) {
-    if (auto reduced = t.reduced_ahead(); reduced.defined()) {
-      return {std::move(reduced), Layout::replicated(t.layout().mesh_ptr())};
-    }
-    if (auto sum = sum_of(t)) {
-      return std::move(*sum);
-    }
-  }
-  return {t.local(), t.layout_ptr()};
-}
-
-at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, For use, Move move) {
-  if (!t.traced()) {
-    const auto start = start_of(t, to);
-    auto out = start.layout == to ? start.local : move(start.local, *start.layout);
-    const bool sums = t.layout().has_partial() && !to->has_partial();
-    if (sums && use == For::Reading && start.layout == t.layout_ptr()) {
-      keep_sum(t, out, to);
-    }
-    return sums && use == For::Owning && out.is_alias_of(start.local) ? out.clone() : out;
-  }
-  const auto from_piece = [&] { return move(t.local(), t.layout()); };
-  if (t.layout().is_replicated() || !is_recording() || torch::autograd::get_current_node()) {
-    return from_piece();
-  }
-  auto out = t.moved_to(*to);
-  if (!out.defined()) {
-    out = from_piece();
-  }
-  // Keep a copy: the caller may write to `out`. If the copy is never used, the graph drops it.
-  t.keep_moved(to, out.clone());
-  return out;
-}
 
 namespace {
 
@@ -86,54 +38,37 @@ bool has_gaps(const Op& op, const Ref& r, const at::Tensor& piece) {
 }
 
 // What this rank reads of an operand: its piece with a halo, or the piece alone if the kernel fetches that.
-at::Tensor with_halo(
-    const Op& op, const Ref& r, const at::Tensor& local, const Layout& have, const Layout& from, const Solution::Halo& halo) {
-  const auto move = [&](const at::Tensor& t, const Layout& start) { return move_for(op, r, why_moved(op), t, start, from); };
-  const auto piece = &have == &from ? local
-                     : r.impl       ? moved_once(*r.impl, LayoutPtr::reclaim_copy(&from), For::Owning, move)
-                                    : move(local, have);
+at::Tensor with_halo(const Op& op, const Ref& r, const Request& operand, const Solution::Halo& halo) {
+  const auto piece = moved_piece(operand);
   if (C10_UNLIKELY(halo.recut != nullptr)) {
-    tell_watcher(op.name, op.schema().arguments()[r.arg].name(), why_moved(op), from, *halo.recut, *r.tensor);
+    tell_watcher(*operand.cause, *operand.to, *halo.recut, r.tensor->sym_sizes(), r.tensor->element_size());
   }
-  if (halo.awaited && !is_traced(piece)) {
+  if (halo.awaits(piece)) {
     return piece;
   }
-  return errors::while_doing(op, [&] {
-    const auto strides = r.tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()
-                             ? Sizes(c10::contiguous_strides(halo.fetch.sizes()))
-                             : strides_like(halo.fetch.sizes(), *r.tensor);
-    return halo.fetch(piece, strides, identity(halo.padding, local.scalar_type()));
-  });
+  const auto strides =
+      is_symbolic(*r.tensor) ? dense_strides(halo.fetch.sizes(), {}) : strides_like(halo.fetch.sizes(), *r.tensor);
+  return errors::while_doing(op, [&] { return halo.joined(piece, strides); });
 }
 
 } // namespace
 
-const char* why_moved(const Op& op) {
-  if (!op.entry || !op.entry->rule) {
-    return "it has no sharding rule, so its inputs are gathered";
+Cause cause_of(const Op& op, const Ref& ref, const char* why) {
+  if (!why) {
+    why = !op.entry || !op.entry->rule ? "it has no sharding rule, so its inputs are gathered"
+          : op.entry->gathers()        ? "it needs whole inputs"
+                                       : "its rule requires this layout";
   }
-  return op.entry->gathers() ? "it needs whole inputs" : "its rule requires this layout";
+  return {op.name, op.schema().arguments()[ref.arg].name(), why};
 }
-
-namespace {
-
-// Of two dims, at least one of them a symbol; adds a guard to the graph.
-void check_alike_symbols(const Op& op, const at::Tensor& x, Solution::Indexed a, const at::Tensor& y, Solution::Indexed b) {
-  TORCH_SYM_CHECK(
-      (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner), op.name, ": the size of dim ", b.dim,
-      " of one argument (", y.sym_size(b.dim), ") must match the size of dim ", a.dim, " of another (", x.sym_size(a.dim), ")");
-}
-
-} // namespace
 
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {
     const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
-    if (C10_UNLIKELY(is_symbolic(x) || is_symbolic(y))) {
-      check_alike_symbols(op, x, a, y, b);
-      continue;
-    }
-    if (C10_UNLIKELY(x.sizes()[a.dim] * b.inner.as_int_unchecked() != y.sizes()[b.dim] * a.inner.as_int_unchecked())) {
+    const bool same = C10_UNLIKELY(is_symbolic(x) || is_symbolic(y)) // a symbol adds a guard to the graph
+                          ? (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner).expect_true(__FILE__, __LINE__)
+                          : x.sizes()[a.dim] * b.inner.as_int_unchecked() == y.sizes()[b.dim] * a.inner.as_int_unchecked();
+    if (C10_UNLIKELY(!same)) {
       errors::sizes_differ(op, {refs[a.operand].arg, x, a.dim}, {refs[b.operand].arg, y, b.dim}, solution.replicated->mesh());
     }
   }
@@ -224,28 +159,35 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
                                                : at::empty(need->local_sizes(r.tensor->sizes()), local.options()));
       continue;
     }
-    const auto& have = r.impl ? r.impl->layout() : *solution.replicated;
+    const auto& have = r.impl ? r.impl->layout_ptr() : solution.replicated;
+    const bool summand = !op.is_view && have->has_partial() && r.impl && r.impl->keeps_sums();
+    Request request{*r.tensor, need, cause_of(op, r), summand ? For::Reading : For::Viewing};
+    if (!r.impl || written || numbers.defined()) {
+      request.from = Placed{local, have};
+    }
     if (C10_UNLIKELY(!solution.halos.empty())) {
       if (const auto* halo = solution.halo(i)) {
-        locals.hold(with_halo(op, r, local, have, *need, *halo));
+        request.use = For::Viewing; // a kernel may return it
+        locals.hold(with_halo(op, r, request, *halo));
         continue;
       }
     }
-    const auto move = [&](const at::Tensor& t, const Layout& from) { return move_for(op, r, why_moved(op), t, from, *need); };
     if (C10_UNLIKELY(in_order != nullptr) && in_order->operand == static_cast<int64_t>(i) &&
         reads_own_writes(refs[0], r, given)) {
       TORCH_INTERNAL_ASSERT(solution.operands[0], op.name, ": what is read moves, but not what is written, which has it");
-      locals.hold(view_of_written(refs[0], r, locals[0], [&] { return move(local, have); }));
+      locals.hold(view_of_written(refs[0], r, locals[0], [&] { return moved_piece(request); }));
       continue;
     }
-    const bool summand = !op.is_view && have.has_partial() && r.impl && r.impl->keeps_sums();
-    auto moved = r.impl && !written && !numbers.defined() ? moved_once(*r.impl, need, summand ? For::Reading : For::Owning, move)
-                                                          : move(local, have);
-    if (!written && needs_order(op) && !is_symbolic(moved)) {
+    if (written) { // contiguous: some of torch's out= kernels assume that
+      request.use = For::Owning;
+      locals.hold(moved_piece(request).contiguous());
+      continue;
+    }
+    auto moved = moved_piece(request);
+    if (needs_order(op) && !is_symbolic(moved)) {
       moved = laid(std::move(moved), r.tensor->strides()); // so that the results' strides are as in torch, too
     }
-    // Written copies are contiguous: some of torch's out= kernels assume that.
-    locals.hold(!written ? std::move(moved) : moved.is_alias_of(local) ? moved.clone() : moved.contiguous(), summand && !written);
+    locals.hold(std::move(moved), summand);
   }
 }
 
@@ -273,9 +215,10 @@ void carry_back(const Op& op, const Refs& refs, const Solution& solution, const 
       continue;
     }
     const auto* self = refs[i].impl;
-    const auto& to = self ? self->layout() : *solution.replicated;
+    const auto& to = self ? self->layout_ptr() : solution.replicated;
     at::Tensor local = self ? self->local() : *refs[i].tensor;
-    local.copy_(move_for(op, refs[i], kWrittenBack, locals[i], *solution.operands[i], to));
+    local.copy_(moved_piece(
+        {*refs[i].tensor, to, cause_of(op, refs[i], kWrittenBack), For::Reading, Placed{locals[i], solution.operands[i]}}));
   }
 }
 

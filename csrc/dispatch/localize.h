@@ -2,11 +2,10 @@
 #pragma once
 
 #include "dispatch/refs.h"
+#include "redistribute/watch.h"
 #include "rules/solution.h"
-#include "tensor/sums.h"
 #include "tensor/symbolic.h"
 
-#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 
@@ -62,18 +61,8 @@ class Locals {
   c10::SmallVector<at::Tensor, 4> moved_;
 };
 
-// Where a move of `t` starts: at its piece, or at the sum of a summand that was added up before (tensor/sums.h).
-Placed start_of(const ShardTensorImpl& t, const LayoutPtr& to);
-
-enum class For { Reading, Owning };
-using Move = c10::function_ref<at::Tensor(const at::Tensor& local, const Layout& from)>;
-// A tensor's piece in another layout, by `move`. What was added up before, or what a graph has moved there before, and not been
-// written since, is not moved again, so that ranks communicate once. Not in a graph's backward: the forward would have to keep
-// the moved tensor. `Reading`: others may read the result too, so nobody may write it.
-at::Tensor moved_once(const ShardTensorImpl& t, const LayoutPtr& to, For use, Move move);
-// Moves the local tensor of an argument to another layout. Errors name the op.
-at::Tensor move_for(const Op& op, const Ref& ref, const char* why, const at::Tensor& local, const Layout& from, const Layout& to);
-const char* why_moved(const Op& op); // why an operand was moved
+// Why an argument moves. `why`: by default, what its rule says of operands.
+Cause cause_of(const Op& op, const Ref& ref, const char* why = nullptr);
 inline constexpr const char* kWrittenBack = "it was written under another layout";
 
 // Raises, on all ranks, if operands whose sizes must agree do not. (On one rank the pieces may agree although the whole

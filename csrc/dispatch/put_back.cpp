@@ -1,12 +1,10 @@
 #include "dispatch/put_back.h"
 
 #include "comm/values.h"
-#include "dispatch/errors.h"
 #include "dispatch/excluded.h"
 #include "dispatch/localize.h"
 #include "layout/symbolic.h"
-#include "redistribute/redistribute.h"
-#include "redistribute/watch.h"
+#include "tensor/move.h"
 #include "tensor/versions.h"
 
 #include <ATen/ATen.h>
@@ -18,34 +16,18 @@ using rules::SolutionPtr;
 namespace {
 
 // A piece, and the layout and sizes of its tensor.
-struct Piece {
-  at::Tensor local;
-  LayoutPtr layout;
+struct Piece : Placed {
   SymSizes sizes;
 };
 
 Piece piece_of(const at::Tensor& t, const ShardTensorImpl& impl) {
-  return {impl.local(true), impl.layout_ptr(), t.sym_sizes().vec()};
-}
-
-at::Tensor moved(const Op& op, const Piece& from, const LayoutPtr& to) {
-  if (from.layout == to) {
-    return from.local;
-  }
-  return errors::while_doing(op, [&] {
-    tell_watcher(op.name, op.schema().arguments()[0].name(), kWrittenBack, *from.layout, *to, from.local);
-    return redistribute(from.local, *from.layout, *to, c10::SymIntArrayRef(from.sizes));
-  });
+  return {{impl.local(true), impl.layout_ptr()}, t.sym_sizes().vec()};
 }
 
 // Along mesh dims that cut the base, one rank has the view's values and the others have zeros; all of them get the sum.
-LayoutPtr whole_where_cut(LayoutPtr view, const Layout& base) {
-  for (int64_t m = 0; m < base.ndim(); ++m) {
-    if (base.placement(m).is_shard() && view->placement(m).is_partial()) {
-      view = view->with(m, Placement::replicate());
-    }
-  }
-  return view;
+LayoutPtr whole_where_cut(const Layout& view, const Layout& base) {
+  const auto is_such = [&](int64_t m) { return base.placement(m).is_shard() && view.placement(m).is_partial(); };
+  return view.with_where(is_such, Placement::replicate());
 }
 
 } // namespace
@@ -66,15 +48,16 @@ void remember_base(
     return;
   }
   const auto home = piece_of(*base_ref.tensor, base);
-  const Piece source{operand, solution->operands[0] ? solution->operands[0] : home.layout, home.sizes};
-  copied->put_back = [&op, solution, home, source, copy = piece_of(view, impl), behind = base.copied()] {
+  const Piece source{{operand, solution->operands[0] ? solution->operands[0] : home.layout}, home.sizes};
+  const auto cause = cause_of(op, base_ref, kWrittenBack);
+  copied->put_back = [cause, solution, home, source, copy = piece_of(view, impl), behind = base.copied()] {
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     if (solution->put_back) {
-      const auto values = moved(op, copy, whole_where_cut(copy.layout, *source.layout));
+      const auto values = moved_piece(copy, *whole_where_cut(*copy.layout, *source.layout), copy.sizes, cause);
       solution->put_back(*solution, {source.layout.get(), source.sizes}, source.local, values);
     }
     if (source.layout != home.layout) {
-      at::Tensor(home.local).copy_(moved(op, source, home.layout));
+      at::Tensor(home.local).copy_(moved_piece(source, *home.layout, source.sizes, cause));
     }
     if (!is_traced(home.local)) {
       bump_piece(home.local);

@@ -46,10 +46,8 @@ bool makes_whole(const Call& call, const Solution& solution) {
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const auto& have = *call.tensors[i].layout;
     const auto& need = solution.operands[i];
-    for (int64_t m = 0; need && m < have.ndim(); ++m) {
-      if (have.placement(m).is_shard() && need->placement(m).is_replicate()) {
-        return true;
-      }
+    if (need && have.any_mesh_dim([&](int64_t m) { return have.placement(m).is_shard() && need->placement(m).is_replicate(); })) {
+      return true;
     }
   }
   return false;

@@ -4,6 +4,7 @@
 #include "dispatch/kernel_table.h"
 #include "dispatch/lists.h"
 #include "tensor/lists.h"
+#include "tensor/move.h"
 #include "tensor/versions.h"
 
 #include <ATen/ATen.h>
@@ -114,7 +115,7 @@ class TypedList<Result(TensorList, Args...)> final : public c10::OperatorKernel 
       c10::impl::ExcludeDispatchKeyGuard below(kBelow);
       auto results = call_.call(localized(first, locals[0]), localized(args, locals[I + 1])...);
       for (size_t n = 0; n < results.size(); ++n) {
-        results[n] = solutions.empty() ? wrap_with(first[n], std::move(results[n]))
+        results[n] = solutions.empty() ? with_piece(first[n], std::move(results[n]), as_shard_tensor(first[n])->layout_ptr())
                                        : wrap_result(op_, std::move(results[n]), *solutions[n], 0, {Ref(0, 0, first[n])});
       }
       return results;

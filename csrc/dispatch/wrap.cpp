@@ -77,7 +77,7 @@ Sizes reshaped(const at::Tensor& base, c10::IntArrayRef sizes) {
 SymSizes reshaped(const at::Tensor& base, c10::SymIntArrayRef sizes) {
   const auto found =
       at::detail::computeStride(base.sym_sizes(), base.sym_strides(), c10::SymDimVector(sizes.begin(), sizes.end()));
-  return found ? SymSizes(found->begin(), found->end()) : sym_dense_strides(sizes, {}); // where torch refuses, its own op raises
+  return found ? SymSizes(found->begin(), found->end()) : dense_strides(sizes, {}); // where torch refuses, its own op raises
 }
 
 template <typename In, typename AllSizes>
@@ -121,12 +121,8 @@ void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied
 // Whether a view holds summands along a mesh dim along which its base has none: then it has other memory than the base, also on
 // ranks whose piece has no elements.
 bool has_new_summands(const Layout& view, const Layout& base) {
-  for (int64_t m = 0; view.has_partial() && m < base.ndim(); ++m) {
-    if (view.placement(m).is_partial() && !base.placement(m).is_partial()) {
-      return true;
-    }
-  }
-  return false;
+  const auto is_new = [&](int64_t m) { return view.placement(m).is_partial() && !base.placement(m).is_partial(); };
+  return view.has_partial() && base.any_mesh_dim(is_new);
 }
 
 // Whether a view shares no memory with its base's piece, alike on all ranks: one without elements tells nothing. If the piece is
@@ -146,11 +142,16 @@ Sizes global_sizes(const Solution::Result& result, const Refs& refs, const at::T
   return sizes_of_result<Numbers>(result, refs, local);
 }
 
+namespace {
+
+Order order_of_result(const Solution::Result& result, const Refs& refs, size_t ndim) {
+  return result.order ? *result.order : result.like >= 0 ? order_like(*refs[result.like].tensor, ndim) : Order();
+}
+
+} // namespace
+
 Sizes strides_of(const Solution::Result& result, const Refs& refs, c10::IntArrayRef sizes) {
-  if (result.order) {
-    return dense_strides(sizes, *result.order);
-  }
-  return result.like >= 0 ? strides_like(sizes, *refs[result.like].tensor) : Sizes(c10::contiguous_strides(sizes));
+  return dense_strides(sizes, order_of_result(result, refs, sizes.size()));
 }
 
 std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& stack, size_t at) {
@@ -184,58 +185,99 @@ bool is_read_by_autograd() {
   return node && !dynamic_cast<const torch::autograd::CopySlices*>(node.get());
 }
 
-// wrap_result() for symbolic sizes.
-at::Tensor wrap_symbolic_result(
-    at::Tensor local,
-    const Solution& solution,
-    size_t nth,
-    const Refs& refs,
-    const Form* form,
-    const ShardTensorImpl* base,
-    bool copied) {
-  const auto* result = nth < solution.results.size() ? &solution.results[nth] : nullptr;
-  auto layout = result ? result->layout : solution.replicated;
-  auto sizes = local.sym_sizes().vec(), strides = local.sym_strides().vec();
-  if (result && layout->is_sharded()) {
-    sizes = sizes_of_result<Symbols>(*result, refs, local);
-  }
-  if (layout->has_symbols() && (!base || copied || is_read_by_autograd())) { // any other view may be written
-    auto even = evened(layout);
-    local = redistribute(local, *layout, *even, sizes);
-    layout = std::move(even);
-    copied = base != nullptr;
-  }
-  const bool moved = copied || (base && base->broken_view());
-  const auto wrapped = [&](c10::SymIntArrayRef as, const c10::SymInt& offset) {
-    auto out = wrap_symbolic(std::move(local), layout, sizes, as, base, offset, moved);
-    if (moved) {
-      mark_broken(*as_shard_tensor(out), *base, copied);
-    }
-    return out;
-  };
-  if (base && (!moved || form)) {
-    const auto found = form ? *form : form_of<Symbols>(*result->geometry, *refs[0].tensor, sizes);
-    // A gradient's offset matters to nobody; a symbol would be kept as a size of one more tensor.
-    const bool drop = found.offset.is_symbolic() && torch::autograd::get_current_graph_task_id() != -1;
-    return wrapped(found.strides, drop ? c10::SymInt(0) : found.offset);
-  }
-  if (result && !result->strides.empty()) {
-    strides = result->strides;
-  } else if (result && (solution.shards || result->order)) {
-    const auto like = result->like >= 0 ? *refs[result->like].tensor : at::Tensor();
-    const auto order = result->order ? *result->order : order_like(like, sizes.size());
-    strides = sym_dense_strides(sizes, order);
-    local = sym_laid(local, order);
-  }
-  return wrapped(strides, 0);
-}
-
 // No view: nobody else has its piece.
 at::Tensor new_result(at::Tensor result, const Layout& layout) {
   if (C10_UNLIKELY(layout.has_partial())) {
     as_shard_tensor(result)->let_keep_sums();
   }
   return result;
+}
+
+template <typename In>
+typename In::List list_of(const SymSizes& numbers) {
+  if constexpr (std::is_same_v<In, Symbols>) {
+    return numbers;
+  } else {
+    return guarded(numbers);
+  }
+}
+
+// What is left of wrap_result() if no other tensor's sizes and strides can be reused.
+template <typename In>
+at::Tensor wrapped(
+    at::Tensor local,
+    const Solution& solution,
+    const Solution::Result* result,
+    const Refs& refs,
+    const Form* form,
+    const ShardTensorImpl* base,
+    bool copied) {
+  constexpr bool symbols = std::is_same_v<In, Symbols>;
+  const auto* layout = result ? &result->layout : &solution.replicated;
+  LayoutPtr even;
+  typename In::List own_sizes, own_strides;
+  auto sizes = In::sizes(local), strides = In::strides(local); // they outlive the move into the result
+  const auto keep_sizes = [&] {                                // a copy may replace the local tensor
+    if (own_sizes.empty()) {
+      own_sizes = typename In::List(sizes.begin(), sizes.end());
+      sizes = own_sizes;
+    }
+  };
+  if (result && (*layout)->is_sharded()) {
+    sizes = own_sizes = sizes_of_result<In>(*result, refs, local);
+  }
+  if constexpr (symbols) {
+    keep_sizes();
+    strides = own_strides = strides.vec();
+    if ((*layout)->has_symbols() && (!base || copied || is_read_by_autograd())) { // any other view may be written
+      even = evened(*layout);
+      local = redistribute(local, **layout, *even, sizes);
+      layout = &even;
+      copied = base != nullptr;
+    }
+  }
+  const bool moved = copied || (base && base->broken_view());
+  const auto finished = [&](const auto& as, const auto& offset) {
+    at::Tensor out;
+    if constexpr (symbols) {
+      out = wrap_symbolic(std::move(local), *layout, sizes, as, base, offset, moved);
+    } else {
+      out = wrap(std::move(local), *layout, sizes, as, base, offset, moved);
+    }
+    if (moved) {
+      mark_broken(*as_shard_tensor(out), *base, copied);
+    }
+    if (!base) {
+      return new_result(std::move(out), **layout);
+    }
+    // A kernel may make a copy on ranks with empty pieces alone, and all ranks must find the same sums.
+    if (C10_UNLIKELY(base->keeps_sums()) && !moved && (!solution.kernel || !base->layout().is_sharded())) {
+      as_shard_tensor(out)->share_sums(*base);
+    }
+    return out;
+  };
+  // A graph lays out a view that had to move anew.
+  if (base && (!moved || form || (!symbols && result && result->geometry))) {
+    auto found = form ? FormIn<In>{list_of<In>(form->strides), In::of(form->offset)}
+                      : form_of<In>(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
+    if constexpr (symbols) { // a gradient's offset matters to nobody; a symbol would be kept as a size of one more tensor
+      const bool drop = found.offset.is_symbolic() && torch::autograd::get_current_graph_task_id() != -1;
+      found.offset = drop ? c10::SymInt(0) : found.offset;
+    } else if (solution.put_back) {
+      keep_sizes();
+      local = laid(std::move(local), found.strides);
+    }
+    return finished(found.strides, found.offset);
+  }
+  if (result && !result->strides.empty()) {
+    strides = own_strides = list_of<In>(result->strides);
+  } else if (result && (solution.shards || result->order)) {
+    const auto order = order_of_result(*result, refs, sizes.size());
+    keep_sizes();
+    strides = own_strides = dense_strides(sizes, order);
+    local = laid(std::move(local), order);
+  }
+  return finished(strides, 0);
 }
 
 } // namespace
@@ -246,12 +288,11 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   // A copy, or a view of one: a write to it does not reach the base on every rank.
   const auto& layout = result ? result->layout : solution.replicated;
   const bool copied = base && is_copy(local, *layout, solution, *base);
-  const bool moved = copied || (base && base->broken_view());
   if (C10_UNLIKELY(copied)) {
     local = kernels::resolved(local); // only some ranks may have made theirs as a view
   }
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
-    return wrap_symbolic_result(std::move(local), solution, nth, refs, form, base, copied);
+    return wrapped<Symbols>(std::move(local), solution, result, refs, form, base, copied);
   }
   if (C10_UNLIKELY(!base && local.dim() == 0 && layout->has_partial())) {
     auto out = wrap(std::move(local), layout, {}, {});
@@ -263,45 +304,7 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
       return new_result(wrap(laid(std::move(local), twin->strides()), layout, twin->sizes(), twin->strides()), *layout);
     }
   }
-  Sizes own_sizes, own_strides;
-  c10::IntArrayRef sizes = local.sizes(), strides = local.strides(); // they outlive the move into the result
-  if (result && layout->is_sharded()) {
-    sizes = own_sizes = global_sizes(*result, refs, local);
-  }
-  const auto lay = [&](c10::IntArrayRef as) {
-    own_sizes = Sizes(sizes.begin(), sizes.end());
-    sizes = own_sizes; // if a copy in another order replaces the local tensor, the local sizes are gone
-    local = laid(std::move(local), as);
-  };
-  const auto wrapped = [&](c10::IntArrayRef as, int64_t offset) {
-    auto out = wrap(std::move(local), layout, sizes, as, base, offset, moved);
-    if (moved) {
-      mark_broken(*as_shard_tensor(out), *base, copied);
-    }
-    if (!base) {
-      return new_result(std::move(out), *layout);
-    }
-    // A kernel may make a copy on ranks with empty pieces alone, and all ranks must find the same sums.
-    if (C10_UNLIKELY(base->keeps_sums()) && !moved && (!solution.kernel || !base->layout().is_sharded())) {
-      as_shard_tensor(out)->share_sums(*base);
-    }
-    return out;
-  };
-  if (base && (!moved || form || (result && result->geometry))) {
-    const auto found = form ? FormIn<Numbers>{guarded(form->strides), Numbers::of(form->offset)}
-                            : form_of<Numbers>(*result->geometry, *refs[0].tensor, sizes); // raises where torch would
-    if (solution.put_back) {
-      lay(found.strides);
-    }
-    return wrapped(found.strides, found.offset);
-  }
-  if (result && !result->strides.empty()) {
-    strides = own_strides = guarded(result->strides);
-  } else if (result && (solution.shards || result->order)) {
-    strides = own_strides = strides_of(*result, refs, sizes);
-    lay(strides);
-  }
-  return wrapped(strides, 0);
+  return wrapped<Numbers>(std::move(local), solution, result, refs, form, base, copied);
 }
 
 } // namespace shardtensor

@@ -389,16 +389,6 @@ Sizes Layout::local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> c
   return local;
 }
 
-Sizes Layout::sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const {
-  Sizes sizes(local.begin(), local.end());
-  for (int64_t m = 0; m < ndim(); ++m) {
-    if (placements_[m].is_shard()) {
-      sizes[placements_[m].dim] *= mesh_->size(m);
-    }
-  }
-  return sizes;
-}
-
 std::vector<Box> Layout::boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const {
   std::vector<Box> out(1);
   for (size_t d = 0; d < sizes.size(); ++d) {

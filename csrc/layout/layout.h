@@ -186,8 +186,16 @@ class Layout final : public c10::intrusive_ptr_target {
     }
     return local_sizes(sizes, mesh_->coordinate());
   }
-  // The global sizes if every rank's piece has the sizes `local`.
-  Sizes sizes_of_equal_pieces(c10::ArrayRef<int64_t> local) const;
+  // The global sizes if every rank's piece has these: numbers or symbols.
+  template <typename List>
+  List sizes_of_equal_pieces(List sizes) const {
+    for (int64_t m = 0; m < ndim(); ++m) {
+      if (const auto& p = placements_[m]; p.is_shard()) {
+        sizes[p.dim] = sizes[p.dim] * mesh_->size(m);
+      }
+    }
+    return sizes;
+  }
   std::vector<Box> boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
 
   // The same with numbers where a cut follows the sizes.
@@ -198,6 +206,39 @@ class Layout final : public c10::intrusive_ptr_target {
 
   // The same layout with one mesh dim's placement replaced. Explicit cuts that nest in the changed one become even.
   LayoutPtr with(int64_t mesh_dim, Placement placement, Cut cut = nullptr) const;
+
+  // The same with this placement on every mesh dim m for which is(m) holds.
+  template <typename Is>
+  LayoutPtr with_where(const Is& is, Placement placement) const {
+    auto out = LayoutPtr::reclaim_copy(this);
+    for (int64_t m = 0; m < ndim(); ++m) {
+      out = is(m) ? out->with(m, placement) : out;
+    }
+    return out;
+  }
+  // Whether is(m) holds for some mesh dim m.
+  template <typename Is>
+  bool any_mesh_dim(const Is& is) const {
+    for (int64_t m = 0; m < ndim(); ++m) {
+      if (is(m)) {
+        return true;
+      }
+    }
+    return false;
+  }
+  // How many ranks there are along the mesh dims m for which is(m) holds.
+  template <typename Is>
+  int64_t ranks_where(const Is& is) const {
+    int64_t ranks = 1;
+    for (int64_t m = 0; m < ndim(); ++m) {
+      ranks *= is(m) ? mesh_->size(m) : 1;
+    }
+    return ranks;
+  }
+  // Into how many pieces tensor dim `dim` is cut.
+  int64_t pieces_of(int64_t dim) const {
+    return ranks_where([&](int64_t m) { return placements_[m].is_shard(dim); });
+  }
 
   // The same layout with Replicate where a mesh dim cuts one of the tensor dims `dims` (bits).
   LayoutPtr uncut(uint64_t dims) const;

@@ -41,6 +41,10 @@ std::shared_ptr<const Plan> plan_in_graph(const Layout& from, const Layout& to, 
 }
 
 at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {
+  if (&from == &to) {
+    return local;
+  }
+  check_reducible(from, to, local.scalar_type());
   if (&from.mesh() != &to.mesh()) {
     const auto here = relabelled(from, to.mesh_ptr());
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -51,7 +55,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
         from.mesh().rank(), ")");
     return redistribute_in_graph(local, *here, to, sizes);
   }
-  if (&from == &to || !from.mesh().has_me()) {
+  if (!from.mesh().has_me()) {
     return local;
   }
   State s{{kernels::resolved(local)}, LayoutPtr::reclaim_copy(&from), {}};
@@ -94,18 +98,19 @@ Moving redistribute_across(const at::Tensor& local, const Layout& from, const La
 
 } // namespace
 
-at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes) {
-  return is_traced(local) ? redistribute_in_graph(local, from, to, sizes) : redistribute(local, from, to, guarded(sizes));
+at::Tensor redistribute(
+    const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, comm::InFlight* rest) {
+  return is_traced(local) ? redistribute_in_graph(local, from, to, sizes) : redistribute(local, from, to, guarded(sizes), rest);
 }
 
 at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, comm::InFlight* rest) {
   if (&from == &to) {
     return local;
   }
-  check_reducible(from, to, local.scalar_type());
   if (is_traced(local)) {
     return redistribute_in_graph(local, from, to, symbols(sizes));
   }
+  check_reducible(from, to, local.scalar_type());
   if (from.has_partial() && is_wrapper(local)) { // the wrapper's class adds nothing to the values, so add up the values
     const auto dense = at::empty(local.sizes(), at::TensorOptions(local.device()).dtype(local.scalar_type())).copy_(local);
     return redistribute(dense, from, to, sizes, rest);

@@ -18,7 +18,8 @@ namespace shardtensor {
 at::Tensor redistribute(
     const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, comm::InFlight* rest = nullptr);
 // The same if `local` may belong to a graph and global sizes may be symbols. Tracing ignores `rest`.
-at::Tensor redistribute(const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes);
+at::Tensor redistribute(
+    const at::Tensor& local, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, comm::InFlight* rest = nullptr);
 
 // Of several tensors at once.
 struct Moved {

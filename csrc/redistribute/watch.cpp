@@ -26,26 +26,9 @@ void tell_of_halo(const HaloRead& read) {
   }
 }
 
-void tell_watcher(
-    const std::string& op,
-    const std::string& argument,
-    const char* why,
-    const Layout& from,
-    const Layout& to,
-    const at::Tensor& moved) {
-  tell_watcher(op, argument, why, from, to, moved.sym_sizes(), static_cast<int64_t>(moved.element_size()));
-}
-
-void tell_watcher(
-    const std::string& op,
-    const std::string& argument,
-    const char* why,
-    const Layout& from,
-    const Layout& to,
-    c10::SymIntArrayRef sizes,
-    int64_t item) {
+void tell_watcher(const Cause& cause, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
   if (auto* tell = g_watcher.load(std::memory_order_relaxed)) {
-    tell({op, argument, why, from, to, sizes.vec(), item});
+    tell({cause, from, to, sizes.vec(), static_cast<int64_t>(item)});
   }
 }
 

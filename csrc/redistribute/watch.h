@@ -7,13 +7,18 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <string_view>
 
 namespace shardtensor {
 
-struct ImplicitMove {
-  const std::string& op;
-  const std::string& argument;
+// Why a tensor moves: an op needs its argument in another layout.
+struct Cause {
+  std::string_view op, argument;
   const char* why;
+};
+
+struct ImplicitMove {
+  const Cause& cause;
   const Layout& from;
   const Layout& to;
   SymSizes sizes; // to tell of them adds no guard to a graph
@@ -23,23 +28,8 @@ struct ImplicitMove {
 // Called before the move, on each rank of the mesh; it may throw. Null: no observer.
 using Watcher = void (*)(const ImplicitMove&);
 void set_watcher(Watcher watcher);
-// `moved`: the tensor whose layout will change.
-void tell_watcher(
-    const std::string& op,
-    const std::string& argument,
-    const char* why,
-    const Layout& from,
-    const Layout& to,
-    const at::Tensor& moved);
-
-void tell_watcher(
-    const std::string& op,
-    const std::string& argument,
-    const char* why,
-    const Layout& from,
-    const Layout& to,
-    c10::SymIntArrayRef sizes,
-    int64_t item);
+// `sizes`: of the whole tensor whose layout will change; `item`: bytes of an element.
+void tell_watcher(const Cause& cause, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item);
 
 // Called (with the GIL, if Python set it) with the op's name, why it gathers its inputs and their layouts; null: no observer.
 using FallbackLog = void (*)(const std::string& op, const char* why, const std::string& layouts);

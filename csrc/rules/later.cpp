@@ -1,7 +1,6 @@
 #include "rules/later.h"
 
-#include "redistribute/redistribute.h"
-#include "tensor/shard_tensor.h"
+#include "tensor/move.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
@@ -251,8 +250,7 @@ std::vector<at::Tensor> put_off_now(
     const auto want = made.layout(mesh);
     const auto order = made.order();
     const auto& result = stack[i].toTensor();
-    const auto& self = shard_tensor(result, "a graph's result");
-    auto local = self.layout_ptr() == want ? self.local() : redistribute(self.local(), self.layout(), *want, result.sizes());
+    auto local = moved_piece({result, want, {}, For::Viewing});
     const auto piece = guarded(made.sizes(order.size()));
     TORCH_INTERNAL_ASSERT(
         local.sizes() == c10::IntArrayRef(piece), name, ": the graph expects ", c10::IntArrayRef(piece), ", not ", local.sizes());
@@ -277,7 +275,7 @@ std::vector<at::Tensor> put_off_meta(
       made.layout(nullptr);
       const auto order = made.order();
       const auto piece = made.sizes(order.size());
-      out.push_back(at::empty_strided_symint(piece, sym_dense_strides(piece, order), pieces[0].options().dtype(dtype)));
+      out.push_back(at::empty_strided_symint(piece, dense_strides(piece, order), pieces[0].options().dtype(dtype)));
     }
   }
   return out;

@@ -2,7 +2,9 @@
 // reads of them.
 #pragma once
 
+#include "comm/values.h"
 #include "redistribute/fetch.h"
+#include "redistribute/identity.h"
 #include "rules/rule.h"
 
 namespace shardtensor::rules {
@@ -19,6 +21,15 @@ struct Solution final : c10::intrusive_ptr_target {
     ReduceOp padding; // of its cells beyond the edges: Operand::padding
     bool awaited;     // Operand::awaited
     LayoutPtr recut;  // null if it is a halo of the pieces as they are; else the layout to which they are recut with it
+
+    // Whether the op's kernel fetches it, while it works on the piece. In graphs the piece is joined with it before.
+    bool awaits(const at::Tensor& piece) const {
+      return awaited && !is_traced(piece);
+    }
+    // The piece with its halo. Every rank of the mesh calls it.
+    at::Tensor joined(const at::Tensor& piece, c10::IntArrayRef strides) const {
+      return fetch(piece, strides, identity(padding, piece.scalar_type()));
+    }
   };
   std::vector<Halo> halos;
   const Halo* halo(size_t operand) const {

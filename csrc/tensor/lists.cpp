@@ -1,6 +1,8 @@
 #include "tensor/lists.h"
 
-#include "redistribute/redistribute.h"
+#include "tensor/move.h"
+
+#include <ATen/ATen.h>
 
 #include <algorithm>
 
@@ -22,29 +24,24 @@ bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead) {
   return t.layout_ptr() == lead.layout_ptr() && t.sizes() == lead.sizes() && !t.layout().has_partial();
 }
 
-at::Tensor wrap_with(const at::Tensor& lead, at::Tensor local) {
-  const auto strides = strides_like(lead.sizes(), lead);
-  return wrap(laid(std::move(local), strides), as_shard_tensor(lead)->layout_ptr(), lead.sizes(), strides);
-}
-
 bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || (a.strides() == b.strides() && a.is_non_overlapping_and_dense());
 }
 
 Tensors laid_out_like(const Tensors& parameters, const Tensors& gradients) {
   Tensors out = gradients;
-  std::vector<Moved> moves;
+  std::vector<Request> requests;
   std::vector<size_t> index;
   for (size_t n = 0; n < std::min(parameters.size(), gradients.size()); ++n) {
     const auto* p = as_shard_tensor(parameters[n]);
     const auto* g = as_shard_tensor(gradients[n]);
     if (p && g && p->layout_ptr() != g->layout_ptr() && p->sizes() == g->sizes() && &p->layout().mesh() == &g->layout().mesh() &&
         !p->layout().has_partial()) {
-      moves.push_back({g->local(), g->layout_ptr(), p->layout_ptr(), Sizes(g->sizes().begin(), g->sizes().end())});
+      requests.push_back({gradients[n], p->layout_ptr()});
       index.push_back(n);
     }
   }
-  auto locals = redistribute_all(moves);
+  auto locals = moved_pieces(requests);
   for (size_t i = 0; i < index.size(); ++i) {
     const auto& p = *as_shard_tensor(parameters[index[i]]);
     auto local = std::move(locals[i]);

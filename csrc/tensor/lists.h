@@ -22,9 +22,6 @@ std::optional<std::vector<Tensors>> local_lists(const std::vector<Tensors>& list
 // Whether both have the same sizes and the same layout, without summands: an elementwise op then moves nothing.
 bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead);
 
-// Wraps the result of an elementwise op: it has the layout of its argument `lead`.
-at::Tensor wrap_with(const at::Tensor& lead, at::Tensor local);
-
 // Whether both have the same order of dims in memory, without gaps: some kernels treat several tensors as flat memory.
 bool lie_alike(const at::Tensor& a, const at::Tensor& b);
 

@@ -1,7 +1,7 @@
 // The order of a tensor's dims in memory. It is a fact of the whole tensor: every rank's piece has the same order.
 #pragma once
 
-#include "layout/layout.h"
+#include "layout/symbolic.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -17,13 +17,19 @@ Order order_of(c10::IntArrayRef strides);
 // The same without exceptions: also of dims of size 1, and where strides are 0.
 Order exact_order_of(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
+// The order of the dims of `like`, which may have symbols. Undefined, or another number of dims than `ndim`: contiguous.
+Order order_like(const at::Tensor& like, size_t ndim);
+
 // Strides without gaps.
 Sizes dense_strides(c10::IntArrayRef sizes, const Order& order);
+SymSizes dense_strides(c10::SymIntArrayRef sizes, const Order& order);
 
-// The tensor, or a dense copy if its dims are not in the order of the whole tensor's `strides`.
+// The tensor, or a dense copy if its dims are not in this order, or in the order of the whole tensor's `strides`.
+at::Tensor laid(at::Tensor local, const Order& order);
 at::Tensor laid(at::Tensor local, c10::IntArrayRef strides);
 
 // Strides of a dense tensor of `sizes` with its dims in the order of `like`'s.
 Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& like);
+SymSizes strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like);
 
 } // namespace shardtensor

@@ -126,23 +126,14 @@ void attach_python_object(const at::Tensor& t, bool traced) {
 
 } // namespace
 
-ShardTensorImpl::ShardTensorImpl(at::Tensor local, LayoutPtr layout, IntArrayRef sizes, IntArrayRef strides, bool traced)
+ShardTensorImpl::ShardTensorImpl(at::Tensor local, LayoutPtr layout, bool traced)
     : TensorImpl(keys_for(local, traced), local.dtype(), local.device()),
       local_(std::move(local)),
       layout_(std::move(layout)),
-      traced_(traced) {
-  init(sizes, strides);
-}
+      traced_(traced) {}
 
 ShardTensorImpl::ShardTensorImpl(
-    ImplType view,
-    at::Tensor local,
-    LayoutPtr layout,
-    IntArrayRef sizes,
-    IntArrayRef strides,
-    c10::Storage storage,
-    bool traced,
-    bool inference)
+    ImplType view, at::Tensor local, LayoutPtr layout, c10::Storage storage, bool traced, bool inference)
     : TensorImpl(
           view,
           std::move(storage),
@@ -151,23 +142,7 @@ ShardTensorImpl::ShardTensorImpl(
       local_(std::move(local)),
       layout_(std::move(layout)),
       traced_(traced),
-      has_storage_(true) {
-  init(sizes, strides);
-}
-
-ShardTensorImpl::ShardTensorImpl(
-    at::Tensor local,
-    LayoutPtr layout,
-    c10::SymIntArrayRef sizes,
-    c10::SymIntArrayRef strides,
-    const c10::SymInt& offset,
-    bool traced)
-    : TensorImpl(keys_for(local, traced), local.dtype(), local.device()),
-      local_(std::move(local)),
-      layout_(std::move(layout)),
-      traced_(traced) {
-  set_sizes_and_strides(sizes, strides, offset);
-}
+      has_storage_(true) {}
 
 ShardTensorImpl::InGraph& ShardTensorImpl::in_graph() const {
   if (!in_graph_) {
@@ -204,7 +179,7 @@ IntArrayRef ShardTensorImpl::sizes_hint() const {
   return in_graph().hint = hints_of(sym_sizes());
 }
 
-void ShardTensorImpl::init(IntArrayRef sizes, IntArrayRef strides) {
+void ShardTensorImpl::set_sizes(IntArrayRef sizes, IntArrayRef strides) {
   sizes_and_strides_.set_sizes(sizes);
   sizes_and_strides_.set_strides(strides);
   refresh_numel();
@@ -241,19 +216,17 @@ uint64_t ShardTensorImpl::writes_before() const {
 
 // Without a version counter, writes to the piece go unnoticed. What a CUDA graph writes when it is replayed, too.
 void ShardTensorImpl::let_keep_sums() {
-  keeps_sums_ = !local_.is_inference() && !local_.key_set().has_any(kStandIns) && !local_.is_meta() &&
-                !comm::may_be_capturing(local_) && !makes_leafs_gradient();
+  keeps_sums_ = keeps_sums_ || (!local_.is_inference() && !local_.key_set().has_any(kStandIns) && !local_.is_meta() &&
+                                !comm::may_be_capturing(local_) && !makes_leafs_gradient());
 }
 
 void ShardTensorImpl::share_sums(const ShardTensorImpl& other) {
-  if (C10_UNLIKELY(other.keeps_sums_) && !local_.is_inference() && !makes_leafs_gradient()) {
-    keeps_sums_ = true;
-  }
+  keeps_sums_ = other.keeps_sums_ && !makes_leafs_gradient();
 }
 
 void ShardTensorImpl::note_write_to_summand() {
   if (C10_UNLIKELY(comm::may_be_capturing(local_))) {
-    Sums::never(*writes());
+    writes()->keep_no_sums();
   }
 }
 
@@ -273,18 +246,23 @@ void ShardTensorImpl::keep_moved(const LayoutPtr& layout, at::Tensor local) cons
   moved.push_back({layout, std::move(local), writes_before()});
 }
 
+GlobalForm ShardTensorImpl::form() const {
+  const auto sizes = sizes_and_strides_.sizes_arrayref(), strides = sizes_and_strides_.strides_arrayref();
+  return {layout_, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, storage_offset_, data_type_};
+}
+
+bool ShardTensorImpl::has(const GlobalForm& form) const {
+  return form.layout == layout_ && IntArrayRef(form.sizes) == sizes_and_strides_.sizes_arrayref() &&
+         IntArrayRef(form.strides) == sizes_and_strides_.strides_arrayref() && form.offset == storage_offset_ &&
+         form.dtype == data_type_;
+}
+
 void* ShardTensorImpl::kept() const {
-  const auto* k = kept_.get();
-  const bool valid = k && k->layout == layout_ && IntArrayRef(k->sizes) == sizes_and_strides_.sizes_arrayref() &&
-                     IntArrayRef(k->strides) == sizes_and_strides_.strides_arrayref() && k->offset == storage_offset_ &&
-                     k->dtype == data_type_;
-  return valid ? k->object.get() : nullptr;
+  return kept_ && has(kept_->of) ? kept_->object.get() : nullptr;
 }
 
 void ShardTensorImpl::keep(std::shared_ptr<void> object) {
-  const auto sizes = sizes_and_strides_.sizes_arrayref(), strides = sizes_and_strides_.strides_arrayref();
-  kept_ = std::make_unique<Kept>(Kept{
-      std::move(object), layout_, {sizes.begin(), sizes.end()}, {strides.begin(), strides.end()}, storage_offset_, data_type_});
+  kept_ = std::make_unique<Kept>(Kept{std::move(object), form()});
 }
 
 void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
@@ -313,35 +291,10 @@ bool Pending::wait(const at::Tensor& piece) {
   return true;
 }
 
-Ahead::Ahead(at::Tensor piece, at::Tensor reduced, comm::InFlight rest)
-    : piece(std::move(piece)),
-      reduced(std::move(reduced)),
-      version(this->piece.is_inference() ? 0 : this->piece._version()),
-      pending(std::move(rest)) {}
-
-void ShardTensorImpl::set_ahead(at::Tensor reduced, comm::InFlight rest) {
-  ahead_ = c10::make_intrusive<Ahead>(local_, std::move(reduced), std::move(rest));
-}
-
-at::Tensor ShardTensorImpl::reduced_ahead() const {
-  if (!ahead_ || ahead_->written || dim() != 0 || ahead_->reduced.dtype() != dtype()) {
-    return {};
-  }
-  // Only this rank may have done so: it must not reduce again, as the others will not.
-  TORCH_CHECK(
-      ahead_->piece.is_inference() || ahead_->piece._version() == ahead_->version, "a ShardTensor of no dims (", layout_->str(),
-      ", rank ", layout_->mesh().rank(),
-      ") is read after this rank wrote its piece through to_local(), but the ranks added up the pieces when the tensor was made. "
-      "Write the ShardTensor instead, or call shardtensor.set_reduce_ahead(False) on all ranks before.");
-  ahead_->pending.wait(ahead_->reduced);
-  return ahead_->reduced;
-}
-
 void ShardTensorImpl::set_local(at::Tensor local) {
   local_ = std::move(local);
   key_set_ = (key_set_ - kLazy) | (local_.key_set() & kLazy);
   keeps_sums_ = false;
-  ahead_.reset();
   pending_.reset();
   look_first_ = broken_view();
 }
@@ -364,13 +317,14 @@ void ShardTensorImpl::look(bool to_view) const {
 
 c10::intrusive_ptr<c10::TensorImpl> ShardTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version, bool allow_change) const {
-  const auto sizes = sizes_and_strides_.sizes_arrayref(), strides = sizes_and_strides_.strides_arrayref();
-  auto impl =
-      is_symbolic()
-          ? c10::make_intrusive<ShardTensorImpl>(local_, layout_, sym_sizes(), sym_strides(), sym_storage_offset(), traced_)
-      : const_cast<ShardTensorImpl*>(this)->is_inference()
-          ? c10::make_intrusive<ShardTensorImpl>(ImplType::VIEW, local_, layout_, sizes, strides, storage(), traced_, true)
-          : c10::make_intrusive<ShardTensorImpl>(local_, layout_, sizes, strides, traced_);
+  auto impl = const_cast<ShardTensorImpl*>(this)->is_inference() && !is_symbolic()
+                  ? c10::make_intrusive<ShardTensorImpl>(ImplType::VIEW, local_, layout_, storage(), traced_, true)
+                  : c10::make_intrusive<ShardTensorImpl>(local_, layout_, traced_);
+  if (is_symbolic()) {
+    impl->set_sizes_and_strides(sym_sizes(), sym_strides(), sym_storage_offset());
+  } else {
+    impl->set_sizes(sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref());
+  }
   impl->share_storage(*this);
   impl->copy_origin(*this);
   impl->storage_offset_ = storage_offset_;
@@ -401,7 +355,6 @@ void ShardTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
 void ShardTensorImpl::copy_origin(const ShardTensorImpl& other) {
   copied_ = other.copied_;
   keeps_sums_ = other.keeps_sums_ && !makes_leafs_gradient();
-  share_ahead(other);
   share_pending(other);
   look_first_ = copied_ || pending_;
 }
@@ -433,11 +386,11 @@ void ShardTensorImpl::count_write() {
   }
   if (watches()) { // autograd counts this as a write to the base, and other copies of the base do not have it
     copied_->seen = ++copied_->base_writes->count;
-    Sums::forget(*copied_->base_writes); // on ranks with empty pieces a view may be a copy, and on others it has written the base
+    copied_->base_writes->forget_sums(); // on ranks with empty pieces a view may be a copy, and on others it has written the base
   }
   if (auto* writes = known_writes()) {
     ++writes->count;
-    Sums::forget(*writes);
+    writes->forget_sums();
   }
 }
 
@@ -476,21 +429,19 @@ at::Tensor wrap(
   if (base && (inference || base->key_set().has(DispatchKey::ADInplaceOrView))) {
     auto storage = moved ? null_storage(local, sizes) : base->storage();
     impl = c10::make_intrusive<ShardTensorImpl>(
-        c10::TensorImpl::VIEW, std::move(local), std::move(layout), sizes, strides, std::move(storage), traced, inference);
+        c10::TensorImpl::VIEW, std::move(local), std::move(layout), std::move(storage), traced, inference);
   } else {
-    impl = c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, traced);
+    impl = c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), traced);
     if (base && !moved) {
       impl->share_storage(*base);
     }
   }
+  impl->set_sizes(sizes, strides);
   if (offset) {
     impl->set_storage_offset(offset);
   }
   if (base) {
     impl->share_pending(*base);
-    if (!moved) {
-      impl->share_ahead(*base);
-    }
   }
   at::Tensor t(std::move(impl));
   attach_python_object(t, traced);
@@ -526,7 +477,8 @@ at::Tensor wrap_symbolic(
     return wrap(std::move(local), std::move(layout), *size_numbers, *stride_numbers, base, offset.expect_int(), moved);
   }
   const bool traced = needs_tracing(local);
-  auto impl = c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), sizes, strides, offset, traced);
+  auto impl = c10::make_intrusive<ShardTensorImpl>(std::move(local), std::move(layout), traced);
+  impl->set_sizes_and_strides(sizes, strides, offset);
   if (base && !moved) {
     impl->share_storage(*base);
   }

@@ -14,7 +14,9 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <vector>
 
 struct _typeobject;
 
@@ -44,38 +46,21 @@ class Pending final : public c10::intrusive_ptr_target {
   std::exception_ptr error_;
 };
 
-// The value on all ranks of a summand of no dims, whose reduction began when the summand was made. Its views and detached copies
-// share it.
-struct Ahead final : c10::intrusive_ptr_target {
-  Ahead(at::Tensor piece, at::Tensor reduced, comm::InFlight rest);
-  const at::Tensor piece, reduced;
-  const uint32_t version; // of the piece
-  std::atomic<bool> written{false};
-  Pending pending;
+// What all ranks know of a ShardTensor whose sizes are numbers.
+struct GlobalForm {
+  LayoutPtr layout;
+  Sizes sizes, strides;
+  int64_t offset;
+  caffe2::TypeMeta dtype;
 };
 
 class ShardTensorImpl final : public c10::TensorImpl {
  public:
-  ShardTensorImpl(at::Tensor local, LayoutPtr layout, c10::IntArrayRef sizes, c10::IntArrayRef strides, bool traced);
+  // Without sizes: set_sizes(), or set_sizes_and_strides() if there are symbols among them, comes next.
+  ShardTensorImpl(at::Tensor local, LayoutPtr layout, bool traced);
   // A view: under inference mode it is an inference tensor only if its base is one.
-  ShardTensorImpl(
-      ImplType view,
-      at::Tensor local,
-      LayoutPtr layout,
-      c10::IntArrayRef sizes,
-      c10::IntArrayRef strides,
-      c10::Storage storage,
-      bool traced,
-      bool inference);
-
-  // Traced, with symbols among its global sizes.
-  ShardTensorImpl(
-      at::Tensor local,
-      LayoutPtr layout,
-      c10::SymIntArrayRef sizes,
-      c10::SymIntArrayRef strides,
-      const c10::SymInt& offset,
-      bool traced);
+  ShardTensorImpl(ImplType view, at::Tensor local, LayoutPtr layout, c10::Storage storage, bool traced, bool inference);
+  void set_sizes(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
   bool is_symbolic() const {
     return has_symbolic_sizes_strides_;
@@ -132,9 +117,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
     if (Writes::alive.load(std::memory_order_relaxed) || copied_) {
       count_write();
     }
-    if (C10_UNLIKELY(ahead_)) {
-      ahead_->written = true;
-    }
     if (C10_UNLIKELY(layout_->has_partial())) {
       note_write_to_summand();
     }
@@ -148,10 +130,10 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return keeps_sums_;
   }
   void let_keep_sums();
-  // For a summand of no dims: `reduced` is its value on all ranks once `finish`, if set, has been called.
-  void set_ahead(at::Tensor reduced, comm::InFlight rest);
-  // That value, which needs no other rank. Undefined if there is none, or an op has written this since.
-  at::Tensor reduced_ahead() const;
+  // The same for a sum of no dims that ranks make at once: its readers need no other rank, even if its piece counts no writes.
+  void read_sums() {
+    keeps_sums_ = true;
+  }
 
   // Reading symbolic sizes as numbers adds a guard to the graph: it then holds only for these numbers.
   c10::IntArrayRef sizes_custom() const override;
@@ -162,6 +144,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   // The current numbers, without a guard: only for choices that are correct for any sizes.
   c10::IntArrayRef sizes_hint() const;
 
+  GlobalForm form() const;
+  bool has(const GlobalForm& form) const;
   // Python's spec of the layout, sizes and strides, kept with the tensor; null if they have changed since.
   void* kept() const;
   void keep(std::shared_ptr<void> object);
@@ -177,11 +161,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
     return storage();
   }
   void share_storage(const ShardTensorImpl& other);
-  void share_ahead(const ShardTensorImpl& other) {
-    if (C10_UNLIKELY(other.ahead_ || ahead_)) {
-      ahead_ = other.ahead_;
-    }
-  }
   // A view of `other` on all ranks: reads and keeps its sums.
   void share_sums(const ShardTensorImpl& other);
   bool shares_storage(const ShardTensorImpl& other) const {
@@ -193,7 +172,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
 
  private:
-  void init(c10::IntArrayRef sizes, c10::IntArrayRef strides);
   const char* tensorimpl_type_name() const override {
     return "ShardTensorImpl";
   }
@@ -206,10 +184,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
 
   struct Kept {
     std::shared_ptr<void> object;
-    LayoutPtr layout;
-    Sizes sizes, strides;
-    int64_t offset;
-    caffe2::TypeMeta dtype;
+    GlobalForm of;
   };
   struct Moved {
     LayoutPtr layout;
@@ -232,7 +207,6 @@ class ShardTensorImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<Copied> copied_;
   mutable std::atomic<bool> look_first_{false}; // copied_, or local_ is pending
   c10::intrusive_ptr<Pending> pending_;         // kept after it is done: another thread may be in it
-  c10::intrusive_ptr<Ahead> ahead_;
   c10::Storage shared_;
   bool keeps_sums_ = false;
 };

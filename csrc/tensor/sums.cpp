@@ -20,10 +20,6 @@ constexpr size_t kMost = 8; // of one storage
 std::atomic<bool> g_on{true};
 std::atomic<int64_t> g_count{0}, g_bytes{0};
 
-Sizes copy(IntArrayRef numbers) {
-  return Sizes(numbers.begin(), numbers.end());
-}
-
 bool is_dense(IntArrayRef sizes, IntArrayRef strides) {
   std::vector<std::pair<int64_t, int64_t>> dims; // stride, size
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -46,16 +42,16 @@ bool is_dense(IntArrayRef sizes, IntArrayRef strides) {
 }
 
 bool same_summands(const Layout& a, const Layout& b) {
-  if (&a.mesh() != &b.mesh()) {
-    return false;
-  }
-  for (int64_t m = 0; m < a.ndim(); ++m) {
+  const auto differs = [&](int64_t m) {
     const auto &p = a.placement(m), &q = b.placement(m);
-    if ((p.is_partial() || q.is_partial()) && p != q) {
-      return false;
-    }
-  }
-  return true;
+    return (p.is_partial() || q.is_partial()) && p != q;
+  };
+  return &a.mesh() == &b.mesh() && !a.any_mesh_dim(differs);
+}
+
+// An inference tensor counts no writes.
+uint32_t version_of(const at::Tensor& piece) {
+  return piece.is_inference() ? 0 : piece._version();
 }
 
 // Whether it is read as it is: lazily conjugated or negated values are others.
@@ -66,44 +62,43 @@ bool is_literal(const ShardTensorImpl& t) {
 
 } // namespace
 
-struct Sums::Sum {
+struct KeptSum {
   // The summand
-  LayoutPtr from;
-  Sizes sizes, strides; // global
-  int64_t offset;
-  caffe2::TypeMeta dtype;
+  GlobalForm of;
   at::Tensor piece;
   uint32_t version;
   // Its sum
   Placed placed;
   bool in_place; // in the memory format of the piece, which has no gaps: what is a view of the one is a view of the other
-  c10::intrusive_ptr<Pending> made; // for other streams
+  c10::intrusive_ptr<Pending> made; // null if nobody has to wait
+  bool ahead;                       // made with the summand
 
-  Sum(const ShardTensorImpl& t, at::Tensor local, const LayoutPtr& layout)
-      : from(t.layout_ptr()),
-        sizes(copy(t.sizes())),
-        strides(copy(t.strides())),
-        offset(t.storage_offset()),
-        dtype(t.dtype()),
+  KeptSum(const ShardTensorImpl& t, at::Tensor local, const LayoutPtr& layout, comm::InFlight rest, bool ahead)
+      : of(t.form()),
         piece(t.local()),
-        version(piece._version()),
-        in_place(layout == without_partial(from) && is_dense(sizes, strides)) {
+        version(version_of(piece)),
+        in_place(layout == without_partial(of.layout) && is_dense(of.sizes, of.strides)),
+        ahead(ahead) {
     if (in_place && local.strides() != piece.strides()) {
       local = at::empty_strided(piece.sizes(), piece.strides(), piece.options()).copy_(local);
     }
     placed = {std::move(local), layout};
-    if (!placed.local.device().is_cpu()) {
-      comm::InFlight rest;
+    const bool on_streams = !placed.local.device().is_cpu();
+    if (on_streams) {
       rest.then([] {}, {placed.local});
+    }
+    if (rest) {
       made = c10::make_intrusive<Pending>(std::move(rest));
+    }
+    if (on_streams) {
       made->wait(placed.local);
     }
     ++g_count;
     g_bytes += bytes();
   }
-  Sum(const Sum&) = delete;
-  Sum& operator=(const Sum&) = delete;
-  ~Sum() {
+  KeptSum(const KeptSum&) = delete;
+  KeptSum& operator=(const KeptSum&) = delete;
+  ~KeptSum() {
     --g_count;
     g_bytes -= bytes();
   }
@@ -111,20 +106,16 @@ struct Sums::Sum {
   int64_t bytes() const {
     return static_cast<int64_t>(placed.local.nbytes());
   }
-  bool is_of(const ShardTensorImpl& t) const {
-    return from == t.layout_ptr() && dtype == t.dtype() && offset == t.storage_offset() && IntArrayRef(sizes) == t.sizes() &&
-           IntArrayRef(strides) == t.strides();
-  }
   // Whether all elements of `t` are among those that were added up.
   bool covers(const ShardTensorImpl& t) const {
-    if (!in_place || dtype != t.dtype() || t.numel() == 0 || !same_summands(*from, t.layout())) {
+    if (!in_place || of.dtype != t.dtype() || t.numel() == 0 || !same_summands(*of.layout, t.layout())) {
       return false;
     }
     auto last = t.storage_offset();
     for (int64_t d = 0; d < t.dim(); ++d) {
       last += (t.size(d) - 1) * t.stride(d);
     }
-    return t.storage_offset() >= offset && last < offset + c10::multiply_integers(sizes);
+    return t.storage_offset() >= of.offset && last < of.offset + c10::multiply_integers(of.sizes);
   }
   Placed view_as(const ShardTensorImpl& t) const {
     const auto& local = t.local();
@@ -140,23 +131,23 @@ struct Sums::Sum {
 
 std::optional<Placed> sum_of(const ShardTensorImpl& t) {
   auto* writes = t.known_writes();
-  if (!writes || !t.keeps_sums() || !g_on.load(std::memory_order_relaxed)) {
+  if (!writes || !t.keeps_sums()) {
     return std::nullopt;
   }
-  std::shared_ptr<const Sums::Sum> found;
+  std::shared_ptr<const KeptSum> found;
   {
-    const std::lock_guard<std::mutex> lock(Sums::mutex());
-    const auto* sums = writes->sums.get();
-    if (!sums || sums->all.empty() || !is_literal(t) || comm::may_be_capturing(t.local())) {
+    const std::lock_guard<std::mutex> lock(Writes::mutex());
+    const auto& sums = writes->sums;
+    if (sums.empty() || !is_literal(t) || comm::may_be_capturing(t.local())) {
       return std::nullopt;
     }
     const auto find = [&](const auto& is) {
-      const auto at = std::find_if(sums->all.rbegin(), sums->all.rend(), is);
-      return at == sums->all.rend() ? nullptr : *at;
+      const auto at = std::find_if(sums.rbegin(), sums.rend(), [&](const auto& sum) { return (sum->ahead || g_on) && is(*sum); });
+      return at == sums.rend() ? nullptr : *at;
     };
-    found = find([&](const auto& sum) { return sum->is_of(t); });
+    found = find([&](const KeptSum& sum) { return t.has(sum.of); });
     if (!found) {
-      found = find([&](const auto& sum) { return sum->covers(t); });
+      found = find([&](const KeptSum& sum) { return sum.covers(t); });
     }
   }
   if (!found) {
@@ -165,48 +156,55 @@ std::optional<Placed> sum_of(const ShardTensorImpl& t) {
   // Only this rank may have done so: it must not add up again, as the others will not.
   const auto& layout = t.layout();
   TORCH_CHECK(
-      found->piece._version() == found->version, "a ShardTensor (", t.sizes(), ", ", layout.str(), ", rank ",
+      version_of(found->piece) == found->version, "a ShardTensor (", t.sizes(), ", ", layout.str(), ", rank ",
       layout.mesh().rank(),
-      ") is read after this rank wrote its piece through to_local(), but the ranks have added up the pieces for an earlier "
-      "reader. "
-      "Write the ShardTensor instead, or a clone() of it, or call shardtensor.set_reduce_once(False) on all ranks before.");
+      ") is read after this rank wrote its piece through to_local(), but the ranks have added up the pieces ",
+      found->ahead ? "when it was made" : "for an earlier reader",
+      ". Write the ShardTensor instead, or a clone() of it, or call shardtensor.",
+      found->ahead ? "set_reduce_ahead" : "set_reduce_once", "(False) on all ranks before.");
   if (found->made) {
     found->made->wait(found->placed.local);
   }
-  return found->is_of(t) ? found->placed : found->view_as(t);
+  return t.has(found->of) ? found->placed : found->view_as(t);
 }
 
-void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout) {
-  if (!t.keeps_sums() || !g_on.load(std::memory_order_relaxed) || t.layout().mesh_ptr() != layout->mesh_ptr() ||
-      !t.layout().mesh().has_me() || !is_literal(t) || comm::may_be_capturing(t.local())) {
-    return;
-  }
-  auto sum = std::make_shared<const Sums::Sum>(t, local, layout);
+namespace {
+
+void keep(const ShardTensorImpl& t, std::shared_ptr<const KeptSum> sum) {
   const auto writes = t.writes();
-  std::shared_ptr<const Sums::Sum> dropped; // outside of the lock
-  const std::lock_guard<std::mutex> lock(Sums::mutex());
-  if (!writes->sums) {
-    writes->sums = std::make_shared<Sums>();
-  }
-  auto& sums = *writes->sums;
-  if (sums.none) {
+  std::shared_ptr<const KeptSum> dropped; // outside of the lock
+  const std::lock_guard<std::mutex> lock(Writes::mutex());
+  auto& sums = writes->sums;
+  if (writes->keeps_no_sums) {
     return;
   }
-  if (sums.all.size() == kMost) {
-    dropped = std::move(sums.all.front());
-    sums.all.erase(sums.all.begin());
+  if (sums.size() == kMost) {
+    dropped = std::move(sums.front());
+    sums.erase(sums.begin());
   }
-  sums.all.push_back(std::move(sum));
+  sums.push_back(std::move(sum));
+}
+
+} // namespace
+
+void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout) {
+  if (t.keeps_sums() && g_on.load(std::memory_order_relaxed) && t.layout().mesh_ptr() == layout->mesh_ptr() &&
+      t.layout().mesh().has_me() && is_literal(t) && !t.local().is_inference() && !comm::may_be_capturing(t.local())) {
+    keep(t, std::make_shared<const KeptSum>(t, local, layout, comm::InFlight(), /*ahead=*/false));
+  }
+}
+
+void keep_sum_ahead(ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout, comm::InFlight rest) {
+  t.read_sums();
+  keep(t, std::make_shared<const KeptSum>(t, local, layout, std::move(rest), /*ahead=*/true));
 }
 
 std::vector<Placed> sums_near(const ShardTensorImpl& t) {
   std::vector<Placed> out;
   const auto* writes = t.known_writes();
-  const std::lock_guard<std::mutex> lock(Sums::mutex());
-  if (writes && writes->sums) {
-    for (const auto& sum : writes->sums->all) {
-      out.push_back(sum->placed);
-    }
+  const std::lock_guard<std::mutex> lock(Writes::mutex());
+  for (size_t i = 0; writes && i < writes->sums.size(); ++i) {
+    out.push_back(writes->sums[i]->placed);
   }
   return out;
 }
@@ -223,13 +221,7 @@ void set_reduces_once(bool on) {
 }
 
 LayoutPtr without_partial(const LayoutPtr& layout) {
-  auto out = layout;
-  for (int64_t m = 0; m < layout->ndim(); ++m) {
-    if (layout->placement(m).is_partial()) {
-      out = out->with(m, Placement::replicate());
-    }
-  }
-  return out;
+  return layout->with_where([&](int64_t m) { return layout->placement(m).is_partial(); }, Placement::replicate());
 }
 
 } // namespace shardtensor

@@ -3,13 +3,9 @@
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/Contiguity.h>
-#include <c10/util/accumulate.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <array>
-#include <numeric>
 
 namespace shardtensor {
 
@@ -59,62 +55,6 @@ Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size) {
     out->quotients.push_back({up, shift, down});
   }
   return out;
-}
-
-SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local) {
-  auto out = local.vec();
-  for (int64_t m = 0; m < layout.ndim(); ++m) {
-    if (const auto& p = layout.placement(m); p.is_shard()) {
-      out[p.dim] = out[p.dim] * layout.mesh().size(m);
-    }
-  }
-  return out;
-}
-
-SymSizes sym_dense_strides(c10::SymIntArrayRef sizes, const Order& order) {
-  const auto n = static_cast<int64_t>(sizes.size());
-  SymSizes strides(n, 1);
-  c10::SymInt stride = 1;
-  for (int64_t i = n - 1; i >= 0; --i) {
-    const auto d = order.empty() ? i : order[i];
-    strides[d] = stride;
-    stride = stride * (sizes[d].is_symbolic() ? sizes[d] : sizes[d].max(1));
-  }
-  return strides;
-}
-
-Order order_like(const at::Tensor& like, size_t ndim) {
-  if (!like.defined() || like.dim() != static_cast<int64_t>(ndim)) {
-    return {};
-  }
-  const auto sizes = hints_of(like.sym_sizes()), strides = hints_of(like.sym_strides());
-  return c10::_compute_contiguous<int64_t>(sizes, strides, c10::multiply_integers(sizes)) ? Order() : order_of(strides);
-}
-
-SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like) {
-  return sym_dense_strides(sizes, order_like(like, sizes.size()));
-}
-
-at::Tensor sym_laid(const at::Tensor& local, const Order& order) {
-  const auto sizes = local.sym_sizes(), have = local.sym_strides();
-  const auto want = sym_dense_strides(sizes, order);
-  bool lies = true;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] == 0) {
-      return local;
-    }
-    lies &= sizes[d] == 1 || have[d] == want[d];
-  }
-  if (lies) {
-    return local;
-  }
-  std::vector<int64_t> there(sizes.size()), back(sizes.size());
-  std::iota(there.begin(), there.end(), 0);
-  std::copy(order.begin(), order.end(), there.begin());
-  for (size_t i = 0; i < there.size(); ++i) {
-    back[there[i]] = static_cast<int64_t>(i);
-  }
-  return local.permute(there).contiguous().permute(back);
 }
 
 } // namespace shardtensor

@@ -81,16 +81,4 @@ Sizes hints_of(c10::SymIntArrayRef symbols);
 // The cut of a dim of this size into these pieces, if they follow the size (see PieceSizes); else null.
 Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size);
 
-// Layout::sizes_of_equal_pieces() over symbols.
-SymSizes sym_sizes_of_equal_pieces(const Layout& layout, c10::SymIntArrayRef local);
-
-// dense_strides() over symbols.
-SymSizes sym_dense_strides(c10::SymIntArrayRef sizes, const Order& order);
-// strides_like() over symbols; undefined `like`: contiguous.
-SymSizes sym_strides_like(c10::SymIntArrayRef sizes, const at::Tensor& like);
-// The order of `like`'s dims. Undefined, or another number of dims than `ndim`: contiguous.
-Order order_like(const at::Tensor& like, size_t ndim);
-// laid() over symbols: the tensor, or a dense copy if its dims are not in this order.
-at::Tensor sym_laid(const at::Tensor& local, const Order& order);
-
 } // namespace shardtensor

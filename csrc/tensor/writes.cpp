@@ -2,34 +2,28 @@
 
 namespace shardtensor {
 
-std::mutex& Sums::mutex() {
-  static auto* m = new std::mutex();
-  return *m;
-}
-
-void Sums::forget(Writes& writes) {
-  std::vector<std::shared_ptr<const Sum>> dropped; // outside of the lock
-  const std::lock_guard<std::mutex> lock(mutex());
-  if (writes.sums) {
-    dropped = std::move(writes.sums->all);
-    writes.sums->all.clear();
-  }
-}
-
-void Sums::never(Writes& writes) {
-  forget(writes);
-  const std::lock_guard<std::mutex> lock(mutex());
-  if (!writes.sums) {
-    writes.sums = std::make_shared<Sums>();
-  }
-  writes.sums->none = true;
-}
-
 Writes::Writes() {
   ++alive;
 }
 Writes::~Writes() {
   --alive;
+}
+
+std::mutex& Writes::mutex() {
+  static auto* m = new std::mutex();
+  return *m;
+}
+
+void Writes::forget_sums() {
+  std::vector<std::shared_ptr<const KeptSum>> dropped; // outside of the lock
+  const std::lock_guard<std::mutex> lock(mutex());
+  dropped.swap(sums);
+}
+
+void Writes::keep_no_sums() {
+  forget_sums();
+  const std::lock_guard<std::mutex> lock(mutex());
+  keeps_no_sums = true;
 }
 
 } // namespace shardtensor

@@ -36,6 +36,7 @@ READS: dict[str, Callable] = {
     "numpy": lambda loss: float(loss.detach().full_tensor().numpy()),
     "compared": lambda loss: loss.item() if bool(loss > -1000) else None,
     "as a view": lambda loss: loss.view(1)[0].item(),
+    "as a view of one dim": lambda loss: loss.view(1).full_tensor().item(),
     "data": lambda loss: loss.data.item(),
 }
 

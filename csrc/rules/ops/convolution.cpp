@@ -249,11 +249,7 @@ at::Tensor fetched(const Run& run, const Solution::Halo& halo, const Fetch::Arri
 // The piece with all of its halo, in its place, where the kernel has to fetch that.
 void fetch_all(const Run& run, const Solution::Halo& halo) {
   const auto piece = run.arg(0).toTensor();
-  run.arg(0) = halo.fetch(piece, strides_like(halo.fetch.sizes(), piece), identity(halo.padding, piece.scalar_type()));
-}
-
-bool has_to_fetch(const Run& run, const Solution::Halo& halo) {
-  return halo.awaited && !is_traced(run.arg(0).toTensor());
+  run.arg(0) = halo.joined(piece, strides_like(halo.fetch.sizes(), piece));
 }
 
 void piece_first(Run& run, const Solution::Halo& halo, const Split& split) {
@@ -331,7 +327,7 @@ void convolution_kernel(Run& run) {
   if (!halo) {
     return call_op_nonempty(run);
   }
-  if (has_to_fetch(run, *halo)) {
+  if (halo->awaits(run.arg(0).toTensor())) {
     if (const auto split = split_of(run, *halo, false)) {
       return piece_first(run, *halo, *split);
     }
@@ -606,7 +602,7 @@ bool pieces_are_apart(const Run& run) {
 
 void convolution_backward_kernel(Run& run) {
   if (const auto* halo = run.solution.halo(0)) {
-    if (!has_to_fetch(run, *halo)) {
+    if (!halo->awaits(run.arg(0).toTensor())) {
       return backward_with_halo(run, *halo);
     }
     const auto mask = run.arg(argument(run, "output_mask")).toBoolList();

@@ -3,8 +3,7 @@
 #include "rules/exact.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/stages.h"
-#include "tensor/shard_tensor.h"
+#include "tensor/move.h"
 
 #include <ATen/ATen.h>
 
@@ -181,7 +180,7 @@ std::optional<at::Tensor> glu_in_stages(c10::ArrayRef<c10::IValue> arguments) {
     return std::nullopt;
   }
   const auto& [dim, layout, parts] = *halves;
-  const auto both = moved("aten::glu", "self", kHalves, parts, {layout, layout});
+  const auto both = moved(parts, {layout, layout}, Cause{"aten::glu", "self", kHalves});
   return at::squeeze_copy(at::glu(at::stack(both, dim), dim), dim); // not a view, as torch's
 }
 
@@ -193,11 +192,11 @@ std::optional<at::Tensor> glu_backward_in_stages(c10::ArrayRef<c10::IValue> argu
     return std::nullopt;
   }
   const auto& [dim, layout, parts] = *halves;
-  constexpr auto kOp = "aten::glu_backward";
-  const auto there = moved(kOp, "self", kHalves, {parts[0], parts[1], grad}, {layout, layout, layout});
+  constexpr Cause cause{"aten::glu_backward", "self", kHalves};
+  const auto there = moved({parts[0], parts[1], grad}, {layout, layout, layout}, cause);
   const auto grads = at::glu_backward(there[2].unsqueeze(dim), at::stack({there[0], there[1]}, dim), dim);
   const std::vector<LayoutPtr> homes{as_shard_tensor(parts[0])->layout_ptr(), as_shard_tensor(parts[1])->layout_ptr()};
-  return at::cat(moved(kOp, "self", kHalves, {grads.select(dim, 0), grads.select(dim, 1)}, homes), dim);
+  return at::cat(moved({grads.select(dim, 0), grads.select(dim, 1)}, homes, cause), dim);
 }
 
 } // namespace

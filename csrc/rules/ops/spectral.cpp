@@ -5,8 +5,7 @@
 #include "rules/empties.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
-#include "rules/stages.h"
-#include "tensor/shard_tensor.h"
+#include "tensor/move.h"
 
 #include <ATen/ATen.h>
 
@@ -155,7 +154,7 @@ at::Tensor transformed(
     const std::string& op, const at::Tensor& self, const Grid& grid, int64_t normalization, bool forward, int64_t kept) {
   const auto d = grid.dim;
   const auto exchanged = [&](const at::Tensor& t, int64_t from, int64_t to) {
-    return moved(op, "self", "rows of one signal are exchanged for columns", {t}, {recut(t, from, to)})[0];
+    return moved(t, recut(t, from, to), Cause{op, "self", "rows of one signal are exchanged for columns"});
   };
   const auto columns = (kept + grid.rows - 1) / grid.rows;
   auto split = self.sym_sizes().vec(), joined = split;

@@ -237,7 +237,7 @@ void lies_so(Rule& rule, CopyForm form) {
 CopyForm form_of_copy(const TensorArg& x) {
   const auto sizes = x.sym_sizes();
   CopyForm form{x.sym_strides()};
-  form.dense = form.strides == sym_dense_strides(sizes, {});
+  form.dense = form.strides == dense_strides(sizes, {});
   Sizes order;
   for (int64_t d = 0; d < x.dim() && !form.dense; ++d) {
     if (sizes[d] == 0) {

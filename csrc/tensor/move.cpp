@@ -1,0 +1,202 @@
+#include "tensor/move.h"
+
+#include "comm/doing.h"
+#include "comm/values.h"
+#include "redistribute/redistribute.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/function.h>
+
+namespace shardtensor {
+
+namespace {
+
+// Runs what communicates. Errors name the op that is the cause.
+template <typename F>
+decltype(auto) run_for(const std::optional<Cause>& cause, const F& run) {
+  if (!cause) {
+    return run();
+  }
+  const auto text = [&] { return std::string(cause->op); };
+  const comm::Frame frame(text);
+  return run();
+}
+
+void tell(const Request& r, const Layout& from) {
+  if (r.cause && &from != r.to.get()) {
+    tell_watcher(*r.cause, from, *r.to, r.tensor.sym_sizes(), r.tensor.element_size());
+  }
+}
+
+const ShardTensorImpl& impl_of(const Request& r) {
+  return shard_tensor(r.tensor, "redistribute");
+}
+
+bool is_in_graph(const Request& r) {
+  const auto* impl = as_shard_tensor(r.tensor);
+  return is_symbolic(r.tensor) || (impl && impl->traced());
+}
+
+// Whether summands are added up: then there may be a sum, or one is made.
+bool adds_up(const Request& r) {
+  return !r.from && impl_of(r).layout().has_partial() && !r.to->has_partial() && !impl_of(r).traced();
+}
+
+Placed start_of(const Request& r) {
+  if (r.from) {
+    return *r.from;
+  }
+  const auto& t = impl_of(r);
+  if (C10_UNLIKELY(adds_up(r))) {
+    if (auto sum = sum_of(t)) {
+      return std::move(*sum);
+    }
+  }
+  return {t.local(), t.layout_ptr()};
+}
+
+// What the caller gets.
+at::Tensor given_out(const Request& r, const Placed& start, at::Tensor piece) {
+  const bool adds = adds_up(r);
+  if (adds && r.use == For::Reading && start.layout == impl_of(r).layout_ptr()) {
+    keep_sum(impl_of(r), piece, r.to);
+  }
+  const bool needs_own = (adds && r.use != For::Reading) || (r.use == For::Owning && start.layout != r.to);
+  return needs_own && piece.is_alias_of(start.local) ? piece.clone() : piece;
+}
+
+} // namespace
+
+at::Tensor moved_piece(const Request& r, comm::InFlight* rest) {
+  const auto start = start_of(r);
+  const auto move = [&] {
+    if (start.layout == r.to) {
+      return start.local;
+    }
+    return run_for(r.cause, [&] {
+      tell(r, *start.layout);
+      return redistribute(start.local, *start.layout, *r.to, r.tensor.sym_sizes(), rest);
+    });
+  };
+  const bool keeps = !r.from && impl_of(r).traced() && !impl_of(r).layout().is_replicated() && is_recording() &&
+                     !torch::autograd::get_current_node();
+  if (C10_LIKELY(!keeps)) {
+    return given_out(r, start, move());
+  }
+  auto piece = impl_of(r).moved_to(*r.to);
+  if (!piece.defined()) {
+    piece = move();
+  }
+  // Keep a copy: the caller may write to `piece`. If the copy is never used, the graph drops it.
+  impl_of(r).keep_moved(r.to, piece.clone());
+  return given_out(r, start, std::move(piece));
+}
+
+std::vector<at::Tensor> moved_pieces(const std::vector<Request>& requests, std::vector<comm::InFlight>* rests) {
+  std::vector<at::Tensor> out(requests.size());
+  if (rests) {
+    rests->resize(requests.size());
+  }
+  if (requests.size() == 1) {
+    out[0] = moved_piece(requests[0], rests ? rests->data() : nullptr);
+    return out;
+  }
+  std::vector<Moved> moves;
+  std::vector<size_t> index;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const auto& r = requests[i];
+    if (is_in_graph(r)) {
+      out[i] = moved_piece(r);
+      continue;
+    }
+    auto start = start_of(r);
+    const auto sizes = r.tensor.sizes();
+    moves.push_back({std::move(start.local), std::move(start.layout), r.to, Sizes(sizes.begin(), sizes.end())});
+    index.push_back(i);
+  }
+  if (moves.empty()) {
+    return out;
+  }
+  std::vector<comm::InFlight> started;
+  auto pieces = run_for(requests[index[0]].cause, [&] {
+    for (size_t n = 0; n < moves.size(); ++n) {
+      tell(requests[index[n]], *moves[n].from);
+    }
+    return redistribute_all(moves, rests ? &started : nullptr);
+  });
+  for (size_t n = 0; n < moves.size(); ++n) {
+    out[index[n]] = given_out(requests[index[n]], {moves[n].local, moves[n].from}, std::move(pieces[n]));
+    if (rests) {
+      (*rests)[index[n]] = std::move(started[n]);
+    }
+  }
+  return out;
+}
+
+at::Tensor moved_piece(const Placed& from, const Layout& to, c10::SymIntArrayRef sizes, const Cause& cause) {
+  if (from.layout.get() == &to) {
+    return from.local;
+  }
+  return run_for(cause, [&] {
+    tell_watcher(cause, *from.layout, to, sizes, from.local.element_size());
+    return redistribute(from.local, *from.layout, to, sizes);
+  });
+}
+
+at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout) {
+  const auto order = order_like(t, t.dim());
+  local = laid(std::move(local), order);
+  return is_symbolic(t) ? wrap_symbolic(std::move(local), layout, t.sym_sizes(), dense_strides(t.sym_sizes(), order))
+                        : wrap(std::move(local), layout, t.sizes(), dense_strides(t.sizes(), order));
+}
+
+namespace {
+
+// `pending`: the piece's data are on their way, so it cannot be copied into another order. It is contiguous.
+at::Tensor with_moved(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout, bool async, comm::InFlight rest) {
+  if (!async || is_symbolic(t)) {
+    return with_piece(t, std::move(local), layout);
+  }
+  const auto strides = dense_strides(t.sizes(), {});
+  auto out = wrap(rest ? std::move(local) : laid(std::move(local), Order()), layout, t.sizes(), strides);
+  if (rest) {
+    as_shard_tensor(out)->set_pending(c10::make_intrusive<Pending>(std::move(rest)));
+  }
+  return out;
+}
+
+} // namespace
+
+at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const std::optional<Cause>& cause, bool async) {
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  if (shard_tensor(t, "redistribute").layout_ptr() == to) {
+    return t;
+  }
+  comm::InFlight rest;
+  auto local = moved_piece({t, to, cause}, async ? &rest : nullptr);
+  return with_moved(t, std::move(local), to, async, std::move(rest));
+}
+
+std::vector<at::Tensor> moved(
+    const std::vector<at::Tensor>& tensors,
+    const std::vector<LayoutPtr>& layouts,
+    const std::optional<Cause>& cause,
+    bool async) {
+  c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  std::vector<Request> requests;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    requests.push_back({tensors[i], layouts[i], cause});
+  }
+  std::vector<comm::InFlight> rests;
+  auto pieces = moved_pieces(requests, async ? &rests : nullptr);
+  rests.resize(tensors.size());
+  std::vector<at::Tensor> out;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const bool stays = shard_tensor(tensors[i], "redistribute").layout_ptr() == layouts[i];
+    out.push_back(stays ? tensors[i] : with_moved(tensors[i], std::move(pieces[i]), layouts[i], async, std::move(rests[i])));
+  }
+  return out;
+}
+
+} // namespace shardtensor
