@@ -2,7 +2,6 @@
 #pragma once
 
 #include "layout/symbolic.h"
-#include "tensor/order.h"
 
 #include <ATen/core/Tensor.h>
 
