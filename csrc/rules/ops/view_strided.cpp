@@ -3,6 +3,7 @@
 
 #include "rules/exact.h"
 #include "rules/registry.h"
+#include "tensor/order.h"
 #include "tensor/symbolic.h"
 
 #include <ATen/ATen.h>
