@@ -52,7 +52,7 @@ Tensor added_at(const Tensor& values, const Tensor& index, const std::vector<c10
   return AtPlaces::apply(values, index, static_cast<int64_t>(sizes.size()), [&] { return op.call(values, index, sizes); });
 }
 
-struct Picked : torch::autograd::Function<Picked> {
+struct PickedPlanes : torch::autograd::Function<PickedPlanes> {
   static Tensor forward(AutogradContext* ctx, const Tensor& planes, const Tensor& index, int64_t space) {
     ctx->save_for_backward({index});
     ctx->saved_data["sizes"] = planes.sym_sizes().slice(planes.dim() - space).vec();
@@ -70,18 +70,18 @@ struct Picked : torch::autograd::Function<Picked> {
 };
 
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
-  return Picked::apply(planes, index, space);
+  return PickedPlanes::apply(planes, index, space);
 }
 
 // Whether a gradient is asked for, of values that are cut along their last `space` dims.
-bool is_cut(const Tensor& values, int64_t space) {
+bool space_is_cut(const Tensor& values, int64_t space) {
   const auto* impl = as_shard_tensor(values);
   return impl && values.dim() > space && impl->layout().sharded_dims() >> (values.dim() - space) && !has_tangent(values) &&
          values.requires_grad() && at::GradMode::is_enabled();
 }
 
 Tensor max_unpool2d(c10::DispatchKeySet keys, const Tensor& self, const Tensor& indices, c10::SymIntArrayRef size) {
-  if (!is_cut(self, 2)) {
+  if (!space_is_cut(self, 2)) {
     return at::_ops::max_unpool2d::redispatch(torchs_autograd(keys), self, indices, size);
   }
   return AtPlaces::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
@@ -94,7 +94,7 @@ Tensor max_unpool3d(
     c10::SymIntArrayRef size,
     at::IntArrayRef stride,
     at::IntArrayRef padding) {
-  if (!is_cut(self, 3)) {
+  if (!space_is_cut(self, 3)) {
     return at::_ops::max_unpool3d::redispatch(torchs_autograd(keys), self, indices, size, stride, padding);
   }
   return AtPlaces::apply(

@@ -4,6 +4,7 @@
 #include "comm/doing.h"
 #include "comm/faults.h"
 #include "comm/range.h"
+#include "comm/where.h"
 #include "redistribute/exchange.h"
 #include "redistribute/plan.h"
 #include "redistribute/watch.h"

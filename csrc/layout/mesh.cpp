@@ -15,14 +15,14 @@ namespace {
 using WeakMesh = c10::weak_intrusive_ptr<const Mesh>;
 
 // Keeps no mesh alive, as the table of layouts (layout.cpp).
-struct Table {
+struct MeshTable {
   std::mutex mutex;
   std::unordered_multimap<size_t, WeakMesh> meshes;
   int64_t next_id = 0;
 };
 
-Table& table() {
-  static Table* t = new Table(); // never destroyed: tensors may outlive static destruction
+MeshTable& meshes() {
+  static MeshTable* t = new MeshTable(); // never destroyed: tensors may outlive static destruction
   return *t;
 }
 
@@ -64,7 +64,7 @@ MeshPtr Mesh::make(Description d) {
     TORCH_CHECK_VALUE(r >= 0, "Mesh: rank ", r, " is negative");
   }
   const auto hash = hash_of(d);
-  auto& t = table();
+  auto& t = meshes();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto [begin, end] = t.meshes.equal_range(hash);
   for (auto it = begin; it != end; ++it) {
@@ -80,7 +80,7 @@ MeshPtr Mesh::make(Description d) {
 }
 
 void Mesh::release_resources() {
-  auto& t = table();
+  auto& t = meshes();
   std::lock_guard<std::mutex> lock(t.mutex);
   auto [begin, end] = t.meshes.equal_range(hash_);
   for (auto it = begin; it != end; ++it) {
@@ -92,13 +92,13 @@ void Mesh::release_resources() {
 }
 
 size_t Mesh::count() {
-  auto& t = table();
+  auto& t = meshes();
   std::lock_guard<std::mutex> lock(t.mutex);
   return t.meshes.size();
 }
 
 MeshPtr Mesh::with_groups(const std::vector<std::string>& groups) {
-  auto& t = table();
+  auto& t = meshes();
   std::vector<MeshPtr> found; // freed after the lock
   {
     std::lock_guard<std::mutex> lock(t.mutex);

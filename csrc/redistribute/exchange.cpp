@@ -2,6 +2,7 @@
 
 #include "comm/comm.h"
 #include "kernels/boxes.h"
+#include "redistribute/transfer.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/irange.h>
@@ -204,11 +205,6 @@ void check(const std::vector<RankBox>& list, const char* name, size_t ndim, cons
   }
 }
 
-// The elements that travel between this rank and another.
-struct Traffic {
-  int64_t sent = 0, received = 0;
-};
-
 // Consecutive parts of one message that belong to one piece: one launch.
 struct Run {
   size_t piece;
@@ -254,7 +250,7 @@ std::vector<at::Tensor> exchange(
   check(wanted, "wanted", ndim, mesh);
   const auto me = mesh.rank();
   std::vector<Part> kept, sent, received;
-  std::map<int64_t, Traffic> traffic;
+  std::map<int64_t, Traffic> traffic; // with each other rank
   for (auto& part : match(held, wanted)) {
     const auto from = held[part.from].rank, to = wanted[part.to].rank;
     if (from == me && to == me) {

@@ -1,5 +1,6 @@
 #include "redistribute/fetch.h"
 
+#include "comm/comm.h"
 #include "comm/traced.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"

@@ -2,9 +2,11 @@
 // describes them. The messages are found once, for all ranks alike; then each call sends them.
 #pragma once
 
+#include "comm/in_flight.h"
+#include "layout/layout.h"
 #include "layout/reach.h"
-#include "redistribute/transfer.h"
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
 namespace shardtensor {

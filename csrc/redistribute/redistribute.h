@@ -2,7 +2,7 @@
 // needs other placements than its operands have use this one mechanism.
 #pragma once
 
-#include "comm/comm.h"
+#include "comm/in_flight.h"
 #include "layout/layout.h"
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,6 @@
 #include "redistribute/transfer.h"
 
+#include "comm/comm.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
 #include "kernels/traced.h"

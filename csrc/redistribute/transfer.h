@@ -3,7 +3,7 @@
 // alike, without communication.
 #pragma once
 
-#include "comm/comm.h"
+#include "comm/in_flight.h"
 #include "layout/layout.h"
 
 #include <ATen/core/Tensor.h>
@@ -75,10 +75,11 @@ struct Transfer {
 // If there is Partial, it is on the same mesh dims of both layouts, on one mesh: summands move only between ranks with the same
 // coordinates along those mesh dims.
 Transfer transfer_of(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
-// The elements that it sends and receives: transfer_of() without boxes.
+// The elements that a rank sends and receives.
 struct Traffic {
   int64_t sent = 0, received = 0;
 };
+// Those of transfer_of(), without its boxes.
 Traffic traffic_of_transfer(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
 
 // The number of indices that are in both.

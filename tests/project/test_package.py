@@ -240,6 +240,39 @@ def test_no_files_of_the_extension_include_each_other():
     assert circles(modules) == []
 
 
+def unnamed(source):
+    """What a C++ source defines in its unnamed namespaces, each as one text: types, aliases, functions by their parameters' types, variables."""
+    for block in re.findall(r"^namespace \{$(.*?)^\} // namespace$", source, re.MULTILINE | re.DOTALL):
+        text = re.sub(r"//.*", "", block)
+        for name in re.findall(r"^(?:struct|class|enum(?: class)?) (\w+)[^;]*?\{", text, re.MULTILINE):
+            yield name
+        for name, what in re.findall(r"^using (\w+) = ([^;]*);", text, re.MULTILINE):
+            yield f"{name} = {what}"
+        for name, parameters in re.findall(r"^(?!struct|class|enum|using|return)[\w:][^;{}=]*?\b(\w+)\(([^;{}]*)\)[\w >&:,-]*\{", text, re.MULTILINE):
+            types = [re.sub(r" = .*|\b\w+$", "", " ".join(p.split())).strip() for p in re.split(r",(?![^<(]*[>)])", parameters)]
+            yield f"{name}({', '.join(types)})"
+        for name in re.findall(r"^(?:constexpr|const|thread_local|std::atomic)\b[^;(){}]*?\b(\w+)(?:\[\w*\])*(?: =|\{|;)", text, re.MULTILINE):
+            yield name
+
+
+def test_names_in_unnamed_namespaces_differ_within_a_folder():
+    """cmake/units.cmake compiles sources of a folder together."""
+    source = "namespace {\nstruct S {\n};\nusing A = int;\nconstexpr int kOne = 1;\nvoid f(int a, const B<C, D>& b) {\n}\n} // namespace\n"
+    assert list(unnamed(source)) == ["S", "A = int", "f(int, const B<C, D>&)", "kOne"]
+    csrc = ROOT / "csrc"
+    places: dict[tuple[str, str], set[str]] = {}
+    for f in csrc.rglob("*.cpp"):
+        folder = str(f.parent.relative_to(csrc))
+        for name in unnamed(f.read_text()):
+            key, alias, _ = name.partition(" = ")
+            places.setdefault((folder, key), set()).add(name if alias else str(f))
+    for f in csrc.rglob("*.h"):  # no type of a header of the folder has such a name, either
+        for name in named_types(f.read_text()):
+            places.setdefault((str(f.parent.relative_to(csrc)), name.rpartition("shardtensor::")[2]), set()).add(str(f))
+    assert len(places) > 1000
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def named_types(source):
     """The types that a C++ source defines outside of unnamed namespaces, each with the names around it."""
     text = re.sub(r'//.*|/\*.*?\*/|"(?:\\.|[^"\\])*"', "", source, flags=re.DOTALL if "/*" in source else 0)

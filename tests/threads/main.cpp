@@ -2,7 +2,6 @@
 // (CMakeLists.txt); it ends with an error if that finds a race, or if a value is wrong. With the argument "race" it makes a race
 // of its own, which shows that races are found.
 #include "dispatch/cache.h"
-#include "dispatch/handler.h"
 #include "layout/layout.h"
 #include "redistribute/kept.h"
 

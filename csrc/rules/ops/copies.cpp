@@ -37,7 +37,7 @@ Rule copy_into(const Call& call) {
 }
 
 // zeros_like, ones_like: read the shape and the shards of the operand, but no values.
-Rule like(const Call& call) {
+Rule like_self(const Call& call) {
   Rule rule;
   auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.operands.emplace_back(dims);
@@ -76,7 +76,7 @@ Rule zeros_like_second(const Call& call) {
 
 // empty_like: nothing is in it yet, so it keeps Partial too, as DTensor's does: Module.to_empty() leaves buffers what they were.
 Rule empty_like(const Call& call) {
-  auto rule = like(call);
+  auto rule = like_self(call);
   rule.operands[0].free = false;
   rule.passes_partial();
   rule.linear[0].moves = false; // what is written into it need not be picked
@@ -157,7 +157,7 @@ void register_copies(Registry& r) {
           "ones_like",
           "zeros_like",
       },
-      like);
+      like_self);
   r.add("copies", {"_new_zeros_with_same_feature_meta"}, zeros_like_second, {.symbols = true});
   r.add("copies", {"empty_like"}, empty_like, {.unwritten = true});
   constexpr auto* kDense = "it holds dense pieces; make this rank's piece sparse (to_local()), or the whole (full_tensor())";

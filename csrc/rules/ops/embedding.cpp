@@ -110,7 +110,7 @@ Rule table_backward(const Call& call) {
 }
 
 // Each rank renormalises the indexed rows that it holds; it needs all indices.
-void renorm_kernel(Run& run) {
+void embedding_renorm_kernel(Run& run) {
   auto weight = run.arg(0).toTensor();
   need_values(weight, "embedding_renorm_ (an embedding with max_norm)");
   const auto indices = run.arg(1).toTensor().reshape(-1);
@@ -130,7 +130,7 @@ Rule embedding_renorm(const Call& call) {
   Dims table{rule.factor({.kernel = true}), rule.whole()};
   rule.operands = {Operand(table), Operand(Dims(call.tensors[1].dim(), Dim()))};
   rule.results = {Result(table)};
-  rule.always(renorm_kernel); // torch's kernel does not check the indices
+  rule.always(embedding_renorm_kernel); // torch's kernel does not check the indices
   return rule;
 }
 

@@ -50,7 +50,7 @@ void sum_kernel(Run& run) {
 // A mean over pieces of any size: the local sum divided by the global count. Backward: the gradient of the sum, divided by it
 // too.
 template <bool per_sample>
-void mean_kernel(Run& run) {
+void mean_loss_kernel(Run& run) {
   const auto count = terms(run, per_sample);
   run.arg(argument(run, "reduction")) = static_cast<int64_t>(at::Reduction::Sum);
   const auto returned = run.op.schema().returns().size();
@@ -61,13 +61,13 @@ void mean_kernel(Run& run) {
 
 Rule with_mean(Rule rule, const Call& call, bool per_sample) {
   if (reduction_of(call) == at::Reduction::Mean) {
-    rule.always(per_sample ? mean_kernel<true> : mean_kernel<false>);
+    rule.always(per_sample ? mean_loss_kernel<true> : mean_loss_kernel<false>);
   }
   return rule;
 }
 
 // Forward: each element gives one term.
-Rule elementwise(const Call& call) {
+Rule elementwise_loss(const Call& call) {
   auto rule = broadcast(call);
   if (reduction_of(call) == at::Reduction::None) {
     return rule;
@@ -383,7 +383,7 @@ void register_losses(Registry& r) {
           "smooth_l1_loss",
           "soft_margin_loss",
       },
-      elementwise, {.symbols = true});
+      elementwise_loss, {.symbols = true});
   r.add(
       "losses",
       {

@@ -17,7 +17,7 @@ namespace {
 
 // ---- interpolation: space may be cut where a size is an exact multiple of the ratio's terms ----
 
-enum class Kind : uint8_t { Nearest, Linear, Cubic };
+enum class Interpolation : uint8_t { Nearest, Linear, Cubic };
 
 // Along one dim: `from` elements per `to` results, without a common factor.
 struct Ratio {
@@ -25,11 +25,11 @@ struct Ratio {
   int64_t from, to;
 
   // What a result reads; torch clamps what lies beyond the edges.
-  Reach reach(Kind kind) const {
-    if (kind == Kind::Nearest) {
+  Reach reach(Interpolation kind) const {
+    if (kind == Interpolation::Nearest) {
       return {from, to, 0, from - 1}; // one of them
     }
-    const auto wide = kind == Kind::Cubic ? 3 * to : to;
+    const auto wide = kind == Interpolation::Cubic ? 3 * to : to;
     return {2 * from, 2 * to, from - wide, from + wide};
   }
 };
@@ -37,7 +37,7 @@ struct Ratio {
 // Noted where space is cut.
 struct Resampled {
   int64_t lead; // dims before space
-  Kind kind;
+  Interpolation kind;
   std::vector<Ratio> ratios;
 };
 
@@ -48,9 +48,10 @@ int64_t first_scale(const c10::FunctionSchema& schema, int64_t space) {
 
 // Nothing if the positions in a piece would not be those in the whole, whatever the piece: aligned corners, or a scale that is
 // not the ratio of the sizes.
-std::optional<Resampled> resampled(const Call& call, c10::IntArrayRef in, c10::IntArrayRef out, int64_t space, Kind kind) {
+std::optional<Resampled> resampled(
+    const Call& call, c10::IntArrayRef in, c10::IntArrayRef out, int64_t space, Interpolation kind) {
   Resampled made{static_cast<int64_t>(in.size()) - space, kind, {}};
-  if (kind != Kind::Nearest && call.flag(call.position("align_corners"))) {
+  if (kind != Interpolation::Nearest && call.flag(call.position("align_corners"))) {
     return std::nullopt;
   }
   for (int64_t i = 0; i < space; ++i) {
@@ -81,9 +82,11 @@ bool picks(const Ratio& r) {
 
 // Slices begin where the positions are those of the whole moved by a whole number: at a multiple of ratio.from. So a rank may
 // read some elements more in front.
-Reach from_such_a_place(const Ratio& ratio, Kind kind) {
+Reach from_such_a_place(const Ratio& ratio, Interpolation kind) {
   auto r = ratio.reach(kind);
-  const auto more = kind == Kind::Nearest ? 0 : kind == Kind::Linear && ratio.to == 1 ? (ratio.from - 1) / 2 : ratio.from - 1;
+  const auto more = kind == Interpolation::Nearest                   ? 0
+                    : kind == Interpolation::Linear && ratio.to == 1 ? (ratio.from - 1) / 2
+                                                                     : ratio.from - 1;
   r.first -= r.den * more;
   return r;
 }
@@ -93,7 +96,7 @@ void backward_kernel(Run& run);
 
 // Whether nearest picks can be made on pieces, along the dims that are cut.
 bool fits(const std::optional<Resampled>& made, const Layout& layout) {
-  if (!made || made->kind != Kind::Nearest) {
+  if (!made || made->kind != Interpolation::Nearest) {
     return made.has_value();
   }
   for (size_t i = 0; i < made->ratios.size(); ++i) {
@@ -189,13 +192,13 @@ std::optional<Bands> bands_of(const Call& call, c10::IntArrayRef in, c10::IntArr
   return any ? std::optional(bands) : std::nullopt;
 }
 
-Sampling sampling_of(const Call& call, Kind kind) {
+Sampling sampling_of(const Call& call, Interpolation kind) {
   using Position = Sampling::Position;
-  if (kind == Kind::Nearest) { // picks one of the elements around a position
+  if (kind == Interpolation::Nearest) { // picks one of the elements around a position
     const bool exact = call.schema.name().find("exact") != std::string::npos;
     return {2, false, exact ? Position::Middle : Position::Start};
   }
-  return {kind == Kind::Linear ? 1.0 : 2.0, false, Position::Middle};
+  return {kind == Interpolation::Linear ? 1.0 : 2.0, false, Position::Middle};
 }
 
 // torch's words: a kernel on a piece would not see that the whole has no channels.
@@ -235,11 +238,11 @@ void cut_resampled(Rule& rule, const Resampled& made, bool backward) {
     const auto count = backward ? ratio.in : ratio.out;
     rule.results[0].sizes[d] = count;
     const auto at = rule.factor(); // factor d is dim d, used or not
-    if (kind == Kind::Nearest && repeats(ratio)) {
+    if (kind == Interpolation::Nearest && repeats(ratio)) {
       auto &from = rule.operands[0].dims[d], &to = rule.results[0].dims[d];
       from = Dim(at, backward ? ratio.to : 1);
       to = Dim(at, backward ? 1 : ratio.to);
-    } else if (kind != Kind::Nearest || picks(ratio)) {
+    } else if (kind != Interpolation::Nearest || picks(ratio)) {
       read_through(rule, d, count, backward ? mirror(ratio.reach(kind), ratio.in) : from_such_a_place(ratio, kind));
     }
   }
@@ -248,7 +251,7 @@ void cut_resampled(Rule& rule, const Resampled& made, bool backward) {
   rule.always(backward ? backward_kernel : forward_kernel);
 }
 
-template <int64_t space, Kind kind>
+template <int64_t space, Interpolation kind>
 Rule resample(const Call& call) {
   auto rule = planes(call, space);
   rule.linear_in({0});
@@ -268,7 +271,7 @@ Rule resample(const Call& call) {
   return rule;
 }
 
-template <int64_t space, Kind kind>
+template <int64_t space, Interpolation kind>
 Rule resample_backward(const Call& call) {
   auto rule = planes(call, space);
   rule.always(backward_kernel);
@@ -283,7 +286,7 @@ Rule resample_backward(const Call& call) {
       static_cast<int64_t>(in.size()) == grad.dim() ? resampled(call, in, grad.sizes().slice(lead), space, kind) : std::nullopt;
   if (!fits(made, *grad.layout)) {
     // torch's backward of a position between two elements may name another one than its forward.
-    resample_backward_by_weights<space>(call, rule, sampling_of(call, kind), kind == Kind::Nearest);
+    resample_backward_by_weights<space>(call, rule, sampling_of(call, kind), kind == Interpolation::Nearest);
     return rule;
   }
   rule.results[0].sizes = symbols(in);
@@ -519,26 +522,26 @@ void register_resampling(Registry& r) {
   r.add("resampling", {"_upsample_bilinear2d_aa_backward"}, antialiased_backward<2, 1>, symbols);
   r.add("resampling", {"_upsample_lanczos2d_aa"}, antialiased<2, 3>, symbols);
   r.add("resampling", {"_upsample_lanczos2d_aa_backward"}, antialiased_backward<2, 3>, symbols);
-  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_nearest1d"}, resample<1, Kind::Nearest>, symbols);
-  r.add("resampling", {"_upsample_nearest_exact2d", "upsample_nearest2d"}, resample<2, Kind::Nearest>, symbols);
-  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d"}, resample<3, Kind::Nearest>, symbols);
+  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_nearest1d"}, resample<1, Interpolation::Nearest>, symbols);
+  r.add("resampling", {"_upsample_nearest_exact2d", "upsample_nearest2d"}, resample<2, Interpolation::Nearest>, symbols);
+  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d"}, resample<3, Interpolation::Nearest>, symbols);
   r.add(
-      "resampling", {"_upsample_nearest_exact1d_backward", "upsample_nearest1d_backward"}, resample_backward<1, Kind::Nearest>,
-      symbols);
+      "resampling", {"_upsample_nearest_exact1d_backward", "upsample_nearest1d_backward"},
+      resample_backward<1, Interpolation::Nearest>, symbols);
   r.add(
-      "resampling", {"_upsample_nearest_exact2d_backward", "upsample_nearest2d_backward"}, resample_backward<2, Kind::Nearest>,
-      symbols);
+      "resampling", {"_upsample_nearest_exact2d_backward", "upsample_nearest2d_backward"},
+      resample_backward<2, Interpolation::Nearest>, symbols);
   r.add(
-      "resampling", {"_upsample_nearest_exact3d_backward", "upsample_nearest3d_backward"}, resample_backward<3, Kind::Nearest>,
-      symbols);
-  r.add("resampling", {"upsample_bicubic2d"}, resample<2, Kind::Cubic>, symbols);
-  r.add("resampling", {"upsample_bicubic2d_backward"}, resample_backward<2, Kind::Cubic>, symbols);
-  r.add("resampling", {"upsample_bilinear2d"}, resample<2, Kind::Linear>, symbols);
-  r.add("resampling", {"upsample_bilinear2d_backward"}, resample_backward<2, Kind::Linear>, symbols);
-  r.add("resampling", {"upsample_linear1d"}, resample<1, Kind::Linear>, symbols);
-  r.add("resampling", {"upsample_linear1d_backward"}, resample_backward<1, Kind::Linear>, symbols);
-  r.add("resampling", {"upsample_trilinear3d"}, resample<3, Kind::Linear>, symbols);
-  r.add("resampling", {"upsample_trilinear3d_backward"}, resample_backward<3, Kind::Linear>, symbols);
+      "resampling", {"_upsample_nearest_exact3d_backward", "upsample_nearest3d_backward"},
+      resample_backward<3, Interpolation::Nearest>, symbols);
+  r.add("resampling", {"upsample_bicubic2d"}, resample<2, Interpolation::Cubic>, symbols);
+  r.add("resampling", {"upsample_bicubic2d_backward"}, resample_backward<2, Interpolation::Cubic>, symbols);
+  r.add("resampling", {"upsample_bilinear2d"}, resample<2, Interpolation::Linear>, symbols);
+  r.add("resampling", {"upsample_bilinear2d_backward"}, resample_backward<2, Interpolation::Linear>, symbols);
+  r.add("resampling", {"upsample_linear1d"}, resample<1, Interpolation::Linear>, symbols);
+  r.add("resampling", {"upsample_linear1d_backward"}, resample_backward<1, Interpolation::Linear>, symbols);
+  r.add("resampling", {"upsample_trilinear3d"}, resample<3, Interpolation::Linear>, symbols);
+  r.add("resampling", {"upsample_trilinear3d_backward"}, resample_backward<3, Interpolation::Linear>, symbols);
 }
 
 } // namespace shardtensor::rules

@@ -314,10 +314,6 @@ at::Tensor tensor_of(const Run& run, const char* name) {
   return found.defined() && has_symbols(found) ? in_numbers(found) : found;
 }
 
-SymSizes sizes_of(const at::Tensor& t) {
-  return {t.sym_sizes().begin(), t.sym_sizes().end()};
-}
-
 // Whether other ranks have pieces of the same sequences.
 bool has_peers(const Run& run) {
   const auto &of_q = *operand_of(run, "query").layout, &of_k = *operand_of(run, "key").layout;
@@ -652,7 +648,7 @@ class Forward : public Pass {
   // In a graph.
   static void put_off(Run& run) {
     const auto q = tensor_in_symbols(run, "query");
-    auto out = sizes_of(q), logs = out;
+    auto out = q.sym_sizes().vec(), logs = out;
     out.back() = tensor_in_symbols(run, "value").sym_size(-1);
     logs.pop_back();
     const bool cudnn = run.op.schema().name().find("cudnn") != std::string::npos;
@@ -761,7 +757,7 @@ class Backward : public Pass {
     std::vector<std::optional<Promised>> out(run.op.schema().returns().size()); // no gradient of a mask
     for (size_t i = 0; i < 3; ++i) {
       const auto t = tensor_in_symbols(run, std::array{"query", "key", "value"}[i]);
-      out[i].emplace(sizes_of(t), t.scalar_type());
+      out[i].emplace(t.sym_sizes().vec(), t.scalar_type());
     }
     rules::put_off(run, out);
   }

@@ -250,10 +250,6 @@ bool cuts_space(const Layout& layout) {
   return layout.sharded_dims() >> kLead;
 }
 
-SymSizes sizes_of(const at::Tensor& t) {
-  return {t.sym_sizes().begin(), t.sym_sizes().end()};
-}
-
 void sample_kernel(Run& run) {
   if (cuts_space(*run.operands[0].layout)) {
     if (!may_ask_values(run.arg(0).toTensor())) {
@@ -274,7 +270,7 @@ void sample_backward_kernel(Run& run) {
   const auto input = run.arg(1).toTensor(), grid = run.arg(2).toTensor();
   const bool wanted = run.arg(argument(run, "output_mask")).toBoolList()[0];
   if (!may_ask_values(input)) {
-    return put_off(run, {wanted ? std::optional(sizes_of(input)) : std::nullopt, sizes_of(grid)});
+    return put_off(run, {wanted ? std::optional(input.sym_sizes().vec()) : std::nullopt, grid.sym_sizes().vec()});
   }
   const Reading reading(run, 1, grid, how_of(run));
   run.arg(1) = reading.window(input);

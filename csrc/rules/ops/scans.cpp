@@ -203,7 +203,7 @@ void cumulative_extreme_kernel(Run& run) {
 }
 
 // The dtype in which a sum or product along a dim is computed.
-at::ScalarType computed_in(const Call& call) {
+at::ScalarType scanned_in(const Call& call) {
   const auto self = call.tensors[0].dtype;
   const auto arg = argument(call, "dtype");
   const auto dtype = call.tensors.size() > 1                   ? call.tensors[1].dtype
@@ -224,12 +224,12 @@ Rule scan(const Call& call) {
 
 Rule cumsum(const Call& call) {
   auto rule = scan<cumsum_kernel>(call);
-  rule.linear.push_back(adds(call, 1, computed_in(call)));
+  rule.linear.push_back(adds(call, 1, scanned_in(call)));
   return rule;
 }
 
 Rule cumprod(const Call& call) {
-  computed_in(call);
+  scanned_in(call);
   return scan<cumprod_kernel>(call);
 }
 

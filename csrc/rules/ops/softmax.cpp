@@ -46,7 +46,7 @@ Rule softmax(const Call& call) {
 }
 
 template <bool log>
-void backward_kernel(Run& run) {
+void softmax_backward_kernel(Run& run) {
   const auto dim = noted<Along>(run.solution).dim;
   const auto dtype = run.arg(3).toScalarType();
   const auto grad = run.arg(0).toTensor();
@@ -61,7 +61,7 @@ void backward_kernel(Run& run) {
 // Linear in the gradient.
 template <bool log>
 Rule backward(const Call& call) {
-  return linear(along(call, backward_kernel<log>), {0});
+  return linear(along(call, softmax_backward_kernel<log>), {0});
 }
 
 // The dim stays whole. If the mask has another shape than the scores, everything does.

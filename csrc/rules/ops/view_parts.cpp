@@ -258,7 +258,7 @@ at::Tensor held_row(const at::Tensor& x, const Row& at, const c10::SymInt& index
   return at::full_symint(shape, no_summand(ReduceOp::Sum, x.scalar_type()), x.options());
 }
 
-void select_kernel(Run& run) {
+void select_row_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto& row = noted<Row>(run.solution);
   const auto index = checked_index(run.arg(2).toSymInt(), row.dim, run.operands[0].symbols);
@@ -318,7 +318,7 @@ void add_row(const Call& call, Rule& rule, const Row& row) {
   result.geometry->offset.push_back({row.dim, row.index});
 }
 
-Rule select(const Call& call) {
+Rule select_row(const Call& call) {
   const auto& x = call.tensors[0];
   TORCH_CHECK_INDEX(x.dim() > 0, "select() cannot be applied to a 0-dim tensor.");
   const auto dim = call.dim(1, x.dim());
@@ -331,7 +331,7 @@ Rule select(const Call& call) {
   auto rule = rows(call, row);
   add_row(call, rule, row);
   rule.notes = row;
-  rule.kernel = select_kernel;
+  rule.kernel = select_row_kernel;
   rule.put_back = row.host >= 0 ? nullptr : put_row_back;
   return rule;
 }
@@ -602,7 +602,7 @@ using PartOf = at::Tensor (*)(const Run&, const at::Tensor& piece, const Layout&
 
 // A gradient in zeros of this rank's sizes.
 template <PartOf part>
-void backward_kernel(Run& run) {
+void slice_backward_kernel(Run& run) {
   const auto grad = run.arg(0).toTensor();
   auto out = at::zeros_symint(run.arg(1).toSymIntVector(), grad.options());
   part(run, out, *run.solution.results[0].layout).copy_(grad);
@@ -628,7 +628,7 @@ Rule slice_backward(const Call& call) {
   dims[dim].window = w;
   rule.operands.emplace_back(std::move(dims));
   rule.sizes_arg = 1;
-  rule.kernel = backward_kernel<noted_slice>;
+  rule.kernel = slice_backward_kernel<noted_slice>;
   rule.linear_in({0});
   return rule;
 }
@@ -640,7 +640,7 @@ Rule diagonal_backward(const Call& call) {
   const bool cut = call.tensors[0].layout->shards(static_cast<int64_t>(sizes.size()) - 2);
   auto dims = diagonal_dims(rule, diag, cut ? diag.a : -1, sizes);
   if (cut) {
-    rule.kernel = backward_kernel<diagonal_of_piece>;
+    rule.kernel = slice_backward_kernel<diagonal_of_piece>;
   }
   rule.operands.emplace_back(std::move(dims.diagonals));
   rule.results.emplace_back(std::move(dims.matrices), std::move(sizes));
@@ -809,7 +809,7 @@ void register_view_parts(Registry& r) {
   r.add("views", {"diagonal_backward"}, diagonal_backward, symbols);
   r.add("views", {"diagonal_scatter"}, diagonal_scatter, symbols);
   r.add("views", {"narrow_copy"}, narrow_copy, symbols);
-  r.add("views", {"select.int", "select_copy.int"}, select, symbols);
+  r.add("views", {"select.int", "select_copy.int"}, select_row, symbols);
   r.add("views", {"select_backward"}, select_backward, symbols);
   r.add("views", {"select_scatter"}, select_scatter, symbols);
   r.add("views", {"slice.Tensor", "slice_copy.Tensor"}, slice, symbols);

@@ -1,0 +1,41 @@
+# Compiles the sources of a folder as a few units. A unit is one compilation of several sources: it parses the headers and
+# instantiates the templates once for all of them, so a build from nothing takes half the time. But a changed source recompiles
+# its whole unit. So names in unnamed namespaces must differ within a folder (tests/project/test_package.py).
+set(SHARDTENSOR_UNITY AUTO CACHE STRING "Compile several sources as one unit. AUTO: where a wheel is built, not in a developer's build")
+set_property(CACHE SHARDTENSOR_UNITY PROPERTY STRINGS AUTO ON OFF)
+set(IN_UNITS ${SHARDTENSOR_UNITY})
+if(SHARDTENSOR_UNITY STREQUAL "AUTO")
+  string(COMPARE EQUAL "${SKBUILD_STATE}" wheel IN_UNITS)
+endif()
+
+# In bytes of source. Smaller units keep more cores busy and take less memory each; larger ones take less time in all.
+set(UNIT_SIZE 90000)
+
+# unit_sources(SOURCE...): puts each source into a unit of its folder. Sources with compile options of their own stay alone.
+function(unit_sources)
+  set(folders)
+  foreach(source IN LISTS ARGN)
+    get_source_file_property(options ${source} COMPILE_OPTIONS)
+    if(options)
+      continue()
+    endif()
+    cmake_path(GET source PARENT_PATH folder)
+    file(RELATIVE_PATH folder ${CMAKE_SOURCE_DIR}/csrc ${folder})
+    string(REPLACE "/" "_" folder ${folder})
+    list(APPEND folders ${folder})
+    list(APPEND sources_${folder} ${source})
+    file(SIZE ${source} size)
+    math(EXPR size_${folder} "0${size_${folder}} + ${size}")
+  endforeach()
+  list(REMOVE_DUPLICATES folders)
+  foreach(folder IN LISTS folders)
+    math(EXPR units "(${size_${folder}} + ${UNIT_SIZE} - 1) / ${UNIT_SIZE}")
+    set(before 0)
+    foreach(source IN LISTS sources_${folder})
+      file(SIZE ${source} size)
+      math(EXPR unit "(${before} + ${size} / 2) * ${units} / ${size_${folder}}")
+      math(EXPR before "${before} + ${size}")
+      set_property(SOURCE ${source} PROPERTY UNITY_GROUP ${folder}_${unit})
+    endforeach()
+  endforeach()
+endfunction()
