@@ -25,20 +25,20 @@ using Law = Distribution::Kind;
 
 // ---- reading a call ----
 
-const c10::IValue* argument(const Run& run, const char* name) {
+const c10::IValue* given(const Run& run, const char* name) {
   const auto i = run.op.schema().argumentIndexWithName(name);
   return i && !run.arg(*i).isNone() ? &run.arg(*i) : nullptr;
 }
 
 double number(const Run& run, const char* name) {
-  const auto* v = argument(run, name);
+  const auto* v = given(run, name);
   TORCH_INTERNAL_ASSERT(v, run.op.schema().name(), " has no argument ", name);
   return v->toScalar().toDouble();
 }
 
 // A tensor without values draws no key, as in torch; a tensor of a graph draws one when the graph runs.
 draws::Key next_key(const Run& run, const at::Tensor& local) {
-  const auto* generator = argument(run, "generator");
+  const auto* generator = given(run, "generator");
   if (is_traced(local)) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !generator, run.op.schema().name(),
@@ -70,7 +70,7 @@ void fill_like(const Run& run, at::Tensor& local, const Distribution& d, size_t 
 // A new local tensor like argument 0, as empty_like makes it.
 at::Tensor fresh(const Run& run) {
   const auto option = [&](const char* name) {
-    const auto* v = argument(run, name);
+    const auto* v = given(run, name);
     return v ? *v : c10::IValue();
   };
   return at::empty_like(
@@ -167,8 +167,8 @@ Distribution integers_below(int64_t from, int64_t to, at::ScalarType dtype) {
 }
 
 Distribution random(const Run& run, at::ScalarType dtype) {
-  const auto* from = argument(run, "from");
-  const auto* to = argument(run, "to");
+  const auto* from = given(run, "from");
+  const auto* to = given(run, "to");
   const auto low = from ? from->toInt() : 0;
   return to ? integers_below(low, to->toInt(), dtype) : integers(low, largest(dtype));
 }
@@ -179,8 +179,8 @@ int64_t value_of(const at::Tensor& high) {
 }
 
 Distribution randint(const Run& run, at::ScalarType dtype) {
-  const auto* low = argument(run, "low");
-  const auto* high = argument(run, "high");
+  const auto* low = given(run, "low");
+  const auto* high = given(run, "high");
   return integers_below(low ? low->toInt() : 0, high->isTensor() ? value_of(high->toTensor()) : high->toInt(), dtype);
 }
 
@@ -273,7 +273,7 @@ void rrelu_with_noise(Run& run) {
   TORCH_CHECK(lower <= upper, "Lower bound should be less than or equal to the upper bound");
   const bool in_place = run.op.schema().arguments()[0].alias_info() != nullptr;
   at::Tensor slope;
-  if (argument(run, "training")->toBool()) {
+  if (given(run, "training")->toBool()) {
     slope = at::empty_like(x);
     fill_like(run, slope, {Law::Uniform, lower, upper});
     slope.masked_fill_(x > 0, 1);
