@@ -3,6 +3,7 @@
 #include "bindings/bindings.h"
 
 #include "dispatch/traced.h"
+#include "tensor/shard_tensor.h"
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
