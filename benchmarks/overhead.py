@@ -1,7 +1,8 @@
 """The cost of a distributed tensor beyond a plain one, in microseconds: stock DTensor, shardtensor and PhysicsNeMo's ShardTensor.
 
 One process, world size 1, one thread, 8x8 CPU tensors: what is left is the cost of the dispatch. Under torchrun, as many ranks as it
-starts, and rank 0's times. See benchmarks/README.md.
+starts, and rank 0's times. With --beside, another installation's shardtensor in a second process, which takes turns with this one.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import importlib
 import json
 import math
 import os
 import platform
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import repeat, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -33,6 +37,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 PLAIN, STOCK, OURS, NEMO = "plain", "DTensor", "shardtensor", "PhysicsNeMo"
 BARE = "bare subclass"  # does nothing: measures what torch's Python bindings cost for any subclass
+BESIDE = "beside"  # another installation's shardtensor, in a process of its own
 BURST = 2e-3  # seconds of one repetition; a longer call is a repetition by itself
 FRESH = 25  # calls in a repetition if each call needs its own tensor
 ONCE = ["add", "mul_number", "mm", "view", "sum", "softmax", "detach", "cat"]
@@ -94,6 +99,11 @@ def load_candidates(mesh: DeviceMesh, placement: Placement) -> list[Candidate]:
     else:
         print(f"{NEMO}: {why_not}")
     return [Candidate(name, from_local, placement) for name, from_local in loaded.items()]
+
+
+def load_two(mesh: DeviceMesh, placement: Placement) -> list[Candidate]:
+    """A plain tensor and shardtensor."""
+    return [Candidate(PLAIN, lambda t, placement: t, placement), Candidate(OURS, load_shardtensor(mesh), placement)]
 
 
 # ---- the rows
@@ -290,9 +300,9 @@ def calibrate(bench: Bench) -> int:
     return max(1, round(BURST / each))
 
 
-def measure(row: Row, candidates: list[Candidate], repeats: int) -> tuple[dict[str, float], dict[str, str]]:
+def measure(row: Row, candidates: list[Candidate], repeats: int, beside: Beside | None = None) -> tuple[dict[str, float], dict[str, str]]:
     """The least microseconds per call of each candidate, taking turns; and the errors of those that raised."""
-    running: dict[str, tuple[Bench, int]] = {}
+    running: dict[str, Callable[[], float]] = {}  # seconds per call, over one repetition
     best: dict[str, float] = {}
     errors: dict[str, str] = {}
 
@@ -301,20 +311,27 @@ def measure(row: Row, candidates: list[Candidate], repeats: int) -> tuple[dict[s
             run()
         except Exception as error:
             gc.enable()
-            errors[name] = first_line(error)
+            errors[name] = str(error) if isinstance(error, OtherFailed) else first_line(error)
             running.pop(name, None)
             best.pop(name, None)
 
     def begin(c: Candidate) -> None:
         bench = row.make(c)
-        running[c.name] = bench, calibrate(bench)
+        number = calibrate(bench)
+        running[c.name] = lambda: burst(bench, number)
+
+    def begin_beside(other: Beside) -> None:
+        other.ask(row.name)
+        running[BESIDE] = lambda: other.ask("turn")
 
     def turn(name: str) -> None:
-        best[name] = min(best.get(name, math.inf), burst(*running[name]) * 1e6)
+        best[name] = min(best.get(name, math.inf), running[name]() * 1e6)
 
     with torch.set_grad_enabled(row.grad):
         for c in candidates:
             attempt(c.name, lambda c=c: begin(c))  # type: ignore[misc]
+        if beside is not None:
+            attempt(BESIDE, lambda: begin_beside(beside))
         for _ in range(repeats):
             for name in list(running):
                 attempt(name, lambda name=name: turn(name))  # type: ignore[misc]
@@ -322,15 +339,87 @@ def measure(row: Row, candidates: list[Candidate], repeats: int) -> tuple[dict[s
     return best, errors
 
 
+# ---- another installation, by turns
+
+
+class OtherFailed(RuntimeError):
+    """An error of the other process, in one line."""
+
+
+class Beside:
+    """A process of another Python that runs this file with --answer: its own shardtensor, the same rows.
+
+    It reads one word per line: a row's name, to begin the row, or "turn", to repeat it once. It answers each by a line of JSON.
+    """
+
+    def __init__(self, python: str, placement: str) -> None:
+        words = shlex.split(python)
+        given = dict(word.split("=", 1) for word in takewhile(lambda word: "=" in word, words))
+        ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it would find this installation
+        command = [*words[len(given) :], __file__, "--answer", "--placement", placement]
+        self._process = subprocess.Popen(command, env=ours | given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.versions: dict[str, str] = self._answer()
+
+    def ask(self, word: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        text = self._process.stdout.readline()
+        if not text:
+            raise OtherFailed(f"the Python of --beside has ended with {self._process.wait()}")
+        said = json.loads(text)
+        if "error" in said:
+            raise OtherFailed(said["error"])
+        return said["value"]
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def answer(candidate: Candidate, out: TextIO) -> None:
+    """The other end of Beside."""
+    running: tuple[Bench, int] | None = None
+    rows = {row.name: row for row in ROWS}
+
+    def reply(word: str) -> Any:
+        nonlocal running
+        if word != "turn":
+            torch.set_grad_enabled(rows[word].grad)
+            running = None  # frees the row before
+            gc.collect()
+            bench = rows[word].make(candidate)
+            running = bench, calibrate(bench)
+            return None
+        assert running is not None
+        return burst(*running)
+
+    tell(out, value=versions())
+    for line in sys.stdin:
+        try:
+            tell(out, value=reply(line.strip()))
+        except Exception as error:
+            tell(out, error=first_line(error))
+
+
+def tell(out: TextIO, **said: Any) -> None:
+    print(json.dumps(said), file=out, flush=True)
+
+
 # ---- the report
 
+Costs = dict[str, float]  # microseconds by candidate
 
-def over(costs: dict[str, float], name: str) -> float:
+
+def over(costs: Costs, name: str) -> float:
     """nan if one of the two is missing."""
     return costs.get(name, math.nan) - costs.get(PLAIN, math.nan)
 
 
-def ratio(costs: dict[str, float]) -> float:
+def ratio(costs: Costs) -> float:
     """DTensor's overhead divided by shardtensor's; nan if one is missing."""
     stock, ours = over(costs, STOCK), over(costs, OURS)
     if math.isnan(stock) or math.isnan(ours) or stock <= 0:
@@ -342,15 +431,26 @@ def number(value: float, suffix: str = "") -> str:
     return "-" if math.isnan(value) else f"{value:.2f}{suffix}"
 
 
+def columns(names: list[str]) -> dict[str, Callable[[Costs], str]]:
+    """The columns after those of the candidates' times, by their titles."""
+    table: dict[str, Callable[[Costs], str]] = {}
+    for name in names[1:]:
+        table[f"{name}-plain"] = lambda costs, name=name: number(over(costs, name))  # type: ignore[misc]
+    if BESIDE in names:
+        table["difference"] = lambda costs: number(costs.get(OURS, math.nan) - costs.get(BESIDE, math.nan))
+    else:
+        table["overheads"] = lambda costs: number(ratio(costs), "x")
+    table["ours/plain"] = lambda costs: number(costs.get(OURS, math.nan) / costs.get(PLAIN, math.nan), "x")
+    return table
+
+
 def header(names: list[str]) -> str:
-    titles = [*names, *(f"{name}-plain" for name in names[1:]), "overheads", "ours/plain"]
-    return f"{'microseconds':17s}" + "".join(f"{title:>20s}" for title in titles)
+    return f"{'microseconds':17s}" + "".join(f"{title:>20s}" for title in (*names, *columns(names)))
 
 
-def line(row: str, names: list[str], costs: dict[str, float], errors: dict[str, str]) -> str:
+def line(row: str, names: list[str], costs: Costs, errors: dict[str, str]) -> str:
     cells = ["error" if name in errors else number(costs[name]) for name in names]
-    cells += [number(over(costs, name)) for name in names[1:]]
-    cells += [number(ratio(costs), "x"), number(costs.get(OURS, math.nan) / costs.get(PLAIN, math.nan), "x")]
+    cells += [cell(costs) for cell in columns(names).values()]
     return f"{row:17s}" + "".join(f"{cell:>20s}" for cell in cells)
 
 
@@ -374,39 +474,70 @@ def cpu_model() -> str:
     return next((text.split(":", 1)[1].strip() for text in lines if text.startswith("model name")), platform.processor())
 
 
+def versions() -> dict[str, str]:
+    return {
+        "shardtensor": importlib.import_module("shardtensor").__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], help="the rows to measure; default: all")
     parser.add_argument("--placement", choices=["replicate", "shard0"], default="replicate")
     parser.add_argument("--repeats", type=int, default=40, help="repetitions of each candidate; the least counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
+    parser.add_argument(
+        "--beside",
+        metavar="PYTHON",
+        help="an interpreter, after variables for it if need be ('PYTHONPATH=/elsewhere/python python'): the shardtensor that it "
+        "imports runs the same rows by turns",
+    )
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.repeats < 1:
         parser.error("argument --repeats: must be at least 1")
+    if parsed.beside is not None and "WORLD_SIZE" in os.environ:
+        parser.error("argument --beside: only in one process, without torchrun")
     return parsed
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": cpu_model(), "placement": args.placement}
-    if "WORLD_SIZE" in os.environ:
+    placement = Replicate() if args.placement == "replicate" else Shard(0)
+    if args.answer:
+        out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    if "WORLD_SIZE" in os.environ and not args.answer:
         dist.init_process_group("gloo")
         if dist.get_rank():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    machine["ranks"] = str(dist.get_world_size())
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    candidates = load_candidates(init_device_mesh("cpu", (dist.get_world_size(),)), Replicate() if args.placement == "replicate" else Shard(0))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if args.answer:
+        answer(load_two(mesh, placement)[1], out)
+        return
+    candidates = load_candidates(mesh, placement) if args.beside is None else load_two(mesh, placement)
     names = [c.name for c in candidates]
-    table: dict[str, dict[str, float]] = {}
+    machine = versions() | {"cpu": cpu_model(), "placement": args.placement, "ranks": str(dist.get_world_size())}
+    beside = None
+    if args.beside is not None:
+        beside = Beside(args.beside, args.placement)
+        names.append(BESIDE)
+        machine |= {f"{BESIDE}: {key}": value for key, value in beside.versions.items()}
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    table: dict[str, Costs] = {}
     failed: dict[str, dict[str, str]] = {}
     print("\n" + header(names))
     for row in ROWS:
         if args.rows is None or row.name in args.rows:
-            table[row.name], failed[row.name] = measure(row, candidates, args.repeats)
+            table[row.name], failed[row.name] = measure(row, candidates, args.repeats, beside)
             print(line(row.name, names, table[row.name], failed[row.name]), flush=True)
+    if beside is not None:
+        beside.close()
     for name, errors in failed.items():
         for candidate, error in errors.items():
             print(f"error: {name}, {candidate}: {error}")
