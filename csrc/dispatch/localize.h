@@ -6,7 +6,6 @@
 #include "rules/solution.h"
 #include "tensor/symbolic.h"
 
-
 #include <algorithm>
 
 namespace shardtensor {
