@@ -62,11 +62,22 @@ Cause cause_of(const Op& op, const Ref& ref, const char* why) {
   return {op.name, op.schema().arguments()[ref.arg].name(), why};
 }
 
+namespace {
+
+// Whether two sizes agree of which one is a symbol at least; this adds a guard. A function of its own: its temporary symbols
+// would cost the usual case.
+C10_NOINLINE bool agree_in_graph(
+    const at::Tensor& x, const Solution::Indexed& a, const at::Tensor& y, const Solution::Indexed& b) {
+  return (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner).expect_true(__FILE__, __LINE__);
+}
+
+} // namespace
+
 void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
   for (const auto& [a, b] : solution.alike) {
     const auto &x = *refs[a.operand].tensor, &y = *refs[b.operand].tensor;
-    const bool same = C10_UNLIKELY(is_symbolic(x) || is_symbolic(y)) // a symbol adds a guard to the graph
-                          ? (x.sym_size(a.dim) * b.inner).sym_eq(y.sym_size(b.dim) * a.inner).expect_true(__FILE__, __LINE__)
+    const bool same = C10_UNLIKELY(is_symbolic(x) || is_symbolic(y))
+                          ? agree_in_graph(x, a, y, b)
                           : x.sizes()[a.dim] * b.inner.as_int_unchecked() == y.sizes()[b.dim] * a.inner.as_int_unchecked();
     if (C10_UNLIKELY(!same)) {
       errors::sizes_differ(op, {refs[a.operand].arg, x, a.dim}, {refs[b.operand].arg, y, b.dim}, solution.replicated->mesh());

@@ -29,67 +29,69 @@ void tell(const Request& r, const Layout& from) {
   }
 }
 
-const ShardTensorImpl& impl_of(const Request& r) {
-  return shard_tensor(r.tensor, "redistribute");
-}
-
 bool is_in_graph(const Request& r) {
   const auto* impl = as_shard_tensor(r.tensor);
   return is_symbolic(r.tensor) || (impl && impl->traced());
 }
 
-// Whether summands are added up: then there may be a sum, or one is made.
-bool adds_up(const Request& r) {
-  return !r.from && impl_of(r).layout().has_partial() && !r.to->has_partial() && !impl_of(r).traced();
-}
+// Where a move starts.
+struct Start {
+  const ShardTensorImpl* impl = nullptr; // null if `Request::from` says where
+  bool adds_up = false;                  // summands are added up: then there may be a sum, or one is made
+  Placed at;
+};
 
-Placed start_of(const Request& r) {
+Start start_of(const Request& r) {
   if (r.from) {
-    return *r.from;
+    return {nullptr, false, *r.from};
   }
-  const auto& t = impl_of(r);
-  if (C10_UNLIKELY(adds_up(r))) {
+  const auto& t = shard_tensor(r.tensor, "redistribute");
+  const bool adds_up = t.layout().has_partial() && !r.to->has_partial() && !t.traced();
+  if (C10_UNLIKELY(adds_up)) {
     if (auto sum = sum_of(t)) {
-      return std::move(*sum);
+      return {&t, true, std::move(*sum)};
     }
   }
-  return {t.local(), t.layout_ptr()};
+  return {&t, adds_up, {t.local(), t.layout_ptr()}};
 }
 
 // What the caller gets.
-at::Tensor given_out(const Request& r, const Placed& start, at::Tensor piece) {
-  const bool adds = adds_up(r);
-  if (adds && r.use == For::Reading && start.layout == impl_of(r).layout_ptr()) {
-    keep_sum(impl_of(r), piece, r.to);
+at::Tensor given_out(const Request& r, const Start& start, at::Tensor piece) {
+  if (start.adds_up && r.use == For::Reading && start.at.layout == start.impl->layout_ptr()) {
+    keep_sum(*start.impl, piece, r.to);
   }
-  const bool needs_own = (adds && r.use != For::Reading) || (r.use == For::Owning && start.layout != r.to);
-  return needs_own && piece.is_alias_of(start.local) ? piece.clone() : piece;
+  const bool needs_own = (start.adds_up && r.use != For::Reading) || (r.use == For::Owning && start.at.layout != r.to);
+  return needs_own && piece.is_alias_of(start.at.local) ? piece.clone() : piece;
 }
 
 } // namespace
 
 at::Tensor moved_piece(const Request& r, comm::InFlight* rest) {
   const auto start = start_of(r);
+  const auto& local = start.at.local;
+  const auto& layout = start.at.layout;
   const auto move = [&] {
-    if (start.layout == r.to) {
-      return start.local;
+    if (layout == r.to) {
+      return local;
     }
     return run_for(r.cause, [&] {
-      tell(r, *start.layout);
-      return redistribute(start.local, *start.layout, *r.to, r.tensor.sym_sizes(), rest);
+      tell(r, *layout);
+      return C10_UNLIKELY(is_symbolic(r.tensor)) ? redistribute(local, *layout, *r.to, r.tensor.sym_sizes(), rest)
+                                                 : redistribute(local, *layout, *r.to, r.tensor.sizes(), rest);
     });
   };
-  const bool keeps = !r.from && impl_of(r).traced() && !impl_of(r).layout().is_replicated() && is_recording() &&
-                     !torch::autograd::get_current_node();
+  const auto* impl = start.impl;
+  const bool keeps =
+      impl && impl->traced() && !impl->layout().is_replicated() && is_recording() && !torch::autograd::get_current_node();
   if (C10_LIKELY(!keeps)) {
     return given_out(r, start, move());
   }
-  auto piece = impl_of(r).moved_to(*r.to);
+  auto piece = impl->moved_to(*r.to);
   if (!piece.defined()) {
     piece = move();
   }
   // Keep a copy: the caller may write to `piece`. If the copy is never used, the graph drops it.
-  impl_of(r).keep_moved(r.to, piece.clone());
+  impl->keep_moved(r.to, piece.clone());
   return given_out(r, start, std::move(piece));
 }
 
@@ -103,6 +105,7 @@ std::vector<at::Tensor> moved_pieces(const std::vector<Request>& requests, std::
     return out;
   }
   std::vector<Moved> moves;
+  std::vector<Start> starts;
   std::vector<size_t> index;
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto& r = requests[i];
@@ -110,9 +113,9 @@ std::vector<at::Tensor> moved_pieces(const std::vector<Request>& requests, std::
       out[i] = moved_piece(r);
       continue;
     }
-    auto start = start_of(r);
+    auto& start = starts.emplace_back(start_of(r));
     const auto sizes = r.tensor.sizes();
-    moves.push_back({std::move(start.local), std::move(start.layout), r.to, Sizes(sizes.begin(), sizes.end())});
+    moves.push_back({start.at.local, start.at.layout, r.to, Sizes(sizes.begin(), sizes.end())});
     index.push_back(i);
   }
   if (moves.empty()) {
@@ -126,7 +129,7 @@ std::vector<at::Tensor> moved_pieces(const std::vector<Request>& requests, std::
     return redistribute_all(moves, rests ? &started : nullptr);
   });
   for (size_t n = 0; n < moves.size(); ++n) {
-    out[index[n]] = given_out(requests[index[n]], {moves[n].local, moves[n].from}, std::move(pieces[n]));
+    out[index[n]] = given_out(requests[index[n]], starts[n], std::move(pieces[n]));
     if (rests) {
       (*rests)[index[n]] = std::move(started[n]);
     }
@@ -153,7 +156,7 @@ at::Tensor with_piece(const at::Tensor& t, at::Tensor local, const LayoutPtr& la
 
 namespace {
 
-// `pending`: the piece's data are on their way, so it cannot be copied into another order. It is contiguous.
+// `async`: the piece's data may be on their way, so it cannot be copied into another order. It is contiguous.
 at::Tensor with_moved(const at::Tensor& t, at::Tensor local, const LayoutPtr& layout, bool async, comm::InFlight rest) {
   if (!async || is_symbolic(t)) {
     return with_piece(t, std::move(local), layout);

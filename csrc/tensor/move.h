@@ -24,8 +24,8 @@ struct Request {
   LayoutPtr to;
   std::optional<Cause> cause = {}; // nothing: the user asked for it. Else observers hear of it, and errors name the op
   For use = For::Owning;
-  std::optional<Placed> from =
-      {}; // what moves, if not the tensor's piece: values that an op has written elsewhere, a plain tensor
+  // What moves, if not the tensor's piece: values that an op has written elsewhere, a plain tensor.
+  std::optional<Placed> from = {};
 };
 
 // This rank's piece of the tensor in the layout. A sum of summands that was made before, and what a graph has moved there, is not

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def play() -> Iterator[Callable[..., Any]]:
     """play(rank, mesh shape) -> a mesh, of which this process is that rank."""
     ahead = shardtensor._C.reduces_ahead()
     shardtensor.set_reduce_ahead(False)
@@ -74,7 +74,7 @@ def resolved(function: Callable[..., Any], arguments: list[Any], backward: bool 
     return moves, [short(t._layout) if isinstance(t, shardtensor.ShardTensor) else type(t).__name__ for t in results]
 
 
-def first_rows(x: Any) -> Any:
+def rows_1_to_3(x: Any) -> Any:
     return x[1:4]
 
 
@@ -145,8 +145,8 @@ ON_THREE = {
     "flattened across the cut": (lambda x: x.view(24), [((6, 4), "S(1)")], ["self of aten::view: S(1) -> S(0)"], ["S(0)"]),
     "unflattened in whole groups": (lambda x: x.view(2, 3, 4), [((6, 4), "S(0)")], ["self of aten::view: S(0) -> S(0)[3,3,0]"], ["S(0)"]),
     "a row at its owner": (lambda x: x[1], [((6, 4), "S(0)")], [], ["S(0)[4,0,0]"]),
-    "some rows": (first_rows, [((6, 4), "S(0)")], [], ["S(0)[1,2,0]"]),
-    "some rows of one rank": (first_rows, [((6, 4), "S(0)[5,1,0]")], [], ["S(0)[3,0,0]"]),
+    "some rows": (rows_1_to_3, [((6, 4), "S(0)")], [], ["S(0)[1,2,0]"]),
+    "some rows of one rank": (rows_1_to_3, [((6, 4), "S(0)[5,1,0]")], [], ["S(0)[3,0,0]"]),
     "joined along the cut": (
         lambda x, y: torch.cat([x, y]),
         [((6, 4), "S(0)"), ((6, 4), "S(0)")],
