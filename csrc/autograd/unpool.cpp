@@ -30,44 +30,8 @@ Tensor beside(const Tensor& values, const Tensor& index) {
 
 Tensor picked(const Tensor& planes, const Tensor& index, int64_t space);
 
-// Values added up at the places that their indices name, in planes of these sizes. Each is the other's gradient.
-struct AddedAt : torch::autograd::Function<AddedAt> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& values, const Tensor& index, const std::vector<c10::SymInt>& sizes) {
-    ctx->save_for_backward({index});
-    ctx->saved_data["space"] = static_cast<int64_t>(sizes.size());
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("shardtensor::added_at", "")
-                               .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(values, index, sizes);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {picked(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["space"].toInt()), Tensor(), Tensor()};
-  }
-};
-
-struct Picked : torch::autograd::Function<Picked> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& planes, const Tensor& index, int64_t space) {
-    ctx->save_for_backward({index});
-    ctx->saved_data["sizes"] = planes.sym_sizes().slice(planes.dim() - space).vec();
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("shardtensor::picked", "")
-                               .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(planes, index, space);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
-    const auto index = ctx->get_saved_variables()[0];
-    return {AddedAt::apply(beside(grads[0], index), index, sizes), Tensor(), Tensor()};
-  }
-};
-
-Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
-  return Picked::apply(planes, index, space);
-}
-
-struct Unpooled : torch::autograd::Function<Unpooled> {
+// Values at the places that their indices name in planes, as `op` puts them there.
+struct Placed : torch::autograd::Function<Placed> {
   static Tensor forward(
       AutogradContext* ctx, const Tensor& values, const Tensor& index, int64_t space, const std::function<Tensor()>& op) {
     ctx->save_for_backward({index});
@@ -80,6 +44,35 @@ struct Unpooled : torch::autograd::Function<Unpooled> {
   }
 };
 
+// Values added up at those places, in planes of these sizes.
+Tensor added_at(const Tensor& values, const Tensor& index, const std::vector<c10::SymInt>& sizes) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("shardtensor::added_at", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef)>();
+  return Placed::apply(values, index, static_cast<int64_t>(sizes.size()), [&] { return op.call(values, index, sizes); });
+}
+
+// Each is the other's gradient.
+struct Picked : torch::autograd::Function<Picked> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& planes, const Tensor& index, int64_t space) {
+    ctx->save_for_backward({index});
+    ctx->saved_data["sizes"] = planes.sym_sizes().slice(planes.dim() - space).vec();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("shardtensor::picked", "")
+                               .typed<Tensor(const Tensor&, const Tensor&, int64_t)>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return op.call(planes, index, space);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto index = ctx->get_saved_variables()[0];
+    return {added_at(beside(grads[0], index), index, ctx->saved_data["sizes"].toSymIntVector()), Tensor(), Tensor()};
+  }
+};
+
+Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
+  return Picked::apply(planes, index, space);
+}
+
 // Whether a gradient is asked for, of values that are cut along their last `space` dims.
 bool is_cut(const Tensor& values, int64_t space) {
   const auto* impl = as_shard_tensor(values);
@@ -91,7 +84,7 @@ Tensor max_unpool2d(c10::DispatchKeySet keys, const Tensor& self, const Tensor& 
   if (!is_cut(self, 2)) {
     return at::_ops::max_unpool2d::redispatch(torchs_autograd(keys), self, indices, size);
   }
-  return Unpooled::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
+  return Placed::apply(self, indices, int64_t{2}, [&] { return at::_ops::max_unpool2d::call(self, indices, size); });
 }
 
 Tensor max_unpool3d(
@@ -104,7 +97,7 @@ Tensor max_unpool3d(
   if (!is_cut(self, 3)) {
     return at::_ops::max_unpool3d::redispatch(torchs_autograd(keys), self, indices, size, stride, padding);
   }
-  return Unpooled::apply(
+  return Placed::apply(
       self, indices, int64_t{3}, [&] { return at::_ops::max_unpool3d::call(self, indices, size, stride, padding); });
 }
 
