@@ -26,18 +26,23 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Result o along dim is the sum of t[o + shift] over the shifts. The gradient is the same with the shifts reversed.
+// Result o along dim is the sum of t[o + shift] over the shifts.
+Tensor shifted(const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size, bool multiple = false) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("shardtensor::shifted", "")
+                             .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt, bool)>();
+  at::AutoDispatchBelowADInplaceOrView below;
+  return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size, multiple);
+}
+
+// The gradient is the same with the shifts reversed.
 struct Shifted : torch::autograd::Function<Shifted> {
   static Tensor forward(
       AutogradContext* ctx, const Tensor& t, int64_t dim, const std::vector<int64_t>& shifts, const c10::SymInt& size) {
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["shifts"] = shifts;
     ctx->saved_data["size"] = t.sym_size(dim);
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("shardtensor::shifted", "")
-                               .typed<Tensor(at::TensorList, int64_t, at::IntArrayRef, c10::SymInt)>();
-    at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(std::vector<Tensor>(shifts.size(), t), dim, shifts, size);
+    return shifted(t, dim, shifts, size);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -94,7 +99,7 @@ struct Repeated : torch::autograd::Function<Repeated> {
     ctx->saved_data["added"] = added;
     static const auto repeats_added = c10::Dispatcher::singleton()
                                           .findSchemaOrThrow("shardtensor::repeats_added", "")
-                                          .typed<Tensor(at::TensorList, int64_t, int64_t)>();
+                                          .typed<Tensor(const Tensor&, int64_t, int64_t)>();
     at::AutoDispatchBelowADInplaceOrView below;
     if (!added) {
       std::vector<int64_t> each(t.dim(), 1);
@@ -103,7 +108,15 @@ struct Repeated : torch::autograd::Function<Repeated> {
     }
     const auto pieces = as_shard_tensor(t)->layout().pieces_of(dim);
     // A rank reads all the gradients of its piece, unless it holds more than one copy of the whole: then it adds these first.
-    return repeats_added.call(std::vector<Tensor>(times > pieces ? 1 : times, t), dim, t.size(dim) / times);
+    const auto size = t.size(dim) / times;
+    if (times > pieces) {
+      return repeats_added.call(t, dim, size);
+    }
+    std::vector<int64_t> shifts;
+    for (int64_t i = 0; i < times; ++i) {
+      shifts.push_back(size * i);
+    }
+    return shifted(t, dim, shifts, size, /*multiple=*/true);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

@@ -29,14 +29,14 @@ Band band_of_counts(const Run& run, const Bands& bands, int64_t i, const Interva
 // The op is linear and reads no more than `taps` neighbours for a result. So of a comb with a one at every taps-th place, a
 // result shows the weight of the one tooth that it reads. All combs are the rows of one input.
 Band band_of(const Run& run, const Bands& bands, int64_t i, const Interval& of, const at::TensorOptions& options) {
-  const auto& r = bands.reaches[i];
-  const auto size = bands.in[i], count = bands.out[i];
+  const auto& r = bands.space[i].reach;
+  const auto size = bands.space[i].size, count = bands.space[i].count;
   int64_t taps = 1;
   for (int64_t o = 0; o < count; ++o) {
     taps = std::max(taps, std::min(r.hi(o), size) - std::max<int64_t>(r.lo(o), 0));
   }
   const auto numbers = at::TensorOptions(at::kLong).device(options.device());
-  const auto space = static_cast<int64_t>(bands.in.size());
+  const auto space = bands.ndim();
   constexpr int64_t kBroad = 2; // torch's antialiased kernels are wrong for one column, and as many results would be a copy
   std::vector<int64_t> sizes(bands.lead + space, 1), out(space, kBroad + 1);
   std::fill(sizes.begin() + bands.lead, sizes.end(), kBroad);
@@ -68,16 +68,6 @@ at::Tensor column_of(const at::Tensor& weights, int64_t tap, int64_t dim, int64_
   return weights.select(1, tap).view(sizes);
 }
 
-// What a rank has of operand 0 along dim d, and what it makes.
-Interval read_of(const Run& run, int64_t d, int64_t size) {
-  const auto* halo = run.solution.halo(0);
-  return halo && cut_run(run, d) ? halo->fetch.mine()[d].inside : Interval{0, size};
-}
-Interval made_of(const Run& run, int64_t d, int64_t size) {
-  const auto* mine = cut_run(run, d);
-  return mine ? *mine : Interval{0, size};
-}
-
 void forward_kernel(Run& run) {
   const auto& bands = noted<Bands>(run.solution);
   const auto x = run.arg(0).toTensor();
@@ -87,10 +77,11 @@ void forward_kernel(Run& run) {
     band_of(run, bands, 0, {0, 0}, out.options()); // raises what other ranks raise
     return run.returns({x.new_zeros_symint(sizes)});
   }
-  for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
+  for (int64_t i = 0; i < bands.ndim(); ++i) {
     const auto d = bands.lead + i;
-    const auto made = made_of(run, d, bands.out[i]), read = read_of(run, d, bands.in[i]);
-    const auto band = band_of(run, bands, i, made, out.options());
+    const auto share = share_of(run, bands, i);
+    const auto& read = share.reads.inside;
+    const auto band = band_of(run, bands, i, share.makes, out.options());
     at::Tensor sum;
     for (int64_t tap = 0; tap < band.weights.size(1); ++tap) {
       const auto at = band.first.add(tap - read.start).clamp(0, read.length - 1);
@@ -115,10 +106,11 @@ void backward_kernel(Run& run) {
     of_results(0, {0, 0});
     return run.returns({grad.new_zeros_symint(sizes)});
   }
-  for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
+  for (int64_t i = 0; i < bands.ndim(); ++i) {
     const auto d = bands.lead + i;
-    const auto mine = made_of(run, d, bands.in[i]), read = read_of(run, d, bands.out[i]);
-    const auto band = of_results(i, read);
+    const auto share = share_of(run, bands, i);
+    const auto& mine = share.makes;
+    const auto band = of_results(i, share.reads.inside);
     auto sum_sizes = out.sizes().vec();
     sum_sizes[d] = mine.length;
     auto sum = out.new_zeros(sum_sizes);
@@ -133,18 +125,6 @@ void backward_kernel(Run& run) {
   run.returns({out.to(grad.scalar_type())});
 }
 
-void add(Rule& rule, const SymSizes& sizes, Bands bands, bool backward, Kernel kernel) {
-  rule.results[0].sizes = sizes;
-  for (int64_t i = 0; i < static_cast<int64_t>(bands.in.size()); ++i) {
-    const auto& made = backward ? bands.in : bands.out;
-    read_through(rule, bands.lead + i, made[i], backward ? mirror(bands.reaches[i], bands.in[i]) : bands.reaches[i]);
-  }
-  rule.operands[0].padding = std::nullopt;
-  rule.notes = std::move(bands);
-  rule.always(kernel);
-  rule.kernel_if = nullptr;
-}
-
 } // namespace
 
 c10::OperatorHandle forward_op(const Run& run) {
@@ -156,12 +136,12 @@ c10::OperatorHandle forward_op(const Run& run) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
 }
 
-void band_forward(Rule& rule, const SymSizes& sizes, Bands bands) {
-  add(rule, sizes, std::move(bands), false, forward_kernel);
-}
-
-void band_backward(Rule& rule, const SymSizes& sizes, Bands bands) {
-  add(rule, sizes, std::move(bands), true, backward_kernel);
+void read_in_bands(Rule& rule, SymSizes sizes, Bands bands) {
+  read_through(rule, bands, std::move(sizes));
+  rule.operands[0].padding = std::nullopt;
+  rule.always(bands.reversed ? backward_kernel : forward_kernel);
+  rule.kernel_if = nullptr;
+  rule.notes = std::move(bands);
 }
 
 } // namespace shardtensor::rules

@@ -7,21 +7,17 @@
 
 namespace shardtensor::rules {
 
-// Noted by rules whose space is cut: per dim of space, what a result reads of the input.
-struct Bands {
-  int64_t lead; // dims before space
-  std::vector<Reach> reaches;
-  std::vector<int64_t> in, out; // sizes of space
+// Noted by rules whose space is cut. The windows' reaches say what a result reads of the input.
+struct Bands : Windows {
   // Calls the forward op on `input`, with results of these sizes along the dims of space; those along dim `along` as in the call.
-  at::Tensor (*op)(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along);
-  // Of a backward that gives each result's gradient to one element, in order, not always to the one that the forward op reads:
-  // how many results' gradients each element along dim `along` gets. Else null.
+  at::Tensor (*op)(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) = nullptr;
+  // For backwards that scatter each gradient to one element (nearest): gradients per element along dim `along`, in order. Null:
+  // the forward op's weights are used.
   at::Tensor (*counts)(const Run& run, const Bands& bands, int64_t along, const at::TensorOptions& options) = nullptr;
 };
 
-// Adds the windows, sizes and kernel to a rule of planes(). `sizes`: of operand 0 in a forward, of the result in a backward.
-void band_forward(Rule& rule, const SymSizes& sizes, Bands bands);
-void band_backward(Rule& rule, const SymSizes& sizes, Bands bands);
+// Adds the windows, sizes and kernel to a rule of planes(). `sizes`: as read_through() takes them.
+void read_in_bands(Rule& rule, SymSizes sizes, Bands bands);
 
 // The op itself, or the one whose gradient it is.
 c10::OperatorHandle forward_op(const Run& run);

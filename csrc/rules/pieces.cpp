@@ -99,8 +99,8 @@ void give(const Run& run, const std::vector<at::Tensor>& results) {
   run.returns(std::move(out));
 }
 
-void add_bias_once(const Run& run, size_t arg) {
-  const auto over = run.mesh_dims(noted<Contracted>(run.solution).factor);
+void add_bias_once(const Run& run, size_t arg, int64_t contracted) {
+  const auto over = run.mesh_dims(contracted);
   bool first = true;
   for (int64_t m = 0; m < run.mesh().ndim(); ++m) {
     first &= !(over >> m & 1) || run.mesh().coordinate()[m] == 0;

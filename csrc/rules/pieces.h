@@ -36,7 +36,7 @@ struct Contracted {
   int64_t factor;
 };
 // Where that is sharded, one rank along it adds the bias, which is argument `arg`.
-void add_bias_once(const Run& run, size_t arg);
+void add_bias_once(const Run& run, size_t arg, int64_t contracted);
 
 // The mesh dims (bits) that shard any of the factors in `factors` (bit f: factor f).
 constexpr uint64_t kAllFactors = ~uint64_t{0};

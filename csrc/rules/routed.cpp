@@ -29,13 +29,36 @@ std::vector<Coordinate> pieces_along(const Layout& layout, int64_t d, const Coor
   return out;
 }
 
-template <typename T>
-std::vector<T> without(std::vector<T> list, size_t i) {
-  list.erase(list.begin() + static_cast<int64_t>(i));
-  return list;
-}
-
 } // namespace
+
+std::vector<at::Tensor> exchange_parts(
+    const std::vector<at::Tensor>& parts,
+    const std::vector<int64_t>& received,
+    const std::vector<int64_t>& ranks,
+    const Mesh& mesh) {
+  std::vector<int64_t> peers, to_peers, from_peers;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (ranks[i] != mesh.rank()) {
+      peers.push_back(ranks[i]);
+      to_peers.push_back(parts[i].numel());
+      from_peers.push_back(received[i]);
+    }
+  }
+  const auto spacing = comm::spacing(parts[0], mesh, -1, comm::Staged::Messages);
+  const auto packed = at::empty({kernels::length_of({to_peers, spacing})}, parts[0].options());
+  auto coming = at::empty({kernels::length_of({from_peers, spacing})}, parts[0].options());
+  const auto slots = kernels::parts_of(packed, {to_peers, spacing});
+  for (size_t i = 0, next = 0; i < ranks.size(); ++i) {
+    if (ranks[i] != mesh.rank()) {
+      slots[next++].view(parts[i].sizes()).copy_(parts[i]);
+    }
+  }
+  comm::start_send_receive(coming, from_peers, packed, to_peers, peers, mesh, mesh.size(), spacing).wait();
+  auto arrived = kernels::parts_of(coming, {from_peers, spacing});
+  const auto me = std::find(ranks.begin(), ranks.end(), mesh.rank()) - ranks.begin();
+  arrived.insert(arrived.begin() + me, parts[me].flatten());
+  return arrived;
+}
 
 Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const std::vector<at::Tensor>& at)
     : layout_(LayoutPtr::reclaim_copy(&layout)) {
@@ -73,7 +96,6 @@ Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const
   ranks_ = rank_of;
   std::sort(ranks_.begin(), ranks_.end());
   const auto nth = [&](int64_t rank) { return std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin(); };
-  me_ = static_cast<size_t>(nth(mesh.rank()));
   if (!std::is_sorted(rank_of.begin(), rank_of.end())) {
     std::vector<int64_t> places;
     for (const auto rank : rank_of) {
@@ -99,27 +121,7 @@ Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const
 
 // `rows`: out[i] for the i-th rank, one after the other -> in[i] from each.
 at::Tensor Routed::exchanged(const at::Tensor& rows, const std::vector<int64_t>& out, const std::vector<int64_t>& in) const {
-  if (ranks_.size() == 1) {
-    return rows;
-  }
-  const auto& mesh = layout_->mesh();
-  const auto spacing = comm::spacing(rows, mesh, -1, comm::Staged::Messages);
-  auto sent = out, received = in;
-  sent[me_] = received[me_] = 0;
-  const auto packed = at::empty({kernels::length_of({sent, spacing})}, rows.options());
-  auto coming = at::empty({kernels::length_of({received, spacing})}, rows.options());
-  const auto mine = kernels::parts_of(rows, {out}), leaving = kernels::parts_of(packed, {sent, spacing});
-  for (size_t k = 0; k < leaving.size(); ++k) {
-    if (k != me_) {
-      leaving[k].copy_(mine[k]);
-    }
-  }
-  comm::start_send_receive(
-      coming, without(received, me_), packed, without(sent, me_), without(ranks_, me_), mesh, mesh.size(), spacing)
-      .wait();
-  auto arrived = kernels::parts_of(coming, {received, spacing});
-  arrived[me_] = mine[me_];
-  return at::cat(arrived);
+  return ranks_.size() == 1 ? rows : at::cat(exchange_parts(kernels::parts_of(rows, {out}), in, ranks_, layout_->mesh()));
 }
 
 at::Tensor Routed::there(const at::Tensor& rows) const {

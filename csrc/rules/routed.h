@@ -10,6 +10,14 @@
 
 namespace shardtensor::rules {
 
+// Sends part i to ranks[i], which all do the same; this rank is among them. Returns what they send to it: received[i] elements of
+// each, flat.
+std::vector<at::Tensor> exchange_parts(
+    const std::vector<at::Tensor>& parts,
+    const std::vector<int64_t>& received,
+    const std::vector<int64_t>& ranks,
+    const Mesh& mesh);
+
 class Routed {
  public:
   // The owners: ranks with pieces of `layout`, a tensor whose dims from `lead` on have these sizes, cut into one run per rank.
@@ -26,8 +34,7 @@ class Routed {
   at::Tensor exchanged(const at::Tensor& rows, const std::vector<int64_t>& out, const std::vector<int64_t>& in) const;
 
   LayoutPtr layout_;
-  std::vector<int64_t> ranks_; // ascending, this rank among them
-  size_t me_ = 0;
+  std::vector<int64_t> ranks_;          // ascending, this rank among them
   at::Tensor order_;                    // the items, sorted by owner
   std::vector<int64_t> sent_, arrived_; // items to and from each of the ranks
 };

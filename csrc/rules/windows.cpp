@@ -2,8 +2,21 @@
 
 #include "comm/values.h"
 #include "rules/empties.h"
+#include "rules/pieces.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
 
 namespace shardtensor::rules {
+
+int64_t space_of(const c10::FunctionSchema& schema) {
+  const auto& name = schema.name();
+  for (size_t i = 0; i + 1 < name.size(); ++i) {
+    if (name[i] >= '1' && name[i] <= '3' && name[i + 1] == 'd') {
+      return name[i] - '0';
+    }
+  }
+  return 0;
+}
 
 bool cut_in_space(const Call& call, int64_t space) {
   const auto ndim = call.tensors[0].dim();
@@ -45,8 +58,134 @@ void read_through(Rule& rule, int64_t d, int64_t count, const Reach& reach) {
   }
 }
 
+void read_through(Rule& rule, const Windows& windows, SymSizes sizes) {
+  auto& result = rule.results[0];
+  result.sizes = std::move(sizes);
+  for (int64_t i = 0; i < windows.ndim(); ++i) {
+    const auto& [size, count, reach, taps] = windows.space[i];
+    const bool back = windows.reversed;
+    read_through(rule, windows.lead + i, back ? size : count, back ? mirror(reach, size) : reach);
+  }
+  for (size_t o = 1; windows.backward && o < rule.operands.size(); ++o) { // the input; then indices, which lie as the gradient
+    rule.operands[o].dims = o == 1 ? result.dims : rule.operands[0].dims;
+  }
+}
+
 bool makes_nothing(c10::SymIntArrayRef sizes) {
   return std::any_of(sizes.begin(), sizes.end(), [](const c10::SymInt& n) { return n == 0; });
+}
+
+Share share_of(const Run& run, const Windows& windows, int64_t i) {
+  const auto d = windows.lead + i;
+  const auto* halo = run.solution.halo(0);
+  const auto* mine = halo ? cut_run(run, d + windows.more_factors) : nullptr;
+  if (mine) {
+    return {true, *mine, halo->fetch.mine()[d]};
+  }
+  const auto& [size, count, reach, taps] = windows.space[i];
+  const Interval cells{0, size}, all{0, count};
+  return {false, windows.reversed ? cells : all, {0, windows.reversed ? all : cells, 0}};
+}
+
+void Refit::along(int64_t dim, const Interval& has, const Interval& wants) {
+  if (!(has == wants)) {
+    sides_.push_back({dim, has.start - wants.start, wants.start + wants.length - has.start - has.length, wants.length});
+  }
+}
+
+at::Tensor Refit::operator()(const at::Tensor& t) const {
+  if (sides_.empty()) {
+    return t;
+  }
+  std::vector<int64_t> pad(2 * t.dim(), 0); // the last dim first
+  auto cropped = t;
+  bool grows = false;
+  for (const auto& [dim, before, after, length] : sides_) {
+    const auto at = 2 * (t.dim() - 1 - dim);
+    pad[at] = before;
+    pad[at + 1] = after;
+    grows = grows || before > 0 || after > 0;
+    cropped = grows ? cropped : cropped.narrow(dim, -before, length);
+  }
+  return grows ? at::constant_pad_nd(t, pad) : cropped;
+}
+
+namespace {
+
+// The share of a rank that has none: that of the first window.
+Share share_of_one(const Windows& windows, int64_t i) {
+  const auto held = read(windows.space[i].reach, {0, 1}, windows.space[i].size);
+  const Interval first{0, 1};
+  if (!windows.reversed) {
+    return {true, first, held};
+  }
+  return {true, held.inside.length ? held.inside : first, {0, first, 0}};
+}
+
+// Zeros in place of an operand. `length`: along the dims of space that are cut.
+at::Tensor zeros_for_one(
+    const Run& run, const Windows& windows, size_t operand, c10::function_ref<int64_t(const Share&)> length) {
+  const auto t = run.arg(operand).toTensor(); // the first arguments are the first operands
+  const auto whole = run.operands[operand].symbols;
+  auto sizes = t.sym_sizes().vec();
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    const auto i = d - windows.lead;
+    if (i >= 0 && i < windows.ndim() && share_of(run, windows, i).cut) {
+      sizes[d] = length(share_of_one(windows, i));
+    } else if (sizes[d] == 0 && whole[d] != 0) {
+      sizes[d] = 1;
+    }
+  }
+  return t.new_zeros_symint(sizes);
+}
+
+} // namespace
+
+bool run_windowed(Run& run, const Windows& windows, c10::function_ref<Native(int64_t i, const Share& share)> each, Kernel call) {
+  const bool works = !is_empty(run.arg(0).toTensor()) && !makes_nothing(sizes_of_piece(run));
+  if (!works) {
+    run.arg(0) = zeros_for_one(run, windows, 0, [](const Share& s) { return s.reads.length(); });
+    if (windows.backward && run.arg(1).isTensor()) {
+      run.arg(1) = zeros_for_one(run, windows, 1, [](const Share& s) { return s.makes.length; });
+    }
+  }
+  Refit given, made;
+  for (int64_t i = 0; i < windows.ndim(); ++i) {
+    auto share = share_of(run, windows, i);
+    if (share.cut) {
+      share = works ? share : share_of_one(windows, i);
+      const auto native = each(i, share);
+      given.along(windows.lead + i, share.read(), native.given);
+      made.along(windows.lead + i, native.made, share.makes);
+    }
+  }
+  run.arg(0) = given(run.arg(0).toTensor());
+  call ? call(run) : run.call_op();
+  const auto count = run.op.schema().returns().size();
+  const auto results = run.stack.end() - static_cast<int64_t>(count);
+  if (works) {
+    results[0] = made(results[0].toTensor());
+    return true;
+  }
+  for (size_t nth = 0; nth < count; ++nth) {
+    if (const auto t = results[nth].toTensor(); t.defined()) {
+      results[nth] = t.new_zeros_symint(sizes_of_piece(run, nth));
+    }
+  }
+  return false;
+}
+
+void set_along(const Run& run, const Windows& windows, const char* name, int64_t i, int64_t value) {
+  const auto at = argument(run, name);
+  if (at < 0) {
+    return;
+  }
+  const auto old = guarded(run.arg(at).toSymIntVector());
+  std::vector<int64_t> list;
+  for (int64_t k = 0; k < windows.ndim(); ++k) {
+    list.push_back(k == i ? value : integer_at(old, k));
+  }
+  run.arg(at) = std::move(list);
 }
 
 SymSizes sizes_of_piece(const Run& run, size_t nth) {

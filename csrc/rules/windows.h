@@ -1,14 +1,19 @@
-// What windowed ops share: convolutions, pooling, resampling. Where space is cut, the operand that is read through windows comes
-// with a halo, and at the edges of the whole with cells of padding; the op needs no padding of its own along that dim.
+// What windowed ops share: convolutions, pooling, resampling, padding. Where space is cut, operand 0 comes with a halo, and at
+// the edges of the whole with cells of padding. run_windowed() runs torch's op on that; a family says what its arguments are
+// then.
 #pragma once
 
 #include "rules/solution.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 
 namespace shardtensor::rules {
+
+// How many dims of space an op's name says: 2 of avg_pool2d_backward. 0: it says nothing.
+int64_t space_of(const c10::FunctionSchema& schema);
 
 // Whether a tensor of as many dims as the first is cut along its last `space` dims.
 bool cut_in_space(const Call& call, int64_t space);
@@ -34,6 +39,10 @@ struct Taps {
     return transposed ? (size - 1) * stride - 2 * padding + span() + output_padding
                       : floor_div(size + 2 * padding - span(), stride) + 1;
   }
+  // The cells that the windows of a run of results hold, counted as indices: some lie in the padding.
+  Interval cells(const Interval& results) const {
+    return {results.start * stride - padding, results.length > 0 ? (results.length - 1) * stride + span() : 0};
+  }
   // What a result reads.
   Reach reach(bool transposed = false) const {
     const Reach r{stride, 1, -padding, span() - 1 - padding};
@@ -52,29 +61,80 @@ struct Taps {
   }
 };
 
+// Noted by rules of ops that read the last dims of operand 0 through windows, where these are cut.
+struct Windows {
+  // One dim of space.
+  struct Along {
+    int64_t size;   // of the dim that the windows lie in
+    int64_t count;  // of windows
+    Reach reach;    // what each window holds
+    Taps taps = {}; // if the op has a kernel
+  };
+  int64_t lead = 0; // dims before space
+  std::vector<Along> space = {};
+  // Operand 0 has an index for each window, and the result has what the windows hold: gradients, transposed convolutions.
+  bool reversed = false;
+  // Argument 1, if it is a tensor, is the forward op's input. It is cut as the result is.
+  bool backward = false;
+  int64_t more_factors = 0; // dim d of space has factor d + more_factors
+
+  int64_t ndim() const {
+    return static_cast<int64_t>(space.size());
+  }
+};
+
+// Operand 0 is read through these windows. `sizes`: those of the result along the dims before space. Factor d is dim d.
+void read_through(Rule& rule, const Windows& windows, SymSizes sizes);
+
 // This rank's indices of a factor that has a halo, or null.
 inline const Interval* cut_run(const Run& run, int64_t factor) {
   const auto& runs = run.solution.runs;
   return factor < static_cast<int64_t>(runs.size()) && runs[factor] ? &*runs[factor] : nullptr;
 }
 
+// What this rank does along one dim of space: all of it, if the dim is not cut.
+struct Share {
+  bool cut;
+  Interval makes; // indices of the result
+  Stretch reads;  // what it has of operand 0
+
+  Interval read() const { // its cells
+    return {reads.start(), reads.length()};
+  }
+};
+Share share_of(const Run& run, const Windows& windows, int64_t i);
+
+// Brings tensors from the cells that they have to others: crops them, and adds zeros.
+class Refit {
+ public:
+  void along(int64_t dim, const Interval& has, const Interval& wants);
+  at::Tensor operator()(const at::Tensor& t) const;
+
+ private:
+  struct Sides {
+    int64_t dim, before, after, length; // negative: what is cropped
+  };
+  std::vector<Sides> sides_;
+};
+
+// The cells of operand 0 that torch's op gets along a cut dim, and the indices of the first result that it makes of them.
+struct Native {
+  Interval given, made;
+};
+
+// Runs torch's op on this rank's piece with its halo. `each` gets the number of a cut dim of space, writes the op's arguments for
+// what this rank does there (set_along()), and says what the op then gets and makes: the rest is cropped, or zeros are added.
+// A rank that makes or reads nothing does one window's work on zeros, so that the op raises what it raises on other ranks. Its
+// results are zeros, and it returns false.
+// `call` runs in place of the op.
+bool run_windowed(
+    Run& run, const Windows& windows, c10::function_ref<Native(int64_t i, const Share& share)> each, Kernel call = nullptr);
+
+// Writes integer i of an argument that lists one per dim of space, or one for all. Does nothing if the op has no such argument.
+void set_along(const Run& run, const Windows& windows, const char* name, int64_t i, int64_t value);
+
 // This rank's sizes of a result all of whose global sizes the rule gives.
 SymSizes sizes_of_piece(const Run& run, size_t nth = 0);
-
-// Zeros in place of an operand, on a rank that makes nothing: it runs the op all the same, so that it raises what other ranks
-// raise. `length` is what the op needs along each dim of space that is cut, to make one result; `first`: the factor of the first
-// such dim.
-template <typename F>
-at::Tensor stand_in(const Run& run, size_t operand, int64_t lead, int64_t first, F length) {
-  const auto t = run.arg(operand).toTensor(); // the first arguments are the first operands
-  const auto whole = run.operands[operand].symbols;
-  auto sizes = t.sym_sizes().vec();
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    const bool cut = d >= lead && cut_run(run, first + d - lead);
-    sizes[d] = cut ? c10::SymInt(length(d - lead)) : sizes[d] == 0 && whole[d] != 0 ? c10::SymInt(1) : sizes[d];
-  }
-  return t.new_zeros_symint(sizes);
-}
 
 // The results of the op itself on its arguments, which stay on the stack.
 std::vector<c10::IValue> results_of_op(const Run& run);

@@ -43,114 +43,75 @@ Dims with_space(int64_t ndim, int64_t first, int64_t second) {
   return dims;
 }
 
-Dims with_space(const TensorArg& t, int64_t first, int64_t second) {
-  return with_space(t.dim(), first, second);
-}
-
 Dims weight_dims(const TensorArg& t, const Factors& f, bool transposed) {
-  return transposed ? with_space(t, f.in, f.out) : with_space(t, f.out, f.in);
+  return transposed ? with_space(t.dim(), f.in, f.out) : with_space(t.dim(), f.out, f.in);
 }
 
 // ---- space: where it is cut, the op needs no padding of its own (windows.h) ----
 
-constexpr int64_t kBatch = 0, kOut = 2, kFirstSpace = 3; // the factors are n, in, out, and those of space
+constexpr int64_t kIn = 1, kOut = 2; // the factors are n, in, out, and those of space
 
-// From a call (rules) or a run (kernels), with the weight's sizes.
-template <typename Ints>
-Taps taps_along(const Ints& ints, int64_t i, int64_t count) {
-  return {
-      count, integer_at(ints("stride"), i), integer_at(ints("padding"), i), integer_at(ints("dilation"), i),
-      integer_at(ints("output_padding"), i)};
-}
-
-Taps taps_of(const Call& call, const TensorArg& weight, int64_t i) {
-  const auto ints = [&](const char* name) {
-    const auto list = call.ints(call.position(name));
-    return std::vector<int64_t>(list.begin(), list.end());
-  };
-  return taps_along(ints, i, weight.size(i + 2));
-}
-
-Taps taps_of(const Run& run, const at::Tensor& weight, int64_t i) {
-  return taps_along(
-      [&](const char* name) { return run.arg(argument(run, name)).toIntVector(); }, i,
-      weight.sym_size(i + 2).guard_int(__FILE__, __LINE__));
-}
-
-bool has_space(const TensorArg& input) {
+// The call's windows; none if space is not cut, or if the input has none. Raises where torch does, with its words: a kernel would
+// see only its piece.
+Windows windows_of(const Call& call, const TensorArg& input, const TensorArg& weight) {
+  Windows windows;
+  const auto space = input.dim() - 2;
+  if (!cut_in_space(call, space)) {
+    return windows;
+  }
   for (int64_t d = 2; d < input.dim(); ++d) {
     if (input.size(d) < 1) {
-      return false;
+      return windows;
     }
   }
-  return true;
-}
-
-// torch's words, on all ranks: a kernel would see only its piece.
-void check_fits(const TensorArg& input, const TensorArg& weight, const Call& call) {
+  const auto list = [&](const char* name) { return call.ints(call.position(name)); };
+  const auto stride = list("stride"), padding = list("padding"), dilation = list("dilation"), more = list("output_padding");
   const bool transposed = call.flag(call.position("transposed"));
   std::vector<int64_t> padded, kernel;
   bool fits = true;
-  for (int64_t i = 0; i < input.dim() - 2; ++i) {
-    const auto taps = taps_of(call, weight, i);
+  for (int64_t i = 0; i < space; ++i) {
+    const auto size = input.size(i + 2);
+    const Taps taps{
+        weight.size(i + 2), integer_at(stride, i), integer_at(padding, i), integer_at(dilation, i), integer_at(more, i)};
     TORCH_CHECK(taps.stride > 0, "non-positive stride is not supported");
     TORCH_CHECK(taps.padding >= 0, "negative padding is not supported");
     TORCH_CHECK(taps.dilation > 0, "dilation should be greater than zero");
     TORCH_CHECK(taps.output_padding >= 0, "negative output_padding is not supported");
+    const auto results = taps.results(size, transposed);
     if (transposed) {
       TORCH_CHECK(
           taps.output_padding < std::max(taps.stride, taps.dilation),
           "output padding must be smaller than either stride or dilation, but got ", taps.output_padding, " along dim ", i + 2);
-      const auto results = taps.results(input.size(i + 2), true);
       TORCH_CHECK(
-          results > 0, "Given input size per channel: ", input.size(i + 2), ", calculated output size per channel: ", results,
-          " along dim ", i + 2, ". Output size is too small");
+          results > 0, "Given input size per channel: ", size, ", calculated output size per channel: ", results, " along dim ",
+          i + 2, ". Output size is too small");
     }
-    padded.push_back(input.size(i + 2) + 2 * taps.padding);
+    padded.push_back(size + 2 * taps.padding);
     kernel.push_back(taps.span());
     fits = fits && (transposed || padded.back() >= kernel.back());
+    windows.space.push_back({transposed ? results : size, transposed ? size : results, taps.reach(), taps});
   }
   TORCH_CHECK(
       fits, "Calculated padded input size per channel: (", c10::Join(" x ", padded), "). Kernel size: (",
       c10::Join(" x ", kernel), "). Kernel size can't be greater than actual input size");
+  windows.lead = 2;
+  windows.more_factors = 1;
+  return windows;
 }
 
-const Interval* run_along(const Run& run, int64_t i) {
-  return cut_run(run, i + kFirstSpace);
+// What torch's op gets along a cut dim: no padding, since its cells are there.
+Native whole_windows(const Run& run, const Windows& windows, int64_t i, const Share& share) {
+  set_along(run, windows, "padding", i, 0);
+  set_along(run, windows, "output_padding", i, 0);
+  return {share.read(), share.makes};
 }
 
-// Replaces an argument that lists one integer per dim of space.
-template <typename F>
-void replace_ints(const Run& run, const char* name, int64_t space, F each) {
-  auto& arg = run.arg(argument(run, name));
-  const auto old = arg.toIntVector();
-  std::vector<int64_t> list;
-  for (int64_t i = 0; i < space; ++i) {
-    list.push_back(each(i, integer_at(old, i)));
+void replace_padding(const Run& run, const Windows& windows) {
+  for (int64_t i = 0; i < windows.ndim(); ++i) {
+    if (const auto share = share_of(run, windows, i); share.cut) {
+      whole_windows(run, windows, i, share);
+    }
   }
-  arg = list;
-}
-
-at::Tensor along_channels(const at::Tensor& bias, int64_t space) {
-  std::vector<int64_t> sizes(space + 1, 1);
-  sizes[0] = -1;
-  return bias.view(sizes);
-}
-
-// Without padding along the dims that are cut.
-void replace_padding(const Run& run, int64_t space) {
-  for (const char* name : {"padding", "output_padding"}) {
-    replace_ints(run, name, space, [&](int64_t i, int64_t p) { return run_along(run, i) ? 0 : p; });
-  }
-}
-
-// On a rank that makes nothing: runs the op on zeros that give one result.
-void stand_in_for_input(Run& run) {
-  const auto weight = run.arg(1).toTensor();
-  const bool transposed = run.arg(argument(run, "transposed")).toBool();
-  run.arg(0) = stand_in(run, 0, 2, kFirstSpace, [&](int64_t i) { return transposed ? 1 : taps_of(run, weight, i).span(); });
-  replace_padding(run, weight.dim() - 2);
-  call_op_nonempty(run);
 }
 
 // ---- this rank's own piece first, while the halo travels ----
@@ -160,19 +121,19 @@ std::atomic<int64_t> g_second_call{int64_t{1} << 20};
 // torch's op runs on the piece as it is, with the padding that brings its results where they belong. Then it runs on boxes around
 // the piece's edges, for what reads the halo.
 struct Split {
-  std::vector<Taps> taps;       // per dim of space, as the call gives them
   std::vector<int64_t> padding; // the first call's
   std::vector<Box> rest;        // results that other ranks' input changes; backward: those of other ranks that read this piece
 };
 
-// What a run of results reads of the input, padding included.
-Interval window(const Taps& taps, int64_t first, int64_t count) {
-  return {first * taps.stride - taps.padding, (count - 1) * taps.stride + taps.span()};
+// What the results of a box read of the input along a dim of space, padding included.
+Interval window(const Windows& windows, const Box& results, int64_t i) {
+  return windows.space[i].taps.cells({results.offsets[i + 2], results.sizes[i + 2]});
 }
 
 // Nothing where torch's op on the piece alone would place its results elsewhere, or where the boxes would cost more than reading
 // the piece once more, joined with its halo. Each rank decides for itself: the messages are the same.
-std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, bool backward) {
+std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, const Windows& windows) {
+  const bool backward = windows.backward;
   const auto given = run.arg(0).toTensor(), input = run.arg(backward).toTensor(), weight = run.arg(backward + 1).toTensor();
   const auto gain = static_cast<int64_t>(input.nbytes()) - g_second_call.load(std::memory_order_relaxed);
   if (gain < 0 || given.numel() == 0 || input.numel() == 0 || weight.numel() == 0) {
@@ -183,12 +144,11 @@ std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, bool b
   for (int64_t d = 0; d < input.dim(); ++d) {
     const auto piece = run.operands[0].layout->intervals(d, run.operands[0].size(d), run.mesh().coordinate())[0];
     const auto read = halo.fetch.mine()[d].inside;
-    const auto* mine = d < 2 ? nullptr : run_along(run, d - 2);
+    const auto share = d < 2 ? Share{false, {}, {}} : share_of(run, windows, d - 2);
     if (d >= 2) {
-      split.taps.push_back(taps_of(run, weight, d - 2));
-      split.padding.push_back(split.taps.back().padding);
+      split.padding.push_back(windows.space[d - 2].taps.padding);
     }
-    if (!mine) { // all of this dim, by each call
+    if (!share.cut) { // all of this dim, by each call
       if (!(piece == read)) {
         return std::nullopt;
       }
@@ -198,11 +158,11 @@ std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, bool b
       }
       continue;
     }
-    const auto& taps = split.taps.back();
-    const auto &in = backward ? *mine : piece, &out = backward ? piece : *mine;
+    const auto& taps = windows.space[d - 2].taps;
+    const auto &in = backward ? share.makes : piece, &out = backward ? piece : share.makes;
     const auto in_end = in.start + in.length, out_end = out.start + out.length, read_end = read.start + read.length;
     auto shifted = taps;
-    split.padding.back() = shifted.padding = in.start - window(taps, out.start, 1).start;
+    split.padding.back() = shifted.padding = in.start - taps.cells(out).start;
     if (shifted.padding < 0 || shifted.results(in.length) != out.length) {
       return std::nullopt;
     }
@@ -226,8 +186,8 @@ std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, bool b
   for (const auto& box : split.rest) {
     auto bytes = static_cast<int64_t>(input.element_size());
     for (int64_t d = 0; d < input.dim(); ++d) {
-      const bool cut = d >= 2 && run_along(run, d - 2);
-      bytes *= cut ? window(split.taps[d - 2], box.offsets[d], box.sizes[d]).length : input.size(d);
+      const bool cut = d >= 2 && share_of(run, windows, d - 2).cut;
+      bytes *= cut ? window(windows, box, d - 2).length : input.size(d);
     }
     boxes += bytes;
   }
@@ -236,9 +196,9 @@ std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, bool b
 }
 
 // A box of what this rank reads: `box` along the dims that are cut, in indices of the whole, and all of the others.
-at::Tensor fetched(const Run& run, const Solution::Halo& halo, const Fetch::Arriving& arriving, Box box) {
+at::Tensor fetched(const Run& run, const Solution::Halo& halo, const Windows& windows, const Fetch::Arriving& arriving, Box box) {
   for (size_t d = 0; d < box.sizes.size(); ++d) {
-    const bool cut = d >= 2 && run_along(run, static_cast<int64_t>(d) - 2);
+    const bool cut = d >= 2 && share_of(run, windows, static_cast<int64_t>(d) - 2).cut;
     box.offsets[d] = cut ? box.offsets[d] - halo.fetch.mine()[d].start() : 0;
     box.sizes[d] = cut ? box.sizes[d] : halo.fetch.sizes()[d];
   }
@@ -252,98 +212,82 @@ void fetch_all(const Run& run, const Solution::Halo& halo) {
   run.arg(0) = halo.joined(piece, strides_like(halo.fetch.sizes(), piece));
 }
 
-void piece_first(Run& run, const Solution::Halo& halo, const Split& split) {
-  const auto space = static_cast<int64_t>(split.taps.size());
-  auto arriving = halo.fetch.start(run.arg(0).toTensor());
-  replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return split.padding[i]; });
-  const auto out = results_of_op(run)[0].toTensor();
+// The results of torch's op on the piece as it is, while the halo travels. Then the op is ready for boxes around the piece's
+// edges.
+std::vector<c10::IValue> results_of_piece(const Run& run, const Windows& windows, const Split& split, Fetch::Arriving& arriving) {
+  for (int64_t i = 0; i < windows.ndim(); ++i) {
+    set_along(run, windows, "padding", i, split.padding[i]);
+  }
+  auto results = results_of_op(run);
   arriving.messages.wait();
-  replace_padding(run, space);
+  replace_padding(run, windows);
+  return results;
+}
+
+void piece_first(Run& run, const Solution::Halo& halo, const Windows& windows, const Split& split) {
+  auto arriving = halo.fetch.start(run.arg(0).toTensor());
+  const auto out = results_of_piece(run, windows, split, arriving)[0].toTensor();
   for (const auto& box : split.rest) {
     auto reads = box;
     auto part = out;
-    for (int64_t i = 0; i < space; ++i) {
-      if (const auto* mine = run_along(run, i)) {
-        const auto w = window(split.taps[i], box.offsets[i + 2], box.sizes[i + 2]);
+    for (int64_t i = 0; i < windows.ndim(); ++i) {
+      if (const auto share = share_of(run, windows, i); share.cut) {
+        const auto w = window(windows, box, i);
         reads.offsets[i + 2] = w.start;
         reads.sizes[i + 2] = w.length;
-        part = part.narrow(i + 2, box.offsets[i + 2] - mine->start, box.sizes[i + 2]);
+        part = part.narrow(i + 2, box.offsets[i + 2] - share.makes.start, box.sizes[i + 2]);
       }
     }
-    run.arg(0) = fetched(run, halo, arriving, reads);
+    run.arg(0) = fetched(run, halo, windows, arriving, reads);
     part.copy_(results_of_op(run)[0].toTensor());
   }
   run.returns({out});
 }
 
-// Without padding the op's first result is the one that the first index of the operand reaches first: results before and behind
-// this rank's are dropped. torch drops `padding` on both sides, `output_padding` less behind; otherwise we drop.
-void transposed_with_halo(Run& run, const Solution::Halo& halo) {
-  const auto weight = run.arg(1).toTensor();
-  const auto space = weight.dim() - 2;
-  std::vector<int64_t> padding, output_padding, crop(2 * space, 0);
-  bool native = true;
-  for (int64_t i = 0; i < space; ++i) {
-    const auto taps = taps_of(run, weight, i);
-    padding.push_back(taps.padding);
-    output_padding.push_back(taps.output_padding);
-    if (!run_along(run, i)) {
-      continue;
-    }
-    const auto& mine = *run_along(run, i);
-    const auto& read = halo.fetch.mine()[i + 2];
-    const auto begin = read.start() * taps.stride - taps.padding;
-    const auto full = read.length() ? (read.length() - 1) * taps.stride + taps.span() : 0;
-    const auto drop = mine.start - begin, surplus = begin + full - mine.start - mine.length;
-    const bool by_torch = read.length() && drop >= 0 && drop >= surplus && drop - surplus < std::max(taps.stride, taps.dilation);
-    padding.back() = by_torch ? drop : 0;
-    output_padding.back() = by_torch ? drop - surplus : 0;
-    crop[2 * (space - 1 - i)] = by_torch ? 0 : -drop;
-    crop[2 * (space - 1 - i) + 1] = by_torch ? 0 : -surplus;
-    native = native && by_torch;
+// A transposed convolution. Without padding its first result is the one that the first index of the operand reaches first:
+// results before and behind this rank's are dropped. torch drops `padding` on both sides, `output_padding` less behind.
+Native dropped_by_torch(const Run& run, const Windows& windows, int64_t i, const Share& share) {
+  const auto& taps = windows.space[i].taps;
+  const auto cells = taps.cells(share.read());
+  const auto drop = share.makes.start - cells.start;
+  const auto surplus = cells.length - drop - share.makes.length;
+  if (drop < 0 || drop < surplus || drop - surplus >= std::max(taps.stride, taps.dilation)) {
+    whole_windows(run, windows, i, share);
+    return {share.read(), cells};
   }
-  const auto& input = run.arg(0).toTensor();
-  const auto bias = run.arg(2).isTensor() ? run.arg(2).toTensor() : at::Tensor(); // torch may also give an undefined one
-  const auto biased = [&](const at::Tensor& out) { return bias.defined() ? out.add(along_channels(bias, space)) : out; };
-  if (is_empty(input) || is_empty(weight)) { // also where no index reaches this rank's results
-    stand_in_for_input(run);
-    run.stack.back() = biased(run.stack.back().toTensor().new_zeros_symint(sizes_of_piece(run)));
-    return;
-  }
-  replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return padding[i]; });
-  replace_ints(run, "output_padding", space, [&](int64_t i, int64_t) { return output_padding[i]; });
-  if (native) {
-    return call_op_nonempty(run);
-  }
-  run.arg(2) = c10::IValue();
-  call_op_nonempty(run);
-  run.stack.back() = biased(at::constant_pad_nd(run.stack.back().toTensor(), crop));
+  set_along(run, windows, "padding", i, drop);
+  set_along(run, windows, "output_padding", i, drop - surplus);
+  return {share.read(), share.makes};
 }
 
 // If the input's channels are sharded, one rank along them adds the bias.
 void convolution_kernel(Run& run) {
-  add_bias_once(run, 2);
+  add_bias_once(run, 2, kIn);
   const auto* halo = run.solution.halo(0);
   if (!halo) {
     return call_op_nonempty(run);
   }
+  const auto& windows = noted<Windows>(run.solution);
   if (halo->awaits(run.arg(0).toTensor())) {
-    if (const auto split = split_of(run, *halo, false)) {
-      return piece_first(run, *halo, *split);
+    if (const auto split = split_of(run, *halo, windows)) {
+      return piece_first(run, *halo, windows, *split);
     }
     fetch_all(run, *halo);
   }
-  const auto sizes = sizes_of_piece(run);
-  if (std::any_of(sizes.begin() + 2, sizes.end(), [](const c10::SymInt& n) { return n == 0; })) {
-    stand_in_for_input(run);
-    run.stack.back() = run.stack.back().toTensor().new_zeros_symint(sizes);
-    return;
+  const auto bias = run.arg(2).isTensor() ? run.arg(2).toTensor() : at::Tensor(); // torch may also give an undefined one
+  bool adds = true; // torch's op adds the bias: not where zeros are added to its results, or where it has nothing to do
+  const auto each = [&](int64_t i, const Share& share) {
+    const auto native = (windows.reversed ? dropped_by_torch : whole_windows)(run, windows, i, share);
+    adds = adds && native.made == share.makes;
+    run.arg(2) = adds ? run.arg(2) : c10::IValue();
+    return native;
+  };
+  adds = run_windowed(run, windows, each, call_op_nonempty) && adds;
+  if (bias.defined() && !adds) {
+    std::vector<int64_t> along_channels(windows.ndim() + 1, 1);
+    along_channels[0] = -1;
+    run.stack.back() = run.stack.back().toTensor().add(bias.view(along_channels));
   }
-  if (run.arg(argument(run, "transposed")).toBool()) {
-    return transposed_with_halo(run, *halo);
-  }
-  replace_padding(run, static_cast<int64_t>(sizes.size()) - 2);
-  call_op_nonempty(run);
 }
 
 // The meta kernel does not recognize a batch of one as channels_last.
@@ -390,36 +334,34 @@ Rule convolution(const Call& call) {
   const auto grouped = call.integer(call.position("groups"));
   const auto f = convolution_factors(rule, grouped != 1);
   const auto &input = call.tensors[0], &weight = call.tensors[1];
-  rule.operands.emplace_back(with_space(input, f.n, f.in));
+  rule.operands.emplace_back(with_space(input.dim(), f.n, f.in));
   rule.operands.emplace_back(weight_dims(weight, f, transposed));
   const bool biased = call.operand(2) >= 0;
   if (biased) {
     rule.operands.emplace_back(Dims{Dim(f.out)});
   }
-  rule.results.emplace_back(with_space(input, f.n, f.out));
+  rule.results.emplace_back(with_space(input.dim(), f.n, f.out));
   rule.results[0].order = order_of_result(input, weight);
-  if (cut_in_space(call, input.dim() - 2) && has_space(input)) {
-    check_fits(input, weight, call);
+  auto windows = windows_of(call, input, weight);
+  if (windows.ndim()) {
+    windows.reversed = transposed;
     rule.spread.push_back(f.n);
     auto& sizes = rule.results[0].sizes;
     sizes = {input.sym_size(0), transposed ? weight.sym_size(1) * grouped : weight.sym_size(0)};
-    for (int64_t d = 2; d < input.dim(); ++d) {
-      const auto taps = taps_of(call, weight, d - 2);
-      Factor h;
-      h.size = taps.results(input.size(d), transposed);
-      sizes.push_back(h.size);
-      const auto o = rule.factor(h);
-      rule.operands[0].dims[d] = rule.windows(o, taps.reach(transposed));
-      rule.results[0].dims[d] = o;
+    for (int64_t i = 0; i < windows.ndim(); ++i) {
+      const auto& along = windows.space[i];
+      sizes.push_back(transposed ? along.size : along.count);
+      const auto o = rule.factor({.size = sizes.back()});
+      rule.operands[0].dims[i + 2] = rule.windows(o, along.taps.reach(transposed));
+      rule.results[0].dims[i + 2] = o;
     }
     rule.operands[0].awaited = !transposed;
   }
   const uint64_t bias = biased ? 0b100 : 0;
   rule.jointly_linear(0b001 | bias);
   rule.jointly_linear(0b010 | bias);
-  rule.kernel = convolution_kernel;
-  rule.always_kernel = true;
-  rule.notes = Contracted{f.in};
+  rule.always(convolution_kernel);
+  rule.notes = std::move(windows);
   return rule;
 }
 
@@ -431,80 +373,59 @@ Interval own_results(const Reach& readers, const Interval& run, const Stretch& r
   return {start - read.start(), end - start};
 }
 
-// The gradients of this rank's piece of the input, from the gradients of all results that read it. The windows of these results
-// may stick out of the piece: there the piece is padded, by torch, evenly on both sides; then gradients of results that lie
-// only in that padding are zeros.
-// `piece`: what of them gives the bias's gradient, if the caller knows.
-void backward_with_halo(Run& run, const Solution::Halo& halo, const at::Tensor& piece = {}) {
-  auto grad = run.arg(0).toTensor();
-  const auto input = run.arg(1).toTensor(), weight = run.arg(2).toTensor();
-  const auto space = weight.dim() - 2;
-  const auto mask = run.arg(argument(run, "output_mask")).toBoolList();
-  const bool transposed = run.arg(argument(run, "transposed")).toBool();
-  auto own = piece.defined() ? piece : grad;
-  bool reads_nothing = false;
-  std::vector<int64_t> padding, output_padding, pad(2 * space, 0);
-  for (int64_t i = 0; i < space; ++i) {
-    const auto taps = taps_of(run, weight, i);
-    padding.push_back(taps.padding);
-    output_padding.push_back(taps.output_padding);
-    if (!run_along(run, i)) {
-      continue;
-    }
-    const auto& mine = *run_along(run, i);
-    const auto& read = halo.fetch.mine()[i + 2];
-    reads_nothing = reads_nothing || !read.length() || !mine.length;
-    if (reads_nothing) {
-      break;
-    }
-    if (!piece.defined()) {
-      const auto ours =
-          own_results(taps.readers(transposed), mine, read, run.operands[1].size(i + 2), run.operands[0].size(i + 2));
+// Of the gradients with their halo: the bias's. `piece`: what of them gives it, if the caller knows.
+at::Tensor bias_gradient(const Run& run, const Windows& windows, const at::Tensor& piece) {
+  auto own = piece.defined() ? piece : run.arg(0).toTensor();
+  for (int64_t i = 0; i < windows.ndim() && !piece.defined() && !is_empty(own); ++i) {
+    const auto& along = windows.space[i];
+    const bool transposed = windows.reversed != windows.backward;
+    if (const auto share = share_of(run, windows, i); share.cut) {
+      const auto input = transposed ? along.count : along.size, results = transposed ? along.size : along.count;
+      const auto ours = own_results(along.taps.readers(transposed), share.makes, share.reads, input, results);
       own = own.narrow(i + 2, ours.start, ours.length);
     }
-    auto& before = pad[2 * (space - 1 - i)];
-    auto& after = pad[2 * (space - 1 - i) + 1];
-    if (transposed) { // its results without padding are those that are read, but for what the bias alone needs
-      padding.back() = output_padding.back() = 0;
-      after = (mine.length - 1) * taps.stride + taps.span() - read.length();
-      continue;
-    }
-    const auto begin = read.start() * taps.stride - taps.padding;
-    const auto end = begin + (read.length() - 1) * taps.stride + taps.span();
-    const auto left = mine.start - begin, right = end - mine.start - mine.length;
-    before = std::max({int64_t{0}, ceil_div(-left, taps.stride), ceil_div(right - left, taps.stride)});
-    padding.back() = left + before * taps.stride;
-    after = floor_div(mine.length + 2 * padding.back() - taps.span(), taps.stride) + 1 - before - read.length();
   }
-  at::Tensor bias;
-  if (mask.get(2)) {
-    std::vector<int64_t> over(space + 1, 0);
-    std::iota(over.begin() + 1, over.end(), 2);
-    bias = reads_nothing && !piece.defined() ? grad.new_zeros_symint({grad.sym_size(1)}) : own.sum(over);
+  std::vector<int64_t> over(windows.ndim() + 1, 0);
+  std::iota(over.begin() + 1, over.end(), 2);
+  return own.sum(over);
+}
+
+// What the op gets along a cut dim to make the gradients of this rank's piece of the input, from the gradients of all results
+// that read it. The windows of these results may stick out of the piece: there the piece is padded, by torch, evenly on both
+// sides; then gradients of results that lie only in that padding are zeros.
+Native padded_piece(const Run& run, const Windows& windows, int64_t i, const Share& share) {
+  const auto& taps = windows.space[i].taps;
+  const auto &mine = share.makes, read = share.read();
+  if (!windows.reversed) { // transposed: its results without padding are those read, but for what the bias alone needs
+    whole_windows(run, windows, i, share);
+    return {taps.cells(mine), mine};
   }
-  run.arg(argument(run, "output_mask")) = c10::List<bool>({mask.get(0), mask.get(1), false});
-  if (reads_nothing) { // zeros, of the op itself
-    const auto span = [&](int64_t i) { return taps_of(run, weight, i).span(); };
-    run.arg(0) = stand_in(run, 0, 2, kFirstSpace, [&](int64_t i) { return transposed ? span(i) : 1; });
-    run.arg(1) = stand_in(run, 1, 2, kFirstSpace, [&](int64_t i) { return transposed ? 1 : span(i); });
-    replace_padding(run, space);
-    call_op_nonempty(run);
-    const auto results = run.stack.end() - 3;
-    results[0] = mask.get(0) ? at::zeros_like(input) : at::Tensor();
-    results[1] = mask.get(1) ? at::zeros_like(weight) : at::Tensor();
-    results[2] = bias;
-    return;
-  }
-  if (std::any_of(pad.begin(), pad.end(), [](int64_t n) { return n != 0; })) {
-    run.arg(0) = at::constant_pad_nd(grad, pad);
-  }
-  replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return padding[i]; });
-  replace_ints(run, "output_padding", space, [&](int64_t i, int64_t) { return output_padding[i]; });
-  if (mask.get(0) || mask.get(1)) {
-    call_op_nonempty(run);
-  } else {
-    run.returns({at::Tensor(), at::Tensor(), at::Tensor()});
-  }
+  const auto cells = taps.cells(read);
+  const auto left = mine.start - cells.start, right = cells.length - left - mine.length;
+  const auto before = std::max({int64_t{0}, ceil_div(-left, taps.stride), ceil_div(right - left, taps.stride)});
+  auto padded = taps;
+  padded.padding = left + before * taps.stride;
+  set_along(run, windows, "padding", i, padded.padding);
+  return {{read.start - before, padded.results(mine.length)}, mine};
+}
+
+bool wants(const Run& run, int64_t gradient) {
+  return run.arg(argument(run, "output_mask")).toBoolList()[gradient];
+}
+
+// From now on the op makes no gradient of the bias.
+void without_bias(const Run& run) {
+  run.arg(argument(run, "output_mask")) = c10::List<bool>({wants(run, 0), wants(run, 1), false});
+}
+
+void backward_with_halo(Run& run, const Windows& windows, const at::Tensor& piece = {}) {
+  const auto bias = wants(run, 2) ? bias_gradient(run, windows, piece) : at::Tensor();
+  without_bias(run);
+  const auto each = [&](int64_t i, const Share& share) { return padded_piece(run, windows, i, share); };
+  run_windowed(run, windows, each, [](Run& run) {
+    const bool any = wants(run, 0) || wants(run, 1);
+    any ? call_op_nonempty(run) : run.returns({at::Tensor(), at::Tensor(), at::Tensor()});
+  });
   run.stack.back() = bias;
 }
 
@@ -518,55 +439,40 @@ void replace_bias_sizes(const Run& run) {
 
 // The gradients of this rank's results alone, as if other ranks had none. What those of other ranks add is linear in them: they
 // change the input's gradient near the cuts, and the weight's.
-void backward_piece_first(Run& run, const Solution::Halo& halo, const Split& split) {
-  const auto space = static_cast<int64_t>(split.taps.size());
+void backward_piece_first(Run& run, const Solution::Halo& halo, const Windows& windows, const Split& split) {
   const auto input = run.arg(1).toTensor();
-  const auto mask = run.arg(argument(run, "output_mask")).toBoolList();
   auto arriving = halo.fetch.start(run.arg(0).toTensor());
   replace_bias_sizes(run);
-  replace_ints(run, "padding", space, [&](int64_t i, int64_t) { return split.padding[i]; });
-  auto results = results_of_op(run);
-  arriving.messages.wait();
-  run.arg(argument(run, "output_mask")) = c10::List<bool>({mask.get(0), mask.get(1), false});
-  replace_padding(run, space);
+  auto results = results_of_piece(run, windows, split, arriving);
+  without_bias(run);
   for (const auto& box : split.rest) {
-    auto common = input;
-    std::vector<int64_t> pad(2 * space, 0);
-    std::vector<Interval> runs(space); // of the input on this rank, by its own indices, that the results of the box read
-    bool reads = true;
-    for (int64_t i = 0; i < space; ++i) {
-      const auto* mine = run_along(run, i);
-      if (!mine) {
-        runs[i] = {0, input.size(i + 2)};
+    auto common = input; // of the input on this rank, what the results of the box read
+    auto to = results[0].toTensor();
+    Refit padded, cropped;
+    for (int64_t i = 0; i < windows.ndim() && !is_empty(common); ++i) { // with a stride, windows may leave out what lies between
+      const auto share = share_of(run, windows, i);
+      if (!share.cut) {
         continue;
       }
-      const auto w = window(split.taps[i], box.offsets[i + 2], box.sizes[i + 2]);
-      const auto before = std::max<int64_t>(mine->start - w.start, 0);
-      const auto after = std::max<int64_t>(w.start + w.length - mine->start - mine->length, 0);
-      runs[i] = {w.start + before - mine->start, w.length - before - after};
-      reads = reads && runs[i].length > 0; // with a stride, windows may leave out what lies between them
-      if (!reads) {
-        break;
-      }
-      common = common.narrow(i + 2, runs[i].start, runs[i].length);
-      pad[2 * (space - 1 - i)] = before;
-      pad[2 * (space - 1 - i) + 1] = after;
+      const auto w = window(windows, box, i);
+      const auto& mine = share.makes;
+      const auto start = std::max(mine.start, w.start), end = std::min(mine.start + mine.length, w.start + w.length);
+      const Interval held{start, std::max<int64_t>(end - start, 0)};
+      padded.along(i + 2, held, w);
+      cropped.along(i + 2, w, held);
+      common = common.narrow(i + 2, held.length ? start - mine.start : 0, held.length);
+      to = to.defined() && held.length ? to.narrow(i + 2, start - mine.start, held.length) : to;
     }
-    if (!reads) {
+    if (is_empty(common)) {
       continue;
     }
-    run.arg(0) = fetched(run, halo, arriving, box);
-    run.arg(1) = at::constant_pad_nd(common, pad);
+    run.arg(0) = fetched(run, halo, windows, arriving, box);
+    run.arg(1) = padded(common);
     const auto more = results_of_op(run);
-    if (mask.get(0)) {
-      auto to = results[0].toTensor(), from = more[0].toTensor();
-      for (int64_t i = 0; i < space; ++i) {
-        to = to.narrow(i + 2, runs[i].start, runs[i].length);
-        from = from.narrow(i + 2, pad[2 * (space - 1 - i)], runs[i].length);
-      }
-      to.add_(from);
+    if (wants(run, 0)) {
+      to.add_(cropped(more[0].toTensor()));
     }
-    if (mask.get(1)) {
+    if (wants(run, 1)) {
       results[1].toTensor().add_(more[1].toTensor());
     }
   }
@@ -576,7 +482,7 @@ void backward_piece_first(Run& run, const Solution::Halo& halo, const Split& spl
 // Whether each gradient of a result is in one rank's piece, of those that the weight's and the bias's gradients are added up
 // over, and in all pieces of the others. So a mesh dim cuts the pieces along the dim whose factor it cuts, channels alike. All
 // ranks find the same.
-bool pieces_are_apart(const Run& run) {
+bool pieces_are_apart(const Run& run, const Windows& windows) {
   const auto& grad = run.operands[0];
   const auto& layout = *grad.layout;
   const auto& bias = *run.solution.results[2].layout;
@@ -586,7 +492,7 @@ bool pieces_are_apart(const Run& run) {
     }
     const auto& placement = layout.placement(m);
     const auto cuts = [&](int64_t d) {
-      const auto factor = d == 0 ? kBatch : d == 1 ? kOut : kFirstSpace + d - 2;
+      const auto factor = d == 0 ? 0 : d == 1 ? kOut : d + windows.more_factors;
       return static_cast<bool>(run.mesh_dims(factor) >> m & 1);
     };
     bool apart = true;
@@ -601,23 +507,24 @@ bool pieces_are_apart(const Run& run) {
 }
 
 void convolution_backward_kernel(Run& run) {
-  if (const auto* halo = run.solution.halo(0)) {
-    if (!halo->awaits(run.arg(0).toTensor())) {
-      return backward_with_halo(run, *halo);
-    }
-    const auto mask = run.arg(argument(run, "output_mask")).toBoolList();
-    const auto piece = run.arg(0).toTensor();
-    const bool apart = pieces_are_apart(run);
-    if (apart && (mask.get(0) || mask.get(1))) {
-      if (const auto split = split_of(run, *halo, true)) {
-        return backward_piece_first(run, *halo, *split);
-      }
-    }
-    fetch_all(run, *halo);
-    return backward_with_halo(run, *halo, apart ? piece : at::Tensor());
+  const auto* halo = run.solution.halo(0);
+  if (!halo) {
+    replace_bias_sizes(run);
+    return call_op_nonempty(run);
   }
-  replace_bias_sizes(run);
-  call_op_nonempty(run);
+  const auto& windows = noted<Windows>(run.solution);
+  if (!halo->awaits(run.arg(0).toTensor())) {
+    return backward_with_halo(run, windows);
+  }
+  const auto piece = run.arg(0).toTensor();
+  const bool apart = pieces_are_apart(run, windows);
+  if (apart && (wants(run, 0) || wants(run, 1))) {
+    if (const auto split = split_of(run, *halo, windows)) {
+      return backward_piece_first(run, *halo, windows, *split);
+    }
+  }
+  fetch_all(run, *halo);
+  backward_with_halo(run, windows, apart ? piece : at::Tensor());
 }
 
 Rule convolution_backward(const Call& call) {
@@ -628,29 +535,31 @@ Rule convolution_backward(const Call& call) {
   const bool transposed = call.flag(call.position("transposed"));
   const auto f = convolution_factors(rule, call.integer(call.position("groups")) != 1);
   const auto &grad = call.tensors[0], &input = call.tensors[1], &weight = call.tensors[2];
-  rule.operands.emplace_back(with_space(grad, f.n, f.out));
-  rule.operands.emplace_back(with_space(input, f.n, f.in));
+  rule.operands.emplace_back(with_space(grad.dim(), f.n, f.out));
+  rule.operands.emplace_back(with_space(input.dim(), f.n, f.in));
   rule.operands.emplace_back(weight_dims(weight, f, transposed));
-  if (cut_in_space(call, grad.dim() - 2) && has_space(input)) {
-    rule.spread.push_back(f.n);
-    for (int64_t d = 2; d < input.dim(); ++d) {
-      const auto taps = taps_of(call, weight, d - 2);
-      Factor h;
-      h.reduce = ReduceOp::Sum;
-      h.size = input.size(d);
-      const auto i = rule.factor(h);
-      rule.operands[0].dims[d] = rule.windows(i, taps.readers(transposed));
-      rule.operands[1].dims[d] = i;
-    }
-    rule.operands[0].awaited = !transposed;
+  auto windows = windows_of(call, input, weight);
+  for (int64_t i = 0; i < windows.ndim(); ++i) {
+    const auto at = rule.factor({.reduce = ReduceOp::Sum, .size = input.size(i + 2)});
+    rule.operands[0].dims[i + 2] = rule.windows(at, windows.space[i].taps.readers(transposed));
+    rule.operands[1].dims[i + 2] = at;
   }
   rule.results.emplace_back(rule.operands[1].dims);
   rule.results.emplace_back(rule.operands[2].dims);
   rule.results.emplace_back(Dims{Dim(f.out)});
   rule.results[2].same_over = uint64_t{1} << f.in;
+  if (windows.ndim()) {
+    windows.backward = true;
+    windows.reversed = !transposed;
+    rule.spread.push_back(f.n);
+    rule.operands[0].awaited = !transposed;
+    rule.results[0].sizes = input.sym_sizes();
+    rule.results[1].sizes = weight.sym_sizes();
+    rule.results[2].sizes = {grad.sym_size(1)};
+  }
+  rule.notes = std::move(windows);
   rule.linear_in({0});
-  rule.kernel = convolution_backward_kernel;
-  rule.always_kernel = true;
+  rule.always(convolution_backward_kernel);
   return rule;
 }
 
@@ -664,10 +573,7 @@ void set_second_call(int64_t bytes) {
 }
 
 void register_convolution(Registry& r) {
-  Options same;
-  same.one_dtype = ~uint64_t{0};
-  same.symbols = true;
-  r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, same);
+  r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, {.symbols = true, .one_dtype = ~uint64_t{0}});
   r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward, {.symbols = true});
 }
 

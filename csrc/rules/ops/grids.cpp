@@ -27,32 +27,16 @@ Rule affine_grid(const Call& call) {
       !sizes.empty() && call.tensors[0].size(0) == sizes[0], "Expected a batch of ", c10::IntArrayRef(sizes),
       " affine matrices, got ", call.tensors[0].sizes());
   auto rule = linear(batched(call, sizes.size() == 4 ? "N..->N..." : "N..->N...."), {0});
-  rule.kernel = affine_grid_kernel;
-  rule.always_kernel = true;
+  rule.always(affine_grid_kernel);
   return rule;
 }
 
 // [n, c, h, w] or [c, h, w], and columns [n, c * k * k, blocks].
 // The channels may be cut, and the height, where the blocks are cut in whole rows of blocks. If the width is cut, another dim is
 // cut instead: a row of blocks holds all of it.
-struct Patches {
-  int64_t lead;       // dims before the channels
-  Taps rows, columns; // the blocks' places
-  int64_t height, width;
 
-  int64_t block_rows() const {
-    return rows.results(height);
-  }
-  int64_t block_columns() const {
-    return columns.results(width);
-  }
-  int64_t block() const { // cells
-    return rows.count * columns.count;
-  }
-};
-
-// Nothing if torch refuses the call.
-std::optional<Patches> patches_of(const Call& call, int64_t lead, int64_t height, int64_t width) {
+// The blocks' places along height and width; nothing if torch refuses the call. `lead`: dims before the channels.
+std::optional<Windows> patches_of(const Call& call, int64_t lead, c10::IntArrayRef sizes) {
   const auto list = [&](const char* name) { return call.ints(call.position(name)); };
   const auto kernel = list("kernel_size"), dilation = list("dilation"), padding = list("padding"), stride = list("stride");
   for (const auto* l : {&kernel, &dilation, &padding, &stride}) {
@@ -60,29 +44,30 @@ std::optional<Patches> patches_of(const Call& call, int64_t lead, int64_t height
       return std::nullopt;
     }
   }
-  const auto taps = [&](int64_t i) { return Taps{kernel[i], stride[i], padding[i], dilation[i]}; };
-  const Patches p{lead, taps(0), taps(1), height, width};
-  for (const auto& t : {p.rows, p.columns}) {
-    if (t.count < 1 || t.stride < 1 || t.dilation < 1 || t.padding < 0) {
+  Windows p;
+  p.lead = lead + 1;
+  for (int64_t i = 0; i < 2; ++i) {
+    const Taps t{kernel[i], stride[i], padding[i], dilation[i]};
+    if (t.count < 1 || t.stride < 1 || t.dilation < 1 || t.padding < 0 || sizes[i] < 1 || t.results(sizes[i]) < 1) {
       return std::nullopt;
     }
+    p.space.push_back({sizes[i], t.results(sizes[i]), t.reach(), t});
   }
-  return height < 1 || width < 1 || p.block_rows() < 1 || p.block_columns() < 1 ? std::nullopt : std::optional(p);
+  return p;
 }
 
-void no_padding_of_rows(const Run& run, const Patches& p) {
-  run.arg(argument(run, "padding")) = c10::List<int64_t>(c10::IntArrayRef({0, p.columns.padding}));
+int64_t cells_of_block(const Windows& p) {
+  return p.space[0].taps.count * p.space[1].taps.count;
 }
 
 void im2col_kernel(Run& run) {
-  const auto& p = noted<Patches>(run.solution);
   const auto x = run.arg(0).toTensor();
   const auto sizes = guarded(sizes_of_piece(run));
   if (x.numel() == 0 || sizes.back() == 0) {
     return run.returns({x.new_zeros(sizes)});
   }
   if (run.solution.halo(0)) {
-    no_padding_of_rows(run, p);
+    set_along(run, noted<Windows>(run.solution), "padding", 0, 0);
   }
   run.call_op();
 }
@@ -94,7 +79,7 @@ Rule im2col(const Call& call) {
   const auto cut = [&](int64_t d) { return x.layout->shards(lead + d); };
   const auto p = lead < 0 || lead > 1 || !(cut(0) || cut(1) || cut(2))
                      ? std::nullopt
-                     : patches_of(call, lead, x.size(lead + 1), x.size(lead + 2));
+                     : patches_of(call, lead, {x.size(lead + 1), x.size(lead + 2)});
   if (!p) {
     return rule;
   }
@@ -102,47 +87,45 @@ Rule im2col(const Call& call) {
       x.size(lead) && x.size(lead + 1) && x.size(lead + 2),
       "Expected 3D or 4D (batch mode) tensor with possibly 0 batch size and other non-zero dimensions for input, but got: ",
       x.sizes());
-  Factor f;
-  f.size = p->block_rows();
-  const auto channel = rule.factor(), row = rule.factor(f);
+  const auto rows = p->space[0].count, columns = p->space[1].count;
+  const auto channel = rule.factor(), row = rule.factor({.size = rows});
   rule.operands[0].dims[lead] = channel;
-  rule.operands[0].dims[lead + 1] = rule.windows(row, p->rows.reach());
+  rule.operands[0].dims[lead + 1] = rule.windows(row, p->space[0].reach);
   auto& result = rule.results[0];
-  result.dims[lead] = Dim(channel, p->block());
-  result.dims[lead + 1] = Dim(row, p->block_columns());
+  result.dims[lead] = Dim(channel, cells_of_block(*p));
+  result.dims[lead + 1] = Dim(row, columns);
   result.sizes = lead ? SymSizes{x.sym_size(0)} : SymSizes();
-  result.sizes.push_back(x.sym_size(lead) * p->block());
-  result.sizes.push_back(p->block_rows() * p->block_columns());
+  result.sizes.push_back(x.sym_size(lead) * cells_of_block(*p));
+  result.sizes.push_back(rows * columns);
   if (cut(2)) {
     rule.spread = lead ? c10::SmallVector<int64_t, 1>{0, row, channel} : c10::SmallVector<int64_t, 1>{row, channel};
   }
   rule.notes = *p;
-  rule.kernel = im2col_kernel;
-  rule.always_kernel = true;
+  rule.always(im2col_kernel);
   return rule;
 }
 
 void col2im_kernel(Run& run) {
-  const auto& p = noted<Patches>(run.solution);
+  const auto& p = noted<Windows>(run.solution);
   const auto blocks = run.arg(0).toTensor();
   const auto sizes = guarded(sizes_of_piece(run));
   const auto* halo = run.solution.halo(0);
-  if (!halo) {
-    return blocks.numel() == 0 ? run.returns({blocks.new_zeros(sizes)}) : run.call_op();
-  }
-  const auto mine = run.solution.results[0].layout->intervals(p.lead + 1, p.height, run.mesh().coordinate())[0];
-  const auto& read = halo->fetch.mine()[p.lead + 1].inside;
-  if (blocks.numel() == 0 || mine.length == 0) {
+  if (blocks.numel() == 0 || (halo && sizes[p.lead] == 0)) {
     return run.returns({blocks.new_zeros(sizes)});
   }
-  const auto first = read.start / p.block_columns(), rows = read.length / p.block_columns();
-  const auto begin = first * p.rows.stride - p.rows.padding; // the first row that these blocks hold
-  const auto height = (rows - 1) * p.rows.stride + p.rows.span();
-  run.arg(1) = c10::List<int64_t>(c10::IntArrayRef({height, p.width}));
-  no_padding_of_rows(run, p);
+  if (!halo) {
+    return run.call_op();
+  }
+  const auto& [size, count, reach, taps] = p.space[0];
+  const auto& read = halo->fetch.mine()[p.lead].inside;
+  const auto columns = p.space[1].count;
+  const auto held = taps.cells({read.start / columns, read.length / columns});
+  set_along(run, p, "output_size", 0, held.length);
+  set_along(run, p, "padding", 0, 0);
   run.call_op();
-  const std::vector<int64_t> crop{0, 0, begin - mine.start, mine.start + mine.length - begin - height};
-  run.stack.back() = at::constant_pad_nd(run.stack.back().toTensor(), crop);
+  Refit crop;
+  crop.along(p.lead, held, run.solution.results[0].layout->intervals(p.lead, size, run.mesh().coordinate())[0]);
+  run.stack.back() = crop(run.stack.back().toTensor());
 }
 
 Rule col2im(const Call& call) {
@@ -152,28 +135,25 @@ Rule col2im(const Call& call) {
   const auto size = call.ints(1);
   const auto p = lead < 0 || lead > 1 || !(x.layout->shards(lead) || x.layout->shards(lead + 1)) || size.size() != 2
                      ? std::nullopt
-                     : patches_of(call, lead, size[0], size[1]);
-  if (!p || x.size(lead + 1) != p->block_rows() * p->block_columns() || x.size(lead) % p->block()) {
+                     : patches_of(call, lead, size);
+  if (!p || x.size(lead + 1) != p->space[0].count * p->space[1].count || x.size(lead) % cells_of_block(*p)) {
     return rule;
   }
-  Factor f;
-  f.size = p->height;
-  const auto channel = rule.factor(), row = rule.factor(f);
-  rule.operands[0].dims[lead] = Dim(channel, p->block());
+  const auto channel = rule.factor(), row = rule.factor({.size = size[0]});
+  rule.operands[0].dims[lead] = Dim(channel, cells_of_block(*p));
   auto& dim = rule.operands[0].dims[lead + 1];
-  dim = rule.windows(row, mirror(p->rows.reach(), -1));
-  dim.inner = p->block_columns();
+  dim = rule.windows(row, mirror(p->space[0].reach, -1));
+  dim.inner = p->space[1].count;
   rule.operands[0].padding = std::nullopt;
   auto& result = rule.results[0];
   result.dims[lead] = channel;
   result.dims[lead + 1] = row;
   result.sizes = lead ? SymSizes{x.sym_size(0)} : SymSizes();
-  result.sizes.push_back(x.sym_size(lead) / p->block());
-  result.sizes.push_back(p->height);
-  result.sizes.push_back(p->width);
+  result.sizes.push_back(x.sym_size(lead) / cells_of_block(*p));
+  result.sizes.push_back(size[0]);
+  result.sizes.push_back(size[1]);
   rule.notes = *p;
-  rule.kernel = col2im_kernel;
-  rule.always_kernel = true;
+  rule.always(col2im_kernel);
   return rule;
 }
 
@@ -246,8 +226,7 @@ Rule channel_shuffle(const Call& call) {
       x.size(1) % groups == 0, "Number of channels must be divisible by groups. Got ", x.size(1), " channels and ", groups,
       " groups.");
   Rule rule;
-  rule.kernel = channel_shuffle_kernel;
-  rule.always_kernel = true;
+  rule.always(channel_shuffle_kernel);
   auto dims = fresh_dims(rule, x.dim());
   dims[1] = Dim(kNone);
   rule.operands.emplace_back(dims);
@@ -278,19 +257,11 @@ Rule weight_norm(const Call& call) {
 } // namespace
 
 void register_grids(Registry& r) {
-  Options order;
-  order.asks_order = true;
-  Options real;
-  real.takes = kReals;
-  Options patches;
-  patches.takes = kAllNumbers & ~kIntegers;
-  Options products;
-  products.takes = kReals | kComplex;
-  Options ordered;
-  ordered.takes = kAllNumbers & ~kComplex;
-  Options distances = order;
-  distances.takes = kWideReals;
-  distances.one_dtype = 0b11;
+  const Options real{.takes = kReals};
+  const Options patches{.takes = kAllNumbers & ~kIntegers};
+  const Options products{.takes = kReals | kComplex};
+  const Options ordered{.takes = kAllNumbers & ~kComplex};
+  const Options distances{.takes = kWideReals, .one_dtype = 0b11, .asks_order = true};
   r.add("sampling", {"affine_grid_generator"}, affine_grid, real);
 
   r.add("patches", {"channel_shuffle"}, channel_shuffle);

@@ -186,7 +186,7 @@ Rule matmul_backward(const Call& call) {
 
 // If the contracted factor is sharded, one rank along it adds the bias.
 void linear_kernel(Run& run) {
-  add_bias_once(run, 2);
+  add_bias_once(run, 2, noted<Contracted>(run.solution).factor);
   run.call_op();
 }
 

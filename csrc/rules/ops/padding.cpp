@@ -93,183 +93,135 @@ Rule constant_pad(const Call& call) {
 
 // ---- with the border's values ----
 
-// Noted where space is cut.
-struct Border {
-  int64_t lead; // dims before space
-  Beyond beyond;
-  struct Sides {
-    int64_t size, before, after; // of the input, along one dim
-  };
-  std::vector<Sides> sides;
-};
+// The cells before and after a dim of space, in the list that torch's op takes: the last dim first.
+int64_t& before(std::vector<int64_t>& pad, int64_t i) {
+  return pad[pad.size() - 2 - 2 * i];
+}
+int64_t& after(std::vector<int64_t>& pad, int64_t i) {
+  return pad[pad.size() - 1 - 2 * i];
+}
 
-// Nothing if torch refuses the padding, or if some of it is negative. `input`: the sizes of the input.
-template <int64_t spatial, Beyond beyond>
-std::optional<Border> border_of(const Call& call, c10::IntArrayRef input) {
-  const auto pad = call.ints(call.position("padding"));
-  const auto lead = static_cast<int64_t>(input.size()) - spatial;
-  if (lead < 0 || static_cast<int64_t>(pad.size()) != 2 * spatial) {
+// Nothing if space is not cut, if torch refuses the padding, or if some of it is negative.
+template <Beyond beyond>
+std::optional<Windows> border_of(const Call& call, const TensorArg& input, int64_t space) {
+  if (input.dim() < space || !cut_in_space(call, space)) {
     return std::nullopt;
   }
-  Border border{lead, beyond, {}};
-  for (int64_t i = 0; i < spatial; ++i) {
-    const auto size = input[lead + i], before = pad[2 * (spatial - 1 - i)], after = pad[2 * (spatial - 1 - i) + 1];
-    if (before < 0 || after < 0 || size < 1 || (beyond == Beyond::Reflect && (before >= size || after >= size))) {
+  const auto given = call.ints(call.position("padding"));
+  std::vector<int64_t> pad(given.begin(), given.end());
+  if (static_cast<int64_t>(pad.size()) != 2 * space) {
+    return std::nullopt;
+  }
+  Windows border;
+  border.lead = input.dim() - space;
+  for (int64_t i = 0; i < space; ++i) {
+    const auto size = input.size(border.lead + i), more = before(pad, i), behind = after(pad, i);
+    if (more < 0 || behind < 0 || size < 1 || (beyond == Beyond::Reflect && (more >= size || behind >= size))) {
       return std::nullopt;
     }
-    border.sides.push_back({size, before, after});
+    border.space.push_back({size, more + size + behind, {1, 1, -more, -more, beyond}});
   }
   return border;
 }
 
-// What is left to torch's op: the dims that are not cut. True if there is anything.
-bool leave_rest(const Run& run, const Border& border) {
-  const auto space = static_cast<int64_t>(border.sides.size());
-  std::vector<int64_t> pad(2 * space, 0);
-  bool any = false;
-  for (int64_t i = 0; i < space; ++i) {
-    if (!cut_run(run, border.lead + i)) {
-      pad[2 * (space - 1 - i)] = border.sides[i].before;
-      pad[2 * (space - 1 - i) + 1] = border.sides[i].after;
-      any = any || border.sides[i].before || border.sides[i].after;
-    }
-  }
-  run.arg(argument(run, "padding")) = pad;
-  return any;
-}
-
-// Which index of the input each of the results from `start` on has, as source() in layout/reach.h.
-at::Tensor sources(const Border::Sides& sides, Beyond beyond, const Interval& results, const at::Device& device) {
+// Which index of the input each of these results has, as source() in layout/reach.h.
+at::Tensor sources(const Windows::Along& along, const Interval& results, const at::Device& device) {
   const auto at = at::arange(results.start, results.start + results.length, at::TensorOptions(at::kLong).device(device));
-  const auto e = at.sub(sides.before);
-  return beyond == Beyond::Replicate ? e.clamp(0, sides.size - 1) : e.abs().sub(sides.size - 1).abs().neg().add(sides.size - 1);
+  const auto e = at.add(along.reach.first);
+  const auto last = along.size - 1;
+  return along.reach.beyond == Beyond::Replicate ? e.clamp(0, last) : e.abs().sub(last).abs().neg().add(last);
 }
 
-// On a rank that makes nothing: runs what other ranks leave to torch's op, for its errors.
-void returns_zeros(Run& run, const Border& border, at::Tensor zeros) {
-  if (!leave_rest(run, border)) {
-    return run.returns({std::move(zeros)});
+// The results along a dim, of what this rank reads.
+at::Tensor with_border(const at::Tensor& x, int64_t dim, const Windows::Along& along, const Share& share) {
+  const auto start = share.makes.start + along.reach.first;
+  if (start >= 0 && start + share.makes.length <= along.size) {
+    return x;
   }
-  run.call_op();
-  run.stack.back() = std::move(zeros);
-}
-
-void border_kernel(Run& run) {
-  const auto* halo = run.solution.halo(0);
-  if (!halo) {
-    return call_op_nonempty(run);
-  }
-  const auto& border = noted<Border>(run.solution);
-  auto out = run.arg(0).toTensor();
-  const auto sizes = sizes_of_piece(run);
-  if (makes_nothing(sizes)) {
-    run.arg(0) = stand_in(run, 0, border.lead, border.lead, [](int64_t) { return 1; });
-    return returns_zeros(run, border, out.new_zeros_symint(sizes));
-  }
-  for (size_t i = 0; i < border.sides.size(); ++i) {
-    const auto d = border.lead + static_cast<int64_t>(i);
-    if (const auto* mine = cut_run(run, d)) {
-      const auto& read = halo->fetch.mine()[d].inside;
-      const auto& sides = border.sides[i];
-      const auto start = mine->start - sides.before;
-      if (start < 0 || start + mine->length > sides.size) {
-        out = out.index_select(d, sources(sides, border.beyond, *mine, out.device()).sub(read.start));
-      }
-    }
-  }
-  run.arg(0) = out;
-  leave_rest(run, border) ? run.call_op() : run.returns({out});
+  return x.index_select(dim, sources(along, share.makes, x.device()).sub(share.reads.start()));
 }
 
 // Adds the gradients of all results that show an index of this rank's piece.
-void border_backward_kernel(Run& run) {
-  const auto* halo = run.solution.halo(0);
-  if (!halo) {
+at::Tensor added_to_shown(const at::Tensor& grad, int64_t dim, const Windows::Along& along, const Share& share) {
+  const auto& mine = share.makes;
+  const auto at = sources(along, share.read(), grad.device()).sub(mine.start);
+  std::vector<int64_t> shape(grad.dim(), 1);
+  shape[dim] = share.reads.length();
+  const auto inside = at::logical_and(at.ge(0), at.lt(mine.length)).view(shape);
+  auto sizes = grad.sym_sizes().vec();
+  sizes[dim] = mine.length;
+  return grad.new_zeros_symint(sizes).index_add(
+      dim, at.clamp(0, mine.length - 1), at::where(inside, grad, at::zeros({}, grad.options())));
+}
+
+// Along a cut dim, the results or gradients are made here. The other dims are left to torch's op, if any are padded.
+void border_kernel(Run& run) {
+  if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
-  const auto& border = noted<Border>(run.solution);
-  auto grad = run.arg(0).toTensor();
-  const auto input = run.arg(1).toTensor();
-  if (is_empty(input) || is_empty(grad)) {
-    run.arg(0) = stand_in(run, 0, border.lead, border.lead, [](int64_t) { return 1; });
-    run.arg(1) = stand_in(run, 1, border.lead, border.lead, [](int64_t) { return 1; });
-    return returns_zeros(run, border, at::zeros_like(input));
-  }
-  for (size_t i = 0; i < border.sides.size(); ++i) {
-    const auto d = border.lead + static_cast<int64_t>(i);
-    if (const auto* mine = cut_run(run, d)) {
-      const auto& read = halo->fetch.mine()[d].inside;
-      const auto at = sources(border.sides[i], border.beyond, read, grad.device()).sub(mine->start);
-      std::vector<int64_t> along(grad.dim(), 1);
-      along[d] = read.length;
-      const auto inside = at::logical_and(at.ge(0), at.lt(mine->length)).view(along);
-      auto sizes = grad.sym_sizes().vec();
-      sizes[d] = mine->length;
-      grad = grad.new_zeros_symint(sizes).index_add(
-          d, at.clamp(0, mine->length - 1), at::where(inside, grad, at::zeros({}, grad.options())));
-    }
-  }
-  run.arg(0) = grad;
-  leave_rest(run, border) ? run.call_op() : run.returns({grad});
+  const auto& border = noted<Windows>(run.solution);
+  const auto make = [&](int64_t i, const Share& share) {
+    auto& list = run.arg(argument(run, "padding"));
+    const auto given = guarded(list.toSymIntVector());
+    std::vector<int64_t> pad(given.begin(), given.end());
+    before(pad, i) = after(pad, i) = 0;
+    list = std::move(pad);
+    run.arg(0) = (border.reversed ? added_to_shown : with_border)(run.arg(0).toTensor(), border.lead + i, border.space[i], share);
+    return Native{share.read(), share.makes};
+  };
+  run_windowed(run, border, make, [](Run& run) {
+    const auto pad = run.arg(argument(run, "padding")).toIntVector();
+    const bool rest = std::any_of(pad.begin(), pad.end(), [](int64_t n) { return n != 0; });
+    rest ? run.call_op() : run.returns({run.arg(0)});
+  });
 }
 
 // Pieces may be empty. As in torch, of the whole only the batch may be.
-void check_not_empty(const TensorArg& input, int64_t spatial) {
-  for (auto d = input.dim() - spatial - 1; d >= 0 && d < input.dim() && input.dim() <= spatial + 2; ++d) {
+void check_not_empty(const TensorArg& input, int64_t space) {
+  for (auto d = input.dim() - space - 1; d >= 0 && d < input.dim() && input.dim() <= space + 2; ++d) {
     TORCH_CHECK(
-        input.sym_size(d) != 0, "Expected ", spatial + 1, "D or ", spatial + 2,
+        input.sym_size(d) != 0, "Expected ", space + 1, "D or ", space + 2,
         "D (batch mode) tensor with possibly 0 batch size and other non-zero dimensions for input, but got: ", input.sizes());
   }
 }
 
-template <int64_t spatial, Beyond beyond, bool backward>
+template <Beyond beyond, bool backward>
 Rule border_pad(const Call& call) {
-  auto rule = planes(call, std::min<int64_t>(spatial, call.tensors[0].dim()));
+  const auto space = space_of(call.schema);
+  auto rule = planes(call, std::min<int64_t>(space, call.tensors[0].dim()));
   rule.linear_in({0});
   rule.always(call_op_nonempty);
   const auto& input = call.tensors[backward];
   if (!backward) {
-    check_not_empty(input, spatial);
+    check_not_empty(input, space);
   }
-  if (spatial == 2 && call.mesh.description().device_type == "cpu" && !input.has_symbols()) {
+  if (space == 2 && call.mesh.description().device_type == "cpu" && !input.has_symbols()) {
     rule.results[0].order = channels_last_order(input); // torch's meta kernel gives another
   }
-  const auto border = cut_in_space(call, spatial) ? border_of<spatial, beyond>(call, input.sizes()) : std::nullopt;
-  if (!border) {
-    return rule;
+  if (auto border = border_of<beyond>(call, input, space)) {
+    border->reversed = border->backward = backward;
+    read_through(rule, *border, input.sym_sizes());
+    rule.operands[0].padding = std::nullopt;
+    rule.notes = *border;
+    rule.kernel = border_kernel;
   }
-  rule.results[0].sizes = input.sym_sizes();
-  for (int64_t i = 0; i < spatial; ++i) {
-    const auto& [size, before, after] = border->sides[i];
-    const Reach reach{1, 1, -before, -before, beyond};
-    read_through(rule, border->lead + i, backward ? size : before + size + after, backward ? mirror(reach, size) : reach);
-  }
-  if (backward) {
-    rule.operands[1].dims = rule.results[0].dims;
-  }
-  rule.operands[0].padding = std::nullopt;
-  rule.notes = *border;
-  rule.kernel = backward ? border_backward_kernel : border_kernel;
   return rule;
-}
-
-// The four ops of one number of dims.
-template <int64_t spatial>
-void register_border(
-    Registry& r, const char* reflect, const char* reflect_backward, const char* replicate, const char* replicate_backward) {
-  r.add("padding", {reflect}, border_pad<spatial, Beyond::Reflect, false>, {.symbols = true});
-  r.add("padding", {reflect_backward}, border_pad<spatial, Beyond::Reflect, true>, {.symbols = true});
-  r.add("padding", {replicate}, border_pad<spatial, Beyond::Replicate, false>, {.symbols = true});
-  r.add("padding", {replicate_backward}, border_pad<spatial, Beyond::Replicate, true>, {.symbols = true});
 }
 
 } // namespace
 
 void register_padding(Registry& r) {
-  r.add("padding", {"constant_pad_nd"}, constant_pad, {.symbols = true});
-  register_border<1>(r, "reflection_pad1d", "reflection_pad1d_backward", "replication_pad1d", "replication_pad1d_backward");
-  register_border<2>(r, "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d", "replication_pad2d_backward");
-  register_border<3>(r, "reflection_pad3d", "reflection_pad3d_backward", "replication_pad3d", "replication_pad3d_backward");
+  const Options symbols{.symbols = true};
+  r.add("padding", {"constant_pad_nd"}, constant_pad, symbols);
+  r.add("padding", {"reflection_pad1d", "reflection_pad2d", "reflection_pad3d"}, border_pad<Beyond::Reflect, false>, symbols);
+  r.add(
+      "padding", {"reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward"},
+      border_pad<Beyond::Reflect, true>, symbols);
+  r.add(
+      "padding", {"replication_pad1d", "replication_pad2d", "replication_pad3d"}, border_pad<Beyond::Replicate, false>, symbols);
+  r.add(
+      "padding", {"replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward"},
+      border_pad<Beyond::Replicate, true>, symbols);
 }
 
 } // namespace shardtensor::rules

@@ -19,35 +19,33 @@ namespace shardtensor::rules {
 namespace {
 
 // Noted where space is cut.
-struct Pool {
-  int64_t lead;            // dims before space
-  std::vector<Taps> taps;  // one per dim of space, as all of these
-  std::vector<int64_t> in; // sizes of the input
-  std::vector<int64_t> out;
+struct Pool : Windows {
+  bool merges = false; // one result along every dim of space that is cut: the ranks compare theirs
 
-  std::vector<bool> uneven;  // windows have several sizes (adaptive, to a size that does not divide); `taps` has the largest
-  std::vector<Reach> widest; // of fractional pools: a window lies within it, whatever the samples
-  bool merges = false;       // one result along every dim of space that is cut: the ranks compare theirs
-
-  Reach reads(int64_t i) const {
-    return !widest.empty() ? widest[i] : uneven[i] ? Reach{in[i], out[i], 0, in[i] - 1} : taps[i].reach();
-  }
-  Reach readers(int64_t i) const {
-    return !widest.empty() || uneven[i] ? mirror(reads(i), in[i]) : taps[i].readers();
+  Sizes sizes() const { // of the input
+    Sizes out;
+    for (const auto& along : space) {
+      out.push_back(along.size);
+    }
+    return out;
   }
 };
 
-Sizes listed(const Call& call, const char* name) {
-  return call.ints(call.position(name));
+// Whether windows have several sizes (adaptive, to a size that does not divide). The taps are those of the largest.
+bool is_uneven(const Windows::Along& along) {
+  return along.reach.den != 1;
 }
 
 enum class Kind : uint8_t { Max, Average, AdaptiveMax, AdaptiveAverage, Fractional };
 constexpr bool is_adaptive(Kind kind) {
   return kind == Kind::AdaptiveMax || kind == Kind::AdaptiveAverage;
 }
+constexpr bool is_average(Kind kind) {
+  return kind == Kind::Average || kind == Kind::AdaptiveAverage;
+}
 
-// What the windows of a fractional pool may hold. Window o begins near o * (size - kernel) / (results - 1): rounding and the
-// sample move it by less than two.
+// What the windows of a fractional pool may hold, whatever the samples. Window o begins near
+// o * (size - kernel) / (results - 1): rounding and the sample move it by less than two.
 Reach fractional(int64_t size, int64_t kernel, int64_t results) {
   const auto steps = results - 1;
   return steps == 0 ? Reach{1, 1, size - kernel, size - 1}
@@ -55,8 +53,7 @@ Reach fractional(int64_t size, int64_t kernel, int64_t results) {
 }
 
 // The most that an adaptive window holds.
-int64_t widest(int64_t size, int64_t results) {
-  const Reach r{size, results, 0, size - 1};
+int64_t widest(const Reach& r, int64_t results) {
   int64_t most = 0;
   for (int64_t o = 0; o < results; ++o) {
     most = std::max(most, r.hi(o) - r.lo(o));
@@ -64,40 +61,50 @@ int64_t widest(int64_t size, int64_t results) {
   return most;
 }
 
-// Of the call's windows, for an input of these sizes; nothing if torch refuses them, or if those of an average have several
-// sizes.
+// The call's windows; nothing if space is not cut, if torch refuses the windows, or if those of an average have several sizes.
+// `made`: a tensor with the sizes of the result, in gradients.
 template <Kind kind>
-std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const TensorArg* made, int64_t space) {
-  Pool pool{input.dim() - space, {}, {}, {}, {}, {}};
-  const auto given = [&](const char* name) { return argument(call, name) >= 0 ? listed(call, name) : Sizes(); };
+std::optional<Pool> pool_of(const Call& call, int64_t space, const TensorArg& input, const TensorArg* made = nullptr) {
+  if (!cut_in_space(call, space)) {
+    return std::nullopt;
+  }
+  Pool pool;
+  pool.lead = input.dim() - space;
+  pool.merges = kind == Kind::AdaptiveMax;
+  const auto given = [&](const char* name) { return argument(call, name) >= 0 ? call.ints(argument(call, name)) : Sizes(); };
   const auto kernel = given("kernel_size"), stride = given("stride"), padding = given("padding"), dilation = given("dilation");
   const auto output = given("output_size");
   const bool up = argument(call, "ceil_mode") >= 0 && call.flag(argument(call, "ceil_mode"));
   const auto divisor = argument(call, "divisor_override");
   TORCH_CHECK(divisor < 0 || !call.has(divisor) || call.integer(divisor) != 0, "divisor must be not zero");
+  bool cut = false;
   for (int64_t i = 0; i < space; ++i) {
     const auto size = input.size(pool.lead + i);
     if (size < 1) {
       return std::nullopt;
     }
-    Taps taps{};
-    int64_t results = 0;
+    Windows::Along along{size, 0, {}};
+    auto& count = along.count;
+    auto& reach = along.reach;
+    auto& taps = along.taps;
     if constexpr (is_adaptive(kind)) {
-      results = made ? made->size(pool.lead + i) : integer_at(output, i);
-      if (results < 1 || (kind == Kind::AdaptiveAverage && size % results)) {
+      count = made ? made->size(pool.lead + i) : integer_at(output, i);
+      if (count < 1 || (kind == Kind::AdaptiveAverage && size % count)) {
         return std::nullopt;
       }
-      const auto count = widest(size, results);
-      taps = {count, count, 0, 1};
+      reach = {size, count, 0, size - 1};
+      const auto k = widest(reach, count);
+      taps = {k, k, 0, 1};
+      reach = size % count ? reach : taps.reach();
     } else if constexpr (kind == Kind::Fractional) {
       constexpr int64_t kMost = 1 << 20; // beyond, a float's rounding could move a window by more
       const auto k = integer_at(kernel, i);
-      results = integer_at(output, i);
-      if (k < 1 || results < 1 || results + k - (space == 2) > size || size > kMost) { // as torch refuses
+      count = integer_at(output, i);
+      if (k < 1 || count < 1 || count + k - (space == 2) > size || size > kMost) { // as torch refuses
         return std::nullopt;
       }
       taps = {k, k, 0, 1};
-      pool.widest.push_back(fractional(size, k, results));
+      reach = fractional(size, k, count);
     } else {
       const auto k = integer_at(kernel, i), s = stride.empty() ? k : integer_at(stride, i);
       taps = {k, s, integer_at(padding, i), dilation.empty() ? 1 : integer_at(dilation, i)};
@@ -106,109 +113,29 @@ std::optional<Pool> pool_of(const Call& call, const TensorArg& input, const Tens
           taps.padding > taps.span() / 2) {
         return std::nullopt;
       }
-      results = taps.results(size + (up ? s - 1 : 0));
-      results -= up && (results - 1) * s >= size + taps.padding; // the last window must begin inside
+      count = taps.results(size + (up ? s - 1 : 0));
+      count -= up && (count - 1) * s >= size + taps.padding; // the last window must begin inside
+      if (count < 1) {
+        return std::nullopt;
+      }
+      reach = taps.reach();
     }
-    if (results < 1) {
-      return std::nullopt;
-    }
-    pool.in.push_back(size);
-    pool.out.push_back(results);
-    pool.taps.push_back(taps);
-    pool.uneven.push_back(is_adaptive(kind) && size % results != 0);
-  }
-  return pool;
-}
-
-// Whether an adaptive maximum has one result along every dim of space that `input` is cut along.
-template <Kind kind>
-bool is_one_along_cuts(const Pool& pool, const TensorArg& input) {
-  bool cut = false, one = kind == Kind::AdaptiveMax;
-  for (int64_t i = 0; i < static_cast<int64_t>(pool.out.size()); ++i) {
     const bool here = input.layout->shards(pool.lead + i);
     cut = cut || here;
-    one = one && (!here || pool.out[i] == 1);
+    pool.merges = pool.merges && (!here || count == 1);
+    pool.space.push_back(along);
   }
-  return cut && one;
-}
-
-// The input is read through windows.
-template <Kind kind>
-void cut_forward(const Call& call, Rule& rule, int64_t space, ReduceOp padding, Kernel kernel) {
-  const auto& input = call.tensors[0];
-  auto pool = cut_in_space(call, space) ? pool_of<kind>(call, input, nullptr, space) : std::nullopt;
-  if (!pool) {
-    return;
-  }
-  pool->merges = is_one_along_cuts<kind>(*pool, input);
-  auto& result = rule.results[0];
-  result.sizes = input.sym_sizes();
-  for (int64_t i = 0; i < space; ++i) {
-    const auto d = pool->lead + i;
-    if (pool->merges) {
-      rule.operands[0].dims[d] = input.layout->shards(d) ? Dim(rule.factor()) : Dim(kNone);
-      result.sizes[d] = pool->out[i];
-    } else {
-      read_through(rule, d, pool->out[i], pool->reads(i));
-    }
-  }
-  rule.operands[0].padding = pool->widest.empty() ? std::optional(padding) : std::nullopt;
-  rule.results.back() = result;
-  rule.notes = *pool;
-  rule.always(kernel);
-}
-
-// (gradient, input, ..., indices perhaps): gradient and indices are read by the reversed windows.
-template <Kind kind>
-void cut_backward(const Call& call, Rule& rule, int64_t space, Kernel kernel) {
-  const auto &grad = call.tensors[0], &input = call.tensors[1];
-  const auto pool = cut_in_space(call, space) ? pool_of<kind>(call, input, &grad, space) : std::nullopt;
-  if (!pool) {
-    return;
-  }
-  const bool one = is_one_along_cuts<kind>(*pool, input);
-  for (int64_t i = 0; i < space; ++i) {
-    const auto d = pool->lead + i;
-    if (one) { // every rank has the gradients, and indices that say whose they are
-      rule.results[0].dims[d] = input.layout->shards(d) ? Dim(rule.factor({.size = pool->in[i]})) : Dim(kNone);
-    } else {
-      read_through(rule, d, pool->in[i], pool->readers(i));
-    }
-  }
-  const auto dims = rule.operands[0].dims; // a copy: a SmallVector that is assigned to itself may lose its elements
-  for (auto& o : rule.operands) {
-    o.dims = dims;
-    o.padding = pool->widest.empty() ? o.padding : std::nullopt;
-  }
-  rule.operands[1].dims = rule.results[0].dims;
-  rule.notes = *pool;
-  rule.always(kernel);
+  pool.merges = pool.merges && cut;
+  return pool;
 }
 
 // ---- kernels ----
 
-// This rank's results along a dim of space, or its indices of the input in a backward; null if the dim is not cut.
-const Interval* run_along(const Run& run, const Pool& pool, int64_t i) {
-  return cut_run(run, pool.lead + i);
-}
-
-// Replaces an argument that lists integers of space.
-template <typename F>
-void replace_ints(const Run& run, const char* name, F each) {
-  const auto at = argument(run, name);
-  if (at < 0) {
-    return;
-  }
-  const auto& pool = noted<Pool>(run.solution);
-  std::vector<int64_t> list;
-  for (int64_t i = 0; i < static_cast<int64_t>(pool.taps.size()); ++i) {
-    list.push_back(each(i));
-  }
-  run.arg(at) = list;
-}
-
-void replace_padding(const Run& run, const Pool& pool) {
-  replace_ints(run, "padding", [&](int64_t i) { return run_along(run, pool, i) ? 0 : pool.taps[i].padding; });
+// What torch's op gets along a dim of space that is cut: no padding, since its cells are there.
+Native whole_windows(const Run& run, const Pool& pool, int64_t i, const Share& share) {
+  set_along(run, pool, "padding", i, 0);
+  set_along(run, pool, "output_size", i, share.makes.length);
+  return {share.read(), share.makes};
 }
 
 // Indices in planes of `sizes`, split into one per dim.
@@ -230,63 +157,49 @@ at::Tensor raveled(const std::vector<at::Tensor>& indices, c10::IntArrayRef size
   return out;
 }
 
-// The indices that a dim's windows hold, one window after the other, if they have several sizes: the last index again at the end
-// of those that are not the widest. So torch's kernel for windows of one size finds the same values, and the same places.
-at::Tensor one_by_one(const Run& run, const Pool& pool, int64_t i, const at::Tensor& like) {
-  const auto* mine = run_along(run, pool, i);
-  const auto reach = pool.reads(i);
-  const auto numbers = at::TensorOptions(at::kLong).device(like.device());
-  const auto start = mine ? mine->start : 0, count = mine ? mine->length : pool.out[i];
-  const auto at = at::arange(start, start + count, numbers).unsqueeze(1).mul(reach.num);
+// The indices that windows of several sizes hold, one window after the other: the last index again at the end of those that are
+// not the widest. So torch's kernel for windows of one size finds the same values, and the same places.
+at::Tensor one_by_one(const Windows::Along& along, const Interval& windows, const at::Device& device) {
+  const auto& reach = along.reach;
+  const auto numbers = at::TensorOptions(at::kLong).device(device);
+  const auto at = at::arange(windows.start, windows.start + windows.length, numbers).unsqueeze(1).mul(reach.num);
   const auto first = at::div(at.add(reach.first), reach.den, "floor"), last = at::div(at.add(reach.last), reach.den, "floor");
-  return at::minimum(first.add(at::arange(pool.taps[i].count, numbers)), last).flatten();
+  return at::minimum(first.add(at::arange(along.taps.count, numbers)), last).flatten();
 }
 
-// torch's indices are those in the plane that it was given: `held` of the whole's along dims that one_by_one() has laid out. A
-// window of nothing but the least value keeps its first tap: the first that is no padding.
-at::Tensor whole_indices(
-    const Run& run, const Pool& pool, const at::Tensor& index, c10::IntArrayRef plane, const std::vector<at::Tensor>& held) {
-  auto at = unraveled(index, plane);
+Sizes plane_of(const at::Tensor& t, int64_t lead) {
+  return guarded(t.sym_sizes().slice(lead));
+}
+
+// Where indices in the whole's planes lie in a box of these, as if that were flat; and whether they do: elsewhere 0.
+struct InBox {
+  at::Tensor places, inside;
+};
+
+InBox in_box(const at::Tensor& index, const Pool& pool, c10::ArrayRef<Interval> box) {
+  const auto sizes = pool.sizes();
+  auto at = unraveled(index, sizes);
+  auto inside = at::Tensor();
+  Sizes held;
   for (size_t i = 0; i < at.size(); ++i) {
-    if (held[i].defined()) {
-      at[i] = at::take(held[i], at[i]);
+    held.push_back(box[i].length);
+    if (i && box[i] == Interval{0, sizes[i]}) {
       continue;
     }
-    if (!run_along(run, pool, static_cast<int64_t>(i))) {
-      continue;
-    }
-    const auto& read = run.solution.halo(0)->fetch.mine()[pool.lead + i];
-    at[i] = at::add(at[i], read.start());
-    if (read.before) {
-      at[i] = at::where(at::lt(at[i], 0), at::remainder(at[i], pool.taps[i].dilation), at[i]);
-    }
+    at[i] = at::sub(at[i], box[i].start);
+    const auto here = at::logical_and(at::ge(at[i], 0), at::lt(at[i], held[i])); // torch's index of an empty window is outside
+    inside = i ? at::logical_and(inside, here) : here;
   }
-  return raveled(at, pool.in);
+  return {at::where(inside, raveled(at, held), 0), inside};
 }
 
-std::vector<int64_t> plane_of(const at::Tensor& t, const Pool& pool) {
-  const auto sizes = guarded(t.sym_sizes());
-  return {sizes.begin() + pool.lead, sizes.end()};
-}
-
-void replace_output_size(const Run& run, const Pool& pool) {
-  replace_ints(run, "output_size", [&](int64_t i) {
-    const auto* mine = run_along(run, pool, i);
-    return mine ? mine->length : pool.out[i];
-  });
-}
-
-// On a rank that makes nothing: runs the op on zeros that give one result.
-void stand_in_for_input(Run& run, const Pool& pool, const SymSizes& sizes) {
-  const auto window = [&](int64_t i) { return pool.taps[i].span(); };
-  run.arg(0) = stand_in(run, 0, pool.lead, pool.lead, window);
-  replace_padding(run, pool);
-  replace_ints(run, "output_size", [&](int64_t i) { return run_along(run, pool, i) ? 1 : pool.out[i]; });
-  run.call_op();
-  for (size_t i = 0; i < run.op.schema().returns().size(); ++i) {
-    auto& value = run.stack[run.stack.size() - 1 - i];
-    value = value.toTensor().new_zeros_symint(sizes);
+// This rank's indices of a tensor's space: a piece of it.
+std::vector<Interval> space_of_piece(const Run& run, const Layout& layout, int64_t lead, c10::IntArrayRef sizes) {
+  std::vector<Interval> out;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    out.push_back(layout.intervals(lead + static_cast<int64_t>(i), sizes[i], run.mesh().coordinate())[0]);
   }
+  return out;
 }
 
 // One result of each rank's piece, its index among the whole's; then the ranks compare. Of equal values the first counts, of NaN
@@ -302,12 +215,12 @@ void max_of_all(Run& run, const Pool& pool) {
   } else {
     const auto results = results_of_op(run);
     values = results[0].toTensor();
-    auto at = unraveled(results[1].toTensor(), plane_of(input, pool));
+    auto at = unraveled(results[1].toTensor(), plane_of(input, pool.lead));
+    const auto held = space_of_piece(run, layout, pool.lead, pool.sizes());
     for (size_t i = 0; i < at.size(); ++i) {
-      const auto d = pool.lead + static_cast<int64_t>(i);
-      at[i] = at[i].add(layout.intervals(d, pool.in[i], run.mesh().coordinate())[0].start);
+      at[i] = at[i].add(held[i].start);
     }
-    index = raveled(at, pool.in);
+    index = raveled(at, pool.sizes());
   }
   values = values.unsqueeze(0);
   index = index.unsqueeze(0);
@@ -327,34 +240,57 @@ void max_of_all(Run& run, const Pool& pool) {
 // Max pooling; its results are values, and perhaps indices.
 void max_kernel(Run& run) {
   const auto& pool = noted<Pool>(run.solution);
-  if (pool.merges && run.operands[0].layout->sharded_dims() >> pool.lead && run.op.schema().returns().size() == 2) {
+  const bool indexed = run.op.schema().returns().size() == 2;
+  if (pool.merges && run.operands[0].layout->sharded_dims() >> pool.lead && indexed) {
     return max_of_all(run, pool);
   }
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
-  auto input = run.arg(0).toTensor();
-  const auto sizes = sizes_of_piece(run);
-  const bool indexed = run.op.schema().returns().size() == 2;
-  if (makes_nothing(sizes)) {
-    return stand_in_for_input(run, pool, sizes);
+  auto plane = pool.sizes(); // that torch's op gets: its indices are those there
+  std::vector<std::pair<Share, at::Tensor>> cut(plane.size());
+  run_windowed(run, pool, [&](int64_t i, const Share& share) {
+    auto& [kept, held] = cut[i];
+    kept = share;
+    plane[i] = share.reads.length();
+    if (is_uneven(pool.space[i])) {
+      const auto input = run.arg(0).toTensor();
+      held = one_by_one(pool.space[i], share.makes, input.device());
+      plane[i] = held.numel();
+      run.arg(0) = input.index_select(pool.lead + i, held.sub(share.reads.start()));
+    }
+    return whole_windows(run, pool, i, share);
+  });
+  if (!indexed) {
+    return;
   }
-  std::vector<at::Tensor> held(pool.taps.size());
-  for (size_t i = 0; i < held.size(); ++i) {
-    if (pool.uneven[i]) {
-      const auto dim = pool.lead + static_cast<int64_t>(i);
-      held[i] = one_by_one(run, pool, static_cast<int64_t>(i), input);
-      const auto first = cut_run(run, dim) ? run.solution.halo(0)->fetch.mine()[dim].start() : 0;
-      input = input.index_select(dim, held[i].sub(first));
+  auto at = unraveled(run.stack.back().toTensor(), plane);
+  for (size_t i = 0; i < at.size(); ++i) {
+    const auto& [share, held] = cut[i];
+    if (held.defined()) {
+      at[i] = at::take(held, at[i]);
+    } else if (share.cut) {
+      at[i] = at::add(at[i], share.reads.start());
+      if (share.reads.before) { // a window of nothing but the least value keeps its first tap: the first that is no padding
+        at[i] = at::where(at::lt(at[i], 0), at::remainder(at[i], pool.space[i].taps.dilation), at[i]);
+      }
     }
   }
-  run.arg(0) = input;
-  replace_padding(run, pool);
-  replace_output_size(run, pool);
-  run.call_op();
-  if (indexed) {
-    run.stack.back() = whole_indices(run, pool, run.stack.back().toTensor(), plane_of(input, pool), held);
-  }
+  run.stack.back() = raveled(at, pool.sizes());
+}
+
+at::Tensor added_at(const at::Tensor& values, const at::Tensor& index, c10::SymIntArrayRef sizes) {
+  const auto lead = values.dim() - static_cast<int64_t>(sizes.size());
+  auto all = values.sym_sizes().slice(0, lead).vec();
+  all.insert(all.end(), sizes.begin(), sizes.end());
+  return values.new_zeros_symint(all).flatten(lead).scatter_add(lead, index.flatten(lead), values.flatten(lead)).view_symint(all);
+}
+
+// The values at the indices. What a pool was called with, the rule alone reads.
+template <typename... Arguments>
+at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t space, Arguments...) {
+  const auto lead = planes.dim() - space;
+  return planes.flatten(lead).gather(lead, index.flatten(lead)).view_symint(index.sym_sizes());
 }
 
 // Adds the gradients up where their indices say, those in this rank's piece. torch's kernel would write outside of it.
@@ -365,214 +301,90 @@ void max_backward_kernel(Run& run) {
     return call_op_nonempty(run);
   }
   const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor();
-  const auto index = run.arg(argument(run, "indices")).toTensor();
   if (is_empty(input) || is_empty(grad)) {
     return run.returns({at::zeros_like(input)});
   }
-  auto at = unraveled(index, pool.in);
-  auto inside = at::lt(at[0], pool.in[0]); // torch gives other indices to windows that have no element
-  for (size_t i = 0; i < at.size(); ++i) {
-    const auto d = pool.lead + static_cast<int64_t>(i);
-    if (layout.shards(d)) {
-      const auto mine = layout.intervals(d, pool.in[i], run.mesh().coordinate())[0];
-      at[i] = at::sub(at[i], mine.start);
-      const auto here = at::logical_and(at::ge(at[i], 0), at::lt(at[i], mine.length));
-      inside = at::logical_and(inside, here);
-    }
-  }
-  const auto places = at::where(inside, raveled(at, plane_of(input, pool)), 0);
+  const auto [places, inside] =
+      in_box(run.arg(argument(run, "indices")).toTensor(), pool, space_of_piece(run, layout, pool.lead, pool.sizes()));
   const auto values = at::where(inside, grad, at::zeros({}, grad.options()));
-  const auto flat = [&](const at::Tensor& t) { return t.flatten(pool.lead); };
-  const auto out =
-      at::scatter_add(flat(at::zeros_symint(input.sym_sizes(), input.options())), pool.lead, flat(places), flat(values));
-  run.returns({out.view_symint(input.sym_sizes())});
+  run.returns({added_at(values, places, input.sym_sizes().slice(pool.lead))});
 }
 
-// By how many elements the windows of `count` results from `start` on are divided along one dim.
-at::Tensor divisors(
-    const Taps& taps, int64_t size, int64_t start, int64_t count, bool with_padding, const at::TensorOptions& options) {
+// By how many elements these windows are divided along one dim.
+at::Tensor divisors(const Windows::Along& along, const Interval& windows, bool with_padding, const at::TensorOptions& options) {
+  const auto& taps = along.taps;
   const auto margin = with_padding ? taps.padding : 0;
   const auto whole_numbers = at::TensorOptions(at::kLong).device(options.device());
-  const auto lo = at::arange(start, start + count, whole_numbers).mul(taps.stride).sub(taps.padding);
-  const auto hi = lo.add(taps.count).clamp_max(size + margin);
+  const auto lo = at::arange(windows.start, windows.start + windows.length, whole_numbers).mul(taps.stride).sub(taps.padding);
+  const auto hi = lo.add(taps.count).clamp_max(along.size + margin);
   return hi.sub(lo.clamp_min(-margin)).clamp_min(1).to(options.dtype()); // a result that the whole lacks: any
 }
 
 // Whether each of these windows has all its elements.
-bool are_full(const Taps& taps, int64_t size, int64_t start, int64_t count, bool with_padding) {
-  const auto margin = with_padding ? taps.padding : 0;
-  return start * taps.stride - taps.padding >= -margin &&
-         (start + count - 1) * taps.stride - taps.padding + taps.count <= size + margin;
+bool are_full(const Windows::Along& along, const Interval& windows, bool with_padding) {
+  const auto margin = with_padding ? along.taps.padding : 0;
+  const auto cells = along.taps.cells({windows.start, std::max<int64_t>(windows.length, 1)});
+  return cells.start >= -margin && cells.start + cells.length <= along.size + margin;
 }
 
 // The whole's divisors of the windows that this rank makes or reads, a product of one factor per dim; undefined if the op itself
 // divides as the whole does: where every window of the cut dims has all its elements, or where the call gives the divisor.
-at::Tensor own_divisor(const Run& run, const Pool& pool, const at::TensorOptions& options, bool backward) {
+at::Tensor own_divisor(const Run& run, const Pool& pool, const at::TensorOptions& options) {
   const auto at = argument(run, "divisor_override");
   if (at < 0 || !run.arg(at).isNone()) {
     return {};
   }
   const bool with_padding = run.arg(argument(run, "count_include_pad")).toBool();
-  const auto space = static_cast<int64_t>(pool.taps.size());
   bool full = true;
   at::Tensor out;
-  for (int64_t i = 0; i < space; ++i) {
-    const auto* mine = run_along(run, pool, i);
-    const auto& read = run.solution.halo(0)->fetch.mine()[pool.lead + i];
-    const auto start = !mine ? 0 : backward ? read.start() : mine->start;
-    const auto count = !mine ? pool.out[i] : backward ? read.length() : mine->length;
-    full = full && (!mine || are_full(pool.taps[i], pool.in[i], start, count, with_padding));
-    std::vector<int64_t> along(space, 1);
-    along[i] = count;
-    const auto factor = divisors(pool.taps[i], pool.in[i], start, count, with_padding, options).view(along);
+  for (int64_t i = 0; i < pool.ndim(); ++i) {
+    const auto share = share_of(run, pool, i);
+    const auto windows = pool.reversed ? share.read() : share.makes;
+    full = full && (!share.cut || are_full(pool.space[i], windows, with_padding));
+    std::vector<int64_t> along(pool.ndim(), 1);
+    along[i] = windows.length;
+    const auto factor = divisors(pool.space[i], windows, with_padding, options).view(along);
     out = out.defined() ? at::mul(out, factor) : factor;
   }
   return full ? at::Tensor() : out;
 }
 
-// Average pooling: the cells of padding are zeros in the buffer, so the sums are right; the divisors are the whole's.
+// Average pooling, and its backward: the cells of padding are zeros in the buffer, so the sums are right; the divisors are the
+// whole's.
 void average_kernel(Run& run) {
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
   const auto& pool = noted<Pool>(run.solution);
-  const auto input = run.arg(0).toTensor();
-  const auto sizes = sizes_of_piece(run);
-  if (makes_nothing(sizes)) {
-    return stand_in_for_input(run, pool, sizes);
-  }
-  const auto divisor = own_divisor(run, pool, input.options(), false);
-  replace_padding(run, pool);
-  replace_output_size(run, pool);
+  const auto divisor = own_divisor(run, pool, run.arg(0).toTensor().options());
   if (divisor.defined()) {
     run.arg(argument(run, "divisor_override")) = 1;
   }
-  run.call_op();
-  if (divisor.defined()) {
+  if (divisor.defined() && pool.reversed) {
+    run.arg(0) = at::div(run.arg(0).toTensor(), divisor);
+  }
+  run_windowed(run, pool, [&](int64_t i, const Share& share) {
+    auto native = whole_windows(run, pool, i, share);
+    if (pool.reversed) { // the input that these results alone would read; torch's kernel looks at its sizes only
+      native.made = pool.space[i].taps.cells(share.read());
+      auto sizes = run.arg(1).toTensor().sym_sizes().vec();
+      sizes[pool.lead + i] = native.made.length;
+      run.arg(1) = run.arg(1).toTensor().new_empty_symint(sizes);
+    }
+    return native;
+  });
+  if (divisor.defined() && !pool.reversed) {
     const auto sums = run.stack.back().toTensor();
     run.stack.back() = at::isFloatingType(sums.scalar_type()) ? at::div(sums, divisor) : at::div(sums, divisor, "trunc");
   }
 }
 
-void average_backward_kernel(Run& run) {
-  const auto* halo = run.solution.halo(0);
-  if (!halo) {
-    return call_op_nonempty(run);
-  }
-  const auto& pool = noted<Pool>(run.solution);
-  const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor();
-  if (is_empty(input) || is_empty(grad)) {
-    run.arg(0) = stand_in(run, 0, pool.lead, pool.lead, [](int64_t) { return 1; });
-    run.arg(1) = stand_in(run, 1, pool.lead, pool.lead, [&](int64_t i) { return pool.taps[i].span(); });
-    replace_padding(run, pool);
-    run.call_op();
-    run.stack.back() = at::zeros_like(input);
-    return;
-  }
-  const auto divisor = own_divisor(run, pool, grad.options(), true);
-  if (divisor.defined()) {
-    run.arg(0) = at::div(grad, divisor);
-    run.arg(argument(run, "divisor_override")) = 1;
-  }
-  // The input that these results alone would read; torch's kernel looks at its sizes only.
-  auto sizes = guarded(input.sym_sizes());
-  const auto space = static_cast<int64_t>(pool.taps.size());
-  std::vector<int64_t> crop(2 * space, 0);
-  for (int64_t i = 0; i < space; ++i) {
-    if (const auto* mine = run_along(run, pool, i)) {
-      const auto& taps = pool.taps[i];
-      const auto& read = halo->fetch.mine()[pool.lead + i];
-      const auto begin = read.start() * taps.stride - taps.padding;
-      const auto length = (read.length() - 1) * taps.stride + taps.span();
-      sizes[pool.lead + i] = length;
-      crop[2 * (space - 1 - i)] = begin - mine->start;
-      crop[2 * (space - 1 - i) + 1] = mine->start + mine->length - begin - length;
-    }
-  }
-  run.arg(1) = at::empty(sizes, input.options());
-  replace_padding(run, pool);
-  run.call_op();
-  run.stack.back() = at::constant_pad_nd(run.stack.back().toTensor(), crop);
-}
-
-// ---- rules ----
-
-template <int64_t space, Kind kind = Kind::Max>
-Rule max_pool(const Call& call) {
-  auto rule = planes(call, space);
-  cut_forward<kind>(call, rule, space, ReduceOp::Max, max_kernel);
-  return rule;
-}
-
-template <int64_t space, Kind kind = Kind::Max>
-Rule max_pool_backward(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  cut_backward<kind>(call, rule, space, max_backward_kernel);
-  return rule;
-}
-
-// ---- adaptive average pooling to sizes that do not divide ----
-
-at::Tensor average_combs(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t) {
-  std::vector<c10::IValue> stack{input, c10::List<int64_t>(out)};
-  forward_op(run).callBoxed(&stack);
-  return stack[0].toTensor();
-}
-
-// Nothing if torch refuses the call.
-std::optional<Bands> averages(const TensorArg& input, c10::IntArrayRef out, int64_t space) {
-  Bands bands{input.dim() - space, {}, {}, {}, average_combs};
-  if (bands.lead < 1 || !c10::isFloatingType(input.dtype)) {
-    return std::nullopt;
-  }
-  for (int64_t i = 0; i < space; ++i) {
-    const auto size = input.size(bands.lead + i), count = integer_at(out, i);
-    if (size < 1 || count < 1) {
-      return std::nullopt;
-    }
-    bands.in.push_back(size);
-    bands.out.push_back(count);
-    bands.reaches.push_back({size, count, 0, size - 1});
-  }
-  return bands;
-}
-
-template <int64_t space, Kind kind = Kind::Average>
-Rule average_pool(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  cut_forward<kind>(call, rule, space, ReduceOp::Sum, average_kernel);
-  if (is_adaptive(kind) && !rule.notes.has_value() && cut_in_space(call, space)) {
-    if (const auto bands = averages(call.tensors[0], listed(call, "output_size"), space)) {
-      band_forward(rule, call.tensors[0].sym_sizes(), *bands);
-    }
-  }
-  return rule;
-}
-
-template <int64_t space, Kind kind = Kind::Average>
-Rule average_pool_backward(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  cut_backward<kind>(call, rule, space, average_backward_kernel);
-  if (is_adaptive(kind) && !rule.notes.has_value() && cut_in_space(call, space)) {
-    const auto &grad = call.tensors[0], &input = call.tensors[1];
-    if (const auto bands = averages(input, grad.sizes().slice(grad.dim() - space), space)) {
-      band_backward(rule, input.sym_sizes(), *bands);
-      rule.operands[1] = Operand(rule.results[0].dims); // only its sizes are read
-      rule.operands[1].free = true;
-    }
-  }
-  return rule;
-}
-
 // ---- fractional pooling ----
 
-// The first element of each of the windows `of` along dim i, as torch finds them: [planes, windows]. `sample`: one per plane.
-at::Tensor fractional_starts(const Pool& pool, int64_t i, const Interval& of, const at::Tensor& sample) {
-  const auto range = pool.in[i] - pool.taps[i].count, steps = pool.out[i] - 1;
-  const auto number = at::arange(of.start, of.start + of.length, sample.options());
+// The first element of each of these windows along a dim, as torch finds them: [planes, windows]. `sample`: one per plane.
+at::Tensor fractional_starts(const Windows::Along& along, const Interval& windows, const at::Tensor& sample) {
+  const auto range = along.size - along.taps.count, steps = along.count - 1;
+  const auto number = at::arange(windows.start, windows.start + windows.length, sample.options());
   const auto scalar = [&](int64_t n) { return at::full({}, n, sample.options()); };
   const auto step = steps ? scalar(range).div(scalar(steps)) : scalar(range);
   const auto at = sample.unsqueeze(1);
@@ -582,8 +394,7 @@ at::Tensor fractional_starts(const Pool& pool, int64_t i, const Interval& of, co
 
 // The windows are laid out one after the other, so that torch's kernel for windows of one step finds the values, and the places.
 void fractional_kernel(Run& run) {
-  const auto* halo = run.solution.halo(0);
-  if (!halo) {
+  if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
   }
   const auto& pool = noted<Pool>(run.solution);
@@ -592,25 +403,22 @@ void fractional_kernel(Run& run) {
   if (makes_nothing(sizes)) {
     return run.returns({input.new_zeros_symint(sizes), at::zeros_symint(sizes, input.options().dtype(at::kLong))});
   }
-  const auto space = static_cast<int64_t>(pool.taps.size());
+  const auto space = pool.ndim();
   const auto samples = run.arg(argument(run, "random_samples")).toTensor().reshape({-1, space});
   auto x = input.dim() == space ? input.unsqueeze(0) : input.flatten(0, pool.lead - 1);
   std::vector<at::Tensor> held(space);
   std::vector<int64_t> windows;
   for (int64_t i = 0; i < space; ++i) {
-    const auto d = pool.lead + i;
-    const auto* mine = cut_run(run, d);
-    const auto of = mine ? *mine : Interval{0, pool.out[i]};
-    const auto first = mine ? halo->fetch.mine()[d].inside.start : 0;
-    const auto starts = fractional_starts(pool, i, of, samples.select(1, space == 2 ? 1 - i : i));
-    windows.push_back(pool.taps[i].count);
+    const auto share = share_of(run, pool, i);
+    const auto starts = fractional_starts(pool.space[i], share.makes, samples.select(1, space == 2 ? 1 - i : i));
+    windows.push_back(pool.space[i].taps.count);
     held[i] = starts.unsqueeze(2).add(at::arange(windows[i], starts.options())).flatten(1);
     auto shape = guarded(x.sym_sizes());
     shape[1 + i] = held[i].size(1);
     std::vector<int64_t> along(x.dim(), 1);
     along[0] = held[i].size(0);
     along[1 + i] = held[i].size(1);
-    x = x.gather(1 + i, held[i].sub(first).view(along).expand(shape));
+    x = x.gather(1 + i, held[i].sub(share.reads.inside.start).view(along).expand(shape));
   }
   const auto plane = x.sizes().slice(1).vec();
   auto [values, index] = space == 2 ? at::max_pool2d_with_indices(x, windows) : at::max_pool3d_with_indices(x, windows);
@@ -618,35 +426,112 @@ void fractional_kernel(Run& run) {
   for (int64_t i = 0; i < space; ++i) {
     at[i] = held[i].gather(1, at[i].flatten(1)).view(index.sizes());
   }
-  run.returns({values.reshape_symint(sizes), raveled(at, pool.in).reshape_symint(sizes)});
+  run.returns({values.reshape_symint(sizes), raveled(at, pool.sizes()).reshape_symint(sizes)});
+}
+
+// ---- rules ----
+
+at::Tensor average_combs(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t) {
+  std::vector<c10::IValue> stack{input, c10::List<int64_t>(out)};
+  forward_op(run).callBoxed(&stack);
+  return stack[0].toTensor();
+}
+
+// Adaptive average pooling to sizes that do not divide. Not if torch refuses the call.
+void average_in_bands(Rule& rule, const TensorArg& input, c10::IntArrayRef out, int64_t space, bool backward) {
+  Bands bands;
+  bands.lead = input.dim() - space;
+  bands.reversed = bands.backward = backward;
+  bands.op = average_combs;
+  if (bands.lead < 1 || !c10::isFloatingType(input.dtype)) {
+    return;
+  }
+  for (int64_t i = 0; i < space; ++i) {
+    const auto size = input.size(bands.lead + i), count = integer_at(out, i);
+    if (size < 1 || count < 1) {
+      return;
+    }
+    bands.space.push_back({size, count, {size, count, 0, size - 1}});
+  }
+  read_in_bands(rule, input.sym_sizes(), std::move(bands));
+  if (backward) {
+    rule.operands[1].free = true; // only its sizes are read
+  }
+}
+
+// Where an adaptive maximum has one result along all cut dims of space: each rank has its piece of the input and all results.
+void merge_pieces(Rule& rule, const TensorArg& input, const Pool& pool) {
+  auto& result = rule.results[0];
+  result.sizes = pool.backward ? SymSizes() : input.sym_sizes();
+  for (int64_t i = 0; i < pool.ndim(); ++i) {
+    const auto d = pool.lead + i;
+    const auto& along = pool.space[i];
+    const auto piece = input.layout->shards(d) ? Dim(rule.factor({.size = along.size})) : Dim(kNone);
+    (pool.backward ? result.dims : rule.operands[0].dims)[d] = piece;
+    if (!pool.backward) {
+      result.sizes[d] = along.count;
+    }
+  }
+  if (pool.backward) {
+    rule.operands[1].dims = result.dims;
+  }
+}
+
+// (input, ...), or of a backward (gradient, input, ..., indices perhaps).
+template <Kind kind, bool backward>
+Rule pool(const Call& call) {
+  const auto space = space_of(call.schema);
+  auto rule = planes(call, space);
+  if (is_average(kind) || backward) {
+    rule.linear_in({0});
+  }
+  const auto &first = call.tensors[0], &input = call.tensors[backward];
+  auto pool = pool_of<kind>(call, space, input, backward ? &first : nullptr);
+  if (!pool) {
+    if (kind == Kind::AdaptiveAverage && cut_in_space(call, space)) {
+      const auto out = backward ? Sizes(first.sizes().slice(first.dim() - space)) : call.ints(call.position("output_size"));
+      average_in_bands(rule, input, out, space, backward);
+    }
+    return rule;
+  }
+  pool->reversed = pool->backward = backward;
+  pool->merges ? merge_pieces(rule, input, *pool) : read_through(rule, *pool, input.sym_sizes());
+  for (auto& operand : rule.operands) {
+    const auto beyond = is_average(kind) || backward ? ReduceOp::Sum : ReduceOp::Max;
+    operand.padding = kind == Kind::Fractional ? std::nullopt : std::optional(beyond);
+  }
+  if (!backward) {
+    rule.results.back() = rule.results[0]; // indices
+  }
+  rule.notes = *pool;
+  rule.always(
+      is_average(kind)           ? average_kernel
+      : backward                 ? max_backward_kernel
+      : kind == Kind::Fractional ? fractional_kernel
+                                 : max_kernel);
+  return rule;
 }
 
 // (self, ..., random samples [n, c, space]): n is 1 where self has no batch.
-template <int64_t space>
 Rule fractional_pool(const Call& call) {
-  auto rule = planes(call, space);
+  const auto space = space_of(call.schema);
   const auto &input = call.tensors[0], &samples = call.tensors[1];
   if (samples.dim() != 3) {
     return replicate(call); // the op says what is wrong
   }
-  const auto dims = rule.operands[0].dims;
-  const bool batched = static_cast<int64_t>(dims.size()) == space + 2;
+  const bool batched = input.dim() == space + 2;
+  const bool windows = cut_in_space(call, space) && (input.dtype == at::kFloat || input.dtype == at::kDouble) &&
+                       samples.dtype == input.dtype && samples.size(0) == (batched ? input.size(0) : 1) &&
+                       samples.size(1) == input.size(batched) && samples.size(2) == space;
+  auto rule = windows ? pool<Kind::Fractional, false>(call) : planes(call, space);
+  const auto& dims = rule.operands[0].dims;
   rule.operands[1].dims = batched ? Dims{dims[0], dims[1], Dim(kNone)} : Dims{Dim(kNone), dims[0], Dim(kNone)};
-  if (cut_in_space(call, space) && (input.dtype == at::kFloat || input.dtype == at::kDouble) && samples.dtype == input.dtype &&
-      samples.size(0) == (batched ? input.size(0) : 1) && samples.size(1) == input.size(batched) && samples.size(2) == space) {
-    cut_forward<Kind::Fractional>(call, rule, space, ReduceOp::Max, fractional_kernel);
-  }
   return rule;
 }
 
-template <int64_t space>
 Rule fractional_pool_backward(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  if (call.tensors[0].dtype == at::kFloat || call.tensors[0].dtype == at::kDouble) {
-    cut_backward<Kind::Fractional>(call, rule, space, max_backward_kernel);
-  }
-  return rule;
+  const bool exact = call.tensors[0].dtype == at::kFloat || call.tensors[0].dtype == at::kDouble;
+  return exact ? pool<Kind::Fractional, true>(call) : linear(planes(call, space_of(call.schema)), {0});
 }
 
 // ---- max_unpool: each value goes to the place in the whole's plane that its index names ----
@@ -668,20 +553,6 @@ at::Tensor plane_numbers(const at::Tensor& index, int64_t lead) {
   return at::arange(planes, index.options()).unsqueeze(1).expand({planes, each}).flatten();
 }
 
-at::Tensor added_at(const at::Tensor& values, const at::Tensor& index, c10::SymIntArrayRef sizes) {
-  const auto lead = values.dim() - static_cast<int64_t>(sizes.size());
-  auto all = values.sym_sizes().slice(0, lead).vec();
-  all.insert(all.end(), sizes.begin(), sizes.end());
-  return values.new_zeros_symint(all).flatten(lead).scatter_add(lead, index.flatten(lead), values.flatten(lead)).view_symint(all);
-}
-
-// The values at the indices. What a pool was called with, the rule alone reads.
-template <typename... Arguments>
-at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t space, Arguments...) {
-  const auto lead = planes.dim() - space;
-  return planes.flatten(lead).gather(lead, index.flatten(lead)).view_symint(index.sym_sizes());
-}
-
 // Items at indices of the whole's planes, and the ranks that own those places.
 struct AtOwners {
   Routed routed;
@@ -696,9 +567,9 @@ AtOwners at_owners(const Run& run, const Layout& layout, const at::Tensor& index
   const auto count = c10::multiply_integers(plane.sizes);
   const auto places = routed.there(plane_numbers(index, plane.lead).mul(count).add(at));
   auto split = unraveled(at::remainder(places, count), plane.sizes);
+  const auto held = space_of_piece(run, layout, plane.lead, plane.sizes);
   for (size_t i = 0; i < split.size(); ++i) {
-    const auto d = plane.lead + static_cast<int64_t>(i);
-    split[i] = split[i].sub(layout.intervals(d, plane.sizes[i], run.mesh().coordinate())[0].start);
+    split[i] = split[i].sub(held[i].start);
   }
   piece = piece.slice(plane.lead);
   return {std::move(routed), at::div(places, count, "floor").mul(c10::multiply_integers(piece)).add(raveled(split, piece))};
@@ -762,8 +633,9 @@ bool any_below_one(c10::IntArrayRef sizes) {
 }
 
 // (values, indices, sizes of a plane, ...). Nothing is exchanged if torch refuses the call.
-template <int64_t space>
 Rule unpool(const Call& call) {
+  const auto named = space_of(call.schema); // of our own op the sizes say it
+  const auto space = named ? named : static_cast<int64_t>(call.ints(2).size());
   auto rule = planes(call, space);
   rule.linear_in({0});
   const auto &values = call.tensors[0], &index = call.tensors[1];
@@ -773,7 +645,8 @@ Rule unpool(const Call& call) {
     return rule;
   }
   const auto sizes = call.ints(2), strides = call.schema.arguments().size() > 3 ? call.ints(3) : Sizes();
-  if (sizes.size() != space || any_below_one(sizes) || any_below_one(strides) || any_below_one(values.sizes().slice(lead - 1))) {
+  if (static_cast<int64_t>(sizes.size()) != space || any_below_one(sizes) || any_below_one(strides) ||
+      any_below_one(values.sizes().slice(lead - 1))) {
     return rule;
   }
   auto& result = rule.results[0];
@@ -783,12 +656,6 @@ Rule unpool(const Call& call) {
   rule.notes = Places{lead, sizes};
   rule.always(unpool_kernel);
   return rule;
-}
-
-// Of our own ops: the dims of space are as many as the call says.
-template <RuleFn two, RuleFn three>
-Rule by_space(const Call& call) {
-  return call.ints(2).size() == 2 ? two(call) : three(call);
 }
 
 // (planes, indices, dims of space)
@@ -819,25 +686,16 @@ void pick_near_kernel(Run& run) {
   }
   const auto& pool = noted<Pool>(run.solution);
   const auto planes = run.arg(0).toTensor(), index = run.arg(1).toTensor();
-  const auto& layout = *run.operands[0].layout;
   if (is_empty(planes) || is_empty(index)) {
     return run.returns({planes.new_zeros_symint(index.sym_sizes())});
   }
-  const auto* halo = run.solution.halo(0);
-  const auto held = plane_of(planes, pool);
-  auto at = unraveled(index, pool.in);
-  auto inside = at::Tensor();
-  for (size_t i = 0; i < at.size(); ++i) {
-    const auto d = pool.lead + static_cast<int64_t>(i);
-    const auto first = halo               ? halo->fetch.mine()[d].start()
-                       : layout.shards(d) ? layout.intervals(d, pool.in[i], run.mesh().coordinate())[0].start
-                                          : 0;
-    at[i] = at::sub(at[i], first);
-    const auto here = at::logical_and(at::ge(at[i], 0), at::lt(at[i], held[i]));
-    inside = inside.defined() ? at::logical_and(inside, here) : here;
+  auto box = space_of_piece(run, *run.operands[0].layout, pool.lead, pool.sizes());
+  for (int64_t i = 0; i < pool.ndim() && run.solution.halo(0); ++i) {
+    const auto& read = run.solution.halo(0)->fetch.mine()[pool.lead + i];
+    box[i] = {read.start(), read.length()};
   }
-  const auto places = at::where(inside, raveled(at, held), 0);
-  const auto values = planes.flatten(pool.lead).gather(pool.lead, places.flatten(pool.lead)).view_symint(index.sym_sizes());
+  const auto [places, inside] = in_box(index, pool, box);
+  const auto values = picked(planes, places, pool.ndim());
   run.returns({at::where(inside, values, at::zeros({}, values.options()))});
 }
 
@@ -849,21 +707,20 @@ Rule pick_near(const Call& call) {
   rule.linear_in({0});
   rule.always(pick_near_kernel);
   const auto &read = call.tensors[0], &index = call.tensors[1];
-  const auto pool = cut_in_space(call, space) ? pool_of<kind>(call, read, &index, space) : std::nullopt;
+  const auto pool = pool_of<kind>(call, space, read, &index);
   if (!pool) {
     return rule;
   }
-  const bool one = is_one_along_cuts<kind>(*pool, read);
   for (int64_t i = 0; i < space; ++i) {
     const auto d = pool->lead + i;
     auto &from = rule.operands[0].dims[d], &at = rule.operands[1].dims[d];
-    if (one) { // each rank picks of its piece; one of them has the value
+    if (pool->merges) { // each rank picks of its piece; one of them has the value
       at = Dim(kNone);
       from = read.layout->shards(d) ? Dim(rule.reduced(ReduceOp::Sum)) : Dim(kNone);
       continue;
     }
-    at = rule.factor({.size = pool->out[i]});
-    from = rule.windows(at.factor, pool->reads(i));
+    at = rule.factor({.size = pool->space[i].count});
+    from = rule.windows(at.factor, pool->space[i].reach);
   }
   rule.operands[0].padding = std::nullopt;
   rule.results = {Result(rule.operands[1].dims, index.sym_sizes())};
@@ -892,32 +749,22 @@ TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
 
 void register_pooling(Registry& r) {
   const Options symbols{.symbols = true}, reals{.symbols = true, .takes = kReals};
-  r.add("pooling", {"_adaptive_avg_pool2d"}, average_pool<2, Kind::AdaptiveAverage>, symbols);
-  r.add("pooling", {"_adaptive_avg_pool2d_backward"}, average_pool_backward<2, Kind::AdaptiveAverage>, symbols);
-  r.add("pooling", {"_adaptive_avg_pool3d"}, average_pool<3, Kind::AdaptiveAverage>, symbols);
-  r.add("pooling", {"_adaptive_avg_pool3d_backward"}, average_pool_backward<3, Kind::AdaptiveAverage>, symbols);
-  r.add("pooling", {"adaptive_max_pool2d"}, max_pool<2, Kind::AdaptiveMax>, reals);
-  r.add("pooling", {"adaptive_max_pool2d_backward"}, max_pool_backward<2, Kind::AdaptiveMax>, symbols);
-  r.add("pooling", {"adaptive_max_pool3d"}, max_pool<3, Kind::AdaptiveMax>, reals);
-  r.add("pooling", {"adaptive_max_pool3d_backward"}, max_pool_backward<3, Kind::AdaptiveMax>, symbols);
-  r.add("pooling", {"avg_pool2d"}, average_pool<2>, symbols);
-  r.add("pooling", {"avg_pool2d_backward"}, average_pool_backward<2>, symbols);
-  r.add("pooling", {"avg_pool3d"}, average_pool<3>, symbols);
-  r.add("pooling", {"avg_pool3d_backward"}, average_pool_backward<3>, symbols);
-  r.add("pooling", {"fractional_max_pool2d"}, fractional_pool<2>, reals);
-  r.add("pooling", {"fractional_max_pool2d_backward"}, fractional_pool_backward<2>, symbols);
-  r.add("pooling", {"fractional_max_pool3d"}, fractional_pool<3>, reals);
-  r.add("pooling", {"fractional_max_pool3d_backward"}, fractional_pool_backward<3>, symbols);
+  r.add("pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d"}, pool<Kind::AdaptiveAverage, false>, symbols);
   r.add(
-      "pooling", {"max_pool1d"}, max_pool<1>,
+      "pooling", {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"}, pool<Kind::AdaptiveAverage, true>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d", "adaptive_max_pool3d"}, pool<Kind::AdaptiveMax, false>, reals);
+  r.add("pooling", {"adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"}, pool<Kind::AdaptiveMax, true>, symbols);
+  r.add("pooling", {"avg_pool2d", "avg_pool3d"}, pool<Kind::Average, false>, symbols);
+  r.add("pooling", {"avg_pool2d_backward", "avg_pool3d_backward"}, pool<Kind::Average, true>, symbols);
+  r.add("pooling", {"fractional_max_pool2d", "fractional_max_pool3d"}, fractional_pool, reals);
+  r.add("pooling", {"fractional_max_pool2d_backward", "fractional_max_pool3d_backward"}, fractional_pool_backward, symbols);
+  r.add(
+      "pooling", {"max_pool1d"}, pool<Kind::Max, false>,
       {.way = Way::Whole, .symbols = true}); // torch reads the data pointer if no gradient is needed
-  r.add("pooling", {"max_pool2d_with_indices"}, max_pool<2>, symbols);
-  r.add("pooling", {"max_pool2d_with_indices_backward"}, max_pool_backward<2>, symbols);
-  r.add("pooling", {"max_pool3d_with_indices"}, max_pool<3>, symbols);
-  r.add("pooling", {"max_pool3d_with_indices_backward"}, max_pool_backward<3>, symbols);
-  r.add("pooling", {"max_unpool2d"}, unpool<2>, reals);
-  r.add("pooling", {"max_unpool3d"}, unpool<3>, reals);
-  r.add("pooling", {"shardtensor::added_at"}, by_space<unpool<2>, unpool<3>>, symbols);
+  r.add("pooling", {"max_pool2d_with_indices", "max_pool3d_with_indices"}, pool<Kind::Max, false>, symbols);
+  r.add("pooling", {"max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"}, pool<Kind::Max, true>, symbols);
+  r.add("pooling", {"max_unpool2d", "max_unpool3d"}, unpool, reals);
+  r.add("pooling", {"shardtensor::added_at"}, unpool, symbols);
   r.add("pooling", {"shardtensor::picked"}, pick, symbols);
   r.add("pooling", {"shardtensor::picked_by_adaptive_max"}, pick_near<Kind::AdaptiveMax>, symbols);
   r.add("pooling", {"shardtensor::picked_by_fractional_max"}, pick_near<Kind::Fractional>, symbols);

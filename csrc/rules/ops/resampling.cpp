@@ -7,6 +7,7 @@
 #include "rules/windows.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cmath>
 #include <numeric>
@@ -21,7 +22,6 @@ enum class Interpolation : uint8_t { Nearest, Linear, Cubic };
 
 // Along one dim: `from` elements per `to` results, without a common factor.
 struct Ratio {
-  int64_t in, out; // sizes
   int64_t from, to;
 
   // What a result reads; torch clamps what lies beyond the edges.
@@ -34,11 +34,14 @@ struct Ratio {
   }
 };
 
-// Noted where space is cut.
-struct Resampled {
-  int64_t lead; // dims before space
-  Interpolation kind;
-  std::vector<Ratio> ratios;
+Ratio ratio_of(const Windows::Along& along) {
+  const auto common = std::gcd(along.size, along.count);
+  return {along.size / common, along.count / common};
+}
+
+// Noted where space is cut and the sizes say where results lie.
+struct Resampled : Windows {
+  Interpolation kind = Interpolation::Nearest;
 };
 
 // The numbers that a call has after its lists of sizes: one scale per dim of space.
@@ -46,25 +49,31 @@ int64_t first_scale(const c10::FunctionSchema& schema, int64_t space) {
   return static_cast<int64_t>(schema.arguments().size()) - space;
 }
 
-// Nothing if the positions in a piece would not be those in the whole, whatever the piece: aligned corners, or a scale that is
-// not the ratio of the sizes.
-std::optional<Resampled> resampled(
-    const Call& call, c10::IntArrayRef in, c10::IntArrayRef out, int64_t space, Interpolation kind) {
-  Resampled made{static_cast<int64_t>(in.size()) - space, kind, {}};
-  if (kind != Interpolation::Nearest && call.flag(call.position("align_corners"))) {
+// Sizes of space, without what is read; nothing if space is not cut, or if torch refuses the call.
+std::optional<Windows> windows_of(const Call& call, bool backward) {
+  const auto space = space_of(call.schema);
+  const auto& t = call.tensors[0];
+  if (!cut_in_space(call, space)) {
+    return std::nullopt;
+  }
+  const auto other = call.ints(call.position(backward ? "input_size" : "output_size"));
+  const auto sizes = t.sizes();
+  Windows windows;
+  windows.lead = t.dim() - space;
+  windows.reversed = backward;
+  const auto first = backward ? windows.lead : 0; // of space, in the list
+  if (static_cast<int64_t>(other.size()) != first + space) {
     return std::nullopt;
   }
   for (int64_t i = 0; i < space; ++i) {
-    const auto a = in[made.lead + i], b = out[i];
+    const auto given = sizes[windows.lead + i], made = other[first + i];
     const auto& scale = call.arg(first_scale(call.schema, space) + i);
-    if (a < 1 || b < 1 || (scale.isDouble() && scale.toDouble() * static_cast<double>(a) != static_cast<double>(b)) ||
-        !(scale.isDouble() || scale.isNone())) {
+    if (given < 1 || made < 1 || !(scale.isDouble() || scale.isNone())) {
       return std::nullopt;
     }
-    const auto common = std::gcd(a, b);
-    made.ratios.push_back({a, b, a / common, b / common});
+    windows.space.push_back({backward ? made : given, backward ? given : made, {}});
   }
-  return made;
+  return windows;
 }
 
 // Nearest picks the same element on a piece as on the whole only where each makes so many whole results. By larger numbers
@@ -82,8 +91,7 @@ bool picks(const Ratio& r) {
 
 // Slices begin where the positions are those of the whole moved by a whole number: at a multiple of ratio.from. So a rank may
 // read some elements more in front.
-Reach from_such_a_place(const Ratio& ratio, Interpolation kind) {
-  auto r = ratio.reach(kind);
+Reach from_such_a_place(Reach r, const Ratio& ratio, Interpolation kind) {
   const auto more = kind == Interpolation::Nearest                   ? 0
                     : kind == Interpolation::Linear && ratio.to == 1 ? (ratio.from - 1) / 2
                                                                      : ratio.from - 1;
@@ -91,17 +99,22 @@ Reach from_such_a_place(const Ratio& ratio, Interpolation kind) {
   return r;
 }
 
-void forward_kernel(Run& run);
-void backward_kernel(Run& run);
+void resample_kernel(Run& run);
+void backward_of_planes(Run& run);
 
-// Whether nearest picks can be made on pieces, along the dims that are cut.
-bool fits(const std::optional<Resampled>& made, const Layout& layout) {
-  if (!made || made->kind != Interpolation::Nearest) {
-    return made.has_value();
+// Whether the positions in a piece are those in the whole: not with aligned corners, a scale that is not the ratio of the sizes,
+// or a nearest element that depends on rounding.
+bool fits(const Call& call, const Windows& windows, Interpolation kind) {
+  if (kind != Interpolation::Nearest && call.flag(call.position("align_corners"))) {
+    return false;
   }
-  for (size_t i = 0; i < made->ratios.size(); ++i) {
-    const auto& ratio = made->ratios[i];
-    if (layout.shards(made->lead + static_cast<int64_t>(i)) && !repeats(ratio) && !picks(ratio)) {
+  for (int64_t i = 0; i < windows.ndim(); ++i) {
+    const auto& along = windows.space[i];
+    const auto ratio = ratio_of(along);
+    const auto& scale = call.arg(first_scale(call.schema, windows.ndim()) + i);
+    const bool cut = call.tensors[0].layout->shards(windows.lead + i);
+    if ((scale.isDouble() && scale.toDouble() * static_cast<double>(along.size) != static_cast<double>(along.count)) ||
+        (kind == Interpolation::Nearest && cut && !repeats(ratio) && !picks(ratio))) {
       return false;
     }
   }
@@ -137,6 +150,13 @@ Reach reach_of(const Sampling& s, int64_t in, int64_t out, bool aligned, const c
   return {2 * num, unit, start - radius + unit - margin, start + radius + margin};
 }
 
+// The call's scale of one dim only.
+void push_scales(const Run& run, std::vector<c10::IValue>& stack, int64_t space, int64_t along) {
+  for (int64_t i = 0; i < space; ++i) {
+    stack.push_back(i == along ? run.arg(first_scale(run.op.schema(), space) + i) : c10::IValue());
+  }
+}
+
 at::Tensor resample_combs(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) {
   const auto op = forward_op(run);
   const auto space = static_cast<int64_t>(out.size());
@@ -145,51 +165,24 @@ at::Tensor resample_combs(const Run& run, const at::Tensor& input, c10::IntArray
   if (aligned >= 0) {
     stack.push_back(run.arg(aligned));
   }
-  for (int64_t i = 0; i < space; ++i) {
-    stack.push_back(i == along ? run.arg(first_scale(run.op.schema(), space) + i) : c10::IValue());
-  }
+  push_scales(run, stack, space, along);
   op.callBoxed(&stack);
   return stack[0].toTensor();
 }
 
 // The other dims have one element and two results, so that none is taken for a copy.
 at::Tensor counts_of_nearest(const Run& run, const Bands& bands, int64_t along, const at::TensorOptions& options) {
-  const auto space = static_cast<int64_t>(bands.in.size());
+  const auto space = bands.ndim();
   std::vector<int64_t> in(bands.lead + space, 1), out = in;
   std::fill(out.begin() + bands.lead, out.end(), 2);
-  in[bands.lead + along] = bands.in[along];
-  out[bands.lead + along] = bands.out[along];
+  in[bands.lead + along] = bands.space[along].size;
+  out[bands.lead + along] = bands.space[along].count;
   std::vector<c10::IValue> stack{
       at::ones(out, options), c10::List<int64_t>(c10::IntArrayRef(out).slice(bands.lead)),
       c10::List<int64_t>(c10::IntArrayRef(in))};
-  for (int64_t i = 0; i < space; ++i) {
-    stack.push_back(i == along ? run.arg(first_scale(run.op.schema(), space) + i) : c10::IValue());
-  }
+  push_scales(run, stack, space, along);
   c10::Dispatcher::singleton().findSchemaOrThrow(run.op.schema().name().c_str(), "").callBoxed(&stack);
   return stack[0].toTensor().flatten().div(static_cast<double>(int64_t{1} << (space - 1)));
-}
-
-// Nothing if torch refuses the call, if nothing is resampled, or if numbers are no floats.
-std::optional<Bands> bands_of(const Call& call, c10::IntArrayRef in, c10::IntArrayRef out, int64_t space, const Sampling& s) {
-  Bands bands{static_cast<int64_t>(in.size()) - space, {}, {}, {}, resample_combs};
-  if (static_cast<int64_t>(out.size()) != space || bands.lead < 1 || !c10::isFloatingType(call.tensors[0].dtype)) {
-    return std::nullopt;
-  }
-  const auto aligned = argument(call, "align_corners");
-  const bool align = aligned >= 0 && call.flag(aligned);
-  bool any = false;
-  for (int64_t i = 0; i < space; ++i) {
-    const auto a = in[bands.lead + i], b = out[i];
-    const auto& scale = call.arg(first_scale(call.schema, space) + i);
-    if (a < 1 || b < 1 || !(scale.isDouble() || scale.isNone())) {
-      return std::nullopt;
-    }
-    any = any || a != b;
-    bands.in.push_back(a);
-    bands.out.push_back(b);
-    bands.reaches.push_back(reach_of(s, a, b, align, scale));
-  }
-  return any ? std::optional(bands) : std::nullopt;
 }
 
 Sampling sampling_of(const Call& call, Interpolation kind) {
@@ -201,259 +194,151 @@ Sampling sampling_of(const Call& call, Interpolation kind) {
   return {kind == Interpolation::Linear ? 1.0 : 2.0, false, Position::Middle};
 }
 
-// torch's words: a kernel on a piece would not see that the whole has no channels.
-void check_channels(const TensorArg& input, int64_t space) {
-  TORCH_CHECK(
-      input.dim() != space + 2 || input.size(1), "Non-empty ", input.dim(), "D data tensor expected but got a tensor with sizes ",
-      input.sizes());
-}
-
-template <int64_t space>
-void resample_by_weights(const Call& call, Rule& rule, const Sampling& s) {
-  const auto& input = call.tensors[0];
-  if (const auto bands = bands_of(call, input.sizes(), call.ints(call.position("output_size")), space, s)) {
-    band_forward(rule, input.sym_sizes(), *bands);
+// Not if nothing is resampled, or if numbers are no floats.
+void cut_by_weights(const Call& call, Rule& rule, const Windows& windows, const Sampling& s, bool by_counts = false) {
+  const auto aligned = argument(call, "align_corners");
+  const bool align = aligned >= 0 && call.flag(aligned);
+  Bands bands{windows, resample_combs, by_counts ? counts_of_nearest : nullptr};
+  bool any = false;
+  for (int64_t i = 0; i < bands.ndim(); ++i) {
+    auto& [size, count, reach, taps] = bands.space[i];
+    reach = reach_of(s, size, count, align, call.arg(first_scale(call.schema, bands.ndim()) + i));
+    any = any || size != count;
   }
-}
-
-template <int64_t space>
-void resample_backward_by_weights(const Call& call, Rule& rule, const Sampling& s, bool by_counts = false) {
-  const auto& grad = call.tensors[0];
-  const auto in = call.ints(call.position("input_size"));
-  if (static_cast<int64_t>(in.size()) != grad.dim()) {
-    return;
-  }
-  if (auto bands = bands_of(call, in, grad.sizes().slice(grad.dim() - space), space, s)) {
-    bands->counts = by_counts ? counts_of_nearest : nullptr;
-    band_backward(rule, grad.sym_sizes(), *bands);
+  if (any && bands.lead >= 1 && c10::isFloatingType(call.tensors[0].dtype)) {
+    read_in_bands(rule, call.tensors[0].sym_sizes(), std::move(bands));
   }
 }
 
 // Where each element makes so many results, both are cut alike; else what is resampled is read through windows.
-void cut_resampled(Rule& rule, const Resampled& made, bool backward) {
-  const auto kind = made.kind;
-  for (size_t i = 0; i < made.ratios.size(); ++i) {
-    const auto d = made.lead + static_cast<int64_t>(i);
-    const auto& ratio = made.ratios[i];
-    const auto count = backward ? ratio.in : ratio.out;
-    rule.results[0].sizes[d] = count;
+void cut_by_ratio(const Call& call, Rule& rule, const Windows& windows, Interpolation kind) {
+  Resampled made{windows, kind};
+  const bool back = made.reversed;
+  rule.results[0].sizes = call.tensors[0].sym_sizes();
+  for (int64_t i = 0; i < made.ndim(); ++i) {
+    const auto d = made.lead + i;
+    auto& [size, count, reach, taps] = made.space[i];
+    const auto ratio = ratio_of(made.space[i]);
+    reach = ratio.reach(kind);
+    rule.results[0].sizes[d] = back ? size : count;
     const auto at = rule.factor(); // factor d is dim d, used or not
     if (kind == Interpolation::Nearest && repeats(ratio)) {
       auto &from = rule.operands[0].dims[d], &to = rule.results[0].dims[d];
-      from = Dim(at, backward ? ratio.to : 1);
-      to = Dim(at, backward ? 1 : ratio.to);
+      from = Dim(at, back ? ratio.to : 1);
+      to = Dim(at, back ? 1 : ratio.to);
     } else if (kind != Interpolation::Nearest || picks(ratio)) {
-      read_through(rule, d, count, backward ? mirror(ratio.reach(kind), ratio.in) : from_such_a_place(ratio, kind));
+      read_through(rule, d, back ? size : count, back ? mirror(reach, size) : from_such_a_place(reach, ratio, kind));
     }
   }
   rule.operands[0].padding = std::nullopt;
-  rule.notes = made;
-  rule.always(backward ? backward_kernel : forward_kernel);
+  rule.notes = std::move(made);
+  rule.always(resample_kernel);
 }
 
-template <int64_t space, Interpolation kind>
-Rule resample(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  const auto& input = call.tensors[0];
-  if (!cut_in_space(call, space)) {
-    return rule;
+// The rule where space is not cut. torch's words: a kernel on a piece would not see that the whole has no channels.
+Rule resampled_planes(const Call& call, bool backward) {
+  const auto space = space_of(call.schema);
+  const auto& t = call.tensors[0];
+  TORCH_CHECK(
+      backward || !cut_in_space(call, space) || t.dim() != space + 2 || t.size(1), "Non-empty ", t.dim(),
+      "D data tensor expected but got a tensor with sizes ", t.sizes());
+  auto rule = linear(planes(call, space), {0});
+  if (backward) {
+    rule.always(backward_of_planes);
   }
-  check_channels(input, space);
-  const auto out = call.ints(call.position("output_size"));
-  const auto made = static_cast<int64_t>(out.size()) == space ? resampled(call, input.sizes(), out, space, kind) : std::nullopt;
-  if (!fits(made, *input.layout)) {
-    resample_by_weights<space>(call, rule, sampling_of(call, kind));
-    return rule;
-  }
-  rule.results[0].sizes = input.sym_sizes();
-  cut_resampled(rule, *made, false);
   return rule;
 }
 
-template <int64_t space, Interpolation kind>
-Rule resample_backward(const Call& call) {
-  auto rule = planes(call, space);
-  rule.always(backward_kernel);
-  rule.linear_in({0});
-  const auto& grad = call.tensors[0];
-  if (!cut_in_space(call, space)) {
-    return rule;
+template <Interpolation kind, bool backward>
+Rule resample(const Call& call) {
+  auto rule = resampled_planes(call, backward);
+  if (const auto windows = windows_of(call, backward)) {
+    if (fits(call, *windows, kind)) {
+      cut_by_ratio(call, rule, *windows, kind);
+    } else { // torch's backward of a position between two elements may name another one than its forward
+      cut_by_weights(call, rule, *windows, sampling_of(call, kind), backward && kind == Interpolation::Nearest);
+    }
   }
-  const auto in = call.ints(call.position("input_size"));
-  const auto lead = grad.dim() - space;
-  const auto made =
-      static_cast<int64_t>(in.size()) == grad.dim() ? resampled(call, in, grad.sizes().slice(lead), space, kind) : std::nullopt;
-  if (!fits(made, *grad.layout)) {
-    // torch's backward of a position between two elements may name another one than its forward.
-    resample_backward_by_weights<space>(call, rule, sampling_of(call, kind), kind == Interpolation::Nearest);
-    return rule;
-  }
-  rule.results[0].sizes = symbols(in);
-  cut_resampled(rule, *made, true);
   return rule;
 }
 
 // radius: 1 linear, 2 cubic, 3 lanczos
-template <int64_t space, int radius>
+template <int radius, bool backward>
 Rule antialiased(const Call& call) {
-  auto rule = planes(call, space);
-  rule.linear_in({0});
-  if (cut_in_space(call, space)) {
-    check_channels(call.tensors[0], space);
-    resample_by_weights<space>(call, rule, {radius, true, Sampling::Position::Middle});
-  }
-  return rule;
-}
-
-template <int64_t space, int radius>
-Rule antialiased_backward(const Call& call) {
-  auto rule = planes(call, space);
-  rule.always(backward_kernel);
-  rule.linear_in({0});
-  if (cut_in_space(call, space)) {
-    resample_backward_by_weights<space>(call, rule, {radius, true, Sampling::Position::Middle});
+  auto rule = resampled_planes(call, backward);
+  if (const auto windows = windows_of(call, backward)) {
+    cut_by_weights(call, rule, *windows, {radius, true, Sampling::Position::Middle});
   }
   return rule;
 }
 
 // ---- kernels ----
 
-// Replaces argument `name`, sizes, from position `first` on.
-void replace_sizes(const Run& run, const char* name, int64_t first, c10::IntArrayRef sizes) {
+// Replaces element d of argument `name`, a list of sizes.
+void replace_size(const Run& run, const char* name, int64_t d, const c10::SymInt& size) {
   auto& arg = run.arg(argument(run, name));
   auto all = arg.toSymIntVector();
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    all[first + static_cast<int64_t>(i)] = sizes[i];
-  }
+  all[d] = size;
   arg = c10::SymIntArrayRef(all);
-}
-
-// The call must not take the ratio from the sizes of a slice.
-void replace_scale(const Run& run, int64_t i, const Ratio& ratio, int64_t space) {
-  run.arg(first_scale(run.op.schema(), space) + i) = static_cast<double>(ratio.to) / static_cast<double>(ratio.from);
 }
 
 // torch copies instead, whatever the scale, if there are as many results as elements; so one more result is asked for, and
 // dropped.
-int64_t not_a_copy(int64_t results, int64_t elements, const Ratio& ratio) {
-  return results == elements && ratio.in != ratio.out ? results + 1 : results;
-}
-
-Sizes some_of_each(Sizes sizes) {
-  for (auto& n : sizes) {
-    n = std::max<int64_t>(n, 1);
-  }
-  return sizes;
-}
-
-// Runs the op, and keeps of its result a piece of these sizes, which begins at `first` along each dim of space.
-void call_op_for(Run& run, int64_t lead, c10::IntArrayRef first, c10::IntArrayRef sizes) {
-  run.call_op();
-  auto out = run.stack.back().toTensor();
-  for (int64_t i = 0; i < static_cast<int64_t>(first.size()); ++i) {
-    if (out.sym_size(lead + i) != sizes[lead + i]) {
-      out = out.narrow(lead + i, first[i], sizes[lead + i]);
-    }
-  }
-  run.stack.back() = out;
-}
-
-void forward_kernel(Run& run) {
-  const auto& made = noted<Resampled>(run.solution);
-  const auto sizes = guarded(sizes_of_piece(run));
-  auto input = run.arg(0).toTensor();
-  if (makes_nothing(symbols(sizes))) {
-    run.arg(0) = stand_in(run, 0, made.lead, made.lead, [](int64_t) { return 1; });
-    replace_sizes(run, "output_size", 0, c10::IntArrayRef(some_of_each(sizes)).slice(made.lead));
-    run.call_op();
-    run.stack.back() = input.new_zeros(sizes);
-    return;
-  }
-  const auto space = static_cast<int64_t>(made.ratios.size());
-  std::vector<int64_t> output(sizes.begin() + made.lead, sizes.end()), drop(space, 0);
-  const auto* halo = run.solution.halo(0);
-  for (int64_t i = 0; i < space; ++i) {
-    const auto& ratio = made.ratios[i];
-    const auto* mine = cut_run(run, made.lead + i);
-    if (!halo || !mine) {
-      continue;
-    }
-    const auto& read = halo->fetch.mine()[made.lead + i].inside;
-    const auto begin = ceil_div(read.start, ratio.from) * ratio.from;
-    const auto length = read.length - (begin - read.start);
-    const auto result = begin / ratio.from * ratio.to; // that lies there
-    input = input.narrow(made.lead + i, begin - read.start, length);
-    drop[i] = mine->start - result;
-    output[i] = not_a_copy(mine->start + mine->length - result, length, ratio);
-    replace_scale(run, i, ratio, space);
-  }
-  run.arg(0) = input;
-  replace_sizes(run, "output_size", 0, output);
-  call_op_for(run, made.lead, drop, sizes);
+int64_t not_a_copy(int64_t results, int64_t elements, const Windows::Along& along) {
+  return results == elements && along.size != along.count ? results + 1 : results;
 }
 
 // Argument `input_size` lists the global sizes of the gradient; the call gets those of this rank's piece.
-void whole_planes_backward(Run& run) {
-  const auto at = argument(run, "input_size");
-  auto sizes = run.arg(at).toSymIntVector();
+void replace_lead_sizes(const Run& run, int64_t lead) {
   const auto grad = run.arg(0).toTensor();
-  for (int64_t d = 0; d < 2; ++d) {
+  for (int64_t d = 0; d < lead; ++d) {
     const auto n = grad.sym_size(d);
-    sizes[d] = n == 0 && run.operands[0].symbols[d] != 0 ? c10::SymInt(1) : n; // see call_op_nonempty()
+    replace_size(run, "input_size", d, n == 0 && run.operands[0].symbols[d] != 0 ? c10::SymInt(1) : n); // see call_op_nonempty()
   }
-  run.arg(at) = c10::SymIntArrayRef(sizes);
+}
+
+void backward_of_planes(Run& run) {
+  replace_lead_sizes(run, 2);
   call_op_nonempty(run);
 }
 
-void backward_kernel(Run& run) {
-  if (!run.solution.notes.has_value()) {
-    return whole_planes_backward(run);
+// What torch's op gets along a dim. It must not take the ratio from the sizes of a slice.
+Native resampled_slice(const Run& run, const Resampled& made, int64_t i, const Share& share) {
+  const auto& along = made.space[i];
+  const auto ratio = ratio_of(along);
+  const auto &read = share.reads.inside, &mine = share.makes;
+  const auto read_end = read.start + read.length, mine_end = mine.start + mine.length;
+  run.arg(first_scale(run.op.schema(), made.ndim()) + i) = static_cast<double>(ratio.to) / static_cast<double>(ratio.from);
+  if (!made.reversed) {
+    const auto begin = ceil_div(read.start, ratio.from) * ratio.from;
+    const auto result = begin / ratio.from * ratio.to; // that lies there
+    const auto count = not_a_copy(mine_end - result, read_end - begin, along);
+    replace_size(run, "output_size", i, count);
+    return {{begin, read_end - begin}, {result, count}};
   }
+  const auto begin = std::min(mine.start, std::max<int64_t>(0, along.reach.lo(read.start))) / ratio.from * ratio.from;
+  const auto result = begin / ratio.from * ratio.to;
+  const auto length = std::max(mine_end, std::min(along.size, along.reach.hi(read_end - 1))) - begin;
+  const auto count = not_a_copy(read_end - result, length, along);
+  replace_size(run, "output_size", i, count);
+  replace_size(run, "input_size", made.lead + i, length); // of the slice that these gradients belong to
+  return {{result, count}, {begin, length}};
+}
+
+void resample_kernel(Run& run) {
   const auto& made = noted<Resampled>(run.solution);
-  const auto sizes = guarded(sizes_of_piece(run));
-  auto grad = run.arg(0).toTensor();
-  if (is_empty(grad) || makes_nothing(symbols(sizes))) {
-    const auto zeros = stand_in(run, 0, made.lead, made.lead, [](int64_t) { return 1; });
-    const auto results = guarded(zeros.sym_sizes());
-    auto elements = some_of_each(sizes);
-    std::copy(results.begin(), results.begin() + made.lead, elements.begin()); // 0 if the whole has none
-    run.arg(0) = zeros;
-    replace_sizes(run, "output_size", 0, c10::IntArrayRef(results).slice(made.lead));
-    replace_sizes(run, "input_size", 0, elements);
-    run.call_op();
-    run.stack.back() = grad.new_zeros(sizes);
-    return;
-  }
-  const auto space = static_cast<int64_t>(made.ratios.size());
-  auto input = sizes; // of the slice that these gradients belong to
-  std::vector<int64_t> output, drop(space, 0), pad(2 * space, 0);
-  const auto* halo = run.solution.halo(0);
-  for (int64_t i = 0; i < space; ++i) {
+  const auto sizes = guarded(sizes_of_piece(run)), given = guarded(run.arg(0).toTensor().sym_sizes());
+  for (int64_t i = 0; i < made.ndim(); ++i) { // also where no windows are: each element makes so many results
     const auto d = made.lead + i;
-    output.push_back(grad.sym_size(d).guard_int(__FILE__, __LINE__));
-    const auto* mine = cut_run(run, d);
-    if (!halo || !mine) {
-      continue;
+    replace_size(run, "output_size", i, std::max<int64_t>(made.reversed ? given[d] : sizes[d], 1));
+    if (made.reversed) {
+      replace_size(run, "input_size", d, std::max<int64_t>(sizes[d], 1));
     }
-    const auto& ratio = made.ratios[i];
-    const auto reach = ratio.reach(made.kind);
-    const auto& read = halo->fetch.mine()[d].inside;
-    const auto end_read = read.start + read.length, end = mine->start + mine->length;
-    const auto first = std::min(mine->start, std::max<int64_t>(0, reach.lo(read.start)));
-    const auto begin = first / ratio.from * ratio.from;
-    const auto result = begin / ratio.from * ratio.to;
-    input[d] = std::max(end, std::min(ratio.in, reach.hi(end_read - 1))) - begin;
-    output[i] = not_a_copy(end_read - result, input[d], ratio);
-    pad[2 * (space - 1 - i)] = read.start - result;
-    pad[2 * (space - 1 - i) + 1] = output[i] - (end_read - result);
-    drop[i] = mine->start - begin;
-    replace_scale(run, i, ratio, space);
   }
-  run.arg(0) = at::constant_pad_nd(grad, pad);
-  replace_sizes(run, "output_size", 0, output);
-  replace_sizes(run, "input_size", 0, input);
-  call_op_for(run, made.lead, drop, sizes);
+  if (made.reversed) {
+    replace_lead_sizes(run, made.lead);
+  }
+  run_windowed(run, made, [&](int64_t i, const Share& share) { return resampled_slice(run, made, i, share); });
 }
 
 // ---- pixels ----
@@ -516,32 +401,30 @@ void register_resampling(Registry& r) {
   const Options symbols{.symbols = true};
   r.add("resampling", {"pixel_shuffle"}, pixel_shuffle<true>);
   r.add("resampling", {"pixel_unshuffle"}, pixel_shuffle<false>);
-  r.add("resampling", {"_upsample_bicubic2d_aa"}, antialiased<2, 2>, symbols);
-  r.add("resampling", {"_upsample_bicubic2d_aa_backward"}, antialiased_backward<2, 2>, symbols);
-  r.add("resampling", {"_upsample_bilinear2d_aa"}, antialiased<2, 1>, symbols);
-  r.add("resampling", {"_upsample_bilinear2d_aa_backward"}, antialiased_backward<2, 1>, symbols);
-  r.add("resampling", {"_upsample_lanczos2d_aa"}, antialiased<2, 3>, symbols);
-  r.add("resampling", {"_upsample_lanczos2d_aa_backward"}, antialiased_backward<2, 3>, symbols);
-  r.add("resampling", {"_upsample_nearest_exact1d", "upsample_nearest1d"}, resample<1, Interpolation::Nearest>, symbols);
-  r.add("resampling", {"_upsample_nearest_exact2d", "upsample_nearest2d"}, resample<2, Interpolation::Nearest>, symbols);
-  r.add("resampling", {"_upsample_nearest_exact3d", "upsample_nearest3d"}, resample<3, Interpolation::Nearest>, symbols);
+  r.add("resampling", {"_upsample_bicubic2d_aa"}, antialiased<2, false>, symbols);
+  r.add("resampling", {"_upsample_bicubic2d_aa_backward"}, antialiased<2, true>, symbols);
+  r.add("resampling", {"_upsample_bilinear2d_aa"}, antialiased<1, false>, symbols);
+  r.add("resampling", {"_upsample_bilinear2d_aa_backward"}, antialiased<1, true>, symbols);
+  r.add("resampling", {"_upsample_lanczos2d_aa"}, antialiased<3, false>, symbols);
+  r.add("resampling", {"_upsample_lanczos2d_aa_backward"}, antialiased<3, true>, symbols);
   r.add(
-      "resampling", {"_upsample_nearest_exact1d_backward", "upsample_nearest1d_backward"},
-      resample_backward<1, Interpolation::Nearest>, symbols);
+      "resampling",
+      {"_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_nearest1d",
+       "upsample_nearest2d", "upsample_nearest3d"},
+      resample<Interpolation::Nearest, false>, symbols);
   r.add(
-      "resampling", {"_upsample_nearest_exact2d_backward", "upsample_nearest2d_backward"},
-      resample_backward<2, Interpolation::Nearest>, symbols);
+      "resampling",
+      {"_upsample_nearest_exact1d_backward", "_upsample_nearest_exact2d_backward", "_upsample_nearest_exact3d_backward",
+       "upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward"},
+      resample<Interpolation::Nearest, true>, symbols);
+  r.add("resampling", {"upsample_bicubic2d"}, resample<Interpolation::Cubic, false>, symbols);
+  r.add("resampling", {"upsample_bicubic2d_backward"}, resample<Interpolation::Cubic, true>, symbols);
   r.add(
-      "resampling", {"_upsample_nearest_exact3d_backward", "upsample_nearest3d_backward"},
-      resample_backward<3, Interpolation::Nearest>, symbols);
-  r.add("resampling", {"upsample_bicubic2d"}, resample<2, Interpolation::Cubic>, symbols);
-  r.add("resampling", {"upsample_bicubic2d_backward"}, resample_backward<2, Interpolation::Cubic>, symbols);
-  r.add("resampling", {"upsample_bilinear2d"}, resample<2, Interpolation::Linear>, symbols);
-  r.add("resampling", {"upsample_bilinear2d_backward"}, resample_backward<2, Interpolation::Linear>, symbols);
-  r.add("resampling", {"upsample_linear1d"}, resample<1, Interpolation::Linear>, symbols);
-  r.add("resampling", {"upsample_linear1d_backward"}, resample_backward<1, Interpolation::Linear>, symbols);
-  r.add("resampling", {"upsample_trilinear3d"}, resample<3, Interpolation::Linear>, symbols);
-  r.add("resampling", {"upsample_trilinear3d_backward"}, resample_backward<3, Interpolation::Linear>, symbols);
+      "resampling", {"upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d"}, resample<Interpolation::Linear, false>,
+      symbols);
+  r.add(
+      "resampling", {"upsample_bilinear2d_backward", "upsample_linear1d_backward", "upsample_trilinear3d_backward"},
+      resample<Interpolation::Linear, true>, symbols);
 }
 
 } // namespace shardtensor::rules

@@ -5,10 +5,8 @@
 #include "rules/later.h"
 #include "rules/pieces.h"
 #include "rules/registry.h"
+#include "rules/routed.h"
 #include "rules/windows.h"
-
-#include "comm/comm.h"
-#include "kernels/boxes.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/accumulate.h>
@@ -143,49 +141,27 @@ class Reading {
       }
     }
     std::sort(row.begin(), row.end());
-    std::vector<int64_t> peers, sent, received;
+    std::vector<int64_t> ranks, received;
     std::vector<at::Tensor> leaving;
-    std::vector<Boxes> coming; // from each of the row, this rank in its place
     const auto planes = grad.size(0) * grad.size(1);
     for (const auto& [rank, i] : row) {
-      coming.push_back(common(reads_[i], held));
-      if (rank == mesh.rank()) {
-        continue;
-      }
-      const auto theirs = common(read, piece_at(mesh.coordinate_at(i)));
-      peers.push_back(rank);
-      leaving.push_back(narrowed(grad, theirs));
-      sent.push_back(leaving.back().numel());
-      received.push_back(planes * numel_of(coming.back()));
+      ranks.push_back(rank);
+      leaving.push_back(narrowed(grad, common(read, piece_at(mesh.coordinate_at(i)))));
+      received.push_back(planes * numel_of(common(reads_[i], held)));
     }
-    const auto spacing = comm::spacing(grad, mesh, -1, comm::Staged::Messages);
-    const auto packed = at::empty({kernels::length_of({sent, spacing})}, grad.options());
-    const auto slots = kernels::parts_of(packed, {sent, spacing});
-    for (size_t k = 0; k < slots.size(); ++k) {
-      slots[k].view_as(leaving[k]).copy_(leaving[k]);
-    }
-    auto arrived = at::empty({kernels::length_of({received, spacing})}, grad.options());
-    comm::start_send_receive(arrived, received, packed, sent, peers, mesh, mesh.size(), spacing).wait();
-    const auto parts = kernels::parts_of(arrived, {received, spacing});
+    const auto arrived = exchange_parts(leaving, received, ranks, mesh);
     std::vector<int64_t> sizes{grad.size(0), grad.size(1)};
     for (const auto& run : held) {
       sizes.push_back(run.length);
     }
     auto out = at::zeros(sizes, grad.options());
-    auto next = parts.begin();
     for (size_t k = 0; k < row.size(); ++k) {
-      auto inside = coming[k];
-      const bool own = row[k].first == mesh.rank();
-      auto part = own ? at::Tensor() : *next++;
-      if (!numel_of(inside)) {
-        continue;
-      }
-      part = own ? narrowed(grad, inside) : part;
+      auto inside = common(reads_[row[k].second], held);
       for (size_t d = 0; d < inside.size(); ++d) {
-        inside[d].start -= held[d].start;
+        inside[d].start -= inside[d].length ? held[d].start : 0;
       }
       const auto into = narrowed(out, inside);
-      into.add_(part.view_as(into));
+      into.add_(arrived[k].view_as(into));
     }
     return out;
   }

@@ -31,9 +31,7 @@ Rule moving(const Call& call, uint64_t mask, F reach) {
     if (!(mask >> d & 1) || !x.layout->shards(d)) {
       continue;
     }
-    Factor f;
-    f.size = x.size(d);
-    const auto at = rule.factor(f);
+    const auto at = rule.factor({.size = x.size(d)});
     rule.operands[0].dims[d] = rule.windows(at, reach(d));
     rule.operands[0].padding = std::nullopt;
     rule.results[0].dims[d] = at;
@@ -112,8 +110,7 @@ Rule roll_by_dims(const Call& call, c10::IntArrayRef named) {
     return Reach{1, 1, -shift, -shift, Beyond::Circular};
   });
   rule.notes = std::move(rest);
-  rule.kernel = roll_kernel;
-  rule.always_kernel = true;
+  rule.always(roll_kernel);
   return rule;
 }
 
@@ -162,10 +159,10 @@ Rule rot90(const Call& call) {
   return rule;
 }
 
-// ---- shifted(copies of x, dim, shifts, size): result o is the sum of x[o + shift] over the shifts; beyond x's edges are zeros
-// ----
+// ---- shifted(copies of x, dim, shifts, size, multiple): result o is the sum of x[o + shift] over the shifts; beyond x's edges
+// are zeros. multiple: `size` divides x's size, and the result is cut in proportion. ----
 
-at::Tensor shifted(at::TensorList copies, int64_t dim, at::IntArrayRef shifts, c10::SymInt size) {
+at::Tensor shifted(at::TensorList copies, int64_t dim, at::IntArrayRef shifts, c10::SymInt size, bool) {
   auto sizes = copies[0].sym_sizes().vec();
   const auto held = sizes[dim].guard_int(__FILE__, __LINE__), made = size.guard_int(__FILE__, __LINE__);
   sizes[dim] = made;
@@ -203,16 +200,16 @@ Rule shifted_rule(const Call& call) {
   const auto shifts = call.ints(2);
   const auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.factors[dim].size = call.integer(3);
+  const auto beyond = call.flag(4) ? Beyond::Circular : Beyond::Padding;
   for (const auto shift : shifts) {
     auto& copy = rule.operands.emplace_back(dims);
-    copy.dims[dim] = rule.windows(dim, {1, 1, shift, shift});
+    copy.dims[dim] = rule.windows(dim, {1, 1, shift, shift, beyond});
     copy.padding = std::nullopt;
   }
   rule.results.emplace_back(dims, call.tensors[0].sym_sizes());
   rule.results[0].sizes[dim] = call.integer(3);
   rule.jointly_linear(OperandSet::first(shifts.size()));
-  rule.kernel = shifted_kernel;
-  rule.always_kernel = true;
+  rule.always(shifted_kernel);
   return rule;
 }
 
@@ -263,9 +260,7 @@ Rule repeat(const Call& call) {
       out.push_back(in.back());
       continue;
     }
-    Factor f;
-    f.size = x.size(d) * times[lead + d];
-    const auto at = rule.factor(f);
+    const auto at = rule.factor({.size = x.size(d) * times[lead + d]});
     in.push_back(rule.windows(at, {1, 1, 0, 0, Beyond::Circular}));
     out.emplace_back(at);
     repeated.dims.emplace_back(d, at);
@@ -281,39 +276,30 @@ Rule repeat(const Call& call) {
     rule.results.emplace_back(std::move(out), std::move(sizes));
     rule.operands[0].padding = std::nullopt;
     rule.notes = std::move(repeated);
-    rule.kernel = repeat_kernel;
-    rule.always_kernel = true;
+    rule.always(repeat_kernel);
   }
   rule.passes_partial();
   return rule;
 }
 
-// ---- repeats_added(copies of t, dim, size): result o is the sum of all t[o + size * i] ----
-// The copies are as many as these, and each rank reads those that its results add. Or there is one: then each rank adds up what
-// it holds, and the results are summands.
+// ---- repeats_added(t, dim, size): result o is the sum of all t[o + size * i]. Each rank adds up what it holds, and the results
+// are summands. ----
 
-at::Tensor repeats_added(at::TensorList copies, int64_t dim, int64_t size) {
-  return copies[0].unflatten(dim, {-1, size}).sum(dim);
+at::Tensor repeats_added(const at::Tensor& t, int64_t dim, int64_t size) {
+  return t.unflatten(dim, {-1, size}).sum(dim);
 }
 
 void repeats_added_kernel(Run& run) {
-  const auto copies = run.arg(0).toTensorVector();
   const auto dim = run.arg(1).toInt(), size = run.arg(2).toInt();
   if (!run.mesh_dims(dim)) {
     return run.call_op();
   }
-  if (copies.size() == 1) {
-    const auto piece = mine(run, 0, dim).numbers();
-    const auto at = at::arange(piece.start, piece.start + piece.length, copies[0].options().dtype(at::kLong)).remainder(size);
-    auto sizes = copies[0].sym_sizes().vec();
-    sizes[dim] = size;
-    return run.returns({copies[0].new_zeros_symint(sizes).index_add(dim, at, copies[0])});
-  }
-  auto out = copies[0].clone();
-  for (size_t i = 1; i < copies.size(); ++i) {
-    out.add_(copies[i]);
-  }
-  run.returns({out});
+  const auto t = run.arg(0).toTensor();
+  const auto piece = mine(run, 0, dim).numbers();
+  const auto at = at::arange(piece.start, piece.start + piece.length, t.options().dtype(at::kLong)).remainder(size);
+  auto sizes = t.sym_sizes().vec();
+  sizes[dim] = size;
+  run.returns({t.new_zeros_symint(sizes).index_add(dim, at, t)});
 }
 
 Rule repeats_added_rule(const Call& call) {
@@ -321,30 +307,19 @@ Rule repeats_added_rule(const Call& call) {
   const auto dim = call.integer(1), size = call.integer(2);
   auto dims = fresh_dims(rule, call.tensors[0].dim());
   rule.factors[dim].reduce = ReduceOp::Sum;
-  rule.results.emplace_back(dims, call.tensors[0].sym_sizes());
+  rule.operands.emplace_back(dims);
+  dims[dim] = Dim(kNone);
+  rule.results.emplace_back(std::move(dims), call.tensors[0].sym_sizes());
   rule.results[0].sizes[dim] = size;
-  const auto count = static_cast<int64_t>(call.tensors.size());
-  if (count == 1) {
-    rule.results[0].dims[dim] = Dim(kNone);
-    rule.operands.emplace_back(dims);
-  } else {
-    rule.factors[dim].size = size;
-  }
-  for (int64_t i = 0; i < count && count > 1; ++i) {
-    auto& copy = rule.operands.emplace_back(dims);
-    copy.dims[dim] = rule.windows(dim, {1, 1, size * i, size * i, Beyond::Circular});
-    copy.padding = std::nullopt;
-  }
-  rule.jointly_linear(OperandSet::first(call.tensors.size()));
-  rule.kernel = repeats_added_kernel;
-  rule.always_kernel = true;
+  rule.linear_in({0});
+  rule.always(repeats_added_kernel);
   return rule;
 }
 
 TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
-  m.def("repeats_added(Tensor[] copies, int dim, int size) -> Tensor");
+  m.def("repeats_added(Tensor t, int dim, int size) -> Tensor");
   m.impl("repeats_added", c10::DispatchKey::CompositeExplicitAutograd, repeats_added);
-  m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size) -> Tensor");
+  m.def("shifted(Tensor[] copies, int dim, int[] shifts, SymInt size, bool multiple=False) -> Tensor");
   m.impl("shifted", c10::DispatchKey::CompositeExplicitAutograd, shifted);
 }
 

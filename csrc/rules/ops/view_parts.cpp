@@ -500,7 +500,7 @@ Rule unfold(const Call& call) {
       auto sizes = x.sym_sizes();
       sizes.emplace_back(size);
       rule.results.emplace_back(std::move(dims), std::move(sizes));
-      read_through(rule, dim, count, {step, 1, 0, size - 1});
+      read_through(rule, dim, count, Taps{size, step, 0, 1}.reach());
       rule.always(unfold_kernel);
       rule.passes_partial();
       return rule;
@@ -649,33 +649,31 @@ Rule diagonal_backward(const Call& call) {
   return rule;
 }
 
-// Windows of `size`, each `step` after the one before, along a dim.
+// Windows along a dim.
 struct Unfolded {
-  int64_t dim, size, step;
+  int64_t dim;
+  Taps windows;
 };
 
 void unfold_backward_kernel(Run& run) {
-  const auto& [dim, size, step] = noted<Unfolded>(run.solution);
-  const auto grad = run.arg(0).toTensor();
-  auto sizes = guarded(sizes_of_piece(run));
   const auto* halo = run.solution.halo(0);
   if (!halo) {
     return run.call_op();
   }
+  const auto& [dim, windows] = noted<Unfolded>(run.solution);
+  const auto grad = run.arg(0).toTensor();
+  auto sizes = guarded(sizes_of_piece(run));
   const auto mine = *cut_run(run, dim);
-  const auto& read = halo->fetch.mine()[dim].inside;
   if (grad.numel() == 0 || mine.length == 0) {
     return run.returns({grad.new_zeros(sizes)});
   }
-  const auto begin = read.start * step, length = (read.length - 1) * step + size;
-  sizes[dim] = length;
+  const auto held = windows.cells(halo->fetch.mine()[dim].inside);
+  sizes[dim] = held.length;
   run.arg(1) = c10::List<int64_t>(c10::IntArrayRef(sizes));
   run.call_op();
-  std::vector<int64_t> crop(2 * sizes.size(), 0); // the last dim first
-  const auto at = 2 * (sizes.size() - 1 - static_cast<size_t>(dim));
-  crop[at] = begin - mine.start;
-  crop[at + 1] = mine.start + mine.length - begin - length;
-  run.stack.back() = at::constant_pad_nd(run.stack.back().toTensor(), crop);
+  Refit crop;
+  crop.along(dim, held, mine);
+  run.stack.back() = crop(run.stack.back().toTensor());
 }
 
 Rule unfold_backward(const Call& call) {
@@ -692,9 +690,10 @@ Rule unfold_backward(const Call& call) {
       dims.emplace_back(kNone);
       rule.operands.emplace_back(dims);
       rule.operands[0].padding = std::nullopt;
-      read_through(rule, dim, whole, mirror(Reach{step, 1, 0, size - 1}, -1));
+      const Taps windows{size, step, 0, 1};
+      read_through(rule, dim, whole, mirror(windows.reach(), -1));
       rule.sizes_arg = 1;
-      rule.notes = Unfolded{dim, size, step};
+      rule.notes = Unfolded{dim, windows};
       rule.always(unfold_backward_kernel);
       rule.linear_in({0});
       return rule;
