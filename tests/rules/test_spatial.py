@@ -887,6 +887,20 @@ def test_kernel_too_wide_raises_on_all_ranks():
 
 
 @on_ranks(3)
+def test_gradients_of_a_piece_that_reaches_padding_alone():
+    """What the second rank's row of a transposed convolution's input gives lies beyond the results, which other ranks have."""
+    mesh = init_device_mesh("cpu", (3,))
+    wholes = [numbers(random.Random(i), *sizes).requires_grad_() for i, sizes in enumerate([(2, 3, 7), (3, 4, 1), (4,)])]
+    placed_as = [(Shard(2), [0, 1, 6]), (Replicate(), None), (Replicate(), None)]
+    ours = [place(w.detach(), mesh, [p], [cut]).requires_grad_() for w, (p, cut) in zip(wholes, placed_as, strict=True)]
+    want = F.conv_transpose1d(*wholes, stride=2, padding=5)
+    got = F.conv_transpose1d(*ours, stride=2, padding=5)
+    compare(got, want, 1e-9, "result")
+    for g, w in zip(torch.autograd.grad(got.sum(), ours), torch.autograd.grad(want.sum(), wholes), strict=True):
+        compare(g, w, 1e-9, "gradient")
+
+
+@on_ranks(3)
 def test_circular_in_inference_mode():
     mesh = init_device_mesh("cpu", (3,))
     whole = numbers(random.Random(1), 1, 2, 9, 4)

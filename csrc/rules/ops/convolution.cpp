@@ -370,7 +370,7 @@ Rule convolution(const Call& call) {
 Interval own_results(const Reach& readers, const Interval& run, const Stretch& read, int64_t size, int64_t results) {
   const auto at = [&](int64_t i) { return i <= 0 ? 0 : i >= size ? results : std::clamp<int64_t>(readers.lo(i), 0, results); };
   const auto start = at(run.start), end = at(run.start + run.length);
-  return {start - read.start(), end - start};
+  return {start < end ? start - read.start() : 0, end - start};
 }
 
 // Of the gradients with their halo: the bias's. `piece`: what of them gives it, if the caller knows.

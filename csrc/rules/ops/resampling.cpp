@@ -91,7 +91,8 @@ bool picks(const Ratio& r) {
 
 // Slices begin where the positions are those of the whole moved by a whole number: at a multiple of ratio.from. So a rank may
 // read some elements more in front.
-Reach from_such_a_place(Reach r, const Ratio& ratio, Interpolation kind) {
+Reach from_such_a_place(const Ratio& ratio, Interpolation kind) {
+  auto r = ratio.reach(kind);
   const auto more = kind == Interpolation::Nearest                   ? 0
                     : kind == Interpolation::Linear && ratio.to == 1 ? (ratio.from - 1) / 2
                                                                      : ratio.from - 1;
@@ -219,7 +220,7 @@ void cut_by_ratio(const Call& call, Rule& rule, const Windows& windows, Interpol
     const auto d = made.lead + i;
     auto& [size, count, reach, taps] = made.space[i];
     const auto ratio = ratio_of(made.space[i]);
-    reach = ratio.reach(kind);
+    reach = back ? ratio.reach(kind) : from_such_a_place(ratio, kind);
     rule.results[0].sizes[d] = back ? size : count;
     const auto at = rule.factor(); // factor d is dim d, used or not
     if (kind == Interpolation::Nearest && repeats(ratio)) {
@@ -227,7 +228,7 @@ void cut_by_ratio(const Call& call, Rule& rule, const Windows& windows, Interpol
       from = Dim(at, back ? ratio.to : 1);
       to = Dim(at, back ? 1 : ratio.to);
     } else if (kind != Interpolation::Nearest || picks(ratio)) {
-      read_through(rule, d, back ? size : count, back ? mirror(reach, size) : from_such_a_place(reach, ratio, kind));
+      read_through(rule, d, back ? size : count, back ? mirror(reach, size) : reach);
     }
   }
   rule.operands[0].padding = std::nullopt;
