@@ -15,17 +15,17 @@ namespace {
 constexpr size_t kMostEntries = 4096;
 constexpr size_t kMostWeight = 1 << 18; // 30 MB of boxes
 
-struct Key {
+struct KeptKey {
   int64_t from, to;
   Found what;
   c10::SmallVector<int64_t, 6> numbers;
 
-  bool operator==(const Key& o) const {
+  bool operator==(const KeptKey& o) const {
     return from == o.from && to == o.to && what == o.what && numbers == o.numbers;
   }
 };
 struct Hash {
-  size_t operator()(const Key& key) const {
+  size_t operator()(const KeptKey& key) const {
     auto h = c10::get_hash(key.from, key.to, static_cast<int64_t>(key.what));
     for (const auto n : key.numbers) {
       h = c10::hash_combine(h, static_cast<size_t>(n));
@@ -41,7 +41,7 @@ struct Entry {
 };
 
 struct Table {
-  std::unordered_map<Key, Entry, Hash> entries;
+  std::unordered_map<KeptKey, Entry, Hash> entries;
   size_t weight = 0;
   size_t next_sweep = 64; // entries
 
@@ -81,7 +81,7 @@ std::shared_ptr<const void> kept(
     t_end.use();
     t_table = new Table();
   }
-  Key key{from.id(), to.id(), what, {numbers.begin(), numbers.end()}};
+  KeptKey key{from.id(), to.id(), what, {numbers.begin(), numbers.end()}};
   const auto it = t_table->entries.find(key);
   if (C10_LIKELY(it != t_table->entries.end())) {
     return it->second.made.value;

@@ -260,15 +260,17 @@ def test_names_in_unnamed_namespaces_differ_within_a_folder():
     source = "namespace {\nstruct S {\n};\nusing A = int;\nconstexpr int kOne = 1;\nvoid f(int a, const B<C, D>& b) {\n}\n} // namespace\n"
     assert list(unnamed(source)) == ["S", "A = int", "f(int, const B<C, D>&)", "kOne"]
     csrc = ROOT / "csrc"
+    of_headers = {name: str(f) for f in csrc.rglob("*.h") for name in named_types(f.read_text())}
     places: dict[tuple[str, str], set[str]] = {}
     for f in csrc.rglob("*.cpp"):
-        folder = str(f.parent.relative_to(csrc))
-        for name in unnamed(f.read_text()):
+        text = f.read_text()
+        around = re.findall(r"^namespace ([\w:]+) \{$", text, re.MULTILINE)
+        for name in unnamed(text):
             key, alias, _ = name.partition(" = ")
-            places.setdefault((folder, key), set()).add(name if alias else str(f))
-    for f in csrc.rglob("*.h"):  # no type of a header of the folder has such a name, either
-        for name in named_types(f.read_text()):
-            places.setdefault((str(f.parent.relative_to(csrc)), name.rpartition("shardtensor::")[2]), set()).add(str(f))
+            found = places.setdefault((str(f.parent.relative_to(csrc)), key), set())
+            found.add(name if alias else str(f))
+            if not alias:  # a type of the same namespace, which another source of the unit may include
+                found.update(of_headers[n] for n in (f"{outer}::{key}" for outer in around) if n in of_headers)
     assert len(places) > 1000
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 

@@ -111,7 +111,7 @@ Dim::SymWindow window_of(const Call& call, int64_t start_arg, const c10::SymInt&
   return {start, step, end > start ? (end - start + (step - 1)) / step : c10::SymInt(0)};
 }
 
-struct Windows {
+struct SplitWindows {
   int64_t dim;
   std::vector<Dim::SymWindow> each;
 };
@@ -121,7 +121,7 @@ Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::SymWindow> parts)
   Rule rule;
   const auto& x = call.tensors[0];
   auto in = dims_along(rule, x.dim(), dim, {.kernel = true});
-  rule.notes = Windows{dim, {parts.begin(), parts.end()}};
+  rule.notes = SplitWindows{dim, {parts.begin(), parts.end()}};
   for (const auto& w : parts) {
     auto out = in;
     auto sizes = x.sym_sizes();
@@ -142,7 +142,7 @@ Rule windows(const Call& call, int64_t dim, c10::ArrayRef<Dim::SymWindow> parts)
 
 std::vector<at::Tensor> local_windows(const Run& run) {
   const auto x = run.arg(0).toTensor();
-  const auto& [dim, windows] = noted<Windows>(run.solution);
+  const auto& [dim, windows] = noted<SplitWindows>(run.solution);
   const auto piece = mine(run, 0, dim);
   std::vector<at::Tensor> out;
   for (const auto& w : windows) {
