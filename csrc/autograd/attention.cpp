@@ -1,6 +1,6 @@
 // scaled_dot_product_attention and its form by matrix products, which torch would decompose. If the sequence is cut, decides by
-// cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ops/ring and tensor/. Registers itself at
-// AutogradPrivateUse2.
+// cost where queries, keys and values go. Uses dispatch/handler, redistribute/, rules/ops/ring and tensor/.
+#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "dispatch/cache.h"
 #include "redistribute/plan.h"
@@ -12,7 +12,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ops/_scaled_dot_product_attention_math_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/scaled_dot_product_attention_compositeimplicitautograd_dispatch.h>
-#include <torch/library.h>
 
 #include <limits>
 #include <unordered_set>
@@ -358,19 +357,9 @@ at::Tensor attention(
   return moved(out, home(query), "output", "it is placed as the queries were");
 }
 
-void take(torch::Library& m) {
-  m.impl("_scaled_dot_product_attention_math", attention_math);
-  m.impl("scaled_dot_product_attention", attention);
-}
-
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  take(m);
-}
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
-  take(m);
-}
+const Formula formulas::attention = formula<&shardtensor::attention>;
+const Formula formulas::attention_math = formula<&shardtensor::attention_math>;
 
 } // namespace shardtensor

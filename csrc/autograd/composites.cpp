@@ -1,6 +1,6 @@
-// Autograd for three kinds of ops: ops that torch would decompose but that have a rule (Way::Whole), ops whose torch formula
-// lacks an argument that we need (embedding, mean), and ops whose formula asks what the kernel has found (det). These kernels
-// register themselves at AutogradPrivateUse2 when the module loads.
+// Autograd for three kinds of ops: ops that torch would decompose, with a rule or otherwise than torch; ops whose torch formula
+// lacks an argument that we need (embedding, mean); and ops whose formula asks what the kernel has found (det).
+#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "comm/values.h"
 #include "dispatch/op.h"
@@ -23,7 +23,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <numeric>
@@ -228,10 +227,13 @@ template <typename T>
 using NodePtr = decltype(new_node<T>());
 
 at::Tensor linear(
-    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias_) {
+    const Op& op,
+    c10::DispatchKeySet keys,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    const std::optional<at::Tensor>& bias_) {
   const auto bias = bias_ && bias_->defined() ? *bias_ : at::Tensor();
   if (wants_entrance(x) || wants_entrance(weight) || wants_entrance(bias)) {
-    static const auto& op = installed_op("aten::linear");
     torch::jit::Stack in{x, weight, bias_};
     if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::linear(in[0].toTensor(), in[1].toTensor(), in[2].toOptional<at::Tensor>());
@@ -263,9 +265,8 @@ at::Tensor linear(
   return out;
 }
 
-at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
+at::Tensor matmul(const Op& op, c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& other) {
   if (wants_entrance(self) || wants_entrance(other)) {
-    static const auto& op = installed_op("aten::matmul");
     torch::jit::Stack in{self, other};
     if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::matmul(in[0].toTensor(), in[1].toTensor());
@@ -295,6 +296,7 @@ at::Tensor matmul(c10::DispatchKeySet keys, const at::Tensor& self, const at::Te
 }
 
 at::Tensor embedding(
+    const Op& op,
     c10::DispatchKeySet keys,
     const at::Tensor& weight,
     const at::Tensor& indices,
@@ -302,7 +304,6 @@ at::Tensor embedding(
     bool scale_grad_by_freq,
     bool sparse) {
   if (wants_entrance(weight)) {
-    static const auto& op = installed_op("aten::embedding");
     torch::jit::Stack in{weight, indices, padding_idx, scale_grad_by_freq, sparse};
     if (enter_plain(op, in, 0, collect(op, in, 0))) {
       return at::embedding_symint(in[0].toTensor(), indices, padding_idx, scale_grad_by_freq, sparse);
@@ -385,8 +386,7 @@ at::Tensor to_copy(
 
 // torch allows empty 1-d tensors anywhere in the list. Their gradients would be plain tensors; as views with the others'
 // number of dims they get ShardTensors.
-at::Tensor cat(c10::DispatchKeySet keys, const at::ITensorListRef& tensors, int64_t dim) {
-  static const auto& op = installed_op("aten::cat");
+at::Tensor cat(const Op& op, c10::DispatchKeySet keys, const at::ITensorListRef& tensors, int64_t dim) {
   static const auto recorder = *typed_record(op);
   const auto call = [&](const at::ITensorListRef& list) {
     return recorder.call<at::Tensor, const at::ITensorListRef&, int64_t>(op.handle, keys, list, dim);
@@ -642,9 +642,9 @@ struct PlainTargets {
 };
 
 // As in torch: log-softmax and the loss by labels both have rules.
-void loss_of_labels(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void loss_of_labels(const Op& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const PlainTargets taken;
-  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+  op.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
 }
 
 at::Tensor cross_entropy(
@@ -667,29 +667,12 @@ at::Tensor cross_entropy(
 // torch's kernels factor the transposes of contiguous matrices, and the formulas for gradients ask again whether the matrices
 // were contiguous. A piece may be where the whole is not (one matrix of a batch, a moved slice), so the whole is made contiguous.
 // The formulas for complex matrices do not ask.
-void factored(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto& op = installed_op(c10::toString(handle.operator_name()).c_str());
+void factored(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto& matrices = stack->at(stack->size() - op.kinds.size());
   if (const auto t = matrices.toTensor(); as_shard_tensor(t) && !t.is_complex()) {
     matrices = t.contiguous();
   }
   record(op, keys, stack);
-}
-
-void take_composites(torch::Library& m) {
-  m.impl("cross_entropy_loss", cross_entropy);
-  for (const char* name : {"nll_loss", "nll_loss2d", "nll_loss_nd"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<loss_of_labels>());
-  }
-  m.impl("combinations", combinations);
-  m.impl("fill_diagonal_", fill_diagonal_);
-  m.impl("nanquantile", quantile<true>);
-  m.impl("nanquantile.scalar", quantile_number<true>);
-  m.impl("pad_sequence", pad_sequence);
-  m.impl("quantile", quantile<false>);
-  m.impl("quantile.scalar", quantile_number<false>);
-  m.impl("tensor_split.tensor_indices_or_sections", tensor_split);
-  m.impl("vander", vander);
 }
 
 void take_chunked(torch::Library& m) {
@@ -700,31 +683,34 @@ void take_chunked(torch::Library& m) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  for (const char* name : {"_linalg_det", "_linalg_slogdet", "_linalg_solve_ex"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<factored>());
-  }
-  m.impl("_to_copy", to_copy);
-  m.impl("cat", cat);
-  m.impl("embedding", embedding);
-  m.impl("linear", linear);
-  m.impl("matmul", matmul);
-  m.impl("max_pool1d", max_pool1d);
-  m.impl("mean", mean);
-  m.impl("mean.dim", mean_dim);
-  m.impl("one_hot", torch::CppFunction::makeFallthrough()); // integers have no gradient
-  take_composites(m);
-  m.impl("trace_backward", trace_backward);
-}
+const Formula formulas::cat = formula<&shardtensor::cat>;
+const Formula formulas::combinations = formula<&shardtensor::combinations>;
+const Formula formulas::cross_entropy = formula<&shardtensor::cross_entropy>;
+const Formula formulas::embedding = formula<&shardtensor::embedding>;
+const Formula formulas::factored = formula<&shardtensor::factored>;
+const Formula formulas::fill_diagonal_ = formula<&shardtensor::fill_diagonal_>;
+const Formula formulas::integers = [](const Op&) { return torch::CppFunction::makeFallthrough(); }; // they have no gradient
+const Formula formulas::linear = formula<&shardtensor::linear>;
+const Formula formulas::loss_of_labels = formula<&shardtensor::loss_of_labels>;
+const Formula formulas::matmul = formula<&shardtensor::matmul>;
+const Formula formulas::max_pool1d = formula<&shardtensor::max_pool1d>;
+const Formula formulas::mean = formula<&shardtensor::mean>;
+const Formula formulas::mean_dim = formula<&shardtensor::mean_dim>;
+const Formula formulas::nanquantile = formula<&shardtensor::quantile<true>>;
+const Formula formulas::nanquantile_number = formula<&shardtensor::quantile_number<true>>;
+const Formula formulas::pad_sequence = formula<&shardtensor::pad_sequence>;
+const Formula formulas::quantile = formula<&shardtensor::quantile<false>>;
+const Formula formulas::quantile_number = formula<&shardtensor::quantile_number<false>>;
+const Formula formulas::tensor_split = formula<&shardtensor::tensor_split>;
+const Formula formulas::to_copy = formula<&shardtensor::to_copy>;
+const Formula formulas::trace_backward = formula<&shardtensor::trace_backward>;
+const Formula formulas::vander = formula<&shardtensor::vander>;
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
-  take_composites(m);
-}
-
+// An op that torch.nn defines in Python, perhaps later.
 TORCH_LIBRARY_IMPL(torch_nn, AutogradPrivateUse2, m) {
   take_chunked(m);
 }
-TORCH_LIBRARY_IMPL(torch_nn, PrivateUse2, m) {
+TORCH_LIBRARY_IMPL(torch_nn, PrivateUse2, m) { // in inference mode
   take_chunked(m);
 }
 

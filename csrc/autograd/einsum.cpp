@@ -1,11 +1,11 @@
 // einsum of two ShardTensors. torch flattens the letters that both have, those that only one has and those that are summed over,
 // each into one dim of a batch of matrices. Of a flattened run only the first dim stays cut. Where that would move a cut, this
-// multiplies with the shared letters as dims of their own. Uses tensor/. Registers itself at AutogradPrivateUse2.
+// multiplies with the shared letters as dims of their own. Uses tensor/.
+#include "autograd/formula.h"
 #include "tensor/shard_tensor.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ops/einsum_compositeimplicitautograd_dispatch.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cctype>
@@ -163,14 +163,8 @@ Tensor einsum(c10::string_view text, at::TensorList operands, at::OptionalIntArr
   return permuted(out, in_memory, e->out);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("einsum", einsum);
-}
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
-  m.impl("einsum", einsum);
-}
-
 } // namespace
+
+const Formula formulas::einsum = formula<&shardtensor::einsum>;
 
 } // namespace shardtensor

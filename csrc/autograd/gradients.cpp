@@ -1,4 +1,4 @@
-// The tensors that autograd makes for gradients. Uses autograd/functions, dispatch/, tensor/. Registers itself.
+// The tensors that autograd makes for gradients. Uses autograd/functions, dispatch/, tensor/.
 //
 // The gradient that a leaf keeps (torch's AccumulateGrad) has the leaf's layout along the mesh dims that cut the leaf: a rank
 // that holds a part of the leaf keeps the same part of the gradient.
@@ -15,6 +15,7 @@
 // such ops get a hook that makes them ShardTensors in the operand's layout.
 #include "autograd/gradients.h"
 
+#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "dispatch/call.h"
 #include "dispatch/plain.h"
@@ -30,10 +31,8 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 namespace shardtensor {
@@ -110,7 +109,7 @@ bool adds_to_zeros(const at::Tensor& sum, const at::Tensor& other) {
          !sum.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
 }
 
-at::Tensor& add_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha) {
+at::Tensor& add_(const Op& op, c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha) {
   if (C10_UNLIKELY(adds_to_zeros(self, other))) {
     return self = at::add(self, other, alpha); // the engine keeps what `self` refers to
   }
@@ -119,7 +118,6 @@ at::Tensor& add_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& o
     shard_tensor(self, "the gradient").shallow_copy_from(sum.getIntrusivePtr());
     return self;
   }
-  static const auto& op = installed_op("aten::add_.Tensor");
   static const auto recorder = *typed_record(op);
   return recorder.call<at::Tensor&, at::Tensor&, const at::Tensor&, const at::Scalar&>(op.handle, keys, self, other, alpha);
 }
@@ -187,35 +185,6 @@ at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad) {
 
 namespace {
 
-constexpr std::array kWithZeros{
-    "bernoulli.Tensor",
-    "bernoulli.p",
-    "copysign.Scalar",
-    "copysign.Tensor",
-    "copysign_.Scalar",
-    "copysign_.Tensor",
-    "eq_.Scalar",
-    "eq_.Tensor",
-    "ge_.Scalar",
-    "ge_.Tensor",
-    "gt_.Scalar",
-    "gt_.Tensor",
-    "le_.Scalar",
-    "le_.Tensor",
-    "lt_.Scalar",
-    "lt_.Tensor",
-    "ne_.Scalar",
-    "ne_.Tensor",
-    "nextafter",
-    "nextafter_",
-    "normal.Tensor_Tensor",
-    "normal.Tensor_float",
-    "normal.float_Tensor",
-    "poisson",
-    "sgn",
-    "sgn_",
-};
-
 struct Operand {
   LayoutPtr layout; // null if it is no ShardTensor
   Sizes sizes;
@@ -247,9 +216,7 @@ class MakesShardTensors final : public torch::autograd::FunctionPostHook {
   std::vector<Operand> operands_;
 };
 
-template <size_t number>
-void with_zeros(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  static const auto& op = installed_op((std::string("aten::") + kWithZeros[number]).c_str());
+void with_zeros(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   std::vector<Operand> operands;
   if (at::GradMode::is_enabled()) {
     for (const auto& value : torch::jit::last(*stack, op.kinds.size())) {
@@ -269,11 +236,6 @@ void with_zeros(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit
   }
 }
 
-template <size_t... numbers>
-void register_with_zeros(torch::Library& m, std::index_sequence<numbers...>) {
-  (m.impl(kWithZeros[numbers], torch::CppFunction::makeFromBoxedFunction<with_zeros<numbers>>()), ...);
-}
-
 // torch asks whether a tangent may stay as it is, or is copied into zeros that are like its tensor. A view of the tensor then
 // takes the same view of the tangent, and the two must still be alike: so must their layouts be.
 bool has_same_storage(const at::Tensor& tangent, const at::Tensor& tensor) {
@@ -282,14 +244,12 @@ bool has_same_storage(const at::Tensor& tangent, const at::Tensor& tensor) {
   return (!a || !b || a->layout_ptr() == b->layout_ptr()) && numel(tangent) == numel(tensor);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("_has_same_storage_numel", has_same_storage);
-  register_with_zeros(m, std::make_index_sequence<kWithZeros.size()>());
-  m.impl("add_.Tensor", add_);
-  m.impl("detach", detach);
-  m.impl("new_empty_strided", new_empty_strided);
-}
-
 } // namespace
+
+const Formula formulas::add_ = formula<&shardtensor::add_>;
+const Formula formulas::detach = formula<&shardtensor::detach>;
+const Formula formulas::has_same_storage = formula<&shardtensor::has_same_storage>;
+const Formula formulas::new_empty_strided = formula<&shardtensor::new_empty_strided>;
+const Formula formulas::with_zeros = formula<&shardtensor::with_zeros>;
 
 } // namespace shardtensor

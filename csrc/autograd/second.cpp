@@ -1,6 +1,6 @@
 // Second derivatives of ops that read through windows. torch's formulas gather along cut dims, or give the zero gradient of an
-// operand of which only the sizes are read as a plain tensor. Uses dispatch/plain, tensor/. Registers itself at
-// AutogradPrivateUse2.
+// operand of which only the sizes are read as a plain tensor. Uses dispatch/plain, tensor/.
+#include "autograd/formula.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
@@ -10,7 +10,6 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/convolution_backward_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <array>
 #include <utility>
@@ -42,30 +41,20 @@ bool is_differentiated(std::initializer_list<const Tensor*> tensors) {
 // ---- gradients of pools and paddings, (grad_output, self, arguments, perhaps indices): linear in the first, and of the second
 // only the sizes are read ----
 
-struct Formula {
-  const char *backward, *forward; // the derivative with respect to grad_output is the forward op
-  enum class With : uint8_t { Arguments, Sizes, Indices } with = With::Arguments; // what that is called with
-  int64_t space = 0;
-};
+// Such an op, by its name: "aten::avg_pool2d_backward". The derivative with respect to grad_output is the op `forward`, or picks
+// the values at the indices.
+struct Backward {
+  explicit Backward(std::string name_) : name(std::move(name_)), forward(name.substr(0, name.rfind("_backward"))) {}
 
-using With = Formula::With;
-constexpr std::array kFormulas{
-    Formula{"_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool2d", With::Sizes, 2},
-    Formula{"_adaptive_avg_pool3d_backward", "aten::_adaptive_avg_pool3d", With::Sizes, 3},
-    Formula{"adaptive_max_pool2d_backward", "shardtensor::picked_by_adaptive_max", With::Indices, 2},
-    Formula{"adaptive_max_pool3d_backward", "shardtensor::picked_by_adaptive_max", With::Indices, 3},
-    Formula{"avg_pool2d_backward", "aten::avg_pool2d"},
-    Formula{"avg_pool3d_backward", "aten::avg_pool3d"},
-    Formula{"fractional_max_pool2d_backward", "shardtensor::picked_by_fractional_max", With::Indices, 2},
-    Formula{"fractional_max_pool3d_backward", "shardtensor::picked_by_fractional_max", With::Indices, 3},
-    Formula{"max_pool2d_with_indices_backward", "shardtensor::picked_by_max", With::Indices, 2},
-    Formula{"max_pool3d_with_indices_backward", "shardtensor::picked_by_max", With::Indices, 3},
-    Formula{"reflection_pad1d_backward", "aten::reflection_pad1d"},
-    Formula{"reflection_pad2d_backward", "aten::reflection_pad2d"},
-    Formula{"reflection_pad3d_backward", "aten::reflection_pad3d"},
-    Formula{"replication_pad1d_backward", "aten::replication_pad1d"},
-    Formula{"replication_pad2d_backward", "aten::replication_pad2d"},
-    Formula{"replication_pad3d_backward", "aten::replication_pad3d"},
+  int64_t space() const {
+    return name[name.find_first_of("123")] - '0';
+  }
+  std::string picked_by() const { // "adaptive_max"
+    constexpr size_t after = 6;   // "aten::"
+    return "shardtensor::picked_by_" + name.substr(after, name.find("_pool") - after);
+  }
+
+  std::string name, forward;
 };
 
 Tensor called(const c10::OperatorHandle& op, Values arguments) {
@@ -77,32 +66,33 @@ Tensor called(const std::string& name, Values arguments) {
   return called(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), ""), std::move(arguments));
 }
 
-Tensor gradient(const Formula& formula, const Tensor& grad, const Tensor& self, const Values& arguments, const Tensor& indices) {
+Tensor gradient(const Backward& op, const Tensor& grad, const Tensor& self, const Values& arguments, const Tensor& indices) {
   Values all{grad, self};
   all.insert(all.end(), arguments.begin(), arguments.end());
   if (indices.defined()) {
     all.emplace_back(indices);
   }
-  return called(std::string("aten::") + formula.backward, std::move(all));
+  return called(op.name, std::move(all));
 }
 
 // The values at the indices that a max pool gave.
 struct Picked : torch::autograd::Function<Picked> {
   static Tensor forward(
-      AutogradContext* ctx, const Tensor& planes, const Tensor& indices, const Values& arguments, int64_t formula) {
+      AutogradContext* ctx, const Tensor& planes, const Tensor& indices, const Values& arguments, const std::string& op) {
     ctx->save_for_backward({planes, indices});
     ctx->saved_data["arguments"] = c10::ivalue::Tuple::create(arguments);
-    ctx->saved_data["formula"] = formula;
-    Values all{planes, indices, kFormulas[formula].space};
+    ctx->saved_data["op"] = op;
+    const Backward pool(op);
+    Values all{planes, indices, pool.space()};
     all.insert(all.end(), arguments.begin(), arguments.end());
     at::AutoDispatchBelowADInplaceOrView below;
-    return called(kFormulas[formula].forward, std::move(all));
+    return called(pool.picked_by(), std::move(all));
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const auto arguments = ctx->saved_data["arguments"].toTuple()->elements().vec();
-    const auto& formula = kFormulas[ctx->saved_data["formula"].toInt()];
-    return {gradient(formula, grads[0], saved[0].detach(), arguments, saved[1]), Tensor(), Tensor(), Tensor()};
+    const Backward op(ctx->saved_data["op"].toStringRef());
+    return {gradient(op, grads[0], saved[0].detach(), arguments, saved[1]), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -113,50 +103,48 @@ struct Gradient : torch::autograd::Function<Gradient> {
       const Tensor& self,
       const std::optional<Tensor>& indices,
       const Values& arguments,
-      int64_t formula) {
+      const std::string& op) {
     ctx->save_for_backward({indices.value_or(Tensor()), self});
     ctx->saved_data["arguments"] = c10::ivalue::Tuple::create(arguments);
-    ctx->saved_data["formula"] = formula;
+    ctx->saved_data["op"] = op;
     ctx->saved_data["sizes"] = grad.sym_sizes().vec();
     at::AutoDispatchBelowADInplaceOrView below;
-    return gradient(kFormulas[formula], grad, self, arguments, indices.value_or(Tensor()));
+    return gradient(Backward(op), grad, self, arguments, indices.value_or(Tensor()));
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto number = ctx->saved_data["formula"].toInt();
-    const auto& formula = kFormulas[number];
+    const Backward op(ctx->saved_data["op"].toStringRef());
+    const auto saved = ctx->get_saved_variables();
     const auto arguments = ctx->saved_data["arguments"].toTuple()->elements().vec();
     Tensor out;
-    if (formula.with == With::Indices) {
-      out = Picked::apply(grads[0], ctx->get_saved_variables()[0], arguments, number);
+    if (saved[0].defined()) {
+      out = Picked::apply(grads[0], saved[0], arguments, op.name);
     } else {
       Values all{grads[0]};
       all.insert(all.end(), arguments.begin(), arguments.end());
-      if (formula.with == With::Sizes) {
+      if (arguments.empty()) { // an adaptive pool, called with its result's sizes
         const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
-        all.emplace_back(c10::SymIntArrayRef(sizes).slice(sizes.size() - formula.space));
+        all.emplace_back(c10::SymIntArrayRef(sizes).slice(sizes.size() - op.space()));
       }
-      out = called(formula.forward, std::move(all));
+      out = called(op.forward, std::move(all));
     }
     // Zeros as torch has them, but laid out as `self`.
-    const auto none = ctx->needs_input_grad(1) ? at::zeros_like(ctx->get_saved_variables()[1]) : Tensor();
+    const auto none = ctx->needs_input_grad(1) ? at::zeros_like(saved[1]) : Tensor();
     return {out, none, Tensor(), Tensor(), Tensor()};
   }
 };
 
-template <size_t number>
-void gradient_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  static const auto& ours = installed_op((std::string("aten::") + kFormulas[number].backward).c_str());
-  const auto count = op.schema().arguments().size();
-  const auto given = torch::jit::last(*stack, count);
-  const bool indexed = kFormulas[number].with == With::Indices;
+void through_windows(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& parameters = op.schema().arguments();
+  const auto given = torch::jit::last(*stack, parameters.size());
+  const bool indexed = parameters.back().name() == "indices";
   const auto grad = given[0].toTensor(), self = given[1].toTensor();
   const auto indices = indexed ? std::optional(given.back().toTensor()) : std::nullopt;
   if (!is_differentiated({&grad, &self})) {
-    return record(ours, keys, stack);
+    return record(op, keys, stack);
   }
-  const auto rest = given.slice(2, count - 2 - indexed).vec();
-  torch::jit::drop(*stack, count);
-  stack->emplace_back(Gradient::apply(grad, self, indices, rest, static_cast<int64_t>(number)));
+  const auto rest = given.slice(2, parameters.size() - 2 - indexed).vec();
+  torch::jit::drop(*stack, parameters.size());
+  stack->emplace_back(Gradient::apply(grad, self, indices, rest, op.name));
 }
 
 // ---- the gradients of a convolution ----
@@ -265,6 +253,7 @@ struct ConvolutionGradients : torch::autograd::Function<ConvolutionGradients> {
 };
 
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Op& op,
     c10::DispatchKeySet keys,
     const Tensor& grad,
     const Tensor& input,
@@ -282,22 +271,14 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
     const auto out = in_places(ConvolutionGradients::apply(grad, input, weight, bias_sizes, call, mask), mask);
     return {out[0], out[1], out[2]};
   }
-  static const auto& op = installed_op("aten::convolution_backward");
   torch::jit::Stack stack{grad, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask};
   record(op, keys, &stack);
   return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
 }
 
-template <size_t... numbers>
-void register_gradients(torch::Library& m, std::index_sequence<numbers...>) {
-  (m.impl(kFormulas[numbers].backward, torch::CppFunction::makeFromBoxedFunction<gradient_kernel<numbers>>()), ...);
-}
-
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("convolution_backward", convolution_backward);
-  register_gradients(m, std::make_index_sequence<kFormulas.size()>());
-}
-
 } // namespace
+
+const Formula formulas::convolution_backward = formula<&shardtensor::convolution_backward>;
+const Formula formulas::through_windows = formula<&shardtensor::through_windows>;
 
 } // namespace shardtensor

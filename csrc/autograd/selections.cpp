@@ -1,7 +1,7 @@
 // Gradients of max, sort, topk, cummax, cumprod. torch's formulas write into plain zeros, which cannot become ShardTensors.
 // Here these backward ops have rules of their own, and this file adds their derivatives. And cumsum along a cut dim, where
 // torch's formula flips the whole twice; and prod, where it gathers the whole to look for zeros. Uses dispatch/plain, tensor/.
-// Registers itself.
+#include "autograd/formula.h"
 #include "comm/values.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
@@ -12,7 +12,6 @@
 #include <ATen/ops/prod_ops.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 namespace shardtensor {
 
@@ -71,15 +70,13 @@ Tensor cumprod_backward_at_zeros(const Tensor& grad, const Tensor& input, int64_
 }
 
 // For second derivatives, uses torch's own composition unless there is a zero.
-Tensor cumprod_backward(const Tensor& grad, const Tensor& input, int64_t dim, const Tensor& output) {
+Tensor cumprod_backward(const Op& ours, const Tensor& grad, const Tensor& input, int64_t dim, const Tensor& output) {
   if (at::GradMode::is_enabled() && (grad.requires_grad() || input.requires_grad())) {
     const auto* impl = as_shard_tensor(input);
     if (impl && input.dim() > 0 && !is_traced(impl->local()) && input.detach().eq(0).any().item<bool>()) {
       return cumprod_backward_at_zeros(grad, input, dim);
     }
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("aten::cumprod_backward", "")
-                               .typed<Tensor(const Tensor&, const Tensor&, int64_t, const Tensor&)>();
+    static const auto op = ours.handle.typed<Tensor(const Tensor&, const Tensor&, int64_t, const Tensor&)>();
     return op.redispatch(c10::DispatchKeySet(c10::DispatchKey::CompositeImplicitAutograd), grad, input, dim, output);
   }
   at::AutoDispatchBelowADInplaceOrView below;
@@ -167,15 +164,13 @@ Tensor prod_dim(c10::DispatchKeySet keys, const Tensor& self, int64_t dim, bool 
                                       : at::_ops::prod_dim_int::redispatch(torchs_autograd(keys), self, dim, keepdim, dtype);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("cumsum", cumsum);
-  m.impl("cummaxmin_backward", cummaxmin_backward);
-  m.impl("cumprod_backward", cumprod_backward);
-  m.impl("prod", prod);
-  m.impl("prod.dim_int", prod_dim);
-  m.impl("value_selecting_reduction_backward", value_selecting_reduction_backward);
-}
-
 } // namespace
+
+const Formula formulas::cummaxmin_backward = formula<&shardtensor::cummaxmin_backward>;
+const Formula formulas::cumprod_backward = formula<&shardtensor::cumprod_backward>;
+const Formula formulas::cumsum = formula<&shardtensor::cumsum>;
+const Formula formulas::prod = formula<&shardtensor::prod>;
+const Formula formulas::prod_dim = formula<&shardtensor::prod_dim>;
+const Formula formulas::value_selecting_reduction_backward = formula<&shardtensor::value_selecting_reduction_backward>;
 
 } // namespace shardtensor

@@ -1,6 +1,7 @@
 // Circular padding along cut dims and the gradient of repeat() there, by shardtensor::shifted and repeats_added
-// (rules/ops/turns.cpp), so that nothing is gathered. Flips and rolls in graphs. Uses autograd/functions,
-// dispatch/plain, tensor/. Registers itself at AutogradPrivateUse2.
+// (rules/ops/turns.cpp), so that nothing is gathered. Flips and rolls in graphs. Uses autograd/functions, dispatch/plain,
+// tensor/.
+#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "dispatch/plain.h"
 #include "redistribute/watch.h"
@@ -14,7 +15,6 @@
 #include <ATen/ops/flip_ops.h>
 #include <ATen/ops/repeat_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -172,8 +172,8 @@ Tensor rolled_by_pieces(const Tensor& t, int64_t by, int64_t dim, int64_t pieces
       .flatten(dim, dim + 1);
 }
 
-void roll(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto by_formula = [&](torch::jit::Stack& call) { op.callBoxedForDispatchKey(c10::DispatchKey::Autograd, call); };
+void roll(const Op& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto by_formula = [&](torch::jit::Stack& call) { op.handle.callBoxedForDispatchKey(c10::DispatchKey::Autograd, call); };
   const auto self = torch::jit::peek(*stack, 0, 3).toTensor();
   const auto shifts = torch::jit::peek(*stack, 1, 3).toSymIntVector();
   const auto dims = torch::jit::peek(*stack, 2, 3).toIntVector();
@@ -225,17 +225,11 @@ Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims)
   return redistribute(by_formula(redistribute(self, layout->uncut(cut))), layout);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("_pad_circular", pad_circular);
-  m.impl("flip", flip);
-  m.impl("repeat", repeat);
-  m.impl("roll", torch::CppFunction::makeFromBoxedFunction<roll>());
-}
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
-  m.impl("_pad_circular", pad_circular);
-}
-
 } // namespace
+
+const Formula formulas::flip = formula<&shardtensor::flip>;
+const Formula formulas::pad_circular = formula<&shardtensor::pad_circular>;
+const Formula formulas::repeat = formula<&shardtensor::repeat>;
+const Formula formulas::roll = formula<&shardtensor::roll>;
 
 } // namespace shardtensor

@@ -1,6 +1,6 @@
 // Fourier transforms whose torch formulas need the whole of a cut dim: stft makes its windows by strides, and the gradient of a
-// transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain, tensor/. Registers itself at
-// AutogradPrivateUse2.
+// transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain, tensor/.
+#include "autograd/formula.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
 
@@ -10,7 +10,6 @@
 #include <ATen/ops/istft_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/stft_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -139,17 +138,10 @@ Tensor istft(
   return has_window ? out + window->sum() * 0 : out;
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("_fft_r2c", fft_r2c);
-  m.impl("istft", istft);
-  m.impl("stft", stft);
-}
-
-TORCH_LIBRARY_IMPL(aten, PrivateUse2, m) { // in inference mode
-  m.impl("istft", istft);
-  m.impl("stft", stft);
-}
-
 } // namespace
+
+const Formula formulas::fft_r2c = formula<&shardtensor::fft_r2c>;
+const Formula formulas::istft = formula<&shardtensor::istft>;
+const Formula formulas::stft = formula<&shardtensor::stft>;
 
 } // namespace shardtensor

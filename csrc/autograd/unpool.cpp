@@ -1,6 +1,6 @@
 // max_unpool along cut dims: its gradient is picked from where the values went, by shardtensor::picked (rules/ops/pooling.cpp);
-// torch's formula would gather planes. Uses autograd/functions, dispatch/plain,
-// tensor/. Registers itself at AutogradPrivateUse2.
+// torch's formula would gather planes. Uses autograd/functions, dispatch/plain, tensor/.
+#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "dispatch/plain.h"
 #include "tensor/shard_tensor.h"
@@ -11,7 +11,6 @@
 #include <ATen/ops/max_unpool2d_ops.h>
 #include <ATen/ops/max_unpool3d_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 namespace shardtensor {
 
@@ -101,11 +100,9 @@ Tensor max_unpool3d(
       self, indices, int64_t{3}, [&] { return at::_ops::max_unpool3d::call(self, indices, size, stride, padding); });
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse2, m) {
-  m.impl("max_unpool2d", max_unpool2d);
-  m.impl("max_unpool3d", max_unpool3d);
-}
-
 } // namespace
+
+const Formula formulas::max_unpool2d = formula<&shardtensor::max_unpool2d>;
+const Formula formulas::max_unpool3d = formula<&shardtensor::max_unpool3d>;
 
 } // namespace shardtensor

@@ -1,7 +1,6 @@
 #include "bindings/bindings.h"
 
 #include "autograd/functions.h"
-#include "autograd/local_ops.h"
 #include "dispatch/ahead.h"
 #include "dispatch/cache.h"
 #include "dispatch/check.h"
@@ -91,7 +90,6 @@ std::string text_of_line(uint64_t line) {
 void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
-    install_local_ops();
     set_entrance([](const at::Tensor& t, const LayoutPtr& layout) {
       return as_shard_tensor(t) ? with_sharded_gradient(t) : from_local(t, layout, t.sym_sizes(), t.sym_strides());
     });
@@ -141,6 +139,9 @@ void register_dispatch(py::module& m) {
   m.def("rules", [] {
     py::dict out;
     for (const auto& [name, entry] : rules::registry().entries()) {
+      if (entry.is_formula()) {
+        continue;
+      }
       const char* kind = entry.options.way == rules::Way::Refused ? "refused" : entry.gathers() ? "gathers" : "rule";
       out[py::str(name)] = py::make_tuple(entry.family, kind);
     }

@@ -132,10 +132,10 @@ uint64_t ordering_arguments(const Op& op) {
 }
 
 // Whether the op lays out a result of a few elements as one of many, for which torch's meta kernel in Python may have another
-// order: elementwise ops, and transforms, which run in stages.
+// order: elementwise ops, and transforms, which have calls.
 bool runs_on_few(const Op& op) {
   const auto& options = op.entry->options;
-  return (options.broadcasts || (op.is(rules::Way::Stages) && options.asks_order)) && !op.mutated && !op.is_random;
+  return (options.broadcasts || (options.calls && options.asks_order)) && !op.mutated && !op.is_random;
 }
 
 // Whether the pieces are plain tensors, or stand for such in a graph. A Python subclass may have other kernels.
@@ -250,7 +250,7 @@ std::optional<Stack> laid_out(const Op& op, const Stack& stack, size_t base, con
 void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
   const auto format = op.schema().argumentIndexWithName("memory_format");
   const bool asks = op.entry->options.asks_order || (format && !stack[base + *format].isNone());
-  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Each) ||
+  if (!(solution.shards || solution.moves) || op.is_view || op.reshapes_self || op.is(rules::Way::Lists) ||
       (any_symbolic(refs) && !asks)) {
     return;
   }

@@ -21,20 +21,9 @@ namespace {
 
 using torch::jit::Stack;
 
-using Run = void (*)(const Op& op, c10::DispatchKeySet keys, Stack* stack);
-
-template <Run run>
-struct BoxedKernel final : c10::OperatorKernel {
-  explicit BoxedKernel(const Op* op) : op_(op) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
-    run(*op_, keys, stack);
-  }
-  const Op* op_;
-};
-
-template <Run run>
+template <void (*run)(const Op&, c10::DispatchKeySet, Stack*)>
 c10::KernelFunction boxed(const Op& op) {
-  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<BoxedKernel<run>>(&op));
+  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<BoxedKernel<run>>(op));
 }
 
 void run_usual(const Op& op, c10::DispatchKeySet, Stack* stack) {
@@ -159,6 +148,8 @@ int64_t install_handler() {
   // As torch does for its own devices: an op without a derivative raises when its derivative is needed.
   auto& autograd = libraries.emplace_back(torch::Library::IMPL, "_", kAutogradKey, __FILE__, __LINE__);
   autograd.fallback(torch::autograd::basicAutogradNotImplementedFallback());
+  auto& at_key = libraries.emplace_back(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  auto& at_autograd = libraries.emplace_back(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
   int64_t count = 0;
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (!is_known(name.name)) {
@@ -169,16 +160,24 @@ int64_t install_handler() {
       continue;
     }
     const auto* entry = entry_of(c10::toString(name));
-    const bool taken_whole = entry && (entry->options.way == rules::Way::Whole || entry->options.way == rules::Way::Local);
-    if (handle_->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) && !taken_whole) {
+    const auto has = [&](c10::DispatchKey key) { return handle_->hasKernelForDispatchKey(key); };
+    const bool has_formula = entry && (entry->options.autograd || (entry->rule && has(c10::DispatchKey::Autograd)));
+    if (has(c10::DispatchKey::CompositeImplicitAutograd) && !has_formula) {
       continue;
     }
     const auto& op = add_op(*handle_);
     const auto on = [&](c10::DispatchKey key, c10::KernelFunction kernel) {
       registrations.push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "shardtensor"));
     };
-    auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
-    on(kKey, typed ? std::move(*typed) : is_special(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
+    if (entry && entry->options.autograd && !op.outputs) {
+      at_autograd.impl(op.name.c_str(), entry->options.autograd(op));
+    }
+    if (entry && entry->is_formula()) {
+      at_key.impl(op.name.c_str(), entry->options.autograd(op));
+    } else {
+      auto typed = is_special(op) ? typed_list_kernel(op) : typed_kernel(op);
+      on(kKey, typed ? std::move(*typed) : is_special(op) ? boxed<run_special>(op) : boxed<run_usual>(op));
+    }
     if (has_entrance(op)) {
       auto recorder = typed_record(op);
       on(kAutogradKey, recorder ? std::move(*recorder) : boxed<record>(op));

@@ -3,10 +3,12 @@
 
 #include "rules/registry.h"
 
+#include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <atomic>
 #include <deque>
+#include <memory>
 #include <string>
 
 namespace shardtensor {
@@ -58,6 +60,17 @@ const rules::Entry* entry_of(const std::string& name);
 
 // Adds an op, before the handler is registered for it.
 const Op& add_op(c10::OperatorHandle handle);
+
+// A boxed kernel that knows its op.
+template <void (*run)(const Op&, c10::DispatchKeySet, torch::jit::Stack*)>
+struct BoxedKernel final : c10::OperatorKernel {
+  explicit BoxedKernel(const Op& op) : op_(op) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    run(op_, keys, stack);
+  }
+  const Op& op_;
+};
+
 // All ops that the handler is registered for, by id.
 const std::deque<Op>& installed_ops();
 const Op& installed_op(const char* name); // "aten::linear"

@@ -137,11 +137,10 @@ bool has_entrance(const Op& op) {
   const auto has = [&](c10::DispatchKey key) { return op.handle.hasKernelForDispatchKey(key); };
   const auto lists = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::TensorList);
   const auto tensors = std::count(op.kinds.begin(), op.kinds.end(), ArgKind::Tensor);
-  const bool ours = op.is(rules::Way::Local) || has(kAutogradKey);
+  const bool ours = has(kAutogradKey);
   // AutogradOther, the key of torch's formulas, would decompose such ops.
   const bool decomposes = has(c10::DispatchKey::CompositeImplicitAutograd);
-  return (lists || tensors > 1) && !op.is(rules::Way::Each) && !op.is(rules::Way::FoundInf) && !ours && !decomposes &&
-         has(c10::DispatchKey::Autograd);
+  return (lists || tensors > 1) && !op.is(rules::Way::Lists) && !ours && !decomposes && has(c10::DispatchKey::Autograd);
 }
 
 } // namespace shardtensor

@@ -1,6 +1,5 @@
 #include "dispatch/special.h"
 
-#include "comm/comm.h"
 #include "dispatch/ask.h"
 #include "dispatch/call.h"
 #include "dispatch/excluded.h"
@@ -9,7 +8,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <unordered_map>
 
 namespace shardtensor {
@@ -17,42 +15,6 @@ namespace shardtensor {
 namespace {
 
 using torch::jit::Stack;
-
-// GradScaler's check: a bad value in any rank's piece counts on all ranks.
-void handle_found_inf(const Op& op, Stack* stack_ptr) {
-  auto& stack = *stack_ptr;
-  const auto base = stack.size() - op.kinds.size();
-  const auto refs = collect(op, stack, base);
-  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
-  std::vector<MeshPtr> meshes;
-  const auto local_of = [&](const at::Tensor& t) {
-    const auto* impl = as_shard_tensor(t);
-    if (!impl) {
-      return t;
-    }
-    const auto& mesh = impl->layout().mesh_ptr();
-    if (std::find(meshes.begin(), meshes.end(), mesh) == meshes.end()) {
-      meshes.push_back(mesh);
-    }
-    return impl->local();
-  };
-  std::vector<at::Tensor> gradients;
-  for (const auto& r : refs) {
-    if (r.index >= 0) {
-      gradients.push_back(local_of(*r.tensor));
-    }
-  }
-  auto found = local_of(stack[base + 1].toTensor());
-  const auto scale = local_of(stack[base + 2].toTensor());
-  at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, scale);
-  note_writes(op, refs);
-  for (const auto& mesh : meshes) {
-    for (int64_t m = 0; m < mesh->ndim(); ++m) {
-      comm::all_reduce(found, *mesh, m, ReduceOp::Max);
-    }
-  }
-  stack.erase(stack.begin() + static_cast<int64_t>(base), stack.end());
-}
 
 struct HashOfKey {
   size_t operator()(const Key& key) const {
@@ -110,43 +72,31 @@ at::Tensor in_order(const at::Tensor& t, const Order& order) {
   return dense(t.permute(dims)).permute(back);
 }
 
-// The entry's own calls, if it has any for these arguments.
-std::optional<at::Tensor> made_in_stages(const Op& op, const Stack& stack) {
-  const auto calls = op.entry->options.in_stages;
-  return calls ? calls(torch::jit::last(stack, op.kinds.size())) : std::nullopt;
-}
-
-void give(const Op& op, Stack* stack, at::Tensor out) {
-  torch::jit::drop(*stack, op.kinds.size());
-  stack->emplace_back(std::move(out));
-}
-
-void handle_decomposed(const Op& op, Stack* stack) {
-  if (const auto out = made_in_stages(op, *stack)) {
-    return give(op, stack, *out);
-  }
+// As torch decomposes it.
+void decompose(const Op& op, Stack* stack) {
   using c10::DispatchKey;
   const bool usual = op.handle.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
   op.handle.callBoxedForDispatchKey(
       usual ? DispatchKey::CompositeExplicitAutograd : DispatchKey::CompositeExplicitAutogradNonFunctional, *stack);
 }
 
-void handle_stages(const Op& op, Stack* stack) {
-  const auto out = made_in_stages(op, *stack);
-  out ? give(op, stack, in_order(*out, order_of_result(op, *stack))) : handle(op, stack);
-}
-
 } // namespace
 
 void handle_specially(const Op& op, Stack* stack) {
-  if (op.is(rules::Way::Decomposed)) {
-    handle_decomposed(op, stack);
-  } else if (op.is(rules::Way::FoundInf)) {
-    handle_found_inf(op, stack);
-  } else if (op.is(rules::Way::Stages)) {
-    handle_stages(op, stack);
-  } else {
-    handle_lists(op, stack);
+  if (op.is(rules::Way::Lists)) {
+    return handle_lists(op, stack);
+  }
+  const auto calls = op.entry->options.calls;
+  auto out = calls ? calls(torch::jit::last(*stack, op.kinds.size())) : std::nullopt;
+  if (!out) {
+    return op.entry->rule ? handle(op, stack) : decompose(op, stack);
+  }
+  if (op.entry->rule) {
+    out = in_order(*out, order_of_result(op, *stack));
+  }
+  torch::jit::drop(*stack, op.kinds.size());
+  if (!op.schema().returns().empty()) {
+    stack->emplace_back(std::move(*out));
   }
 }
 

@@ -1,4 +1,4 @@
-// Ops that do not run by a rule of their own alone: see rules::Way.
+// Ops that do not run by a rule of their own alone: lists, and ops that run as other ops.
 #pragma once
 
 #include "dispatch/op.h"
@@ -8,8 +8,7 @@
 namespace shardtensor {
 
 inline bool is_special(const Op& op) {
-  using rules::Way;
-  return op.is(Way::Decomposed) || op.is(Way::Stages) || op.is(Way::Each) || op.is(Way::FoundInf);
+  return op.is(rules::Way::Lists) || (op.entry && (op.entry->options.calls || op.entry->runs_as_other_ops()));
 }
 void handle_specially(const Op& op, torch::jit::Stack* stack);
 

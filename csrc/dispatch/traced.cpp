@@ -56,7 +56,7 @@ bool is_resized(const Op& op, const Ref& r, const Refs& refs) {
 // Makes numbers of sizes that cannot be symbols. Ops that have neither a rule nor parts with rules, ops without a meta kernel,
 // out= forms that resize, and lists as flat memory need only numbers.
 void guard_operands(const Op& op, Stack& stack, size_t base) {
-  const bool pieces = op.is(rules::Way::Decomposed) || (op.entry && op.entry->rule && !op.entry->options.dense);
+  const bool pieces = op.entry && (op.entry->runs_as_other_ops() || (op.entry->rule && !op.entry->options.dense));
   const auto refs = collect(op, stack, base);
   const bool may_keep = pieces && has_meta_kernel(op.handle) &&
                         std::none_of(refs.begin(), refs.end(), [&](const Ref& r) { return is_resized(op, r, refs); });
@@ -93,7 +93,9 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
   static const auto* known = [] {
     auto* all = new std::unordered_map<std::string, const Op*>();
     for (const auto& o : installed_ops()) {
-      all->emplace(o.name, &o);
+      if (!(o.entry && o.entry->is_formula())) {
+        all->emplace(o.name, &o);
+      }
     }
     return all;
   }();
@@ -105,7 +107,7 @@ const Op* boxed_op(const c10::OperatorHandle& op) {
 
 void call_traced(const c10::OperatorHandle& handle_, Stack* stack) {
   const auto* op = boxed_op(handle_);
-  if (!op) { // another kernel is registered at the key, by autograd/ or a user
+  if (!op) { // another kernel is registered at the key: the op's formula, or a user's
     handle_.callBoxedForDispatchKey(kKey, *stack);
     return;
   }

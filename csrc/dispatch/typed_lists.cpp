@@ -180,7 +180,7 @@ using ListTable = KernelTable<
 
 std::optional<c10::KernelFunction> typed_list_kernel(const Op& op) {
   static const ListTable table;
-  return op.is(rules::Way::Each) ? table.kernel_for(op) : std::nullopt;
+  return op.is(rules::Way::Lists) ? table.kernel_for(op) : std::nullopt;
 }
 
 } // namespace shardtensor

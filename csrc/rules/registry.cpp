@@ -6,7 +6,7 @@ namespace shardtensor::rules {
 
 void Registry::add(const char* family, const std::string& op, RuleFn rule, const Options& options) {
   const bool fresh = entries_.emplace(op, Entry{rule, options, family}).second;
-  TORCH_INTERNAL_ASSERT(fresh, "two rules for aten::", op);
+  TORCH_INTERNAL_ASSERT(fresh, op, " is named twice");
 }
 
 void Registry::add(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options) {

@@ -1,6 +1,8 @@
-// The one table from aten ops to rules. Uses rule.h. Filled by the families' register functions below, read by dispatch/.
+// The one table of ops. An op's entry is the only place that names it: its rule, the calls that it runs as, its autograd formula.
+// Uses rule.h. Filled by the families' register functions below, read by dispatch/.
 #pragma once
 
+#include "rules/formulas.h"
 #include "rules/rule.h"
 
 #include <optional>
@@ -24,19 +26,26 @@ enum Numbers : uint8_t {
 
 // How an op runs.
 enum class Way : uint8_t {
-  Rule,       // by its rule, on pieces
-  Whole,      // as Rule, though torch would decompose it; its gradient formula is in autograd/
-  Local,      // as Rule, and differentiated on pieces, with its kernel: torch's formula cannot run on ShardTensors
-  Decomposed, // by torch's CompositeExplicit kernel, or `in_stages`, on the global tensors, in terms of ops that have rules
-  Stages,     // as Rule, or as several calls on the global tensors, where that sends less
-  Each,       // lists of tensors (foreach, fused optimizers): by the rule, one index after the other
-  FoundInf,   // GradScaler's check, in dispatch/special.cpp
-  Refused,    // raises; `why` says why, and what to do
+  Rule,    // by its rule, on pieces; without a rule, as other ops
+  Lists,   // lists of tensors (foreach, fused optimizers): by the rule, one index after the other
+  Refused, // raises; `why` says why, and what to do
 };
+
+// In place of a rule: the op runs as other ops, on the global tensors. These are `calls`, else its autograd formula, else torch's
+// CompositeExplicit kernel.
+constexpr RuleFn kAsOtherOps = nullptr;
+
+// Runs an op as other ops, on the global tensors, below autograd. Undefined: the op returns nothing. None: not this call.
+using Calls = std::optional<at::Tensor> (*)(c10::ArrayRef<c10::IValue> arguments);
 
 struct Options {
   Way way = Way::Rule;
   const char* why = nullptr;
+  // Of an op with a rule: for calls where several ops send less. None for all others, which run by the rule.
+  Calls calls = nullptr;
+  // The op's kernel at the autograd key, but for out= forms. Without one, torch's formula is used. If torch would decompose the
+  // op, its rule is used only if it has a formula, this or torch's.
+  Formula autograd = nullptr;
   // The rule takes a graph's symbols for integers among the arguments, and its kernel also for sizes. Without this the graph is
   // guarded to have these numbers.
   bool symbols = false;
@@ -53,11 +62,9 @@ struct Options {
   bool whole = false;
   // Bit mask of arguments that the op writes though its schema does not say so: native_batch_norm's running statistics.
   uint64_t writes = 0;
-  // The calls of Way::Stages, or of Way::Decomposed. Nothing if the rule sends as little, or torch's decomposition is right.
-  std::optional<at::Tensor> (*in_stages)(c10::ArrayRef<c10::IValue> arguments) = nullptr;
-  // For Way::Each: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
+  // For Way::Lists: tensors of one layout, without summands, need no rule: nothing moves, and results have the same layout.
   bool elementwise = false;
-  // For Way::Each: the kernel treats all tensors of one list entry as flat memory, so their strides must match.
+  // For Way::Lists: the kernel treats all tensors of one list entry as flat memory, so their strides must match.
   bool dense = false;
   // The op may write one memory location several times (an expanded argument), with the same value each time.
   bool repeats = false;
@@ -80,12 +87,19 @@ struct Entry {
   bool gathers() const {
     return options.whole || rule == replicate;
   }
+  bool runs_as_other_ops() const {
+    return options.way == Way::Rule && !rule;
+  }
+  // The formula is its kernel below autograd too, in inference mode.
+  bool is_formula() const {
+    return runs_as_other_ops() && !options.calls && options.autograd;
+  }
 };
 
 class Registry {
  public:
   // Names without "aten::", with the overload: "add.Tensor"; our own ops with "shardtensor::". Names that this torch does not
-  // have are ignored.
+  // have are ignored. A name that is there raises.
   void add(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});
   // The same, also for each op's other forms: abs, abs_, abs.out; add.Tensor, add_.Tensor, add.out, add.Tensor_out.
   void add_forms(const char* family, std::initializer_list<const char*> ops, RuleFn rule, Options options = {});

@@ -199,6 +199,9 @@ def test_quoted_sources_are_in_csrc(page):
     text = re.sub(r"^   ", "", (ROOT / page).read_text(), flags=re.MULTILINE)
     quotes = [part for m in BLOCK.finditer(text) if m[1] == "cpp" for part in m[2].split("\n\n") if "// in the table of" not in part]
     assert quotes and [q for q in quotes if words(q) not in sources] == []
+    tests = words("\n".join(f.read_text() for f in (ROOT / "tests/rules").glob("test_*.py")))
+    cases = [m[2] for m in BLOCK.finditer(text) if m[1] == "python" and words(m[2]).startswith("case(")]
+    assert bool(cases) == (page == "CONTRIBUTING.md") and [c for c in cases if words(c) not in tests] == []
 
 
 # ---- what the pages say ----

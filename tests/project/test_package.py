@@ -275,6 +275,27 @@ def test_names_in_unnamed_namespaces_differ_within_a_folder():
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def named_ops(source):
+    """The ops that a C++ source adds to the registry by name."""
+    calls = re.findall(r"\badd(?:_forms)?\((?:\s*[\w\"]+,\s*\{([^{}]*)\}|(\"\w+\"),)", source)
+    return [name for listed, alone in calls for name in re.findall(r'"([^"]+)"', listed or alone)]
+
+
+def test_an_op_is_named_once():
+    """By its entry, which has its rule, its calls and its formula; nothing else is registered for torch's ops. Forms that
+    add_forms() makes, and names that are put together, are compared when the registry is filled: a second one raises."""
+    assert named_ops('r.add("a", {"x"}, f); r.add_forms(\n "a",\n {\n "y.Tensor",\n "x",\n },\n f, o); add("z", g);') == ["x", "y.Tensor", "x", "z"]
+    sources = {str(f.relative_to(ROOT)): f.read_text() for f in (ROOT / "csrc").rglob("*.cpp")}
+    places: dict[str, list[str]] = {}
+    for file, source in sources.items():
+        for name in named_ops(source):
+            places.setdefault(name, []).append(file)
+    assert len(places) > 700
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+    elsewhere = {f for f, source in sources.items() if re.search(r"TORCH_LIBRARY_(?:IMPL|FRAGMENT)\(aten\b|\binstalled_op\(\"aten::", source)}
+    assert elsewhere <= {"csrc/autograd/gradients.cpp"}  # asks how as_strided would run
+
+
 def named_types(source):
     """The types that a C++ source defines outside of unnamed namespaces, each with the names around it."""
     text = re.sub(r'//.*|/\*.*?\*/|"(?:\\.|[^"\\])*"', "", source, flags=re.DOTALL if "/*" in source else 0)

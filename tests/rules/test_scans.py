@@ -76,7 +76,11 @@ SORTS = [
     case("histogramdd_bins", lambda x, b, c: torch.histogramdd(x, [b, c]), (5, 2), lambda g: torch.tensor([-1.0, 0.0, 2.0]).double(),
          lambda g: torch.tensor([-2.0, 0.5, 1.0]).double(), backward=False, replicated=(1, 2), quiet=lambda x, *_: "P" not in x and "S(1)" not in x),
     case("bincount", torch.bincount, ints(6, 9), backward=False),
+    case("bincount_minlength", lambda x: torch.bincount(x.to(torch.uint8), minlength=8), ints(6, 9), backward=False),
+    case("bincount_none", lambda x: torch.bincount(x, minlength=2), ints(6, 0), backward=False),
     case("bincount_weights", torch.bincount, ints(6, 9), positive(9), backward=False),
+    case("bincount_weights_float", lambda x, w: torch.bincount(x, w.float()), ints(6, 9), positive(9), partial=False, backward=False,
+         tolerance=1e-6),
 ]
 
 CASES = SCANS + SORTS
@@ -95,6 +99,7 @@ def _bytes():
         "cumsum": lambda: x.cumsum(0),
         "cummax": lambda: x.cummax(0),
         "topk": lambda: x.topk(2, 0),
+        "bincount": lambda: torch.bincount((x[:, 0] > 0).long()),
     }.items():
         _C.reset_comm_counts()
         function()
@@ -117,6 +122,7 @@ def test_a_slice_a_rank_is_gathered_never_the_data(pools):
         "cumsum": {"all_gather": (1, row)},
         "cummax": {"all_gather": (2, 2 * row)},
         "topk": {"all_gather": (2, 4 * row)},
+        "bincount": {"all_reduce": (1, 8)},  # the greatest number
         "cumsum backward": {"all_gather": (1, row)},
         "cumprod backward": {"all_gather": (3, 3 * row), "all_reduce": (1, row)},
         "cummax backward": {"all_gather": (2, 2 * row)},

@@ -183,6 +183,8 @@ Rule choice(const Call& call) {
 } // namespace
 
 void register_attention(Registry& r) {
+  r.add("attention", {"_scaled_dot_product_attention_math"}, kAsOtherOps, {.autograd = formulas::attention_math});
+  r.add("attention", {"scaled_dot_product_attention"}, kAsOtherOps, {.autograd = formulas::attention});
   const Options rows{.symbols = true, .asks_order = true}; // in memory, the rows of all heads lie side by side
   r.add("attention", {"_fused_sdp_choice"}, choice);
   r.add("attention", {"_scaled_dot_product_cudnn_attention"}, attention<Fused::Cudnn>, rows);

@@ -574,7 +574,10 @@ void set_second_call(int64_t bytes) {
 
 void register_convolution(Registry& r) {
   r.add("convolution", {"convolution", "convolution_overrideable"}, convolution, {.symbols = true, .one_dtype = ~uint64_t{0}});
-  r.add("convolution", {"convolution_backward", "convolution_backward_overrideable"}, convolution_backward, {.symbols = true});
+  r.add(
+      "convolution", {"convolution_backward"}, convolution_backward,
+      {.autograd = formulas::convolution_backward, .symbols = true});
+  r.add("convolution", {"convolution_backward_overrideable"}, convolution_backward, {.symbols = true});
 }
 
 } // namespace shardtensor::rules

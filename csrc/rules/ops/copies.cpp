@@ -143,7 +143,7 @@ Rule of_piece(const Call& call) {
 
 void register_copies(Registry& r) {
   r.add("copies", {"clone", "clone.out", "lift", "lift_fresh", "lift_fresh_copy"}, copy_of_first);
-  r.add("copies", {"_to_copy"}, cast);
+  r.add("copies", {"_to_copy"}, cast, {.autograd = formulas::to_copy});
   // Module.load_state_dict calls copy_.
   r.add(
       "copies", {"copy_", "copy"}, copy_into,
@@ -182,7 +182,9 @@ void register_copies(Registry& r) {
        .plain = true});
   r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like, {.symbols = true});
   r.add("copies", {"new_empty"}, new_like, {.symbols = true, .unwritten = true});
-  r.add("copies", {"new_empty_strided"}, new_empty_strided, {.symbols = true, .unwritten = true});
+  r.add(
+      "copies", {"new_empty_strided"}, new_empty_strided,
+      {.autograd = formulas::new_empty_strided, .symbols = true, .unwritten = true});
   // Their ends are single numbers.
   r.add(
       "copies",

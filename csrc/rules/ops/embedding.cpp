@@ -232,11 +232,11 @@ void register_embedding(Registry& r) {
   r.add("embedding", {"_embedding_bag", "_embedding_bag_forward_only"}, embedding_bag, bag);
   r.add("embedding", {"_embedding_bag_backward", "_embedding_bag_dense_backward"}, embedding_bag_backward, bag);
   r.add("embedding", {"_embedding_bag_per_sample_weights_backward"}, embedding_bag_per_sample_weights_backward, bag);
-  r.add("embedding", {"embedding"}, embedding, {.symbols = true});
+  r.add("embedding", {"embedding"}, embedding, {.autograd = formulas::embedding, .symbols = true});
   r.add("embedding", {"embedding_dense_backward"}, embedding_dense_backward, {.symbols = true});
   r.add("embedding", {"shardtensor::embedding_backward"}, table_backward, {.symbols = true});
   r.add("embedding", {"embedding_renorm_"}, embedding_renorm, {.takes = kReals});
-  r.add("embedding", {"one_hot"}, one_hot, {.way = Way::Whole, .symbols = true});
+  r.add("embedding", {"one_hot"}, one_hot, {.autograd = formulas::integers, .symbols = true});
 }
 
 } // namespace shardtensor::rules

@@ -546,9 +546,11 @@ void register_indexing(Registry& r) {
   const Options put{.symbols = true, .one_dtype = 0b101, .repeats = true}; // self, values
   const Options symbols{.symbols = true};
   r.add("indexing", {"_index_put_impl", "_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"}, index_put, put);
-  r.add("indexing", {"_unsafe_masked_index"}, nullptr, {.way = Way::Decomposed, .in_stages = masked_index});
-  r.add("indexing", {"_unsafe_masked_index_put_accumulate"}, nullptr, {.way = Way::Decomposed, .in_stages = masked_index_put});
+  r.add("indexing", {"_unsafe_masked_index"}, kAsOtherOps, {.calls = masked_index});
+  r.add("indexing", {"_unsafe_masked_index_put_accumulate"}, kAsOtherOps, {.calls = masked_index_put});
   r.add("indexing", {"_unsafe_index.Tensor", "index.Tensor"}, index, symbols);
+  r.add("indexing", {"combinations"}, kAsOtherOps, {.autograd = formulas::combinations});
+  r.add("indexing", {"fill_diagonal_"}, kAsOtherOps, {.autograd = formulas::fill_diagonal_});
   r.add("indexing", {"gather"}, gather, symbols);
   r.add("indexing", {"index_add", "index_add_"}, write_rows<Writes::Sums>, symbols);
   r.add("indexing", {"index_copy", "index_copy_"}, write_rows<Writes::Values>, symbols);
@@ -595,7 +597,9 @@ void register_indexing(Registry& r) {
       },
       scatter<Writes::Others>, symbols);
   r.add("indexing", {"take"}, take);
+  r.add("indexing", {"tensor_split.tensor_indices_or_sections"}, kAsOtherOps, {.autograd = formulas::tensor_split});
   r.add("indexing", {"trace"}, trace, {.symbols = true});
+  r.add("indexing", {"trace_backward"}, kAsOtherOps, {.autograd = formulas::trace_backward});
   r.add_forms("indexing", {"tril"}, triangle<true>, symbols);
   r.add_forms("indexing", {"triu"}, triangle<false>, symbols);
 }

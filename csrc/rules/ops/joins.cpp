@@ -124,7 +124,8 @@ Rule chunk_cat(const Call& call) {
 void register_joins(Registry& r) {
   r.add("joins", {"_chunk_cat", "_chunk_cat.out"}, chunk_cat);
   r.add("joins", {"block_diag"}, block_diag, {.whole = true});
-  r.add("joins", {"cat"}, cat);
+  r.add("joins", {"cat"}, cat, {.autograd = formulas::cat});
+  r.add("joins", {"pad_sequence"}, kAsOtherOps, {.autograd = formulas::pad_sequence});
   r.add("joins", {"stack"}, stack);
 }
 

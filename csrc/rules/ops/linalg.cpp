@@ -125,16 +125,19 @@ void register_linalg(Registry& r) {
   const Options any{.asks_order = true};
   const Options o{.takes = kWideReals | kWideComplex, .asks_order = true};
   const Options same{.takes = o.takes, .one_dtype = 0b11, .asks_order = true};
-  const Options solving{.symbols = true, .takes = o.takes, .one_dtype = 0b11, .asks_order = true};
+  const Options factored{.autograd = formulas::factored, .takes = o.takes, .asks_order = true};
+  const Options solving{.autograd = formulas::factored, .symbols = true, .takes = o.takes, .one_dtype = 0b11, .asks_order = true};
   const Options with_pivots{.takes = o.takes, .one_dtype = 0b101, .asks_order = true};
   // Their gradient formulas, or the ops themselves, write into plain tensors.
-  Options local{.way = Way::Local, .takes = o.takes, .asks_order = true};
+  Options local{.autograd = formulas::on_pieces, .takes = o.takes, .asks_order = true};
   const auto add = [&](const char* name, RuleFn rule) { r.add(family, {name}, rule, o); };
   r.add(family, {"_linalg_check_errors"}, [](const Call& c) { return batched(c, "*->"); });
-  add("_linalg_det", [](const Call& c) { return batched(c, "*..->*,*..,*."); });
+  r.add(
+      family, {"_linalg_det"}, [](const Call& c) { return batched(c, "*..->*,*..,*."); }, factored);
   add("_linalg_eigh", eigh);
   add("_linalg_eigvals", [](const Call& c) { return batched(c, "*..->*."); });
-  add("_linalg_slogdet", [](const Call& c) { return batched(c, "*..->*,*,*..,*."); });
+  r.add(
+      family, {"_linalg_slogdet"}, [](const Call& c) { return batched(c, "*..->*,*,*..,*."); }, factored);
   r.add(family, {"_linalg_solve_ex"}, solve, solving);
   add("_linalg_svd", svd);
   add("cholesky_inverse", [](const Call& c) { return batched(c, "*..->*.."); });
@@ -162,7 +165,7 @@ void register_linalg(Registry& r) {
   r.add(
       family, {"linalg_matrix_rank.tol_tensor"}, [](const Call& c) { return batched(c, "*..,*->*"); }, local);
   add("linalg_matrix_sqrth", [](const Call& c) { return batched(c, "*..->*.."); });
-  r.add(family, {"linalg_pinv.atol_rtol_tensor"}, nullptr, {.way = Way::Decomposed});
+  r.add(family, {"linalg_pinv.atol_rtol_tensor"}, kAsOtherOps);
   add("linalg_polar", [](const Call& c) { return batched(c, "*..->*..,*.."); });
   add("linalg_qr", qr);
   add("linalg_solve_triangular", solve_triangular);

@@ -1,12 +1,17 @@
 // foreach and fused optimizer ops: lists of tensors. Each index is one elementwise op, resolved by the rule of that op.
 // dispatch/lists.cpp runs them: one call on the lists of local tensors.
+#include "comm/comm.h"
 #include "redistribute/identity.h"
 #include "rules/registry.h"
+#include "tensor/shard_tensor.h"
+#include "tensor/versions.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -76,10 +81,42 @@ RuleFn rule_of(const Registry& r, const std::string& name, const std::string& ov
   return nullptr;
 }
 
+// GradScaler's check: a bad value in any rank's piece counts on all ranks.
+std::optional<at::Tensor> found_inf(c10::ArrayRef<c10::IValue> arguments) {
+  std::vector<MeshPtr> meshes;
+  const auto local_of = [&](const at::Tensor& t) {
+    const auto* impl = as_shard_tensor(t);
+    if (impl && std::count(meshes.begin(), meshes.end(), impl->layout().mesh_ptr()) == 0) {
+      meshes.push_back(impl->layout().mesh_ptr());
+    }
+    return impl ? impl->local() : t;
+  };
+  const auto gradients = arguments[0].toTensorVector();
+  std::vector<at::Tensor> locals;
+  std::transform(gradients.begin(), gradients.end(), std::back_inserter(locals), local_of);
+  auto found = local_of(arguments[1].toTensor());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  at::_amp_foreach_non_finite_check_and_unscale_(locals, found, local_of(arguments[2].toTensor()));
+  for (const auto& t : gradients) {
+    if (auto* impl = as_shard_tensor(t)) {
+      note_write_in_list(*impl);
+    }
+  }
+  if (auto* impl = as_shard_tensor(arguments[1].toTensor())) {
+    note_write_and_piece(*impl);
+  }
+  for (const auto& mesh : meshes) {
+    for (int64_t m = 0; m < mesh->ndim(); ++m) {
+      comm::all_reduce(found, *mesh, m, ReduceOp::Max);
+    }
+  }
+  return at::Tensor();
+}
+
 } // namespace
 
 void register_lists(Registry& r) {
-  Options o{.way = Way::Each, .elementwise = true};
+  Options o{.way = Way::Lists, .elementwise = true};
   for (const std::string family : kFamilies) {
     const auto name = "_foreach_" + family;
     for (const std::string overload : kOverloads) {
@@ -89,7 +126,7 @@ void register_lists(Registry& r) {
       const auto suffix = overload.empty() ? "" : "." + overload;
       for (const auto& full : {name + suffix, name + "_" + suffix, name + "." + (overload.empty() ? "out" : overload + "_out")}) {
         if (numbers) {
-          r.add("lists", {full.c_str()}, nullptr, {.way = Way::Decomposed});
+          r.add("lists", {full.c_str()}, kAsOtherOps);
         } else if (rule) {
           r.add("lists", {full.c_str()}, rule, o);
         }
@@ -102,10 +139,10 @@ void register_lists(Registry& r) {
       r.add("lists", {("_fused_" + optimizer + "_" + overload).c_str()}, broadcast, o);
     }
   }
-  r.add("lists", {"_foreach_max"}, maxima, {.way = Way::Each});
-  r.add("lists", {"_foreach_norm.Scalar"}, norms, {.way = Way::Each});
-  r.add("lists", {"_foreach_powsum.Scalar"}, power_sums, {.way = Way::Each});
-  r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, nullptr, {.way = Way::FoundInf});
+  r.add("lists", {"_foreach_max"}, maxima, {.way = Way::Lists});
+  r.add("lists", {"_foreach_norm.Scalar"}, norms, {.way = Way::Lists});
+  r.add("lists", {"_foreach_powsum.Scalar"}, power_sums, {.way = Way::Lists});
+  r.add("lists", {"_amp_foreach_non_finite_check_and_unscale_"}, kAsOtherOps, {.calls = found_inf});
 }
 
 } // namespace shardtensor::rules

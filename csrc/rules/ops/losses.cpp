@@ -395,7 +395,9 @@ void register_losses(Registry& r) {
       },
       elementwise_backward, {.symbols = true});
   // torch's implementation reads the lengths from memory, or makes plain tensors of them.
-  r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.way = Way::Local, .takes = kWideReals});
+  r.add("losses", {"ctc_loss.IntList", "ctc_loss.Tensor"}, ctc, {.autograd = formulas::on_pieces, .takes = kWideReals});
+  r.add("losses", {"cross_entropy_loss"}, kAsOtherOps, {.autograd = formulas::cross_entropy});
+  r.add("losses", {"nll_loss", "nll_loss2d", "nll_loss_nd"}, kAsOtherOps, {.autograd = formulas::loss_of_labels});
   r.add("losses", {"multi_margin_loss"}, margin, margins);
   r.add("losses", {"multi_margin_loss_backward", "multilabel_margin_loss_backward"}, margin_backward, symbols);
   r.add("losses", {"multilabel_margin_loss_forward"}, margin, symbols);

@@ -258,8 +258,9 @@ Rule linear_backward(const Call& call) {
 void register_matmul(Registry& r) {
   const Options any{.takes = kAllNumbers & ~kBools};
   const Options same{.symbols = true, .takes = any.takes, .one_dtype = ~uint64_t{0}};
-  Options composite = same;
-  composite.way = Way::Whole;
+  Options linears = same, products = same;
+  linears.autograd = formulas::linear;
+  products.autograd = formulas::matmul;
   r.add("matmul", {"_addmm_activation", "_addmm_activation.out"}, addmm_activation, same);
   r.add("matmul", {"addbmm", "addbmm.out", "addbmm_"}, plus_product<kAddbmm>, same);
   r.add("matmul", {"addmm", "addmm.out", "addmm_"}, plus_product<kMm>, same);
@@ -271,9 +272,10 @@ void register_matmul(Registry& r) {
   r.add("matmul", {"bmm", "bmm.out"}, product<kBmm>, same);
   r.add("matmul", {"bmm.dtype", "bmm.dtype_out"}, product<kBmm>, any);
   r.add("matmul", {"dot", "dot.out", "vdot", "vdot.out"}, product<kDot>, same);
-  r.add("matmul", {"linear"}, linear, composite);
+  r.add("matmul", {"einsum"}, kAsOtherOps, {.autograd = formulas::einsum});
+  r.add("matmul", {"linear"}, linear, linears);
   r.add("matmul", {"linear_backward"}, linear_backward, any);
-  r.add("matmul", {"matmul", "matmul.out"}, matmul, composite);
+  r.add("matmul", {"matmul", "matmul.out"}, matmul, products);
   r.add("matmul", {"matmul_backward"}, matmul_backward, any);
   r.add("matmul", {"mm", "mm.out"}, product<kMm>, same);
   r.add("matmul", {"mm.dtype", "mm.dtype_out"}, product<kMm>, any);

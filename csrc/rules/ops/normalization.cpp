@@ -526,7 +526,7 @@ void register_normalization(Registry& r) {
   const Options weighted{.symbols = true, .takes = kReals, .one_dtype = ~uint64_t{0}, .or_float = true};
   Options running = weighted;
   running.writes = 0b11000; // running_mean, running_var
-  r.add("normalization", {"_fused_rms_norm"}, layer_norm<rms_norm_kernel>, {.way = Way::Whole, .symbols = true});
+  r.add("normalization", {"_fused_rms_norm"}, layer_norm<rms_norm_kernel>, {.symbols = true});
   r.add("normalization", {"_fused_rms_norm_backward"}, layer_norm_backward<false>, {.symbols = true});
   r.add(
       "normalization",

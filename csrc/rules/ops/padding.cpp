@@ -211,17 +211,18 @@ Rule border_pad(const Call& call) {
 } // namespace
 
 void register_padding(Registry& r) {
-  const Options symbols{.symbols = true};
+  const Options symbols{.symbols = true}, backward{.autograd = formulas::through_windows, .symbols = true};
+  r.add("padding", {"_pad_circular"}, kAsOtherOps, {.autograd = formulas::pad_circular});
   r.add("padding", {"constant_pad_nd"}, constant_pad, symbols);
   r.add("padding", {"reflection_pad1d", "reflection_pad2d", "reflection_pad3d"}, border_pad<Beyond::Reflect, false>, symbols);
   r.add(
       "padding", {"reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward"},
-      border_pad<Beyond::Reflect, true>, symbols);
+      border_pad<Beyond::Reflect, true>, backward);
   r.add(
       "padding", {"replication_pad1d", "replication_pad2d", "replication_pad3d"}, border_pad<Beyond::Replicate, false>, symbols);
   r.add(
       "padding", {"replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward"},
-      border_pad<Beyond::Replicate, true>, symbols);
+      border_pad<Beyond::Replicate, true>, backward);
 }
 
 } // namespace shardtensor::rules

@@ -174,7 +174,7 @@ std::optional<Halves> halves_of(const at::Tensor& self, int64_t given) {
 
 constexpr const char* kHalves = "both halves of it are cut alike";
 
-std::optional<at::Tensor> glu_in_stages(c10::ArrayRef<c10::IValue> arguments) {
+std::optional<at::Tensor> glu_as_calls(c10::ArrayRef<c10::IValue> arguments) {
   const auto halves = halves_of(arguments[0].toTensor(), arguments[1].toInt());
   if (!halves) {
     return std::nullopt;
@@ -185,7 +185,7 @@ std::optional<at::Tensor> glu_in_stages(c10::ArrayRef<c10::IValue> arguments) {
 }
 
 // (gradient, self, dim)
-std::optional<at::Tensor> glu_backward_in_stages(c10::ArrayRef<c10::IValue> arguments) {
+std::optional<at::Tensor> glu_backward_as_calls(c10::ArrayRef<c10::IValue> arguments) {
   const auto& grad = arguments[0].toTensor();
   const auto halves = as_shard_tensor(grad) ? halves_of(arguments[1].toTensor(), arguments[2].toInt()) : std::nullopt;
   if (!halves) {
@@ -203,6 +203,15 @@ std::optional<at::Tensor> glu_backward_in_stages(c10::ArrayRef<c10::IValue> argu
 
 void register_pointwise(Registry& r) {
   const Options o{.symbols = true, .broadcasts = true};
+  const Options with_zeros{.autograd = formulas::with_zeros, .symbols = true, .broadcasts = true};
+  // In-place forms with formulas of their own come before add_forms(), which keeps what is there.
+  r.add("pointwise", {"add_.Tensor"}, sum_of_two, {.autograd = formulas::add_, .symbols = true, .broadcasts = true});
+  r.add(
+      "pointwise",
+      {"eq_.Scalar", "eq_.Tensor", "ge_.Scalar", "ge_.Tensor", "gt_.Scalar", "gt_.Tensor", "le_.Scalar", "le_.Tensor",
+       "lt_.Scalar", "lt_.Tensor", "ne_.Scalar", "ne_.Tensor"},
+      pointwise, with_zeros);
+  r.add_forms("pointwise", {"copysign.Scalar", "copysign.Tensor", "nextafter", "sgn"}, pointwise, with_zeros);
   r.add_forms(
       "pointwise",
       {
@@ -240,8 +249,6 @@ void register_pointwise(Registry& r) {
           "clamp_min",
           "clamp_min.Tensor",
           "complex",
-          "copysign.Scalar",
-          "copysign.Tensor",
           "cos",
           "cosh",
           "digamma",
@@ -309,7 +316,6 @@ void register_pointwise(Registry& r) {
           "nan_to_num",
           "ne.Scalar",
           "ne.Tensor",
-          "nextafter",
           "polar",
           "polygamma",
           "pow.Scalar",
@@ -325,7 +331,6 @@ void register_pointwise(Registry& r) {
           "round.decimals",
           "rsqrt",
           "rsub.Scalar",
-          "sgn",
           "sigmoid",
           "sign",
           "signbit",
@@ -487,8 +492,8 @@ void register_pointwise(Registry& r) {
   r.add("pointwise", {"_prelu_kernel", "_prelu_kernel_backward"}, pointwise, o);
   r.add("pointwise", {"log_sigmoid_forward"}, log_sigmoid);
   r.add("pointwise", {"log_sigmoid_backward"}, linear_in_first<log_sigmoid>);
-  r.add("pointwise", {"glu"}, glu, {.way = Way::Stages, .in_stages = glu_in_stages});
-  r.add("pointwise", {"glu_backward"}, linear_in_first<glu>, {.way = Way::Stages, .in_stages = glu_backward_in_stages});
+  r.add("pointwise", {"glu"}, glu, {.calls = glu_as_calls});
+  r.add("pointwise", {"glu_backward"}, linear_in_first<glu>, {.calls = glu_backward_as_calls});
   r.add_forms("pointwise", {"add.Tensor"}, sum_of_two, o);
   r.add_forms("pointwise", {"sub.Tensor", "rsub.Tensor"}, difference, o);
   r.add_forms("pointwise", {"lerp.Scalar"}, linear_jointly, o);

@@ -749,21 +749,23 @@ TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
 
 void register_pooling(Registry& r) {
   const Options symbols{.symbols = true}, reals{.symbols = true, .takes = kReals};
+  const Options backward{.autograd = formulas::through_windows, .symbols = true};
   r.add("pooling", {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d"}, pool<Kind::AdaptiveAverage, false>, symbols);
   r.add(
-      "pooling", {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"}, pool<Kind::AdaptiveAverage, true>, symbols);
+      "pooling", {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"}, pool<Kind::AdaptiveAverage, true>, backward);
   r.add("pooling", {"adaptive_max_pool2d", "adaptive_max_pool3d"}, pool<Kind::AdaptiveMax, false>, reals);
-  r.add("pooling", {"adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"}, pool<Kind::AdaptiveMax, true>, symbols);
+  r.add("pooling", {"adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward"}, pool<Kind::AdaptiveMax, true>, backward);
   r.add("pooling", {"avg_pool2d", "avg_pool3d"}, pool<Kind::Average, false>, symbols);
-  r.add("pooling", {"avg_pool2d_backward", "avg_pool3d_backward"}, pool<Kind::Average, true>, symbols);
+  r.add("pooling", {"avg_pool2d_backward", "avg_pool3d_backward"}, pool<Kind::Average, true>, backward);
   r.add("pooling", {"fractional_max_pool2d", "fractional_max_pool3d"}, fractional_pool, reals);
-  r.add("pooling", {"fractional_max_pool2d_backward", "fractional_max_pool3d_backward"}, fractional_pool_backward, symbols);
+  r.add("pooling", {"fractional_max_pool2d_backward", "fractional_max_pool3d_backward"}, fractional_pool_backward, backward);
   r.add(
       "pooling", {"max_pool1d"}, pool<Kind::Max, false>,
-      {.way = Way::Whole, .symbols = true}); // torch reads the data pointer if no gradient is needed
+      {.autograd = formulas::max_pool1d, .symbols = true}); // torch reads the data pointer if no gradient is needed
   r.add("pooling", {"max_pool2d_with_indices", "max_pool3d_with_indices"}, pool<Kind::Max, false>, symbols);
-  r.add("pooling", {"max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"}, pool<Kind::Max, true>, symbols);
-  r.add("pooling", {"max_unpool2d", "max_unpool3d"}, unpool, reals);
+  r.add("pooling", {"max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"}, pool<Kind::Max, true>, backward);
+  r.add("pooling", {"max_unpool2d"}, unpool, {.autograd = formulas::max_unpool2d, .symbols = true, .takes = kReals});
+  r.add("pooling", {"max_unpool3d"}, unpool, {.autograd = formulas::max_unpool3d, .symbols = true, .takes = kReals});
   r.add("pooling", {"shardtensor::added_at"}, unpool, symbols);
   r.add("pooling", {"shardtensor::picked"}, pick, symbols);
   r.add("pooling", {"shardtensor::picked_by_adaptive_max"}, pick_near<Kind::AdaptiveMax>, symbols);

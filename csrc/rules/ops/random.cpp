@@ -352,14 +352,14 @@ Rule multinomial(const Call& call) {
 } // namespace
 
 void register_random(Registry& r) {
-  const Options any{.symbols = true}, real{.symbols = true, .takes = kReals},
-      numbers{.symbols = true, .takes = kReals | kComplex};
+  const Options any{.symbols = true}, with_zeros{.autograd = formulas::with_zeros, .symbols = true},
+      real{.symbols = true, .takes = kReals}, numbers{.symbols = true, .takes = kReals | kComplex};
   const Options ordinary{.symbols = true, .takes = kIntegers | kReals};
   r.add("random", {"_dirichlet_grad", "_standard_gamma_grad"}, broadcast);
-  r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson"}, whole<same_everywhere>, {.whole = true});
+  r.add("random", {"_sample_dirichlet", "_standard_gamma", "binomial"}, whole<same_everywhere>, {.whole = true});
   r.add("random", {"bernoulli"}, elementwise<bernoulli_of_self>, real);
-  r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>, any);
-  r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>, any);
+  r.add("random", {"bernoulli.Tensor"}, elementwise<bernoulli_tensor>, with_zeros);
+  r.add("random", {"bernoulli.p"}, like<fill_fresh<bernoulli>>, with_zeros);
   r.add("random", {"bernoulli_.Tensor"}, elementwise<bernoulli_tensor_>, any);
   r.add("random", {"bernoulli_.float"}, elementwise<fill_self<bernoulli>>, any);
   r.add("random", {"cauchy"}, like<fill_fresh<cauchy>>, real);
@@ -373,9 +373,11 @@ void register_random(Registry& r) {
   r.add("random", {"multinomial"}, multinomial);
   r.add("random", {"native_dropout"}, elementwise<native_dropout>, any);
   r.add(
-      "random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>, numbers);
+      "random", {"normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor"}, elementwise<normal_of_tensors>,
+      {.autograd = formulas::with_zeros, .symbols = true, .takes = numbers.takes});
   r.add("random", {"normal_"}, elementwise<fill_self<normal>>, numbers);
   r.add("random", {"normal_functional"}, like<fill_fresh<normal>>, numbers);
+  r.add("random", {"poisson"}, whole<same_everywhere>, {.autograd = formulas::with_zeros, .whole = true});
   r.add("random", {"rand_like", "rand_like.generator"}, like<fill_fresh<unit_uniform>>, any);
   r.add(
       "random",

@@ -507,9 +507,7 @@ void register_reductions(Registry& r) {
   const char* family = "reductions";
   const Options numbers{.symbols = true, .takes = kReals | kComplex}, ordered{.symbols = true, .takes = kAllNumbers & ~kComplex};
   r.add(family, {"_assert_async", "_assert_async.msg", "_local_scalar_dense"}, replicate);
-  r.add(
-      family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out", "is_same_size"}, nullptr,
-      {.way = Way::Decomposed});
+  r.add(family, {"_is_all_true", "_is_any_true", "allclose", "dist", "dist.out", "is_same_size"}, kAsOtherOps);
   r.add(family, {"all", "all.all_out", "all.dim", "all.dims", "all.dims_out", "all.out"}, truth<ReduceOp::Min>);
   r.add(family, {"amax", "amax.out", "max", "max.unary_out"}, extreme_of<ReduceOp::Max>, ordered);
   r.add(family, {"amin", "amin.out", "min", "min.unary_out"}, extreme_of<ReduceOp::Min>, ordered);
@@ -529,6 +527,7 @@ void register_reductions(Registry& r) {
       },
       counted);
   r.add(family, {"equal"}, equal);
+  r.add(family, {"_has_same_storage_numel"}, kAsOtherOps, {.autograd = formulas::has_same_storage});
   r.add(family, {"hash_tensor", "hash_tensor.out"}, hash);
   r.add(
       family,
@@ -565,9 +564,15 @@ void register_reductions(Registry& r) {
   r.add(family, {"linalg__powsum", "linalg__powsum.out"}, power_sum, numbers);
   r.add(family, {"logsumexp", "logsumexp.out"}, logsumexp, {.symbols = true});
   r.add(family, {"max.dim", "max.dim_max"}, select<ReduceOp::Max, select_kernel>, ordered);
-  r.add(family, {"mean", "mean.dim", "mean.dtype_out", "mean.out"}, mean, {.symbols = true});
+  r.add(family, {"mean", "mean.dtype_out"}, mean, {.autograd = formulas::mean, .symbols = true});
+  r.add(family, {"mean.dim", "mean.out"}, mean, {.autograd = formulas::mean_dim, .symbols = true});
   r.add(family, {"min.dim", "min.dim_min"}, select<ReduceOp::Min, select_kernel>, ordered);
-  r.add(family, {"prod", "prod.dim_int", "prod.int_out", "prod.out"}, prod);
+  r.add(family, {"nanquantile"}, kAsOtherOps, {.autograd = formulas::nanquantile});
+  r.add(family, {"nanquantile.scalar"}, kAsOtherOps, {.autograd = formulas::nanquantile_number});
+  r.add(family, {"prod", "prod.out"}, prod, {.autograd = formulas::prod});
+  r.add(family, {"prod.dim_int", "prod.int_out"}, prod, {.autograd = formulas::prod_dim});
+  r.add(family, {"quantile"}, kAsOtherOps, {.autograd = formulas::quantile});
+  r.add(family, {"quantile.scalar"}, kAsOtherOps, {.autograd = formulas::quantile_number});
   r.add(family, {"renorm", "renorm.out", "renorm_"}, renorm, numbers);
   r.add(
       family,

@@ -383,6 +383,50 @@ Rule histc(const Call& call) {
   return rule;
 }
 
+at::ScalarType dtype_of_counts(at::ScalarType weights) {
+  return weights == at::kFloat ? at::kFloat : at::kDouble;
+}
+
+// Counts of pieces add up if they have one length, which the greatest value of all pieces decides.
+void bincount_kernel(Run& run) {
+  const auto x = run.arg(0).toTensor();
+  const auto minlength = run.arg(2).toSymInt();
+  if (minlength < 0 || run.operands[0].size(0) == 0) {
+    return run.call_op(); // refused by all ranks; or nothing to count
+  }
+  const auto own = extreme(x.to(at::kLong), {0}, ReduceOp::Max);
+  const auto most = over_ranks(own, run, mesh_dims_of(run, kAllFactors), ReduceOp::Max);
+  run.arg(2) = minlength.max(most.item().toSymInt() + 1);
+  if (!is_empty(x)) {
+    return run.call_op();
+  }
+  // Of an empty piece torch's dtype differs. So this counts one value, with weight 0.
+  const auto weights = run.arg(1).toOptional<at::Tensor>();
+  const auto dtype = weights ? dtype_of_counts(weights->scalar_type()) : at::kLong;
+  run.arg(0) = most;
+  run.arg(1) = at::zeros({1}, x.options().dtype(at::kFloat));
+  run.call_op();
+  run.stack.back() = run.stack.back().toTensor().to(dtype);
+}
+
+// (self, weights?, minlength)
+Rule bincount(const Call& call) {
+  Rule rule;
+  const auto number = rule.factor({.kernel = true, .reduce = ReduceOp::Sum});
+  for (const auto& t : call.tensors) {
+    if (t.dim() != 1) {
+      return replicate(call); // the op says what is wrong
+    }
+    rule.operands.emplace_back(Dims{Dim(number)});
+  }
+  if (call.tensors.size() > 1) {
+    rule.linear.push_back(computes(call, 0b10, dtype_of_counts(call.tensors[1].dtype)));
+  }
+  rule.results.emplace_back(Dims{Dim(kNone)}); // the sum over the ranks is left for later
+  rule.kernel = bincount_kernel;
+  return rule;
+}
+
 struct Columns {
   int64_t number; // 0: of one dim, whatever the shape
 };
@@ -442,7 +486,6 @@ Rule histogram(const Call& call) {
 } // namespace
 
 void register_scans(Registry& r) {
-  const Options composite{.way = Way::Whole, .symbols = true};
   const Options ordered{.takes = kAllNumbers & ~kComplex}, searched{.takes = kIntegers | kReals};
   const Options cumulative{.symbols = true, .takes = ordered.takes};
   const char* family = "scans";
@@ -451,19 +494,24 @@ void register_scans(Registry& r) {
       {
           "_unique",
           "_unique2",
-          "bincount",
           "unique_consecutive",
           "unique_dim",
           "unique_dim_consecutive",
       },
       replicate);
+  r.add(family, {"bincount"}, bincount, {.takes = kIntegers});
   r.add(family, {"bucketize.Scalar", "bucketize.Scalar_out", "bucketize.Tensor", "bucketize.Tensor_out"}, bucketize, searched);
   r.add(family, {"cummax", "cummax.out"}, scan<cumulative_extreme_kernel<ReduceOp::Max>>, cumulative);
   r.add(family, {"cummin", "cummin.out"}, scan<cumulative_extreme_kernel<ReduceOp::Min>>, cumulative);
-  r.add(family, {"cummaxmin_backward"}, scan_backward<cumulative_extreme_backward_kernel>, composite);
+  r.add(
+      family, {"cummaxmin_backward"}, scan_backward<cumulative_extreme_backward_kernel>,
+      {.autograd = formulas::cummaxmin_backward, .symbols = true});
   r.add(family, {"cumprod", "cumprod.out", "cumprod_"}, cumprod, {.symbols = true});
-  r.add(family, {"cumprod_backward"}, scan_backward<cumprod_backward_kernel>, composite);
-  r.add(family, {"cumsum", "cumsum.out", "cumsum_"}, cumsum, {.symbols = true});
+  r.add(
+      family, {"cumprod_backward"}, scan_backward<cumprod_backward_kernel>,
+      {.autograd = formulas::cumprod_backward, .symbols = true});
+  r.add(family, {"cumsum"}, cumsum, {.autograd = formulas::cumsum, .symbols = true});
+  r.add(family, {"cumsum.out", "cumsum_"}, cumsum, {.symbols = true});
   r.add(
       family, {"_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors"}, histogram<true>, ordered);
   r.add(family, {"histc", "histc.out"}, histc);
@@ -481,7 +529,10 @@ void register_scans(Registry& r) {
   r.add(family, {"shardtensor::suffix_sum"}, linear_in_first<scan<suffix_sum_kernel>>, {.symbols = true});
   r.add(family, {"sort", "sort.stable", "sort.values", "sort.values_stable"}, sort);
   r.add(family, {"topk", "topk.values"}, topk, {.symbols = true});
-  r.add(family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward, composite);
+  r.add(
+      family, {"value_selecting_reduction_backward"}, value_selecting_reduction_backward,
+      {.autograd = formulas::value_selecting_reduction_backward, .symbols = true});
+  r.add(family, {"vander"}, kAsOtherOps, {.autograd = formulas::vander});
 }
 
 } // namespace shardtensor::rules

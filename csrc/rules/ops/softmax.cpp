@@ -86,7 +86,7 @@ void register_softmax(Registry& r) {
   r.add(family, {"_log_softmax", "_log_softmax.out"}, softmax<true>, real);
   r.add(family, {"_log_softmax_backward_data", "_log_softmax_backward_data.out"}, backward<true>, gradient);
   r.add(family, {"_masked_softmax", "_masked_softmax_backward"}, masked);
-  r.add(family, {"_safe_softmax", "log_softmax.int_out", "softmax.int_out"}, nullptr, {.way = Way::Decomposed});
+  r.add(family, {"_safe_softmax", "log_softmax.int_out", "softmax.int_out"}, kAsOtherOps);
   r.add(family, {"_softmax", "_softmax.out"}, softmax<false>, real);
   r.add(family, {"_softmax_backward_data", "_softmax_backward_data.out"}, backward<false>, gradient);
 }

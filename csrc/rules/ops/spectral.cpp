@@ -245,7 +245,7 @@ std::optional<Stages> stages_of(Transform kind, const Layout& layout, c10::SymIn
 
 // `arguments`: self, dims, normalization, and one more.
 template <Transform kind>
-std::optional<at::Tensor> in_stages(c10::ArrayRef<c10::IValue> arguments) {
+std::optional<at::Tensor> as_calls(c10::ArrayRef<c10::IValue> arguments) {
   const auto& self = arguments[0].toTensor();
   const auto* impl = as_shard_tensor(self);
   if (!impl) {
@@ -285,13 +285,15 @@ std::optional<at::Tensor> in_stages(c10::ArrayRef<c10::IValue> arguments) {
 void register_spectral(Registry& r) {
   Options o{.asks_order = true};
   r.add("spectral", {"_fft_c2c.out", "_fft_c2r.out", "_fft_r2c.out"}, transform, o);
-  o.way = Way::Stages;
-  o.in_stages = in_stages<Transform::C2C>;
+  o.calls = as_calls<Transform::C2C>;
   r.add("spectral", {"_fft_c2c"}, transform, o);
-  o.in_stages = in_stages<Transform::R2C>;
-  r.add("spectral", {"_fft_r2c"}, transform, o);
-  o.in_stages = in_stages<Transform::C2R>;
+  o.calls = as_calls<Transform::C2R>;
   r.add("spectral", {"_fft_c2r"}, transform, o);
+  o.calls = as_calls<Transform::R2C>;
+  o.autograd = formulas::fft_r2c;
+  r.add("spectral", {"_fft_r2c"}, transform, o);
+  r.add("spectral", {"istft"}, kAsOtherOps, {.autograd = formulas::istft});
+  r.add("spectral", {"stft"}, kAsOtherOps, {.autograd = formulas::stft});
 }
 
 } // namespace shardtensor::rules

@@ -125,7 +125,7 @@ Rule roll(const Call& call) {
 }
 
 // Without dims: rolled as if it were flat, along one dim.
-std::optional<at::Tensor> roll_in_stages(c10::ArrayRef<c10::IValue> arguments) {
+std::optional<at::Tensor> roll_as_calls(c10::ArrayRef<c10::IValue> arguments) {
   const auto x = arguments[0].toTensor();
   const auto* impl = as_shard_tensor(x);
   const auto shifts = arguments[1].toSymIntVector();
@@ -326,9 +326,9 @@ TORCH_LIBRARY_FRAGMENT(shardtensor, m) {
 } // namespace
 
 void register_turns(Registry& r) {
-  r.add("turns", {"flip"}, flip);
-  r.add("turns", {"repeat"}, repeat);
-  r.add("turns", {"roll"}, roll, {.way = Way::Stages, .in_stages = roll_in_stages});
+  r.add("turns", {"flip"}, flip, {.autograd = formulas::flip});
+  r.add("turns", {"repeat"}, repeat, {.autograd = formulas::repeat});
+  r.add("turns", {"roll"}, roll, {.calls = roll_as_calls, .autograd = formulas::roll});
   r.add("turns", {"rot90"}, rot90, {.asks_order = true});
   r.add("turns", {"shardtensor::repeats_added"}, repeats_added_rule, {.symbols = true});
   r.add("turns", {"shardtensor::shifted"}, shifted_rule, {.symbols = true});

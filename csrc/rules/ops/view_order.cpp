@@ -188,7 +188,8 @@ void register_view_order(Registry& r) {
     rule.linear[0].any_reduction = rule.linear[0].moves = false;
     return rule;
   });
-  r.add("views", {"alias", "alias_copy", "detach", "detach_", "detach_copy"}, same);
+  r.add("views", {"alias", "alias_copy", "detach_", "detach_copy"}, same);
+  r.add("views", {"detach"}, same, {.autograd = formulas::detach});
   r.add("views", {"expand", "expand_copy"}, expand, {.symbols = true});
   r.add("views", {"permute", "permute_copy"}, permute);
   r.add(

@@ -169,7 +169,7 @@ Rule view_as_complex(const Call& call) {
 
 void register_view_reshape(Registry& r) {
   r.add("views", {"_reshape_alias"}, view<Told::Strides>, {.symbols = true});
-  r.add("views", {"_reshape_copy"}, nullptr, {.way = Way::Decomposed});
+  r.add("views", {"_reshape_copy"}, kAsOtherOps);
   r.add("views", {"_unsafe_view", "view_copy"}, view<Told::SizesOfCopy>, {.symbols = true});
   r.add("views", {"view"}, view<Told::Sizes>, {.symbols = true});
   r.add("views", {"view.dtype", "view_copy.dtype"}, view_dtype, {.symbols = true});

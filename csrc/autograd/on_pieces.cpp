@@ -1,5 +1,6 @@
-#include "autograd/local_ops.h"
-
+// Ops that run on local tensors together with their autograd: torch's gradient formula, or the op itself, writes into plain
+// tensors or reads values, which ShardTensors do not allow. The ops write no argument and return no view.
+#include "autograd/formula.h"
 #include "autograd/functions.h"
 #include "dispatch/ask.h"
 #include "dispatch/call.h"
@@ -7,7 +8,6 @@
 #include "dispatch/wrap.h"
 
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 namespace shardtensor {
 
@@ -82,7 +82,7 @@ void stand_aside(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
   }
 }
 
-void handle_local(const Op& op, torch::jit::Stack* stack_ptr) {
+void handle_local(const Op& op, c10::DispatchKeySet, torch::jit::Stack* stack_ptr) {
   auto& stack = *stack_ptr;
   const auto base = stack.size() - op.kinds.size();
   if (drops_out(op, stack, base)) {
@@ -122,23 +122,8 @@ void handle_local(const Op& op, torch::jit::Stack* stack_ptr) {
   stack.insert(stack.end(), call.begin(), call.end());
 }
 
-struct Handler final : c10::OperatorKernel {
-  explicit Handler(const Op* op) : op_(op) {}
-  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    handle_local(*op_, stack);
-  }
-  const Op* op_;
-};
-
 } // namespace
 
-void install_local_ops() {
-  static torch::Library library(torch::Library::IMPL, "aten", kAutogradKey, __FILE__, __LINE__);
-  for (const auto& op : installed_ops()) {
-    if (op.is(rules::Way::Local)) {
-      library.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Handler>(&op)));
-    }
-  }
-}
+const Formula formulas::on_pieces = formula<&handle_local>;
 
 } // namespace shardtensor
