@@ -303,7 +303,7 @@ void tell_if_gathered(const at::Tensor& key, const Places& places) {
     t_told.clear();
   }
   if (t_told.insert(have.id()).second) {
-    tell_of_gather(name(), places.why, "key: " + have.str());
+    on_gather(name(), places.why, "key: " + have.str());
   }
 }
 

@@ -45,11 +45,20 @@ class Ear {
  private:
   py::object function_;
 };
-// One per kind of notification. Never destroyed: the interpreter may be gone by then.
-template <typename Thing>
+// One for each Observer. Never destroyed: the interpreter may be gone by then.
+template <auto& observer>
 Ear& ear_for() {
   static auto* ear = new Ear();
   return *ear;
+}
+// The function `name` of the module sets Python's observer; None: there is none. tell() passes the news to its ear.
+template <auto& observer, auto tell>
+void def_observer(py::module& m, const char* name) {
+  m.def(name, [](py::object f) {
+    auto& ear = ear_for<observer>();
+    ear.set(std::move(f));
+    observer.set(ear.listens() ? tell : nullptr);
+  });
 }
 
 // A method in C, for frequent calls.

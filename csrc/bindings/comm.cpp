@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "comm/comm.h"
+#include "comm/counts.h"
 #include "comm/doing.h"
 #include "comm/faults.h"
 #include "comm/range.h"
@@ -22,14 +23,14 @@ c10::intrusive_ptr<T> shared(const T& object) {
 
 void tell_of_call(comm::Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim) {
   const auto error =
-      ear_for<comm::Listener>().tell([&] { return py::make_tuple(comm::name_of(kind), bytes, shared(mesh), mesh_dim); });
+      ear_for<comm::on_collective>().tell([&] { return py::make_tuple(comm::name_of(kind), bytes, shared(mesh), mesh_dim); });
   TORCH_CHECK_WITH(DistError, error.empty(), error);
 }
 
 void tell_of_move(const ImplicitMove& move) {
   constexpr double kSome = 1024; // whether a move communicates does not depend on how much it moves
   const bool communicates = &move.from.mesh() != &move.to.mesh() || plan_for(move.from, move.to, kSome)->communicates();
-  const auto error = ear_for<Watcher>().tell([&] {
+  const auto error = ear_for<on_move>().tell([&] {
     return py::make_tuple(
         move.cause.op, move.cause.argument, move.cause.why, shared(move.from), shared(move.to), move.sizes, move.item,
         communicates);
@@ -38,7 +39,7 @@ void tell_of_move(const ImplicitMove& move) {
 }
 
 void tell_of_halo(const HaloRead& read) {
-  ear_for<HaloWatcher>().tell([&] {
+  ear_for<on_halo>().tell([&] {
     py::dict sent, received;
     for (size_t i = 0; i < read.peers.size(); ++i) {
       sent[py::int_(read.peers[i])] = read.sent[i] * read.item;
@@ -49,11 +50,11 @@ void tell_of_halo(const HaloRead& read) {
 }
 
 std::string ask_call_site() {
-  return ear_for<comm::CallSite>().tell([] { return py::tuple(); });
+  return ear_for<comm::find_call_site>().tell([] { return py::tuple(); });
 }
 
 std::string ask_range_name(const char* kind, const std::string& move, int64_t bytes) {
-  return ear_for<comm::Range>().tell([&] { return py::make_tuple(kind, move, bytes); });
+  return ear_for<comm::range_name>().tell([&] { return py::make_tuple(kind, move, bytes); });
 }
 
 } // namespace
@@ -72,18 +73,11 @@ void register_comm(py::module& m) {
   m.def("reset_comm_counts", &comm::reset_counts);
   m.def("comm_call_alone", &comm::call_alone);
   m.def("is_calling", &comm::is_calling);
-  m.def("set_comm_listener", [](py::object f) {
-    ear_for<comm::Listener>().set(std::move(f));
-    comm::set_listener(ear_for<comm::Listener>().listens() ? &tell_of_call : nullptr);
-  });
-  m.def("set_call_site", [](py::object f) {
-    ear_for<comm::CallSite>().set(std::move(f));
-    comm::set_call_site(&ask_call_site);
-  });
-  m.def("set_range_name", [](py::object f) {
-    ear_for<comm::Range>().set(std::move(f));
-    comm::set_range_name(&ask_range_name);
-  });
+  def_observer<comm::on_collective, &tell_of_call>(m, "set_comm_listener");
+  def_observer<comm::find_call_site, &ask_call_site>(m, "set_call_site");
+  def_observer<comm::range_name, &ask_range_name>(m, "set_range_name");
+  def_observer<on_move, &tell_of_move>(m, "set_watcher");
+  def_observer<on_halo, &tell_of_halo>(m, "set_halo_watcher");
   m.def("failed_in_part", &comm::faults::failed_in_part, py::call_guard<py::gil_scoped_release>());
   m.def("set_fault_notice", &comm::faults::set_notice);
   m.def("ended", &comm::faults::ended, py::call_guard<py::gil_scoped_release>());
@@ -98,14 +92,6 @@ void register_comm(py::module& m) {
   py::class_<comm::faults::InBarrier>(m, "InBarrier").def(py::init<std::string>()).def("leave", &comm::faults::InBarrier::leave);
   m.def("set_fault_grace", &comm::faults::set_grace);
   m.def("set_fault_comparison", &comm::faults::set_between);
-  m.def("set_watcher", [](py::object f) {
-    ear_for<Watcher>().set(std::move(f));
-    set_watcher(ear_for<Watcher>().listens() ? &tell_of_move : nullptr);
-  });
-  m.def("set_halo_watcher", [](py::object f) {
-    ear_for<HaloWatcher>().set(std::move(f));
-    set_halo_watcher(ear_for<HaloWatcher>().listens() ? &tell_of_halo : nullptr);
-  });
   m.def(
       "max_over",
       [](const c10::intrusive_ptr<Mesh>& mesh, int64_t value) {

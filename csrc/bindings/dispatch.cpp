@@ -22,7 +22,7 @@ namespace shardtensor::bindings {
 namespace {
 
 void tell_of_fallback(const std::string& op, const char* why, const std::string& layouts) {
-  ear_for<FallbackLog>().tell([&] { return py::make_tuple(op, why, layouts); });
+  ear_for<on_gather>().tell([&] { return py::make_tuple(op, why, layouts); });
 }
 
 // The lines of the user's script that have made sums of no dims. Guarded by the GIL.
@@ -90,7 +90,7 @@ std::string text_of_line(uint64_t line) {
 void register_dispatch(py::module& m) {
   m.def("install_handler", [] {
     const auto count = install_handler();
-    set_entrance([](const at::Tensor& t, const LayoutPtr& layout) {
+    entrance.set([](const at::Tensor& t, const LayoutPtr& layout) {
       return as_shard_tensor(t) ? with_sharded_gradient(t) : from_local(t, layout, t.sym_sizes(), t.sym_strides());
     });
     return count;
@@ -109,7 +109,8 @@ void register_dispatch(py::module& m) {
   m.def("set_reduces_ahead", &set_reduces_ahead);
   m.def("set_own_folders", [](std::vector<std::string> folders) {
     script_lines().own = std::move(folders);
-    set_script_line({&script_line, &text_of_line});
+    line_of_script.set(&script_line);
+    text_of_script.set(&text_of_line);
   });
   m.def("reduces_once", &reduces_once);
   m.def("set_reduces_once", &set_reduces_once);
@@ -125,11 +126,7 @@ void register_dispatch(py::module& m) {
   m.def("set_second_call", &rules::set_second_call);
   m.def("checking", [] { return static_cast<int>(checking()); });
   m.def("set_checking", [](int how) { set_checking(static_cast<Checking>(how)); });
-  m.def("set_fallback_log", [](py::object f) {
-    auto& ear = ear_for<FallbackLog>();
-    ear.set(std::move(f));
-    set_fallback_log(ear.listens() ? &tell_of_fallback : nullptr);
-  });
+  def_observer<on_gather, &tell_of_fallback>(m, "set_fallback_log");
   m.def("cache_info", [] {
     const auto i = cache_info();
     return py::dict(

@@ -1,12 +1,9 @@
 #include "comm/doing.h"
 
-#include <atomic>
-
 namespace shardtensor::comm {
 
 namespace {
 thread_local const Frame* t_frame = nullptr;
-std::atomic<CallSite> g_call_site{nullptr};
 
 std::string placements_of(const Layout& layout) {
   std::string out;
@@ -44,12 +41,8 @@ std::string moving_now() {
 }
 
 std::string call_site() {
-  const auto ask = g_call_site.load();
-  const auto text = ask ? ask() : "";
+  const auto text = find_call_site();
   return text.empty() ? "" : " at " + text;
-}
-void set_call_site(CallSite ask) {
-  g_call_site = ask;
 }
 
 } // namespace shardtensor::comm

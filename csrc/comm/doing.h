@@ -3,6 +3,7 @@
 #pragma once
 
 #include "layout/layout.h"
+#include "layout/observer.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
@@ -40,8 +41,7 @@ std::string moving_now();
 
 // " at FILE:LINE" of the user's script, or "".
 std::string call_site();
-using CallSite = std::string (*)();
-void set_call_site(CallSite ask);
+inline Observer<std::string()> find_call_site; // "FILE:LINE"; set at import
 
 // Call it in a catch block, if the other ranks may not have failed. Tells them, once for each exception: `doing`, with the
 // layouts, failed on this rank (faults.h). A collective that was still due along one of the mesh dims in `due` (bits) counts as

@@ -204,7 +204,7 @@ class Late {
     }
     if (needs_all && world->one_thread()) {
       if (nth_look_++ == 0) {
-        world->tell_stuck(false, group->name, number, text());
+        world->tell_stuck(Report::State::InCollective, group->name, number, text());
       }
       if (const auto other = world->waits_for_me(*group, number, nth_look_)) {
         return c10::str(
@@ -634,7 +634,7 @@ InBarrier::InBarrier(const std::string& group) {
     wait_ = std::make_unique<Wait>(Wait{world, nullptr});
     wait_->entry = Watcher::get().enter([world, group, number, wait = wait_.get()] {
       if (!std::exchange(wait->told, true)) {
-        world->tell_stuck(true, group, number, "torch.distributed.barrier()");
+        world->tell_stuck(Report::State::InBarrier, group, number, "torch.distributed.barrier()");
       }
     });
   }

@@ -1,4 +1,4 @@
-// The one call that several collectives become which were noted together.
+// The one collective that several become which were noted together.
 #include "comm/bytes.h"
 #include "comm/comm.h"
 #include "comm/together.h"
@@ -13,8 +13,7 @@ namespace shardtensor::comm {
 
 namespace {
 
-using Call = Together::Call;
-using Calls = std::vector<Call>;
+using Collectives = std::vector<Collective>;
 
 // Parts of several buffers, one after the other in one; each starts at a multiple of `start` bytes.
 class Packed {
@@ -66,164 +65,147 @@ class Packed {
   int64_t start_, total_ = 0;
 };
 
-at::Tensor bytes_like(const at::Tensor& t, int64_t count) {
-  return at::empty({count}, t.options().dtype(at::kByte));
-}
-
-// The ranks that any of the calls names, in ascending order; without peers, all coordinates.
-std::vector<int64_t> peers_of(const Calls& calls) {
+// The ranks that any of them names, in ascending order; without peers, all coordinates.
+std::vector<int64_t> peers_of(const Collectives& all) {
   std::vector<int64_t> out;
-  for (const auto& call : calls) {
-    out.insert(out.end(), call.peers.begin(), call.peers.end());
+  for (const auto& c : all) {
+    out.insert(out.end(), c.peers.begin(), c.peers.end());
   }
   std::sort(out.begin(), out.end());
   out.erase(std::unique(out.begin(), out.end()), out.end());
   return out;
 }
 
-// The parts of all calls for (or from) one peer, then those for the next.
-struct Sided {
-  Packed parts;
-  std::vector<int64_t> sizes; // of each peer's, in bytes
-};
-
-Sided by_peer(
-    const Calls& calls,
+// The parts of all for (or from) one peer, then those for the next. `peer_sizes` becomes the length of each peer's, in bytes.
+Packed by_peer(
+    const Collectives& all,
+    at::Tensor Collective::*buffer,
+    std::vector<int64_t> Collective::*sizes,
     const std::vector<int64_t>& peers,
-    at::Tensor Call::*buffer,
-    std::vector<int64_t> Call::*sizes,
-    const std::vector<at::Tensor>* buffers = nullptr,
-    int64_t item = 1) {
-  Sided out{Packed(buffers ? 1 : kStart), {}};
-  const auto count = peers.empty() ? (calls[0].*sizes).size() : peers.size();
-  out.sizes.assign(count, 0);
-  std::vector<size_t> next(calls.size(), 0);
-  std::vector<int64_t> at(calls.size(), 0);
-  for (size_t p = 0; p < count; ++p) {
-    for (size_t i = 0; i < calls.size(); ++i) {
-      const auto& call = calls[i];
-      const auto& of_call = call.*sizes;
-      if (next[i] == of_call.size() || (!peers.empty() && call.peers[next[i]] != peers[p])) {
+    int64_t start,
+    std::vector<int64_t>& peer_sizes) {
+  Packed out(start);
+  std::vector<at::Tensor> bytes;
+  for (const auto& c : all) {
+    bytes.push_back(as_bytes(c.*buffer));
+  }
+  const auto n = peers.empty() ? (all[0].*sizes).size() : peers.size();
+  std::vector<size_t> next(all.size(), 0);
+  std::vector<int64_t> at(all.size(), 0);
+  for (size_t p = 0; p < n; ++p) {
+    const auto before = out.total();
+    for (size_t i = 0; i < all.size(); ++i) {
+      const auto& c = all[i];
+      if (next[i] == (c.*sizes).size() || (!peers.empty() && c.peers[next[i]] != peers[p])) {
         continue;
       }
-      const auto bytes = of_call[next[i]++] * item;
-      const auto before = out.parts.total();
-      out.parts.add(buffers ? (*buffers)[i] : call.*buffer, std::exchange(at[i], at[i] + bytes), bytes);
-      out.sizes[p] += out.parts.total() - before;
+      const auto count = (c.*sizes)[next[i]++] * static_cast<int64_t>((c.*buffer).element_size());
+      out.add(bytes[i], std::exchange(at[i], at[i] + count), count);
     }
+    peer_sizes.push_back(out.total() - before);
   }
   return out;
 }
 
-InFlight reduce(const Calls& calls) {
-  const auto& first = calls[0];
-  Packed parts(1); // without gaps, which would be reduced too
-  int64_t numel = 0;
-  for (const auto& call : calls) {
-    parts.add(as_bytes(call.out), 0, static_cast<int64_t>(call.out.nbytes()));
-    numel += call.out.numel();
+// The buffers of all, one after the other; without gaps, which would be reduced too.
+Packed outputs_of(const Collectives& all) {
+  Packed out(1);
+  for (const auto& c : all) {
+    out.add(as_bytes(c.out), 0, static_cast<int64_t>(c.out.nbytes()));
   }
-  const auto flat = at::empty({numel}, first.out.options());
-  const auto bytes = as_bytes(flat);
-  parts.pack(bytes);
-  auto reduced = start_all_reduce(flat, *first.mesh, first.mesh_dim, first.op);
-  reduced.then([parts = std::move(parts), bytes] { parts.unpack(bytes); }, {bytes});
-  return reduced;
+  return out;
 }
 
-InFlight gather(const Calls& calls) {
-  const auto& first = calls[0];
-  const auto me = static_cast<size_t>(first.mesh->coordinate()[first.mesh_dim]);
-  Packed all(kStart), mine(kStart);
+// Several collectives as one. Its `out` holds what they receive.
+struct Merged {
+  Collective one;
+  Packed received;
+};
+
+at::Tensor empty_for(const Packed& parts, const at::Tensor& like) {
+  return at::empty({parts.total() / static_cast<int64_t>(like.element_size())}, like.options());
+}
+
+Merged merged_reduces(const Collectives& all) {
+  Merged out{all[0], outputs_of(all)};
+  out.one.out = empty_for(out.received, all[0].out);
+  out.received.pack(as_bytes(out.one.out));
+  return out;
+}
+
+Merged merged_gathers(const Collectives& all) {
+  const auto& first = all[0];
+  Packed parts(kStart), mine(kStart);
   std::vector<int64_t> sizes;
-  for (size_t c = 0; c < first.pieces.size(); ++c) {
-    const auto before = all.total();
-    for (const auto& call : calls) {
-      all.add(call.pieces[c], 0, call.pieces[c].numel());
-      if (c == me) {
-        mine.add(call.pieces[c], 0, call.pieces[c].numel());
-      }
+  for (size_t i = 0; i < first.pieces.size(); ++i) {
+    const auto before = parts.total();
+    for (const auto& c : all) {
+      parts.add(c.pieces[i], 0, c.pieces[i].numel());
     }
-    sizes.push_back(all.total() - before);
+    sizes.push_back(parts.total() - before);
   }
-  const auto flat = bytes_like(first.pieces[0], all.total());
-  auto pieces = flat.split_with_sizes(sizes);
-  mine.pack(pieces[me]);
-  auto gathered = start_all_gather(pieces, pieces[me], *first.mesh, first.mesh_dim, /*as_one=*/true);
-  gathered.then([all = std::move(all), flat] { all.unpack(flat); }, {flat});
-  return gathered;
+  for (const auto& c : all) {
+    mine.add(c.in, 0, c.in.numel());
+  }
+  Merged out{first, std::move(parts)};
+  out.one.out = empty_for(out.received, first.in);
+  out.one.pieces = out.one.out.split_with_sizes(sizes);
+  out.one.in = out.one.pieces[first.me()];
+  mine.pack(out.one.in);
+  return out;
 }
 
 // Between the coordinates of a mesh dim, or between peers.
-InFlight exchange(const Calls& calls) {
-  const auto& first = calls[0];
-  const bool sends = first.what == Call::What::Send;
-  const auto peers = peers_of(calls);
-  const auto sent = by_peer(calls, peers, &Call::in, &Call::in_sizes);
-  auto received = by_peer(calls, peers, &Call::out, &Call::out_sizes);
-  const auto in = bytes_like(first.in, sent.parts.total());
-  auto out = bytes_like(first.out, received.parts.total());
-  sent.parts.pack(in);
-  auto arrived = sends ? start_send_receive(out, received.sizes, in, sent.sizes, peers, *first.mesh, first.callers)
-                       : start_all_to_all(out, received.sizes, in, sent.sizes, *first.mesh, first.mesh_dim, first.of_summands);
-  arrived.then([parts = std::move(received.parts), out] { parts.unpack(out); }, {out});
-  return arrived;
+Merged merged_exchanges(const Collectives& all) {
+  Merged out{all[0], Packed(kStart)};
+  auto& one = out.one;
+  one.peers = peers_of(all);
+  one.in_sizes.clear();
+  one.out_sizes.clear();
+  const auto sent = by_peer(all, &Collective::in, &Collective::in_sizes, one.peers, kStart, one.in_sizes);
+  out.received = by_peer(all, &Collective::out, &Collective::out_sizes, one.peers, kStart, one.out_sizes);
+  one.in = empty_for(sent, one.in);
+  one.out = empty_for(out.received, one.out);
+  sent.pack(one.in);
+  return out;
 }
 
-InFlight scatter(const Calls& calls) {
-  const auto& first = calls[0];
-  const auto item = static_cast<int64_t>(first.in.element_size());
-  std::vector<at::Tensor> inputs;
-  Packed outs(1);
-  for (const auto& call : calls) {
-    inputs.push_back(as_bytes(call.in));
-    outs.add(as_bytes(call.out), 0, static_cast<int64_t>(call.out.nbytes()));
+Merged merged_reduce_scatters(const Collectives& all) {
+  Merged out{all[0], outputs_of(all)};
+  auto& one = out.one;
+  one.in_sizes.clear();
+  const auto sent = by_peer(all, &Collective::in, &Collective::in_sizes, {}, 1, one.in_sizes);
+  for (auto& size : one.in_sizes) {
+    size /= static_cast<int64_t>(one.in.element_size());
   }
-  auto sent = by_peer(calls, {}, &Call::in, &Call::in_sizes, &inputs, item);
-  const auto in = at::empty({sent.parts.total() / item}, first.in.options());
-  const auto out = at::empty({outs.total() / item}, first.out.options());
-  sent.parts.pack(as_bytes(in));
-  for (auto& size : sent.sizes) {
-    size /= item;
-  }
-  auto reduced = start_reduce_scatter(out, in, sent.sizes, *first.mesh, first.mesh_dim, first.op);
-  reduced.then([outs = std::move(outs), bytes = as_bytes(out)] { outs.unpack(bytes); }, {out});
-  return reduced;
+  one.in = empty_for(sent, one.in);
+  one.out = empty_for(out.received, one.out);
+  sent.pack(as_bytes(one.in));
+  return out;
 }
 
-InFlight alone(Call& call) {
-  switch (call.what) {
-    case Call::What::Reduce:
-      return start_all_reduce(call.out, *call.mesh, call.mesh_dim, call.op);
-    case Call::What::Gather:
-      return start_all_gather(
-          call.pieces, call.pieces[call.mesh->coordinate()[call.mesh_dim]], *call.mesh, call.mesh_dim, call.as_one);
-    case Call::What::Exchange:
-      return start_all_to_all(call.out, call.out_sizes, call.in, call.in_sizes, *call.mesh, call.mesh_dim, call.of_summands);
-    case Call::What::Scatter:
-      return start_reduce_scatter(call.out, call.in, call.in_sizes, *call.mesh, call.mesh_dim, call.op);
-    case Call::What::Send:
-      return start_send_receive(call.out, call.out_sizes, call.in, call.in_sizes, call.peers, *call.mesh, call.callers);
+Merged merged(const Collectives& all) {
+  switch (all[0].kind) {
+    case Kind::AllReduce:
+      return merged_reduces(all);
+    case Kind::AllGather:
+      return merged_gathers(all);
+    case Kind::ReduceScatter:
+      return merged_reduce_scatters(all);
+    default:
+      return merged_exchanges(all);
   }
-  return {};
 }
 
-InFlight start(Calls& calls) {
-  if (calls.size() == 1) {
-    return alone(calls[0]);
+InFlight start_as_one(const Collectives& all) {
+  if (all.size() == 1) {
+    return start(all[0]);
   }
-  switch (calls[0].what) {
-    case Call::What::Reduce:
-      return reduce(calls);
-    case Call::What::Gather:
-      return gather(calls);
-    case Call::What::Exchange:
-    case Call::What::Send:
-      return exchange(calls);
-    case Call::What::Scatter:
-      return scatter(calls);
-  }
-  return {};
+  auto both = merged(all);
+  const auto flat = as_bytes(both.one.out);
+  auto moving = start(std::move(both.one));
+  moving.then([parts = std::move(both.received), flat] { parts.unpack(flat); }, {flat});
+  return moving;
 }
 
 } // namespace
@@ -231,8 +213,8 @@ InFlight start(Calls& calls) {
 void Together::go() {
   close();
   for (auto& noted : noted_) {
-    begin(*noted.joint, start(noted.calls));
-    noted.calls.clear();
+    begin(*noted.joint, start_as_one(noted.all));
+    noted.all.clear();
   }
 }
 

@@ -37,10 +37,11 @@ std::vector<std::string> split(const std::string& text, char at) {
   return out;
 }
 
-std::string written(const Failure& f) {
+std::string written(const Report& r) {
   std::ostringstream out;
-  out << f.rank << kPart << f.doing << kPart << f.error << kPart << f.ended << kPart;
-  for (const auto& [name, count] : f.groups) {
+  out << static_cast<int>(r.state) << kPart << r.rank << kPart << r.text << kPart << r.error << kPart << r.group << kPart
+      << r.number << kPart;
+  for (const auto& [name, count] : r.groups) {
     out << name << kItem << count.number << kItem << count.broken;
     for (const auto n : count.skipped) {
       out << kItem << n;
@@ -50,10 +51,11 @@ std::string written(const Failure& f) {
   return out.str();
 }
 
-Failure read(const std::string& text, int64_t nth) {
+Report read(const std::string& text, int64_t nth) {
   const auto parts = split(text, kPart);
-  Failure out{std::stoll(parts.at(0)), parts.at(1), parts.at(2), parts.at(3) == "1", {}, Clock::now(), nth};
-  for (size_t i = 4; i < parts.size(); ++i) {
+  Report out{static_cast<Report::State>(std::stoi(parts.at(0))), std::stoll(parts.at(1)), parts.at(2), parts.at(3), parts.at(4)};
+  out.number = std::stoll(parts.at(5));
+  for (size_t i = 6; i < parts.size(); ++i) {
     const auto items = split(parts[i], kItem);
     Count count{std::stoll(items.at(1)), items.at(2) == "1", {}};
     for (size_t k = 3; k < items.size(); ++k) {
@@ -61,31 +63,14 @@ Failure read(const std::string& text, int64_t nth) {
     }
     out.groups.emplace(items.at(0), std::move(count));
   }
+  out.seen = Clock::now();
+  out.nth = nth;
   return out;
 }
 
 Claim read_claim(const std::string& text) {
   const auto parts = split(text, kPart);
   return {std::stoull(parts.at(0)), std::stoull(parts.at(1)), std::stoll(parts.at(2)), parts.at(3)};
-}
-
-std::string written(const Stuck& s) {
-  std::ostringstream out;
-  out << s.rank << kPart << s.barrier << kPart << s.group << kPart << s.number << kPart << s.text << kPart;
-  for (const auto& [name, number] : s.begun) {
-    out << name << kItem << number << kPart;
-  }
-  return out.str();
-}
-
-Stuck read_stuck(const std::string& text) {
-  const auto parts = split(text, kPart);
-  Stuck out{std::stoll(parts.at(0)), parts.at(1) == "1", parts.at(2), std::stoll(parts.at(3)), {}, parts.at(4)};
-  for (size_t i = 5; i < parts.size(); ++i) {
-    const auto items = split(parts[i], kItem);
-    out.begun.emplace(items.at(0), std::stoll(items.at(1)));
-  }
-  return out;
 }
 
 std::mutex g_barriers_mutex;
@@ -118,13 +103,13 @@ void forget_barriers() {
   all_barriers().clear();
 }
 
-const Count* Failure::count(const std::string& group) const {
-  const auto it = groups.find(group);
+const Count* Report::count(const std::string& name) const {
+  const auto it = groups.find(name);
   return it == groups.end() ? nullptr : &it->second;
 }
 
-std::string Failure::str() const {
-  return c10::str("rank ", rank, ended ? " has " : " failed in ", doing, error.empty() ? "" : ": ", error);
+std::string Report::str() const {
+  return c10::str("rank ", rank, ended() ? " has " : " failed in ", text, error.empty() ? "" : ": ", error);
 }
 
 std::string one_line(std::string text) {
@@ -199,15 +184,21 @@ std::vector<std::shared_ptr<Group>> World::groups() {
   return out;
 }
 
+Report World::report(Report::State state, const std::string& text) {
+  Report out{state, rank_, one_line(text)};
+  for (const auto& group : groups()) {
+    const std::lock_guard<std::mutex> lock(group->mutex);
+    out.groups[group->name] = {group->number, !group->broken.empty(), {group->skipped.begin(), group->skipped.end()}};
+  }
+  return out;
+}
+
 void World::tell(const std::string& doing, const std::string& error, bool ended) {
   if (ended) {
     read_news(); // others may wait for this rank's answer
   }
-  Failure mine{rank_, one_line(doing), one_line(error), ended, {}, Clock::now(), 0};
-  for (const auto& group : groups()) {
-    const std::lock_guard<std::mutex> lock(group->mutex);
-    mine.groups[group->name] = {group->number, !group->broken.empty(), {group->skipped.begin(), group->skipped.end()}};
-  }
+  auto mine = report(ended ? Report::State::Ended : Report::State::Failed, doing);
+  mine.error = one_line(error);
   failures_.fetch_add(1);
   ask([&] {
     mine.nth = store_->add(prefix_ + "count", 1) - 1;
@@ -321,12 +312,12 @@ World::Compared World::compare_with_next(Group& group) {
   return out;
 }
 
-std::optional<Failure> World::in_vain(
+std::optional<Report> World::in_vain(
     const Group* group, c10::IntArrayRef ranks, int64_t number, Clock::time_point since, std::chrono::milliseconds grace) {
   read_news();
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& f : news_) {
-    if (f.rank == rank_ || !contains(ranks, f.rank) || (f.ended && !group)) { // it may have sent its message before
+    if (f.rank == rank_ || !contains(ranks, f.rank) || (f.ended() && !group)) { // it may have sent its message before
       continue;
     }
     const auto* count = group ? f.count(group->name) : nullptr;
@@ -337,8 +328,8 @@ std::optional<Failure> World::in_vain(
     if (has_begun) {
       continue;
     }
-    if (f.ended || (!failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace &&
-                    !is_back(f.nth, group ? group->name : ""))) {
+    if (f.ended() || (!failed_alike(f, group) && Clock::now() - std::max(f.seen, since) >= grace &&
+                      !is_back(f.nth, group ? group->name : ""))) {
       return f;
     }
   }
@@ -350,7 +341,7 @@ std::vector<int64_t> World::silent(c10::IntArrayRef ranks, Clock::time_point sin
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<int64_t> out;
   for (const auto r : ranks) {
-    const auto gives_a_sign = [&](const Failure& f) { return f.rank == r && (f.ended || f.seen >= since); };
+    const auto gives_a_sign = [&](const Report& f) { return f.rank == r && (f.ended() || f.seen >= since); };
     if (r != rank_ && std::none_of(news_.begin(), news_.end(), gives_a_sign)) {
       out.push_back(r);
     }
@@ -358,9 +349,9 @@ std::vector<int64_t> World::silent(c10::IntArrayRef ranks, Clock::time_point sin
   return out;
 }
 
-std::optional<Failure> World::ended(c10::IntArrayRef ranks) {
+std::optional<Report> World::ended(c10::IntArrayRef ranks) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto it = std::find_if(news_.begin(), news_.end(), [&](const Failure& f) { return f.ended && contains(ranks, f.rank); });
+  const auto it = std::find_if(news_.begin(), news_.end(), [&](const Report& f) { return f.ended() && contains(ranks, f.rank); });
   return it == news_.end() ? std::nullopt : std::optional(*it);
 }
 
@@ -372,12 +363,10 @@ void World::note_thread() {
   }
 }
 
-void World::tell_stuck(bool barrier, const std::string& group, int64_t number, const std::string& text) {
-  Stuck mine{rank_, barrier, group, number, {}, one_line(text)};
-  for (const auto& g : groups()) {
-    const std::lock_guard<std::mutex> lock(g->mutex);
-    mine.begun[g->name] = g->number;
-  }
+void World::tell_stuck(Report::State in, const std::string& group, int64_t number, const std::string& text) {
+  auto mine = report(in, text);
+  mine.group = group;
+  mine.number = number;
   ask([&] { store_->set(stuck_key(rank_), written(mine)); });
 }
 
@@ -385,17 +374,17 @@ void World::not_stuck() {
   ask([&] { store_->deleteKey(stuck_key(rank_)); });
 }
 
-std::optional<Stuck> World::waits_for_me(const Group& group, int64_t number, int64_t nth_look) {
+std::optional<Report> World::waits_for_me(const Group& group, int64_t number, int64_t nth_look) {
   constexpr int64_t kAtOnce = 4;
   const auto n = static_cast<int64_t>(group.ranks.size());
-  std::optional<Stuck> out;
+  std::optional<Report> out;
   for (int64_t i = 0; i < std::min(kAtOnce, n - 1) && !out; ++i) {
     const auto rank = group.ranks[(group.me + 1 + (nth_look * kAtOnce + i) % (n - 1)) % n];
     ask([&] {
       if (const auto told = found(stuck_key(rank))) {
-        auto other = read_stuck(*told);
-        const auto begun = other.begun.find(group.name);
-        if ((begun == other.begun.end() || begun->second < number) && !has_begun(other)) {
+        auto other = read(*told, 0);
+        const auto* begun = other.count(group.name);
+        if ((!begun || begun->number < number) && !has_begun(other)) {
           out = std::move(other);
         }
       }
@@ -405,13 +394,13 @@ std::optional<Stuck> World::waits_for_me(const Group& group, int64_t number, int
 }
 
 // Whether this rank has begun what the other waits for, or takes no part in it.
-bool World::has_begun(const Stuck& other) {
+bool World::has_begun(const Report& other) {
   try {
     c10d::resolve_process_group(other.group);
   } catch (const std::exception&) {
     return true; // it is not in the group
   }
-  if (other.barrier) {
+  if (other.state == Report::State::InBarrier) {
     return barriers(other.group) >= other.number;
   }
   for (const auto& group : groups()) {
@@ -456,7 +445,7 @@ void World::forget_older_claims(Group& group) {
 }
 
 void World::read_news() {
-  std::vector<Failure> fresh;
+  std::vector<Report> fresh;
   ask([&] {
     const auto n = store_->add(prefix_ + "count", 0);
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -500,10 +489,10 @@ void World::answer() {
 }
 
 // Whether this rank failed in the same op, at the same place among the group's collectives.
-bool World::failed_alike(const Failure& f, const Group* group) const {
-  return group && std::any_of(own_.begin(), own_.end(), [&](const Failure& mine) {
+bool World::failed_alike(const Report& f, const Group* group) const {
+  return group && std::any_of(own_.begin(), own_.end(), [&](const Report& mine) {
            const auto *a = mine.count(group->name), *b = f.count(group->name);
-           return mine.doing == f.doing && (a ? a->number : 0) == (b ? b->number : 0);
+           return mine.text == f.text && (a ? a->number : 0) == (b ? b->number : 0);
          });
 }
 

@@ -27,23 +27,32 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kKept = 64;               // collectives of a group that a rank remembers; claims of older ones leave the store
 constexpr int64_t kMark = 8, kMarks = 1024; // every 8th one has a mark, and a rank keeps that many
 
-// How far a rank was in a group's collectives when it failed.
+// How far a rank is in a group's collectives.
 struct Count {
   int64_t number = 0;
   bool broken = false;          // it takes no part any more
   std::vector<int64_t> skipped; // it has left these out
 };
 
-// One rank's failure, or its end.
-struct Failure {
+// What a rank tells of itself. One that waits for what needs all ranks cannot go on until each of the others has begun it, so
+// what it has told stays true until then.
+struct Report {
+  enum class State : uint8_t { Failed, Ended, InCollective, InBarrier }; // Ended: it begins nothing any more
+  State state = State::Failed;
   int64_t rank = 0;
-  std::string doing, error;
-  bool ended = false;                  // `doing` says how; it begins nothing any more
-  std::map<std::string, Count> groups; // by name
-  Clock::time_point seen;
+  std::string text, error; // what it does, or has done at its end
+  // What it waits for: `number` in the group; barriers of torch.distributed are counted by themselves.
+  std::string group = {};
+  int64_t number = 0;
+  std::map<std::string, Count> groups = {}; // by name
+  // Set by the one who reads of a failure.
+  Clock::time_point seen = {};
   int64_t nth = 0; // of all failures
 
-  const Count* count(const std::string& group) const;
+  bool ended() const {
+    return state == State::Ended;
+  }
+  const Count* count(const std::string& name) const;
   std::string str() const;
 };
 
@@ -89,17 +98,6 @@ struct Claim {
   std::string text;
 };
 
-// What a rank waits for that needs all ranks: a collective, or a barrier of torch.distributed. It cannot go on until each of the
-// others has begun it, so this stays true until then.
-struct Stuck {
-  int64_t rank = 0;
-  bool barrier = false;
-  std::string group;                    // by name
-  int64_t number = 0;                   // in the group; barriers are counted by themselves
-  std::map<std::string, int64_t> begun; // the rank's collectives by group
-  std::string text;
-};
-
 // The store, as one rank uses it. A store that cannot be reached has no news.
 class World {
  public:
@@ -142,23 +140,23 @@ class World {
 
   // Why a wait that began at `since` is in vain: for collective `number` of the group, or, without a group, for messages of
   // `ranks`. `grace`: how long a rank that has failed may take to come back.
-  std::optional<Failure> in_vain(
+  std::optional<Report> in_vain(
       const Group* group, c10::IntArrayRef ranks, int64_t number, Clock::time_point since, std::chrono::milliseconds grace);
   // Those of `ranks` from which no news has come since then.
   std::vector<int64_t> silent(c10::IntArrayRef ranks, Clock::time_point since);
   // One of `ranks` that has ended.
-  std::optional<Failure> ended(c10::IntArrayRef ranks);
+  std::optional<Report> ended(c10::IntArrayRef ranks);
 
   // A thread begins something that needs other ranks. While only one does, what this rank waits for says all about it.
   void note_thread();
   bool one_thread() const {
     return !many_threads_.load(std::memory_order_relaxed);
   }
-  void tell_stuck(bool barrier, const std::string& group, int64_t number, const std::string& text);
+  void tell_stuck(Report::State in, const std::string& group, int64_t number, const std::string& text);
   void not_stuck();
   // This rank waits for collective `number` of the group, which needs all of its ranks. One of them that waits for this rank in
   // something else, which this rank has not begun. `nth_look`: of a few ranks at a time.
-  std::optional<Stuck> waits_for_me(const Group& group, int64_t number, int64_t nth_look);
+  std::optional<Report> waits_for_me(const Group& group, int64_t number, int64_t nth_look);
 
  private:
   std::optional<std::string> found(const std::string& key);
@@ -167,12 +165,13 @@ class World {
   void forget_older_claims(Group& group);
   void read_news();
   void answer();
-  bool failed_alike(const Failure& f, const Group* group) const;
+  bool failed_alike(const Report& f, const Group* group) const;
   bool is_back(int64_t nth, const std::string& group);
   std::string back_key(int64_t nth) const;                           // in every group
   std::string back_key(int64_t nth, const std::string& group) const; // in one
   std::string stuck_key(int64_t rank) const;
-  bool has_begun(const Stuck& other);
+  bool has_begun(const Report& other);
+  Report report(Report::State state, const std::string& text);
 
   const int64_t rank_;
   const pid_t process_ = getpid();
@@ -183,7 +182,7 @@ class World {
   std::atomic<bool> many_threads_{false};
   std::mutex mutex_; // of what follows
   std::map<std::string, std::weak_ptr<Group>> groups_;
-  std::deque<Failure> news_, own_;
+  std::deque<Report> news_, own_;
   int64_t next_ = 0; // the failure to read next
   // This rank's failures from which their threads have not come back.
   struct Absent {

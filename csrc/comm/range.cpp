@@ -2,13 +2,9 @@
 
 #include "comm/doing.h"
 
-#include <atomic>
-
 namespace shardtensor::comm {
 
 namespace {
-
-std::atomic<RangeName> g_name{nullptr};
 
 const char* torchs_name(Kind kind) {
   switch (kind) {
@@ -29,13 +25,9 @@ const char* torchs_name(Kind kind) {
 
 } // namespace
 
-void set_range_name(RangeName make) {
-  g_name = make;
-}
-
 void Range::begin(at::StepCallbacks&& profiler, Kind kind, int64_t bytes) {
-  if (const auto make = g_name.load()) {
-    ours_.emplace(std::move(profiler)).before(make(name_of(kind), moving_now(), bytes));
+  if (range_name) {
+    ours_.emplace(std::move(profiler)).before(range_name(name_of(kind), moving_now(), bytes));
     torchs_.emplace(at::RecordScope::FUNCTION).before(bytes < 0 ? "_c10d_functional::wait_tensor" : torchs_name(kind));
   }
 }

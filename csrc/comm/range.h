@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/kind.h"
+#include "layout/observer.h"
 
 #include <ATen/record_function.h>
 
@@ -28,8 +29,7 @@ class Range {
   std::optional<at::RecordFunction> ours_, torchs_;
 };
 
-// Makes the name of a range, of name_of(kind), moving_now() and bytes.
-using RangeName = std::string (*)(const char* kind, const std::string& move, int64_t bytes);
-void set_range_name(RangeName make);
+// Makes the name of a range, of name_of(kind), moving_now() and bytes. Set at import.
+inline Observer<std::string(const char* kind, const std::string& move, int64_t bytes)> range_name;
 
 } // namespace shardtensor::comm

@@ -15,6 +15,17 @@ std::atomic<bool> g_call_alone{false};
 
 } // namespace
 
+const std::string& group_name(const Mesh& mesh, int64_t mesh_dim, const char* what) {
+  const auto& name = mesh_dim < 0 ? mesh.description().world : mesh.group(mesh_dim);
+  TORCH_CHECK(
+      mesh_dim >= 0 || !name.empty(), "shardtensor: pieces move between ranks of ", mesh.str(), ", but rank ", mesh.rank(),
+      " had no default process group when the mesh was made; call init_process_group first");
+  TORCH_CHECK(
+      !name.empty(), "shardtensor: ", what, " along mesh dim ", mesh_dim, " of ", mesh.str(), ", but rank ", mesh.rank(),
+      " has no process group there; the mesh was made without groups, or does not hold this rank");
+  return name;
+}
+
 int64_t size_of_world(const Mesh& mesh) {
   const auto& name = mesh.description().world;
   return name.empty() ? 0 : c10d::resolve_process_group(name)->getSize();

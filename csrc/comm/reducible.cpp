@@ -54,6 +54,23 @@ bool can_reduce(at::ScalarType dtype, ReduceOp op) {
   return !c10::isComplexType(dtype) || op == ReduceOp::Sum || op == ReduceOp::Avg;
 }
 
+ReduceOp backend_op(ReduceOp op, at::ScalarType dtype) {
+  const bool is_bool = dtype == at::kBool;
+  switch (op) {
+    case ReduceOp::Avg:
+    case ReduceOp::Norm:
+      return ReduceOp::Sum;
+    case ReduceOp::Band:
+      return is_bool ? ReduceOp::Min : op;
+    case ReduceOp::Bor:
+      return is_bool ? ReduceOp::Max : op;
+    case ReduceOp::Bxor:
+      return is_bool ? ReduceOp::Sum : op;
+    default:
+      return op;
+  }
+}
+
 at::Tensor reducible(const at::Tensor& t, ReduceOp op) {
   if (by_order(t, op)) {
     return ordered(t, op);

@@ -10,6 +10,8 @@ namespace shardtensor::comm {
 
 // Whether the ranks can reduce values of the dtype by `op`.
 bool can_reduce(at::ScalarType dtype, ReduceOp op);
+// The op by which a backend reduces such values: without means, norms, and bits of bools.
+ReduceOp backend_op(ReduceOp op, at::ScalarType dtype);
 // A tensor for the backend to reduce: it shares `t`'s memory or represents `t`.
 at::Tensor reducible(const at::Tensor& t, ReduceOp op);
 // Converts `reduced`, the reduction of n ranks' reducible(t), back to a tensor like `t`. May write into `reduced`. Divides for

@@ -14,27 +14,9 @@ namespace {
 
 thread_local Together* t_open = nullptr;
 
-using Call = Together::Call;
-
-Kind kind_of(const Call& call) {
-  switch (call.what) {
-    case Call::What::Reduce:
-      return Kind::AllReduce;
-    case Call::What::Gather:
-      return Kind::AllGather;
-    case Call::What::Scatter:
-      return Kind::ReduceScatter;
-    case Call::What::Exchange:
-    case Call::What::Send:
-      return call.of_summands ? Kind::ReduceScatter : Kind::AllToAll;
-  }
-  return Kind::AllToAll;
-}
-
-bool alike(const Call& a, const Call& b) {
-  const bool reduces = a.what == Call::What::Reduce || a.what == Call::What::Scatter;
-  return a.what == b.what && a.mesh == b.mesh && a.mesh_dim == b.mesh_dim && a.of_summands == b.of_summands &&
-         a.callers == b.callers && (!reduces || (a.op == b.op && a.out.scalar_type() == b.out.scalar_type()));
+bool alike(const Collective& a, const Collective& b) {
+  return a.kind == b.kind && a.mesh == b.mesh && a.mesh_dim == b.mesh_dim && a.of_summands == b.of_summands &&
+         a.callers == b.callers && (!a.reduces() || (a.op == b.op && a.out.scalar_type() == b.out.scalar_type()));
 }
 
 } // namespace
@@ -83,15 +65,15 @@ Together* Together::open() {
   return t_open;
 }
 
-InFlight Together::note(Call call) {
-  auto same = std::find_if(noted_.begin(), noted_.end(), [&](const auto& n) { return alike(n.calls[0], call); });
+InFlight Together::note(Collective c) {
+  auto same = std::find_if(noted_.begin(), noted_.end(), [&](const auto& n) { return alike(n.all[0], c); });
   if (same == noted_.end()) {
     noted_.push_back({{}, std::make_shared<Joint>()});
     same = noted_.end() - 1;
   }
-  const auto used = call.what == Call::What::Gather ? call.pieces : std::vector<at::Tensor>{call.out};
-  const Where where(kind_of(call), *call.mesh, call.mesh_dim);
-  same->calls.push_back(std::move(call));
+  const auto used = c.kind == Kind::AllGather ? c.pieces : std::vector<at::Tensor>{c.out};
+  const Where where(c);
+  same->all.push_back(std::move(c));
   return share(
       where, [joint = same->joint, used = used.front()] { joint->wait(used); }, used);
 }

@@ -43,33 +43,7 @@ at::Tensor as_it_was(const at::Tensor& t, at::ScalarType dtype) {
 }
 
 const std::string& group_of(const Mesh& mesh, int64_t mesh_dim) {
-  const auto& name = mesh.group(mesh_dim);
-  TORCH_CHECK(
-      !name.empty(), "shardtensor: a collective along mesh dim ", mesh_dim, " of ", mesh.str(), " is traced, but rank ",
-      mesh.rank(), " has no process group there");
-  return name;
-}
-
-const char* word_for(ReduceOp op, at::ScalarType dtype) {
-  switch (op) {
-    case ReduceOp::Sum:
-    case ReduceOp::Avg:
-    case ReduceOp::Norm:
-      return "sum";
-    case ReduceOp::Product:
-      return "product";
-    case ReduceOp::Min:
-      return "min";
-    case ReduceOp::Max:
-      return "max";
-    case ReduceOp::Band:
-      return dtype == at::kBool ? "min" : "band";
-    case ReduceOp::Bor:
-      return dtype == at::kBool ? "max" : "bor";
-    case ReduceOp::Bxor:
-      return dtype == at::kBool ? "sum" : "bxor";
-  }
-  return "sum";
+  return group_name(mesh, mesh_dim, "a traced collective");
 }
 
 // Reorders the pieces along dim 0 from the order of the group's ranks to the order of the coordinates, or back.
@@ -142,8 +116,8 @@ at::Tensor all_reduce(const at::Tensor& t, const Mesh& mesh, int64_t mesh_dim, R
   if (is_alone(mesh, mesh_dim)) {
     return t;
   }
-  const auto out = functional(
-      "all_reduce", reducible(t, op).contiguous(), std::string(word_for(op, t.scalar_type())), group_of(mesh, mesh_dim));
+  const auto word = std::string(shardtensor::name_of(backend_op(op, t.scalar_type())));
+  const auto out = functional("all_reduce", reducible(t, op).contiguous(), word, group_of(mesh, mesh_dim));
   return from_reducible(out, t, op, mesh.size(mesh_dim));
 }
 

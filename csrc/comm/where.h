@@ -1,10 +1,9 @@
 // One call to a process group: what it is for errors, and waiting for it.
 #pragma once
 
+#include "comm/collective.h"
 #include "comm/faults.h"
 #include "comm/gil.h"
-#include "comm/kind.h"
-#include "layout/mesh.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -22,6 +21,7 @@ struct Where {
 
   Where() = default;
   Where(Kind k, const Mesh& mesh, int64_t m) : kind(k), mesh_dim(m), rank(mesh.rank()) {}
+  explicit Where(const Collective& c) : Where(c.counted(), *c.mesh, c.mesh_dim) {}
   std::string call() const {
     return c10::str(name_of(kind), mesh_dim < 0 ? " between meshes" : c10::str(" along mesh dim ", mesh_dim));
   }

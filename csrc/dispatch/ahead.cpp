@@ -24,8 +24,6 @@ namespace shardtensor {
 namespace {
 
 std::atomic<bool> g_on{true};
-std::atomic<uint64_t (*)()> g_line_now{nullptr};
-std::atomic<std::string (*)(uint64_t)> g_line_text{nullptr};
 
 bool is_sum(const Layout& layout) {
   return std::all_of(layout.placements().begin(), layout.placements().end(), [](const Placement& p) {
@@ -98,8 +96,7 @@ struct Sum {
   at::Tensor record, result;
 
   std::string text() const {
-    const auto tell = g_line_text.load(std::memory_order_relaxed);
-    const auto at = tell ? tell(line) : std::string();
+    const auto at = text_of_script(line);
     return c10::str(op->name, at.empty() ? "" : " at ", at, ", which starts to add up its result of no dims, ", layout->str());
   }
   comm::Move move() const {
@@ -118,7 +115,15 @@ comm::InFlight start(const std::shared_ptr<Sum>& sum, int64_t mesh_dim) {
   write_hash<T>(sum->record, hash);
   comm::InFlight rest;
   comm::doing(
-      mesh, [&] { return sum->text(); }, [&] { rest = comm::start_sum_apart(sum->record, mesh, mesh_dim); },
+      mesh, [&] { return sum->text(); },
+      [&] {
+        rest = comm::start(
+            {.kind = comm::Kind::AllReduce,
+             .mesh = sum->layout->mesh_ptr(),
+             .mesh_dim = mesh_dim,
+             .out = sum->record,
+             .apart = true});
+      },
       [&] { return uint64_t{1} << mesh_dim; }, sum->move());
   rest.then([sum, mesh_dim, hash, average = placement.reduce == ReduceOp::Avg] {
     const auto n = sum->layout->mesh().size(mesh_dim);
@@ -172,9 +177,8 @@ bool fits(const at::Tensor& local, const Layout& layout) {
 template <typename T>
 at::Tensor start_with_identity(
     const Op& op, const at::Tensor& local, const Layout& layout, const LayoutPtr& replicated, comm::InFlight& rest) {
-  const auto line_now = g_line_now.load(std::memory_order_relaxed);
   auto sum = std::make_shared<Sum>(
-      Sum{&op, LayoutPtr::reclaim_copy(&layout), replicated, line_now ? line_now() : 0,
+      Sum{&op, LayoutPtr::reclaim_copy(&layout), replicated, line_of_script(),
           at::empty({kRecord}, at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value)), at::empty_like(local)});
   *sum->record.mutable_data_ptr<T>() = local.item().to<T>();
   for (int64_t m = 0; m < layout.ndim(); ++m) {
@@ -193,10 +197,6 @@ bool reduces_ahead() {
 }
 void set_reduces_ahead(bool on) {
   g_on = on;
-}
-void set_script_line(ScriptLine line) {
-  g_line_now = line.now;
-  g_line_text = line.text;
 }
 
 void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& replicated) {

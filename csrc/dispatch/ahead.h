@@ -3,6 +3,7 @@
 
 #include "dispatch/op.h"
 #include "layout/layout.h"
+#include "layout/observer.h"
 
 #include <ATen/core/Tensor.h>
 
@@ -23,10 +24,7 @@ void set_reduces_ahead(bool on);
 void reduce_ahead(const Op& op, const at::Tensor& result, const LayoutPtr& replicated);
 
 // Where the user's script is: a number for its line, the same on all ranks, and that line's text, for errors.
-struct ScriptLine {
-  uint64_t (*now)();
-  std::string (*text)(uint64_t line);
-};
-void set_script_line(ScriptLine line);
+inline Observer<uint64_t()> line_of_script;
+inline Observer<std::string(uint64_t line)> text_of_script;
 
 } // namespace shardtensor

@@ -2,10 +2,8 @@
 #pragma once
 
 #include "dispatch/key.h"
+#include "layout/of_thread.h"
 #include "rules/solution.h"
-
-#include <memory>
-#include <vector>
 
 namespace shardtensor {
 
@@ -49,10 +47,10 @@ class Cache {
       key = make_key(); // the rule has read what no call's key held yet
       hit = nullptr;
     }
-    now.put(key, solution);
+    now.known_.put(key, solution);
     if (!hit && solution->sized && !key.holds(rules::Reads::kSizes)) {
       add_sizes(key);
-      now.put(std::move(key), solution);
+      now.known_.put(std::move(key), solution);
     }
     return solution;
   }
@@ -63,16 +61,8 @@ class Cache {
 
  private:
   static int64_t generation(); // of all threads' tables: rises when they are cleared
-  void put(Key key, rules::SolutionPtr solution);
 
-  struct Entry {
-    Key key;
-    rules::SolutionPtr solution;
-  };
-  void grow();
-  // Open addressing; a null slot ends a probe. Cleared completely when it holds kLimit entries.
-  std::vector<std::unique_ptr<Entry>> slots_;
-  size_t used_ = 0;
+  ThreadTable<Key, rules::SolutionPtr> known_{4096};
   int64_t hits_ = 0;
   int64_t misses_ = 0;
 };

@@ -2,6 +2,7 @@
 
 #include "comm/alike.h"
 #include "comm/comm.h"
+#include "comm/counts.h"
 #include "comm/doing.h"
 #include "comm/faults.h"
 #include "comm/values.h"

@@ -9,13 +9,10 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
-#include <atomic>
 
 namespace shardtensor {
 
 namespace {
-
-std::atomic<Entrance> g_entrance{nullptr};
 
 // Whether the tensor has a Python object, as every tensor of a user has.
 bool seen_by_python(const at::Tensor& t) {
@@ -45,10 +42,6 @@ bool is_made_by_torch(const at::Tensor& t) {
 }
 
 } // namespace
-
-void set_entrance(Entrance entrance) {
-  g_entrance = entrance;
-}
 
 void check_plain(const Op& op, const Refs& refs) {
   const bool allowed = op.entry && op.entry->options.plain;
@@ -115,7 +108,7 @@ bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs
   }
   check_plain(op, refs);
   const auto layout = Layout::replicated(mesh_of(op, refs));
-  replace_tensors(stack, base, refs, enters, [&](const Ref& r) { return g_entrance.load()(*r.tensor, layout); });
+  replace_tensors(stack, base, refs, enters, [&](const Ref& r) { return entrance(*r.tensor, layout); });
   return true;
 }
 

@@ -3,6 +3,7 @@
 
 #include "dispatch/modes.h"
 #include "dispatch/refs.h"
+#include "layout/observer.h"
 
 #include <torch/csrc/autograd/variable.h>
 
@@ -50,7 +51,6 @@ inline c10::DispatchKeySet torchs_autograd(c10::DispatchKeySet keys) {
 }
 
 // How a tensor for which wants_entrance() holds becomes one with the right gradient. A plain one gets the layout. Set at import.
-using Entrance = at::Tensor (*)(const at::Tensor& t, const LayoutPtr& layout);
-void set_entrance(Entrance entrance);
+inline Observer<at::Tensor(const at::Tensor& t, const LayoutPtr& layout)> entrance;
 
 } // namespace shardtensor

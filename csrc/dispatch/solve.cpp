@@ -57,7 +57,7 @@ void check_gather(const Op& op, const Call& call, Gathers how) {
   if (how == Gathers::Needed && strict_mode()) {
     errors::gathers(op, call);
   }
-  tell_of_gather(op.name, errors::why_gathered(op), errors::layouts_of(call));
+  on_gather(op.name, errors::why_gathered(op), errors::layouts_of(call));
 }
 
 struct Solved {

@@ -5,10 +5,9 @@
 #include "dispatch/excluded.h"
 #include "dispatch/key.h"
 #include "dispatch/lists.h"
+#include "layout/of_thread.h"
 
 #include <ATen/ATen.h>
-
-#include <unordered_map>
 
 namespace shardtensor {
 
@@ -16,12 +15,9 @@ namespace {
 
 using torch::jit::Stack;
 
-struct HashOfKey {
-  size_t operator()(const Key& key) const {
-    return key.hash();
-  }
+struct Orders : ThreadTable<Key, Order> {
+  Orders() : ThreadTable(1024) {}
 };
-thread_local std::unordered_map<Key, Order, HashOfKey> t_orders;
 
 // The dims of the op's result in memory, as torch orders them. It depends on the orders of the tensors, and on the other
 // arguments.
@@ -35,7 +31,6 @@ Order order_of_result(const Op& op, Stack& stack) {
   if (any_symbolic(refs)) {
     return ask();
   }
-  constexpr size_t kMost = 1024;
   auto key = key_of(op, refs);
   push(key, static_cast<int64_t>(op.id));
   for (size_t i = 0; i < op.kinds.size(); ++i) {
@@ -43,15 +38,11 @@ Order order_of_result(const Op& op, Stack& stack) {
       push(key, stack[base + i]);
     }
   }
-  const auto found = t_orders.find(key);
-  if (found != t_orders.end()) {
-    return found->second;
+  if (const auto* found = of_thread<Orders>().find(key)) {
+    return *found;
   }
   auto order = ask(); // it may run Python
-  if (t_orders.size() >= kMost) {
-    t_orders.clear();
-  }
-  t_orders.emplace(std::move(key), order);
+  of_thread<Orders>().put(std::move(key), order);
   return order;
 }
 

@@ -1,8 +1,13 @@
-// Memory that belongs to a thread.
+// Memory that belongs to a thread, so that nothing is locked.
 #pragma once
 
+#include <c10/macros/Macros.h>
+
+#include <algorithm>
+#include <memory>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace shardtensor {
 
@@ -29,6 +34,93 @@ class FreedWithThread {
   static inline const std::thread::id import_thread_ = std::this_thread::get_id();
   T*& pointer_;
   bool used_ = false;
+};
+
+// This thread's T, made when it is first asked for. Access needs no guard and no call.
+template <typename T>
+T& of_thread() {
+  static thread_local T* object __attribute__((tls_model("initial-exec"))) = nullptr;
+  if (C10_UNLIKELY(!object)) {
+    static thread_local FreedWithThread<T> end(object);
+    end.use();
+    object = new T();
+  }
+  return *object;
+}
+
+// What a thread has found out, by keys with hash() and ==. Bounded: before it holds more than `most` entries it drops all.
+template <typename Key, typename Value>
+class ThreadTable {
+ public:
+  explicit ThreadTable(size_t most) : most_(most) {}
+
+  size_t size() const {
+    return used_;
+  }
+  // Null if there is none. Valid until the next put() or keep_if().
+  Value* find(const Key& key) {
+    if (!slots_.empty()) {
+      const auto& slot = slots_[place_of(key)];
+      return slot ? &slot->value : nullptr;
+    }
+    return nullptr;
+  }
+  void put(Key key, Value value) {
+    if (used_ >= most_) {
+      clear();
+    }
+    if (used_ * 2 >= slots_.size()) {
+      rebuild(std::max<size_t>(8, slots_.size() * 2), [](const Value&) { return true; });
+    }
+    auto& slot = slots_[place_of(key)];
+    if (slot) {
+      slot->value = std::move(value);
+    } else {
+      slot = std::make_unique<Entry>(Entry{std::move(key), std::move(value)});
+      ++used_;
+    }
+  }
+  template <typename Keep>
+  void keep_if(const Keep& keep) {
+    rebuild(slots_.size(), keep);
+  }
+  void clear() {
+    slots_.clear();
+    used_ = 0;
+  }
+
+ private:
+  struct Entry {
+    Key key;
+    Value value;
+  };
+
+  // Where the key is, or would be.
+  size_t place_of(const Key& key) const {
+    const auto mask = slots_.size() - 1;
+    auto i = key.hash() & mask;
+    while (slots_[i] && !(slots_[i]->key == key)) {
+      i = (i + 1) & mask;
+    }
+    return i;
+  }
+  template <typename Keep>
+  void rebuild(size_t slots, const Keep& keep) {
+    auto old = std::move(slots_);
+    slots_.clear();
+    slots_.resize(slots);
+    used_ = 0;
+    for (auto& entry : old) {
+      if (entry && keep(entry->value)) {
+        slots_[place_of(entry->key)] = std::move(entry);
+        ++used_;
+      }
+    }
+  }
+
+  size_t most_;
+  size_t used_ = 0;
+  std::vector<std::unique_ptr<Entry>> slots_; // open addressing; a null slot ends a probe
 };
 
 } // namespace shardtensor

@@ -1,6 +1,7 @@
 #include "redistribute/agreed.h"
 
 #include "comm/alike.h"
+#include "comm/counts.h"
 #include "comm/epoch.h"
 
 #include <mutex>

@@ -1,7 +1,6 @@
 #include "redistribute/exchange.h"
 
-#include "comm/comm.h"
-#include "kernels/boxes.h"
+#include "redistribute/messages.h"
 #include "redistribute/transfer.h"
 
 #include <ATen/ATen.h>
@@ -274,16 +273,13 @@ std::vector<at::Tensor> exchange(
     to_each.push_back(numels.sent);
     of_each.push_back(numels.received);
   }
-  const auto spacing = comm::spacing(at::empty({0}, options), mesh, -1, comm::Staged::Messages);
-  const kernels::Spacing leaving{to_each, spacing}, arriving{of_each, spacing};
-  auto arrived = at::empty({kernels::length_of(arriving)}, options);
-  {
-    const auto packed = at::empty({kernels::length_of(leaving)}, options);
-    for (auto& run : runs_of(sent, &Part::from, held, packed, leaving)) {
-      kernels::pack(sources[run.piece], run.boxes, run.flat);
-    }
-    comm::start_send_receive(arrived, of_each, packed, to_each, ranks, mesh, mesh.size(), spacing).wait();
+  auto parts = messages(at::empty({0}, options), ranks, to_each, of_each, mesh, mesh.size());
+  const auto arrived = parts.out;
+  const kernels::Spacing arriving{of_each, parts.spacing};
+  for (auto& run : runs_of(sent, &Part::from, held, parts.in, leaving(parts))) {
+    kernels::pack(sources[run.piece], run.boxes, run.flat);
   }
+  comm::start(std::move(parts)).wait();
   // The send buffer is freed before the results are made.
   std::vector<at::Tensor> results;
   for (const auto& p : wanted) {

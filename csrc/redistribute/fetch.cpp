@@ -4,8 +4,8 @@
 #include "comm/traced.h"
 #include "comm/values.h"
 #include "kernels/boxes.h"
-#include "kernels/traced.h"
 #include "redistribute/exchange.h"
+#include "redistribute/messages.h"
 #include "redistribute/redistribute.h"
 #include "redistribute/traced.h"
 #include "redistribute/watch.h"
@@ -181,25 +181,19 @@ at::Tensor Fetch::by_gathering(const at::Tensor& local) const {
 }
 
 Fetch::Arriving Fetch::start(const at::Tensor& given) const {
-  const bool traced = is_traced(given);
-  if (!traced) {
+  if (!is_traced(given)) {
     has_values(given); // or throws
   }
   Arriving out{kernels::resolved(given)};
   if (!travels_) {
     return out;
   }
-  const auto& mesh = from_->mesh();
-  const auto options = out.piece.options();
-  tell_of_halo({*from_, sizes_, peers_, sent_, received_, static_cast<int64_t>(out.piece.element_size())});
-  out.spacing = comm::spacing(out.piece, mesh, -1, comm::Staged::Messages);
-  const kernels::Spacing leaving{sent_, out.spacing};
-  out.beside = at::empty({kernels::length_of({received_, out.spacing})}, options);
-  auto packed = traced ? kernels::traced::packed(out.piece, packed_) : at::empty({kernels::length_of(leaving)}, options);
-  if (!packed_.empty() && !traced) {
-    kernels::pack(out.piece, packed_, packed, leaving);
-  }
-  out.messages = comm::start_send_receive(out.beside, received_, packed, sent_, peers_, mesh, mesh.size(), out.spacing);
+  on_halo({*from_, sizes_, peers_, sent_, received_, static_cast<int64_t>(out.piece.element_size())});
+  auto boxes = messages(out.piece, peers_, sent_, received_, from_->mesh(), from_->mesh().size());
+  pack(boxes, out.piece, packed_);
+  out.spacing = boxes.spacing;
+  out.beside = boxes.out;
+  out.messages = comm::start(std::move(boxes));
   return out;
 }
 

@@ -5,7 +5,6 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 namespace shardtensor {
@@ -23,11 +22,9 @@ struct KeptKey {
   bool operator==(const KeptKey& o) const {
     return from == o.from && to == o.to && what == o.what && numbers == o.numbers;
   }
-};
-struct Hash {
-  size_t operator()(const KeptKey& key) const {
-    auto h = c10::get_hash(key.from, key.to, static_cast<int64_t>(key.what));
-    for (const auto n : key.numbers) {
+  size_t hash() const {
+    auto h = c10::get_hash(from, to, static_cast<int64_t>(what));
+    for (const auto n : numbers) {
       h = c10::hash_combine(h, static_cast<size_t>(n));
     }
     return h;
@@ -41,26 +38,23 @@ struct Entry {
 };
 
 struct Table {
-  std::unordered_map<KeptKey, Entry, Hash> entries;
+  ThreadTable<KeptKey, Entry> entries{kMostEntries};
   size_t weight = 0;
   size_t next_sweep = 64; // entries
 
   // Layouts have an id of their own for ever, so entries of layouts that are gone are never found again.
   void sweep() {
-    for (auto it = entries.begin(); it != entries.end();) {
-      const auto& e = it->second;
-      if (e.from.expired() || e.to.expired()) {
-        weight -= e.made.weight;
-        it = entries.erase(it);
-      } else {
-        ++it;
-      }
-    }
+    weight = 0;
+    entries.keep_if([&](const Entry& e) {
+      const bool stays = !e.from.expired() && !e.to.expired();
+      weight += stays ? e.made.weight : 0;
+      return stays;
+    });
+    next_sweep = std::max<size_t>(64, 2 * entries.size());
   }
   void make_room(size_t for_weight) {
     if (entries.size() >= next_sweep || weight + for_weight > kMostWeight) {
       sweep();
-      next_sweep = std::max<size_t>(64, 2 * entries.size());
     }
     if (entries.size() >= kMostEntries || weight + for_weight > kMostWeight) {
       entries.clear();
@@ -70,24 +64,16 @@ struct Table {
   }
 };
 
-thread_local Table* t_table = nullptr;
-thread_local FreedWithThread<Table> t_end(t_table);
-
 } // namespace
 
 std::shared_ptr<const void> kept(
     const Layout& from, const Layout& to, Found what, c10::IntArrayRef numbers, c10::function_ref<Made()> make) {
-  if (C10_UNLIKELY(!t_table)) {
-    t_end.use();
-    t_table = new Table();
-  }
+  auto& table = of_thread<Table>();
   KeptKey key{from.id(), to.id(), what, {numbers.begin(), numbers.end()}};
-  const auto it = t_table->entries.find(key);
-  if (C10_LIKELY(it != t_table->entries.end())) {
-    return it->second.made.value;
+  if (const auto* found = table.entries.find(key)) {
+    return found->made.value;
   }
   auto made = make(); // it may look for other things here
-  auto& table = *t_table;
   if (made.weight > kMostWeight / 2) {
     return made.value;
   }
@@ -95,12 +81,13 @@ std::shared_ptr<const void> kept(
   table.weight += made.weight;
   auto value = made.value;
   const auto weak = [](const Layout& layout) { return Weak(LayoutPtr::reclaim_copy(&layout)); };
-  table.entries.emplace(std::move(key), Entry{weak(from), weak(to), std::move(made)});
+  table.entries.put(std::move(key), Entry{weak(from), weak(to), std::move(made)});
   return value;
 }
 
 std::pair<size_t, size_t> how_much_is_kept() {
-  return t_table ? std::pair(t_table->entries.size(), t_table->weight) : std::pair<size_t, size_t>(0, 0);
+  const auto& table = of_thread<Table>();
+  return {table.entries.size(), table.weight};
 }
 
 } // namespace shardtensor

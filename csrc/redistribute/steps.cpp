@@ -309,7 +309,8 @@ void reduce_everywhere(State& s, int64_t m, const LayoutPtr& next) {
   const bool norm = p.reduce == ReduceOp::Norm;
   s.local = norm ? norm_power(summand, p.norm_order) : summand.clone(at::MemoryFormat::Contiguous);
   s.layout = next;
-  auto reduced = comm::start_all_reduce(s.local, s.mesh(), m, p.reduce);
+  auto reduced =
+      comm::start({.kind = comm::Kind::AllReduce, .mesh = next->mesh_ptr(), .mesh_dim = m, .op = p.reduce, .out = s.local});
   if (s.later) {
     s.rest = std::move(reduced);
   } else {
@@ -364,7 +365,16 @@ void reduce_on_the_way(
   const auto in = in_place ? source : x.all.pack(source, {x.numels, spacing});
   const bool direct = x.places.size() <= 1;
   auto flat = direct ? out.view(-1) : at::empty({out.numel()}, out.options());
-  auto reduced = comm::start_reduce_scatter(flat, in, x.numels, s.mesh(), m, op, spacing);
+  auto reduced = comm::start({
+      .kind = comm::Kind::ReduceScatter,
+      .mesh = s.layout->mesh_ptr(),
+      .mesh_dim = m,
+      .op = op,
+      .in = in,
+      .out = flat,
+      .in_sizes = x.numels,
+      .spacing = spacing,
+  });
   const auto finish = [flat, out, direct, places = x.places]() mutable {
     if (!direct) {
       kernels::unpack(flat, places, out);
@@ -406,7 +416,16 @@ void reduce_on_arrival(
   }
   auto summands = at::empty({numel * n}, out.options());
   auto arriving = in_place ? summands : summands.narrow(0, numel, numel * (n - 1));
-  auto arrived = comm::start_all_to_all(arriving, received, in, sent, s.mesh(), m, /*of_summands=*/true);
+  auto arrived = comm::start({
+      .kind = comm::Kind::AllToAll,
+      .mesh = s.layout->mesh_ptr(),
+      .mesh_dim = m,
+      .in = in,
+      .out = arriving,
+      .in_sizes = std::move(sent),
+      .out_sizes = std::move(received),
+      .of_summands = true,
+  });
   const auto finish = [summands, out, places = x.places, in_place, n, me, op]() mutable {
     if (!in_place) {
       put_between(summands, out.view(-1), me);
@@ -479,9 +498,12 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
   const auto me = s.mesh().coordinate()[m];
   const auto x = gathering(*s.layout, *next, m, s.sizes);
   auto whole = at::empty(x->sizes, s.local.options());
+  comm::Collective all{.kind = comm::Kind::AllGather, .mesh = next->mesh_ptr(), .mesh_dim = m};
   if (x->direct) {
-    auto arrived = comm::start_all_gather(whole, x->numels, s.local, s.mesh(), m);
-    complete(s, std::move(arrived), [] {}, {whole});
+    all.in = s.local;
+    all.out = whole;
+    all.out_sizes = x->numels;
+    complete(s, comm::start(std::move(all)), [] {}, {whole});
   } else {
     // Pieces travel run after run. This rank's piece is sent without staging, unless it is not contiguous, may be written too
     // soon, or the backend gathers adjacent pieces faster.
@@ -498,12 +520,17 @@ void gather(State& s, int64_t m, const LayoutPtr& next) {
       kernels::copy(s.local, x->own.from, whole, x->own.to);
       pieces[me] = s.local;
     }
-    auto arrived = as_one ? comm::start_all_gather(flat, numels, pieces[me], s.mesh(), m)
-                          : comm::start_all_gather(pieces, pieces[me], s.mesh(), m);
+    all.in = pieces[me];
+    if (as_one) {
+      all.out = flat;
+      all.out_sizes = numels;
+    } else {
+      all.pieces = std::move(pieces);
+    }
     const auto finish = [flat, x, stage_own, whole, numels, spacing]() mutable {
       (stage_own ? x->all : x->others).unpack(flat, whole, {numels, spacing});
     };
-    complete(s, std::move(arrived), finish, {flat, whole});
+    complete(s, comm::start(std::move(all)), finish, {flat, whole});
   }
   s.local = std::move(whole);
   s.layout = next;
@@ -624,19 +651,25 @@ void exchange(State& s, int64_t m, const LayoutPtr& next) {
   const auto me = s.mesh().coordinate()[m];
   const auto source = s.local;
   s.layout = next;
+  comm::Collective all{.kind = comm::Kind::AllToAll, .mesh = next->mesh_ptr(), .mesh_dim = m};
   if (!s.later && x->in_order && source.is_contiguous()) {
-    auto result = at::empty(x->sizes, source.options());
-    comm::start_all_to_all(result, x->received.all(), source, x->sent.all(), s.mesh(), m).wait();
-    s.local = std::move(result);
-    return;
+    all.in = source;
+    all.out = s.local = at::empty(x->sizes, source.options());
+    all.in_sizes = x->sent.all();
+    all.out_sizes = x->received.all();
+    return comm::start(std::move(all)).wait();
   }
   // The send buffer is freed before the result is made, unless the step is only started here.
   auto sent = x->sent.all(), received = x->received.all();
   sent[me] = received[me] = 0;
   const auto spacing = comm::spacing(source, s.mesh(), m, comm::Staged::AllToAll);
   auto arrived = at::empty({kernels::length_of({received, spacing})}, source.options());
-  auto move = comm::start_all_to_all(
-      arrived, received, x->pack(source, {sent, spacing}), sent, s.mesh(), m, /*of_summands=*/false, spacing);
+  all.in = x->pack(source, {sent, spacing});
+  all.out = arrived;
+  all.in_sizes = std::move(sent);
+  all.out_sizes = received;
+  all.spacing = spacing;
+  auto move = comm::start(std::move(all));
   if (!s.later) {
     move.wait();
   }

@@ -1,10 +1,8 @@
 #include "redistribute/transfer.h"
 
-#include "comm/comm.h"
-#include "comm/values.h"
 #include "kernels/boxes.h"
-#include "kernels/traced.h"
 #include "redistribute/kept.h"
+#include "redistribute/messages.h"
 
 #include <ATen/ATen.h>
 
@@ -603,25 +601,19 @@ std::shared_ptr<const Exchanged> kept_transfer(const Layout& from, const Layout&
 Moving transfer(const at::Tensor& local, const Layout& from, const Layout& to, IntArrayRef sizes, bool later) {
   const auto x = kept_transfer(from, to, sizes);
   const auto& t = x->part;
-  const auto options = local.options();
-  const auto spacing = comm::spacing(local, to.mesh(), -1, comm::Staged::Messages);
-  auto arrived = at::empty({kernels::length_of({x->received, spacing})}, options);
+  auto boxes = messages(local, x->ranks, x->sent, x->received, to.mesh(), x->callers);
+  pack(boxes, local, t.packed.all());
+  const auto arrived = boxes.out;
+  const auto spacing = boxes.spacing;
   comm::InFlight move;
-  {
-    auto packed = is_traced(local) ? kernels::traced::packed(local, t.packed.all())
-                                   : at::empty({kernels::length_of({x->sent, spacing})}, options);
-    if (!t.packed.empty() && !is_traced(local)) {
-      kernels::pack(local, t.packed.all(), packed, {x->sent, spacing});
-    }
-    if (!x->all_held) {
-      move = comm::start_send_receive(arrived, x->received, packed, x->sent, x->ranks, to.mesh(), x->callers, spacing);
-    }
+  if (!x->all_held) {
+    move = comm::start(std::move(boxes));
   }
   // The send buffer is freed before the result is made, unless the transfer is only started here.
   if (!later) {
     move.wait();
   }
-  auto result = at::empty(to.local_sizes(sizes), options);
+  auto result = at::empty(to.local_sizes(sizes), local.options());
   if (!to.mesh().has_me()) {
     result.zero_(); // a number, of which nothing arrives
   }

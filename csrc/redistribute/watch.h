@@ -1,7 +1,8 @@
-// Reports moves that the user did not ask for: operands that an op needs in another layout, gradients on their way back. And
-// halos.
+// Observers of moves that the user did not ask for: operands that an op needs in another layout, gradients on their way back, and
+// halos. They are called before the move, on each rank of the mesh, and may throw.
 #pragma once
 
+#include "layout/observer.h"
 #include "layout/symbolic.h"
 
 #include <ATen/core/Tensor.h>
@@ -24,18 +25,7 @@ struct ImplicitMove {
   SymSizes sizes; // to tell of them adds no guard to a graph
   int64_t item;   // bytes of an element
 };
-
-// Called before the move, on each rank of the mesh; it may throw. Null: no observer.
-using Watcher = void (*)(const ImplicitMove&);
-void set_watcher(Watcher watcher);
-// `sizes`: of the whole tensor whose layout will change; `item`: bytes of an element.
-void tell_watcher(const Cause& cause, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item);
-
-// Called (with the GIL, if Python set it) with the op's name, why it gathers its inputs and their layouts; null: no observer.
-using FallbackLog = void (*)(const std::string& op, const char* why, const std::string& layouts);
-void set_fallback_log(FallbackLog log);
-// Tells the observer, if there is one.
-void tell_of_gather(const std::string& op, const char* why, const std::string& layouts);
+inline Observer<void(const ImplicitMove&)> on_move;
 
 // What an op reads of other ranks' pieces through windows, as this rank sends and receives it.
 struct HaloRead {
@@ -44,10 +34,16 @@ struct HaloRead {
   c10::ArrayRef<int64_t> peers, sent, received; // ranks; elements
   int64_t item;                                 // bytes of an element
 };
+inline Observer<void(const HaloRead&)> on_halo;
 
-// Called before the messages, on each rank of the mesh. Null: no observer.
-using HaloWatcher = void (*)(const HaloRead&);
-void set_halo_watcher(HaloWatcher watcher);
-void tell_of_halo(const HaloRead& read);
+// The op's name, why it gathers its inputs, and their layouts.
+inline Observer<void(const std::string& op, const char* why, const std::string& layouts)> on_gather;
+
+// `sizes`: of the whole tensor whose layout will change; `item`: bytes of an element.
+inline void tell_watcher(const Cause& cause, const Layout& from, const Layout& to, c10::SymIntArrayRef sizes, size_t item) {
+  if (on_move) {
+    on_move({cause, from, to, sizes.vec(), static_cast<int64_t>(item)});
+  }
+}
 
 } // namespace shardtensor

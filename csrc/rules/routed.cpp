@@ -1,7 +1,6 @@
 #include "rules/routed.h"
 
-#include "comm/comm.h"
-#include "kernels/boxes.h"
+#include "redistribute/messages.h"
 
 #include <ATen/ATen.h>
 
@@ -44,17 +43,17 @@ std::vector<at::Tensor> exchange_parts(
       from_peers.push_back(received[i]);
     }
   }
-  const auto spacing = comm::spacing(parts[0], mesh, -1, comm::Staged::Messages);
-  const auto packed = at::empty({kernels::length_of({to_peers, spacing})}, parts[0].options());
-  auto coming = at::empty({kernels::length_of({from_peers, spacing})}, parts[0].options());
-  const auto slots = kernels::parts_of(packed, {to_peers, spacing});
+  auto mail = messages(parts[0], peers, to_peers, from_peers, mesh, mesh.size());
+  const auto slots = kernels::parts_of(mail.in, leaving(mail));
   for (size_t i = 0, next = 0; i < ranks.size(); ++i) {
     if (ranks[i] != mesh.rank()) {
       slots[next++].view(parts[i].sizes()).copy_(parts[i]);
     }
   }
-  comm::start_send_receive(coming, from_peers, packed, to_peers, peers, mesh, mesh.size(), spacing).wait();
-  auto arrived = kernels::parts_of(coming, {from_peers, spacing});
+  const auto coming = mail.out;
+  const kernels::Spacing arriving{from_peers, mail.spacing};
+  comm::start(std::move(mail)).wait();
+  auto arrived = kernels::parts_of(coming, arriving);
   const auto me = std::find(ranks.begin(), ranks.end(), mesh.rank()) - ranks.begin();
   arrived.insert(arrived.begin() + me, parts[me].flatten());
   return arrived;

@@ -169,6 +169,8 @@ def test_the_design_lists_all_state_of_the_process():
         r"""^(?:thread_local|inline\ std::atomic|std::atomic|std::array<std::atomic|PyObject\*|PyTypeObject\*)[^()]*\b[gt]_\w+
         |^\s+static\ (?!const|inline\ const|PyMethodDef|std::mutex)[\w:<>,* ]+\w[{;=\ ]+(?:=\ |nullptr|0\}|$)
         |^\s+static\ std::deque
+        |^inline\ Observer<
+        |\bof_thread<\w+>\(\)
         |mutable\ std::atomic<uint64_t>""",
         re.MULTILINE | re.VERBOSE,
     )

@@ -202,7 +202,16 @@ class Mail {
         *t = slot(out, out_at, *t);
       }
     }
-    return comm::start_send_receive(out, out_sizes, in, in_sizes, peers, mesh, mesh.size());
+    return comm::start({
+        .kind = comm::Kind::AllToAll,
+        .mesh = MeshPtr::reclaim_copy(&mesh),
+        .in = in,
+        .out = out,
+        .in_sizes = in_sizes,
+        .out_sizes = out_sizes,
+        .peers = peers,
+        .callers = mesh.size(),
+    });
   }
 
  private:

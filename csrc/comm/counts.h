@@ -1,0 +1,38 @@
+// What is known of every collective before it is made: who is told, and how many there were.
+#pragma once
+
+#include "comm/collective.h"
+#include "layout/observer.h"
+
+#include <array>
+
+namespace shardtensor::comm {
+
+class Range;
+
+// What this process has sent through comm.h since reset_counts(): one count per kind, and payload bytes it contributed.
+struct Counts {
+  std::array<int64_t, kKinds> calls{};
+  std::array<int64_t, kKinds> bytes{};
+};
+Counts counts();
+void reset_counts();
+
+// Runs before every call, on each rank along the mesh dim, even with an empty piece. It gets the kind, the bytes that this rank
+// contributes, and the mesh dim (-1: between meshes). It may throw. Calls that it makes itself do not run it.
+inline Observer<void(Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh_dim)> on_collective;
+// While one is alive, this thread's calls are neither counted nor observed: for the checking mode.
+class Aside {
+ public:
+  Aside();
+  ~Aside();
+  Aside(const Aside&) = delete;
+  Aside& operator=(const Aside&) = delete;
+};
+
+// Tells on_collective what is about to be called, even if this rank has nothing to send.
+void tell(const Collective& c, int64_t bytes);
+// The same, and counts it. The call lasts as long as what this returns.
+[[nodiscard]] Range begin(const Collective& c, int64_t bytes);
+
+} // namespace shardtensor::comm
