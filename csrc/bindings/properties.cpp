@@ -1,5 +1,5 @@
 // The properties that torch.compile reads from every ShardTensor at every call of a graph: _local_tensor, _spec and
-// device_mesh.
+// device_mesh. And _has_partial, which every backward() reads.
 #include "bindings/bindings.h"
 
 #include "tensor/shard_tensor.h"
@@ -83,10 +83,16 @@ PyObject* get_device_mesh(PyObject* self, void*) {
   });
 }
 
+PyObject* get_has_partial(PyObject* self, void*) {
+  return guarded_call(
+      [&] { return PyBool_FromLong(shard_tensor(THPVariable_Unpack(self), "_has_partial").layout().has_partial()); });
+}
+
 PyGetSetDef g_properties[] = {
     {"_local_tensor", get_local, set_local, "This rank's piece.", nullptr},
     {"_spec", get_spec, nullptr, "The ShardTensorSpec.", nullptr},
     {"device_mesh", get_device_mesh, nullptr, "The DeviceMesh.", nullptr},
+    {"_has_partial", get_has_partial, nullptr, "Whether some placement is Partial.", nullptr},
 };
 
 } // namespace

@@ -22,6 +22,7 @@ namespace shardtensor {
 using c10::IValue;
 using rules::Run;
 using rules::Solution;
+using rules::SolutionPtr;
 using torch::jit::Stack;
 
 namespace {
@@ -127,7 +128,7 @@ void change_results(const Op& op, Stack& stack, const Change& change) {
 
 // `kept` takes the wrappers, which `refs` point to.
 void run_on_pieces(
-    const Op& op, Stack& stack, size_t base, Refs& refs, const rules::SolutionPtr& solution, c10::SmallVectorImpl<IValue>& kept) {
+    const Op& op, Stack& stack, size_t base, Refs& refs, const SolutionPtr& solution, c10::SmallVectorImpl<IValue>& kept) {
   Locals locals;
   local_arguments(op, refs, *solution, locals);
   std::vector<at::Tensor> operands;
@@ -203,21 +204,6 @@ void run_on_pieces(
   }
 }
 
-void run_call(const Op& op, Stack* stack_ptr) {
-  auto& stack = *stack_ptr;
-  const auto base = stack.size() - op.kinds.size();
-  auto refs = collect(op, stack, base);
-  check_plain(op, refs);
-  const auto solution = op.outputs ? fitting_solution(op, stack, base, refs) : find_solution(op, stack, base, refs);
-  if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
-    return stand_aside(op, stack, base, refs, *solution);
-  }
-
-  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
-  c10::SmallVector<IValue, 4> kept;
-  guarded_call(op, refs, *solution, [&] { run_on_pieces(op, stack, base, refs, solution, kept); });
-}
-
 // Where this rank has nothing to fetch, a result may be an operand's piece itself, or a view of it. Whoever writes the result
 // must not write that: on other ranks it is a copy.
 void copy_what_is_shared(const Op& op, Stack& stack, const Refs& refs) {
@@ -266,8 +252,23 @@ void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution
   comm::tell_failure(op.name, mesh, due);
 }
 
+void run_call(const Op& op, Stack& stack, Refs& refs, const SolutionPtr& solution) {
+  const auto base = stack.size() - op.kinds.size();
+  if (C10_UNLIKELY(!solution->replicated->mesh().has_me())) {
+    return stand_aside(op, stack, base, refs, *solution);
+  }
+  c10::impl::ExcludeDispatchKeyGuard below(kBelow);
+  c10::SmallVector<IValue, 4> kept;
+  guarded_call(op, refs, *solution, [&] { run_on_pieces(op, stack, base, refs, solution, kept); });
+}
+
 void handle(const Op& op, Stack* stack) {
-  const auto run = [&](Stack* args) { run_call(op, args); };
+  const auto run = [&](Stack* args) {
+    const auto base = args->size() - op.kinds.size();
+    auto refs = collect(op, *args, base);
+    check_plain(op, refs);
+    run_call(op, *args, refs, op.outputs ? fitting_solution(op, *args, base, refs) : find_solution(op, *args, base, refs));
+  };
   check::on() ? check::around(op, stack, run) : run(stack);
 }
 

@@ -43,7 +43,7 @@ bool is_made_by_torch(const at::Tensor& t) {
 
 } // namespace
 
-void check_plain(const Op& op, const Refs& refs) {
+void check_plain_tensors(const Op& op, const Refs& refs) {
   const bool allowed = op.entry && op.entry->options.plain;
   for (const auto& r : refs) {
     if (allowed || r.impl || r.tensor->dim() == 0) {
@@ -75,11 +75,12 @@ void check_plain(const Op& op, const Refs& refs) {
 bool wants_entrance(const at::Tensor& t) {
   // Wrapper tensors (functorch's levels, Python subclasses) are not plain: they may hold a ShardTensor.
   static constexpr c10::DispatchKeySet kLevels({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
-  if (!t.defined() || !at::GradMode::is_enabled() || !t.requires_grad()) {
+  const bool ours = t.defined() && as_shard_tensor(t);
+  if (!t.defined() || (ours && t.dim() != 1) || !at::GradMode::is_enabled() || !t.requires_grad()) {
     return false;
   }
-  if (as_shard_tensor(t)) {
-    return t.dim() == 1 && rules::is_empty(t);
+  if (ours) {
+    return rules::is_empty(t);
   }
   return t.layout() == at::kStrided && !t.key_set().has_any(kLevels) && (!t.key_set().has_any(kStandIns) || is_traced(t));
 }
@@ -117,7 +118,7 @@ void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = below_autograd(keys);
   const auto refs = collect(op, *stack, base);
   const auto tracked = [](const Ref& r) { return is_tracked(*r.tensor); };
-  if (may_pass_by(op) && below.highestPriorityTypeId() == kKey && std::none_of(refs.begin(), refs.end(), tracked)) {
+  if (skips_autograd(op, below, [&] { return std::any_of(refs.begin(), refs.end(), tracked); })) {
     op.handle.redispatchBoxed(below, stack);
     return;
   }

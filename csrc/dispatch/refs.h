@@ -26,7 +26,7 @@ using Refs = c10::SmallVector<Ref, 4>;
 
 // For a fake tensor of a graph: the current numbers of its sizes.
 inline c10::IntArrayRef sizes_of(const Ref& r) {
-  return r.impl ? r.impl->sizes_hint() : r.tensor->sizes();
+  return C10_UNLIKELY(r.impl && r.impl->is_symbolic()) ? r.impl->sizes_hint() : r.tensor->sizes();
 }
 
 // Whether the op only writes it (out=).

@@ -132,8 +132,8 @@ template <>
 struct Localized<c10::SymIntArrayRef> {
   Sizes kept;
   c10::SymIntArrayRef operator()(Localizer& l, size_t i, c10::SymIntArrayRef given) {
-    if (l.solution.sizes_arg != static_cast<int64_t>(i)) {
-      return given;
+    if (l.solution.sizes_arg != static_cast<int64_t>(i) || !l.solution.results[0].layout->is_sharded()) {
+      return given; // a result that nothing cuts has its global sizes on every rank
     }
     kept = local_sizes_argument<Numbers>(l.solution, l.refs);
     return c10::SymIntArrayRef(reinterpret_cast<const c10::SymInt*>(kept.data()), kept.size());
@@ -203,6 +203,9 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
  private:
   template <size_t... I>
   Result run(std::index_sequence<I...>, Args... args) {
+    if (check::on()) {
+      return Boxed<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);
+    }
     Refs refs;
     (collect(I, args, refs), ...);
     check_plain(op_, refs);
@@ -218,7 +221,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
           return new_solution(op_, stack, 0, refs);
         });
     if (needs_more(*solution, refs)) {
-      return Boxed<Result, Args...>::call([&](Stack* stack) { handle(op_, stack); }, args...);
+      return Boxed<Result, Args...>::call([&](Stack* stack) { run_call(op_, *stack, refs, solution); }, args...);
     }
     c10::impl::ExcludeDispatchKeyGuard below(kBelow);
     return guarded_call(op_, refs, *solution, [&]() -> Result {
@@ -242,7 +245,7 @@ class Typed<Result(Args...)> final : public c10::OperatorKernel {
   bool needs_more(const rules::Solution& s, const Refs& refs) const {
     const auto is_such = [&](const Ref& r) { return s.kernel_if(r.impl ? r.impl->local() : *r.tensor); };
     const bool kernel = s.kernel && (!s.kernel_if || s.moves || std::any_of(refs.begin(), refs.end(), is_such));
-    return check::on() || kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs) ||
+    return kernel || !s.write_back.empty() || !s.replicated->mesh().has_me() || needs_forms(op_, s, refs) ||
            (op_.is_view && (s.moves || s.put_back)) || !s.halos.empty();
   }
 
@@ -284,11 +287,9 @@ class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
   explicit TypedRecord(const Op& op) : op_(op), call_(op.handle.typed<Result(Args...)>()) {}
 
   Result operator()(c10::DispatchKeySet keys, Args... args) {
-    if constexpr (!std::is_same_v<Result, Tensor&>) {
-      const auto below = below_autograd(keys);
-      if (below.highestPriorityTypeId() == kKey && may_pass_by(op_) && !(any(args, is_tracked) || ...)) {
-        return call_.redispatch(below, args...);
-      }
+    const auto below = below_autograd(keys);
+    if (skips_autograd(op_, below, [&] { return (any(args, is_tracked) || ...); })) {
+      return call_.redispatch(below, args...); // a user's handler may stand there instead of our kernel
     }
     if (!(any(args, wants_entrance) || ...) && !(any(args, has_tangent) || ...)) {
       return call_.redispatch(torchs_autograd(keys), args...);

@@ -1,5 +1,5 @@
 // Typed entry points for ops of the most frequent signatures: no boxing, no reference counts on the arguments. They do what
-// handle() does, and call it if a solution needs more than one call of the op (a kernel, a write carried back).
+// handle() does; if a solution needs more than one call of the op (a kernel, a write carried back), run_call() does the rest.
 #pragma once
 
 #include "dispatch/op.h"

@@ -168,6 +168,7 @@ class ShardTensor(DTensor):
         return _C.layout(self)
 
     if TYPE_CHECKING:  # in C, see csrc/bindings/properties.cpp: torch.compile reads them at every call
+        _has_partial: bool
         _local_tensor: torch.Tensor
         _spec: ShardTensorSpec
         device_mesh: DeviceMesh
@@ -363,7 +364,7 @@ class ShardTensor(DTensor):
     ) -> None:
         """As torch.Tensor.backward; a Partial tensor is reduced first."""
         root = self
-        if self._layout.has_partial:
+        if self._has_partial:
             whole = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
             if torch.is_grad_enabled():
                 root = self.redistribute(placements=whole)
