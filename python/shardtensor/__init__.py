@@ -5,17 +5,12 @@ from typing import TYPE_CHECKING
 from shardtensor import _load  # noqa: F401  checks torch's version and loads the extension; must come first
 
 # isort: split
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from shardtensor import _C, _conversions, patches, random  # noqa: F401  _conversions adds methods to ShardTensor
-from shardtensor._replace import Replacement, replace_dtensor
-from shardtensor.checkpoint import _boxes  # noqa: F401  adds methods to ShardTensor
-from shardtensor.data import _balance  # noqa: F401  adds methods to ShardTensor
+from shardtensor import _C, _methods, patches, random  # noqa: F401  _methods adds methods to ShardTensor
+from shardtensor._late import names
 from shardtensor.debug import _checking, _gathers, _logging, _profiling
-from shardtensor.debug._explain import Explanation, explain
-from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
-from shardtensor.shards import _shards  # noqa: F401  adds methods to ShardTensor
+from shardtensor.device_mesh import DeviceMesh, init_device_mesh
 from shardtensor.tensor._factories import (
     distribute_module,
     distribute_tensor,
@@ -44,6 +39,10 @@ from shardtensor.tensor._modes import (
 from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 if TYPE_CHECKING:
+    from shardtensor import checkpoint, data, debug, parallel, shards  # noqa: F401
+    from shardtensor._replace import Replacement, replace_dtensor
+    from shardtensor.debug._explain import Explanation, explain
+    from shardtensor.debug._limits import ExplicitRedistributionContext, comm_budget
     from shardtensor.shards._wrapper import LocalShardsWrapper
 
 _C.install_handler()
@@ -55,15 +54,23 @@ _gathers.install()
 
 DTensor = ShardTensor
 
-
-def __getattr__(name: str) -> object:
-    """Imports LocalShardsWrapper late: it needs torch's checkpoints, which take longer to import than all the rest."""
-    if name == "LocalShardsWrapper":
-        from shardtensor.shards._wrapper import LocalShardsWrapper  # noqa: PLC0415  slow
-
-        return LocalShardsWrapper
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+# What is imported when it is first read.
+__getattr__, __dir__ = names(
+    __name__,
+    {
+        "Explanation": "shardtensor.debug._explain",
+        "ExplicitRedistributionContext": "shardtensor.debug._limits",
+        "LocalShardsWrapper": "shardtensor.shards._wrapper",
+        "Replacement": "shardtensor._replace",
+        "checkpoint": "",
+        "comm_budget": "shardtensor.debug._limits",
+        "data": "",
+        "explain": "shardtensor.debug._explain",
+        "parallel": "",
+        "replace_dtensor": "shardtensor._replace",
+        "shards": "",
+    },
+)
 
 __version__ = "0.1.0"
 __all__ = [

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from shardtensor._late import first_use
 from shardtensor.parallel import _accelerate, _transformers
 from shardtensor.patches import dtensor
 from shardtensor.tensor._tensor import ShardTensor
@@ -16,6 +17,7 @@ from shardtensor.tensor._tensor import ShardTensor
 # torch's modules and the modules with the same names here; and names that are public in torch without being listed.
 _MODULES = {
     "": "tensor._factories",
+    ".device_mesh": "device_mesh",
     ".parallel": "parallel",
     ".experimental": "experimental",
     ".experimental._attention": "experimental._torch_names",
@@ -45,6 +47,7 @@ class Replacement:
     _knows_libraries = False
 
     def __init__(self) -> None:
+        first_use()
         if not Replacement._knows_libraries:
             Replacement._knows_libraries = True
             for library in (_transformers, _accelerate):

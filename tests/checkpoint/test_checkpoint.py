@@ -590,20 +590,32 @@ def test_documentation(pools, tmp_path):
         pools(ranks).run(example, str(tmp_path / str(number // 2)), number)
 
 
-def all_is_mended():
-    """Every function of torch that loses the cuts is replaced."""
-    from shardtensor.patches.checkpoints import MENDS
+# Where modules have imported a function by name, whose own module's entry in the table replaces it.
+IMPORTED_BY_NAME = [
+    ("torch.distributed.checkpoint.default_planner", "_create_default_metadata_only_plan"),
+    ("torch.distributed.checkpoint.default_planner", "_init_state_dict"),
+    ("torch.distributed.checkpoint.state_dict", "_broadcast_state_dict"),
+    ("torch.distributed.checkpoint.state_dict", "_distribute_state_dict"),
+    ("torch.distributed.checkpoint.state_dict", "_gather_state_dict"),
+    ("torch.distributed.fsdp._optim_utils", "_gather_state_dict"),
+]
 
-    for module, path, _ in MENDS:
+
+def all_is_mended():
+    """Every function of torch that loses the cuts is replaced, once there is a mesh."""
+    from shardtensor.patches import checkpoints
+
+    for module, path in [*((patch.module, patch.name) for patch in checkpoints.PATCHES), *IMPORTED_BY_NAME]:
         found = importlib.import_module(module)
         for name in path.split("."):
             found = getattr(found, name)
-        assert found._shardtensor_stock.__name__ == path.split(".")[-1]
-        assert not hasattr(found._shardtensor_stock, "_shardtensor_stock")
+        assert found.__code__.co_filename == checkpoints.__file__ and found.__wrapped__.__name__ == path.split(".")[-1], path
+        assert not hasattr(found.__wrapped__, "__wrapped__"), path
 
 
 @on_ranks(2)
 def test_all_is_mended():
+    mesh_of((2,))
     all_is_mended()
 
 
@@ -612,6 +624,7 @@ def test_all_is_mended_when_torch_was_first():
 import sys; sys.path[:0] = {sys.path!r}
 import torch.distributed.checkpoint, torch.distributed.checkpoint.state_dict
 import test_checkpoint, shardtensor
+shardtensor._C.Mesh("cpu", [1], [0], [], [""], 0)
 test_checkpoint.all_is_mended()
 """
     path = {"PYTHONPATH": os.path.dirname(__file__)}

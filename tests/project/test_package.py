@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import re
@@ -10,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 import tomllib
 from pathlib import Path
 
@@ -18,6 +21,7 @@ import shardtensor
 import torch
 import torch.distributed.tensor
 from shardtensor import _C
+from shardtensor._late import when_imported
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +64,7 @@ def test_offers_every_name_of_torch_distributed_tensor():
     assert set(torch.distributed.tensor.__all__) <= set(shardtensor.__all__)
 
 
-def test_the_class_declares_the_methods_that_folders_add():
+def test_the_class_declares_the_methods_that_are_added():
     """For type checkers, since the class may not import what builds on it."""
     cls = next(n for n in ast.parse((ROOT / "python/shardtensor/tensor/_tensor.py").read_text()).body if getattr(n, "name", "") == "ShardTensor")
     declared = [n for n in cls.body if isinstance(n, ast.If)][-1]
@@ -150,6 +154,79 @@ print(*sorted(m for m in set(sys.modules) - before if m.startswith("torch")))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ | path)
     brought = done.stdout.splitlines()[-1].split()  # an editable install may build first, and say so
     assert [m for m in brought if not m.startswith("torch.distributed.tensor.")] == []
+
+
+def test_import_brings_only_what_training_needs():
+    program = """
+import sys
+import shardtensor
+print(*sorted(m.removeprefix("shardtensor.") for m in sys.modules if m.startswith("shardtensor.")))
+"""
+    path = {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ | path)
+    brought = done.stdout.splitlines()[-1].split()
+    rooms = {m.split(".")[0] for m in brought}
+    assert rooms == {"_C", "_build", "_late", "_load", "_methods", "debug", "device_mesh", "patches", "random", "tensor"}
+    assert [m for m in brought if m.startswith("patches.")] == ["patches._patch", "patches.ending", "patches.flops"]
+    assert "debug._watch" not in brought and "debug._explain" not in brought
+
+
+def test_what_waits_for_an_import_gets_the_whole_module(tmp_path, monkeypatch):
+    """Also if another thread is still importing it, and again if it raised."""
+    (tmp_path / "slow_to_import.py").write_text("import time\nstarted = True\ntime.sleep(1)\nlast = 7\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    thread = threading.Thread(target=importlib.import_module, args=("slow_to_import",))
+    thread.start()
+    while not hasattr(sys.modules.get("slow_to_import"), "started"):
+        time.sleep(0.01)
+    found = []
+
+    def then(module):
+        if not found:
+            found.append("raised")
+            raise ValueError("once")
+        found.append(module.last)
+
+    try:
+        assert not hasattr(sys.modules["slow_to_import"], "last")
+        with pytest.raises(ValueError, match="once"):
+            when_imported("slow_to_import", then)
+        when_imported("slow_to_import", lambda module: found.append(module.last))
+        assert found == ["raised", 7, 7]
+    finally:
+        thread.join()
+        del sys.modules["slow_to_import"]
+
+
+@pytest.mark.parametrize("package", ["shardtensor", "shardtensor.debug"])
+def test_names_that_are_imported_late_are_there(package):
+    """In a fresh process, in which nothing has asked for them."""
+    program = f"""
+import pickle, sys
+import {package} as package
+assert set(package.__all__) <= set(dir(package)), set(package.__all__) - set(dir(package))
+assert len(set(dir(package))) == len(dir(package))
+found = {{}}
+exec("from {package} import *", found)
+assert all(found[name] is getattr(package, name) is vars(package)[name] for name in package.__all__)
+for thing in found.values():
+    if isinstance(thing, type) and thing.__module__.startswith("shardtensor"):
+        assert pickle.loads(pickle.dumps(thing)) is thing
+try:
+    package.no_such_name
+except AttributeError as error:
+    assert str(error) == "module '{package}' has no attribute 'no_such_name'"
+else:
+    sys.exit("no_such_name is there")
+"""
+    path = {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | path)
+
+
+def test_folders_are_attributes_without_an_import_of_their_own():
+    program = "import shardtensor; shardtensor.data.read; shardtensor.debug.check; shardtensor.shards; shardtensor.checkpoint; shardtensor.parallel"
+    path = {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | path)
 
 
 def test_ops_have_typed_entries_by_their_signatures():

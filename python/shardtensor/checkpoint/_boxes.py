@@ -8,7 +8,7 @@ import torch
 
 from shardtensor.shards._shards import wrapper_of
 from shardtensor.tensor._pieces import _refuse_summands, box_views
-from shardtensor.tensor._tensor import ShardTensor, add_methods
+from shardtensor.tensor._tensor import ShardTensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -60,6 +60,3 @@ def box_at(t: ShardTensor, index: MetadataIndex) -> torch.Tensor:
         f"checkpoint: no box of {index.fqn!r} begins at {starts} on rank {layout.mesh.rank}, which holds "
         f"{layout.boxes(list(t.shape)) or 'nothing'} of {layout}"
     )
-
-
-add_methods(__create_chunk_list__=chunks, __create_write_items__=write_items, __get_tensor_shard__=box_at)

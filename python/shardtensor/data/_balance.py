@@ -17,7 +17,7 @@ import shardtensor._C as _C
 from shardtensor.tensor._from_local import from_everyone
 from shardtensor.tensor._layout import _SHARD
 from shardtensor.tensor._mesh import device_of
-from shardtensor.tensor._tensor import ShardTensor, add_methods
+from shardtensor.tensor._tensor import ShardTensor
 
 # ---- where to cut ----
 
@@ -127,18 +127,7 @@ def rebalance(
     tolerance: float = 0.02,
     multiple_of: int = 1,
 ) -> ShardTensor:
-    """The same tensor with its cuts moved so that all ranks have the same work, as nearly as whole rows allow. Rows keep their
-    order, and of all cuts that are as good (to `tolerance`) the one that moves the fewest bytes is taken; if a cut may be at more than
-    32 rows and these cost differently, one that moves few. Differentiable.
-
-    costs: what each row costs, along the dim that is cut: a list or a plain tensor, the same on all ranks, or a ShardTensor.
-    times: what this rank's rows took in all, measured (the ranks exchange their times); or a list of all ranks' times along the
-    mesh dim. Each row of a rank then counts the same. One of the two must be given.
-    mesh_dim: whose cut moves; needed only if several mesh dims cut. multiple_of: pieces begin at multiples of it, such as a network's
-    strides together, whose halos are smaller then.
-
-    Tensors that belong together are moved alike by `y.redistribute(placements=y.placements, sharding_shapes=...)`.
-    """
+    """See the method of ShardTensor."""
     who = "ShardTensor.rebalance"
     mesh_dim = _mesh_dim_of(x, mesh_dim, who)
     if (costs is None) == (times is None):
@@ -331,6 +320,3 @@ def _most_received(before: Sequence[int], after: Sequence[int]) -> int:
     old, new = ([0, *accumulate(lengths)] for lengths in (before, after))
     spans = zip(pairwise(old), pairwise(new), strict=True)
     return max(d - c - max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in spans)
-
-
-add_methods(rebalance=rebalance)

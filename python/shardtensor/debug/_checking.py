@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 import shardtensor._C as _C
+from shardtensor.debug._text import OWN_FOLDERS, call_site
 
 _OFF, _SAMPLED, _FULL = range(3)
-_HERE = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.sep + os.path.join("torch", ""))
-
-
-def call_site() -> str:
-    """The innermost source line outside shardtensor and torch; empty in autograd's own threads."""
-    frame = sys._getframe()
-    while frame is not None and (frame.f_code.co_filename.startswith(_HERE[0]) or _HERE[1] in frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 @contextmanager
@@ -43,7 +34,7 @@ def check(full: bool = False) -> Iterator[None]:
 
 def install() -> None:
     _C.set_call_site(call_site)
-    _C.set_own_folders([_HERE[0], os.path.dirname(os.path.abspath(torch.__file__)) + os.sep])
+    _C.set_own_folders([OWN_FOLDERS[0], os.path.dirname(os.path.abspath(torch.__file__)) + os.sep])
     asked = os.environ.get("SHARDTENSOR_CHECK", "0").lower()
     if asked not in ("0", "", "1", "full"):
         raise ValueError(f"shardtensor: the environment variable SHARDTENSOR_CHECK is {asked!r}; use 0, 1 or full")

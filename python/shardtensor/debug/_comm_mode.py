@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardtensor._C as _C
 from shardtensor.debug import _watch
-from shardtensor.debug._explain import in_bytes
+from shardtensor.debug._text import in_bytes
 from shardtensor.tensor._tensor import ShardTensor
 
 # The names under which torch's mode counts them.

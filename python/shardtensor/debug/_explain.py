@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 import shardtensor._C as _C
+from shardtensor.debug._text import in_bytes
 from shardtensor.tensor._layout import ShardingShapes, make_layout, target_layout
 from shardtensor.tensor._pieces import has_shards
-from shardtensor.tensor._tensor import ShardTensor, add_methods
+from shardtensor.tensor._tensor import ShardTensor
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,6 @@ def _span(of: Mapping[int, int]) -> str:
     return in_bytes(most) if least == most else f"{in_bytes(least)} to {in_bytes(most)}"
 
 
-def in_bytes(n: int) -> str:
-    if n < 1024:
-        return f"{n} B"
-    value, units = float(n), iter(("KiB", "MiB", "GiB", "TiB"))
-    unit = "B"
-    while value >= 1024:
-        value, unit = value / 1024, next(units, unit)
-    return f"{value:.1f} {unit}"
-
-
 def explain(
     source: ShardTensor | tuple[DeviceMesh, Sequence[Placement], Sequence[int], torch.dtype],
     placements: Sequence[Placement],
@@ -108,6 +99,3 @@ def explain(
         for kind, mesh_dim, before, after, traffic in _C.route(ours, target, list(shape), dtype.itemsize)
     )
     return Explanation(ours, target, shape, dtype, steps)
-
-
-add_methods(explain=explain)

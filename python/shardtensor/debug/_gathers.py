@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch._guards import TracingContext
 
 import shardtensor._C as _C
-from shardtensor.debug import _watch
-from shardtensor.debug._checking import call_site
-from shardtensor.debug._explain import in_bytes
+from shardtensor.debug._text import call_site, in_bytes
 from shardtensor.tensor._layout import _REPLICATE, _SHARD
+
+if TYPE_CHECKING:
+    from shardtensor.debug import _watch
 
 Often = Literal["off", "once", "every"]
 
@@ -43,6 +44,7 @@ _REASONS = {
 
 _often: Often = "off"
 _all_ranks = False
+_listens = False
 _told: set[tuple[object, ...]] = set()
 # {thread: (the op whose solution is new, the operands that it has moved)}
 _new: dict[int, tuple[str, set[tuple[object, ...]]]] = {}
@@ -67,11 +69,13 @@ def log_gathers(often: Often = "once", *, all_ranks: bool = False) -> None:
 
 
 def _listen(on: bool) -> None:
-    listens = _hear in _watch.moves
-    if on and not listens:
-        _watch.moves.listen(_hear)
-    elif listens and not on:
-        _watch.moves.forget(_hear)
+    global _listens
+    if on == _listens:
+        return
+    from shardtensor.debug import _watch  # noqa: PLC0415  not needed before
+
+    _listens = on
+    (_watch.moves.listen if on else _watch.moves.forget)(_hear)
 
 
 def _begin(op: str, why: str, layouts: str) -> None:

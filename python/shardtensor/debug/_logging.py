@@ -7,8 +7,10 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from shardtensor.debug import _watch
+if TYPE_CHECKING:
+    from shardtensor.debug import _watch
 
 _log = logging.getLogger("shardtensor")
 
@@ -24,6 +26,8 @@ def _write_halo(halo: _watch.Halo) -> None:
 def log_redistributions(on: bool = True) -> None:
     """Logs each redistribution that an op or a gradient needs, and each halo that an op reads, to the logger "shardtensor", at level
     INFO. It is on from the start if that logger is enabled at import: by TORCH_LOGS=shardtensor or by logging's own settings."""
+    from shardtensor.debug import _watch  # noqa: PLC0415  not needed before
+
     listens = _write in _watch.moves
     if on and not listens:
         _watch.moves.listen(_write)
@@ -36,6 +40,8 @@ def log_redistributions(on: bool = True) -> None:
 @contextmanager
 def halos() -> Iterator[list[_watch.Halo]]:
     """Inside, the list gets each halo that an op reads, with the bytes that this rank sends to other ranks and receives from them."""
+    from shardtensor.debug import _watch  # noqa: PLC0415  not needed before
+
     heard: list[_watch.Halo] = []
     _watch.halos.listen(heard.append)
     try:
@@ -47,4 +53,5 @@ def halos() -> Iterator[list[_watch.Halo]]:
 def install() -> None:
     # torch imports the packages that TORCH_LOGS names before it sets their levels.
     named = [name.strip().removeprefix("+") for name in os.environ.get("TORCH_LOGS", "").split(",")]
-    log_redistributions(_log.isEnabledFor(logging.INFO) or "shardtensor" in named)
+    if _log.isEnabledFor(logging.INFO) or "shardtensor" in named:
+        log_redistributions()

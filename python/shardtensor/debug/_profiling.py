@@ -9,8 +9,7 @@ from types import FrameType
 import torch
 
 import shardtensor._C as _C
-from shardtensor.debug._checking import call_site
-from shardtensor.debug._explain import in_bytes
+from shardtensor.debug._text import call_site, in_bytes
 
 
 def _modules() -> str:

@@ -4,16 +4,16 @@ nodes save (layouts): the engine runs the backward of ShardTensors. All versions
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 import shardtensor._C as _C
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._tensor import ShardTensor
 
 
@@ -24,17 +24,18 @@ def _with_cuts(gradients: Any, inputs: Any) -> Any:
     return tuple(g if t is None or g is None else _C.with_cuts_of(t, g) for t, g in zip(leaves, gradients, strict=True))
 
 
-def _outside_compiled_autograd(roots: Any) -> contextlib.AbstractContextManager[None]:
-    """If compiled autograd is on and the backward reaches a ShardTensor, turns compiled autograd off."""
+def _compiled_autograd() -> Any:
+    """torch's module, if it has been imported and is on."""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is None or not compiled.compiled_autograd_enabled or not _reaches_ours(roots):
-        return contextlib.nullcontext()
+    return compiled if compiled is not None and compiled.compiled_autograd_enabled else None
+
+
+def _warn_of_compiled_autograd() -> None:
     warnings.warn(
         "shardtensor: compiled autograd cannot trace the backward of ShardTensors; torch's engine runs it instead, with the same "
         "gradients. To compile the backward, compile the forward (torch.compile) without compiled autograd",
         stacklevel=4,
     )
-    return compiled._disable()  # type: ignore[no-any-return]
 
 
 def _reaches_ours(roots: Any) -> bool:
@@ -52,17 +53,32 @@ def _reaches_ours(roots: Any) -> bool:
     return False
 
 
-def install() -> None:
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
+def _telling(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         try:
-            with _outside_compiled_autograd(args[0] if args else kwargs.get("t_outputs", ())):
+            compiled = _compiled_autograd()
+            if compiled is not None and _reaches_ours(args[0] if args else kwargs.get("t_outputs", ())):
+                _warn_of_compiled_autograd()
+                with compiled._disable():
+                    gradients = run(*args, **kwargs)
+            else:
                 gradients = run(*args, **kwargs)
             return _with_cuts(gradients, args[4] if len(args) > 4 else kwargs.get("inputs"))
         except BaseException as e:
             _C.failed_in_part("backward", f"{type(e).__name__}: {e}")
             raise
 
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    return run_backward
+
+
+PATCHES = (
+    Patch(
+        "torch.autograd.graph",
+        "_engine_run_backward",
+        _telling,
+        why="a backward that fails on one rank tells the others; gradients of leaves get the leaves' cuts; compiled autograd is kept away.",
+        ask="hooks around a backward, and a way for a node to say that compiled autograd cannot trace it",
+        by_name=True,
+    ),
+)

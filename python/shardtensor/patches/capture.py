@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shardtensor.patches._graphs import REFUSED, refuse
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._compile import is_of_ours, numbers_from_now_on
 
 _WAIT = "_c10d_functional::wait_tensor"
@@ -20,9 +22,7 @@ _ARRANGE = {
 }
 
 
-def patch(capture: Any) -> None:
-    trace = capture._create_graph
-
+def _waiting_late(trace: Any) -> Any:
     @functools.wraps(trace)
     def traced(*args: Any, **options: Any) -> Any:
         module = trace(*args, **options)
@@ -31,13 +31,7 @@ def patch(capture: Any) -> None:
             module.recompile()
         return module
 
-    capture._create_graph = traced
-
-
-def patch_caller(graph_compile: Any) -> None:
-    """The module that calls graph_capture's function under a name of its own, which it may have imported before shardtensor."""
-    if hasattr(graph_compile, "aot_dispatch_autograd_graph"):
-        graph_compile.aot_dispatch_autograd_graph = _numbers_in_time(graph_compile.aot_dispatch_autograd_graph)
+    return traced
 
 
 def _numbers_in_time(trace: Any) -> Any:
@@ -94,3 +88,25 @@ def _wait_late(graph: torch.fx.Graph) -> None:
 
 def _name(node: torch.fx.Node) -> str:
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+PATCHES = (
+    Patch(
+        "torch._functorch._aot_autograd.graph_capture",
+        "_create_graph",
+        _waiting_late,
+        why="torch waits for a collective where it is called; here other ops run until its result is used.",
+        ask="a pass over a graph before it is partitioned, which a subclass may register",
+        without="Graphs wait for collectives where they call them.",
+    ),
+    # The module that calls graph_capture's function, by a name of its own.
+    Patch(
+        "torch._functorch._aot_autograd.graph_compile",
+        "aot_dispatch_autograd_graph",
+        _numbers_in_time,
+        why="torch lists the symbols of subclasses before it traces the backward, which may make numbers of them.",
+        ask="listing the symbols after the backward has been traced",
+        without=REFUSED,
+        turn_off=refuse,
+    ),
+)

@@ -10,9 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.modules import rnn
-
-from shardtensor.patches._once import wrap_once
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._tensor import ShardTensor
 
 
@@ -32,6 +30,14 @@ def _with_zeros(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return around
 
 
-def install() -> None:
-    for cell, count in ((rnn.RNNCell, 1), (rnn.GRUCell, 1), (rnn.LSTMCell, 2)):
-        wrap_once(cell, "forward", _with_zeros(count))
+PATCHES = tuple(
+    Patch(
+        "torch.nn.modules.rnn",
+        f"{cell}.forward",
+        _with_zeros(count),
+        why="a cell without a state makes a plain tensor of zeros, which ops refuse among ShardTensors.",
+        ask="`input.new_zeros` in place of `torch.zeros`",
+        without="Pass the cell its first state.",
+    )
+    for cell, count in (("RNNCell", 1), ("GRUCell", 1), ("LSTMCell", 2))
+)

@@ -1,15 +1,11 @@
 """torch.distributed.checkpoint, and the state dicts of torch.distributed._state_dict_utils beneath it. All versions.
 
-Some of torch's code looks only at placements, as if all cuts were even, or moves one tensor at a time. It is wrapped here: one
-entry of MENDS per function, applied when its module is imported (torch's checkpoints take longer to import than everything else here).
+Some of torch's code looks only at placements, as if all cuts were even, or moves one tensor at a time. It is wrapped here.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from functools import update_wrapper
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor._C as _C
-from shardtensor._late import when_imported
+from shardtensor.patches._patch import Patch
 from shardtensor.shards._shards import in_places_of, wrapper_of
 from shardtensor.tensor._many import redistribute
 from shardtensor.tensor._mesh import device_of
@@ -236,44 +232,78 @@ def _one_box_per_file(stock: Callable[..., dict[int, list[WriteItem]]]) -> Calla
     return split
 
 
+_STATES = "torch.distributed._state_dict_utils"
 _DCP = "torch.distributed.checkpoint"
-# (module, name in it, wrapper). A name that another module has imported is listed for that module too.
-MENDS: list[tuple[str, str, Callable[[Any], Any]]] = [
-    ("torch.distributed._state_dict_utils", "_broadcast_state_dict", _spread_scalars),
-    ("torch.distributed._state_dict_utils", "_distribute_state_dict", _spread_own),
-    ("torch.distributed._state_dict_utils", "_distribute_tensors", _spread_broadcast),
-    ("torch.distributed._state_dict_utils", "_gather_state_dict", _gather_together),
-    (f"{_DCP}._state_dict_stager", "StateDictStager._offload_tensor", _stage_piece),
-    (f"{_DCP}.default_planner", "_create_default_metadata_only_plan", _plan_of_boxes),
-    (f"{_DCP}.default_planner", "_init_state_dict", _give_memory),
-    (f"{_DCP}.hf_storage", "HuggingFaceStorageWriter._split_by_storage_plan", _one_box_per_file),
-    (f"{_DCP}.planner_helpers", "_create_default_metadata_only_plan", _plan_of_boxes),
-    (f"{_DCP}.planner_helpers", "_init_state_dict", _give_memory),
-    (f"{_DCP}.state_dict", "_broadcast_state_dict", _spread_scalars),
-    (f"{_DCP}.state_dict", "_distribute_state_dict", _spread_own),
-    (f"{_DCP}.state_dict", "_gather_state_dict", _gather_together),
-    ("torch.distributed.fsdp._optim_utils", "_gather_state_dict", _gather_together),
-]
-
-
-def install() -> None:
-    """Wraps the functions in MENDS, once."""
-    for name in {module for module, _, _ in MENDS}:
-        when_imported(name, _mend)
-
-
-def _mend(module: ModuleType) -> None:
-    for name, path, wrap in MENDS:
-        if name != module.__name__:
-            continue
-        *outer, last = path.split(".")
-        owner: Any = module
-        for part in outer:
-            owner = getattr(owner, part, None)
-        stock = getattr(owner, last, None)
-        if stock is None:
-            logging.getLogger("shardtensor").warning("this torch has no %s.%s; shardtensor needs to patch it", name, path)
-        elif not hasattr(stock, "_shardtensor_stock"):
-            mended: Any = update_wrapper(wrap(stock), stock)
-            mended._shardtensor_stock = stock
-            setattr(owner, last, mended)
+_SHAPES = "a protocol of DTensor for the part of a whole tensor that is this rank's (`__create_chunk_list__` says where it is)"
+PATCHES = (
+    Patch(
+        _STATES,
+        "_broadcast_state_dict",
+        _spread_scalars,
+        why="set_model_state_dict with broadcast_from_rank0 leaves 0-d tensors plain.",
+        ask="0-d DTensors that stay DTensors",
+        without="set_model_state_dict with broadcast_from_rank0 makes plain tensors of 0-d ShardTensors.",
+        by_name=True,
+    ),
+    Patch(
+        _STATES,
+        "_distribute_state_dict",
+        _spread_own,
+        why="set_model_state_dict with full_state_dict cuts whole tensors evenly.",
+        ask=_SHAPES,
+        without="Do not use set_model_state_dict with full_state_dict for tensors with uneven cuts.",
+        by_name=True,
+    ),
+    Patch(
+        _STATES,
+        "_distribute_tensors",
+        _spread_broadcast,
+        why="set_model_state_dict with broadcast_from_rank0 cuts whole tensors evenly.",
+        ask=_SHAPES,
+        without="Do not use set_model_state_dict with broadcast_from_rank0 for tensors with uneven cuts.",
+        by_name=True,
+    ),
+    Patch(
+        _STATES,
+        "_gather_state_dict",
+        _gather_together,
+        why="get_model_state_dict with full_state_dict gathers one tensor at a time.",
+        ask="gathering in batches",
+        without="get_model_state_dict with full_state_dict gathers one tensor at a time.",
+        by_name=True,
+    ),
+    Patch(
+        f"{_DCP}._state_dict_stager",
+        "StateDictStager._offload_tensor",
+        _stage_piece,
+        why="async_save copies a tensor's memory, which a ShardTensor does not have.",
+        ask="a protocol of wrapper subclasses for staging (their inner tensors)",
+        without="async_save does not work with ShardTensors; use save.",
+    ),
+    Patch(
+        f"{_DCP}.planner_helpers",
+        "_create_default_metadata_only_plan",
+        _plan_of_boxes,
+        why="a save plan that is only read takes DTensors to be cut evenly.",
+        ask="a call of `__create_write_items__`, as in the other plans",
+        without="Checkpoint metadata that torch plans without saving describes even cuts.",
+        by_name=True,
+    ),
+    Patch(
+        f"{_DCP}.planner_helpers",
+        "_init_state_dict",
+        _give_memory,
+        why="before a load, torch gives memory only to DTensors on the meta device that are cut evenly.",
+        ask="`torch.empty_like(t, device=...)` for DTensors",
+        without="Give tensors on the meta device memory (module.to_empty) before loading.",
+        by_name=True,
+    ),
+    Patch(
+        f"{_DCP}.hf_storage",
+        "HuggingFaceStorageWriter._split_by_storage_plan",
+        _one_box_per_file,
+        why="a safetensors file holds one box of a tensor on each rank, where a piece may be several.",
+        ask="names of boxes with their index",
+        without="HuggingFaceStorageWriter cannot save tensors of which a rank holds several boxes.",
+    ),
+)

@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
-from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 import shardtensor._C as _C
-from shardtensor.patches._once import wrap_once
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._layout import _SHARD, _UNCUT
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -173,10 +171,38 @@ def _clip_all(clip: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def install() -> None:
-    """Wraps the clipping of gradients, and makes torch choose foreach as for plain tensors; once."""
-    for wrap, name in ((_total_norm_of_all, "get_total_norm"), (_clip_all, "clip_grads_with_norm_")):
-        wrap_once(clip_grad, f"_{name}", wrap)
-        setattr(torch.nn.utils, name, getattr(clip_grad, f"_{name}"))
-    if ShardTensor not in _clipping_types:
-        _clipping_types.append(ShardTensor)  # type: ignore[arg-type]
+def take_foreach(types: list[type]) -> list[type]:
+    """Makes torch choose foreach as for plain tensors."""
+    if ShardTensor not in types:
+        types.append(ShardTensor)
+    return types
+
+
+PATCHES = (
+    Patch(
+        "torch.nn.utils.clip_grad",
+        "_get_total_norm",
+        _total_norm_of_all,
+        why="torch stacks the norms of gradients, which is an error for tensors of several meshes, and one message each for several cuts.",
+        ask="norms reduced per mesh, then combined",
+        without="Clip the gradients of each mesh by themselves.",
+        by_name=True,
+    ),
+    Patch(
+        "torch.nn.utils.clip_grad",
+        "_clip_grads_with_norm_",
+        _clip_all,
+        why="gradients of several meshes are scaled by one norm.",
+        ask="a norm that is a number for each gradient's mesh",
+        without="Clip the gradients of each mesh by themselves.",
+        by_name=True,
+    ),
+    Patch(
+        "torch.utils._foreach_utils",
+        "_foreach_supported_types",
+        take_foreach,
+        why="torch uses its foreach functions only for types in this list.",
+        ask="a public way to register a type",
+        without="Clipping calls each op once per gradient.",
+    ),
+)

@@ -4,35 +4,36 @@ parameters and puts them together again. All versions."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import shardtensor._C as _C
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
 
-def patch(ddp: Any) -> None:
+def _as_piece(flat: Callable[..., Any]) -> Callable[..., Any]:
     """DDP gets the pieces as plain parameters, and around each forward makes ShardTensors of them from the recorded layouts."""
-    flat, torchs = ddp._flatten_tensor, ddp._unflatten_tensor
 
     def flatten(t: torch.Tensor) -> Any:
         return (t._local_tensor.detach(), t._spec) if isinstance(t, ShardTensor) else flat(t)
 
+    return flatten
+
+
+def _of_piece(torchs: Callable[..., Any]) -> Callable[..., Any]:
     def unflatten(t: torch.Tensor, spec: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(spec, ShardTensorSpec):
             return torchs(t, spec, **kwargs)  # type: ignore[no-any-return]
         return _C.from_local(t, spec._layout, list(spec.shape), list(spec.stride), None)
 
-    ddp._flatten_tensor, ddp._unflatten_tensor = flatten, unflatten
+    return unflatten
 
 
-def install() -> None:
-    """Makes DDP refuse ShardTensors by name, once."""
-    init: Any = DistributedDataParallel.__init__
-    if hasattr(init, "_shardtensor"):
-        return
+def _refusing(init: Callable[..., None]) -> Callable[..., None]:
+    """Makes DDP refuse ShardTensors by name."""
 
     @functools.wraps(init)
     def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -46,5 +47,31 @@ def install() -> None:
                 )
         init(self, module, *args, **kwargs)
 
-    checked._shardtensor = True  # type: ignore[attr-defined]
-    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
+    return checked
+
+
+_DDP = "torch.distributed.tensor.parallel.ddp"
+PATCHES = (
+    Patch(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel.__init__",
+        _refusing,
+        why="DDP would copy parameters as plain memory, which ShardTensors do not have.",
+        ask="an error of its own for parameters without memory",
+        without="Pass DDP a device_mesh if parameters are ShardTensors.",
+    ),
+    Patch(
+        _DDP,
+        "_flatten_tensor",
+        _as_piece,
+        why="DDP with a device_mesh takes the pieces of DTensors, and describes them by specs without cuts.",
+        ask="`__tensor_flatten__` in place of these functions",
+    ),
+    Patch(
+        _DDP,
+        "_unflatten_tensor",
+        _of_piece,
+        why="DDP puts the pieces together again, as if they were cut evenly.",
+        ask="`__tensor_unflatten__` in place of these functions",
+    ),
+)

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 import shardtensor._C as _C
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._tensor import ShardTensor, ShardTensorSpec
 
@@ -46,17 +47,15 @@ def make_everything_ours(on: bool) -> None:
     _everything = on
 
 
-def install() -> None:
-    """Wraps DTensor's constructor, the slow path and the custom handlers of torch's engine, once."""
-    engine: Any = DTensor._op_dispatcher
-    if getattr(engine, "_shardtensor_installed", False):
-        return
-    slow = engine._propagate_op_sharding_dispatch_slow_path
-
+def _for_dtensors(slow: Callable[..., Any]) -> Callable[..., Any]:
     def slow_path(op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         return _again(op, leaves, tree) if _is_mixed(leaves) else slow(op, args, kwargs, *rest)
 
+    return slow_path
+
+
+def _handlers_for_dtensors(handlers: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     def guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
         def call(op: Any, args: Any, kwargs: Any) -> Any:
             leaves, tree = pytree.tree_flatten((args, kwargs or {}))
@@ -64,16 +63,41 @@ def install() -> None:
 
         return call
 
-    make = DTensor.__new__
+    for op, handler in list(handlers.items()):
+        handlers[op] = guarded(handler)
+    return handlers
 
+
+def _ours_by_spec(make: Callable[..., DTensor]) -> Callable[..., DTensor]:
     def new(cls: type[DTensor], *args: Any, **kwargs: Any) -> DTensor:
         """torch's own tools (FSDP2) build a DTensor from a parameter's spec. Our spec makes a ShardTensor."""
         spec = args[1] if len(args) > 1 else kwargs.get("spec")
         ours = _everything or isinstance(spec, ShardTensorSpec)
         return ShardTensor(*args, **kwargs) if ours else make(cls, *args, **kwargs)
 
-    DTensor.__new__ = new  # type: ignore[method-assign, assignment]
-    engine._propagate_op_sharding_dispatch_slow_path = slow_path
-    for op, handler in list(engine._custom_op_handlers.items()):
-        engine._custom_op_handlers[op] = guarded(handler)
-    engine._shardtensor_installed = True
+    return new
+
+
+PATCHES = (
+    Patch(
+        "torch.distributed.tensor",
+        "DTensor.__new__",
+        _ours_by_spec,
+        why="torch's own tools make a DTensor from a parameter's spec, which must become a ShardTensor if the spec is ours.",
+        ask="a spec that names the class of its tensors",
+    ),
+    Patch(
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path",
+        _for_dtensors,
+        why="the engine of stock DTensors gets calls with ShardTensors among them, and would take them for DTensors.",
+        ask="an engine that returns NotImplemented for subclasses of DTensor",
+    ),
+    Patch(
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher._custom_op_handlers",
+        _handlers_for_dtensors,
+        why="the handlers in this table get such calls as well.",
+        ask="the same",
+    ),
+)

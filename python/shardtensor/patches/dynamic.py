@@ -10,20 +10,18 @@ import torch
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 import shardtensor._C as _C
+from shardtensor.patches._graphs import REFUSED, refuse
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._layout import placements_of
 
 
-def patch(builder: Any) -> None:
+def _as_the_whole(torchs: Callable[..., Any]) -> Callable[..., Any]:
     """A cut size is a symbol of the piece if it is one of the whole, so on every rank. torch would decide by the piece's own history:
     a rank whose piece kept its size would compile more graphs than others, and reach torch's limit alone. And with dynamic=True a
     piece shares no symbol with equal sizes: the length of another tensor would become a number on one rank only.
 
     A size that is marked as unbacked (mark_unbacked) is taken as one that is marked as dynamic: a graph must know whether the ranks
     divide the size, and torch cannot guard that of an unbacked one."""
-    builder._automatic_dynamic = _as_the_whole(builder._automatic_dynamic)
-
-
-def _as_the_whole(torchs: Callable[..., Any]) -> Callable[..., Any]:
     from torch.fx.experimental.symbolic_shapes import DimDynamic  # noqa: PLC0415  slow: sympy
 
     def as_whole(own: DimDynamic, whole: DimDynamic) -> DimDynamic:
@@ -44,3 +42,16 @@ def _as_the_whole(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return automatic_dynamic
+
+
+PATCHES = (
+    Patch(
+        "torch._dynamo.variables.builder",
+        "_automatic_dynamic",
+        _as_the_whole,
+        why="which sizes of a piece are symbols must not depend on the rank, or ranks compile different graphs.",
+        ask="inner tensors of subclasses whose dynamic sizes follow the outer tensor's",
+        without=REFUSED,
+        turn_off=refuse,
+    ),
+)

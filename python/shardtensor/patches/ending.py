@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.compiler import is_compiling
 
 import shardtensor._C as _C
+from shardtensor.patches._patch import Patch
 
 _failed: list[BaseException] = []  # the error that ends the script
 
 
-def _tell_error() -> None:
+def _telling(show: Callable[..., None]) -> Callable[..., None]:
     """An error that ends the script is told at once: other threads may keep the process alive."""
-    show = sys.excepthook
 
     def tell_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _failed.append(error)
@@ -31,12 +31,18 @@ def _tell_error() -> None:
         finally:
             show(kind, error, trace)
 
-    sys.excepthook = tell_and_show
+    return tell_and_show
 
 
 def _tell_end(_: object = None) -> None:
     """At the end of the process, also of one that multiprocessing has started, which runs no atexit functions."""
     util.Finalize(None, _end, exitpriority=0)
+
+
+def _telling_at_the_end(finalizers: Any) -> Any:
+    _tell_end()
+    util.register_after_fork(_tell_end, _tell_end)
+    return finalizers
 
 
 def _end() -> None:
@@ -86,11 +92,44 @@ def _waits(barrier: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def install() -> None:
-    _tell_error()
-    _tell_end()
-    util.register_after_fork(_tell_end, _tell_end)
-    for name, wrap in (("destroy_process_group", _destroys), ("barrier", _waits)):
-        wrapped = wrap(getattr(dist, name))
-        setattr(dist, name, wrapped)
-        setattr(dist.distributed_c10d, name, wrapped)
+# Both have the functions under their names. A module that has imported one by name before shardtensor keeps torch's: changed at the first
+# use, it would count barriers from then on, which need not be the same one on all ranks.
+_MODULES = ("torch.distributed.distributed_c10d", "torch.distributed")
+PATCHES = (
+    Patch(
+        "sys",
+        "excepthook",
+        _telling,
+        why="an error that ends the script is told to the other ranks at once.",
+        ask="nothing: it is Python's",
+    ),
+    Patch(
+        "multiprocessing.util",
+        "",
+        _telling_at_the_end,
+        why="at its end a process tells the other ranks, and waits for what it has sent.",
+        ask="nothing: it is Python's",
+    ),
+    *(
+        Patch(
+            module,
+            "barrier",
+            _waits,
+            why="ranks that wait in a barrier say so; they must count barriers alike, also before their first ShardTensors.",
+            ask="a hook before and after each collective",
+            at_import=True,
+        )
+        for module in _MODULES
+    ),
+    *(
+        Patch(
+            module,
+            "destroy_process_group",
+            _destroys,
+            why="groups end after what has been sent over them has arrived; then barriers are counted from 0, on all ranks alike.",
+            ask="a hook before the groups are destroyed",
+            at_import=True,
+        )
+        for module in _MODULES
+    ),
+)

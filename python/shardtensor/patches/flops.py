@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from shardtensor.patches._patch import Patch
+
 # torch calls neither op on CPU or CUDA tensors, so it has no formulas for them. Each is two products of the forward's size.
 
 
@@ -21,6 +23,20 @@ def _matmul_backward_flops(
     return 2 * gradient.numel() * left[-1] * (bool(mask[0]) + bool(mask[1]))
 
 
-def patch(counter: Any) -> None:
-    counter.register_flop_formula(torch.ops.aten.linear_backward)(_linear_backward_flops)
-    counter.register_flop_formula(torch.ops.aten.matmul_backward)(_matmul_backward_flops)
+def _with_ours(register: Any) -> Any:
+    register(torch.ops.aten.linear_backward)(_linear_backward_flops)
+    register(torch.ops.aten.matmul_backward)(_matmul_backward_flops)
+    return register
+
+
+PATCHES = (
+    Patch(
+        "torch.utils.flop_counter",
+        "register_flop_formula",
+        _with_ours,
+        why="linear_backward and matmul_backward get formulas; torch calls neither on CPU or CUDA tensors.",
+        ask="the two formulas",
+        without="FlopCounterMode does not count the backward of linear and matmul of ShardTensors.",
+        at_import=True,  # a FlopCounterMode that is made before the first use copies the table
+    ),
+)

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardtensor._C as _C
-from shardtensor._late import when_imported
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._compile import outside_graphs
 from shardtensor.tensor._layout import _SHARD, make_layout
 from shardtensor.tensor._replaced import note_gone
@@ -155,15 +155,22 @@ class _Padded:
         shard._local_tensor = self.shard(padded)  # type: ignore[attr-defined]
 
 
-def _wrap(module: Any) -> None:
-    param = module.FSDPParam
-    init, to_sharded, grad_inner = param.__init__, param.to_sharded_dtensor, param._get_grad_inner_tensor
+# What torch lacks of what is changed here: then fully_shard refuses ShardTensors.
+_refused: list[str] = []
 
+
+def _taking_ours(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, given: Any, module_info: Any, *args: Any, **kwargs: Any) -> None:
+        if _refused and isinstance(given, ShardTensor):
+            raise RuntimeError(f"fully_shard: parameter '{module_info.param_name}' is a ShardTensor. {_refused[0]}")
         init(self, _in_one_group(given, module_info), module_info, *args, **kwargs)
         if isinstance(self.sharded_param, ShardTensor):
             note_gone([given])  # an optimizer that has been built may hold it
 
+    return __init__
+
+
+def _with_layout(to_sharded: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Of the shard, and in each step of its gradient. The first call decides about layout and class."""
         known = self.__dict__.get("_shardtensor_made")
@@ -181,14 +188,18 @@ def _wrap(module: Any) -> None:
             self._sharding_spec = _with_cuts(self._sharding_spec, inner)
         padded: _Padded | None = getattr(self, "_shardtensor_padded", None)
         if padded is None:
-            return to_sharded(self, tensor)  # type: ignore[no-any-return]
+            return to_sharded(self, tensor)
         tensor, whole = padded.shard(tensor), self.sharded_size
         self.sharded_size = tensor.size()
         try:
-            return to_sharded(self, tensor)  # type: ignore[no-any-return]
+            return to_sharded(self, tensor)
         finally:
             self.sharded_size = whole
 
+    return to_sharded_dtensor
+
+
+def _moved_and_padded(grad_inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def get_grad_inner_tensor(self: Any, grad: torch.Tensor) -> torch.Tensor:
         wanted = _other_layout(self, grad)
         if wanted is not None:  # alone in its group, or accumulated; else _move_together() was there
@@ -197,33 +208,36 @@ def _wrap(module: Any) -> None:
         padded: _Padded | None = getattr(self, "_shardtensor_padded", None)
         return grad if padded is None else padded.whole(grad)
 
-    param.__init__, param.to_sharded_dtensor, param._get_grad_inner_tensor = __init__, to_sharded_dtensor, get_grad_inner_tensor
-    if hasattr(param, "_init_sharding_spec"):  # since torch 2.15
-        _wrap_padding(param)
+    return get_grad_inner_tensor
 
 
-def _wrap_padding(param: Any) -> None:
-    init_spec, init_sharded, reset = param._init_sharding_spec, param._init_sharded_param, param.reset_sharded_param
-
+def _padding(init_spec: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def init_sharding_spec(self: Any, given: Any, placement: Any, dim: int) -> torch.Tensor:
-        data: torch.Tensor = init_spec(self, given, placement, dim)
+        data = init_spec(self, given, placement, dim)
         if not _Padded.needed(self, data, dim):
             return data
         self._shardtensor_padded = padded = _Padded(self, data, dim)
         return padded.whole(data)
 
+    return init_sharding_spec
+
+
+def _seen_without_padding(init_sharded: Callable[..., None]) -> Callable[..., None]:
     def init_sharded_param(self: Any, *args: Any, **kwargs: Any) -> None:
         init_sharded(self, *args, **kwargs)
         if hasattr(self, "_shardtensor_padded"):  # a view of the gathered memory without the padding
             self._orig_size = self._shardtensor_padded.sizes
 
+    return init_sharded_param
+
+
+def _padding_again(reset: Callable[..., None]) -> Callable[..., None]:
     def reset_sharded_param(self: Any) -> None:
         if hasattr(self, "_shardtensor_padded"):
             self._shardtensor_padded.take_over(self, getattr(self._module_info.module, self._module_info.param_name))
         reset(self)
 
-    param._init_sharding_spec, param._init_sharded_param = init_sharding_spec, init_sharded_param
-    param.reset_sharded_param = reset_sharded_param
+    return reset_sharded_param
 
 
 # ---- hooks ----
@@ -244,23 +258,24 @@ def _disabled_once(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _disable_hooks_once(cls: type) -> None:
+def _disable_hooks_once(cls: Any) -> Any:
     """torch makes a new function that dynamo skips in each call of a hook, which costs more than what many hooks do."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_common  # noqa: PLC0415  slow, and not in all versions
+    from torch.distributed.fsdp._fully_shard import _fsdp_common  # noqa: PLC0415  slow
 
     disable = getattr(_fsdp_common, "_dynamo_disable", None)
-    if disable is not None:
+    if disable is not None:  # not in all versions
         code = disable(_disable_hooks_once).__code__
         for name, hook in list(vars(cls).items()):
             if getattr(hook, "__code__", None) is code:
                 setattr(cls, name, _disabled_once(hook.__wrapped__))
+    return cls
 
 
-def _move_together(cls: Any) -> None:
+def _move_together(post_backward: Callable[..., None]) -> Callable[..., None]:
     """The gradients of a group that are summands over the inner mesh, such as those of norms between pieces of a sequence, are added
     up together before FSDP takes them."""
-    post_backward = cls.post_backward
 
+    @functools.wraps(post_backward)
     def hook(self: Any, *unused: Any) -> None:
         moving: list[tuple[Any, _C.Layout]] = []
         for param in self.fsdp_params if self.reduce_grads else ():
@@ -274,17 +289,72 @@ def _move_together(cls: Any) -> None:
                 leaf.grad = grad
         post_backward(self, *unused)
 
-    cls.post_backward = _disabled_once(functools.wraps(post_backward)(hook))
+    return _disabled_once(hook)
 
 
-def _wrap_group(module: Any) -> None:
-    _disable_hooks_once(module.FSDPParamGroup)
-    _move_together(module.FSDPParamGroup)
+_FSDP = "torch.distributed.fsdp._fully_shard."
+_SLOW_HOOKS = "torch makes a new function that dynamo skips in each call of a hook, which costs more than the hook."
+_HOOKS_ONCE = "`torch._dynamo.disable` applied once per hook"
 
 
-def install() -> None:
-    """Wraps FSDP2's parameters and hooks; once."""
-    modules = "torch.distributed.fsdp._fully_shard."
-    when_imported(f"{modules}_fsdp_param", _wrap)
-    when_imported(f"{modules}_fsdp_state", lambda module: _disable_hooks_once(module.FSDPState))
-    when_imported(f"{modules}_fsdp_param_group", _wrap_group)
+def _of_param(name: str, wrap: Callable[..., Any], why: str, ask: str, since: str = "2.11") -> Patch:
+    return Patch(
+        f"{_FSDP}_fsdp_param",
+        f"FSDPParam.{name}",
+        wrap,
+        why,
+        ask,
+        without="" if name == "__init__" else "fully_shard refuses ShardTensors.",
+        turn_off=None if name == "__init__" else _refused.append,
+        since=since,
+    )
+
+
+PATCHES = (
+    _of_param("__init__", _taking_ours, "a tied parameter in a second group becomes one of its own.", "an error or a warning for it"),
+    _of_param(
+        "to_sharded_dtensor",
+        _with_layout,
+        "FSDP describes a shard by a stock spec, which cannot say how the parameter was cut before.",
+        "the shard's spec made by the parameter's (a method of DTensorSpec that cuts once more)",
+    ),
+    _of_param(
+        "_get_grad_inner_tensor",
+        _moved_and_padded,
+        "a gradient may have another layout than its parameter, and needs the parameter's padding.",
+        "gradients moved to the parameter's placements, as with `is_spmd_mesh`",
+    ),
+    _of_param(
+        "_init_sharding_spec",
+        _padding,
+        "FSDP refuses to cut dims other than the first unevenly, and cannot handle pieces without elements; here they are padded.",
+        "padding along any dim",
+        since="2.15",
+    ),
+    _of_param("_init_sharded_param", _seen_without_padding, "the gathered parameter is seen without the padding.", "the same", since="2.15"),
+    _of_param("reset_sharded_param", _padding_again, "a new local tensor gets the padding.", "the same", since="2.15"),
+    Patch(
+        f"{_FSDP}_fsdp_state",
+        "FSDPState",
+        _disable_hooks_once,
+        why=_SLOW_HOOKS,
+        ask=_HOOKS_ONCE,
+        without="FSDP's hooks take longer on the host.",
+    ),
+    Patch(
+        f"{_FSDP}_fsdp_param_group",
+        "FSDPParamGroup",
+        _disable_hooks_once,
+        why=_SLOW_HOOKS,
+        ask=_HOOKS_ONCE,
+        without="FSDP's hooks take longer on the host.",
+    ),
+    Patch(
+        f"{_FSDP}_fsdp_param_group",
+        "FSDPParamGroup.post_backward",
+        _move_together,
+        why="gradients that are summands over the inner mesh are added up together.",
+        ask="a hook before a group's gradients are reduced",
+        without="Such gradients are added up one at a time.",
+    ),
+)

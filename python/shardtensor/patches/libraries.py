@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, _OpNamespace
+from torch._ops import OpOverload
 
 import shardtensor._C as _C
-from shardtensor.patches._once import wrap_once
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._handlers import register_below
 
 _TORCHS = {
@@ -56,8 +56,20 @@ def _after_lookup(lookup: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def install() -> None:
+def _settle_all(ops: Any) -> Any:
     for name in torch._C._dispatch_get_all_op_names():
         _settle(name)
-    wrap_once(torch.library.Library, "impl", _after_impl)  # type: ignore[arg-type]
-    wrap_once(_OpNamespace, "__getattr__", _after_lookup)  # type: ignore[arg-type]
+    return ops
+
+
+PATCHES = (
+    Patch(
+        "torch._ops",
+        "",
+        _settle_all,
+        why="a kernel for all backends would come before the handler of ShardTensors, and read memory that they do not have.",
+        ask="a fallback of a key that comes before CompositeExplicitAutograd kernels",
+    ),
+    Patch("torch.library", "Library.impl", _after_impl, why="the same for kernels that Python registers later.", ask="the same"),
+    Patch("torch._ops", "_OpNamespace.__getattr__", _after_lookup, why="the same for C++ libraries that are loaded later.", ask="the same"),
+)

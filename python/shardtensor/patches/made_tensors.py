@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from shardtensor.patches._once import wrap_once
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._modes import implicit_replication
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -52,6 +52,23 @@ def _sparse(function: Callable[..., Any]) -> Callable[..., Any]:
     return sparse_
 
 
-def install() -> None:
-    wrap_once(torch.nn.functional, "multi_head_attention_forward", _attention)
-    wrap_once(torch.nn.init, "sparse_", _sparse)
+PATCHES = (
+    Patch(
+        "torch.nn.functional",
+        "multi_head_attention_forward",
+        _attention,
+        why="add_zero_attn makes plain zeros, which ops refuse among ShardTensors.",
+        ask="`new_zeros` in place of `torch.zeros`",
+        without="Do not use add_zero_attn.",
+        by_name=True,
+    ),
+    Patch(
+        "torch.nn.init",
+        "sparse_",
+        _sparse,
+        why="it draws the places of its zeros with a plain tensor, otherwise on each rank.",
+        ask="an out-of-place form of sparse_ on the tensor itself",
+        without="Initialise with nn.init.sparse_ before distributing.",
+        by_name=True,
+    ),
+)

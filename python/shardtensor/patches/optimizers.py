@@ -11,17 +11,16 @@ In a graph (torch.compile) torch's own functions run on the ShardTensors, becaus
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer
-from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 
 import shardtensor._C as _C
-from shardtensor.patches._once import wrap_once
+from shardtensor.patches._patch import Patch
+from shardtensor.patches.clipping import take_foreach
 from shardtensor.tensor._modes import get_promotion_mode, implicit_replication, promotion_mode
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -115,20 +114,48 @@ def _only_ours(optimizer: Any) -> bool:
 
 
 def _wrap_steps(profile_hook_step: Callable[..., Any]) -> Any:
+    """torch calls it with a class's step when the class makes its first optimizer. Steps of classes that have made one are wrapped here."""
+    classes: list[type] = [Optimizer]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        step = vars(cls).get("step")
+        if hasattr(step, "hooked"):
+            cls.step = _with_own_state(step)  # type: ignore[attr-defined, arg-type]
+
     @functools.wraps(profile_hook_step)
     def wrap(step: Callable[..., Any]) -> Any:
         return profile_hook_step(_with_own_state(step))
 
-    return wrap
+    return staticmethod(wrap)
 
 
-def install() -> None:
-    """Wraps torch.optim's functions and the steps of other optimizers, and makes torch choose foreach as for plain tensors; once."""
-    if not hasattr(Optimizer.profile_hook_step, "_shardtensor"):
-        wrapped = _wrap_steps(Optimizer.profile_hook_step)
-        wrapped._shardtensor = True
-        Optimizer.profile_hook_step = staticmethod(wrapped)  # type: ignore[method-assign]
-    for name in _ELEMENTWISE:
-        wrap_once(importlib.import_module(f"torch.optim.{name}"), name, _on_pieces)
-    if ShardTensor not in _optimizers_types:
-        _optimizers_types.append(ShardTensor)  # type: ignore[arg-type]
+PATCHES = (
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.profile_hook_step",
+        _wrap_steps,
+        why="optimizers make plain tensors in their steps (identity matrices, numbers), alike on all ranks.",
+        ask="a hook around the step that sees the optimizer",
+        without="Optimizers other than torch's elementwise ones run under shardtensor.implicit_replication().",
+    ),
+    *(
+        Patch(
+            f"torch.optim.{name}",
+            name,
+            _on_pieces,
+            why="an elementwise step runs on the pieces, at the cost of plain tensors.",
+            ask="lists of inner tensors in place of wrapper subclasses that agree on their layout",
+            without="Its steps run op by op on ShardTensors, which is slower.",
+        )
+        for name in _ELEMENTWISE
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "_foreach_supported_types",
+        take_foreach,
+        why="torch uses its foreach functions only for types in this list.",
+        ask="a public way to register a type",
+        without="Optimizers call each op once per parameter.",
+    ),
+)

@@ -13,25 +13,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from shardtensor.patches._graphs import REFUSED, refuse
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._compile import may_be_of_ours
 
 
-def patch(partitioners: Any) -> None:
-    if hasattr(partitioners, "force_save_collectives"):
-        partitioners.force_save_collectives = _keep_in_place(partitioners.force_save_collectives)
-    if hasattr(partitioners, "fx_graph_cse"):
-        partitioners.fx_graph_cse = _keep_collectives_apart(partitioners.fx_graph_cse)
-    if hasattr(partitioners, "is_not_collective"):
-        partitioners.is_not_collective = _keep_unused(partitioners.is_not_collective)
-    if hasattr(partitioners, "reordering_to_mimic_autograd_engine"):
-        partitioners.reordering_to_mimic_autograd_engine = _keep_order(partitioners.reordering_to_mimic_autograd_engine)
-    if hasattr(partitioners, "choose_saved_values_set"):
-        partitioners.choose_saved_values_set = _keep_saved(partitioners.choose_saved_values_set, partitioners.config)
-
-
-def _keep_saved(choose: Callable[..., Any], config: Any) -> Callable[..., Any]:
+def _keep_saved(choose: Callable[..., Any]) -> Callable[..., Any]:
     """With `activation_memory_budget = 0` torch saves nothing but a graph's inputs. What must be saved (see below) still is. With a
     budget between 0 and 1 torch sums up sizes, and raises at a mesh, which has no memory."""
+    from torch._functorch import config  # noqa: PLC0415  comes with the partitioners
+
     meshes = {name: True for name in ("unsafe_treat_script_objects_as_zero_size",) if hasattr(config, name)}
 
     @functools.wraps(choose)
@@ -112,7 +103,9 @@ def _keep_collectives_apart(merge_equal_calls: Callable[..., Any]) -> Callable[.
     """Keeps torch from merging equal collectives. Whether two collectives are equal may differ between ranks: a rank with empty
     pieces of both tensors makes two equal calls, and would make one call while its peers make two."""
 
-    never_merged: list[Any] = merge_equal_calls.__globals__["rand_ops"]  # torch's list of random ops
+    from torch._functorch import compile_utils  # noqa: PLC0415  comes with the partitioners
+
+    never_merged: list[Any] = compile_utils.rand_ops  # torch's list of random ops
 
     def merge(graph: torch.fx.Graph, **options: Any) -> Any:
         collectives = {n.target.overloadpacket for n in graph.nodes if _is_collective(n)} if may_be_of_ours() else set()
@@ -132,3 +125,22 @@ def _is_collective(node: torch.fx.Node) -> bool:
 
 def _is_key(node: torch.fx.Node) -> bool:
     return node.target is torch.ops.shardtensor.next_key.default
+
+
+def _patch(name: str, wrap: Callable[..., Any], why: str, ask: str) -> Patch:
+    return Patch("torch._functorch.partitioners", name, wrap, why, ask, without=REFUSED, turn_off=refuse)
+
+
+_ORDER = "collectives as effects: run once, where they are called, in order"
+PATCHES = (
+    _patch("force_save_collectives", _keep_in_place, "a collective runs once, in the forward or in the backward, on all ranks alike.", _ORDER),
+    _patch("fx_graph_cse", _keep_collectives_apart, "equal collectives are not merged: they may be equal on one rank only.", _ORDER),
+    _patch("is_not_collective", _keep_unused, "unused collectives stay: they may be unused on one rank only.", _ORDER),
+    _patch("reordering_to_mimic_autograd_engine", _keep_order, "the backward's collectives stay in the order of tracing.", _ORDER),
+    _patch(
+        "choose_saved_values_set",
+        _keep_saved,
+        "a budget of memory must not change which collectives run, nor raise at a mesh.",
+        "values that must be saved with every budget; sizes of opaque objects",
+    ),
+)

@@ -7,13 +7,14 @@ description must include the cuts. Batches of ShardTensors are split and joined 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 import shardtensor._C as _C
-from shardtensor._late import when_imported
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._layout import make_layout
 from shardtensor.tensor._tensor import ShardTensor
 
@@ -48,12 +49,7 @@ class _Stock(metaclass=_NotOurs):
     from_local = staticmethod(DTensor.from_local)
 
 
-def _tell_cuts(module: Any) -> None:
-    meta = getattr(module, "_DTensorMeta", None)
-    if meta is None:  # before torch 2.12: no DTensors between stages; sending a ShardTensor raises
-        return
-    describe = meta.from_dtensor
-
+def _with_cuts(describe: Callable[[DTensor], Any]) -> Any:
     def from_dtensor(t: DTensor) -> Any:
         described = describe(t)
         if not isinstance(t, ShardTensor):
@@ -62,22 +58,37 @@ def _tell_cuts(module: Any) -> None:
         placements.cuts = t._layout.cuts
         return dataclasses.replace(described, placements=placements)
 
-    meta.from_dtensor = staticmethod(from_dtensor)
-    module.DTensor = _Received
+    return staticmethod(from_dtensor)
 
 
-def _receive(module: Any) -> None:
-    if hasattr(module, "DTensor"):
-        module.DTensor = _Received
+def _receive(_: type) -> type:
+    return _Received
 
 
-def _split(module: Any) -> None:
-    if hasattr(module, "DTensor"):
-        module.DTensor = _Stock
+def _split(_: type) -> type:
+    return _Stock
 
 
-def install() -> None:
-    """Called once."""
-    when_imported("torch.distributed.pipelining._utils", _tell_cuts)
-    when_imported("torch.distributed.pipelining.stage", _receive)
-    when_imported("torch.distributed.pipelining.microbatch", _split)
+_PIPELINES = "torch.distributed.pipelining"
+_FROM_SPEC = "DTensors that are rebuilt from their spec"
+# Before torch 2.12 there are no DTensors between stages; sending a ShardTensor raises.
+PATCHES = (
+    Patch(
+        f"{_PIPELINES}._utils",
+        "_DTensorMeta.from_dtensor",
+        _with_cuts,
+        why="what a stage tells the next about a DTensor has no cuts.",
+        ask="the tensor's spec in the description",
+        since="2.12",
+    ),
+    Patch(f"{_PIPELINES}._utils", "DTensor", _receive, why="a stage makes DTensors of what it receives.", ask=_FROM_SPEC, since="2.12"),
+    Patch(f"{_PIPELINES}.stage", "DTensor", _receive, why="the same.", ask=_FROM_SPEC, since="2.12"),
+    Patch(
+        f"{_PIPELINES}.microbatch",
+        "DTensor",
+        _split,
+        why="batches of DTensors are split piece by piece; those of ShardTensors are split as whole tensors.",
+        ask="torch.tensor_split and torch.cat of DTensors",
+        since="2.12",
+    ),
+)

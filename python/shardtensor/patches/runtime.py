@@ -10,12 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import shardtensor._C as _C
-
-
-def patch(wrappers: Any) -> None:
-    wrappers.gen_alias_from_base = _with_our_aliases(wrappers.gen_alias_from_base)
-    _look_through(wrappers)
-    wrappers.RuntimeWrapper.post_compile = _counting_writes(wrappers.RuntimeWrapper.post_compile)
+from shardtensor.patches._graphs import REFUSED, refuse
+from shardtensor.patches._patch import Patch
 
 
 def _counting_writes(post_compile: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,17 +96,44 @@ def _strided(t: torch.Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], 
     return t.as_strided(sizes, strides, offset)
 
 
-def _look_through(wrappers: Any) -> None:
+def _look_through(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """torch's mode that checks aliases at a graph's first run lets subclasses handle their own calls. But for the dispatcher,
     ShardTensors with values are not subclasses, so nothing would run the op."""
-    mode = getattr(wrappers, "_AnalyzeCustomOpInputOutputMode", None)
-    if mode is None:
-        return
-    dispatch = mode.__torch_dispatch__
 
     def look(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_C.is_shard_tensor(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
             return func(*args, **(kwargs or {}))
         return dispatch(self, func, types, args, kwargs)
 
-    mode.__torch_dispatch__ = look
+    return look
+
+
+_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"
+PATCHES = (
+    Patch(
+        _WRAPPERS,
+        "gen_alias_from_base",
+        _with_our_aliases,
+        why="a result that is a view of an input has the wrong storage offset, and must have the input's dtype.",
+        ask="views that are taken again by their view functions, for subclasses too",
+        without=REFUSED,
+        turn_off=refuse,
+    ),
+    Patch(
+        _WRAPPERS,
+        "RuntimeWrapper.post_compile",
+        _counting_writes,
+        why="a graph writes the pieces of its inputs, without counting the writes on the tensors.",
+        ask="a hook of subclasses before and after a graph that writes their inner tensors",
+        without=REFUSED,
+        turn_off=refuse,
+    ),
+    Patch(
+        _WRAPPERS,
+        "_AnalyzeCustomOpInputOutputMode.__torch_dispatch__",
+        _look_through,
+        why="the mode that looks for aliases lets subclasses run their ops; the dispatcher does not take ShardTensors for one.",
+        ask="a call of the op in place of NotImplemented",
+        without="torch's check of aliases at a graph's first run does not work with ShardTensors.",
+    ),
+)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import graph
-from torch.autograd.graph import save_on_cpu
 
 import shardtensor._C as _C
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._tensor import ShardTensor
 
 
-def _pieces_on_cpu() -> None:
+def _pieces_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
     """save_on_cpu(pin_memory=True) copies into a plain tensor: here the piece is copied, and later wrapped again."""
-    init: Any = save_on_cpu.__init__
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,23 +33,36 @@ def _pieces_on_cpu() -> None:
 
         self.pack_hook, self.unpack_hook = pack_piece, unpack_piece
 
-    save_on_cpu.__init__ = wrapped  # type: ignore[method-assign]
+    return wrapped
 
 
-def _identify() -> None:
-    """allow_mutation_on_saved_tensors identifies tensors by their memory: for ShardTensors, the piece's."""
-    of_tensor, of_storage = graph._get_tid, graph._get_sid
-
+def _tid_of_piece(of_tensor: Callable[..., Any]) -> Callable[..., Any]:
     def get_tid(t: torch.Tensor) -> tuple[int, int, int]:
-        return (id(t), t._local_tensor.data_ptr(), t._version) if isinstance(t, ShardTensor) else of_tensor(t)
+        return (id(t), t._local_tensor.data_ptr(), t._version) if isinstance(t, ShardTensor) else of_tensor(t)  # type: ignore[no-any-return]
 
+    return get_tid
+
+
+def _sid_of_piece(of_storage: Callable[..., Any]) -> Callable[..., Any]:
     def get_sid(t: torch.Tensor) -> tuple[int, int]:
-        return (t._local_tensor.data_ptr(), t._version) if isinstance(t, ShardTensor) else of_storage(t)
+        return (t._local_tensor.data_ptr(), t._version) if isinstance(t, ShardTensor) else of_storage(t)  # type: ignore[no-any-return]
 
-    graph._get_tid, graph._get_sid = get_tid, get_sid  # type: ignore[assignment]
+    return get_sid
 
 
-def install() -> None:
-    """Called once."""
-    _identify()
-    _pieces_on_cpu()
+_IDENTITY = "allow_mutation_on_saved_tensors identifies tensors by their memory, which for a ShardTensor is its piece's."
+_WITHOUT = "Do not use allow_mutation_on_saved_tensors with ShardTensors."
+PATCHES = (
+    Patch(
+        "torch.autograd.graph", "_get_tid", _tid_of_piece, why=_IDENTITY, ask="an identity that subclasses may define", without=_WITHOUT
+    ),
+    Patch("torch.autograd.graph", "_get_sid", _sid_of_piece, why=_IDENTITY, ask="the same", without=_WITHOUT),
+    Patch(
+        "torch.autograd.graph",
+        "save_on_cpu.__init__",
+        _pieces_on_cpu,
+        why="save_on_cpu(pin_memory=True) copies into a plain tensor of the whole's sizes.",
+        ask="`torch.empty_like(t, device='cpu', pin_memory=True)`",
+        without="Do not use save_on_cpu(pin_memory=True) with ShardTensors.",
+    ),
+)

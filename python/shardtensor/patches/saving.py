@@ -14,10 +14,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from shardtensor.patches._once import wrap_once
+from shardtensor.patches._patch import Patch
 from shardtensor.tensor._tensor import pieces_saved
 
 
@@ -56,7 +55,15 @@ def _warned(save: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def install() -> None:
-    """Wraps torch.save, once."""
-    wrap_once(torch.serialization, "save", _warned)
-    torch.save = torch.serialization.save
+PATCHES = tuple(
+    Patch(
+        module,
+        "save",
+        _warned,
+        why="a file gets only this rank's pieces, of which a warning tells.",
+        ask="a hook of torch.save that sees the path and what was pickled",
+        without="torch.save writes only this rank's pieces, without a warning.",
+        by_name=True,
+    )
+    for module in ("torch.serialization", "torch")
+)

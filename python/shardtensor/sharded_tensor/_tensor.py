@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 
+from shardtensor._late import first_use
 from shardtensor.sharded_tensor import _check
 from shardtensor.sharded_tensor._move import (
     Box,
@@ -75,6 +76,7 @@ class ShardedTensorBase(torch.Tensor):
     @classmethod
     def _wrap(cls, spec: ShardingSpec, metadata: ShardedTensorMetadata, shards: list[Shard]) -> Any:
         """Nothing is checked."""
+        first_use()
         properties = metadata.tensor_properties
         out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,

@@ -21,7 +21,7 @@ from shardtensor.tensor._from_local import _DTYPES, Shapes, check_same_arguments
 from shardtensor.tensor._layout import ShardingShapes, make_layout, target_layout
 from shardtensor.tensor._mesh import as_device_mesh, as_mesh, device_of
 from shardtensor.tensor._pieces import box_views, holds_shards
-from shardtensor.tensor._tensor import ShardTensor, add_methods
+from shardtensor.tensor._tensor import ShardTensor
 
 if TYPE_CHECKING:
     from shardtensor.shards._wrapper import LocalShardsWrapper
@@ -367,14 +367,3 @@ def in_places_of(wrapper: LocalShardsWrapper, whole: torch.Tensor) -> LocalShard
     return wrapper.like(
         [whole[tuple(slice(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True))] for c in wrapper.local_chunks]
     )
-
-
-add_methods(
-    local_shards=as_shards,
-    _from_shards=staticmethod(from_shards),
-    _shards_as_local=to_local,
-    _redistribute_shards=redistribute,
-    _first_offsets_of_shards=first_offsets,
-    _dispatch_on_shards=staticmethod(dispatch),
-    _rebuilt_shards=staticmethod(rebuild),
-)

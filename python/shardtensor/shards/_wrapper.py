@@ -18,6 +18,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as _Stoc
 from torch.utils import _pytree as pytree
 
 import shardtensor._C as _C
+from shardtensor._late import first_use
 from shardtensor.shards._ops import is_in_place, is_on_lists, on_each, on_each_of_lists, runs_shard_by_shard, sizes_meant, written
 from shardtensor.tensor._tensor import _rebuild_shards
 
@@ -45,6 +46,7 @@ class LocalShardsWrapper(_Stock):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> LocalShardsWrapper:
+        first_use()
         _check(local_shards, local_offsets)
         nothing = None if local_shards else torch.empty([0] * ndim, dtype=dtype, device=device or "cpu")
         like = local_shards[0] if nothing is None else nothing

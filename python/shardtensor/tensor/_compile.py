@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 import shardtensor._C as _C
-from shardtensor._late import when_imported
+from shardtensor._late import at_first_use, when_imported
 from shardtensor.tensor import _handlers
 from shardtensor.tensor._layout import make_layout, placements_of
 from shardtensor.tensor._mesh import as_device_mesh, innermost_mesh
@@ -475,6 +475,9 @@ def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
     when_imported("torch._dynamo.eval_frame", skip)
 
 
-@torch.library.register_fake("shardtensor::next_key")  # type: ignore[untyped-decorator]
 def _fake_key(like: torch.Tensor, after: torch.Tensor | None, groups: Sequence[str]) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)  # on the CPU
+
+
+# torch looks through all modules for the one that calls this, which takes longer than the rest of this file.
+at_first_use(lambda: torch.library.register_fake("shardtensor::next_key", _fake_key))

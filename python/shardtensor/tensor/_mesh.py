@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 import shardtensor._C as _C
+from shardtensor._late import first_use
 
 # Not an attribute of the DeviceMesh, because users pickle meshes. By identity, because equal meshes may have other groups.
 _meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], str]] = {}
@@ -23,6 +24,20 @@ _meshes: dict[int, tuple[weakref.ReferenceType[DeviceMesh], _C.Mesh, list[str], 
 _stand_ins: dict[int, DeviceMesh] = {}
 _KEPT = 16
 _SUBMESHES = "_shardtensor_submeshes"
+
+
+def _before_the_first(make: Any) -> Any:
+    """The initialiser of the extension's Mesh until there is one: every ShardTensor has a mesh."""
+
+    def __init__(self: _C.Mesh, *args: Any, **kwargs: Any) -> None:
+        first_use()
+        _C.Mesh.__init__ = make  # type: ignore[method-assign]
+        make(self, *args, **kwargs)
+
+    return __init__
+
+
+_C.Mesh.__init__ = _before_the_first(vars(_C.Mesh)["__init__"])  # type: ignore[method-assign]
 
 
 def as_mesh(device_mesh: DeviceMesh) -> _C.Mesh:

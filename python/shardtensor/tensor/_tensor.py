@@ -1,4 +1,4 @@
-"""ShardTensor: the Python side of the extension's tensor. Ops are in csrc/. Other folders add methods by add_methods()."""
+"""ShardTensor: the Python side of the extension's tensor. Ops are in csrc/. `_methods.py` adds the methods of other folders."""
 
 from __future__ import annotations
 
@@ -536,7 +536,7 @@ class ShardTensor(DTensor):
         )
         return _rebuild, state
 
-    # ---- from other folders, which call add_methods() ----
+    # ---- from other folders, added by `_methods.py` ----
 
     if TYPE_CHECKING:
 
@@ -581,7 +581,7 @@ class ShardTensor(DTensor):
 
 
 def add_methods(**methods: Any) -> None:
-    """For folders that build on the class: makes their functions its methods, under these names."""
+    """Makes functions that build on the class its methods, under these names."""
     for name, method in methods.items():
         setattr(ShardTensor, name, method)
 

@@ -1,0 +1,14 @@
+"""What a missing patch for torch.compile does: no function of ShardTensors is compiled."""
+
+from __future__ import annotations
+
+import warnings
+
+from shardtensor.tensor._compile import graphs_refused
+
+REFUSED = "torch.compile runs functions of ShardTensors in eager mode, and raises with fullgraph=True."
+
+
+def refuse(why: str) -> None:
+    warnings.warn(f"{why} {REFUSED}", RuntimeWarning, stacklevel=2)
+    graphs_refused.insert(0, why)
