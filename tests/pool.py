@@ -68,8 +68,8 @@ def seed_what_is_there() -> None:
             kind.manual_seed_all = lambda seed: None
 
 
-# For a machine that other work shares, or a build that is not optimized: all times that ranks have are so many times longer. A
-# worker of several has half as many cores.
+# For a shared machine, or a build that is not optimized: a factor on all time limits of ranks. One of several workers has half
+# the cores.
 _PATIENCE = float(os.environ.get("SHARDTENSOR_TEST_PATIENCE", "2" if "PYTEST_XDIST_WORKER" in os.environ else "1"))
 
 
@@ -168,7 +168,7 @@ class Pool:
             if kind in ("error", "skipped")
         ]
         if errors:
-            self.stop()  # the ranks may be out of step, and a group that timed out is of no more use
+            self.stop()  # the ranks may be out of step, and a group that timed out cannot be used any more
             raise RankError("\n".join(errors))
         if any(kind == "many groups" for kind, _ in answers):
             self.stop()

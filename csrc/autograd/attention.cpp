@@ -44,7 +44,7 @@ std::tuple<at::Tensor, at::Tensor> attention_math(
       query, key, value, mask, dropout_p, is_causal, dropout_mask, scale, enable_gqa);
 }
 
-// ---- where a cut sequence goes ----
+// ---- which layouts a cut sequence gets ----
 
 // The layouts that queries, keys and values are moved to.
 struct Places {
@@ -58,11 +58,11 @@ constexpr const char* kCheaperWhole = "the whole of it costs less than its piece
 constexpr const char* kNoPieces = "it cannot be sent piece by piece, nor cut along another dim";
 constexpr const char* kOwnKeys = "each rank attends to its own keys with all queries";
 
-// What a cost is counted in: bytes sent by a rank. So much arithmetic takes as long as sending a byte.
+// Costs are in bytes that a rank sends. This many floating-point operations take as long as sending one byte.
 constexpr double kFlopsPerByte = 64;
 
-// Decides for one call. Where sizes are a graph's symbols, which have no costs, the number of heads decides, and whether there
-// are so few queries that all ranks' results are less than a rank's keys.
+// Decides for one call. If sizes are symbols of a graph, which have no costs, the decision depends on the number of heads, and
+// on whether there are so few queries that all ranks' results are smaller than one rank's keys.
 class Placing {
  public:
   Placing(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, bool causal)
@@ -124,7 +124,7 @@ class Placing {
     return layout(key_).any_mesh_dim([&](int64_t m) { return cuts(m); });
   }
 
-  // All of them cut along dim d instead of the sequence; nothing if there are too few indices, so that ranks would be idle.
+  // All three cut along dim d instead of the sequence; nothing if there are too few indices, so that some ranks would be idle.
   std::optional<Places> spread(int64_t d) const {
     const auto count = key_.sym_size(d), more = query_.sym_size(d);
     if (count == 0 || (more != count && more % count != 0) || value_.sym_size(d) != count) {
@@ -136,7 +136,7 @@ class Placing {
                : std::nullopt;
   }
 
-  // Queries whole where the keys are cut; each rank's results are merged (rules/ops/attention.cpp).
+  // Queries whole along the mesh dims that cut the keys; the ranks' results are merged (rules/ops/attention.cpp).
   std::optional<Places> merging() const {
     auto queries = layout(query_).with_where(
         [&](int64_t m) { return layout(key_).placement(m).is_shard(sequence_); }, Placement::replicate());
@@ -145,7 +145,7 @@ class Placing {
     return fits ? std::optional(out) : std::nullopt;
   }
 
-  // One guard of a graph: it serves all lengths for which this holds, or does not.
+  // Adds one guard to a graph: the graph then serves all lengths with the same answer.
   bool are_few_queries() const {
     const auto ranks = layout(key_).ranks_where([&](int64_t m) { return cuts(m); });
     return query_.sym_size(1) * query_.sym_size(-2) * (ranks * ranks) <= key_.sym_size(1) * key_.sym_size(-2);
@@ -182,7 +182,7 @@ class Placing {
     return std::make_shared<const PieceSizes>(std::move(sizes));
   }
 
-  // The work of the rank with the most, over what it has if all have the same.
+  // The work of the busiest rank, as a multiple of the average.
   static double imbalance(const Layout& to, int64_t d, int64_t count) {
     const auto& mesh = to.mesh();
     int64_t most = 0;
@@ -192,7 +192,7 @@ class Placing {
     return static_cast<double>(most) * static_cast<double>(to.pieces_of(d)) / static_cast<double>(count);
   }
 
-  // In a graph a tensor may have kept its symbols' form after they have become numbers.
+  // In a graph a tensor's sizes may still have the form of symbols after these have become numbers.
   static int64_t extent(const at::Tensor& t, int64_t d) {
     return t.sym_size(d).guard_int(__FILE__, __LINE__);
   }
@@ -211,12 +211,12 @@ class Placing {
     const auto features = static_cast<double>(extent(query_, -1) + extent(value_, -1));
     return 3.5 * 2 * pairs * features * (causal_ ? 0.5 : 1); // forward and backward
   }
-  // Over what a rank does if all do the same, in bytes.
+  // The cost, in bytes, of the busiest rank's extra work.
   double cost_of_excess(double imbalance) const {
     return (imbalance - 1) * flops() / static_cast<double>(layout(query_).mesh().size()) / kFlopsPerByte;
   }
 
-  // What moves forward moves back in the backward.
+  // Every tensor that moves in the forward moves back in the backward.
   double cost_of_spreading(const Places& to, int64_t d) const {
     const auto moves =
         cost(layout(query_), *to.query, bytes(query_)) + cost(layout(key_), *to.key, bytes(key_)) +
@@ -225,7 +225,7 @@ class Placing {
     return 2 * moves + cost_of_excess(imbalance(*to.key, d, extent(key_, d)));
   }
 
-  // The rank with the last queries has the most work, if it is causal.
+  // With a causal mask, the rank with the last queries has the most work.
   double cost_of_gathering() const {
     const auto& queries = layout(query_);
     double idle = 1;
@@ -238,8 +238,8 @@ class Placing {
            cost_of_excess(idle);
   }
 
-  // Keys and values travel in the forward and again in the backward, and their gradients come back. If it is causal, half of them
-  // do, and some queries (ring.h balances the work). About half of that time passes while blocks are computed.
+  // Keys and values travel in the forward and again in the backward, and their gradients come back. With a causal mask, half of
+  // them do, and some queries (ring.h balances the work). About half of that time is hidden behind computing.
   double cost_of_ring() const {
     double n = 1, others = 1; // ranks of a ring; rings
     for (int64_t m = 0; m < layout(key_).ndim(); ++m) {
@@ -292,7 +292,7 @@ at::Tensor moved(const at::Tensor& t, const LayoutPtr& to, const char* argument,
 thread_local std::unordered_set<int64_t> t_told; // layouts of keys
 thread_local int64_t t_told_since = -1;
 
-// Once per layout on this thread, as an op tells of a gather once per solution.
+// Tells observers of a gather, once per layout on this thread, as other ops do once per solution.
 void tell_if_gathered(const at::Tensor& key, const Places& places) {
   const auto& have = as_shard_tensor(key)->layout();
   if (places.key->shards(key.dim() - 2) || &have == places.key.get() || places.why == kWholeSequences) {
@@ -307,14 +307,15 @@ void tell_if_gathered(const at::Tensor& key, const Places& places) {
   }
 }
 
-// The result comes back to where the queries were.
+// The layout of the result: that of the queries before they moved.
 LayoutPtr home(const at::Tensor& query) {
   const auto& have = as_shard_tensor(query)->layout();
   const auto is_such = [&](int64_t m) { return have.placement(m).is_partial() || have.placement(m).is_shard(query.dim() - 1); };
   return have.with_where(is_such, Placement::replicate());
 }
 
-// How many keys causal queries see, where the others need not move: as many as there are queries. Nothing if all are taken.
+// The number of keys that causal queries see, which is the number of queries; the other keys need not move. Nothing if all keys
+// are used.
 std::optional<c10::SymInt> count_of_seen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
   const auto &queries = query.sym_size(-2), &keys = key.sym_size(-2);
   const auto is_cut = [](const at::Tensor& t) { return as_shard_tensor(t)->layout().shards(t.dim() - 2); };

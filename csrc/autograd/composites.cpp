@@ -48,7 +48,7 @@ at::Tensor sum_rows(const at::Tensor& grad) {
   return dims.empty() ? grad : grad.sum(dims);
 }
 
-// Saves only what the required gradients will read: x for the weight's, the weight for x's.
+// Saves only the operands that the required gradients will read: x for the weight's, the weight for x's.
 struct LinearBackward final : Node {
   SavedVariable x, weight;
 
@@ -84,7 +84,7 @@ struct LinearBackward final : Node {
   }
 };
 
-// Holds the table, whose layout says of which rows this rank needs the gradient.
+// Holds the table, whose layout says which rows' gradient this rank needs.
 struct EmbeddingBackward final : Node {
   at::Tensor table; // only its layout is read
   SavedVariable indices;
@@ -163,8 +163,8 @@ struct MatmulBackward final : Node {
   }
 };
 
-// torch's formula expands the gradient to the mean's operand and then divides: a replicated gradient would take the memory of the
-// whole on every rank. This keeps what the operand's cuts leave to a rank.
+// torch's formula expands the gradient to the mean's operand and then divides: a replicated gradient would take the memory of
+// the whole on every rank. This makes only the rank's piece, by the operand's cuts.
 struct MeanBackward final : Node {
   LayoutPtr layout;
   std::vector<c10::SymInt> sizes;
@@ -189,7 +189,7 @@ struct MeanBackward final : Node {
   }
 
  private:
-  // Along the averaged dims, as far as the gradient is replicated where the operand is cut.
+  // Cuts the gradient like the operand along the averaged dims, for mesh dims along which the gradient is replicated.
   at::Tensor cut(const at::Tensor& grad) const {
     const auto* impl = as_shard_tensor(grad);
     if (!impl || impl->layout().mesh_ptr() != layout->mesh_ptr()) {
@@ -524,7 +524,7 @@ at::Tensor ranks_of(const at::Tensor& sorted, const at::Tensor& q, bool skip_nan
   return (q * last).masked_fill(nan.any(-1, true), last);
 }
 
-// As torch's version, which selects by data pointer if it need not sort everything.
+// Like torch's version, but that compares data pointers unless it sorts everything.
 at::Tensor quantiles(
     const at::Tensor& self, const at::Tensor& q, std::optional<int64_t> dim, bool keepdim, c10::string_view how, bool skip_nan) {
   const auto* name = skip_nan ? "nanquantile" : "quantile";
@@ -606,7 +606,7 @@ void chunked_cross_entropy(const c10::OperatorHandle& op, torch::jit::Stack* sta
   }
 }
 
-// torch's steps. In a graph, torch makes a number of the number of classes.
+// The same steps as torch. In a graph, torch makes the number of classes a number.
 at::Tensor smoothed(
     const at::Tensor& x,
     const at::Tensor& target,
@@ -664,9 +664,9 @@ at::Tensor cross_entropy(
       x, target, weight, reduction, std::move(ignore_index), smoothing);
 }
 
-// torch's kernels factor the transposes of contiguous matrices, and the formulas for gradients ask again whether the matrices
-// were contiguous. A piece may be where the whole is not (one matrix of a batch, a moved slice), so the whole is made contiguous.
-// The formulas for complex matrices do not ask.
+// torch's kernels factor the transposes of contiguous matrices, and the formulas for gradients check again whether the matrices
+// were contiguous. A piece may be contiguous although the whole is not (one matrix of a batch, a moved slice), so the whole is
+// made contiguous. The formulas for complex matrices do not check.
 void factored(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto& matrices = stack->at(stack->size() - op.kinds.size());
   if (const auto t = matrices.toTensor(); as_shard_tensor(t) && !t.is_complex()) {

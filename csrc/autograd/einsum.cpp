@@ -32,7 +32,7 @@ bool are_letters(const std::string& text) {
          std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
-// Nothing if it has other than two operands, dots or repeated letters, or if torch refuses it.
+// Nothing if the equation has not exactly two operands, has dots or repeated letters, or if torch refuses it.
 std::optional<Equation> parse(c10::string_view given) {
   std::string text(given);
   text.erase(std::remove(text.begin(), text.end(), ' '), text.end());
@@ -66,7 +66,7 @@ struct Term {
   bool cuts(char c) const {
     return has(letters, c) && as_shard_tensor(t)->layout().shards(static_cast<int64_t>(letters.find(c)));
   }
-  // Summed over `gone`, and with the other dims as `batch`, then one dim for each of the other two strings.
+  // Sums over `gone`. The result has the dims `batch`, then one dim for each of the other two strings.
   Tensor as_matrices(
       const std::string& gone, const std::string& batch, const std::string& rows, const std::string& columns) const {
     std::vector<int64_t> order, sums;
@@ -92,7 +92,7 @@ struct Term {
   }
 };
 
-// The letters by where they occur; within a group, in the order of the result or of the alphabet.
+// The letters, grouped by where they occur; within a group, in the order of the result or of the alphabet.
 struct Groups {
   std::string batch, rows, columns, summed, left_only, right_only;
 };
@@ -113,7 +113,7 @@ Groups groups_of(const Equation& e) {
   return g;
 }
 
-// `t` has a dim for each letter of `have`; with these dims in another order.
+// `t` has a dim for each letter of `have`; returns it with its dims in the order of `want`.
 Tensor permuted(const Tensor& t, const std::string& have, const std::string& want) {
   std::vector<int64_t> order;
   for (const auto c : want) {

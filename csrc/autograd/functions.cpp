@@ -146,7 +146,7 @@ struct Redistribute : torch::autograd::Function<Redistribute> {
   }
 };
 
-// A lazy conjugate or negative of one rank's piece is computed: of the others' pieces this rank knows nothing.
+// Computes a lazy conjugate or negative: this rank does not know whether the other ranks' pieces have one.
 at::Tensor detached(const at::Tensor& local) {
   return kernels::resolved(local.detach());
 }
@@ -170,15 +170,15 @@ int64_t averaged(const Layout& layout) {
   });
 }
 
-// `grad_layout`, with Partial where `layout` has it and `grad_layout` none: what ranks do with the gradients of their summands
-// adds up, as each of them is the whole gradient.
+// `grad_layout`, with Partial along mesh dims where `layout` has Partial and `grad_layout` has Replicate. Each rank's summand
+// has the whole gradient, so the second derivatives that ranks compute from it are summands.
 LayoutPtr layout_of_second(const LayoutPtr& grad_layout, const Layout& layout) {
   const auto is_such = [&](int64_t m) { return layout.placement(m).is_partial() && grad_layout->placement(m).is_replicate(); };
   return grad_layout->with_where(is_such, Placement::partial(ReduceOp::Sum));
 }
 
-// The first mesh dim whose summands are maxima, minima, factors or norms, or -1. The gradient of such a summand depends on the
-// others.
+// The first mesh dim whose summands are maxima, minima, factors or norms, or -1. The gradient of such a summand depends on
+// other ranks' summands.
 int64_t entangled(const Layout& layout) {
   for (int64_t m = 0; m < layout.ndim(); ++m) {
     const auto& p = layout.placement(m);
@@ -349,7 +349,7 @@ at::Tensor redistribute(
     if (!records) {
       return t;
     }
-    // A view, so that it can be written. The gradient still moves: it may arrive in any layout.
+    // Returns a view, so that the result can be written. The gradient still moves, because it may arrive in any layout.
     auto out = at::alias(t);
     out.register_hook([from = without_partial(layout), backward_dtype, dtype = t.scalar_type(), async](const at::Tensor& grad) {
       return grad.defined() ? moved_back(grad, from, backward_dtype, dtype, async) : grad;

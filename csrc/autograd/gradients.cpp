@@ -4,14 +4,14 @@
 // that holds a part of the leaf keeps the same part of the gradient.
 //
 // The backward of a write through a view (torch's CopySlices) copies the gradient of the base into a new tensor, takes the same
-// view of that and writes there. The gradient may have another layout than the base had, so that this view would have to move
-// data and could not be written to. Then the new tensor is whole along the mesh dims that cut the gradient.
+// view of that and writes there. The gradient may have another layout than the base had, so this view might have to move data
+// and could then not be written. Then the new tensor is whole along the mesh dims that cut the gradient.
 //
 // The gradients of a tensor with several uses are added up, in place where autograd's engine holds the only reference to the sum
 // so far. In place, a replicated sum would have to gather a gradient that is cut; and only some ranks may hold another reference.
 // So if the layouts differ, the sum gets the one that a new tensor would have.
 //
-// Of some operands torch keeps the sizes alone, because their gradients are zeros, and makes these as plain tensors. The nodes of
+// For some operands, whose gradients are zeros, torch keeps only the sizes and makes the zeros as plain tensors. The nodes of
 // such ops get a hook that makes them ShardTensors in the operand's layout.
 #include "autograd/gradients.h"
 
@@ -48,8 +48,8 @@ const Node* running() {
   return dynamic_cast<const Node*>(torch::autograd::get_current_node().get()); // autograd's engine keeps it alive
 }
 
-// The leaf's placements and cuts along the mesh dims that cut the leaf. Along the others the gradient's own: summands may stay
-// summands until their sum is needed.
+// The leaf's placements and cuts along the mesh dims that cut the leaf. Along other mesh dims the gradient's own: summands may
+// stay summands until their sum is needed.
 LayoutPtr layout_to_keep(const LayoutPtr& grad, const Layout& leaf) {
   auto out = grad;
   for (int64_t m = 0; m < leaf.ndim(); ++m) {
@@ -89,20 +89,20 @@ at::Tensor detach(c10::DispatchKeySet keys, const at::Tensor& self) {
   return at::_ops::detach::redispatch(torchs_autograd(keys), self);
 }
 
-// Whether `other`, laid out otherwise, is added to a gradient that neither Python nor another tensor refers to.
+// Whether `other`, which has another layout, is added to a gradient that neither Python nor another tensor refers to.
 bool adds_gradients(const at::Tensor& sum, const at::Tensor& other) {
   const auto *to = as_shard_tensor(sum), *from = as_shard_tensor(other);
   if (!to || !from || &to->layout() == &from->layout() || to->layout().mesh_ptr() != from->layout().mesh_ptr() || to->traced() ||
       from->traced() || at::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() == -1) {
     return false;
   }
-  // C++ holds the tensor, so the tensor holds its Python object; nothing else does.
+  // C++ refers to the tensor, so the tensor owns its Python object, and nothing else refers to that object.
   const bool unseen = sum.use_count() > 1 && to->pyobj_slot()->has_unique_reference();
   return unseen && to->storage().use_count() == 1;
 }
 
-// Whether `other` is added to a plain gradient that autograd's engine alone holds: the zeros that torch makes for views without
-// elements, whatever their base.
+// Whether `other` is added to a plain gradient that only autograd's engine refers to: the zeros that torch makes for views
+// without elements, for any base.
 bool adds_to_zeros(const at::Tensor& sum, const at::Tensor& other) {
   return !as_shard_tensor(sum) && as_shard_tensor(other) && !at::GradMode::is_enabled() &&
          torch::autograd::get_current_graph_task_id() != -1 && sum.use_count() == 1 &&
@@ -111,7 +111,7 @@ bool adds_to_zeros(const at::Tensor& sum, const at::Tensor& other) {
 
 at::Tensor& add_(const Op& op, c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha) {
   if (C10_UNLIKELY(adds_to_zeros(self, other))) {
-    return self = at::add(self, other, alpha); // the engine keeps what `self` refers to
+    return self = at::add(self, other, alpha); // the engine keeps the tensor that `self` refers to
   }
   if (C10_UNLIKELY(adds_gradients(self, other))) {
     const auto sum = at::add(self, other, alpha);
@@ -161,7 +161,7 @@ at::Tensor new_empty_strided(
     return made;
   }
   const auto whole = shard_tensor(made, "the gradient").layout().uncut(~uint64_t{0});
-  if (has_gaps(made) && whole->local_sizes(made.sizes()) == made.sizes()) { // a view of a piece without them would be a copy
+  if (has_gaps(made) && whole->local_sizes(made.sizes()) == made.sizes()) { // a view of a piece without gaps would be a copy
     auto local = shard_tensor(made, "the gradient").local().new_empty_strided(made.sizes(), made.strides());
     return wrap(std::move(local), whole, made.sizes(), made.strides());
   }
@@ -236,8 +236,8 @@ void with_zeros(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack
   }
 }
 
-// torch asks whether a tangent may stay as it is, or is copied into zeros that are like its tensor. A view of the tensor then
-// takes the same view of the tangent, and the two must still be alike: so must their layouts be.
+// torch asks whether a tangent may stay as it is, or must be copied into zeros like its tensor. A view of the tensor later
+// takes the same view of the tangent, and the two must still match; so their layouts must match too.
 bool has_same_storage(const at::Tensor& tangent, const at::Tensor& tensor) {
   const auto *a = as_shard_tensor(tangent), *b = as_shard_tensor(tensor);
   const auto numel = [](const at::Tensor& t) { return t.storage().sym_nbytes() / static_cast<int64_t>(t.itemsize()); };

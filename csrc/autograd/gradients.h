@@ -5,8 +5,8 @@
 
 namespace shardtensor {
 
-// The gradient as the leaf would keep it in .grad, in the leaf's cuts, if it is not cut along all mesh dims that cut the leaf. A
-// gradient that is cut otherwise stays so.
+// The gradient as the leaf would keep it in .grad, with the leaf's cuts, unless it is already cut along all mesh dims that cut
+// the leaf: then it keeps its own cuts.
 at::Tensor with_cuts_of(const at::Tensor& leaf, const at::Tensor& grad);
 
 } // namespace shardtensor

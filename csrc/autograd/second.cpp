@@ -23,7 +23,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Values = std::vector<c10::IValue>;
 
-// Whether our formula is for this call: something of it is differentiated again, none of it in forward mode.
+// True if our formula applies: an input requires grad and none has a forward-mode tangent.
 bool is_differentiated(std::initializer_list<const Tensor*> tensors) {
   bool tracked = false, ours = false;
   for (const auto* t : tensors) {
@@ -38,8 +38,8 @@ bool is_differentiated(std::initializer_list<const Tensor*> tensors) {
   return tracked && ours && at::GradMode::is_enabled();
 }
 
-// ---- gradients of pools and paddings, (grad_output, self, arguments, perhaps indices): linear in the first, and of the second
-// only the sizes are read ----
+// ---- gradients of pools and paddings, (grad_output, self, arguments, maybe indices): linear in the first; only the sizes of
+// the second are read ----
 
 // Such an op, by its name: "aten::avg_pool2d_backward". The derivative with respect to grad_output is the op `forward`, or picks
 // the values at the indices.
@@ -127,7 +127,7 @@ struct Gradient : torch::autograd::Function<Gradient> {
       }
       out = called(op.forward, std::move(all));
     }
-    // Zeros as torch has them, but laid out as `self`.
+    // Zeros as in torch, but in the layout of `self`.
     const auto none = ctx->needs_input_grad(1) ? at::zeros_like(saved[1]) : Tensor();
     return {out, none, Tensor(), Tensor(), Tensor()};
   }
@@ -178,7 +178,7 @@ struct Convolution {
   }
 };
 
-// The Function's outputs are the gradients that are asked for: it takes no undefined ones.
+// The gradients that are needed: the outputs of a Function must not be undefined.
 variable_list asked_for(const std::array<Tensor, 3>& gradients, const std::array<bool, 3>& mask) {
   variable_list out;
   for (size_t i = 0; i < mask.size(); ++i) {
@@ -202,7 +202,7 @@ std::array<Tensor, 3> in_places(const variable_list& outputs, const Mask& mask) 
 }
 
 // Each gradient is linear in two of (grad_output, input, weight): its derivatives are convolutions, or their gradients, of the
-// same form. torch's formula would take the input's space for channels.
+// same form. torch's formula would treat the input's space as channels.
 struct ConvolutionGradients : torch::autograd::Function<ConvolutionGradients> {
   static variable_list forward(
       AutogradContext* ctx,

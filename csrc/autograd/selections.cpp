@@ -57,12 +57,13 @@ Tensor cummaxmin_backward(const Tensor& grad, const Tensor& input, const Tensor&
   return AtIndices::apply(grad, indices, dim, false, [&] { return at::cummaxmin_backward(grad, input, indices, dim); });
 }
 
-// The gradient of cumprod as a formula that can be differentiated again, at zeros too: of each element, the products without it,
-// weighed and added up. As much work and memory as torch's formula, which writes each element's part into plain zeros.
+// The gradient of cumprod as a formula that can be differentiated again, even at zeros: for each element, the weighted sum of
+// the products without it. It costs as much work and memory as torch's formula, which writes each element's part into plain
+// zeros.
 Tensor cumprod_backward_at_zeros(const Tensor& grad, const Tensor& input, int64_t dim) {
   const auto x = input.movedim(dim, -1).unsqueeze(-2), g = grad.movedim(dim, -1).unsqueeze(-2);
   auto sizes = x.sym_sizes().vec();
-  sizes[sizes.size() - 2] = sizes.back(); // by row the element left out, by column the product
+  sizes[sizes.size() - 2] = sizes.back(); // rows: the element that is left out; columns: the product
   const auto all = x.expand_symint(sizes);
   const auto counted = at::ones_like(all.detach(), all.options().dtype(at::kBool)).triu();
   const auto others = all.masked_fill(counted.tril(), 1).cumprod(-1).conj();
@@ -126,8 +127,8 @@ struct Product : torch::autograd::Function<Product> {
     return product(self, dim, keepdim);
   }
 
-  // Each element's gradient is the product of the others: if one of them is zero, only that one's is not. Second derivatives
-  // follow from torch's formula.
+  // Each element's gradient is the product of the others; if one element is zero, only its own gradient is not zero. Second
+  // derivatives use torch's formula.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto self = ctx->get_saved_variables()[0];
     const auto dim = ctx->saved_data["dim"].toOptional<int64_t>();
@@ -148,7 +149,7 @@ struct Product : torch::autograd::Function<Product> {
   }
 };
 
-// Whether prod's gradient is Product's. A cast before it has a gradient of its own.
+// Whether Product computes prod's gradient. A cast before the product has a gradient of its own.
 bool has_own_product(const Tensor& self, std::optional<at::ScalarType> dtype) {
   return as_shard_tensor(self) && self.requires_grad() && at::GradMode::is_enabled() && !has_tangent(self) &&
          (!dtype || dtype == self.scalar_type());

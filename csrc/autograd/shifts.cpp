@@ -56,7 +56,7 @@ struct Shifted : torch::autograd::Function<Shifted> {
   }
 };
 
-// False in forward mode, for which only torch's formulas are there.
+// False in forward mode, for which there are only torch's formulas.
 bool is_cut(const Tensor& t, int64_t dim) {
   const auto* impl = as_shard_tensor(t);
   return impl && impl->layout().shards(dim) && !t._fw_grad(0).defined();
@@ -107,7 +107,8 @@ struct Repeated : torch::autograd::Function<Repeated> {
       return t.repeat(each);
     }
     const auto pieces = as_shard_tensor(t)->layout().pieces_of(dim);
-    // A rank reads all the gradients of its piece, unless it holds more than one copy of the whole: then it adds these first.
+    // A rank reads all the gradients of its piece. If it holds more than one copy of the whole, it first adds up the gradients
+    // of its copies.
     const auto size = t.size(dim) / times;
     if (times > pieces) {
       return repeats_added.call(t, dim, size);
@@ -159,8 +160,8 @@ int64_t equal_pieces(const Tensor& t, int64_t by, int64_t dim) {
   return !strided && layout.is_even() && size % pieces == 0 && size / pieces >= std::abs(by) ? pieces : 0;
 }
 
-// A roll in a graph whose sizes are symbols. Of equal pieces, each one's last rows (or first, if `by` is negative) go to the
-// next: only these are gathered, and one graph serves all lengths.
+// A roll in a graph whose sizes are symbols. If pieces are equal, the last rows of each piece (or the first, if `by` is
+// negative) go to the next piece: only these rows are gathered, and one graph serves all lengths.
 Tensor rolled_by_pieces(const Tensor& t, int64_t by, int64_t dim, int64_t pieces) {
   const auto length = t.sym_size(dim) / pieces;
   const auto rows = t.unflatten_symint(dim, {c10::SymInt(pieces), length});
@@ -201,7 +202,7 @@ void roll(const Op& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
 }
 
 // In a graph whose sizes are symbols, equal pieces are gathered, and cut again once they are flipped: one graph serves all
-// lengths. (What a rank reads of other pieces are numbers.)
+// lengths. (The indices that a rank would read of other pieces are numbers.)
 Tensor flip(c10::DispatchKeySet keys, const Tensor& self, c10::IntArrayRef dims) {
   const auto by_formula = [&](const Tensor& t) { return at::_ops::flip::redispatch(torchs_autograd(keys), t, dims); };
   const auto* impl = as_shard_tensor(self);

@@ -1,4 +1,4 @@
-// Fourier transforms whose torch formulas need the whole of a cut dim: stft makes its windows by strides, and the gradient of a
+// Fourier transforms for which torch needs the whole of a cut dim: stft makes its windows by strides, and the gradient of a
 // transform of real numbers pads one half of the spectrum with zeros. Uses dispatch/plain, tensor/.
 #include "autograd/formula.h"
 #include "dispatch/plain.h"
@@ -21,8 +21,8 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The half of a spectrum that real numbers need. Its gradient is a transform from such a half: back to real numbers every
-// frequency that has a mirror counts twice, so these are halved before. torch transforms the spectrum with its zeros, in
+// The half of the spectrum that real numbers need. Its gradient is a transform from such a half to real numbers, which counts
+// every frequency that has a mirror twice, so these are halved first. torch transforms the spectrum padded with zeros, in
 // contiguous memory, so the result has the transformed dims last in memory.
 struct HalfSpectrum : torch::autograd::Function<HalfSpectrum> {
   static Tensor forward(AutogradContext* ctx, const Tensor& self, const std::vector<int64_t>& dims, int64_t normalization) {
@@ -131,7 +131,8 @@ Tensor istft(
   if (impl->layout().mesh().has_me()) {
     return call(has_window ? window : self.new_ones({width}, self.options().dtype(c10::toRealValueType(self.scalar_type()))));
   }
-  // Ranks outside the mesh have no values to read. So any window will do, and a user's is in the graph with its gradient.
+  // Ranks outside the mesh have no values. So any window will do; a user's window is used, so that it is in the graph with its
+  // gradient.
   const AsReplicated no_values;
   const auto dtype = has_window ? window->scalar_type() : c10::toRealValueType(self.scalar_type());
   const auto out = call(at::ones({width}, at::TensorOptions(self.device()).dtype(dtype)));

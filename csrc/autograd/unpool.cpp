@@ -20,7 +20,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Values that are cut otherwise than their indices move to where these are.
+// Moves values that are cut in another way than their indices to the layout of the indices.
 Tensor beside(const Tensor& values, const Tensor& index) {
   const auto *from = as_shard_tensor(values), *to = as_shard_tensor(index);
   return !from || !to || &from->layout() == &to->layout() || !to->layout().is_sharded() ? values
@@ -72,7 +72,7 @@ Tensor picked(const Tensor& planes, const Tensor& index, int64_t space) {
   return PickedPlanes::apply(planes, index, space);
 }
 
-// Whether a gradient is asked for, of values that are cut along their last `space` dims.
+// Whether a gradient is needed for values that are cut along their last `space` dims.
 bool space_is_cut(const Tensor& values, int64_t space) {
   const auto* impl = as_shard_tensor(values);
   return impl && values.dim() > space && impl->layout().sharded_dims() >> (values.dim() - space) && !has_tangent(values) &&

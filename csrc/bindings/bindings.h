@@ -25,7 +25,7 @@ inline BoxTuple tuple_of(const Box& box) {
   return {{box.offsets.begin(), box.offsets.end()}, {box.sizes.begin(), box.sizes.end()}};
 }
 
-// A Python function that C++ notifies, from any thread. If it returns a text, that text is an error.
+// A Python function that C++ notifies, from any thread. If it returns a text, the text is raised as an error.
 class Ear {
  public:
   void set(py::object function) {

@@ -28,7 +28,7 @@ void tell_of_call(comm::Kind kind, int64_t bytes, const Mesh& mesh, int64_t mesh
 }
 
 void tell_of_move(const ImplicitMove& move) {
-  constexpr double kSome = 1024; // whether a move communicates does not depend on how much it moves
+  constexpr double kSome = 1024; // any number of bytes: whether a move communicates does not depend on it
   const bool communicates = &move.from.mesh() != &move.to.mesh() || plan_for(move.from, move.to, kSome)->communicates();
   const auto error = ear_for<on_move>().tell([&] {
     return py::make_tuple(

@@ -40,8 +40,8 @@ ScriptLines& script_lines() {
   return *lines;
 }
 
-// The two innermost frames of the user's script: the second tells the calls of a function apart. Ranks may have the script in
-// different folders. It runs for each sum of no dims, so it makes a text only for a line that it has not met.
+// A number for the two innermost frames of the user's script (the second distinguishes the calls of a function). Ranks may have
+// the script in different folders. This runs for each sum of no dims, so it makes a text only for a new line.
 uint64_t script_line() {
   if (!Py_IsInitialized()) {
     return 0;

@@ -40,8 +40,8 @@ std::vector<std::pair<int64_t, int64_t>> pairs(const Intervals& runs) {
   return out;
 }
 
-// A cut as Python passes it: sizes, or (size,) of each piece where the sizes are symbols of a graph, or of each piece where they
-// follow the extent (size, share, per) and, for each quotient, (times, up, shift, down).
+// A cut as Python passes it: the sizes; or, per piece, (size,) if the sizes are symbols of a graph; or, per piece, (size,
+// share, per) and (times, up, shift, down) for each quotient, if the sizes are formulas of the extent.
 using CutInPython = std::variant<std::vector<int64_t>, std::vector<std::tuple<c10::SymInt>>, std::vector<py::tuple>>;
 
 Cut cut_from(const CutInPython& given) {
@@ -70,7 +70,7 @@ Cut cut_from(const CutInPython& given) {
   return out;
 }
 
-// Symbols as such if `traced`, otherwise as numbers, which guards them.
+// Symbols stay symbols if `traced`; otherwise they become numbers, with a guard.
 CutInPython in_python(const PieceSizes& cut, bool traced) {
   if (!cut.symbols.empty()) {
     if (traced) {

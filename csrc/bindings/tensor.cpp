@@ -36,7 +36,7 @@ std::optional<Tensors> tensor_list(const py::list& list) {
   return out;
 }
 
-// The places of two arguments that may share elements, of which the first is written.
+// The positions of two arguments that may share elements; the first of them is written.
 std::optional<std::pair<size_t, size_t>> overlapping(const py::list& args, const std::vector<size_t>& written) {
   std::vector<Use> uses;
   std::vector<size_t> places;
@@ -58,7 +58,7 @@ const Mesh* mesh_of(const at::Tensor& t) {
   return impl ? &impl->layout().mesh() : nullptr;
 }
 
-// Whether the same mesh dims of one mesh cut them: their norms then have one layout, or are all replicated.
+// Whether the same mesh dims of one mesh cut all tensors: their norms then have one layout, or are all replicated.
 bool cut_alike(const Tensors& tensors) {
   const auto* first = tensors.empty() ? nullptr : as_shard_tensor(tensors[0]);
   return first && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) {

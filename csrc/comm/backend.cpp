@@ -21,11 +21,11 @@ constexpr auto kIntegers = bits({at::kLong, at::kInt, at::kChar, at::kByte});
 constexpr auto kFloats = bits({at::kDouble, at::kFloat, at::kHalf, at::kBFloat16});
 
 // torch has two NCCL groups. "nccl" is the older one; since torch 2.15, "nccl" makes one that calls itself "nccl2", and
-// "nccl-lazy" one with a communicator for each pair of ranks that send.
-// The older group would make a communicator of the whole group for a batch, and then all ranks would have to call.
-// Not in the table, because comm/ does for all what one needs: nccl2 keeps only the inputs of a call whose work was dropped, Gloo
-// cancels such a message, the older NCCL group keeps all (in_flight.cpp); and a tensor must be on the device that the group is
-// bound to (device_of() in comm.h).
+// "nccl-lazy" one with a communicator for each pair of ranks that send. The older group would make a communicator of the whole
+// group for a batch, and then all ranks would have to call. Two differences are not in the table, because comm/ does for every
+// backend what one of them needs. If a work is dropped, nccl2 keeps only the inputs of the call, Gloo cancels the message, and
+// the older NCCL group keeps all buffers (in_flight.cpp). And a tensor must be on the device that the group is bound to
+// (device_of() in comm.h).
 const std::array kBackends = {
     Backend{.name = "nccl", .gathers = true, .reduces = kIntegers | kFloats, .scatters = true, .aligned = true},
     Backend{
@@ -65,7 +65,7 @@ Backend backend_of(c10d::ProcessGroup& group, c10::Device device) {
     return {};
   }
   auto out = *row;
-  if (out.blocks && !device.is_cpu()) { // Gloo copies what other devices hold to main memory, except messages
+  if (out.blocks && !device.is_cpu()) { // Gloo copies tensors of other devices to main memory, except for messages
     out.sends = false;
     out.by_host = true;
   }

@@ -1,12 +1,12 @@
-// A tensor's memory as bytes: backends support only some dtypes, so what is not reduced travels so.
+// A tensor's memory as bytes. Backends support only some dtypes, so everything that is not reduced is sent as bytes.
 #pragma once
 
 #include <ATen/ATen.h>
 
 namespace shardtensor::comm {
 
-// In bytes. NCCL copies 16 bytes at a time if what is sent and where it is received start at multiples of 16, else one element at
-// a time; and to it all that is not reduced is bytes, whatever dtype it is given.
+// In bytes. NCCL copies 16 bytes at a time if both buffers start at multiples of 16, and otherwise one element at a time. It
+// copies bytes for every collective that does not reduce, whatever the dtype.
 constexpr int64_t kStart = 16;
 inline int64_t rounded_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;

@@ -215,7 +215,8 @@ bool adds_up(const at::Tensor& summand, const Mesh& mesh, int64_t mesh_dim, Redu
 
 int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, Staged what) {
   const auto item = static_cast<int64_t>(like.element_size());
-  if (kStart % item != 0 || is_traced(like) || !has_values(like) || Together::open()) { // which copies, with gaps of its own
+  if (kStart % item != 0 || is_traced(like) || !has_values(like) ||
+      Together::open()) { // CoalescedCalls copies, with gaps of its own
     return 1;
   }
   const bool between = what == Staged::Messages;
@@ -224,7 +225,7 @@ int64_t spacing(const at::Tensor& like, const Mesh& mesh, int64_t mesh_dim, Stag
   }
   const auto group = c10d::resolve_process_group(group_name(mesh, between ? -1 : mesh_dim, "all_to_all"));
   const auto rules = backend_of(*group, like.device());
-  // In an all-to-all, other ranks may send in place, without gaps: only single messages may start anywhere.
+  // In an all-to-all, other ranks may send in place, without gaps. Only single messages may start anywhere.
   const bool any_start = what != Staged::AllToAll || (rules.batches && ready_for_some(rules, *group, like.device()));
   return rules.aligned && any_start ? kStart / item : 1;
 }

@@ -1,5 +1,5 @@
-// What this thread is doing, for texts about errors and about ranks that are late; and the notice that other ranks get if it
-// fails.
+// What this thread is doing: the context of errors, and of messages about ranks that are late. Also tells the other ranks if
+// this rank fails.
 #pragma once
 
 #include "layout/layout.h"
@@ -12,14 +12,14 @@
 
 namespace shardtensor::comm {
 
-// What moves. It is kept by whoever says so.
+// The tensor that moves. Non-owning.
 struct Move {
   const Layout* from = nullptr; // null: something else
   const Layout* to = nullptr;
   size_t tensors = 1; // together; `from` and `to` are the first's
 };
 
-// A part of an op or a move that communicates. Its text is made only when someone asks.
+// One level of what this thread is doing: an op, or a move that communicates. Its text is made only when it is needed.
 class Frame {
  public:
   explicit Frame(c10::function_ref<std::string()> text, Move move = {});
@@ -36,23 +36,23 @@ class Frame {
 };
 // The texts of this thread's frames, from the inside out, and the line of the user's script.
 std::string doing_now();
-// What this thread moves: "S(0)->R", or "S(0)->R and 2 more"; or "".
+// The move of this thread: "S(0)->R", or "S(0)->R and 2 more"; empty if nothing moves.
 std::string moving_now();
 
 // " at FILE:LINE" of the user's script, or "".
 std::string call_site();
 inline Observer<std::string()> find_call_site; // "FILE:LINE"; set at import
 
-// Call it in a catch block, if the other ranks may not have failed. Tells them, once for each exception: `doing`, with the
-// layouts, failed on this rank (faults.h). A collective that was still due along one of the mesh dims in `due` (bits) counts as
-// made, so that no later one is taken for it.
+// Call it in a catch block, if the other ranks may not have failed. Tells them, once for each exception, that `doing`, with the
+// layouts, failed on this rank (faults.h). Also skips the collectives that were still due along the mesh dims in `due` (bits),
+// so that ranks keep counting alike.
 void tell_failure(const std::string& doing, const Mesh& mesh, uint64_t due) noexcept;
 
 // How many collectives this thread has begun.
 int64_t begun();
 
-// Runs `run`, which communicates. If it fails, the error gets the text and the rank as its context and keeps its class. The text
-// is the same on all ranks: those that fail alike need not wait for each other. due(): see above.
+// Runs `run`, which communicates. If it fails, the error keeps its class and gets the text and the rank as context. The text
+// must be the same on all ranks: ranks that fail alike then need not wait for each other. due(): see above.
 template <typename Run, typename Text, typename Due>
 decltype(auto) doing(const Mesh& mesh, const Text& text, const Run& run, const Due& due, Move move = {}) {
   const Frame frame(text, move);

@@ -1,5 +1,5 @@
-// How often this process has destroyed all its process groups. What the ranks had agreed on before no longer counts: some may
-// have failed before they did. Uses no other folder.
+// How often this process has destroyed all its process groups. Whatever the ranks agreed on before that no longer holds,
+// because some of them may have failed in between. Uses no other folder.
 #pragma once
 
 #include <cstdint>

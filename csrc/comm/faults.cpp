@@ -23,16 +23,16 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kSlice = 250ms; // a wait looks for news this often
-constexpr auto kShort = 50ms;  // so does a rank that waits for the others' claims
-constexpr auto kSigns = 700ms; // how long the ranks that survive a broken group wait for each other's signs
+constexpr auto kSlice = 250ms; // how often a wait looks for news
+constexpr auto kShort = 50ms;  // how often a rank that waits for the others' claims does
+constexpr auto kSigns = 700ms; // how long the ranks that survive a broken group wait for each other's answers
 
 std::atomic<bool> g_on{true};
 std::atomic<std::chrono::milliseconds> g_grace{600ms};
 std::atomic<std::chrono::milliseconds> g_between{1s}; // between two comparisons with the next rank
 std::atomic<int64_t> g_epoch{0};
 
-// What belongs to a process group. A group that is destroyed and made again is another one, also if it has the same name.
+// Something per process group. A group that is destroyed and made again is another group, even under the same name.
 template <typename T>
 class ByGroup {
  public:
@@ -134,7 +134,8 @@ thread_local std::exception_ptr t_told;
 thread_local int64_t t_begun = 0;
 thread_local int64_t t_careful = 0;
 
-// Raises what other ranks have caused. The group takes part in nothing any more: a collective is begun that will not end.
+// Raises an error that other ranks have caused. The group cannot be used again, because a collective has begun that will not
+// end.
 [[noreturn]] void part(const Ticket& ticket, const std::string& why) {
   if (ticket.group) {
     const std::lock_guard<std::mutex> lock(ticket.group->mutex);
@@ -161,13 +162,13 @@ void compare_draws(Group& group, int64_t number, int64_t rank, const Claim& othe
   if (mine != other.drawn) {
     TORCH_WARN_ONCE(
         "shardtensor: on ranks ", rank, " and ", other.rank,
-        " the default random generators have parted: random ops on ShardTensors have not had the same keys, so values that "
-        "ranks hold alike may differ. Seed all ranks alike (shardtensor.random.manual_seed), and let all draw alike; "
+        " the default random generators differ: random ops on ShardTensors have not had the same keys, so values that should be "
+        "equal on all ranks may differ. Seed all ranks alike (shardtensor.random.manual_seed), and draw alike on all ranks; "
         "SHARDTENSOR_CHECK=1 finds the op");
   }
 }
 
-// What follows from the shape that from_local assumed is wrong: means, for example.
+// Results that depend on the shape that from_local assumed are wrong: means, for example.
 void warn_of_unequal_pieces(Group& group, int64_t rank, int64_t next) {
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
@@ -177,17 +178,17 @@ void warn_of_unequal_pieces(Group& group, int64_t rank, int64_t next) {
   }
   TORCH_WARN(
       "shardtensor: from_local was given pieces of different sizes on ranks ", rank, " and ", next,
-      ", and without a word it takes the other ranks' pieces to be as large as its own. Shapes and means of what comes from them "
-      "are wrong. Pass sharding_shapes=\"infer\" (the ranks then tell each other), the sizes along the cut dim "
-      "(sharding_shapes={0: [2, 3]}), or run_check=True. SHARDTENSOR_CHECK=1 finds the call");
+      ", but was not told so, and then assumes that all pieces have the same sizes. Shapes and means of the results are wrong. "
+      "Pass sharding_shapes=\"infer\" (the ranks then tell each other), the sizes along the cut dim (sharding_shapes={0: [2, "
+      "3]}), or run_check=True. SHARDTENSOR_CHECK=1 finds the call");
 }
 
-// A rank that is late: what it does for one ticket until the others come.
+// What a rank does while it waits long for one ticket.
 class Late {
  public:
   explicit Late(const Ticket& ticket) : ticket_(ticket), since_(Clock::now()) {}
 
-  // Why waiting is in vain; empty if the others may still come. `text` says what this rank does.
+  // Why waiting is useless; empty if the others may still come. `text`: what this rank is doing.
   std::string look(Text text) {
     const auto& [world, group, number, peers, by_messages, needs_all] = ticket_;
     if (group && !std::exchange(claimed_, true)) {
@@ -213,7 +214,7 @@ class Late {
     }
     return "";
   }
-  // It raises. Else what it has told stays true until this rank begins the next collective.
+  // The wait raises. (If it does not, what this rank has told the others stays true until it begins its next collective.)
   void gives_up() {
     if (nth_look_) {
       ticket_.world->not_stuck();
@@ -230,7 +231,7 @@ class Late {
   int64_t nth_look_ = 0;
 };
 
-// This rank has failed since its last collective in the group. It makes the next only when all have claimed it.
+// This rank has failed since its last collective in the group: it makes the next one only when all ranks have claimed it.
 void agree(const Ticket& ticket, c10d::ProcessGroup& process_group, Text text) {
   const auto& [world, group, number, peers, by_messages, needs_all] = ticket;
   const WithoutGil released;
@@ -267,7 +268,7 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
   Ticket ticket{all->world, all->group, 0, {}, false, needs_all || t_careful};
   all->world->note_thread();
   bool others_wait = false; // perhaps; then they have claimed the number
-  bool compares = false;    // with the next rank: so that what went wrong within a slice does not stay unnoticed
+  bool compares = false;    // with the next rank: so that a mistake within a slice is noticed
   {
     const std::lock_guard<std::mutex> lock(group.mutex);
     TORCH_CHECK_WITH(DistBackendError, group.broken.empty(), text(), ": the process group broke before: ", group.broken);
@@ -303,8 +304,8 @@ Ticket enter(const GroupPtr& process_group, const Mesh& mesh, int64_t mesh_dim, 
           ticket, c10::str(
                       text(), ", ", doing_now(), ": ranks ", all->world->rank(), " and ", compared.next,
                       " have made different collectives among their first ", ticket.number,
-                      " in this process group, so one may have taken the other's data for its own, and "
-                      "results of the last second may be wrong. SHARDTENSOR_CHECK=1 finds the op"));
+                      " in this process group, so one may have received data that was meant for another collective, and results "
+                      "of the last second may be wrong. SHARDTENSOR_CHECK=1 finds the op"));
     }
   }
   ++t_begun;
@@ -352,7 +353,7 @@ void wait_for_all(c10d::Work& work, const Ticket& ticket, Text text) {
   }
 }
 
-// Another thread, which looks after waits that this one cannot look after itself.
+// A thread that checks on waits which their own threads cannot check on.
 class Watcher {
  public:
   static Watcher& get() {
@@ -360,7 +361,7 @@ class Watcher {
     return *watcher;
   }
 
-  // A wait. look() is called every now and then once it is late; not after leave().
+  // A wait. look() is called now and then once the wait is late; not after leave().
   struct Entry {
     explicit Entry(std::function<void()> l) : look(std::move(l)) {}
     const std::function<void()> look;
@@ -410,9 +411,9 @@ class Watcher {
 };
 
 // Gloo's messages cannot be waited for a while and then again: a wait that has timed out closes the connection. So the watcher
-// looks for news, and ends waits that are in vain.
+// looks for news, and ends waits that are useless.
 void wait_for_messages(c10d::Work& work, const Ticket& ticket, Text text) {
-  std::string why; // it waits in vain
+  std::string why; // why waiting is useless
   Late late(ticket);
   const auto entry = Watcher::get().enter([&] {
     if (why.empty()) {
@@ -686,7 +687,7 @@ void tell_failure(const std::string& doing, const Mesh& mesh, uint64_t due) noex
     try {
       std::rethrow_exception(error);
     } catch (const c10::Error& e) {
-      faults::t_told = error; // others, of Python, hold frames and their tensors
+      faults::t_told = error; // Python's own exceptions hold frames and their tensors
       faults::failed(doing, e.what_without_backtrace(), mesh, due);
     } catch (const std::exception& e) {
       faults::failed(doing, e.what(), mesh, due);

@@ -1,16 +1,17 @@
-// Ranks that part: one fails and the others wait for it, or two make different collectives. Through the store of the default
-// process group, ranks tell each other, so that all raise soon and no data of one collective is taken for another's.
+// Detects ranks that fall out of step: one fails while the others wait for it, or two make different collectives. Ranks tell
+// each other through the store of the default process group, so that all raise soon and no collective receives another one's
+// data.
 //
 // Each rank counts its collectives along a mesh dim. Little is sent until a rank fails or waits long:
-// - A rank that fails tells so, with its counts.
+// - A rank that fails writes so, with its counts.
 // - A rank that waits long claims its collective's number for the collective that it makes, and reads who has failed.
 // - A rank that comes to a collective after a pause looks whether another has claimed the number for a different one.
 // - Once a second a rank tells the others what its collectives have been so far, as a hash, and which pieces from_local took to
 //   be equal; it compares both with the next rank's.
-// - A rank that waits long in something that needs all ranks says so. Another that waits for it raises if each of the two waits
-//   for the other. It also raises if a rank that it needs has ended.
-// - A rank that has failed before makes its next collective only after all others have claimed that number for the same one.
-// So an error that all ranks raise alike costs some requests to the store; one that a rank raises alone costs the others a wait.
+// - A rank that waits long in something that needs all ranks writes so. A rank that waits for it raises if each of the two
+//   waits for the other. A rank also raises if a rank that it needs has ended.
+// - A rank that has failed before makes its next collective only after all others have claimed that number for the same one. So
+//   an error that all ranks raise alike costs a few requests to the store; an error of one rank alone makes the others wait.
 #pragma once
 
 #include "comm/epoch.h"
@@ -43,9 +44,9 @@ struct Ticket {
 // Before a collective of all ranks along the mesh dim (-1: of all ranks of the default group). `facts`: a hash of what all of
 // them know about it. Raises if the group has broken, or if the ranks turn out to make different collectives.
 Ticket enter(const GroupPtr& group, const Mesh& mesh, int64_t mesh_dim, uint64_t facts, bool needs_all, Text text);
-// While one is alive, this thread's collectives begin only after all ranks of their group have come to the same one, as if this
-// rank had failed before: for what a rank may begin without being asked for, once. A rank that comes alone raises, and so do
-// those that it meets in another collective; nothing is exchanged.
+// While one is alive, this thread's collectives begin only after all ranks of the group have come to the same one, as if this
+// rank had failed before. For communication that the user did not ask for and that one rank may begin alone: that rank raises,
+// the ranks that are in another collective raise too, and no data is exchanged.
 class Careful {
  public:
   Careful();
@@ -53,27 +54,28 @@ class Careful {
   Careful(const Careful&) = delete;
   Careful& operator=(const Careful&) = delete;
 };
-// Raises: the ranks along the mesh dim turn out to have made different things, so the process group is of no more use.
+// Raises: the ranks along the mesh dim turn out to have made different collectives, so the process group can no longer be used.
 [[noreturn]] void parted(const Mesh& mesh, int64_t mesh_dim, const std::string& why);
 // Before messages between this rank and `peers` (global ranks).
 Ticket enter_messages(const Mesh& mesh, c10::IntArrayRef peers);
 
 // Waits. Raises if other ranks have failed or make another collective, so that it would wait in vain.
 void wait(c10d::Work& work, const Ticket& ticket, Text text);
-// The same for a result that was dropped: whatever happens, it raises nothing and tells nobody.
+// The same for a result that was dropped: it never raises, and tells no other rank.
 void wait_for_dropped(c10d::Work& work, const Ticket& ticket);
-// After the backend itself has raised in wait(): tells the others, and returns which ranks have given no sign; may be empty.
+// After the backend itself has raised in wait(): tells the other ranks, and returns the ranks that have not answered, as text
+// (maybe empty).
 std::string broke(const Ticket& ticket, const std::string& error);
 
-// This rank fails in something that may have many collectives, a backward for example; it may have made any of them. (doing.h has
-// tell_failure() for a single call.)
+// This rank fails in something that may have many collectives, a backward for example, of which it may have made any number.
+// (doing.h has tell_failure() for a single call.)
 void failed_in_part(const std::string& doing, const std::string& error);
-// A random op of all ranks of the mesh has this key. Ranks that look at each other's claims warn if their keys have parted.
+// Notes the key of a random op of all ranks of the mesh. Ranks that read each other's claims warn if their keys differ.
 void note_draw(const Mesh& mesh, uint64_t key);
 // The sum of those keys, modulo 2^64: the same for all ranks along the mesh dim.
 uint64_t drawn(const Mesh& mesh, int64_t mesh_dim);
 
-// This rank takes no part in anything any more: it has `done`. If it destroys its process groups, it may make others.
+// This rank communicates no more, because it has `done` (text). After it has destroyed its process groups, it may make others.
 void ended(const std::string& done);
 void destroyed_groups();
 
@@ -93,8 +95,8 @@ class InBarrier {
   std::unique_ptr<Wait> wait_;
 };
 
-// For the process. `grace`: seconds that a rank which has failed may take to come to its next collective. `between`: seconds from
-// one comparison with the next rank to another.
+// For the process. `grace`: how many seconds a rank that has failed may take to come to its next collective. `between`: seconds
+// between two comparisons with the next rank.
 void set_notice(bool on);
 bool notice();
 void set_grace(double seconds);

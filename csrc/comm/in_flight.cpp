@@ -50,7 +50,7 @@ struct InFlight::State {
   bool by_thread = false;                  // wait() blocks the thread; isCompleted() may never be true before
   std::optional<c10::Stream> made;         // where the buffers were allocated and written; none: in main memory
   bool captured = false;                   // begun within the capture of a graph
-  bool is_share = false;                   // `nexts` wait for a collective of several
+  bool is_share = false;                   // `nexts` wait for a shared call
   std::optional<c10::Event> ended;         // after `nexts`, for other streams
   c10::SmallVector<c10::Stream, 2> waited; // streams that come after it
 
@@ -66,7 +66,7 @@ struct InFlight::State {
   bool may_be_used_on(const c10::Stream& stream) const {
     return is_capturing(stream) == captured || (has_ended() && !is_share);
   }
-  // An event may not be asked while a graph is captured.
+  // An event may not be queried while a graph is captured.
   bool is_known_to_have_ended() const {
     return !(made && is_capturing(current_stream(made->device()))) &&
            std::all_of(works.begin(), works.end(), [](const WorkPtr& work) { return !work || work->isCompleted(); });
@@ -85,9 +85,9 @@ void free_or_not(std::unique_ptr<State> state) {
   }
 }
 
-// What was dropped in flight. Works whose wait() blocks have a thread that waits: Gloo's messages end only so, and waiting for
-// them with a time-out would close Gloo's connections. It ends when there is nothing left to wait for. The others are asked
-// whenever something is started or dropped.
+// Works that were dropped in flight. A thread waits for works whose wait() blocks: Gloo's messages end only if someone waits,
+// and waiting with a time-out would close Gloo's connections. The thread ends when no such work is left. The other works are
+// queried whenever one is started or dropped.
 class Left {
  public:
   static Left& get() {
@@ -101,7 +101,7 @@ class Left {
       return;
     }
     ++count_;
-    std::vector<std::unique_ptr<State>> ended; // dropped when the lock is free again
+    std::vector<std::unique_ptr<State>> ended; // freed after the lock
     const std::lock_guard<std::mutex> lock(mutex_);
     if (state->by_thread) {
       blocking_.push_back(std::move(state));
@@ -173,8 +173,8 @@ class Left {
   bool has_thread_ = false;
 };
 
-// The works of a capture end with it: they are part of the graph, whose memory they use. Until then the capturing stream has to
-// come after them.
+// Works that were begun in a capture are part of the graph, whose memory they use. So they end with the capture; before that,
+// the capturing stream must wait for them.
 void leave_in_capture(const State& state) {
   try {
     if (is_capturing(current_stream(state.made->device()))) {
@@ -302,7 +302,7 @@ bool InFlight::wait_on_each_stream(const at::Tensor& result) {
   const auto now = current_stream(s.made->device());
   const bool capturing = is_capturing(now);
   if (std::find(s.waited.begin(), s.waited.end(), now) == s.waited.end()) {
-    // A capture cannot wait for what was before it, and need not: its caller has synchronised the streams.
+    // A capture cannot wait for work that began before it, and need not: its caller has synchronised the streams.
     if (capturing == s.captured) {
       s.ended->block(now);
     }

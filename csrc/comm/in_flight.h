@@ -1,4 +1,4 @@
-// What has been started and has not ended: one object that owns it. Uses no other folder.
+// A collective that has been started and has not ended, and the object that owns it. Uses no other folder.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +17,13 @@ namespace shardtensor::comm {
 struct Backend;
 struct Where;
 
-// A collective in flight: its works, all memory that the backend reads or writes for it, its device, and what comes after it.
+// A collective in flight: its works, all memory that the backend reads or writes for it, its device, and the callbacks that
+// follow it.
 //
-// It never communicates, so ranks may wait for theirs in any order. One that is dropped before it has ended gives up what comes
-// after it, but not its memory: peers may need what it sends, and the backend writes what it receives. What the backend does
-// not keep itself goes to a list that outlives it, until it has ended (see let_arrive()).
+// wait() never communicates, so ranks may wait in any order. If an InFlight is dropped before its collective has ended, its
+// callbacks do not run, but its memory stays: peers may still need the data that it sends, and the backend still writes the
+// data that it receives. Buffers that the backend does not keep itself go to a list until the collective has ended (see
+// let_arrive()).
 class InFlight {
  public:
   struct State;
@@ -36,16 +38,17 @@ class InFlight {
   explicit operator bool() const {
     return state_ != nullptr;
   }
-  // `next` runs in wait(), after what was added before. `used`: what it reads or writes.
+  // `next` runs in wait(), after callbacks that were added before. `used`: the tensors that it reads or writes.
   void then(std::function<void()> next, const std::vector<at::Tensor>& used = {});
   // wait() runs inside of `around`, which calls its argument: for the texts of errors.
   void within(std::function<void(c10::function_ref<void()>)> around);
 
-  // Returns when this rank may read, write and drop its buffers; on CUDA, when the current stream may. After that this is empty,
-  // also if it raises. Exception: a graph is being captured and this was begun before; it raises, and is as it was.
+  // Returns when this rank may read, write and drop its buffers; on CUDA, when the current stream may. Afterwards this object
+  // is empty, even if wait() raises. Exception: if a CUDA graph is being captured and the collective was begun before the
+  // capture, wait() raises and changes nothing.
   void wait();
-  // The same for a result that any number of streams use, each as often as it likes: every stream waits, once. `result`: what
-  // the current one will use. Returns true once no stream needs to call it any more.
+  // The same for a result that any number of streams use, any number of times: every stream waits once. `result`: the tensor
+  // that the current stream will use. Returns true once no stream needs to call it any more.
   bool wait_on_each_stream(const at::Tensor& result);
 
  private:
@@ -56,18 +59,18 @@ class InFlight {
 // What comm/ starts: `works`, which read or write `buffers`.
 InFlight started(
     const Where& where, const Backend& rules, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<at::Tensor> buffers);
-// Not a collective, but its share of one that is made for several, as next() waits for it. `used`: what that writes.
+// For a collective that shares one call with others: next() waits for that call. `used`: the tensors that it writes.
 InFlight share(const Where& where, std::function<void()> next, const std::vector<at::Tensor>& used);
 
 // Whether the tensor's stream captures a graph, as far as torch tells: before 2.12 any stream might.
 bool may_be_capturing(const at::Tensor& t);
 
-// Waits until all that was dropped in flight has ended, but at most two seconds: before process groups are destroyed. Peers may
-// never come; left_in_flight() tells. No error is raised.
+// Waits until all dropped work has ended, but at most two seconds: call it before process groups are destroyed. It raises no
+// error; if peers never come, left_in_flight() is not 0.
 void let_arrive();
-// How many are still in flight of those that were dropped.
+// How many dropped collectives are still in flight.
 int64_t left_in_flight();
-// From now on, what was dropped is never freed: the interpreter, which some of it needs for that, ends.
+// Stop freeing dropped work: freeing some of it needs the interpreter, which is shutting down.
 void keep_what_is_left();
 
 } // namespace shardtensor::comm

@@ -11,7 +11,7 @@ namespace shardtensor::comm::faults {
 
 namespace {
 
-constexpr int64_t kTold = 256; // failures that a rank knows of; older ones are of no matter
+constexpr int64_t kTold = 256; // failures that a rank remembers; older ones do not matter
 constexpr char kPart = '\x1f', kItem = '\x1e';
 const std::string kNothing(1, kPart); // no record begins so
 
@@ -195,7 +195,7 @@ Report World::report(Report::State state, const std::string& text) {
 
 void World::tell(const std::string& doing, const std::string& error, bool ended) {
   if (ended) {
-    read_news(); // others may wait for this rank's answer
+    read_news(); // other ranks may wait for this rank's answer
   }
   auto mine = report(ended ? Report::State::Ended : Report::State::Failed, doing);
   mine.error = one_line(error);
@@ -207,7 +207,7 @@ void World::tell(const std::string& doing, const std::string& error, bool ended)
     push(absent_, Absent{mine.nth, std::this_thread::get_id(), {}}, kTold);
     own_.push_back(std::move(mine));
     if (static_cast<int64_t>(own_.size()) > kTold) {
-      store_->set(key(own_.front().nth), std::string()); // others may still count on the key
+      store_->set(key(own_.front().nth), std::string()); // other ranks may still read the key
       store_->deleteKey(back_key(own_.front().nth));
       for (const auto& [name, count] : own_.front().groups) {
         store_->deleteKey(back_key(own_.front().nth, name));
@@ -398,7 +398,7 @@ bool World::has_begun(const Report& other) {
   try {
     c10d::resolve_process_group(other.group);
   } catch (const std::exception&) {
-    return true; // it is not in the group
+    return true; // this rank is not in the group
   }
   if (other.state == Report::State::InBarrier) {
     return barriers(other.group) >= other.number;

@@ -1,5 +1,5 @@
-// What the ranks of a job tell each other through the store of the default process group: who has failed, and which collective a
-// rank that waits long has begun. Used by faults.cpp alone.
+// What the ranks of a job tell each other through the store of the default process group: which rank has failed, and which
+// collective a rank that waits long has begun.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -30,8 +30,8 @@ constexpr int64_t kMark = 8, kMarks = 1024; // every 8th one has a mark, and a r
 // How far a rank is in a group's collectives.
 struct Count {
   int64_t number = 0;
-  bool broken = false;          // it takes no part any more
-  std::vector<int64_t> skipped; // it has left these out
+  bool broken = false;          // the rank no longer communicates in the group
+  std::vector<int64_t> skipped; // collectives that the rank has left out
 };
 
 // What a rank tells of itself. One that waits for what needs all ranks cannot go on until each of the others has begun it, so
@@ -62,7 +62,7 @@ struct Mark {
   uint64_t equal_pieces = 0; // the mesh's (layout/mesh.h)
 };
 
-// The collectives of one process group. `mutex` guards what follows it.
+// The collectives of one process group. `mutex` guards the members below it.
 struct Group {
   std::string name;
   std::vector<int64_t> ranks;      // global, all of the group's
@@ -80,15 +80,15 @@ struct Group {
   std::deque<int64_t> skipped;      // left out
   std::set<int64_t> claimed, first; // numbers that this rank has claimed, and of them those that it was the first to claim
   std::set<int64_t> wanted;         // numbers that ranks which have failed wait for, and that this rank has not begun
-  std::string broken;               // says why; empty if it is whole
+  std::string broken;               // why the group no longer works; empty if it does
 
   // The next collective. With the mutex held.
   int64_t begin(uint64_t facts, uint64_t equal_pieces = 0);
 };
 
-// A collective that all others make is left out here.
+// This rank leaves out a collective that all others make.
 void skip(Group& group);
-// Of the last kKept collectives; none for one that was left out.
+// The facts of one of the last kKept collectives; none if this rank left it out.
 std::optional<uint64_t> facts_of(Group& group, int64_t number);
 
 // The first rank that claimed a number for its collective.
@@ -119,8 +119,8 @@ class World {
 
   // This rank has failed, or ends.
   void tell(const std::string& doing, const std::string& error, bool ended = false);
-  // This thread goes on with communication, in a group (by name; "": by messages). It is back everywhere from failures of its
-  // own, and back there from those of other threads of this process, which may never go on.
+  // This thread communicates again, in a group (by name; "": by messages). That resolves its own failures in every group, and
+  // failures of other threads of this process, which may never go on, in this group.
   void come_back(const std::string& group);
 
   // Claims a number of the group for a collective. `text` describes it.
@@ -147,7 +147,7 @@ class World {
   // One of `ranks` that has ended.
   std::optional<Report> ended(c10::IntArrayRef ranks);
 
-  // A thread begins something that needs other ranks. While only one does, what this rank waits for says all about it.
+  // A thread begins something that needs other ranks. As long as only one thread does, this rank waits for one thing at a time.
   void note_thread();
   bool one_thread() const {
     return !many_threads_.load(std::memory_order_relaxed);
@@ -180,7 +180,7 @@ class World {
   std::atomic<int64_t> failures_{0};
   std::atomic<const void*> thread_{nullptr};
   std::atomic<bool> many_threads_{false};
-  std::mutex mutex_; // of what follows
+  std::mutex mutex_; // guards the members below
   std::map<std::string, std::weak_ptr<Group>> groups_;
   std::deque<Report> news_, own_;
   int64_t next_ = 0; // the failure to read next
@@ -197,7 +197,7 @@ class World {
 int64_t barriers(const std::string& group);
 void forget_barriers();
 
-// For people: short, and without the signs that part a record.
+// The text for people: short, and without the characters that separate the fields of a record.
 std::string one_line(std::string text);
 
 } // namespace shardtensor::comm::faults

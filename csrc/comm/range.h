@@ -12,7 +12,7 @@
 namespace shardtensor::comm {
 
 // While one is alive, the profiler shows "shardtensor: all_gather S(0)->R 12.0 MiB at train.py:31 (Model.Attention)", and in it
-// the name that torch has for the collective. If no profiler runs, it only finds that out.
+// the name that torch has for the collective. If no profiler runs, it does nothing else.
 class Range {
  public:
   // `bytes`: what this rank sends; -1 if it waits.

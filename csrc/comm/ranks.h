@@ -15,13 +15,13 @@ const std::string& group_name(const Mesh& mesh, int64_t mesh_dim, const char* wh
 // The number of ranks of the default group that the mesh was made with; 0 without one.
 int64_t size_of_world(const Mesh& mesh);
 
-// Where this rank's tensors for the mesh have to be: on the device that its groups are bound to, if they are, else on the current
-// one of its kind.
+// The device for this rank's tensors on the mesh: the one that its groups are bound to, or else the current device of the
+// mesh's type.
 c10::Device device_of(const Mesh& mesh);
 
 // Whether this rank is alone along the mesh dim; it then makes no call.
 bool is_alone(const Mesh& mesh, int64_t mesh_dim);
-// For tests of a backend with one rank: a rank that is alone calls anyway.
+// For tests of a backend with one rank: a rank that is alone calls the backend anyway.
 void call_alone(bool on);
 
 } // namespace shardtensor::comm

@@ -37,8 +37,8 @@ at::Tensor from_ordered(const at::Tensor& t) {
   return mirror(t).view(t.scalar_type() == at::kLong ? at::kDouble : at::kFloat);
 }
 
-// Backends have no unsigned dtypes of several bytes: these have the bits of signed ones, which max and min order alike if the
-// first bit is turned.
+// Backends have no unsigned dtypes of several bytes. They are sent as signed ones of the same bits; max and min order them
+// alike if the first bit is flipped.
 bool as_signed(at::ScalarType dtype) {
   return dtype == at::kUInt32 || dtype == at::kUInt64;
 }

@@ -21,16 +21,16 @@ bool alike(const Collective& a, const Collective& b) {
 
 } // namespace
 
-// The one call that several are. Whichever of them comes first waits for it; an error is raised for each.
+// One call that several collectives share. The first that waits, waits for the call; an error is raised for each of them.
 struct Together::Joint {
   std::mutex mutex;
   InFlight rest;
   std::exception_ptr error;
   bool begun = false;
 
-  // `used`: of what it writes for the one who waits.
+  // `used`: the tensor that the waiting collective gets.
   void wait(const at::Tensor& used) {
-    const WithoutGil released; // the one who has the lock may need it
+    const WithoutGil released; // the thread that has the lock may need the GIL
     const std::lock_guard<std::mutex> lock(mutex);
     TORCH_INTERNAL_ASSERT(begun, "a collective is waited for before Together::go()");
     if (rest) {

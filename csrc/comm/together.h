@@ -13,8 +13,8 @@ namespace shardtensor::comm {
 // for all that have the same kind, mesh and mesh dim; for reductions also the same op and dtype. After that, what they return may
 // be waited for, in any order, on any threads and streams; or dropped. All ranks note the same collectives in the same order.
 //
-// What several collectives send and receive is copied into and out of one buffer each, at multiples of 16 bytes (kStart in
-// bytes.h) unless it is reduced. One that is alone is called as if Together were not there.
+// The data of several collectives is copied into one send buffer and out of one receive buffer, at multiples of 16 bytes
+// (kStart in bytes.h) unless it is reduced. A collective with no partner is called as usual.
 class Together {
  public:
   Together();

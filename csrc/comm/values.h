@@ -20,7 +20,7 @@ inline bool is_fake(const at::Tensor& t) {
 }
 
 // Whether `t` stands for a tensor of a graph, or is fake: it has no values now, and only ops that the dispatcher sees may
-// change it. comm/traced.h has the collectives for it.
+// change it. comm/traced.h has the collectives for such tensors.
 inline bool is_traced(const at::Tensor& t) {
   if (C10_LIKELY(!t.key_set().has_any(kStandIns))) {
     return false;
@@ -42,7 +42,7 @@ inline void need_values(const at::Tensor& t, const char* what) {
 }
 
 // False for tensors that have only sizes: on the meta device, or fake. Throws for tensors of a graph, because the graph would
-// miss what is done with the values, and for Python wrappers, whose values lie in other tensors.
+// not record the use of the values, and for Python wrappers, whose values are in other tensors.
 inline bool has_values(const at::Tensor& t) {
   if (C10_LIKELY(!t.is_meta() && !t.key_set().has_any(kStandIns))) {
     return true;
@@ -50,8 +50,7 @@ inline bool has_values(const at::Tensor& t) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !t.key_set().has(c10::DispatchKey::Functionalize) && !is_recording(),
       "shardtensor: this needs a tensor's values now, so it cannot be traced into a graph (torch.compile, export, make_fx). Move "
-      "it "
-      "out of the compiled function, or mark its function with torch.compiler.disable, which splits the graph there");
+      "it out of the compiled function, or mark its function with torch.compiler.disable, which splits the graph there");
   if (t.is_meta() || is_fake(t)) {
     return false;
   }

@@ -41,9 +41,9 @@ class Calling {
   Calling& operator=(const Calling&) = delete;
 };
 
-// Errors say where they happened. c10's errors keep their class; the backends' own become torch.distributed's.
-// Releases the GIL: Gloo's threads drop earlier works under a lock that a new call needs, and dropping a tensor with a Python
-// object needs the GIL.
+// Adds the call to the context of errors. c10's errors keep their class; the backends' own become torch.distributed's. Releases
+// the GIL: Gloo's threads drop earlier works under a lock that a new call needs, and dropping a tensor with a Python object
+// needs the GIL.
 template <typename F>
 auto guarded(const Where& where, F&& run) {
   const Calling calling;
@@ -58,7 +58,7 @@ auto guarded(const Where& where, F&& run) {
   }
 }
 
-// Waits for it; errors say where, and which ranks gave no sign.
+// Waits for the work; errors name the call, and the ranks that have not answered.
 void wait(const Where& where, const WorkPtr& work);
 
 } // namespace shardtensor::comm

@@ -35,8 +35,8 @@ uint64_t combined(uint64_t a, uint64_t b) {
   return c10::hash_combine(a, b);
 }
 
-// A hash of all results that were reduced ahead in a process group, this one included. So once a rank has made one that others
-// have not, all later ones differ too, even if nobody reads the first.
+// A hash of all results that were reduced ahead in a process group, this one included. So after a rank has made a result that
+// others have not, all later hashes differ too, even if the first result is never read.
 uint64_t next_in_history(const Mesh& mesh, int64_t mesh_dim, uint64_t identity) {
   static auto* mutex = new std::mutex();
   static auto* histories = new std::unordered_map<uint64_t, uint64_t>(); // by rank (threads may be ranks) and name of the group
@@ -82,13 +82,13 @@ bool all_have(const at::Tensor& record, uint64_t hash, int64_t ranks) {
 }
 
 constexpr auto kDiffer =
-    "the ranks have not made the same sums of no dims. Each value is added to the other ranks' as soon as it is made, and now "
-    "those of "
-    "different sums have met, here or before. One rank made a sum, a mean or a loss alone (inside `if rank == 0:`, in a repr or "
-    "an f-string, for example), or made it on another line of the script. Let all ranks make it on one line, and read it on the "
-    "rank that wants it; or call shardtensor.set_reduce_ahead(False) on all ranks, and let all ranks read it. This rank: ";
+    "the ranks have not made the same sums of no dims. Each rank's value is added to the other ranks' values as soon as it is "
+    "made, and values of different sums have been added, here or before. One rank made a sum, a mean or a loss alone (inside `if "
+    "rank == 0:`, in a repr or an f-string, for example), or on another line of the script. Make it on all ranks, on the same "
+    "line, and read it on the rank that needs it; or call shardtensor.set_reduce_ahead(False) on all ranks, and read it on all "
+    "ranks. This rank: ";
 
-// A value on its way, one mesh dim after the other.
+// The reduction of one value, one mesh dim after the other.
 struct Sum {
   const Op* op;
   LayoutPtr layout, replicated;

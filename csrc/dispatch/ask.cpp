@@ -51,10 +51,11 @@ Stack results_aside(const Op& op, const Stack& stack, size_t base, const Refs& r
   try {
     op.handle.callBoxed(&call);
     return call;
-  } catch (const std::exception&) { // there is no meta kernel, or it needs values, or the call is wrong and raises below
+  } catch (const std::exception&) { // no meta kernel, or it needs values; a wrong call raises below
   }
-  // A plain tensor has values here too: a mask of an index, for example. What is in a ShardTensor matters to the sizes of
-  // results if torch says so of the op. Between the ops of a backward formula any size will do: the user does not see it.
+  // Runs the op on zeros in place of ShardTensors, which have no values on this rank; plain tensors do (a mask of an index, for
+  // example). If torch says that the op's result sizes depend on values, this raises, except between the ops of a backward
+  // formula: there any size will do, because the user does not see it.
   const auto of_mesh = [](const Ref& r) { return r.impl != nullptr; };
   const bool any_sizes = op.handle.hasTag(at::Tag::dynamic_output_shape) && !torch::autograd::get_current_node();
   call.assign(stack.begin() + static_cast<int64_t>(base), stack.end());
@@ -114,8 +115,8 @@ void ask_kernel(const Op& op, const Stack& stack, size_t base, const rules::Call
 
 namespace {
 
-// The arguments that may change the order of a result's dims: not tensors (every key holds their orders), floating-point
-// numbers or generators.
+// The arguments that may change the order of a result's dims. Tensors (every key holds their orders), floating-point numbers
+// and generators do not.
 uint64_t ordering_arguments(const Op& op) {
   uint64_t out = 0;
   for (size_t i = 0; i < op.kinds.size(); ++i) {
@@ -146,8 +147,8 @@ bool are_plain(const Refs& refs) {
   });
 }
 
-// Strides of a tensor with few indices in each dim, for which torch decides as for the given one: the same comparisons
-// of two dims, zeros, gaps or none.
+// Strides of a tensor with few indices in each dim for which torch chooses the same order: any two dims compare alike, and
+// zeros and gaps are kept.
 Sizes strides_of_few(const at::Tensor& t, c10::IntArrayRef held) {
   if (t.is_contiguous()) {
     return dense_strides(held, {});
@@ -167,8 +168,8 @@ Sizes strides_of_few(const at::Tensor& t, c10::IntArrayRef held) {
   return out;
 }
 
-// The call with ones in place of the tensors, with few elements of each: at most two along a dim, or more where torch compares
-// sizes. Sizes among the arguments shrink like the tensors.
+// The call on small tensors of ones: at most two elements along a dim, or more if torch compares sizes. Sizes among the
+// arguments shrink like the tensors.
 Stack on_few(const Op& op, const Stack& stack, size_t base, const Refs& refs, bool hints) {
   constexpr int64_t kFew = 2;
   Stack call(stack.begin() + static_cast<int64_t>(base), stack.end());
@@ -244,9 +245,9 @@ std::optional<Stack> laid_out(const Op& op, const Stack& stack, size_t base, con
   return std::nullopt;
 }
 
-// torch decides the order of the results' dims: this asks its meta kernels, with the whole tensors' sizes and strides. Results of
-// an op without a meta kernel are contiguous. torch's meta kernels in Python have other orders than the op for some elementwise
-// ops (copysign, floor_divide), and for transforms outside of CUDA. So these ops themselves run on a few elements.
+// torch decides the order of the results' dims. This calls its meta kernels, with the whole tensors' sizes and strides. Results
+// of an op without a meta kernel are contiguous. For some elementwise ops (copysign, floor_divide), and for transforms outside
+// of CUDA, torch's meta kernels in Python return another order than the op. So these ops themselves run on a few elements.
 void ask_orders(const Op& op, const Stack& stack, size_t base, const Refs& refs, Solution& solution) {
   const auto format = op.schema().argumentIndexWithName("memory_format");
   const bool asks = op.entry->options.asks_order || (format && !stack[base + *format].isNone());

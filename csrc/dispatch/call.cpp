@@ -52,19 +52,19 @@ void put_local(Stack& stack, size_t base, Refs& refs, const Locals& locals, c10:
   }
 }
 
-// A rank outside the mesh takes no part: its results have empty pieces (0 of a number) and the same global sizes as on other
-// ranks.
+// A rank outside the mesh does not run the op: its results have empty pieces (0 for a number) and the same global sizes as on
+// other ranks.
 void stand_aside(const Op& op, Stack& stack, size_t base, const Refs& refs, const Solution& solution) {
   const auto& mesh = solution.replicated->mesh();
   const auto& returns = op.schema().returns();
   if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::BoolType) {
     stack.resize(base);
-    stack.emplace_back(true); // equal(), of nothing and nothing
+    stack.emplace_back(true); // equal() of empty pieces
     return;
   }
   if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::NumberType && torch::autograd::get_current_node()) {
     stack.resize(base);
-    stack.emplace_back(at::Scalar(0)); // a formula of torch's reads a number; nothing of its gradient is here
+    stack.emplace_back(at::Scalar(0)); // one of torch's formulas reads this number; the gradient is empty on this rank
     return;
   }
   for (const auto& value : returns) {
@@ -159,8 +159,8 @@ void run_on_pieces(
     note_writes(op, refs);
   }
   if (C10_UNLIKELY(!operands.empty() && !op.is_view)) {
-    // If this rank's piece is empty, results may not depend on it. Another rank's graph needs the operands and the collectives
-    // behind them; so this rank's results are made to depend on the operands too.
+    // If this rank's piece is empty, results may not depend on it. Other ranks' graphs need the operands and the collectives
+    // behind them, so this rank's results must depend on the operands too.
     change_results(op, stack, [&](const at::Tensor& t) { return comm::traced::after(t, operands); });
   }
 

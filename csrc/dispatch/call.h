@@ -19,8 +19,8 @@ void run_call(const Op& op, torch::jit::Stack& stack, Refs& refs, const rules::S
 void run_on_locals(
     const Op& op, torch::jit::Stack& stack, const Refs& refs, const rules::Solution& solution, const Locals& locals);
 
-// Runs the rest of a call whose solution is found. An error gets the call's operands as its context; as this rank may be the only
-// one that fails, the others are told.
+// Runs the rest of a call after its solution has been found. An error gets the call's operands as its context. Tells the other
+// ranks, since this rank may be the only one that fails.
 void call_failed(const Op& op, const Refs& refs, const rules::Solution& solution, c10::Error* error);
 template <typename F>
 decltype(auto) guarded_call(const Op& op, const Refs& refs, const rules::Solution& solution, const F& run) {

@@ -125,11 +125,11 @@ void same_end(const std::string& call, const Mesh& mesh, End end) {
     if (parted && end.fault.empty()) {
       end.fault = c10::str(
           "the default random generators of the ranks along mesh dim ", m,
-          " have parted; seed all ranks alike (shardtensor.random.manual_seed), and let all draw alike");
+          " differ; seed all ranks alike (shardtensor.random.manual_seed), and draw alike on all ranks");
     }
     if (differ && end.fault.empty()) {
       end.fault = c10::str(
-          end.replicated, ": its piece differs from that of another rank along mesh dim ", m, ", where both are to be the same");
+          end.replicated, ": its piece differs from that of another rank along mesh dim ", m, ", although both should be equal");
     }
   }
   if (mesh.ndim() > 1) { // a later mesh dim may have found an error
@@ -233,7 +233,7 @@ void same_as_whole(const Op& op, RunOn run, torch::jit::Stack args, c10::ArrayRe
     }
   }
   TORCH_CHECK(
-      !lost, "shardtensor's checking mode: ", op.name, " makes NaN of summands where the whole has none", comm::call_site(),
+      !lost, "shardtensor's checking mode: ", op.name, " gives NaN for summands, but not for the whole tensor", comm::call_site(),
       ": a factor is infinite, or a divisor is 0. Redistribute the operand whose placement is Partial before it.");
 }
 

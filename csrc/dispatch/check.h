@@ -1,5 +1,5 @@
 // The checking mode asserts that all ranks of a mesh run the same calls, and that results agree with their layouts. Ranks
-// exchange messages before and after each call, so the mode finds ranks that diverge before their collectives mix.
+// exchange messages before and after each call, so the mode finds ranks that diverge before their collectives get mixed up.
 #pragma once
 
 #include "dispatch/op.h"

@@ -58,7 +58,7 @@ void plain_tensor(const Op& op, int64_t arg, const at::Tensor& t) {
 
 void different_meshes(const Op& op, const Layout& a, const Layout& b) {
   const auto &first = a.mesh().description(), &second = b.mesh().description();
-  // What differs, if the texts do not.
+  // Names the difference, if the texts of the two meshes are equal.
   const auto what = [&, alike = a.str() == b.str()](const Mesh::Description& d) -> std::string {
     if (!alike) {
       return "";

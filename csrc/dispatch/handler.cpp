@@ -43,7 +43,7 @@ void refuse_collective(const std::string& name) {
       "the pieces with redistribute() or full_tensor().");
 }
 
-// Ops that appear after import (torch.library).
+// Ops that are defined after the import (torch.library).
 struct LateOps {
   std::mutex mutex;
   std::unordered_map<std::string, const Op*> known;
@@ -81,7 +81,8 @@ void fallback(const c10::OperatorHandle& handle_, c10::DispatchKeySet, Stack* st
 }
 
 // Ops of other libraries whose kernel is one for all backends. That kernel would come before the key's fallback and get the
-// ShardTensors themselves, so these have the fallback as a kernel of their own. A definition that goes leaves it in place.
+// ShardTensors themselves, so these have the fallback as a kernel of their own. If the op's definition goes away, this kernel
+// stays.
 struct TakenOps {
   std::mutex mutex;
   std::unordered_map<std::string, c10::RegistrationHandleRAII> known;

@@ -14,7 +14,7 @@ class Key {
  public:
   // `reads`: which facts of a call the key holds, as the bits of Reads.
   explicit Key(uint64_t reads) : reads_(reads) {
-    push(reads); // the same words mean the same facts
+    push(reads); // so that equal words mean equal facts
   }
   uint64_t reads() const {
     return reads_;

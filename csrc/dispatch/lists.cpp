@@ -35,7 +35,7 @@ struct Element {
   rules::OperandSet copied; // the refs whose local tensors are copies with the same strides as the others
 };
 
-// The elements of the lists. Lists of another length than the first (amsgrad's empty one) are passed unchanged.
+// The entries of the lists. Lists of another length than the first (amsgrad's empty one) are passed unchanged.
 std::vector<Element> elements_of(const Refs& refs) {
   std::vector<Element> out;
   const auto add = [&refs](Element& e, size_t i) {
@@ -63,7 +63,7 @@ std::vector<Element> elements_of(const Refs& refs) {
   return out;
 }
 
-// Whether the element has one layout, without summands, and one shape: an elementwise op then moves nothing.
+// Whether the entry's tensors have one layout, without summands, and one shape: an elementwise op then needs no communication.
 bool stays(const Element& e) {
   const Ref* lead = nullptr;
   for (const auto& r : e.refs) {
@@ -78,7 +78,7 @@ bool stays(const Element& e) {
   return lead != nullptr;
 }
 
-// The moves of all elements, which are made together.
+// Collects the moves of all entries and makes them together.
 class Moves {
  public:
   using Put = std::function<void(at::Tensor)>; // gets the piece
@@ -99,7 +99,7 @@ class Moves {
   std::vector<Put> puts_;
 };
 
-// Moves the tensors of an element to the layouts of its solution, into `locals`, which has one entry per ref of the whole call.
+// Moves the tensors of an entry to the layouts of its solution, into `locals`, which has one tensor per ref of the whole call.
 void move(const Op& op, const Element& e, Moves& moves, std::vector<at::Tensor>& locals) {
   for (size_t k = 0; k < e.refs.size(); ++k) {
     const auto& ref = e.refs[k];
@@ -153,7 +153,7 @@ void run_kernel(const Op& op, const Stack& stack, size_t base, Element& e, const
   }
 }
 
-// Copies the local tensors of an element if their strides do not match.
+// Copies the local tensors of an entry if their strides do not match.
 void make_dense(Element& e, std::vector<at::Tensor>& locals) {
   const auto is_one = [&](size_t i) { return locals[i].dim() > 0; };
   const auto lead = std::find_if(e.positions.begin(), e.positions.end(), is_one);
@@ -212,7 +212,7 @@ void run_lists(const Op& op, Stack* stack_ptr) {
     }
     check_plain(op, e.refs);
     for (const auto& r : e.refs) {
-      // A plain number may be written: step counters, the same on every rank.
+      // Plain numbers may be written: step counters, which are the same on every rank.
       if ((op.mutated >> r.arg & 1) && (r.impl || r.tensor->dim() > 0)) {
         check_writable(op, r.arg, *r.tensor, r.impl);
       }
@@ -307,7 +307,7 @@ IValue only(const Op& op, size_t arg, const IValue& value, int64_t n, int64_t co
   return value;
 }
 
-// One index after the other, as torch does: each sees what those before it wrote.
+// Runs one index after the other, as torch does, so that each sees the writes of the earlier ones.
 void run_in_order(const Op& op, Stack& stack, int64_t count) {
   const auto base = stack.size() - op.kinds.size();
   c10::List<at::Tensor> results;

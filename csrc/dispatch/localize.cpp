@@ -25,8 +25,9 @@ bool replicates(const Op& op) {
   return !op.entry || !op.entry->rule || op.entry->gathers();
 }
 
-// Whether the op's kernel gets moved operands in the whole's order. A part of a replicated operand is a view with gaps. Some of
-// torch's kernels (the backward of layer_norm) read it as contiguous memory. Elementwise kernels take any strides.
+// Whether the op's kernel must get moved operands in the whole's order of dims. A part of a replicated operand is a view with
+// gaps, which some of torch's kernels (the backward of layer_norm) would read as contiguous memory. Elementwise kernels take
+// any strides.
 bool needs_order(const Op& op) {
   return op.is_view || replicates(op) || !op.entry->options.broadcasts;
 }
@@ -37,7 +38,7 @@ bool has_gaps(const Op& op, const Ref& r, const at::Tensor& piece) {
          r.tensor->is_contiguous();
 }
 
-// What this rank reads of an operand: its piece with a halo, or the piece alone if the kernel fetches that.
+// The operand's piece with its halo, or the piece alone if the kernel fetches the halo.
 at::Tensor with_halo(const Op& op, const Ref& r, const Request& operand, const Solution::Halo& halo) {
   const auto piece = moved_piece(operand);
   if (C10_UNLIKELY(halo.recut != nullptr)) {
@@ -87,16 +88,16 @@ void check_alike(const Op& op, const Refs& refs, const Solution& solution) {
 
 namespace {
 
-// Whether a piece is handed on with numbers. If the tensor's strides are symbols while its sizes are numbers, only a kernel needs
-// that.
+// Whether the op must get the piece with numbers instead of symbols. If only the strides are symbols, only a kernel of ours
+// needs numbers.
 bool needs_numbers(const Op& op, const at::Tensor& tensor, const Solution& solution) {
   const auto strides = tensor.sym_strides();
   const bool settled = std::all_of(strides.begin(), strides.end(), [](const auto& n) { return n.maybe_as_int().has_value(); });
   return !has_symbols(tensor) && (settled || (solution.kernel && !op.entry->options.symbols));
 }
 
-// Whether the kernel finds its own writes in what it reads. torch copies what is not contiguous, or a lazy conjugate or negative,
-// before it starts; and it refuses another dtype.
+// Whether the kernel would read its own writes. torch first copies an operand that is not contiguous, or is a lazy conjugate or
+// negative, and refuses another dtype.
 bool reads_own_writes(const Ref& written, const Ref& read, const at::Tensor& piece) {
   const auto lazy = [](const at::Tensor& t) { return t.is_conj() || t.is_neg(); };
   if (!read.impl || is_traced(piece) || !read.tensor->is_contiguous() || lazy(*read.tensor) || lazy(*written.tensor) ||
@@ -107,8 +108,8 @@ bool reads_own_writes(const Ref& written, const Ref& read, const at::Tensor& pie
   return first_overlap(uses).has_value();
 }
 
-// What is read, as a view of the whole that the kernel writes. If that has other strides, or if more than that is read, it gets
-// memory for both. `read_whole` moves what is read.
+// The operand that is read, as a view of the whole tensor that the kernel writes. If the written tensor has other strides, or
+// is smaller than what is read, both get new memory. `read_whole` moves the operand that is read.
 at::Tensor view_of_written(
     const Ref& written, const Ref& read, const at::Tensor& moved, c10::function_ref<at::Tensor()> read_whole) {
   const auto &w = *written.tensor, &r = *read.tensor; // r is contiguous
@@ -149,7 +150,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     const auto& given = r.impl ? r.impl->local(op.is_view && !need && !solution.kernel) : *r.tensor;
     at::Tensor numbers;
     if (C10_UNLIKELY(is_symbolic(given)) && !written &&
-        needs_numbers(op, *r.tensor, solution)) { // torch follows no write through a view
+        needs_numbers(op, *r.tensor, solution)) { // torch does not track writes through a view
       numbers = in_numbers(given);
     }
     const auto& local = numbers.defined() ? numbers : given;
@@ -185,7 +186,7 @@ void local_arguments(const Op& op, const Refs& refs, const Solution& solution, L
     }
     if (C10_UNLIKELY(in_order != nullptr) && in_order->operand == static_cast<int64_t>(i) &&
         reads_own_writes(refs[0], r, given)) {
-      TORCH_INTERNAL_ASSERT(solution.operands[0], op.name, ": what is read moves, but not what is written, which has it");
+      TORCH_INTERNAL_ASSERT(solution.operands[0], op.name, ": the operand that is read moves, but not the one that is written");
       locals.hold(view_of_written(refs[0], r, locals[0], [&] { return moved_piece(request); }));
       continue;
     }

@@ -1,4 +1,4 @@
-// Gets a call's local tensors, in the layouts that the solution requires, and carries back what the op has written.
+// Gets a call's local tensors, in the layouts that the solution requires, and moves written operands back to their owners.
 #pragma once
 
 #include "dispatch/refs.h"
@@ -27,7 +27,7 @@ class Locals {
     moved_.push_back(std::move(t));
     at_.push_back(&moved_.back());
   }
-  // The call's result, with memory of its own if it has a shared operand's.
+  // The call's result; a copy if it shares memory with a shared operand.
   at::Tensor result(at::Tensor t) const {
     return C10_LIKELY(!shared_) ? t : apart(std::move(t));
   }
@@ -55,7 +55,7 @@ class Locals {
     return t;
   }
 
-  uint64_t shared_ = 0; // bits of moved_; the last one stands for all that follow
+  uint64_t shared_ = 0; // bits of moved_; the last bit stands for all further ones
   c10::SmallVector<const at::Tensor*, 4> at_;
   c10::SmallVector<at::Tensor, 4> moved_;
 };
@@ -71,7 +71,8 @@ void check_alike(const Op& op, const Refs& refs, const rules::Solution& solution
 // Fills `locals` with the local tensors in the layouts that the solution requires. The operands have been checked.
 void local_arguments(const Op& op, const Refs& refs, const rules::Solution& solution, Locals& locals);
 
-// Call it after the op has run: copies of views watch for writes to their base. A call that fails counts as no write.
+// Call it after the op has run: views that had to move data must notice writes to their base. A call that fails does not count
+// as a write.
 void note_writes(const Op& op, const Refs& refs);
 
 // A kernel's description of its operands.

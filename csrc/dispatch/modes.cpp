@@ -19,7 +19,8 @@ thread_local int64_t t_as_replicated = 0;
 using at::impl::ThreadLocalPythonObjects;
 using Tokens = std::array<std::shared_ptr<c10::SafePyObject>, 3>;
 
-// They stand for the values 0 to 2. Their content is never read. They are never destroyed: they hold no Python object.
+// Tokens that stand for the values 0 to 2; their content is never read. They hold no Python object, so they need not be
+// destroyed.
 const Tokens& tokens() {
   static const auto* all = [] {
     auto* made = new Tokens();

@@ -23,10 +23,10 @@ class OwnMode {
 inline constexpr OwnMode kOwnPromotion{"shardtensor.promotion"};
 inline constexpr OwnMode kPlainTargets{"shardtensor.plain_targets"}; // losses of class labels take plain targets and weights
 
-// For threads that have none of their own.
+// The mode of threads that have set none.
 Promotion common_promotion();
 void set_common_promotion(Promotion mode);
-Promotion promotion(); // of this thread
+Promotion promotion(); // this thread's
 
 // While it lives, plain tensors count as replicated on this thread, whatever the mode.
 class AsReplicated {

@@ -58,7 +58,7 @@ std::optional<AllSizes> broadcast_sizes(const Op& op, const Refs& refs) {
   return AllSizes(refs.size(), Sizes(sizes.begin(), sizes.end()));
 }
 
-// The layout of an argument with these sizes; without one, replicated.
+// The layout of an argument with these sizes; replicated if there is none.
 LayoutPtr layout_for(const Op& op, c10::IntArrayRef sizes, const Refs& refs, const LayoutPtr& own) {
   for (const auto& r : refs) {
     if (r.impl && !is_output(op, r) && r.tensor->sizes() == sizes && !r.impl->layout().has_partial()) {
@@ -108,7 +108,7 @@ bool resizes(const Op& op, const Refs& refs, const AllSizes& needed) {
 
 rules::SolutionPtr fitting_solution(const Op& op, const Stack& stack, size_t base, const Refs& refs) {
   if (C10_UNLIKELY(std::any_of(refs.begin(), refs.end(), [](const Ref& r) { return has_symbols(*r.tensor); }))) {
-    return find_solution(op, stack, base, refs); // nothing is resized, and even pieces fit only if the whole does
+    return find_solution(op, stack, base, refs); // no output is resized, and even pieces fit only if the whole does
   }
   std::optional<AllSizes> needed;
   if (op.entry && op.entry->options.broadcasts) {

@@ -30,20 +30,20 @@ inline bool has_tangent(const at::Tensor& t) {
   return meta && (meta->fw_grad_ || meta->is_view_) && t._fw_grad(/*level=*/0).defined();
 }
 
-// Whether autograd has anything to record for it.
+// Whether autograd records ops on it.
 inline bool is_tracked(const at::Tensor& t) {
   const auto* meta = autograd_meta(t);
   return meta && ((meta->requires_grad() && at::GradMode::is_enabled()) || has_tangent(t));
 }
 
-// Whether `t` is a plain tensor that needs a gradient: without an entrance, it would be a ShardTensor. Or an empty 1-d
-// ShardTensor that needs one: cat leaves it out, and torch's formula makes its gradient as a plain tensor.
+// True if `t` is a plain tensor whose gradient would otherwise be a ShardTensor: promote it first. Also for an empty 1-d
+// ShardTensor that needs a gradient: cat leaves it out, and torch's formula makes its gradient as a plain tensor.
 bool wants_entrance(const at::Tensor& t);
 
 // Autograd's kernel, skipped if there is nothing to record. Plain tensors that need a gradient are first replaced by replicated
 // ShardTensors, which the graph connects to them.
 void record(const Op& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-// Only replaces such tensors; false if there are none.
+// Replaces such tensors without calling the op; false if there are none.
 bool enter_plain(const Op& op, torch::jit::Stack& stack, size_t base, const Refs& refs);
 
 // If one operand has a tangent, gives all of them one: torch's formula would fill in zeros as plain tensors.

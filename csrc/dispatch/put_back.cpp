@@ -24,7 +24,8 @@ Piece piece_of(const at::Tensor& t, const ShardTensorImpl& impl) {
   return {{impl.local(true), impl.layout_ptr()}, t.sym_sizes().vec()};
 }
 
-// Along mesh dims that cut the base, one rank has the view's values and the others have zeros; all of them get the sum.
+// The layout in which a view is whole along the mesh dims that cut its base. If there one rank has the values and the others
+// have zeros, all ranks get the sum.
 LayoutPtr whole_where_cut(const Layout& view, const Layout& base) {
   const auto is_such = [&](int64_t m) { return base.placement(m).is_shard() && view.placement(m).is_partial(); };
   return view.with_where(is_such, Placement::replicate());
@@ -40,10 +41,11 @@ void remember_base(
   if (!impl.watches() || copied == base.copied()) {
     return;
   }
-  // Alike on all ranks: a piece without elements tells nothing. A piece with its halo has no layout to come back from.
+  // Must be decided alike on all ranks, and an empty piece cannot show whether it shares memory. A piece with its halo has no
+  // layout from which it could be moved back.
   const auto& local = impl.local(true);
   const bool views_moved = solution->operands[0] && !solution->halo(0) && (rules::is_empty(local) || local.is_alias_of(operand));
-  const bool base_is_lost = base.copied() && !base.copied()->put_back; // then the write would not reach what is behind it
+  const bool base_is_lost = base.copied() && !base.copied()->put_back; // then the write would not reach the base's own base
   if ((!solution->put_back && !views_moved) || base_is_lost) {
     return;
   }

@@ -24,7 +24,7 @@ struct Ref {
 };
 using Refs = c10::SmallVector<Ref, 4>;
 
-// For a fake tensor of a graph: the current numbers of its sizes.
+// The sizes; for a fake tensor of a graph, their current numbers.
 inline c10::IntArrayRef sizes_of(const Ref& r) {
   return C10_UNLIKELY(r.impl && r.impl->is_symbolic()) ? r.impl->sizes_hint() : r.tensor->sizes();
 }

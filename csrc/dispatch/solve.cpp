@@ -100,7 +100,7 @@ void settle_sizes(const Op& op, const Refs& refs, const Solution& solution) {
   if (!solution.kernel || op.entry->options.symbols) {
     return;
   }
-  // Even if the kernel runs only on other ranks: guards are functions of global facts.
+  // Even if the kernel runs only on other ranks: guards must depend on global facts alone.
   const auto operands = after_moves(refs, solution);
   if (solution.kernel_if != rules::is_empty || std::any_of(operands.begin(), operands.end(), may_be_empty)) {
     for (const auto& r : refs) {

@@ -19,7 +19,7 @@ struct Orders : ThreadTable<Key, Order> {
   Orders() : ThreadTable(1024) {}
 };
 
-// The dims of the op's result in memory, as torch orders them. It depends on the orders of the tensors, and on the other
+// The order in which torch would lay out the dims of the op's result. It depends on the orders of the tensors, and on the other
 // arguments.
 Order order_of_result(const Op& op, Stack& stack) {
   const auto base = stack.size() - op.kinds.size();
@@ -46,7 +46,7 @@ Order order_of_result(const Op& op, Stack& stack) {
   return order;
 }
 
-// A copy, if the dims are not in this order.
+// The tensor with its dims in this order, copied if need be.
 at::Tensor in_order(const at::Tensor& t, const Order& order) {
   const auto dense = [](const at::Tensor& t) { // dims of size 1 too have their strides
     const bool is = is_symbolic(t) ? t.is_contiguous() : t.strides() == c10::IntArrayRef(dense_strides(t.sizes(), {}));

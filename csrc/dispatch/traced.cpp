@@ -53,8 +53,8 @@ bool is_resized(const Op& op, const Ref& r, const Refs& refs) {
          std::none_of(refs.begin(), refs.end(), [&](const Ref& o) { return o.tensor->is_same(*r.tensor) && !is_output(op, o); });
 }
 
-// Makes numbers of sizes that cannot be symbols. Ops that have neither a rule nor parts with rules, ops without a meta kernel,
-// out= forms that resize, and lists as flat memory need only numbers.
+// Turns sizes that cannot be symbols into numbers. All sizes must be numbers for ops that have neither a rule nor parts with
+// rules, ops without a meta kernel, out= forms that resize, and lists as flat memory.
 void guard_operands(const Op& op, Stack& stack, size_t base) {
   const bool pieces = op.entry && (op.entry->runs_as_other_ops() || (op.entry->rule && !op.entry->options.dense));
   const auto refs = collect(op, stack, base);
@@ -64,7 +64,7 @@ void guard_operands(const Op& op, Stack& stack, size_t base) {
     if (!is_symbolic(*r.tensor)) {
       continue;
     }
-    if (may_keep) { // but for what is not cut evenly; at once, since the backward may be too late
+    if (may_keep) { // except for uneven cuts; now, since in the backward it may be too late
       if (r.impl) {
         sym_local_sizes(r.impl->layout(), r.tensor->sym_sizes());
       }

@@ -96,7 +96,7 @@ class Borrowed {
   c10::SmallVector<Tensor, 4> tensors_;
 };
 
-// What must stay alive for an argument while the op runs, and how it is made; nothing for most kinds.
+// The local form of an argument, and the memory that it needs while the op runs; the default is the argument itself.
 template <typename T>
 struct Localized {
   const T& operator()(Localizer&, size_t, const T& given) {
@@ -302,7 +302,7 @@ class TypedRecord<Result(Args...)> final : public c10::OperatorKernel {
   c10::TypedOperatorHandle<Result(Args...)> call_;
 };
 
-// Of the ops that run often in training. All others are boxed.
+// The signatures of ops that run often in training. All others are boxed.
 template <template <typename> class Kernel>
 using Table = KernelTable<
     Kernel,
@@ -335,7 +335,7 @@ using Table = KernelTable<
     Tensor&(Tensor&, const Tensor&, bool),
     Tensor&(Tensor&, const Tensor&, const Tensor&, const c10::Scalar&)>;
 
-// Nothing for ops that write other arguments than the first, or that make it a view of itself.
+// Returns nothing for ops that write other arguments than the first, or that make the first a view of itself.
 template <template <typename> class Kernel>
 std::optional<c10::KernelFunction> find(const Op& op) {
   static const Table<Kernel> table;

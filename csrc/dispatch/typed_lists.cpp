@@ -154,7 +154,7 @@ using Scalar = c10::Scalar;
 using Scalars = at::ArrayRef<c10::Scalar>;
 using Maybe = const std::optional<Tensor>&;
 
-// Of the calls of torch.optim and clip_grad_norm_. All other list ops are boxed.
+// The signatures of list ops in torch.optim and clip_grad_norm_. All other list ops are boxed.
 using ListTable = KernelTable<
     TypedList,
     void(List),

@@ -35,8 +35,8 @@ typename In::List sizes_of_result(const Solution::Result& result, const Refs& re
   return sizes;
 }
 
-// The operand `like`, if it has the result's sizes and the strides that torch gives a new contiguous tensor (a contiguous one may
-// have others along dims of size 1, or if it has no elements): its sizes and strides can then be reused.
+// The operand `like`, if its sizes and strides can be used for the result: it has the same sizes, and the strides that torch
+// gives a new contiguous tensor (a contiguous tensor may have other strides along dims of size 1, or if it has no elements).
 const at::Tensor* twin_of(const Solution::Result& result, const Refs& refs, const at::Tensor& local) {
   if (result.like < 0 || (result.order && !result.order->empty())) {
     return nullptr;
@@ -102,8 +102,8 @@ FormIn<In> form_of(const rules::Geometry& geometry, const at::Tensor& base, cons
   return form;
 }
 
-// Views that autograd itself creates are not tracked: users never see their bases. But CopySlices writes to those that it creates
-// as the user did. What AccumulateGrad keeps as a leaf's gradient is no view.
+// Views that autograd itself creates are not tracked: users never see their bases. But CopySlices writes to the views that it
+// creates, so these are tracked. A leaf's gradient that AccumulateGrad keeps is no view.
 void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied) {
   const auto node = torch::autograd::get_current_node();
   const auto* write = dynamic_cast<const torch::autograd::CopySlices*>(node.get());
@@ -118,15 +118,15 @@ void mark_broken(ShardTensorImpl& view, const ShardTensorImpl& base, bool copied
   }
 }
 
-// Whether a view holds summands along a mesh dim along which its base has none: then it has other memory than the base, also on
+// Whether a view holds summands along a mesh dim along which its base has none: then its memory is not the base's, even on
 // ranks whose piece has no elements.
 bool has_new_summands(const Layout& view, const Layout& base) {
   const auto is_new = [&](int64_t m) { return view.placement(m).is_partial() && !base.placement(m).is_partial(); };
   return view.has_partial() && base.any_mesh_dim(is_new);
 }
 
-// Whether a view shares no memory with its base's piece, alike on all ranks: one without elements tells nothing. If the piece is
-// a Python subclass, only the op can tell: the class may put a view of its memory into a new wrapper.
+// Whether a view shares no memory with its base's piece; decided alike on all ranks, because an empty piece cannot show it. If
+// the piece is a Python subclass, only the op can tell: the class may put a view of its memory into a new wrapper.
 bool is_copy(const at::Tensor& local, const Layout& layout, const Solution& solution, const ShardTensorImpl& base) {
   if (solution.operands[0] || solution.put_back || has_new_summands(layout, base.layout())) {
     return true;
@@ -169,7 +169,7 @@ std::vector<Form> forms_of(const Op& op, const at::Tensor& base, const Stack& st
 
 namespace {
 
-// The same with even pieces where they are symbols of their own.
+// The same layout with even pieces instead of pieces whose sizes are symbols.
 LayoutPtr evened(LayoutPtr layout) {
   for (int64_t m = 0; m < layout->ndim(); ++m) {
     if (const auto& cut = layout->cut(m); cut && !cut->symbols.empty()) {
@@ -185,7 +185,7 @@ bool is_read_by_autograd() {
   return node && !dynamic_cast<const torch::autograd::CopySlices*>(node.get());
 }
 
-// No view: nobody else has its piece.
+// A result that is no view: its piece is not shared.
 at::Tensor new_result(at::Tensor result, const Layout& layout) {
   if (C10_UNLIKELY(layout.has_partial())) {
     as_shard_tensor(result)->let_keep_sums();
@@ -250,7 +250,7 @@ at::Tensor wrapped(
     if (!base) {
       return new_result(std::move(out), **layout);
     }
-    // A kernel may make a copy on ranks with empty pieces alone, and all ranks must find the same sums.
+    // A kernel may copy only on ranks with empty pieces, and all ranks must find the same sums.
     if (C10_UNLIKELY(base->keeps_sums()) && !moved && (!solution.kernel || !base->layout().is_sharded())) {
       as_shard_tensor(out)->share_sums(*base);
     }
@@ -289,7 +289,7 @@ at::Tensor wrap_result(const Op& op, at::Tensor local, const Solution& solution,
   const auto& layout = result ? result->layout : solution.replicated;
   const bool copied = base && is_copy(local, *layout, solution, *base);
   if (C10_UNLIKELY(copied)) {
-    local = kernels::resolved(local); // only some ranks may have made theirs as a view
+    local = kernels::resolved(local); // maybe only some ranks made a view
   }
   if (C10_UNLIKELY(is_symbolic(local) || any_symbolic(refs))) {
     return wrapped<Symbols>(std::move(local), solution, result, refs, form, base, copied);

@@ -1,4 +1,4 @@
-// Makes ShardTensors of the op's local results: their sizes, their strides, and what they are views of.
+// Makes ShardTensors of the op's local results: finds their global sizes and strides, and the tensors that they are views of.
 #pragma once
 
 #include "dispatch/refs.h"

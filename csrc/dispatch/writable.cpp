@@ -9,7 +9,7 @@ namespace shardtensor {
 
 namespace {
 
-// The one element of such an argument (fill_'s value, x[mask] = value) is read before anything is written.
+// True if the op reads this argument of one element (fill_'s value, x[mask] = value) before it writes.
 bool is_read_first(const Op& op, const Ref& r) {
   return r.tensor->sym_numel() == 1 && op.schema().arguments()[r.arg].name().rfind("value", 0) == 0;
 }
@@ -26,7 +26,7 @@ void check_writable(const Op& op, int64_t arg, const at::Tensor& t, const ShardT
         "shardtensor.implicit_replication(): every rank then writes the whole value");
     return;
   }
-  // No user can see the base of a view that autograd made; and a write to a tensor without elements loses nothing.
+  // Users cannot see the base of a view that autograd made, and a write to a tensor without elements has no effect.
   TORCH_CHECK(
       !impl->broken_view() || impl->copied()->put_back || t.numel() == 0 ||
           (!impl->watches() && !torch::autograd::get_current_node()),

@@ -48,13 +48,13 @@ at::Tensor call(const char* name, Args&&... args) {
   return stack[0].toTensor();
 }
 
-// Whether Layout::intervals() must find the runs: a strided shard has several.
+// Whether a rank has several runs of the dim, as with a strided shard: then Layout::intervals() must find them.
 bool has_several_runs(const Layout& layout, int64_t dim) {
   const auto& all = layout.placements();
   return std::any_of(all.begin(), all.end(), [&](const Placement& p) { return p.is_shard(dim) && p.split_factor > 1; });
 }
 
-// What this rank holds of each dim, in one list: how many runs, then start and length of each.
+// This rank's runs of each dim, in one list: the number of runs, then start and length of each.
 SymSizes listed(const Layout& layout, c10::SymIntArrayRef sizes) {
   SymSizes out;
   const auto add = [&](const c10::SymInt& start, const c10::SymInt& length) { out.insert(out.end(), {start, length}); };

@@ -18,7 +18,7 @@ namespace {
 
 std::mutex g_mutex;
 
-// By meshes' hashes: equal meshes that are made one after the other, at another time on each rank, agree once.
+// By the meshes' hashes: equal meshes that are made one after the other, at different times on each rank, agree only once.
 std::unordered_set<size_t>& agreed() {
   static auto* meshes = new std::unordered_set<size_t>();
   static int64_t epoch = 0;
@@ -56,7 +56,7 @@ void agree(const Mesh& mesh) {
     return c10::str("the first random op on ", mesh.str(), ", for which its ranks agree on the generator's state");
   };
   const comm::Frame frame(text);
-  const comm::faults::Careful careful; // nobody asked for it, so a rank may come alone
+  const comm::faults::Careful careful; // the user did not ask for this communication, so one rank may come alone
   for (int64_t m = 0; m < mesh.ndim(); ++m) {
     comm::broadcast(first, mesh, m, 0);
   }

@@ -18,7 +18,7 @@ void agree(const Mesh& mesh);
 // generator the ranks agree() first.
 uint64_t next_key(const Mesh& mesh, const std::optional<at::Generator>& generator);
 
-// Records that the ranks of the mesh have the same seed: agree() need not compare.
+// Records that the ranks of the mesh have the same seed, so that agree() does not communicate.
 void mark_agreed(const Mesh& mesh);
 
 } // namespace shardtensor::draws

@@ -98,7 +98,7 @@ class Starts {
   int64_t start_, element_, at_ = 0, left_ = 0;
 };
 
-// What a flat side's boxes take of it.
+// The length of a flat buffer that the side's boxes need.
 int64_t flat_length(const Side& side) {
   return side.spacing.parts.empty() ? numel_of(side.boxes) : length_of(side.spacing);
 }
@@ -149,7 +149,8 @@ int64_t common_size(c10::ArrayRef<Box> boxes, int64_t dim) {
   return common;
 }
 
-// Outermost first. The last is contiguous on both sides: the `element` parts of one value, and the dims that join them.
+// The outermost dim first. The last one is contiguous on both sides: the `element` units of one value, and the dims that are
+// merged with it.
 Dims merge(const Side& from, const Side& to, int64_t element) {
   const auto& boxes = from.boxes;
   const auto ndim = static_cast<int64_t>((from.flat ? to : from).tensor.dim());
@@ -191,7 +192,7 @@ int64_t start_of(const Side& side, const Box& box, int64_t element) {
   return start * element;
 }
 
-// The low bits of an address in elements: those that decide how wide a unit may be.
+// The low bits of an address, in elements, which limit the width of a unit.
 uint64_t address_bits(const at::Tensor& tensor, int64_t element_bytes) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   return address % static_cast<uint64_t>(element_bytes) == 0 ? address / static_cast<uint64_t>(element_bytes) : 1;
@@ -463,7 +464,7 @@ void unpack_reduce(const at::Tensor& flat, int64_t parts, c10::ArrayRef<Box> box
   Plan plan;
   if (numel_of(boxes) == 0) {
     auto nothing = at::empty({0}, type);
-    return cpu::reduce(plan.moves, nothing, parts, op, nothing); // raises for a dtype as on the other ranks
+    return cpu::reduce(plan.moves, nothing, parts, op, nothing); // raises for an unsupported dtype, like the other ranks
   }
   if (!has_values(target)) {
     return;

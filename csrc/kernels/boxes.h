@@ -7,7 +7,7 @@
 
 namespace shardtensor::kernels {
 
-// With a lazy conjugate or negative computed: bytes are copied, and bytes travel.
+// Computes a lazy conjugate or negative, since only bytes are copied and sent.
 inline at::Tensor resolved(const at::Tensor& t) {
   return t.is_conj() || t.is_neg() ? t.resolve_conj().resolve_neg() : t;
 }
@@ -15,8 +15,8 @@ inline at::Tensor resolved(const at::Tensor& t) {
 // Boxes are in the indices of the given tensor. Any strides work; a source may be expanded, a target may not. If dtypes differ,
 // values are cast. One launch on the current stream, without synchronization; also in a CUDA graph.
 
-// The boxes of each part, which has so many elements, start at a multiple of `elements` in a flat buffer. Without parts there are
-// no gaps. Not in a graph.
+// In a flat buffer, the boxes of each part start at a multiple of `elements`; `parts` has the numbers of elements. Without
+// parts there are no gaps. Not in a graph.
 struct Spacing {
   c10::IntArrayRef parts = {};
   int64_t elements = 1;

@@ -5,7 +5,7 @@
 
 namespace shardtensor::kernels {
 
-// While on, CPU allocations of tensors made by any thread are counted until they are freed.
+// While on, counts the CPU memory of tensors that any thread allocates, until it is freed.
 void count_memory(bool on);
 
 struct AllocatedBytes {

@@ -56,7 +56,7 @@ void fill(at::Tensor& local, uint64_t key, const Held& held, const Distribution&
     return;
   }
   if (held.numel == 0) {
-    return with_draw(local.scalar_type(), key, distribution, Nothing()); // raises for a dtype as on the other ranks
+    return with_draw(local.scalar_type(), key, distribution, Nothing()); // raises for an unsupported dtype, like the other ranks
   }
   if (!has_values(local)) {
     return;

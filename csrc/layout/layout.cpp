@@ -49,7 +49,7 @@ bool same(const Cuts& a, const Cuts& b) {
       a.begin(), a.end(), b.begin(), b.end(), [](const Cut& x, const Cut& y) { return x == y || (x && y && *x == *y); });
 }
 
-// torch.chunk's pieces of a size: the last takes what the others leave.
+// torch.chunk's pieces of a size: the last takes the remaining indices.
 bool chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   PieceSizes any(std::vector<int64_t>(pieces, 0));
   any.shares.resize(pieces, 0);
@@ -60,7 +60,7 @@ bool chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   return sizes == any;
 }
 
-// The same, of a size of which it is known what it lacks to fill all pieces.
+// The same if it is known how many indices the size lacks to fill all pieces.
 bool filled_chunks_follow(const PieceSizes& sizes, int64_t pieces) {
   const auto lacks = sizes[0];
   for (int64_t i = 0; i < pieces; ++i) {

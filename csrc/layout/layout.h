@@ -52,13 +52,13 @@ struct PieceSizes : std::vector<int64_t> {
       return up == o.up && shift == o.shift && down == o.down;
     }
   };
-  // Only in a graph whose sizes are symbols, and not empty there if the pieces follow the extent that is cut: piece i has
-  // ((*this)[i] + shares[i] * extent) / per indices, and times[i * quotients.size() + k] times quotient k. One row.
+  // Only in a graph whose sizes are symbols, and not empty there if the sizes of the pieces are formulas of the extent: piece i
+  // has ((*this)[i] + shares[i] * extent) / per indices, and times[i * quotients.size() + k] times quotient k. One row.
   std::vector<int64_t> shares, times;
   int64_t per = 1;
   std::vector<Quotient> quotients;
-  // Only in a graph: the sizes, where they follow more than the extent. One row; the numbers are 0. Of tensors, only views have
-  // such a cut. A call may move its operands to one, and moves its other results to even pieces.
+  // Only in a graph: the sizes, if they depend on more than the extent. One row; the numbers are 0. Among tensors, only views
+  // have such a cut. A call may move its operands to one; its results that are no views get even pieces.
   std::vector<c10::SymInt> symbols;
 
   bool follows() const {
@@ -156,16 +156,17 @@ class Layout final : public c10::intrusive_ptr_target {
   // The last mesh dim that cuts tensor dim `dim`, or -1.
   int64_t innermost(int64_t dim) const;
 
-  // Which row of the sizes that the cut of a mesh dim lists: a row has a size for each coordinate along it.
+  // The row of a mesh dim's cut that applies to the coordinate: a row has a size for each coordinate along the mesh dim.
   int64_t row_of(int64_t mesh_dim, c10::ArrayRef<int64_t> coordinate) const;
-  // How many indices of tensor dim `dim`, of `size`, the mesh dims before `mesh_dim` leave to the coordinate.
+  // How many of the `size` indices of tensor dim `dim` are left for the coordinate after the mesh dims before `mesh_dim` have
+  // cut it.
   int64_t extent_before(int64_t mesh_dim, int64_t dim, int64_t size, c10::ArrayRef<int64_t> coordinate) const;
   // The part of coordinate[mesh_dim] in the `extent` that the earlier mesh dims leave.
   Intervals split(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
   int64_t split_size(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
   // The same for a placement without a stride: one run.
   Interval piece(int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate) const;
-  // The coordinates [first, last) along mesh_dim whose pieces of the `extent` may meet `run`; not for a stride. In time that does
+  // The coordinates [first, last) along mesh_dim whose pieces of the `extent` may meet `run`; not for a stride. The time does
   // not grow with the mesh.
   std::pair<int64_t, int64_t> meeting(
       int64_t mesh_dim, int64_t extent, c10::ArrayRef<int64_t> coordinate, const Interval& run) const;
@@ -178,8 +179,8 @@ class Layout final : public c10::intrusive_ptr_target {
     return shards(dim) ? local_size(dim, size, mesh_->coordinate()) : size;
   }
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
-  // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims. As in torch it has a number where
-  // all have one.
+  // This rank's. A rank outside the mesh has an empty 1-d tensor, whatever the number of dims. If the tensor has no dims, it
+  // has one number, as in torch.
   Sizes local_sizes(c10::ArrayRef<int64_t> sizes) const {
     if (C10_UNLIKELY(!mesh_->has_me())) {
       return sizes.empty() ? Sizes{} : Sizes{0};
@@ -198,7 +199,7 @@ class Layout final : public c10::intrusive_ptr_target {
   }
   std::vector<Box> boxes(c10::ArrayRef<int64_t> sizes, c10::ArrayRef<int64_t> coordinate) const;
 
-  // The same with numbers where a cut follows the sizes.
+  // The same layout with numbers where a cut depends on the sizes.
   LayoutPtr settled(c10::ArrayRef<int64_t> sizes) const;
 
   // Why a tensor of these sizes cannot have this layout; empty if it can.

@@ -41,7 +41,7 @@ class Mesh final : public c10::intrusive_ptr_target {
   static MeshPtr with_groups(const std::vector<std::string>& groups);
   // How many are alive.
   static size_t count();
-  // Of a description; equal meshes have the same in every process that runs this build.
+  // The hash of the description; equal meshes have the same one in every process that runs this build.
   size_t hash() const {
     return hash_;
   }
@@ -96,8 +96,9 @@ class Mesh final : public c10::intrusive_ptr_target {
   }
   std::string str() const;
 
-  // A tally of the pieces that from_local() took to have the same sizes on all ranks along mesh dim `dim`: how many in its low 16
-  // bits, a sum over their sizes in the others. Ranks that have taken as many must have the same sum; comm/ compares it.
+  // A tally of the pieces that from_local() assumed to have the same sizes on all ranks along mesh dim `dim`: their number in
+  // the low 16 bits, a sum over their sizes in the others. Ranks with the same number must have the same sum; comm/ compares
+  // them.
   uint64_t equal_pieces(int64_t dim) const {
     return equal_pieces_[dim].load(std::memory_order_relaxed);
   }

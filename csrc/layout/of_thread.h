@@ -11,9 +11,9 @@
 
 namespace shardtensor {
 
-// Deletes what this thread's `pointer` points to when the thread ends. A bare thread_local pointer costs no guard to read; this
-// stands beside it. The thread of the import, which ends with the process, keeps its own: Python may run ops while the process
-// ends.
+// Deletes the object that this thread's `pointer` points to when the thread ends. (A bare thread_local pointer costs no guard
+// to read, so the owner is a separate object.) The thread of the import, which ends with the process, does not delete its own:
+// Python may run ops while the process ends.
 template <typename T>
 class FreedWithThread {
  public:

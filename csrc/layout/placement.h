@@ -17,8 +17,9 @@ struct Placement {
 
   Kind kind = Kind::Replicate;
   ReduceOp reduce = ReduceOp::Sum;
-  // Partial over Sum: of each element at most one rank has a summand, the others the neutral value (a looked-up row). So what
-  // moves or casts values is exact before the sum, for all values and dtypes; what computes with them is not: 0 * inf.
+  // Partial over Sum: at most one rank has a summand of each element, the others have the neutral value (a looked-up row). So
+  // ops that move or cast values may run before the sum, exactly, for all values and dtypes; ops that compute with values may
+  // not: 0 * inf.
   bool picked = false;
   int16_t dim = -1;
   // Shard: > 1 is torch's _StridedShard, which cuts each of `split_factor` chunks and takes one piece of every chunk.
@@ -62,7 +63,7 @@ struct Placement {
   bool is_partial() const {
     return kind == Kind::Partial;
   }
-  // Whether its summands are summands of `o` as they are.
+  // Whether its summands can be used as summands of `o` unchanged.
   bool serves_as(const Placement& o) const {
     auto p = *this;
     p.picked = p.picked && o.picked;

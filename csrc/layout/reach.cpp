@@ -15,7 +15,7 @@ int64_t source(Beyond beyond, int64_t e, int64_t size) {
 
 namespace {
 
-// All from the first to the last index that the run reads of a dim without padding.
+// The run from the first to the last index that is read, for a dim without padding.
 Interval hull(const Reach& r, int64_t lo, int64_t hi, int64_t size) {
   const bool some = std::max<int64_t>(lo, 0) < std::min(hi, size); // between the edges
   auto from = some ? std::max<int64_t>(lo, 0) : size, to = some ? std::min(hi, size) : 0;
@@ -32,8 +32,8 @@ Interval hull(const Reach& r, int64_t lo, int64_t hi, int64_t size) {
   return {from, to - from};
 }
 
-// All from the first to the last result that reads a run of an operand of r.operand indices, which has other images beyond its
-// edges. Only where each result reads one index.
+// The run from the first to the last result that reads a run of an operand of r.operand indices, beyond its edges too. Only if
+// each result reads one index.
 Interval hull_of_images(const Reach& r, const Interval& run, int64_t results) {
   const auto n = r.operand, left = r.first, right = results - n - left;
   const auto first = run.start, last = run.start + run.length - 1;

@@ -1,5 +1,5 @@
-// What a windowed op (convolution, pooling, resampling) reads along one dim: integer arithmetic on indices, cuts and sizes, so
-// that every rank finds what every other rank reads. Plain C++.
+// Which indices a windowed op (convolution, pooling, resampling) reads along one dim: integer arithmetic on indices, cuts and
+// sizes, so that every rank can compute what every other rank reads. Plain C++.
 #pragma once
 
 #include "layout/layout.h"
@@ -13,7 +13,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
   return -floor_div(-a, b);
 }
 
-// What lies beyond the edges of the dim that is read.
+// Which values an op reads beyond the edges of a dim.
 enum class Beyond : uint8_t {
   Padding,   // cells
   Reflect,   // the dim itself, from its second index on
@@ -21,13 +21,13 @@ enum class Beyond : uint8_t {
   Circular,  // the dim itself, again and again
 };
 
-// Index i of one dim reads the indices lo(i) .. hi(i) - 1 of another: floors of two parallel lines, den positive. Those outside
-// of 0 .. size - 1 lie beyond its edges. If num is -1, the dim is read backwards.
+// Index i of one dim reads the indices lo(i) .. hi(i) - 1 of another: floors of two parallel lines, den positive. Indices
+// outside of 0 .. size - 1 are beyond the edges. If num is -1, the dim is read backwards.
 struct Reach {
   int64_t num, den, first, last;
   Beyond beyond = Beyond::Padding;
-  // If not -1: the reach of a gradient, from an operand of so many indices to the results that read them. `beyond`: beyond the
-  // edges of the operand.
+  // If not -1: this is the reach of a gradient, from an operand of this size to the results that read it. `beyond` then applies
+  // to the edges of the operand.
   int64_t operand = -1;
 
   int64_t lo(int64_t i) const {
@@ -43,13 +43,13 @@ struct Reach {
 
 // The reverse: which indices read index j, one of `size`. Its own reverse is the reach itself.
 Reach mirror(const Reach& r, int64_t size);
-// The index that lies at `e`, which may be beyond the edges of the `size` indices, by less than `size`. For Reflect and
+// The index that is read at `e`, which may be beyond the edges of the `size` indices, by less than `size`. For Reflect and
 // Replicate.
 int64_t source(Beyond beyond, int64_t e, int64_t size);
 
-// What a run of indices reads of a dim: `before` cells of padding, then `inside`, then `after` cells of padding. Without padding
-// (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may leave 0 .. size - 1, but not by
-// more than one turn: it has no index twice.
+// The indices of a dim that a run reads: `before` cells of padding, then `inside`, then `after` cells of padding. Without
+// padding (Reflect, Replicate): all from the first to the last index that is read. Circular: `inside` may leave 0 .. size - 1,
+// but not by more than one turn: it has no index twice.
 struct Stretch {
   int64_t before;
   Interval inside;
@@ -66,16 +66,16 @@ struct Stretch {
 // An empty run reads nothing.
 Stretch read(const Reach& r, const Interval& run, int64_t size);
 
-// A run of indices, which may leave 0 .. size - 1, as runs inside: once per time that it goes round.
+// A part of a run of indices that may leave 0 .. size - 1 (circular): one part each time that the run goes round.
 struct Turn {
   Interval inside;
-  int64_t first; // the index of the first time round that lies at index 0 of this one
+  int64_t first; // the run's index at index 0 of the dim in this round: a multiple of the size
 };
 c10::SmallVector<Turn, 2> turns(const Interval& run, int64_t size);
 
-// Where a cut of the dim that is read (after `cut` of its `size` indices) cuts the `count` indices that read it. Each index goes
-// to the side where the middle of what it reads lies. Cuts stay in order, and an empty piece is read by nobody. What reads a dim
-// backwards has as many indices, and is cut like the dim; what goes round its edges has a multiple of them, or a part.
+// Where a cut of the dim that is read (after `cut` of its `size` indices) cuts the `count` indices that read it. Each index
+// goes to the side that holds the middle of the indices that it reads. Cuts stay in order, and an empty piece has no readers. A
+// reversed read has the dim's size and cut. A circular read may have more or fewer indices than the dim.
 int64_t cut_through(const Reach& r, int64_t cut, int64_t size, int64_t count);
 // The same for both ends of a piece.
 Interval cut_through(const Reach& r, const Interval& piece, int64_t size, int64_t count);

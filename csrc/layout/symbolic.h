@@ -58,9 +58,9 @@ struct SymChunks {
     return {index == 0 ? c10::SymInt(0) : index == 1 ? full : full * index, index == pieces - 1 ? last : full};
   }
 };
-// Guards the graph to have equal pieces, or not. `nested`: where another mesh dim cuts the same tensor dim. There the ranks'
-// sizes differ, and guards of them agree only if they are of the remainder. Nothing if a piece has fewer than two indices: torch
-// makes 0 and 1 numbers on the rank that has them, so such sizes are numbers on all ranks.
+// Guards the graph to have equal pieces, or not. `nested`: another mesh dim cuts the same tensor dim. Then the ranks' sizes
+// differ, and only guards on the remainder agree. Returns nothing if a piece has fewer than two indices: torch makes sizes 0
+// and 1 numbers on the rank that has them, so such sizes are numbers on all ranks.
 inline std::optional<SymChunks> sym_chunks(const c10::SymInt& size, int64_t pieces, bool nested) {
   if (!size.is_symbolic()) {
     return std::nullopt;
@@ -198,7 +198,7 @@ inline SymInterval sym_piece(const Layout& layout, int64_t m, const c10::SymInt&
   return {run.start, run.length};
 }
 
-// What this rank holds of `size` indices along `dim`: one run, Layout::intervals() over symbols.
+// The indices along `dim`, of `size`, that this rank holds: one run; Layout::intervals() over symbols.
 inline SymInterval mine(const Layout& layout, int64_t dim, const c10::SymInt& size) {
   const auto& here = layout.mesh().coordinate();
   const auto strided = [&](const Placement& p) { return p.is_shard(dim) && p.split_factor > 1; };
@@ -225,7 +225,7 @@ inline c10::SymInt numel_of(c10::SymIntArrayRef sizes) {
   return n;
 }
 
-// Bytes to tell whether anything has to be sent. A symbol counts as some number, so do not compare them.
+// Bytes that only tell whether anything has to be sent. A symbol counts as some number, so do not compare these bytes.
 inline double nominal_bytes(c10::SymIntArrayRef sizes, size_t item) {
   constexpr double kNominalSize = 1024;
   auto bytes = static_cast<double>(item);

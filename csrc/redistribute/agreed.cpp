@@ -12,7 +12,8 @@ namespace shardtensor {
 
 namespace {
 
-// A move, as far as it is the same for tensors of all sizes. (Threads that act as several ranks share this memory.)
+// A hash of the properties of a move that do not depend on the tensor's sizes. (Threads that act as several ranks share this
+// memory.)
 size_t kind_of(const Layout& from, const Layout& to, size_t ndim, c10::ScalarType dtype) {
   const auto& mesh = from.mesh().description();
   std::ostringstream out;
@@ -47,8 +48,7 @@ void check_agreed(const Layout& from, const Layout& to, c10::IntArrayRef sizes, 
   TORCH_CHECK_VALUE(
       differ.empty(), "redistribute: the ranks disagree about the tensor:", differ,
       "\nIf it comes from from_local of pieces of different sizes, pass sharding_shapes=\"infer\" there (the ranks then tell "
-      "each "
-      "other), the sizes along the cut dim (sharding_shapes={0: [2, 3]}), or run_check=True.");
+      "each other), the sizes along the cut dim (sharding_shapes={0: [2, 3]}), or run_check=True.");
 }
 
 } // namespace shardtensor

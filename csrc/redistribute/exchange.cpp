@@ -204,7 +204,7 @@ void check(const std::vector<RankBox>& list, const char* name, size_t ndim, cons
   }
 }
 
-// Consecutive parts of one message that belong to one piece: one launch.
+// Consecutive parts of one message that belong to one piece; they are copied in one launch.
 struct Run {
   size_t piece;
   std::vector<Box> boxes; // in the piece's indices

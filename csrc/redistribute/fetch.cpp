@@ -28,13 +28,13 @@ Box within(const Box& box, c10::IntArrayRef origin) {
   return out;
 }
 
-// A box of the tensor that a rank reads. `origin`: the indices that lie at its first cells.
+// A box of the tensor that a rank reads. `origin`: the indices at its first cells.
 struct Read {
   Box box;
   Sizes origin;
 };
 
-// One, if nothing that is read goes round the edges.
+// One box if no read goes round the edges.
 std::vector<Read> reads_of(const Stretches& stretches, c10::IntArrayRef sizes) {
   std::vector<Read> out(1);
   for (size_t d = 0; d < stretches.size(); ++d) {
@@ -98,7 +98,7 @@ Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stret
       mine_ = std::move(stretches);
     }
   }
-  std::move(again.begin(), again.end(), std::back_inserter(wanted)); // after the others, whose numbers are those of `held`
+  std::move(again.begin(), again.end(), std::back_inserter(wanted)); // after the others, so that those keep the order of `held`
   std::move(origins_again.begin(), origins_again.end(), std::back_inserter(origins));
   Sizes held_at;
   for (const auto& p : held) {
@@ -142,7 +142,7 @@ Fetch::Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stret
   }
 }
 
-// `first`: which of the cells `out` begins with.
+// `first`: the cell at which `out` begins.
 void Fetch::pad(const at::Tensor& out, c10::IntArrayRef first, const at::Scalar& beyond) const {
   for (size_t d = 0; d < mine_.size(); ++d) {
     const auto dim = static_cast<int64_t>(d);
@@ -159,7 +159,8 @@ void Fetch::pad(const at::Tensor& out, c10::IntArrayRef first, const at::Scalar&
   }
 }
 
-// The box without its padding, in a graph that cannot send single messages: the dims that are read elsewhere become whole.
+// The box without its padding, in a graph, which cannot send single messages: dims in which a rank reads other ranks' indices
+// become whole.
 at::Tensor Fetch::by_gathering(const at::Tensor& local) const {
   auto placements = from_->placements();
   for (auto& p : placements) {
@@ -200,7 +201,8 @@ Fetch::Arriving Fetch::start(const at::Tensor& given) const {
 at::Tensor Fetch::box(const Arriving& from, const Box& cells, c10::IntArrayRef strides, const at::Scalar& beyond) const {
   auto out = at::empty_strided(cells.sizes, strides, from.piece.options());
   pad(out, cells.offsets, beyond);
-  const auto take = [&](const at::Tensor& source, const Box& given, const Box& at) { // `given` of the source lies at these cells
+  const auto take = [&](const at::Tensor& source, const Box& given,
+                        const Box& at) { // `given` is the box of the source, `at` its cells
     if (meet(at, cells)) {
       const auto common = intersection(at, cells);
       auto here = within(common, at.offsets);

@@ -1,5 +1,5 @@
-// Brings to every rank what it reads of a tensor: its piece and a halo, or any other box. Such boxes overlap, so no layout
-// describes them. The messages are found once, for all ranks alike; then each call sends them.
+// Brings every rank the box of a tensor that it reads: its piece and a halo, or any other box. Such boxes overlap, so no layout
+// describes them. The messages are found once, alike on all ranks; each call then sends them.
 #pragma once
 
 #include "comm/in_flight.h"
@@ -11,36 +11,35 @@
 
 namespace shardtensor {
 
-// What a rank reads, dim by dim: a box of the tensor, with padding beyond the edges of the whole. Where it goes round the edges,
-// the same again.
+// The box that a rank reads, dim by dim, with padding beyond the edges of the whole; a circular read may go round the edges.
 using Stretches = c10::SmallVector<Stretch, 5>;
 
 class Fetch {
  public:
-  // `from`: where the pieces are; no strided shards. `of` gives what the rank at a coordinate reads. Ranks with other summands
-  // (Partial in `from`) send each other nothing.
+  // `from`: the layout of the pieces, without strided shards. `of` returns the box that the rank at a coordinate reads. If
+  // `from` has Partial, only ranks with the same summands send to each other.
   Fetch(const Layout& from, c10::IntArrayRef sizes, c10::function_ref<Stretches(const Coordinate&)> of);
 
-  // `local`: this rank's piece. Every rank of the mesh calls it. Returns what this rank reads, with these strides and `beyond` in
-  // its cells of padding, or `local` itself if that is the same.
+  // `local`: this rank's piece. Every rank of the mesh must call it. Returns the box that this rank reads, with these strides
+  // and with `beyond` as padding; or `local` itself if this rank reads only its piece.
   at::Tensor operator()(const at::Tensor& local, c10::IntArrayRef strides, const at::Scalar& beyond) const;
 
-  // The same in two steps: while the messages travel, the caller computes on its piece. Every rank of the mesh starts; what a
-  // rank then takes of it is its own affair.
+  // The same in two steps, so that the caller can compute on its piece while the messages travel. Every rank of the mesh must
+  // call start(); box() is local and optional.
   struct Arriving {
     at::Tensor piece;
-    at::Tensor beside = {}; // what other ranks send, if there are messages at all
+    at::Tensor beside = {}; // receives the data of other ranks, if there are messages at all
     int64_t spacing = 1;    // of the messages in it
     comm::InFlight messages = {};
   };
   Arriving start(const at::Tensor& local) const;
-  // Once the messages have arrived: a box of what this rank reads, in indices of its cells. Not in graphs.
+  // After the messages have arrived: a box within the box that this rank reads, in its indices. Not in graphs.
   at::Tensor box(const Arriving& from, const Box& cells, c10::IntArrayRef strides, const at::Scalar& beyond) const;
 
-  const Stretches& mine() const { // what this rank reads
+  const Stretches& mine() const { // the box that this rank reads
     return mine_;
   }
-  const Sizes& sizes() const { // of that, with its padding
+  const Sizes& sizes() const { // of mine(), with its padding
     return made_;
   }
 
@@ -54,7 +53,7 @@ class Fetch {
   Sizes made_;
   std::vector<int64_t> peers_, sent_, received_;
   std::vector<Box> packed_, unpacked_, kept_from_, kept_to_;
-  bool stays_ = false;   // this rank reads its piece and nothing else
+  bool stays_ = false;   // this rank reads only its piece
   bool travels_ = false; // some rank sends something
 };
 

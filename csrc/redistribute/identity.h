@@ -1,4 +1,4 @@
-// The neutral value of a reduction: a summand that holds it changes nothing. And norms as sums.
+// The neutral value of a reduction: a summand with this value does not change the result. Also norms as sums.
 #pragma once
 
 #include "layout/placement.h"
@@ -9,12 +9,13 @@
 
 namespace shardtensor {
 
-// Avg has none.
+// Raises for Avg, which has none.
 at::Scalar identity(ReduceOp op, at::ScalarType type, double norm_order = 2.0);
-// The same for a summand where a rank has no value: beside 0.0, a sum would lose the sign of -0.0, but beside -0.0 it keeps it.
+// The neutral value for the summand of a rank that has no value. For sums of floats it is -0.0: adding 0.0 would lose the sign
+// of -0.0.
 at::Scalar no_summand(ReduceOp op, at::ScalarType type, double norm_order = 2.0);
 
-// What adds up over the ranks, and the norm of the sum.
+// norm_power(): the values whose sum over the ranks is needed. norm_root(): the norm, given the sum.
 at::Tensor norm_power(const at::Tensor& t, double order);
 at::Tensor norm_root(const at::Tensor& sum, double order, at::ScalarType type);
 

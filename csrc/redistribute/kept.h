@@ -1,5 +1,5 @@
-// What this thread has found out about moves between two layouts: plans, and what their steps do with tensors of one size. A
-// table for each thread, so that nothing is locked; bounded, and freed with the thread.
+// This thread's cache for moves between two layouts: plans, and what their steps send for tensors of one size. Each thread has
+// its own, so there are no locks; it is bounded, and freed with the thread.
 #pragma once
 
 #include "layout/layout.h"
@@ -14,10 +14,10 @@ enum class Found : uint8_t { Plan, Gathering, Scattering, Exchange, Transfer, Ro
 
 struct Made {
   std::shared_ptr<const void> value;
-  size_t weight; // about so many boxes
+  size_t weight; // about the number of boxes
 };
-// What make() has returned for equal arguments before, or what it returns now. Forgotten when one of the layouts is gone, soon
-// or later, and when much else has been found since.
+// The value that make() returned for equal arguments before, or else returns now. It is dropped some time after one of the
+// layouts is gone, or when the cache is full.
 std::shared_ptr<const void> kept(
     const Layout& from, const Layout& to, Found what, c10::IntArrayRef numbers, c10::function_ref<Made()> make);
 
@@ -29,7 +29,7 @@ std::shared_ptr<const T> kept(const Layout& from, const Layout& to, Found what, 
   }));
 }
 
-// Of this thread: entries, and their weight.
+// This thread's number of entries, and their weight.
 std::pair<size_t, size_t> how_much_is_kept();
 
 } // namespace shardtensor

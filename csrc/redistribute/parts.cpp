@@ -12,7 +12,7 @@ namespace shardtensor {
 
 namespace {
 
-constexpr int64_t kFewParts = 16; // cost less as boxes than as views
+constexpr int64_t kFewParts = 16; // up to this number, copying boxes is cheaper than copying views
 constexpr size_t kFewRows = 4;
 
 } // namespace
@@ -69,7 +69,7 @@ const std::vector<Box>& Parts::boxes() const {
   return boxes_->all;
 }
 
-// The row's parts as a tensor with one dim more, of the parts.
+// The row's parts as a tensor with one more dim, which counts the parts.
 at::Tensor Parts::stacked(const at::Tensor& t, const Rows::Row& row) const {
   auto sizes = t.sizes().vec(), strides = t.strides().vec();
   const auto stride = strides[dim_];

@@ -1,5 +1,5 @@
-// The parts of a tensor that a dim is cut into, on their way into a flat buffer or out of one: boxes that are whole in the other
-// dims. Many parts of one width, next to each other, are one description and one copy.
+// Packs the parts of a tensor that is cut along one dim into a flat buffer, and unpacks them. The parts are whole in the other
+// dims. Adjacent parts of one width have one description and are one copy.
 #pragma once
 
 #include "kernels/boxes.h"
@@ -17,8 +17,8 @@ Box box_in(c10::IntArrayRef sizes);
 // One box for each of the `runs` along tensor dim `dim`.
 std::vector<Box> boxes_along(c10::IntArrayRef sizes, int64_t dim, c10::ArrayRef<Interval> runs);
 
-// Parts of one dim, in rows of equal ones that lie next to each other. They do not depend on the other dims, nor on how long
-// their own is if a cut lists its sizes.
+// Parts of one dim; each row stands for adjacent parts of equal width. They do not depend on the sizes of the other dims, nor
+// on the size of this dim if the cut lists its sizes.
 class Rows {
  public:
   struct Row {
@@ -87,7 +87,8 @@ class Parts {
     return boxes_ ? static_cast<size_t>(count()) : 1;
   }
 
-  // Into a new flat tensor, and out of one, which holds these parts and nothing else. `spacing`: of what each rank gets.
+  // pack() copies into a new flat tensor, unpack() out of one that holds only these parts. `spacing`: of the parts for each
+  // rank.
   at::Tensor pack(const at::Tensor& source, const kernels::Spacing& spacing) const;
   void unpack(const at::Tensor& flat, at::Tensor& target, const kernels::Spacing& spacing) const;
 
@@ -104,7 +105,7 @@ class Parts {
   Sizes sizes_;
   int64_t dim_ = 0;
   std::shared_ptr<const Rows> rows_;
-  std::shared_ptr<Boxes> boxes_; // null: row by row
+  std::shared_ptr<Boxes> boxes_; // null: copies row by row
 };
 
 } // namespace shardtensor

@@ -17,14 +17,13 @@ constexpr double kLatency = 4096; // a call costs about as much as this many byt
 // A transfer to many ranks sends several messages, which use the links less well than a collective.
 constexpr double kTransferLatency = 1.5 * kLatency;
 constexpr double kTransferByte = 1.1;
-// That covers a few ranks. Each further one costs a call of its own, on the host.
+// The latency above covers a few ranks. Each further rank costs a call of its own, on the host.
 constexpr int64_t kFewPeers = 8;
 constexpr double kPeerLatency = 64;
 
-// Bytes that a rank sends or receives, whichever is more, plus the cost of a call in bytes. `held`: the bytes that a rank
-// holds before the step or, for Transfer, the bytes of its new piece that it lacks; n: ranks along the mesh dim or, for Transfer,
-// those that exchange pieces. 0 if and only
-// if nothing is sent.
+// Bytes that a rank sends or receives, whichever is more, plus the cost of a call in bytes. `held`: the bytes that a rank holds
+// before the step or, for Transfer, the bytes of its new piece that it lacks. n: the ranks along the mesh dim or, for Transfer,
+// those that exchange pieces. 0 if and only if no data is sent.
 double cost_of(StepKind kind, double held, int64_t n);
 
 struct Step {
@@ -59,7 +58,7 @@ struct Plan {
 };
 
 // For a tensor of `bytes` in all; both layouts on one mesh. Without `transfers`: only collectives and local steps. Every step
-// turns its mesh dim's placement into that of `to`, or first into Replicate.
+// changes its mesh dim's placement to that of `to`, or to Replicate on the way there.
 Plan make_plan(const Layout& from, const Layout& to, double bytes, bool transfers = true);
 // Cached by layouts and by bytes rounded down to a power of two, so that all ranks look up the same plan. Plans of layouts that
 // are gone are dropped.

@@ -50,8 +50,7 @@ at::Tensor redistribute_in_graph(const at::Tensor& local, const Layout& from, co
     TORCH_CHECK_NOT_IMPLEMENTED(
         here, "redistribute: from ", from.str(), " to ", to.str(),
         ": a move between meshes cannot be traced into a graph (torch.compile, export). Call redistribute() outside of the "
-        "compiled "
-        "function, or in one marked with torch.compiler.disable (rank ",
+        "compiled function, or in one marked with torch.compiler.disable (rank ",
         from.mesh().rank(), ")");
     return redistribute_in_graph(local, *here, to, sizes);
   }

@@ -10,11 +10,10 @@
 
 namespace shardtensor {
 
-// `local` is this rank's piece under `from` of a tensor of global `sizes`; returns its piece under `to`.
-// The result may alias `local` if nothing had to move. Every rank of either mesh calls it; a rank outside a mesh has an empty
-// tensor there.
-// With `rest`, the last collective is only started: the result has its sizes and memory at once, and its data after rest->wait().
-// The caller may write to `local` before that. All communication has been started when redistribute() returns.
+// `local` is this rank's piece under `from` of a tensor of global `sizes`; returns its piece under `to`. The result may alias
+// `local` if nothing had to move. Every rank of either mesh calls it; a rank outside a mesh has an empty tensor there. With
+// `rest`, the last collective is only started: the result has its sizes and memory at once, and its data after rest->wait().
+// The caller may write to `local` before that. When redistribute() returns, all communication has been started.
 at::Tensor redistribute(
     const at::Tensor& local, const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, comm::InFlight* rest = nullptr);
 // The same if `local` may belong to a graph and global sizes may be symbols. Tracing ignores `rest`.

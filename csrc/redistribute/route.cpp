@@ -67,7 +67,7 @@ int64_t numel_at(const Layout& layout, IntArrayRef sizes, const Coordinate& c) {
   return c10::multiply_integers(layout.local_sizes(sizes, c));
 }
 
-// The elements of a rank's piece that it holds before and after.
+// The number of elements that a rank holds both before and after.
 int64_t kept_by(const Layout& before, const Layout& after, IntArrayRef sizes, const Coordinate& c) {
   int64_t n = 1;
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -145,7 +145,7 @@ Traffic traffic_of(const Leg& leg, IntArrayRef sizes, int64_t rank) {
       return {before - after, after * (n - 1)};
     case StepKind::AllGather:
       return {before, after - before};
-    case StepKind::AllToAll: { // a rank sends all but what it keeps, to others that hold nothing of it
+    case StepKind::AllToAll: { // a rank sends all elements that it does not keep, to ranks that do not have them
       const auto kept = kept_by(*leg.before, *leg.after, sizes, c);
       return {before - kept, after - kept};
     }

@@ -1,5 +1,5 @@
-// The whole way from layout to layout, also between meshes: add up summands on the source mesh, move pieces, make new summands
-// on the target mesh. Also what it costs each rank, without moving anything.
+// All steps from one layout to another, also between meshes: add up summands on the source mesh, move pieces, make new summands
+// on the target mesh. Also computes the traffic of each rank without moving data.
 #pragma once
 
 #include "redistribute/plan.h"
@@ -7,8 +7,8 @@
 
 namespace shardtensor {
 
-// The same layout on `mesh`, if that has the same ranks in the same places and only other groups: the two are interchangeable.
-// Otherwise null.
+// The same layout on `mesh`, if that mesh has the same ranks in the same places and differs only in its groups: the two meshes
+// are interchangeable. Otherwise null.
 LayoutPtr relabelled(const Layout& layout, const MeshPtr& mesh);
 
 // Raises if the meshes are of different device types.
@@ -24,7 +24,7 @@ struct Leg {
 // The steps that redistribute() takes for a tensor with elements of `item` bytes.
 std::vector<Leg> route(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t item);
 
-// In elements: what a rank contributes, as comm's counters count it, and the new elements that it receives.
+// The elements that a rank contributes, as comm's counters count them, and the new elements that it receives.
 Traffic traffic_of(const Leg& leg, c10::ArrayRef<int64_t> sizes, int64_t rank);
 
 } // namespace shardtensor

@@ -18,7 +18,7 @@ namespace {
 
 // Bytes of the whole tensor, which all ranks know. A larger one moves alone: over Gloo, copying it costs more than a call.
 constexpr double kAlone = 1 << 21;
-// Of all that move together: their staging buffers.
+// Bytes of the staging buffers of all tensors that move together.
 constexpr double kTogether = 1 << 24;
 
 struct Traveller {
@@ -53,7 +53,8 @@ bool takes_part(const Leg& leg) {
   return leg.before->mesh().has_me() || leg.after->mesh().has_me();
 }
 
-// A graph merges what it likes. A wrapper's values have to be extracted first. A stand-in without values sends nothing.
+// The compiler merges the collectives of a graph itself, a wrapper's values must be extracted first, and a tensor without
+// values sends nothing.
 bool goes_its_own_way(const Moved& m) {
   return m.from == m.to || is_traced(m.local) || (m.from->has_partial() && is_wrapper(m.local)) || !has_values(m.local);
 }
@@ -118,7 +119,7 @@ uint64_t due_along(const Travellers& all, const Mesh& mesh) {
   return out;
 }
 
-// Errors of what is left to do name its step.
+// Makes errors of `rest` name its step.
 comm::InFlight in_its_step(comm::InFlight rest, const Traveller& t) {
   const auto last = std::find_if(t.legs.rbegin(), t.legs.rend(), [](const Leg& leg) { return communicates(leg.step); });
   return in_its_step(std::move(rest), *t.moved.from, *t.moved.to, last->step);
@@ -150,7 +151,8 @@ void take_local_legs(Travellers& all) {
   }
 }
 
-// Who goes next. A tensor waits if another will come to a leg of the same kind later: then they can go together.
+// The tensors that move next. A tensor waits if another one will later come to a leg of the same kind, so that they can move
+// together.
 Picked next_to_go(Travellers& all) {
   std::vector<int64_t> later;
   for (const auto& t : all) {

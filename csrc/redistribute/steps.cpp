@@ -26,8 +26,8 @@ namespace {
 
 using c10::IntArrayRef;
 
-// How many elements go to each coordinate, or come from it. Most are a formula or few, so a new size takes no time that grows
-// with the number of ranks; all() does, for the call that needs a list.
+// How many elements are sent to each coordinate, or received from it. It is stored as a formula or a short list where possible,
+// so that the time for a new size does not grow with the number of ranks; only all(), for calls that need a list, grows.
 class Counts {
  public:
   Counts() = default;
@@ -66,7 +66,7 @@ class Counts {
   std::vector<std::pair<int64_t, int64_t>> few_; // by coordinate
 };
 
-// How mesh dim `m` cuts what the earlier mesh dims leave to this rank.
+// How mesh dim `m` cuts the indices that the earlier mesh dims leave to this rank.
 class Cutting {
  public:
   Cutting(const Layout& layout, int64_t m, int64_t extent)
@@ -207,7 +207,7 @@ Intervals side_by_side(const Intervals& runs) {
   return out;
 }
 
-// Does the second half of a step, now or later: waits, then next(), which reads or writes `used`.
+// Does the second half of a step, now or later: waits, then calls next(), which reads or writes `used`.
 template <typename F>
 void complete(State& s, comm::InFlight moving, F next, const std::vector<at::Tensor>& used) {
   if (s.later && moving) {
@@ -550,13 +550,13 @@ void slice(State& s, int64_t m, const LayoutPtr& next) {
   });
 }
 
-// What one rank sends and receives in an exchange.
+// What this rank sends and receives in an exchange.
 struct Exchange {
   Parts out, in; // for all other coordinates, and from them; or boxes, in their order
   std::vector<Box> packed, unpacked;
   bool by_boxes = false;
-  Pairs own;             // what this rank keeps
-  Counts sent, received; // elements, with what it keeps
+  Pairs own;             // the elements that this rank keeps
+  Counts sent, received; // numbers of elements, including those that it keeps
   Sizes sizes;           // of the piece after
   int64_t peers = 0;     // ranks that it sends to, or receives from, whichever are more
   bool in_order = false; // contiguous pieces need no packing and no unpacking
@@ -580,7 +580,7 @@ struct Exchange {
   }
 };
 
-// Another tensor dim is cut: what each other rank wants of this one's piece, and what it holds of the piece that this one wants.
+// A step that cuts another tensor dim: each rank sends every other rank a slab of its piece.
 void exchange_slabs(
     Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me) {
   const auto rest = c10::multiply_integers(with_size(with_size(local, src, 1), dst, 1));
@@ -594,7 +594,7 @@ void exchange_slabs(
   x.in_order = wanted.in_order(local, dst) && held.in_order(x.sizes, src);
 }
 
-// One tensor dim is cut otherwise, or in strides.
+// A step that cuts the same tensor dim in another way, or in strides.
 void exchange_boxes(
     Exchange& x, IntArrayRef local, int64_t src, const Cutting& held, int64_t dst, const Cutting& wanted, int64_t me, int64_t n) {
   x.by_boxes = true;
@@ -692,7 +692,7 @@ void make_partial(State& s, int64_t m, const LayoutPtr& next) {
     s.layout = next;
     return;
   }
-  if (p.reduce == ReduceOp::Norm) { // all ranks see the same value, so all raise or none does
+  if (p.reduce == ReduceOp::Norm) { // all ranks have the same value, so all raise or none does
     at::_assert_async(
         s.local.lt(0).any().logical_not(),
         "a negative value cannot be kept as summands of a norm; redistribute() the norm first");
@@ -702,7 +702,7 @@ void make_partial(State& s, int64_t m, const LayoutPtr& next) {
   if (!repeats && s.mesh().coordinate()[m] != 0) {
     const auto nothing = no_summand(p.reduce, s.local.scalar_type(), p.norm_order);
     if (s.local.unsafeGetTensorImpl()->is_wrapped_number()) { // type promotion must be the same on all ranks
-      s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number under a fake mode too
+      s.local = at::detail::scalar_tensor_static(nothing, s.local.scalar_type(), at::kCPU); // a number even under a fake mode
       s.local.unsafeGetTensorImpl()->set_wrapped_number(true);
     } else {
       s.local = comm::traced::after(at::full_like(s.local, nothing), s.local);
@@ -765,7 +765,7 @@ uint64_t dims_of(c10::ArrayRef<Step> steps) {
 }
 
 void agree(const Plan& plan, const Layout& from, const Layout& to, IntArrayRef sizes, at::ScalarType dtype) {
-  // A rank may have dropped a plan that others keep, so a plan may only say what check_agreed() would find out again.
+  // A rank may have dropped a plan that other ranks still have. So this only skips a check that check_agreed() would skip too.
   const auto kind = (comm::epoch() << 16) + (static_cast<int64_t>(sizes.size()) << 8) + static_cast<int64_t>(dtype);
   if (plan.communicates() && std::exchange(plan.agreed, kind) != kind) {
     in_step(

@@ -18,10 +18,10 @@ struct State : Moving {
   }
 };
 
-// Before anything is sent: whether the values can be reduced so. A backend would raise on some ranks only, those whose piece is
-// not empty, or drop a fraction.
+// Call it before any data is sent: raises if the values cannot be reduced this way. A backend would raise only on ranks whose
+// piece is not empty, or would drop a fraction.
 void check_reducible(const Layout& from, const Layout& to, at::ScalarType dtype);
-// Before the first step: whether the ranks agree about the tensor, once for each plan (agreed.h).
+// Call it before the first step: checks once for each plan that the ranks agree about the tensor (agreed.h).
 void agree(const Plan& plan, const Layout& from, const Layout& to, c10::IntArrayRef sizes, at::ScalarType dtype);
 
 // The mesh dims (bits) along which the steps have collectives.
@@ -39,14 +39,13 @@ void in_step(const Layout& from, const Layout& to, const Step& step, const F& ru
   comm::doing(from.mesh(), text, run, due, {&from, &to});
 }
 
-// Errors of what is left to do name the step too.
+// Makes errors of `rest` name the step too.
 comm::InFlight in_its_step(comm::InFlight rest, const Layout& from, const Layout& to, const Step& step);
 
-// `next`: the layout after the step. Every rank of the mesh calls it; for a transfer between meshes, those of either.
-// What it sends is found once for each pair of layouts and size (kept.h).
+// `next`: the layout after the step. Every rank of the mesh calls it; for a transfer between meshes, those of either. Its
+// messages are found once for each pair of layouts and size (kept.h).
 void take_step(State& s, const Step& step, const LayoutPtr& next);
-// Finds what this rank sends and receives in the step, and nothing else. Returns the number of ranks that it sends to or receives
-// from.
+// Only finds the messages of this rank in the step. Returns the number of ranks that it sends to or receives from.
 int64_t prepare_step(const Step& step, const Layout& before, const Layout& next, c10::IntArrayRef sizes);
 
 } // namespace shardtensor

@@ -62,8 +62,8 @@ at::Tensor padded(const at::Tensor& t, int64_t dim, const SymInt& length) {
   return at::constant_pad_nd_symint(t, pad);
 }
 
-// For lengths that differ: whether padding all to the longest costs little; then the backend's own gather or reduce-scatter
-// can be used. Otherwise pieces travel unpadded, in an all-to-all.
+// For lengths that differ: whether padding all pieces to the longest costs little. Then the backend's own gather or
+// reduce-scatter can be used; otherwise pieces are sent unpadded, in an all-to-all.
 bool worth_padding(const Lengths& lengths) {
   SymInt total = 0;
   for (const auto& n : lengths) {
@@ -172,7 +172,7 @@ struct Row {
       ends.push_back(plus(ends.back(), length));
     }
   }
-  // The next boundary is the nth of both rows; so are those of empty pieces behind it.
+  // The next boundary is the nth of both rows; boundaries of empty pieces behind it are at the same place.
   void take(int64_t nth) {
     order[taken] = nth;
     while (taken < lengths.size() && lengths[taken] == 0) {
@@ -228,7 +228,7 @@ at::Tensor recut(const at::Tensor& local, int64_t dim, const Lengths& held, cons
   return joined(graph::all_to_all(flat(std::move(parts)), received, times(leaving, rest), mesh, m), received, sizes, dim, coming);
 }
 
-// The mesh dim that a step cuts anew along the same tensor dim, if that is all that it does and no other mesh dim cuts there.
+// The mesh dim whose cut of a tensor dim changes, if the step changes only this and no other mesh dim cuts that tensor dim.
 int64_t recuts(const Layout& now, const Layout& next) {
   int64_t found = -1;
   for (int64_t m = 0; m < now.ndim(); ++m) {

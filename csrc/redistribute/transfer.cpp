@@ -99,7 +99,7 @@ struct Side {
   bool all_cut() const {
     return copies.empty() && summands.empty();
   }
-  // How far apart in the mesh the coordinates along mesh dim m are.
+  // The distance in the mesh's row-major order between neighbours along mesh dim m.
   int64_t step(int64_t m) const {
     int64_t n = 1;
     for (auto i = m + 1; i < mesh.ndim(); ++i) {
@@ -134,7 +134,7 @@ class Met {
   }
 
   std::vector<int64_t> index; // of the pieces in the mesh: their coordinates along the mesh dims that cut, zeros along others
-  Boxes::Dim dim;             // what they share, in the piece `mine`
+  Boxes::Dim dim;             // the shared indices, counted in the piece `mine`
 
  private:
   // Only the coordinates whose pieces of `piece` may meet `mine`, mesh dim by mesh dim.
@@ -236,7 +236,7 @@ class Sharing {
     if (met_.empty()) {
       return f(0, 1, 0);
     }
-    auto inner = met_.size() - 1; // the last that has several
+    auto inner = met_.size() - 1; // the last dim with several
     int64_t index = 0, numel = 1;
     for (; inner > 0 && met_[inner].index.size() == 1; --inner) {
       index += met_[inner].index[0];
@@ -367,7 +367,7 @@ class Match {
     }
   }
 
-  // Calls get(rank, numel, number) for what comes from each holder but the rank itself.
+  // Calls get(rank, numel, number) for the elements from each holder except the rank itself.
   template <typename Get>
   void each_received(const Sharing& sharing, int64_t rank, const Coordinate& me, const Get& get) const {
     const auto& ranks = from_.mesh.description().ranks;
@@ -567,7 +567,7 @@ Traffic traffic_of_transfer(const Layout& from, const Layout& to, IntArrayRef si
 
 namespace {
 
-// Instead of the messages. For a rank that is in only one of the lists, the other direction is empty.
+// Replaces the messages by lists of peers and counts. For a rank that only sends or only receives, the other count is 0.
 void list_peers(Exchanged& x) {
   auto& t = x.part;
   const auto most = t.sent.size() + t.received.size();

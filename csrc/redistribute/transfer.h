@@ -1,6 +1,6 @@
-// From any layout to any other, on any two meshes: finds which boxes go from which rank to which, and sends them. Every
-// element that a rank lacks arrives once, from one holder; elements that it already holds are copied. Ranks work this out
-// alike, without communication.
+// From any layout to any other, on any two meshes: finds which boxes go from which rank to which, and sends them. Every element
+// that a rank lacks arrives once, from one holder; elements that it already holds are copied. All ranks compute the same
+// result, without communication.
 #pragma once
 
 #include "comm/in_flight.h"
@@ -13,11 +13,11 @@
 
 namespace shardtensor {
 
-// Boxes of one piece, one after the other, one or several for each of many messages: what it shares with pieces of other ranks.
-// Those of thousands of ranks differ by a run of indices along a dim or two, so only the runs are kept until all() is called.
+// The boxes that one piece shares with the pieces of other ranks, message after message, one or several boxes for each. Boxes
+// for thousands of ranks differ only by a run of indices along a dim or two, so only the runs are stored until all() is called.
 class Boxes {
  public:
-  // What each of the other pieces has of one dim.
+  // The indices of one dim that each of the other pieces shares.
   struct Dim {
     std::vector<Interval> runs;
     std::vector<size_t> ends; // in `runs`, of each piece's; empty: one run each
@@ -43,7 +43,7 @@ class Boxes {
   bool empty() const {
     return picked_.empty();
   }
-  // About so many.
+  // About the number of boxes.
   size_t weight() const {
     return picked_.size();
   }
@@ -70,10 +70,9 @@ struct Transfer {
   std::vector<Box> kept_from, kept_to;
 };
 
-// The part of any rank, found without communication, in time proportional to its peers and to the ranks that hold or want copies
-// of what it has. (With strided placements: to the ranks of both meshes.)
-// If there is Partial, it is on the same mesh dims of both layouts, on one mesh: summands move only between ranks with the same
-// coordinates along those mesh dims.
+// The messages of any rank, found without communication, in time proportional to its peers and to the ranks that hold or want
+// copies of its elements. (With strided placements: to the ranks of both meshes.) If there is Partial, it is on the same mesh
+// dims of both layouts, on one mesh: summands move only between ranks with the same coordinates along those mesh dims.
 Transfer transfer_of(const Layout& from, const Layout& to, c10::ArrayRef<int64_t> sizes, int64_t rank);
 // The elements that a rank sends and receives.
 struct Traffic {
@@ -90,7 +89,7 @@ struct Exchanged {
   Transfer part;
   std::vector<int64_t> ranks, sent, received; // by peer: elements
   int64_t callers = 0;                        // the ranks that make the call
-  bool all_held = false;                      // no rank lacks anything
+  bool all_held = false;                      // no rank lacks an element
 
   size_t weight() const {
     return part.packed.weight() + part.unpacked.weight() + part.kept_from.size() + ranks.size() / 4;

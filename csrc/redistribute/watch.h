@@ -22,12 +22,12 @@ struct ImplicitMove {
   const Cause& cause;
   const Layout& from;
   const Layout& to;
-  SymSizes sizes; // to tell of them adds no guard to a graph
+  SymSizes sizes; // reading them adds no guard to a graph
   int64_t item;   // bytes of an element
 };
 inline Observer<void(const ImplicitMove&)> on_move;
 
-// What an op reads of other ranks' pieces through windows, as this rank sends and receives it.
+// The halo messages of this rank for one op.
 struct HaloRead {
   const Layout& from;
   c10::ArrayRef<int64_t> sizes;                 // of the whole tensor

@@ -26,8 +26,9 @@ Band band_of_counts(const Run& run, const Bands& bands, int64_t i, const Interva
   return {at::searchsorted(ends, results, false, true), at::ones({of.length, 1}, options)};
 }
 
-// The op is linear and reads no more than `taps` neighbours for a result. So of a comb with a one at every taps-th place, a
-// result shows the weight of the one tooth that it reads. All combs are the rows of one input.
+// The op is linear and reads at most `taps` neighbours for a result. So for an input that is one at every taps-th place and
+// zero elsewhere, a result is the weight of the single one that it reads. The `taps` shifts of this input are the rows of one
+// call.
 Band band_of(const Run& run, const Bands& bands, int64_t i, const Interval& of, const at::TensorOptions& options) {
   const auto& r = bands.space[i].reach;
   const auto size = bands.space[i].size, count = bands.space[i].count;
@@ -37,7 +38,8 @@ Band band_of(const Run& run, const Bands& bands, int64_t i, const Interval& of, 
   }
   const auto numbers = at::TensorOptions(at::kLong).device(options.device());
   const auto space = bands.ndim();
-  constexpr int64_t kBroad = 2; // torch's antialiased kernels are wrong for one column, and as many results would be a copy
+  // torch's antialiased kernels are wrong for one column, and copy if there are as many results as elements.
+  constexpr int64_t kBroad = 2;
   std::vector<int64_t> sizes(bands.lead + space, 1), out(space, kBroad + 1);
   std::fill(sizes.begin() + bands.lead, sizes.end(), kBroad);
   sizes[0] = taps;
@@ -74,7 +76,7 @@ void forward_kernel(Run& run) {
   const auto sizes = sizes_of_piece(run);
   auto out = x.to(accumulate_type(x.scalar_type()));
   if (is_empty(x) || makes_nothing(sizes)) {
-    band_of(run, bands, 0, {0, 0}, out.options()); // raises what other ranks raise
+    band_of(run, bands, 0, {0, 0}, out.options()); // raises if other ranks raise
     return run.returns({x.new_zeros_symint(sizes)});
   }
   for (int64_t i = 0; i < bands.ndim(); ++i) {

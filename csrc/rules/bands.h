@@ -1,6 +1,7 @@
-// Ops that make each result along a dim a weighted sum of a run of elements, whatever the ratio of their sizes: resampling with
-// aligned corners, antialiased or by any factor, adaptive average pooling. torch's kernels take the positions from the sizes, so
-// on a piece they would be wrong. Here torch's op itself says what the whole's weights are; pieces are then added up with them.
+// Ops in which each result along a dim is a weighted sum of a run of elements, for any ratio of the sizes: resampling with
+// aligned corners, antialiased or by any factor, adaptive average pooling. torch's kernels compute the positions from the
+// sizes, so they would be wrong on a piece. Here torch's op is run on unit vectors to find the weights of the whole; the pieces
+// are then added up with these weights.
 #pragma once
 
 #include "rules/windows.h"
@@ -9,7 +10,8 @@ namespace shardtensor::rules {
 
 // Noted by rules whose space is cut. The windows' reaches say what a result reads of the input.
 struct Bands : Windows {
-  // Calls the forward op on `input`, with results of these sizes along the dims of space; those along dim `along` as in the call.
+  // Calls the forward op on `input`, with results of the sizes `out` along the dims of space; along dim `along` the positions
+  // are those of the call.
   at::Tensor (*op)(const Run& run, const at::Tensor& input, c10::IntArrayRef out, int64_t along) = nullptr;
   // For backwards that scatter each gradient to one element (nearest): gradients per element along dim `along`, in order. Null:
   // the forward op's weights are used.
@@ -19,7 +21,7 @@ struct Bands : Windows {
 // Adds the windows, sizes and kernel to a rule of planes(). `sizes`: as read_through() takes them.
 void read_in_bands(Rule& rule, SymSizes sizes, Bands bands);
 
-// The op itself, or the one whose gradient it is.
+// The op itself, or its forward op if it is a backward.
 c10::OperatorHandle forward_op(const Run& run);
 
 } // namespace shardtensor::rules

@@ -1,4 +1,4 @@
-// For ops that refuse tensors without elements: pieces may be empty.
+// For ops that refuse tensors without elements, since pieces may be empty.
 #pragma once
 
 #include "rules/rule.h"

@@ -12,7 +12,7 @@ bool is_integer(at::ScalarType t) {
   return c10::isIntegralType(t, true);
 }
 
-// Whether a larger number stays at least as large if it is cast.
+// Whether the cast keeps the order of numbers.
 bool keeps_order(at::ScalarType from, at::ScalarType to) {
   if (c10::isComplexType(from) || c10::isComplexType(to)) {
     return false;
@@ -96,7 +96,7 @@ bool exactly_linear(ReduceOp op, at::ScalarType from, at::ScalarType to) {
   return false;
 }
 
-// Among numbers of one category, those without dims do not count beside those with dims.
+// Within one category of numbers, tensors without dims do not count if there are tensors with dims.
 at::ScalarType promoted(const Call& call, const OperandSet& operands) {
   std::optional<at::ScalarType> with_dims, without;
   for (size_t i = 0; i < call.tensors.size(); ++i) {

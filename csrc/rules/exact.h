@@ -1,6 +1,6 @@
-// Whether summands may pass an op, as far as dtypes decide it. What happens before the reduction must give the same as what
-// happens after it: a sum of integers that wraps must not be widened first, and a sum of bools is no sum of numbers.
-// For floating-point numbers a sum is exact up to rounding.
+// Whether the dtypes allow summands to pass an op. Computing before the reduction must give the same as computing after it: a
+// sum of integers that wraps must not be widened first, and a sum of bools is no sum of numbers. For floating-point numbers a
+// sum is exact up to rounding.
 #pragma once
 
 #include "rules/rule.h"
@@ -22,10 +22,10 @@ at::ScalarType promoted(const Call& call); // all that the op reads
 Linear moves(const Call& call, OperandSet operands, at::ScalarType to);
 // The op casts these operands to `to`, and is linear there in all of them together.
 Linear computes(const Call& call, OperandSet operands, at::ScalarType to);
-// The same if all that it computes is their sum.
+// The same if the op only adds them up.
 Linear adds(const Call& call, OperandSet operands, at::ScalarType to);
 
-// A summand times infinity is not a number where it is zero. So what computes with an infinite number takes no summands.
+// A summand that is zero, times infinity, is NaN. So an op with an infinite number takes no summands.
 void without_infinities(const Call& call, Rule& rule);
 
 // Whether the group's operands hold numbers whose sums the op keeps.

@@ -1,11 +1,11 @@
-// What the rules of some ops note for the code that moves their operands.
+// A fact about an operand that some rules pass to the code that moves operands.
 #pragma once
 
 #include <cstdint>
 
 namespace shardtensor::rules {
 
-// torch's kernel reads this operand while it writes the first one, element by element, and does not mind if they share memory.
+// torch's kernel reads this operand element by element while it writes the first one, so the two may share memory.
 struct ReadsAsItWrites {
   int64_t operand;
 };

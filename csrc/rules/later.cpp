@@ -15,7 +15,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// A graph's op takes lists of integers, so a call is written as two: what is a number, and sizes, which may be symbols. Every
+// An op of a graph takes lists of integers, so a call is written as two lists: numbers, and sizes, which may be symbols. Every
 // argument and result begins with its kind.
 enum Kind : int64_t { kNothing, kTensor, kInteger, kReal, kFlag, kIntegers, kFlags };
 
@@ -34,7 +34,7 @@ class Writer {
   void order(const Order& order) {
     numbers(Sizes(order.begin(), order.end()));
   }
-  // Its names are written by names_of().
+  // names_of() writes its names.
   void mesh(const Mesh::Description& d) {
     numbers(d.shape);
     numbers(d.ranks);
@@ -97,7 +97,7 @@ class Writer {
   SymSizes sizes;
 
  private:
-  // Whether pieces that follow the sizes can be written as symbols.
+  // Whether pieces that depend on the sizes can be written as symbols.
   static bool in_symbols(const Layout& layout, c10::SymIntArrayRef whole) {
     for (int64_t m = 0; m < layout.ndim(); ++m) {
       const auto& cut = layout.cut(m);
@@ -138,7 +138,8 @@ class Reader {
     const auto all = numbers();
     return {all.begin(), all.end()};
   }
-  // Equal meshes are one object, so this is the mesh of the eager tensors. Others may have the same groups, in another order.
+  // Equal meshes are one object, so this is the mesh of the eager tensors. Another mesh may have the same groups in another
+  // order.
   MeshPtr mesh(const c10::List<std::string>& names) {
     Mesh::Description d;
     d.shape = numbers().vec();

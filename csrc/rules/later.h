@@ -1,5 +1,5 @@
-// Calls that a graph cannot hold step by step, because their messages depend on values or are single ones: there they become one
-// op, which makes the call on the pieces when the graph runs, as eager mode does.
+// Calls whose steps a graph cannot hold, because their messages depend on values or go to single ranks. In the graph such a
+// call is one op, which makes the call on the pieces when the graph runs, like eager mode.
 #pragma once
 
 #include "rules/solution.h"
@@ -14,9 +14,9 @@ struct Promised {
   Promised(SymSizes s, std::optional<at::ScalarType> type = std::nullopt) : sizes(std::move(s)), dtype(type) {} // NOLINT
 };
 
-// Replaces the call, of which some operand belongs to a graph or has no values, by that op. `results`: the first ones; nothing
-// for one that the call does not return. Symbols stay symbols, but where pieces follow the sizes in another way than
-// torch.chunk's.
+// Replaces a call with an operand that belongs to a graph or has no values by that op. `results`: the first results; nothing
+// for one that the call does not return. Sizes that are symbols stay symbols, unless the pieces depend on the sizes in another
+// way than torch.chunk's.
 void put_off(Run& run, const std::vector<std::optional<Promised>>& results);
 
 } // namespace shardtensor::rules

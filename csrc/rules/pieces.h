@@ -1,8 +1,9 @@
-// What rule kernels share: reductions of a piece that may be empty, small reductions over ranks, results into out= arguments.
+// Functions for rule kernels: reductions of a piece that may be empty, small reductions over ranks, results into out=
+// arguments.
 #pragma once
 
 #include "rules/rule.h"
-#include "rules/solution.h" // Solution: what a kernel finds its notes in
+#include "rules/solution.h" // Solution, which has the rule's data for its kernel
 
 #include <vector>
 
@@ -17,7 +18,7 @@ void add_outputs(const Call& call, Rule& rule);
 // The bits of `operands` and of every out= argument.
 OperandSet with_outputs(const Call& call, OperandSet operands);
 
-// One result, and operands, of one shape whose dims in `mask` are whole. Values pass through.
+// Operands and one result of one shape; the dims in `mask` are whole. Values pass through.
 Rule whole_along(const Call& call, uint64_t mask);
 
 // No operand's values are read: the kernel knows the results.
@@ -26,23 +27,23 @@ Rule unread(const Call& call, Kernel kernel);
 // Returns the results, or writes them into the arguments that the schema says are returned (in-place, out=).
 void give(const Run& run, const std::vector<at::Tensor>& results);
 
-// Noted by rules whose kernels work along one dim.
+// For kernels that work along one dim.
 struct Along {
   int64_t dim;
 };
 
-// Noted by rules of products with a bias: the factor that is summed over.
+// For kernels of products with a bias: the factor that is summed over.
 struct Contracted {
   int64_t factor;
 };
-// Where that is sharded, one rank along it adds the bias, which is argument `arg`.
+// If that factor is sharded, one rank along it adds the bias, which is argument `arg`.
 void add_bias_once(const Run& run, size_t arg, int64_t contracted);
 
 // The mesh dims (bits) that shard any of the factors in `factors` (bit f: factor f).
 constexpr uint64_t kAllFactors = ~uint64_t{0};
 uint64_t mesh_dims_of(const Run& run, uint64_t factors);
 
-// `t` reduced over the ranks along the mesh dims, the same on each. `t` is the caller's own: it may be written.
+// `t` reduced over the ranks along the mesh dims; the result is the same on each. May write into `t`.
 at::Tensor over_ranks(const at::Tensor& t, const Run& run, uint64_t mesh_dims, ReduceOp op);
 
 // Gathers every piece's `mine`, one slice per rank along the mesh dim, joined along `dim` in the pieces' order.
@@ -51,13 +52,13 @@ at::Tensor gather_slices(const at::Tensor& mine, int64_t dim, const Mesh& mesh, 
 // amax or amin of a piece, keeping the dims; the identity where the piece is empty along `dims`.
 at::Tensor extreme(const at::Tensor& piece, c10::IntArrayRef dims, ReduceOp op);
 
-// The factor of what a norm of this order is taken over.
+// The factor that a norm of this order sums over.
 Factor normed(double order);
 
-// What this rank holds of operand i along `dim`.
+// The indices of operand i along `dim` that this rank holds.
 SymInterval mine(const Run& run, size_t i, int64_t dim);
 
-// float for half precision, else the same: what sums are held in.
+// The dtype in which sums are held: float for half precision, else the same.
 at::ScalarType accumulate_type(at::ScalarType dtype);
 
 // The bits of `mask` below ndim, as dims.

@@ -70,11 +70,11 @@ struct Options {
   bool repeats = false;
   // Some elements of a result, or of an argument that the op writes, may be uninitialized afterwards.
   bool unwritten = false;
-  // Even if all operands are contiguous, the results' strides may have another order; torch's meta kernel is asked.
+  // The results' strides may have another order even if all operands are contiguous, so torch's meta kernel is asked.
   bool asks_order = false;
-  // Plain tensors among the arguments count as replicated: torch's own code makes them (embedding_bag's offsets).
+  // Plain tensors among the arguments count as replicated, because torch's own code makes them (embedding_bag's offsets).
   bool plain = false;
-  // What the error about a plain tensor among the arguments advises besides.
+  // More advice for the error about a plain tensor among the arguments.
   const char* if_plain = "";
 };
 

@@ -118,7 +118,7 @@ Routed::Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const
   }
 }
 
-// `rows`: out[i] for the i-th rank, one after the other -> in[i] from each.
+// Sends out[i] of the `rows` to the i-th rank, in order, and receives in[i] rows from it.
 at::Tensor Routed::exchanged(const at::Tensor& rows, const std::vector<int64_t>& out, const std::vector<int64_t>& in) const {
   return ranks_.size() == 1 ? rows : at::cat(exchange_parts(kernels::parts_of(rows, {out}), in, ranks_, layout_->mesh()));
 }

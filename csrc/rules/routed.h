@@ -1,5 +1,5 @@
-// Items that belong to pieces of other ranks, as values say: where a pooled value came from, what a grid reads. Each rank sends
-// its items to their owners, and answers come back. How many there are travels first, so a graph cannot do this.
+// Sends items to the ranks that own them, if values say which ranks those are: where a pooled value came from, for example.
+// Answers come back the same way. The number of items is exchanged first, so a graph cannot do this.
 #pragma once
 
 #include "layout/layout.h"
@@ -22,12 +22,13 @@ class Routed {
  public:
   // The owners: ranks with pieces of `layout`, a tensor whose dims from `lead` on have these sizes, cut into one run per rank.
   // `at`: the items' indices along each of those dims. Ranks that differ along other dims do not meet. Every rank of the mesh
-  // calls it. Raises if an index lies outside, on all ranks that meet.
+  // calls it. Raises on all ranks that meet if an index is out of range.
   Routed(const Layout& layout, int64_t lead, c10::IntArrayRef sizes, const std::vector<at::Tensor>& at);
 
-  // A row for each of this rank's items -> the rows of the items that this rank owns, ordered by the rank they come from.
+  // From one row for each of this rank's items to the rows of the items that this rank owns, ordered by the rank that they come
+  // from.
   at::Tensor there(const at::Tensor& rows) const;
-  // A row for each item that this rank owns -> those of its own items, in their order.
+  // The reverse: from one row for each item that this rank owns to the rows of its own items, in their order.
   at::Tensor back(const at::Tensor& rows) const;
 
  private:

@@ -21,7 +21,7 @@ namespace shardtensor::rules {
 
 constexpr int16_t kNone = -1;
 
-// A set of operands, as many as there are. A literal names the first 64: 0b101.
+// A set of operands, any number of them. A literal names the first 64: 0b101.
 class OperandSet {
  public:
   OperandSet(uint64_t bits = 0) : words_{bits} {} // NOLINT: the literal is the set
@@ -40,7 +40,7 @@ class OperandSet {
     return i / 64 < words_.size() && (words_[i / 64] >> i % 64 & 1);
   }
   bool empty() const {
-    return words_.size() == 1 && !words_[0]; // what is added stays
+    return words_.size() == 1 && !words_[0]; // operands are never removed
   }
 
  private:
@@ -54,7 +54,7 @@ struct Factor {
   // If it is sharded, the rule's kernel replaces the op on the local tensors.
   bool kernel = false;
   // If it is sharded, a result that lacks it holds summands (Partial). Without `reduce`, such a result is Replicate: the kernel
-  // makes it whole.
+  // must make it whole.
   std::optional<ReduceOp> reduce;
   // The result has one index of it at each element, so only that index's rank has a value (Placement::picked).
   bool picked = false;
@@ -69,8 +69,8 @@ struct Dim {
   int16_t factor = kNone; // kNone: the dim stays whole (broadcast, size 1, made by the op)
   // In an operand: each index of the factor reads a run of the dim's indices (a window), Rule::reaches[reach]. If the factor is
   // sharded, each rank gets its piece with a halo, and with cells of padding at the edges of the whole. Then the factor has a
-  // size (Factor::size), and its kernel runs. A result's dim with a reach is cut like the operand's (Operand::kept_cut); others
-  // have none: a gradient's factor is the index of what it is the gradient of.
+  // size (Factor::size), and its kernel runs. A result's dim has a reach only if it is cut like the operand's
+  // (Operand::kept_cut). In a backward rule the factor indexes the input, not the output.
   int16_t reach = kNone;
   c10::SymInt inner = 1; // the dim has `inner` indices for each index of the factor: flattening [a, b] gives {a, inner = b}
   // A dim with only part of the factor: `length` indices start, start + step, ... In a result: a slice. In an operand (cat,
@@ -83,8 +83,8 @@ struct Dim {
     SymWindow(c10::SymInt from, int64_t by, c10::SymInt n) : start(std::move(from)), step(by), length(std::move(n)) {}
   };
   std::optional<SymWindow> window;
-  // The dim lies where each of these factors has this index, and is empty elsewhere: a row of a cut dim stays at its owner. The
-  // dim's own factor may cut it as well. If it has none, `inner` is its size.
+  // The dim lies only on the ranks that hold this index of each of these factors, and is empty on others: a row of a cut dim
+  // stays at its owner. The dim's own factor may cut it as well. If it has none, `inner` is its size.
   struct At {
     int64_t factor;
     c10::SymInt index;
@@ -102,17 +102,19 @@ using Dims = c10::SmallVector<Dim, 5>;
 
 struct Operand {
   Dims dims;
-  // The op reads no values of it (zeros_like): it never moves, the result follows its shards, its summands count as whole.
+  // The op reads no values of this operand (zeros_like): it never moves, the result is sharded like it, its summands count as
+  // whole.
   bool free = false;
   // The op adds this operand to its sum (addmm's self), or writes the sum into it (out=). If a factor that is summed over is
   // sharded, the operand holds summands, like the result.
   bool summand = false;
-  // Along dims that it reads through windows it stays cut as it is: the kernel brings what a rank reads.
+  // Along dims that are read through windows the operand stays cut as it is: the kernel fetches the indices that a rank reads.
   bool kept_cut = false;
-  // Where it is read with a halo: the neutral value of this reduction is in the cells beyond the edges. None: there are no cells.
+  // If it is read with a halo: the cells beyond the edges hold the neutral value of this reduction. None: there are no such
+  // cells.
   std::optional<ReduceOp> padding = ReduceOp::Sum;
-  // Where it is read with a halo: outside of graphs the kernel gets the piece, and fetches the halo itself, so that it can
-  // compute while the messages travel.
+  // If it is read with a halo: outside of graphs the kernel gets the piece and fetches the halo itself, so that it can compute
+  // while the messages travel.
   bool awaited = false;
   // For a written operand, as Result::reduce: if the operand lacks a sharded factor that reduces, it holds summands.
   std::optional<std::optional<ReduceOp>> reduce;
@@ -138,8 +140,8 @@ struct Geometry {
 
 struct Result {
   Dims dims;
-  // The global sizes, if they do not follow from the factors (views). Empty: a sharded dim has the size of the operand dim
-  // with the same factor, any other dim the size of the local result.
+  // The global sizes, if the factors do not give them (views). Empty: a sharded dim has the size of the operand dim with the
+  // same factor, any other dim the size of the local result.
   SymSizes sizes;
   // Overrides Factor::reduce for this result.
   std::optional<std::optional<ReduceOp>> reduce;
@@ -167,9 +169,9 @@ struct Linear {
   OperandSet operands;
   // It commutes with every reduction (copies, views), not only with sum and avg.
   bool any_reduction = false;
-  // It moves or casts values, so that picked summands pass, and stay picked.
+  // The op moves or casts values, so picked summands pass and stay picked.
   bool moves = false;
-  // It adds its operands up and computes nothing else, so that picked summands pass as a sum's.
+  // The op only adds its operands up, so picked summands pass as ordinary summands of a sum.
   bool adds = false;
   // The reductions that it commutes with (bit() of each).
   uint32_t reductions = bit(ReduceOp::Sum) | bit(ReduceOp::Avg);
@@ -301,7 +303,7 @@ struct Rule {
 template <typename T>
 T& noted(Rule& rule) {
   auto* found = std::any_cast<T>(&rule.notes);
-  TORCH_INTERNAL_ASSERT(found, "the rule's notes have another type");
+  TORCH_INTERNAL_ASSERT(found, "the rule's data for its kernel has another type");
   return *found;
 }
 
@@ -329,11 +331,12 @@ class Reads {
   uint64_t bits_ = 0;
 };
 
-// What a rule may know of a number without a solution for each value: bits. Of a tensor: if it stands for a number of the script.
+// What a rule may know of a number without needing a solution for each value: bits. Also of a tensor that stands for a number
+// of the script.
 enum Number : uint32_t { kInfinite = 1, kZero = 2 };
 uint32_t kind_of_number(const c10::Scalar& number);
 uint32_t kind_of_number(const at::Tensor& t);
-uint32_t kind_of_number(const c10::IValue& argument); // or of all that a list holds, together
+uint32_t kind_of_number(const c10::IValue& argument); // or of all numbers in a list together
 
 // One tensor among a call's arguments; lists are flattened, None left out.
 class TensorArg {
@@ -442,7 +445,7 @@ class Call {
   }
   // int[] or int; empty where None.
   Sizes ints(int64_t i) const;
-  // The same, where they may be symbols: for entries that say so (Options::symbols).
+  // The same, possibly symbols: for entries that take symbols (Options::symbols).
   SymSizes sym_ints(int64_t i) const;
   // Wrapped into [0, ndim); raises IndexError as torch does.
   int64_t dim(int64_t i, int64_t ndim) const;
@@ -474,7 +477,7 @@ Dims dims_beside(Rule& rule, int64_t n, int64_t dim);
 struct Broadcast {
   explicit Broadcast(Dims dims) : dims(std::move(dims)), wide(this->dims.size(), false) {}
 
-  // Takes in the sizes of an operand's first n dims.
+  // Widens the dims to the sizes of an operand's first n dims.
   void widen(const TensorArg& t, int64_t n);
   // The dims of an operand's first n; one of size 1 stays whole where another operand has more.
   Dims of(const TensorArg& t, int64_t n) const;

@@ -1,5 +1,5 @@
-// What a rule comes to for a call's layouts: the layout that every operand needs, the layouts of the results, and what a kernel
-// reads of them.
+// The solution of a rule for a call's layouts: the layout that every operand needs, the layouts of the results, and the facts
+// that a kernel needs.
 #pragma once
 
 #include "comm/values.h"
@@ -14,13 +14,13 @@ struct Solution final : c10::intrusive_ptr_target {
   c10::SmallVector<LayoutPtr, 4> operands;
   bool moves = false;  // some operand is redistributed
   bool shards = false; // some factor is sharded, so the ranks' local tensors differ
-  // Operands that are read with halos: what each rank reads, from the layout in `operands` (never null for them).
+  // Operands that are read with halos: the boxes that ranks read, given the layout in `operands` (never null for them).
   struct Halo {
     size_t operand;
     Fetch fetch;
     ReduceOp padding; // of its cells beyond the edges: Operand::padding
     bool awaited;     // Operand::awaited
-    LayoutPtr recut;  // null if it is a halo of the pieces as they are; else the layout to which they are recut with it
+    LayoutPtr recut;  // the layout to which the pieces are recut in the same messages; null if they stay
 
     // Whether the op's kernel fetches it, while it works on the piece. In graphs the piece is joined with it before.
     bool awaits(const at::Tensor& piece) const {
@@ -41,7 +41,7 @@ struct Solution final : c10::intrusive_ptr_target {
   // Operands that the op writes under another layout than their own: the result is carried back.
   OperandSet write_back;
 
-  // Where one dim of a result's global size comes from: an operand's dim, the local result (operand -1), or a constant (-2).
+  // The source of one dim of a result's global size: an operand's dim, the local result (operand -1), or a constant (-2).
   struct SizeSource {
     int32_t operand = -1;
     int16_t dim = 0;
@@ -59,8 +59,8 @@ struct Solution final : c10::intrusive_ptr_target {
   // The layout of results that the rule does not list: whole tensors.
   LayoutPtr replicated;
 
-  // Two dims that the op reads along one index. If their sizes (in units of `inner`) differ, a rank with small pieces might not
-  // notice.
+  // A pair of dims that share an index. Their sizes (in units of `inner`) must match; if they do not, a rank with small pieces
+  // might not notice.
   struct Indexed {
     int32_t operand;
     int16_t dim;
@@ -86,7 +86,7 @@ using SolutionPtr = c10::intrusive_ptr<const Solution>;
 template <typename T>
 const T& noted(const Solution& solution) {
   const auto* found = std::any_cast<T>(&solution.notes);
-  TORCH_INTERNAL_ASSERT(found, "the rule's notes have another type than its kernel reads");
+  TORCH_INTERNAL_ASSERT(found, "the rule's data for its kernel has another type than the kernel reads");
   return *found;
 }
 

@@ -15,7 +15,7 @@ namespace shardtensor::rules {
 // How many dims of space an op's name says: 2 of avg_pool2d_backward. 0: it says nothing.
 int64_t space_of(const c10::FunctionSchema& schema);
 
-// Whether a tensor of as many dims as the first is cut along its last `space` dims.
+// Whether a tensor with the same number of dims as the first one is cut along its last `space` dims.
 bool cut_in_space(const Call& call, int64_t space);
 
 // The rule of ops on the last `space` dims: all operands and results share the dims before those, and factor d is dim d. Space
@@ -48,7 +48,8 @@ struct Taps {
     const Reach r{stride, 1, -padding, span() - 1 - padding};
     return transposed ? mirror(r, -1) : r;
   }
-  // Whose gradients an index of the input needs. Also those of results between or beyond what any index reaches: for the bias.
+  // The results whose gradients an index of the input needs. Includes results that no index reaches: the bias needs their
+  // gradients.
   Reach readers(bool transposed = false) const {
     if (transposed) {
       return {stride, 1, -padding, std::max(span() + output_padding, stride) - 1 - padding};
@@ -139,15 +140,14 @@ SymSizes sizes_of_piece(const Run& run, size_t nth = 0);
 // The results of the op itself on its arguments, which stay on the stack.
 std::vector<c10::IValue> results_of_op(const Run& run);
 
-// Whether values can decide what is sent now: not in a graph (see later.h), and not of tensors on the meta device.
+// Whether messages may depend on values now: not in a graph (see later.h), and not for tensors on the meta device.
 bool may_ask_values(const at::Tensor& piece);
 
-// What further small calls of a convolution cost, in bytes of its input: a rank with a piece of fewer bytes waits for the halo
-// and calls torch once (1 MiB; tests set less).
+// Smallest piece, in bytes, for which a convolution overlaps computing with its halo (1 MiB; tests set less).
 int64_t second_call();
 void set_second_call(int64_t bytes);
 
-// A list of integers with one per dim of space, or one for all.
+// Item i of a list of integers that has one per dim of space, or one for all.
 inline int64_t integer_at(c10::IntArrayRef list, int64_t i) {
   TORCH_CHECK(
       list.size() == 1 || i < static_cast<int64_t>(list.size()), "expected one integer, or one per dim of space, but got ", list);

@@ -14,12 +14,12 @@ using Tensors = std::vector<at::Tensor>;
 // parameters stay as they are.
 Tensors laid_out_like(const Tensors& parameters, const Tensors& gradients);
 
-// The local tensors of `lists`, if at each index all lists have one layout, without summands, and the same strides. Empty
-// lists and plain numbers stay unchanged. Otherwise nothing; ranks may disagree about that. All lists except `read_only` count
-// as written.
+// The local tensors of `lists`, if at each index all lists have one layout, without summands, and the same strides. Empty lists
+// and plain numbers stay unchanged. Otherwise returns nothing; that may differ between ranks. All lists except `read_only`
+// count as written.
 std::optional<std::vector<Tensors>> local_lists(const std::vector<Tensors>& lists, int64_t read_only);
 
-// Whether both have the same sizes and the same layout, without summands: an elementwise op then moves nothing.
+// Whether both have the same sizes and the same layout, without summands: an elementwise op then needs no communication.
 bool lies_with(const ShardTensorImpl& t, const ShardTensorImpl& lead);
 
 // Whether both have the same order of dims in memory, without gaps: some kernels treat several tensors as flat memory.

@@ -14,7 +14,7 @@ using Order = c10::SmallVector<int8_t, 5>;
 // contiguous.
 Order order_of(c10::IntArrayRef strides);
 
-// The same without exceptions: also of dims of size 1, and where strides are 0.
+// The same for all tensors: also counts dims of size 1, and strides of 0.
 Order exact_order_of(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 
 // The order of the dims of `like`, which may have symbols. Undefined, or another number of dims than `ndim`: contiguous.

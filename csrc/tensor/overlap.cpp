@@ -13,13 +13,13 @@ namespace shardtensor {
 
 namespace {
 
-// One for a tensor and its views, also those that had to move.
+// The same for a tensor and its views, even views that had to move data.
 const void* memory_of(const ShardTensorImpl& t) {
   const Writes* writes = t.watches() ? t.copied()->base_writes.get() : t.known_writes();
   return writes ? static_cast<const void*>(writes) : t.storage().unsafeGetStorageImpl();
 }
 
-// Of two tensors with one memory.
+// For two tensors with the same memory.
 bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
   if (is_symbolic(a) || is_symbolic(b) || a.scalar_type() != b.scalar_type()) {
     return true;
@@ -50,7 +50,7 @@ bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
   for (const auto& [stride, n] : steps) {
     const std::array<int64_t, 2> at{rest[0] / stride, rest[1] / stride};
     if (outer && (outer % stride || at[0] + n[0] >= outer / stride || at[1] + n[1] >= outer / stride)) {
-      return true; // no grid, or one goes round its end
+      return true; // no grid, or one tensor wraps around its end
     }
     apart |= at[0] + n[0] < at[1] || at[1] + n[1] < at[0];
     rest = {rest[0] % stride, rest[1] % stride};

@@ -1,4 +1,5 @@
-// Which ShardTensors share memory. Alike on all ranks: asked of the whole tensors, since a view may be a copy on some ranks only.
+// Which ShardTensors share memory. Decided from the whole tensors, and so alike on all ranks: a view may be a copy on some
+// ranks only.
 #pragma once
 
 #include "tensor/shard_tensor.h"
@@ -16,7 +17,7 @@ struct Use {
 };
 
 // Positions of two uses that may share elements, the first of which writes. Exact for slices, rows and columns of a tensor
-// without gaps: boxes on a grid that has a dim per stride.
+// without gaps: these are boxes on a grid with one dim per stride.
 std::optional<std::pair<size_t, size_t>> first_overlap(c10::ArrayRef<Use> uses);
 
 } // namespace shardtensor

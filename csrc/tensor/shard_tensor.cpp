@@ -33,7 +33,8 @@ bool needs_tracing(const at::Tensor& local) {
   return local.key_set().has_any(kStandIns);
 }
 
-// A lazy conjugate or negative is one of all pieces: its ShardTensor says so too, and torch then treats it as it does its own.
+// A lazy conjugate or negative applies to all pieces. The ShardTensor has the same dispatch keys, so that torch treats it like
+// its own tensors.
 constexpr DispatchKeySet kLazy{DispatchKey::Conjugate, DispatchKey::Negative};
 
 DispatchKeySet keys_for(const at::Tensor& local, bool traced) {
@@ -86,7 +87,7 @@ c10::intrusive_ptr<Writes> writes_to(c10::StorageImpl& storage) {
   return writes;
 }
 
-// A leaf's gradient is made, or taken over: users write its piece before they read it again.
+// Whether autograd is making a leaf's gradient: users may write its piece before they read it.
 bool makes_leafs_gradient() {
   const auto node = torch::autograd::get_current_node();
   return node && dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
@@ -155,7 +156,7 @@ IntArrayRef ShardTensorImpl::sizes_custom() const {
   return is_symbolic() ? IntArrayRef(in_graph().sizes = guarded(sym_sizes())) : TensorImpl::sizes_custom();
 }
 
-// Only this one becomes a number.
+// Only this size becomes a number.
 int64_t ShardTensorImpl::size_custom(int64_t d) const {
   return is_symbolic() ? sym_size(d).guard_int(__FILE__, __LINE__) : TensorImpl::size_custom(d);
 }
@@ -207,14 +208,14 @@ Writes* ShardTensorImpl::known_writes() const {
   return has_storage_ ? static_cast<Writes*>(storage_.unsafeGetStorageImpl()->data_ptr().get_context()) : nullptr;
 }
 
-// Counts writes by ops on it, its views and their bases; and on its piece, which to_local() shares.
+// Counts writes by ops to this tensor, its views and their bases, and to its piece, which to_local() shares.
 uint64_t ShardTensorImpl::writes_before() const {
   const auto& version = local_.unsafeGetTensorImpl()->version_counter();
   const uint64_t of_piece = version.enabled() ? version.current_version() : 0;
   return of_piece << 32 | writes()->count.load();
 }
 
-// Without a version counter, writes to the piece go unnoticed. What a CUDA graph writes when it is replayed, too.
+// Without a version counter, writes to the piece cannot be noticed; neither can writes of a CUDA graph that is replayed.
 void ShardTensorImpl::let_keep_sums() {
   keeps_sums_ = keeps_sums_ || (!local_.is_inference() && !local_.key_set().has_any(kStandIns) && !local_.is_meta() &&
                                 !comm::may_be_capturing(local_) && !makes_leafs_gradient());
@@ -271,7 +272,7 @@ void ShardTensorImpl::share_storage(const ShardTensorImpl& other) {
 }
 
 bool Pending::wait(const at::Tensor& piece) {
-  // The peers may be threads of this process, which need the GIL for their part.
+  // The peers may be threads of this process that need the GIL.
   const comm::WithoutGil released;
   std::lock_guard<std::mutex> lock(mutex_);
   if (rest_) {
@@ -384,7 +385,7 @@ void ShardTensorImpl::count_write() {
   if (copied_ && copied_->put_back) {
     copied_->put_back();
   }
-  if (watches()) { // autograd counts this as a write to the base, and other copies of the base do not have it
+  if (watches()) { // autograd counts this as a write to the base, and other copies of the base are now out of date
     copied_->seen = ++copied_->base_writes->count;
     copied_->base_writes->forget_sums(); // on ranks with empty pieces a view may be a copy, and on others it has written the base
   }

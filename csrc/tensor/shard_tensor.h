@@ -85,8 +85,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   bool traced() const {
     return traced_;
   }
-  // Whether this tensor, or one that it is a view of, comes from a view op that had to move data: it shares no memory with its
-  // base. A write to it is copied back, or raises. A second reference to its storage keeps autograd from accumulating
+  // Whether this tensor, or a tensor that it is a view of, comes from a view op that had to move data and so shares no memory
+  // with its base. A write to it is copied back, or raises. A second reference to its storage keeps autograd from accumulating
   // gradients in place.
   bool broken_view() const {
     return copied_;
@@ -96,13 +96,14 @@ class ShardTensorImpl final : public c10::TensorImpl {
     copy_origin(base);
     shared_ = storage();
   }
-  // A view of `base` that does not. `watch`: reading it raises once the base has been written, since it has the old values.
+  // A view of `base` that does not share its memory. `watch`: reading the view raises once the base has been written, since the
+  // view has the old values.
   void set_copied(const ShardTensorImpl& base, bool watch);
   // Null if it shares memory with every tensor that it is a view of.
   const c10::intrusive_ptr<Copied>& copied() const {
     return copied_;
   }
-  // Whether it has other memory than a base that users can see.
+  // Whether its memory is not that of its base, and users can see the base.
   bool watches() const {
     return copied_ && copied_->base_writes;
   }
@@ -112,7 +113,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
       set_pending(other.pending_);
     }
   }
-  // Called after an op has written it. A copy is copied back into its base, so all ranks must call this.
+  // Call it on all ranks after an op has written the tensor: a view that had to move data is copied back into its base.
   void note_write() {
     if (Writes::alive.load(std::memory_order_relaxed) || copied_) {
       count_write();
@@ -124,8 +125,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   // The counter of its storage: made if need be, or null if there is none.
   c10::intrusive_ptr<Writes> writes() const;
   Writes* known_writes() const;
-  // Whether its sum may be kept for its next consumer (tensor/sums.h). False unless it is an op's result, or a view of one: then
-  // others may write its piece.
+  // Whether its sum may be kept for its next consumer (tensor/sums.h). Only if it is an op's result, or a view of one: the
+  // pieces of other tensors may be written from outside.
   bool keeps_sums() const {
     return keeps_sums_;
   }
@@ -141,7 +142,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   c10::IntArrayRef strides_custom() const override;
   int64_t numel_custom() const override;
   int64_t storage_offset_custom() const override;
-  // The current numbers, without a guard: only for choices that are correct for any sizes.
+  // The sizes as numbers, without a guard: only for choices that are correct for any sizes.
   c10::IntArrayRef sizes_hint() const;
 
   GlobalForm form() const;
@@ -150,7 +151,8 @@ class ShardTensorImpl final : public c10::TensorImpl {
   void* kept() const;
   void keep(std::shared_ptr<void> object);
 
-  // The local tensor to which a graph has moved this one for `layout`; undefined if there is none, or this was written since.
+  // In a graph: the local tensor after an earlier move to `layout`; undefined if there was none, or if this tensor was written
+  // since.
   at::Tensor moved_to(const Layout& layout) const;
   void keep_moved(const LayoutPtr& layout, at::Tensor local) const;
 
@@ -206,7 +208,7 @@ class ShardTensorImpl final : public c10::TensorImpl {
   mutable std::atomic<bool> has_storage_{false};
   c10::intrusive_ptr<Copied> copied_;
   mutable std::atomic<bool> look_first_{false}; // copied_, or local_ is pending
-  c10::intrusive_ptr<Pending> pending_;         // kept after it is done: another thread may be in it
+  c10::intrusive_ptr<Pending> pending_;         // not dropped when it is done: another thread may be inside wait()
   c10::Storage shared_;
   bool keeps_sums_ = false;
 };

@@ -54,7 +54,7 @@ uint32_t version_of(const at::Tensor& piece) {
   return piece.is_inference() ? 0 : piece._version();
 }
 
-// Whether it is read as it is: lazily conjugated or negated values are others.
+// Whether the memory holds the values themselves: not for a lazy conjugate or negative.
 bool is_literal(const ShardTensorImpl& t) {
   constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   return !(t.key_set() | t.local().key_set()).has_any(lazy);
@@ -69,7 +69,7 @@ struct KeptSum {
   uint32_t version;
   // Its sum
   Placed placed;
-  bool in_place; // in the memory format of the piece, which has no gaps: what is a view of the one is a view of the other
+  bool in_place; // in the memory format of the piece, which has no gaps: so views of the piece are views of the sum
   c10::intrusive_ptr<Pending> made; // null if nobody has to wait
   bool ahead;                       // made with the summand
 
@@ -153,7 +153,7 @@ std::optional<Placed> sum_of(const ShardTensorImpl& t) {
   if (!found) {
     return std::nullopt;
   }
-  // Only this rank may have done so: it must not add up again, as the others will not.
+  // Maybe only this rank has written the piece. It must not add up again, because the other ranks will not.
   const auto& layout = t.layout();
   TORCH_CHECK(
       version_of(found->piece) == found->version, "a ShardTensor (", t.sizes(), ", ", layout.str(), ", rank ",

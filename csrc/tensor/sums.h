@@ -1,9 +1,9 @@
-// What summands have been added up to. The first consumer of a summand that needs it added up communicates; the next ones start
-// from the sum, so they read the same bits.
+// Sums of summands, kept for the next consumer. The first consumer that needs a summand added up communicates; the next ones
+// start from the sum, so they read the same bits.
 //
-// A sum is kept with the storage that the summand shares with its views, as long as that exists and no op writes to it. It is
-// never handed to users, only to ops that read it. Whether there is one depends on the program alone, so all ranks find the same.
-// Only results of ops have sums: others may write the piece of from_local(), or of a leaf's gradient.
+// A sum is kept with the storage that the summand shares with its views, until that is freed or an op writes to it. Only ops
+// that read it get it, never users. Whether there is a sum depends on the program alone, so it is the same on all ranks. Only
+// results of ops have sums: the piece of from_local(), or of a leaf's gradient, may be written from outside.
 //
 // A sum of no dims may be on its way since its summand was made (dispatch/ahead.h): then one rank alone may read it.
 #pragma once
@@ -27,15 +27,15 @@ struct Placed {
   LayoutPtr layout;
 };
 
-// The sum of a summand, or of a tensor that it is a view of. Waits for it on the current stream. Raises if this rank has written
-// the summand's piece since, as the other ranks may not have.
+// The sum of a summand, or of the tensor that it is a view of. Waits for it on the current stream. Raises if this rank has
+// written the summand's piece since, because other ranks may not have.
 std::optional<Placed> sum_of(const ShardTensorImpl& t);
-// `local` is the piece of `t` in `layout`, which has no summands. Nobody may write it from now on.
+// `local` is the piece of `t` in `layout`, which has no summands. It must not be written from now on.
 void keep_sum(const ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout);
 // The same for a summand that has just been made, of no dims: `local` has its value once `rest` has ended. Kept in any mode.
 void keep_sum_ahead(ShardTensorImpl& t, const at::Tensor& local, const LayoutPtr& layout, comm::InFlight rest);
 
-// Those of `t` and what shares its storage, the last one last; for shardtensor.debug.
+// The sums of `t` and of tensors that share its storage, the newest last; for shardtensor.debug.
 std::vector<Placed> sums_near(const ShardTensorImpl& t);
 // How many sums there are in this process, and their bytes.
 std::pair<int64_t, int64_t> how_many_sums();

@@ -47,7 +47,7 @@ struct Numbers {
 };
 struct Symbols {
   using List = SymSizes;
-  // Not if a symbol may be 0. (To torch's tracer a symbol plus the number 0 is a sum of itself, without an end.)
+  // False for a symbol that may be 0. (torch's tracer does not terminate on a symbol plus the number 0.)
   static bool is_zero(const c10::SymInt& n) {
     const auto number = n.maybe_as_int();
     return number && *number == 0;
@@ -73,11 +73,11 @@ struct Symbols {
 at::Tensor in_numbers(const at::Tensor& t);
 
 // The number in the current call, without a guard: only for choices that are correct for any number. It may differ between
-// ranks, so do not decide about communication by it.
+// ranks, so it must not decide about communication.
 int64_t hint_of(const c10::SymInt& n);
 Sizes hints_of(c10::SymIntArrayRef symbols);
 
-// The cut of a dim of this size into these pieces, if they follow the size (see PieceSizes); else null.
+// The cut of a dim of this size into these pieces, if they are formulas of the size (see PieceSizes); else null.
 Cut cut_that_follows(c10::SymIntArrayRef pieces, const c10::SymInt& size);
 
 } // namespace shardtensor

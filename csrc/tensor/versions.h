@@ -12,7 +12,7 @@ inline void bump_piece(const at::Tensor& piece) {
   }
 }
 
-// Called after an op has written `t`, on all ranks. While a graph is traced, its own bookkeeping follows the pieces.
+// Called after an op has written `t`, on all ranks. While a graph is traced, the tracer itself tracks writes to the pieces.
 inline void note_write_and_piece(ShardTensorImpl& t) {
   t.note_write();
   if (C10_LIKELY(!t.traced())) {
@@ -20,7 +20,7 @@ inline void note_write_and_piece(ShardTensorImpl& t) {
   }
 }
 
-// The same for a tensor of a list: no kernel of autograd's above ours counts the write on the ShardTensor.
+// The same for a tensor of a list: no autograd kernel above ours counts the write on the ShardTensor.
 inline void note_write_in_list(ShardTensorImpl& t) {
   note_write_and_piece(t);
   if (C10_LIKELY(!t.traced() && !t.is_inference())) {

@@ -44,7 +44,7 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target) if name in _waiting else None
         if spec is None or spec.loader is None:
             return None
-        loader: Any = spec.loader  # made only for this module
+        loader: Any = spec.loader  # a loader object of this module alone
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

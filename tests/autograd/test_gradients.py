@@ -24,7 +24,7 @@ def empty_view(x, last=False):
 
 FUNCTIONS = {
     "sum": lambda x: x.sum(),  # the gradient comes replicated
-    "empty_view": empty_view,  # of what is written afterwards: torch makes plain zeros
+    "empty_view": empty_view,  # views that are written afterwards: torch makes plain zeros
     "empty_view_last": lambda x: empty_view(x, last=True),
     "column": lambda x: x[:, 1].sum(),
     "flat": lambda x: (x.reshape(-1) * 2).sum(),

@@ -375,7 +375,7 @@ def test_pieces_that_later_are_not_equal_are_told_of(tmp_path, world):
     equal, unequal = {2: (1.5, (4 + 6) / 7), 3: (2.0, (4 + 6 + 9) / 10)}[world]
     for said in answers:
         assert [mean for mean, _ in said[:2]] == [equal] * 2 and [told for _, told in said[:2]] == [0, 0], said
-        assert abs(said[2][0] - unequal) > 0.05, said  # each rank divides by what it believes to be the whole
+        assert abs(said[2][0] - unequal) > 0.05, said  # each rank divides by the size that it assumes for the whole
     assert 1 <= sum(said[2][1] for said in answers) <= world, answers  # one each: the next rank may agree
 
 
@@ -899,6 +899,6 @@ def parted(path):
 def test_random_generators_that_have_parted_are_noticed(tmp_path):
     for got, right, checked, cured in ask(2, "parted", str(tmp_path)):
         assert got == right
-        assert "the default random generators of the ranks along mesh dim 0 have parted" in checked, checked
+        assert "the default random generators of the ranks along mesh dim 0 differ" in checked, checked
         assert not any(isinstance(c, str) for c in cured), cured
-    assert any("default random generators have parted" in (tmp_path / str(rank)).read_text() for rank in range(2))
+    assert any("default random generators differ" in (tmp_path / str(rank)).read_text() for rank in range(2))

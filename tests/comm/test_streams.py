@@ -47,7 +47,7 @@ def held_back():
 
 TESTS = {
     "dropped": """
-# What was dropped keeps its memory: new tensors do not get it.
+# A dropped result keeps its memory: new tensors do not get it.
 for to in (Shard(0), Replicate()):
     held = held_back()
     y = move(ones, to)
@@ -60,7 +60,7 @@ for to in (Shard(0), Replicate()):
     assert _C.left_in_flight() == 0
 """,
     "packed_input": """
-# The first use is on another stream: what was sent stays until NCCL has read it.
+# The first use is on another stream: the sent data stays until NCCL has read it.
 for to in (Shard(0), Replicate()):
     held = held_back()
     y = move(ones, to)

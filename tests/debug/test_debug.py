@@ -85,9 +85,9 @@ def collectives_are_profiled():
     assert names[2].startswith("all_to_all S(0)->S(1) ") and names[2].endswith(exchanged), names
     assert names[3] == f"wait for all_to_all S(0)->S(1) {exchanged}", names
     joint = r"all_gather S\(0\)->R and 1 more (\d+) B " + together
-    assert int(re.fullmatch(joint, names[4])[1]) >= sent + more, names  # what goes together starts at multiples of 16 bytes
+    assert int(re.fullmatch(joint, names[4])[1]) >= sent + more, names  # parts of one call start at multiples of 16 bytes
     assert names[6:8] == [
-        f"all_reduce P(sum)->R 40 B {ahead}",  # the value, and what says whose it is
+        f"all_reduce P(sum)->R 40 B {ahead}",  # the value, and the hash of its identity
         f"wait for all_reduce P(sum)->R {read}",
     ], names
     assert names[8].startswith("reduce_scatter P(sum)->S(0) ") and names[8].endswith(backward), names
@@ -404,7 +404,7 @@ def gathers_are_told_once():
             for _ in range(2):
                 x.nonzero()
             assert len(texts) == first
-            assert _watch.moves._listeners == []  # a known call costs nothing more
+            assert _watch.moves._listeners == []  # a known call has no extra cost
             texts.clear()
             x.redistribute(placements=[Shard(1)]).nonzero()
             assert [" from S(1) " in t for t in texts] == [True] * first
@@ -418,7 +418,7 @@ def gathers_are_told_once():
             texts.clear()
             x + x.redistribute(placements=[Shard(1)])  # not a gather
             assert not texts and _watch.moves._listeners == []
-            log_gathers()  # what has been said is said again
+            log_gathers()  # it warns again of the same operands
             x.nonzero()
             assert len(texts) == first
     finally:
@@ -471,7 +471,7 @@ def attention_tells_of_gathered_keys():
             attention(q, k, k)
             assert len(texts) == 2 * first
             texts.clear()
-            log_gathers()  # what has been said is said again
+            log_gathers()  # it warns again of the same operands
             torch._dynamo.reset()
             torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=False)(q, k, k)
             assert ["would cost more" in t for t in texts] == [True] * 2 * first, texts

@@ -36,7 +36,7 @@ PLAIN_INSIDE = {
     "svd_lowrank": _RANDOM,
     "unravel_index": "it divides by a plain tensor of the shape",
 }
-# Ops with memory that nobody has written yet: the checking mode takes it for pieces that differ.
+# Ops that return uninitialized memory, which the checking mode would report as pieces that differ.
 UNWRITTEN = {
     "nn.functional.pad.circular": "torch copies the corners before it writes them",
 }

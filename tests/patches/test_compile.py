@@ -267,7 +267,7 @@ def test_equals_eager(pools, world, name):
 
 @pytest.mark.parametrize("world", share([3, 1], 2))
 def test_equals_eager_in_dynamo_alone(pools, world):
-    # Of plain tensors, too, this backend draws anew where a checkpointed region runs again.
+    # For plain tensors too, this backend draws new numbers when a checkpointed region runs again.
     names = [name for name in CASES if name != "checkpointed_dropout"]
     pools(world).run(equal_compiled, names, "eager", seconds=110)
 
@@ -550,7 +550,7 @@ DYNAMIC = {
     "from_replicate": lambda x, w: w.redistribute(placements=[S0]) * x.sum(),
     "summands": lambda x, w: x.sum(0).redistribute(placements=[R]),
 }
-# And these where no gradient is asked for.
+# Also these, if no gradient is needed.
 DYNAMIC_FORWARD = {
     "argmax": lambda x, w: x.argmax(1),
     "argmax_of_all": lambda x, w: x.argmax(),
@@ -560,7 +560,7 @@ DYNAMIC_FORWARD = {
     "isnan": lambda x, w: x.isnan(),
     "var_of_complex_rows": lambda x, w: torch.complex(x, x * 2).var(0),
 }
-# Of every family, what the list above lacks.
+# Calls of every family that the list above lacks.
 DYNAMIC_FAMILIES = {
     "logsumexp_of_rows": lambda x, w: x.logsumexp(0),
     "std": lambda x, w: x.std(),
@@ -634,7 +634,8 @@ if torch.__version__ < "2.14":  # it loses track of a product of symbols
     del DYNAMIC_FAMILIES["diag_embed"]
 if torch.__version__ < "2.13":  # it solves and factors for each length
     del DYNAMIC_FAMILIES["cholesky"], DYNAMIC_FAMILIES["det"]
-# What needs numbers along a cut dim: cuts that follow no length, and what torch's own code reads as numbers.
+# Calls that need numbers along a cut dim: cuts that are no formula of a length, and sizes that torch's own code reads as
+# numbers.
 SPECIALISED = {
     "prod_of_rows": lambda x, w: x.prod(0),
     "interpolate": lambda x, w: F.interpolate(x[:, None], scale_factor=2),
@@ -703,7 +704,7 @@ def test_one_graph_where_torch_reads_sizes(pools, uneven):
     pools(2).run(dynamic, "DYNAMIC_READ", True, uneven=uneven, seconds=110)
 
 
-# What a rank reads of others is known as symbols only of equal pieces.
+# The indices that a rank reads of other ranks are symbols only if pieces are equal.
 NUMBERS_IF_UNEVEN = ["flip_of_rows", "roll_of_rows", "roll_back", "rolled", "logcumsumexp_of_rows", "cdist", "instance_norm"]
 # Which ranks a rank reads from, or where a step begins in its piece, depends on the remainder by the number of ranks.
 BY_REMAINDER = ["cat_of_rows", "cat_of_rows_and_a_row", "second_half_of_rows", "every_second_row"]
@@ -925,7 +926,7 @@ def test_writes_through_moved_views_of_inputs():
     assert counter.frame_count <= 2
 
 
-# What is written: made of a leaf of 8 rows and 6 columns.
+# The tensor that is written, made of a leaf of 8 rows and 6 columns.
 WRITTEN_ARGUMENTS = {
     "result": lambda x: x * 1.5,
     "row": lambda x: (x * 1.5)[1],

@@ -1,4 +1,4 @@
-// Copies of rows as bytes: through the caches, or past them if the data is too large to be found in a cache later.
+// Copies rows as bytes: through the caches, or past them if the data is too large to stay in a cache.
 #include "kernels/cpu/rows.h"
 
 #include <cstring>

@@ -52,7 +52,7 @@ enum class Fused {
   Other,
 };
 
-// Noted where the keys are cut alone: their factor.
+// For the kernel that runs if only the keys are cut: their factor.
 struct Keys {
   int64_t factor;
 };
@@ -114,7 +114,7 @@ Attention attention_dims(const Call& call, Rule& rule, Fused fused, Kernel kerne
   const auto repeats = repeats_of(q, k);
   Attention a;
   a.query = {Dim(b), Dim(h, repeats), Dim(s), Dim(kNone)};
-  // A query reads all keys, or those up to its own place. How many is only weighed, and not if it is a symbol.
+  // A query reads all keys, or those up to its own place. The number of keys only affects costs, and not if it is a symbol.
   const auto keys = ring ? k.sym_size(2).maybe_as_int().value_or(1) : 0;
   a.key = {
       Dim(b), Dim(h), ring ? rule.windows(s, causal ? Reach{1, 1, -keys, 0} : Reach{0, 1, 0, keys - 1}) : Dim(kNone), Dim(kNone)};

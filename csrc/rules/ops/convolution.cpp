@@ -118,11 +118,11 @@ void replace_padding(const Run& run, const Windows& windows) {
 
 std::atomic<int64_t> g_second_call{int64_t{1} << 20};
 
-// torch's op runs on the piece as it is, with the padding that brings its results where they belong. Then it runs on boxes around
-// the piece's edges, for what reads the halo.
+// torch's op runs on the piece as it is, with the padding that puts its results in their places. Then it runs on boxes around
+// the piece's edges, for the results that read the halo.
 struct Split {
   std::vector<int64_t> padding; // the first call's
-  std::vector<Box> rest;        // results that other ranks' input changes; backward: those of other ranks that read this piece
+  std::vector<Box> rest;        // results that read other ranks' input; backward: results of other ranks that read this piece
 };
 
 // What the results of a box read of the input along a dim of space, padding included.
@@ -130,8 +130,8 @@ Interval window(const Windows& windows, const Box& results, int64_t i) {
   return windows.space[i].taps.cells({results.offsets[i + 2], results.sizes[i + 2]});
 }
 
-// Nothing where torch's op on the piece alone would place its results elsewhere, or where the boxes would cost more than reading
-// the piece once more, joined with its halo. Each rank decides for itself: the messages are the same.
+// Nothing if torch's op on the piece alone would put its results in other places, or if the boxes would cost more than one call
+// on the piece joined with its halo. Each rank may decide for itself, because the messages are the same.
 std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, const Windows& windows) {
   const bool backward = windows.backward;
   const auto given = run.arg(0).toTensor(), input = run.arg(backward).toTensor(), weight = run.arg(backward + 1).toTensor();
@@ -140,7 +140,7 @@ std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, const 
     return std::nullopt;
   }
   Split split;
-  Box all, own; // results that this rank makes or reads, and those that the first call does
+  Box all, own; // results that this rank makes or reads, and those of them in the first call
   for (int64_t d = 0; d < input.dim(); ++d) {
     const auto piece = run.operands[0].layout->intervals(d, run.operands[0].size(d), run.mesh().coordinate())[0];
     const auto read = halo.fetch.mine()[d].inside;
@@ -191,11 +191,12 @@ std::optional<Split> split_of(const Run& run, const Solution::Halo& halo, const 
     }
     boxes += bytes;
   }
-  constexpr int64_t kBoxes = 4; // what boxes cost over the piece: they are copied, and small calls are slower
+  constexpr int64_t kBoxes = 4; // the cost of a box's element over a piece's: boxes are copied, and small calls are slower
   return gain < kBoxes * boxes ? std::nullopt : std::make_optional(std::move(split));
 }
 
-// A box of what this rank reads: `box` along the dims that are cut, in indices of the whole, and all of the others.
+// A part of the input that this rank reads: `box` along the dims that are cut, in indices of the whole, and all of the other
+// dims.
 at::Tensor fetched(const Run& run, const Solution::Halo& halo, const Windows& windows, const Fetch::Arriving& arriving, Box box) {
   for (size_t d = 0; d < box.sizes.size(); ++d) {
     const bool cut = d >= 2 && share_of(run, windows, static_cast<int64_t>(d) - 2).cut;
@@ -206,7 +207,7 @@ at::Tensor fetched(const Run& run, const Solution::Halo& halo, const Windows& wi
   return halo.fetch.box(arriving, box, strides_like(box.sizes, piece), identity(halo.padding, piece.scalar_type()));
 }
 
-// The piece with all of its halo, in its place, where the kernel has to fetch that.
+// Replaces the piece by the piece with its halo, if the kernel has to fetch the halo.
 void fetch_all(const Run& run, const Solution::Halo& halo) {
   const auto piece = run.arg(0).toTensor();
   run.arg(0) = halo.joined(piece, strides_like(halo.fetch.sizes(), piece));
@@ -365,8 +366,8 @@ Rule convolution(const Call& call) {
   return rule;
 }
 
-// The results whose gradients this rank adds to the bias's: those of the run up to where the next rank's begins, and at the edges
-// of the whole all that lie beyond. `read` holds them.
+// The results whose gradients this rank adds to the bias's: from its first result to the next rank's first, and at the edges of
+// the whole all results beyond. `read` contains them.
 Interval own_results(const Reach& readers, const Interval& run, const Stretch& read, int64_t size, int64_t results) {
   const auto at = [&](int64_t i) { return i <= 0 ? 0 : i >= size ? results : std::clamp<int64_t>(readers.lo(i), 0, results); };
   const auto start = at(run.start), end = at(run.start + run.length);
@@ -437,8 +438,8 @@ void replace_bias_sizes(const Run& run) {
   }
 }
 
-// The gradients of this rank's results alone, as if other ranks had none. What those of other ranks add is linear in them: they
-// change the input's gradient near the cuts, and the weight's.
+// The gradients from this rank's results alone. The contributions of other ranks' results are linear in those, and are added
+// later: to the input's gradient near the cuts, and to the weight's.
 void backward_piece_first(Run& run, const Solution::Halo& halo, const Windows& windows, const Split& split) {
   const auto input = run.arg(1).toTensor();
   auto arriving = halo.fetch.start(run.arg(0).toTensor());
@@ -479,9 +480,9 @@ void backward_piece_first(Run& run, const Solution::Halo& halo, const Windows& w
   run.returns(std::move(results));
 }
 
-// Whether each gradient of a result is in one rank's piece, of those that the weight's and the bias's gradients are added up
-// over, and in all pieces of the others. So a mesh dim cuts the pieces along the dim whose factor it cuts, channels alike. All
-// ranks find the same.
+// Whether the pieces of the results' gradients fit the sums of the weight's and the bias's gradients: along mesh dims that are
+// summed over, each gradient is in one piece; along others it is in all. So a mesh dim must cut the pieces along the dim whose
+// factor it cuts, and channels alike. The answer is the same on all ranks.
 bool pieces_are_apart(const Run& run, const Windows& windows) {
   const auto& grad = run.operands[0];
   const auto& layout = *grad.layout;

@@ -49,8 +49,8 @@ Rule like_self(const Call& call) {
   return rule;
 }
 
-// Zeros for a tangent: dims of a batch of tangents, which the first operand has in front, and then all that the second one has.
-// No values are read.
+// Zeros for a tangent: the batch dims of the tangents, which the first operand has in front, and then all dims of the second
+// operand. No values are read.
 void zeros_like_second_kernel(Run& run) {
   const auto tangent = run.arg(0).toTensor(), other = run.arg(1).toTensor();
   auto sizes = tangent.sym_sizes().slice(0, run.arg(2).toInt()).vec();
@@ -74,12 +74,13 @@ Rule zeros_like_second(const Call& call) {
   return rule;
 }
 
-// empty_like: nothing is in it yet, so it keeps Partial too, as DTensor's does: Module.to_empty() leaves buffers what they were.
+// empty_like: the values are undefined, so it keeps Partial too, like DTensor's: Module.to_empty() does not change the
+// placements of buffers.
 Rule empty_like(const Call& call) {
   auto rule = like_self(call);
   rule.operands[0].free = false;
   rule.passes_partial();
-  rule.linear[0].moves = false; // what is written into it need not be picked
+  rule.linear[0].moves = false; // values that are written into it need not be picked
   return rule;
 }
 
@@ -134,7 +135,7 @@ Rule zero(const Call& call) {
   return rule;
 }
 
-// Asks the piece: a rank whose piece lies elsewhere must not send anything because of it.
+// Asks this rank's piece and does not communicate, because the answer may differ between ranks.
 Rule of_piece(const Call& call) {
   return unread(call, [](Run& run) { run.call_op(); });
 }
@@ -177,8 +178,8 @@ void register_copies(Registry& r) {
       },
       nullptr,
       {.way = Way::Refused,
-       .why = "a strided nested tensor has memory of its own, in which no pieces lie; use layout=torch.jagged, which holds a "
-              "ShardTensor, or nest pieces (to_local()) or whole tensors (full_tensor())",
+       .why = "a strided nested tensor has its own memory, which cannot hold the pieces of a ShardTensor; use "
+              "layout=torch.jagged, which holds a ShardTensor, or nest pieces (to_local()) or whole tensors (full_tensor())",
        .plain = true});
   r.add("copies", {"new_full", "new_ones", "new_zeros"}, new_like, {.symbols = true});
   r.add("copies", {"new_empty"}, new_like, {.symbols = true, .unwritten = true});

@@ -28,7 +28,7 @@ void check_bounds(const at::Tensor& indices, const c10::SymInt& rows) {
   }
 }
 
-// Rows that this rank does not hold count as nothing: the sum over the ranks is the lookup.
+// Rows that this rank does not hold give zeros: the sum over the ranks is the lookup.
 void embedding_kernel(Run& run) {
   const auto weight = run.arg(0).toTensor();
   const auto indices = run.arg(1).toTensor();
@@ -217,7 +217,7 @@ at::Tensor embedding_backward(
   return at::embedding_dense_backward_symint(grad, indices, std::move(num_weights), padding_idx, scale_grad_by_freq);
 }
 
-// torch's backward op lacks the table, whose layout says of which rows a rank computes the gradient.
+// torch's backward op does not get the table, whose layout says which rows' gradient a rank computes.
 TORCH_LIBRARY(shardtensor, m) {
   m.def(
       "embedding_backward(Tensor grad_output, Tensor indices, Tensor weight, SymInt num_weights, int padding_idx, bool "

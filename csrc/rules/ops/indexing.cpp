@@ -30,7 +30,7 @@ at::Tensor wrapped(const at::Tensor& index, const c10::SymInt& size, bool negati
   return negative ? at::where(index.lt(0), index + end, index) : index;
 }
 
-// What a read gives for an index that another rank holds.
+// The value of a read for an index that another rank holds.
 at::Scalar elsewhere(const at::Tensor& x) {
   return no_summand(ReduceOp::Sum, x.scalar_type());
 }
@@ -64,7 +64,7 @@ at::Tensor nonempty(const at::Tensor& x, int64_t dim) {
   return x.sym_size(dim) == 0 ? with_spare_row(x, dim) : x;
 }
 
-// The result of a writing op that has run on a piece with spare rows: their end is cut off.
+// Cuts the spare rows off the result of a writing op.
 void returns_without_spare(Run& run, const at::Tensor& self) {
   auto out = run.stack.back().toTensor();
   for (int64_t d = 0; d < self.dim(); ++d) {
@@ -86,7 +86,7 @@ void write_kernel(Run& run) {
 
 enum class Writes { Values, Sums, Others };
 
-// What passes through an op that writes operand 2, if there is one, into operand 0.
+// Which summands pass an op that writes operand 2, if there is one, into operand 0.
 template <Writes writes>
 void let_pass(const Call& call, Rule& rule) {
   if (rule.operands.size() > 2 && writes == Writes::Values) {

@@ -90,7 +90,7 @@ Rule block_diag(const Call& call) {
   return rule;
 }
 
-// Each tensor is padded along `dim`, cut into chunks there, and what lies behind is flattened; then all are joined.
+// Each tensor is padded along `dim` and cut into chunks there, its later dims are flattened, and then all are joined.
 Rule chunk_cat(const Call& call) {
   Rule rule;
   const auto& first = call.tensors[0];

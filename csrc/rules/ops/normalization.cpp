@@ -86,7 +86,8 @@ struct Arguments {
   }
 };
 
-// What a norm gives: the normalised value, scaled and shifted where the call has tensors for that. `shape` makes them broadcast.
+// The result of a norm: the normalised value, scaled and shifted if the call has tensors for that. `shape` makes them
+// broadcast.
 template <typename Shape>
 at::Tensor scaled(const at::Tensor& value, const Arguments& args, const Shape& shape) {
   const auto weight = args.tensor("weight"), bias = args.tensor("bias");
@@ -134,7 +135,7 @@ void call_in_order(Run& run, at::MemoryFormat format) {
 
 // ---- layer norm and rms norm: the last dims share statistics, those before are batch ----
 
-// Noted by layer norms: the first dim that is normalized.
+// For the kernels of layer norms: the first dim that is normalized.
 struct Axis {
   int64_t first;
 };
@@ -225,7 +226,7 @@ Rule layer_norm(const Call& call) {
   return rule;
 }
 
-// Of layer_norm, and of rms_norm: that subtracts no mean and has no bias.
+// For layer_norm, and for rms_norm, which subtracts no mean and has no bias.
 template <bool centered>
 void layer_norm_backward_kernel(Run& run) {
   const Arguments args{run};
@@ -259,7 +260,7 @@ Rule layer_norm_backward(const Call& call) {
 
 // ---- group norm: [n, c, ...]; a group is c / groups channels and all of space ----
 
-// Noted by group norms: the channels of a group.
+// For the kernels of group norms: the channels of a group.
 struct GroupChannels {
   c10::SymInt count;
 };

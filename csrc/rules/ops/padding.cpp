@@ -1,4 +1,5 @@
-// Padding, along any dim: with a number, each piece adding its share; with the border's values, each piece reading what it shows.
+// Padding, along any dim. With a number, each piece adds its share. With the border's values, each piece reads the indices that
+// its results show.
 #include "rules/empties.h"
 #include "rules/exact.h"
 #include "rules/pieces.h"
@@ -61,12 +62,12 @@ Rule constant_pad(const Call& call) {
     for (const auto& side : {before, after}) {
       left = side < 0 ? left + side : left;
     }
-    // torch crops before it pads. Pieces might have enough to crop, or nothing.
+    // torch crops before it pads. A piece may have fewer indices than are cropped.
     TORCH_CHECK(
         left >= 0, "narrow(): length must be non-negative: constant_pad_nd crops ", x.sym_size(d), " by ", before, " and ", after,
         " along dim ", d, ".");
     Factor f{.kernel = before != 0 || after != 0};
-    // The factor's indices are those of the input and those of the result; each of both has a window of them.
+    // The factor covers the indices of the input and of the result; each of the two is a window of it.
     const bool grows = before > 0 || after > 0, shrinks = before < 0 || after < 0;
     f.size = x.sym_size(d);
     for (const auto& side : {before, after}) {
@@ -176,7 +177,7 @@ void border_kernel(Run& run) {
   });
 }
 
-// Pieces may be empty. As in torch, of the whole only the batch may be.
+// Pieces may be empty. Of the whole, only the batch may be empty, as in torch.
 void check_not_empty(const TensorArg& input, int64_t space) {
   for (auto d = input.dim() - space - 1; d >= 0 && d < input.dim() && input.dim() <= space + 2; ++d) {
     TORCH_CHECK(

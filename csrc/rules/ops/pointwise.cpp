@@ -29,8 +29,8 @@ Rule sum_of_two(const Call& call) {
   return rule;
 }
 
-// Picked summands lack a -0.0 where the other side has a zero: -0.0 - -0.0 is 0.0. That is borne where both sides are sums, which
-// then add up once; beside a whole tensor it would gain nothing.
+// Picked summands can lose a -0.0 in a difference with a zero: -0.0 - -0.0 is 0.0. That is accepted if both sides are sums,
+// because they are then reduced once; beside a whole tensor there would be no gain.
 Rule difference(const Call& call) {
   auto rule = sum_of_two(call);
   rule.linear[0].adds = std::all_of(
@@ -46,7 +46,7 @@ Rule linear_in_each(const Call& call) {
   return rule;
 }
 
-// -x and 2 * x are also linear in integers that wrap. What divides is not.
+// -x and 2 * x are also linear for integers that wrap; divisions are not.
 Rule linear_in_wrapping(const Call& call) {
   auto rule = broadcast(call);
   rule.linear.push_back(computes(call, 1, promoted(call)));
@@ -74,7 +74,7 @@ Rule addcmul(const Call& call) {
   return rule;
 }
 
-// a * b + c, which dynamo makes of addcmul and add with a tensor for the number.
+// a * b + c, to which dynamo turns addcmul and add if their number is a tensor.
 Rule fma(const Call& call) {
   auto rule = broadcast(call);
   rule.linear.push_back(computes(call, 0b101, promoted(call)));
@@ -152,7 +152,7 @@ LayoutPtr of_half(const Layout& whole, int64_t dim, int64_t size) {
   return Layout::make(whole.mesh_ptr(), std::move(placements), std::move(cuts));
 }
 
-// Both halves of a cut dim are cut alike, and then lie side by side.
+// Both halves of a cut dim are cut alike, so that they are on the same ranks.
 struct Halves {
   int64_t dim;
   LayoutPtr layout;

@@ -1,5 +1,5 @@
-// Pooling. Space may be cut. Max and average pooling, also adaptive, read halos. So do fractional pools: their windows lie where
-// samples say, but not far from where windows of one step would. max_unpool sends each value to the rank that holds its place.
+// Pooling. Space may be cut. Max and average pooling, also adaptive, read halos. So do fractional pools: samples place their
+// windows, but never far from evenly spaced windows. max_unpool sends each value to the rank that holds its place.
 #include "redistribute/identity.h"
 #include "rules/bands.h"
 #include "rules/empties.h"
@@ -52,7 +52,7 @@ Reach fractional(int64_t size, int64_t kernel, int64_t results) {
                     : Reach{size - kernel, steps, -steps, 2 * steps - 1 + (kernel - 1) * steps};
 }
 
-// The most that an adaptive window holds.
+// The largest number of indices in an adaptive window.
 int64_t widest(const Reach& r, int64_t results) {
   int64_t most = 0;
   for (int64_t o = 0; o < results; ++o) {
@@ -202,8 +202,8 @@ std::vector<Interval> space_of_piece(const Run& run, const Layout& layout, int64
   return out;
 }
 
-// One result of each rank's piece, its index among the whole's; then the ranks compare. Of equal values the first counts, of NaN
-// the last.
+// One result from each rank's piece, with its index in the whole; then the ranks compare. Among equal values the first wins,
+// among NaN the last.
 void max_of_all(Run& run, const Pool& pool) {
   const auto& layout = *run.operands[0].layout;
   const auto input = run.arg(0).toTensor();
@@ -286,14 +286,14 @@ at::Tensor added_at(const at::Tensor& values, const at::Tensor& index, c10::SymI
   return values.new_zeros_symint(all).flatten(lead).scatter_add(lead, index.flatten(lead), values.flatten(lead)).view_symint(all);
 }
 
-// The values at the indices. What a pool was called with, the rule alone reads.
+// The values at the indices. Only the rule reads the pool's arguments.
 template <typename... Arguments>
 at::Tensor picked(const at::Tensor& planes, const at::Tensor& index, int64_t space, Arguments...) {
   const auto lead = planes.dim() - space;
   return planes.flatten(lead).gather(lead, index.flatten(lead)).view_symint(index.sym_sizes());
 }
 
-// Adds the gradients up where their indices say, those in this rank's piece. torch's kernel would write outside of it.
+// Adds up the gradients at their indices if these are in this rank's piece. torch's kernel would write outside of the piece.
 void max_backward_kernel(Run& run) {
   const auto& pool = noted<Pool>(run.solution);
   const auto& layout = *run.solution.results[0].layout;
@@ -317,7 +317,8 @@ at::Tensor divisors(const Windows::Along& along, const Interval& windows, bool w
   const auto whole_numbers = at::TensorOptions(at::kLong).device(options.device());
   const auto lo = at::arange(windows.start, windows.start + windows.length, whole_numbers).mul(taps.stride).sub(taps.padding);
   const auto hi = lo.add(taps.count).clamp_max(along.size + margin);
-  return hi.sub(lo.clamp_min(-margin)).clamp_min(1).to(options.dtype()); // a result that the whole lacks: any
+  // At least one, also for a result that the whole does not have: any number will do there.
+  return hi.sub(lo.clamp_min(-margin)).clamp_min(1).to(options.dtype());
 }
 
 // Whether each of these windows has all its elements.
@@ -327,8 +328,8 @@ bool are_full(const Windows::Along& along, const Interval& windows, bool with_pa
   return cells.start >= -margin && cells.start + cells.length <= along.size + margin;
 }
 
-// The whole's divisors of the windows that this rank makes or reads, a product of one factor per dim; undefined if the op itself
-// divides as the whole does: where every window of the cut dims has all its elements, or where the call gives the divisor.
+// The whole's divisors for the windows that this rank makes or reads, as a product of one tensor per dim. Undefined if the op
+// itself divides correctly: if every window of the cut dims has all its elements, or if the call gives the divisor.
 at::Tensor own_divisor(const Run& run, const Pool& pool, const at::TensorOptions& options) {
   const auto at = argument(run, "divisor_override");
   if (at < 0 || !run.arg(at).isNone()) {
@@ -392,7 +393,7 @@ at::Tensor fractional_starts(const Windows::Along& along, const Interval& window
   return at::where(number.eq(steps), range, starts);
 }
 
-// The windows are laid out one after the other, so that torch's kernel for windows of one step finds the values, and the places.
+// Copies the windows one after the other, so that torch's kernel for evenly spaced windows finds the values and their places.
 void fractional_kernel(Run& run) {
   if (!run.solution.halo(0)) {
     return call_op_nonempty(run);
@@ -556,7 +557,7 @@ at::Tensor plane_numbers(const at::Tensor& index, int64_t lead) {
 // Items at indices of the whole's planes, and the ranks that own those places.
 struct AtOwners {
   Routed routed;
-  at::Tensor here; // of the items that this rank owns, ordered as they arrive: the place in its own piece, as if flat
+  at::Tensor here; // for the items that this rank owns, in the order of arrival: their flat index in its piece
 };
 
 // `piece`: the sizes of this rank's planes.
@@ -575,7 +576,7 @@ AtOwners at_owners(const Run& run, const Layout& layout, const at::Tensor& index
   return {std::move(routed), at::div(places, count, "floor").mul(c10::multiply_integers(piece)).add(raveled(split, piece))};
 }
 
-// For max_unpool, and for the gradient of picked(), which adds up.
+// For max_unpool, and for the gradient of picked(), which adds up values with one index.
 void unpool_kernel(Run& run) {
   const auto& plane = noted<Places>(run.solution);
   const bool adds = run.op.schema().name() == "shardtensor::added_at";
@@ -595,7 +596,7 @@ void unpool_kernel(Run& run) {
   run.returns({out});
 }
 
-// The values at the indices: of gradients, in the backward of max_unpool.
+// The values at the indices; in the backward of max_unpool, the gradients.
 void pick_kernel(Run& run) {
   const auto& plane = noted<Places>(run.solution);
   const auto planes = run.arg(0).toTensor(), index = run.arg(1).toTensor();
@@ -678,8 +679,8 @@ Rule pick(const Call& call) {
 
 // ---- the values at the indices that a max pool gave, each within the window of its result: gradients of its gradient ----
 
-// What a rank holds of the planes, with its halo. An index that lies outside belongs to another rank's summand, or to a window
-// that has no element.
+// The values at indices in this rank's part of the planes, halo included. An index outside of it belongs to another rank's
+// summand, or to a window without elements.
 void pick_near_kernel(Run& run) {
   if (!run.solution.notes.has_value()) {
     return call_op_nonempty(run);

@@ -42,7 +42,7 @@ Rule fused_layer(const Call& call) {
   return rule;
 }
 
-// Its second result is the weights of attention, [n, t, t] or [n, h, t, t], or nothing.
+// Its second result: the attention weights, [n, t, t] or [n, h, t, t], or none.
 Rule fused_attention(const Call& call) {
   auto rule = fused_layer(call);
   if (call.flag(call.position("need_weights"))) {

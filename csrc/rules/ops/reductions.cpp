@@ -31,7 +31,7 @@ uint64_t reduced_dims(const Call& call, int64_t ndim) {
   return dims.empty() ? kAllFactors : mask;
 }
 
-// The notes of a rule made by reduce().
+// What a rule made by reduce() tells its kernel.
 struct Reduced {
   uint64_t dims; // bits
   bool keepdim;
@@ -110,7 +110,7 @@ struct Reduction {
   }
 };
 
-// Of an empty piece, for which torch raises or has another value.
+// The result of an empty piece, for which torch raises or has another value.
 void neutral_kernel(Run& run) {
   const Reduction r(run);
   if (!r.only_this_piece_is_empty()) {
@@ -438,7 +438,7 @@ Rule hash(const Call& call) {
 
 // ---- segments of dim `axis`, which stays whole; lengths and offsets have it and the dims before it ----
 
-// torch looks for the least of the lengths, which none have.
+// torch computes the minimum of the lengths, and there are none.
 void segments_kernel(Run& run) {
   const auto data = run.arg(argument(run, "data")).toTensor();
   const auto lengths = run.arg(argument(run, "lengths")), offsets = run.arg(argument(run, "offsets"));

@@ -16,7 +16,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// ---- interpolation: space may be cut where a size is an exact multiple of the ratio's terms ----
+// ---- interpolation: space may be cut if a size is an exact multiple of the ratio's terms ----
 
 enum class Interpolation : uint8_t { Nearest, Linear, Cubic };
 
@@ -24,7 +24,7 @@ enum class Interpolation : uint8_t { Nearest, Linear, Cubic };
 struct Ratio {
   int64_t from, to;
 
-  // What a result reads; torch clamps what lies beyond the edges.
+  // The run that a result reads; torch clamps indices beyond the edges.
   Reach reach(Interpolation kind) const {
     if (kind == Interpolation::Nearest) {
       return {from, to, 0, from - 1}; // one of them
@@ -76,21 +76,21 @@ std::optional<Windows> windows_of(const Call& call, bool backward) {
   return windows;
 }
 
-// Nearest picks the same element on a piece as on the whole only where each makes so many whole results. By larger numbers
-// torch's rounding has not been tried.
+// Nearest picks the same element on a piece as on the whole only if each element makes a whole number of results. For larger
+// numbers torch's rounding has not been tested.
 bool repeats(const Ratio& r) {
   constexpr int64_t kMost = 16;
   return r.from == 1 && r.to <= kMost;
 }
 
-// Also where it picks one of so many.
+// The same if it picks one of a whole number of elements.
 bool picks(const Ratio& r) {
   constexpr int64_t kMost = 16;
   return r.to == 1 && r.from <= kMost;
 }
 
-// Slices begin where the positions are those of the whole moved by a whole number: at a multiple of ratio.from. So a rank may
-// read some elements more in front.
+// Slices begin at a multiple of ratio.from, because positions there are those of the whole minus a whole number. So a rank may
+// read a few more elements in front.
 Reach from_such_a_place(const Ratio& ratio, Interpolation kind) {
   auto r = ratio.reach(kind);
   const auto more = kind == Interpolation::Nearest                   ? 0
@@ -126,12 +126,12 @@ bool fits(const Call& call, const Windows& windows, Interpolation kind) {
 
 // How a result is made along each dim.
 struct Sampling {
-  double radius; // in elements, around a result's position: of the results' size, if they are fewer and it is antialiased
+  double radius; // in elements, around a result's position; if antialiased and there are fewer results, in units of a result
   bool antialiased;
   enum class Position : uint8_t { Middle, Start } position; // Start: of `nearest`
 };
 
-// What a result reads. Positions are computed in floats, so there is a margin.
+// The run that a result reads. Positions are computed in floats, so there is a margin.
 Reach reach_of(const Sampling& s, int64_t in, int64_t out, bool aligned, const c10::IValue& scale) {
   if (in == 1 || (aligned && out == 1)) {
     return {1, out + 1, 0, 0}; // the first element
@@ -171,7 +171,7 @@ at::Tensor resample_combs(const Run& run, const at::Tensor& input, c10::IntArray
   return stack[0].toTensor();
 }
 
-// The other dims have one element and two results, so that none is taken for a copy.
+// The other dims have one element and two results: with one result torch would copy.
 at::Tensor counts_of_nearest(const Run& run, const Bands& bands, int64_t along, const at::TensorOptions& options) {
   const auto space = bands.ndim();
   std::vector<int64_t> in(bands.lead + space, 1), out = in;
@@ -211,7 +211,8 @@ void cut_by_weights(const Call& call, Rule& rule, const Windows& windows, const 
   }
 }
 
-// Where each element makes so many results, both are cut alike; else what is resampled is read through windows.
+// If each element makes a whole number of results, operand and result are cut alike; otherwise the operand is read through
+// windows.
 void cut_by_ratio(const Call& call, Rule& rule, const Windows& windows, Interpolation kind) {
   Resampled made{windows, kind};
   const bool back = made.reversed;
@@ -283,7 +284,7 @@ void replace_size(const Run& run, const char* name, int64_t d, const c10::SymInt
   arg = c10::SymIntArrayRef(all);
 }
 
-// torch copies instead, whatever the scale, if there are as many results as elements; so one more result is asked for, and
+// If the numbers of results and elements are equal, torch copies, whatever the scale. So one more result is requested, and
 // dropped.
 int64_t not_a_copy(int64_t results, int64_t elements, const Windows::Along& along) {
   return results == elements && along.size != along.count ? results + 1 : results;
@@ -312,7 +313,7 @@ Native resampled_slice(const Run& run, const Resampled& made, int64_t i, const S
   run.arg(first_scale(run.op.schema(), made.ndim()) + i) = static_cast<double>(ratio.to) / static_cast<double>(ratio.from);
   if (!made.reversed) {
     const auto begin = ceil_div(read.start, ratio.from) * ratio.from;
-    const auto result = begin / ratio.from * ratio.to; // that lies there
+    const auto result = begin / ratio.from * ratio.to; // the result at the slice's first element
     const auto count = not_a_copy(mine_end - result, read_end - begin, along);
     replace_size(run, "output_size", i, count);
     return {{begin, read_end - begin}, {result, count}};

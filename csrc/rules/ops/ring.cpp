@@ -28,7 +28,7 @@ Interval between(int64_t from, int64_t to) {
   return {from, std::max<int64_t>(to - from, 0)};
 }
 
-// How many scores count.
+// The number of scores that are not masked.
 int64_t work(Interval q, Interval k, bool causal) {
   int64_t sum = 0;
   for (const auto& b : blocks_of(q, k, causal)) {
@@ -167,7 +167,7 @@ class Mail {
   void send(size_t to, const at::Tensor& t) {
     by_rank_[ranks_[to]].sent.push_back(t);
   }
-  // `into` has its sizes and dtype now; its values are there once what start() returns has been waited for.
+  // `into` has its sizes and dtype at once, and its values after the wait for what start() returns.
   void receive(size_t from, at::Tensor& into) {
     by_rank_[ranks_[from]].received.push_back(&into);
   }
@@ -229,7 +229,7 @@ class Mail {
 
 // ---- one call ----
 
-// The rows of `t`, a piece that begins at `start`, at places `at` of the sequence.
+// The rows of `t` at the places `at` of the sequence; `t` is a piece that begins at `start`.
 at::Tensor rows(const at::Tensor& t, const Interval& at, int64_t start) {
   return at.length == t.size(kSequence) ? t : t.narrow(kSequence, at.start - start, at.length);
 }
@@ -333,7 +333,7 @@ bool has_peers(const Run& run) {
   return out;
 }
 
-// What an op returns besides a result and its logs, such as seeds: it is asked with one query and one key.
+// The further results of an op besides its output and its logs, such as seeds: from a call with one query and one key.
 std::vector<c10::IValue> rest_of(const Run& run) {
   constexpr size_t kOurs = 2;
   const auto& schema = run.op.schema();
@@ -475,7 +475,7 @@ class Ring {
     return stack;
   }
 
-  // Queries that see no key of a block, as rows of the mask; undefined without a mask.
+  // Marks the queries that see no key of a block, by the rows of the mask; undefined without a mask.
   at::Tensor blind(const Block& b) const {
     return mask_.defined() ? blind_rows(mask_of(b)) : at::Tensor();
   }
@@ -486,7 +486,7 @@ class Ring {
     return rows.size(-1) == 1 ? rows : rows.narrow(-1, b.k.start, b.k.length);
   }
 
-  // The op refuses tensors without a batch or heads; all ranks of the ring have none then.
+  // The op refuses tensors without a batch or heads. Then no rank of the ring has any.
   static at::Tensor not_empty(const at::Tensor& t) {
     auto sizes = t.sizes().vec();
     if (sizes[0] && sizes[1]) {
@@ -505,11 +505,11 @@ class Ring {
   bool efficient_, cudnn_;
 };
 
-// What the ranks attend with in one step: keys of one rank ahead, queries of one rank behind. In step s, rank r sends to rank r +
-// s and receives from rank r - s. Results go back two messages later: one is on its way while they are computed.
+// One step of the ring. In step s, rank r sends to rank r + s and receives from rank r - s: keys for the receiver's queries, or
+// queries for the receiver's keys. Results go back two messages later: one message is under way while they are computed.
 struct Step {
   size_t to, from;
-  // Keys that this rank sends (to queries that `to` keeps), and that it gets; queries that it lends, and that it gets.
+  // Keys that this rank sends (for queries that `to` keeps) and receives; queries that it lends and receives.
   Interval keys_out, keys_in, queries_out, queries_in;
 };
 
@@ -564,7 +564,7 @@ void go_round(const Ring& ring, const Shares& shares, Pass& pass) {
   }
 }
 
-// What travels to the rank that works with it. Undefined: nothing.
+// Tensors sent to the rank that computes the block; undefined ones are not sent.
 struct Guests {
   at::Tensor k, v;              // keys, for this rank's queries
   at::Tensor q, grad, out, log; // another rank's queries, for this rank's keys
@@ -778,7 +778,7 @@ class Backward : public Pass {
   }
 
  private:
-  // Adds what the queries of `a` and the keys of `b` give.
+  // Adds the gradients from the queries of `a` and the keys of `b`.
   void differentiate(const Guests& a, const Interval& at_q, const Guests& b, const Interval& at_k, Sum& q, Sum& k, Sum& v) {
     const auto start = &a == &now_ ? at_q.start : queries_.start;
     for (const auto& block : blocks_of(at_q, at_k, ring_.causal)) {

@@ -14,7 +14,7 @@ bool cut_together(const Layout& q, const Layout& k, const Layout& v, int64_t seq
 // of one sequence of keys: each rank can then attend to its own keys.
 bool keys_cut_alone(const Layout& q, const Layout& k, const Layout& v, int64_t sequence);
 
-// Rows of a mask that let no key through: torch's kernels say nothing sensible of them.
+// Rows of a mask that let no key through: torch's kernels return arbitrary values for them.
 at::Tensor blind_rows(const at::Tensor& mask);
 
 void attend(Run& run);
@@ -30,14 +30,15 @@ struct Block {
 // The blocks with the scores of queries `q` and keys `k` that count: at most two.
 c10::SmallVector<Block, 2> blocks_of(Interval q, Interval k, bool causal);
 
-// How many of the queries of a rank, its last ones, the holder of the keys attends with instead of the rank itself. Then queries
-// travel to the keys, and results back.
+// How the ranks share the work: for some queries of a rank, its last ones, the rank that holds the keys computes the attention.
+// These queries travel to the keys, and the results travel back.
 class Shares {
  public:
-  // So that all ranks have the same work, as far as pieces of queries and keys allow. `balance`: else no rank attends for others.
+  // Gives all ranks the same work, as far as the pieces of queries and keys allow. Without `balance`, no rank computes for
+  // others.
   Shares(c10::ArrayRef<Interval> queries, c10::ArrayRef<Interval> keys, bool causal, bool balance);
 
-  // Of the queries of rank i, those that rank j attends with to the keys of rank j, and those that rank i attends with.
+  // The queries of rank i whose attention to the keys of rank j is computed by rank j (lent), and by rank i (kept).
   Interval lent(size_t i, size_t j) const;
   Interval kept(size_t i, size_t j) const;
 

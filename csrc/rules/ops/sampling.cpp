@@ -1,5 +1,5 @@
-// grid_sample on images and volumes. Space may be cut, of what is read and of the grid: where the grid points, values say. So the
-// ranks first tell each other which rows and columns they read, then exchange these.
+// grid_sample on images and volumes. The space of the input and of the grid may be cut. The grid's values say which elements
+// are read, so the ranks first tell each other which rows and columns they read, and then exchange these.
 #include "rules/batched.h"
 #include "rules/empties.h"
 #include "rules/later.h"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kLead = 2; // batch and channels
 
-// What to take from the grid: torch's numbers for these.
+// How the grid is read, in torch's numbers.
 struct How {
   int64_t interpolation, padding; // 0 linear, 1 nearest, 2 cubic; 0 zeros, 1 border, 2 reflection
   bool aligned;
@@ -35,15 +35,15 @@ at::Tensor reflected(const at::Tensor& x, int64_t size, bool aligned) {
   return at::where(turns.remainder(2).eq(0), extra.add(low), extra.neg().add(span + low));
 }
 
-// All from the first to the last index that these coordinates of a grid read of a dim. One more at each end: torch's kernels
-// round differently.
+// The run from the first to the last index of a dim that these coordinates of a grid read, with one more at each end: torch's
+// kernels round differently.
 Interval read_by(const at::Tensor& coordinates, int64_t size, const How& how) {
   const auto type = coordinates.scalar_type();
   const Interval all{0, size};
   if (coordinates.numel() == 0) {
     return {0, 0};
   }
-  constexpr int64_t kMost = 1 << 20; // beyond, and in half precision, rounding moves a reflected place by more than one
+  constexpr int64_t kMost = 1 << 20; // beyond, and in half precision, rounding moves a reflected position by more than one
   if ((type != at::kFloat && type != at::kDouble) || size > kMost) {
     return all;
   }
@@ -76,7 +76,7 @@ Interval read_by(const at::Tensor& coordinates, int64_t size, const How& how) {
   return lo < hi ? Interval{lo, hi - lo} : Interval{0, 0};
 }
 
-// What every rank reads of operand `read`, which is cut in space.
+// The boxes that every rank reads of operand `read`, which is cut in space.
 class Reading {
  public:
   Reading(const Run& run, size_t read, const at::Tensor& grid, const How& how)
@@ -122,7 +122,8 @@ class Reading {
     return out;
   }
 
-  // The reverse: gradients of the whole space -> of this rank's piece, with what other ranks have for it.
+  // The reverse: from gradients of the whole space to the gradient of this rank's piece, with the contributions of other ranks
+  // added.
   at::Tensor back(const at::Tensor& grad) const {
     const auto& mesh = run_.mesh();
     const auto& here = mesh.coordinate();
@@ -268,7 +269,7 @@ struct Sampled {
   Dims input, grid, result;
 };
 
-// Nothing where no dim of space is cut, or where torch refuses the call.
+// Nothing if no dim of space is cut, or if torch refuses the call.
 std::optional<Sampled> sampled(const Call& call, Rule& rule, const TensorArg& input, const TensorArg& grid) {
   const auto space = input.dim() - kLead;
   if ((space != 2 && space != 3) || grid.dim() != input.dim()) {
@@ -310,7 +311,7 @@ Operand kept(Dims dims) {
   return out;
 }
 
-// Where sampled() has nothing: the batch may be cut.
+// If sampled() returns nothing: only the batch may be cut.
 Rule by_batch(const Call& call, const char* images, const char* volumes) {
   return linear(batched(call, call.tensors[0].dim() == 4 ? images : volumes), {0}); // a gradient has its input's dims
 }

@@ -16,7 +16,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// The operands, as many as said, and every result have the first one's dims. Factor d is dim d; `f` that of the scanned dim.
+// `n` operands and every result have the dims of the first one. Factor d is dim d; `f` is the factor of the scanned dim.
 Rule along(const Call& call, const Factor& f, size_t operands = 1) {
   Rule rule;
   const auto ndim = call.tensors[0].dim(), dim = call.dim(argument(call, "dim"), ndim);
@@ -68,7 +68,7 @@ std::optional<at::ScalarType> dtype_of(const Run& run) {
   return given.isNone() ? std::nullopt : std::optional(given.toScalarType());
 }
 
-// A piece's running sums, with those of the pieces before it. `after`: sums of each index and all that follow.
+// A piece's running sums, plus the totals of the pieces before it. `after`: sums of each index and all that follow.
 at::Tensor with_sums(at::Tensor scan, int64_t dim, const Run& run, bool after = false) {
   const auto nothing = slice_of(scan, dim, 0);
   const auto sum = [&](const at::Tensor& t) { return at::sum(t, {dim}, true, scan.scalar_type()); };
@@ -120,8 +120,8 @@ void cumprod_backward_kernel(Run& run) {
   run.returns({at::where(in_front, in, at::where(first, total, at::zeros({}, in.options())))});
 }
 
-// (grad, input, indices, dim): gradients are added where the running extreme was. Of this rank's indices, those in earlier pieces
-// are all one: that of the best before this piece. So each rank tells the others a sum and its index.
+// (grad, input, indices, dim): gradients are added at the places of the running extremes. If such a place is in an earlier
+// piece, it is always the same one: the best before this piece. So each rank tells the others one sum and its index.
 void cumulative_extreme_backward_kernel(Run& run) {
   const auto dim = noted<Along>(run.solution).dim;
   const auto grad = run.arg(0).toTensor(), input = run.arg(1).toTensor(), index = run.arg(2).toTensor();
@@ -431,8 +431,8 @@ struct Columns {
   int64_t number; // 0: of one dim, whatever the shape
 };
 
-// (self, bins, range?, weight?, density). Where no range is told, it goes from the least to the greatest of all values, in each
-// column of histogramdd's. So every piece takes in those two, weighing nothing.
+// (self, bins, range?, weight?, density). Without a range, torch takes the least and the greatest of all values, for each
+// column of histogramdd. So these two are added to every piece, with weight 0.
 void histogram_kernel(Run& run) {
   const auto range = argument(run, "range"), weight = argument(run, "weight");
   const auto x = run.arg(0).toTensor();

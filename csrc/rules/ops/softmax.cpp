@@ -8,7 +8,7 @@ namespace shardtensor::rules {
 
 namespace {
 
-// All operands and the result have the same dims. Factor d is dim d. The rule notes the dim that adds up to one.
+// All operands and the result have the same dims. Factor d is dim d. The kernel is told the dim that adds up to one.
 Rule along(const Call& call, Kernel kernel) {
   Rule rule;
   const auto& x = call.tensors[0];

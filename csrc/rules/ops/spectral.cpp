@@ -63,7 +63,7 @@ bool takes_cut(const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dim
 // real numbers, and last if it ends with them.
 enum class Transform : uint8_t { C2C, R2C, C2R };
 
-// ---- one signal, of which each rank has a part ----
+// ---- one signal that is cut: each rank has a part ----
 
 // The mesh dims that cut tensor dim d.
 std::vector<int64_t> mesh_dims_along(const Layout& layout, int64_t d) {
@@ -171,8 +171,8 @@ at::Tensor transformed(
   return at::clone(t, at::MemoryFormat::Contiguous); // not a view, as torch's
 }
 
-// From real numbers: the frequencies that are asked for. To real numbers: from all frequencies; those that are not given are the
-// mirrored ones' conjugates.
+// From real numbers: only the requested frequencies. To real numbers: all frequencies; the missing ones are the conjugates of
+// the mirrored ones.
 template <Transform kind>
 std::optional<at::Tensor> of_one_signal(const at::Tensor& self, const Sizes& dims, c10::ArrayRef<c10::IValue> arguments) {
   const auto normalization = arguments[2].toInt();
@@ -205,7 +205,7 @@ std::optional<at::Tensor> of_one_signal(const at::Tensor& self, const Sizes& dim
 struct Stages {
   Sizes first, rest;
 };
-// Nothing if one call sends as little. `dims`: the transformed ones, in the call's order.
+// Nothing if one call sends no more. `dims`: the transformed dims, in the call's order.
 std::optional<Stages> stages_of(Transform kind, const Layout& layout, c10::SymIntArrayRef sizes, const Sizes& dims) {
   Sizes cut, whole, others; // of `dims`; the other dims
   for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) {

@@ -1,5 +1,5 @@
-// flip, roll, rot90, repeat: indices move along some dims. Where these are cut, each rank reads what comes to its places. And our
-// own ops (autograd/shifts.cpp): shifted, to which circular padding turns, and repeats_added, the gradient of repeat.
+// flip, roll, rot90, repeat: indices move along some dims. If such a dim is cut, each rank reads the elements of its results.
+// Also our own ops (autograd/shifts.cpp): shifted, for circular padding, and repeats_added, the gradient of repeat.
 #include "rules/pieces.h"
 #include "rules/registry.h"
 #include "rules/windows.h"
@@ -22,7 +22,8 @@ uint64_t named_dims(const Call& call, int64_t arg) {
   return mask;
 }
 
-// Dims of one operand, which moves values along those of `mask` only. `reach` gives what is read of such a dim, if it is cut.
+// The dims of an operand whose values move only along the dims in `mask`. `reach` gives the run that is read of such a dim if
+// it is cut.
 template <typename F>
 Rule moving(const Call& call, uint64_t mask, F reach) {
   auto rule = whole_along(call, mask);
@@ -51,7 +52,7 @@ Rule flip(const Call& call) {
   return reversed(call, named_dims(call, 1));
 }
 
-// What a rank reads along a cut dim is the result there. Along the others torch's op rolls.
+// Along a cut dim, the box that a rank reads is already the result. Along the other dims torch's op rolls.
 struct Rolled {
   std::vector<int64_t> shifts, dims; // of the others
   bool moves;                        // along some cut dim
@@ -92,7 +93,7 @@ Rule roll_by_dims(const Call& call, c10::IntArrayRef named) {
   const bool any = std::any_of(named.begin(), named.end(), [&](int64_t d) { return cut(wrap_dim(d, x.dim())); });
   const auto by = any ? call.ints(1) : Sizes();
   if (by.size() != named.size() || (any && numel_of(x.sym_sizes()) == 0)) {
-    return whole_along(call, mask); // torch refuses it, or has nothing to do
+    return whole_along(call, mask); // torch raises, or returns a copy
   }
   Rolled rest{{}, {}, false};
   Sizes shifts(x.dim(), 0);
@@ -220,7 +221,8 @@ struct Repeated {
   std::vector<std::pair<int64_t, int64_t>> dims;
 };
 
-// What a rank reads of x, once: if its results need all of x, in x's order, else in that of the results.
+// The elements of x that a rank reads, each once: in x's order if its results need all of x, otherwise in the order of the
+// results.
 void repeat_kernel(Run& run) {
   if (!run.solution.halo(0)) {
     return run.call_op();
@@ -241,7 +243,8 @@ void repeat_kernel(Run& run) {
     }
   }
   const bool more = lead > 0 || std::any_of(times.begin(), times.end(), [](int64_t n) { return n != 1; });
-  run.returns({more ? x.repeat(times) : is_empty(x) ? x.clone() : x}); // new memory: a rank needs more than its piece
+  // Otherwise x is already new memory, because a rank needs more than its piece.
+  run.returns({more ? x.repeat(times) : is_empty(x) ? x.clone() : x});
 }
 
 Rule repeat(const Call& call) {

@@ -207,7 +207,7 @@ void register_view_order(Registry& r) {
       },
       squeeze, {.symbols = true});
   r.add("views", {"t", "t_copy"}, t);
-  // In-place forms do not change the local tensor, which others may hold too.
+  // In-place forms do not change the local tensor itself, because it may be shared.
   r.add("views", {"t_"}, always<t, unary_kernel<at::t>>, {.symbols = true});
   r.add("views", {"transpose.int", "transpose_copy.int"}, transpose);
   r.add("views", {"transpose_"}, always<transpose, transpose_kernel>, {.symbols = true});

@@ -234,8 +234,8 @@ at::Tensor row_of_piece(const at::Tensor& x, int64_t dim, const c10::SymInt& ind
   return here ? x.select_symint(dim, index - piece.start) : at::Tensor();
 }
 
-// A row of a cut dim lies whole at its owner: the result is cut along another dim, `host`, and the owner has all of it, as a view
-// of its piece. Without such a dim (-1) the row is a summand, and a copy.
+// A row of a cut dim stays whole at its owner: the result is cut along another dim, `host`, of which the owner has all indices,
+// as a view of its piece. Without such a dim (-1) the row is a summand, and a copy.
 struct Row {
   int64_t dim;
   c10::SymInt index;
@@ -243,7 +243,7 @@ struct Row {
   bool copy;    // the op returns a copy: select_copy, or a summand
 };
 
-// What this rank holds of the row `at.dim`, `index`.
+// The part of the row that this rank holds.
 at::Tensor held_row(const at::Tensor& x, const Row& at, const c10::SymInt& index, const SymInterval& piece) {
   const auto row = row_of_piece(x, at.dim, index, piece);
   if (row.defined()) {
@@ -474,7 +474,7 @@ Rule diag_embed(const Call& call) {
   return rule;
 }
 
-// Along a cut dim each rank makes some of the windows, of a copy of what they read.
+// Along a cut dim each rank makes some of the windows, as views of a copy of the indices that they read.
 void unfold_kernel(Run& run) {
   const auto x = run.arg(0).toTensor();
   const auto sizes = guarded(sizes_of_piece(run));
@@ -521,7 +521,7 @@ Rule unfold(const Call& call) {
 
 // ---- backward: the gradient goes into zeros of the input's sizes, argument 1 ----
 
-// Whether all of the cut dim lies at one rank of each row of them, whatever its size in a graph.
+// Whether one rank of each row of ranks holds all of the cut dim, for any size in a graph.
 bool is_at_one(const Cut& cut) {
   if (!cut || !cut->symbols.empty() || !cut->quotients.empty()) {
     return false;
@@ -533,7 +533,7 @@ bool is_at_one(const Cut& cut) {
   return holders == 1;
 }
 
-// The dim along which all of the tensor lies at one rank, or -1.
+// The dim along which one rank holds the whole tensor, or -1.
 int64_t hosting_dim(const TensorArg& t) {
   for (int64_t d = 0; d < t.dim(); ++d) {
     bool at_one = t.layout->shards(d);
@@ -558,7 +558,7 @@ void row_backward_kernel(Run& run) {
   run.returns({std::move(out)});
 }
 
-// The gradient of a row that lies at its owner becomes that of a dim that is cut.
+// From the gradient of a row that is whole at its owner to the gradient of the cut dim.
 Rule select_backward(const Call& call) {
   Rule rule;
   const auto& grad = call.tensors[0];

@@ -26,7 +26,7 @@ struct Undone {
   c10::SmallVector<int64_t, 5> dims; // of the base, or -1: size 1 or stride 0
   c10::SmallVector<Dim::SymWindow, 5> windows;
   SymSizes starts;   // per base dim
-  int64_t host = -1; // the base dim along which the rows of cut dims that are left out lie at their owners
+  int64_t host = -1; // the base dim that is the host of the selected rows of cut dims
 };
 
 // The dims that have more than one index, the longest stride first. Nothing if one of them repeats its elements.
@@ -44,8 +44,8 @@ std::optional<Sizes> by_stride(const TensorArg& x, const SymSizes& strides) {
   return order;
 }
 
-// The index of each dim at an offset. Nothing if no element lies there. What is less than a symbolic stride is compared, not
-// divided, so that it stays a number.
+// The index of each dim at an offset. Nothing if no element is there. Offsets below a symbolic stride are compared, not
+// divided, so that they stay numbers.
 std::optional<SymSizes> index_at(const c10::SymInt& offset, const TensorArg& x, const SymSizes& strides, const Sizes& order) {
   SymSizes out(x.dim(), 0);
   auto rest = offset;
@@ -61,8 +61,8 @@ std::optional<SymSizes> index_at(const c10::SymInt& offset, const TensorArg& x, 
   return rest == 0 ? std::make_optional(out) : std::nullopt;
 }
 
-// The base dim of each dim of the result that is larger than 1: the one with the longest stride that is no longer than its
-// own. -1: stride 0. Nothing if two have the same.
+// For each dim of the result that is larger than 1, its base dim: the one with the longest stride that does not exceed its own.
+// -1: stride 0. Nothing if two dims have the same base dim.
 std::optional<Sizes> dims_stepped_along(const Strided& to, const SymSizes& strides, const Sizes& order) {
   Sizes out(to.sizes.size(), -1);
   uint64_t used = 0;
@@ -103,7 +103,7 @@ std::optional<Undone> undo(const TensorArg& x, const Strided& to) {
       out.windows[j] = Dim::SymWindow(out.starts[d], step, to.sizes[j]);
     }
   }
-  // Dims of size 1 take the base dims of their stride that the others leave; last the base's dims of size 1, which may be
+  // Dims of size 1 get base dims of equal stride that are still free, and finally the base's dims of size 1, which may be
   // sharded.
   auto left = *order;
   for (int64_t d = 0; d < x.dim(); ++d) {
@@ -161,7 +161,7 @@ void undone_kernel(Run& run) {
   run.returns({own(run, x)});
 }
 
-// The rows of cut dims that are left out stay at their owners, as select's do.
+// Selected rows of cut dims stay at their owners, as with select.
 void add_rows(const TensorArg& x, Rule& rule, Undone& undone, Dims& in, Dims& out) {
   uint64_t kept = 0;
   for (auto d : undone.dims) {
@@ -206,7 +206,7 @@ Rule undone_rule(const TensorArg& x, const Strided& to, Undone undone) {
 
 constexpr auto kFrozen = "the memory or shape of its pieces cannot be replaced in place; make a new tensor instead";
 
-// In place: changes only strides of dims of size 1, so nothing moves (a pooled image becomes channels_last).
+// In place: changes only strides of dims of size 1, so no data moves (a pooled image becomes channels_last).
 Rule restrided(const Call& call) {
   const auto& x = call.tensors[0];
   const auto sizes = call.sym_ints(1), strides = call.sym_ints(2), own = x.sym_strides();
@@ -297,7 +297,7 @@ c10::SymInt last_of(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, c10:
   return offset;
 }
 
-// What the arguments from `arg` on ask for: sizes, strides, offset; within the elements of a tensor that lies at these strides
+// The view that the arguments from `arg` on describe (sizes, strides, offset), within the elements of a tensor of these strides
 // and this offset.
 Strided asked_for(const Call& call, int64_t arg, const SymSizes& strides, const c10::SymInt& start) {
   const auto& x = call.tensors[0];
@@ -348,7 +348,7 @@ void strided_scatter_kernel(Run& run) {
   run.returns({out});
 }
 
-// Whether index i of the first dim asked for lies in index i of x's, for all i. x's copy has these strides.
+// Whether index i of the requested first dim lies within index i of x's first dim, for all i. x's copy has these strides.
 bool first_dim_stays(const TensorArg& x, const SymSizes& strides, const Strided& to) {
   const auto sizes = x.sym_sizes();
   if (sizes.empty() || to.sizes.empty() || to.sizes[0] != sizes[0] || to.strides[0] != strides[0]) {

@@ -25,15 +25,15 @@ void unary_kernel(Run& run) {
   run.returns({f(run.arg(0).toTensor())});
 }
 
-// What the arguments of a reshaping op give: sizes of a view, sizes of a possible copy, or also the whole's strides (which are
-// not a piece's).
+// The arguments of a reshaping op: the sizes of a view, the sizes of a possible copy, or also the whole's strides (which a
+// piece does not have).
 enum class Told { Sizes, SizesOfCopy, Strides };
 Rule reshaped(const Call& call, const SymSizes& to, Told told);
 
 // ---- one index of a dim ----
 // If the dim is cut, the row lies whole at its owner: it is cut along one of its dims, the host, and the owner has all of it.
 
-// The index from 0 on, if there is one.
+// The index, counted from 0; raises if it is out of range.
 c10::SymInt checked_index(const c10::SymInt& index, int64_t dim, c10::SymIntArrayRef sizes);
 // Compares the row with the bounds of all ranks' pieces: the kernel compares it with this rank's, and guards must be alike.
 void guard_place(const TensorArg& x, int64_t dim, const c10::SymInt& index);
@@ -44,8 +44,8 @@ at::Tensor none_along(const at::Tensor& x, int64_t dim, int64_t host);
 
 // ---- a source written into a copy of self: slice_scatter and similar ops ----
 
-// The copy's strides. torch copies the memory that self lies in: its gaps stay gaps, and where elements share memory a write to
-// one is a write to all. But if a stride is 0, the copy is dense.
+// The copy's strides. torch copies self's memory: gaps stay gaps, and if elements share memory, a write to one is a write to
+// all. But if a stride is 0, the copy is dense.
 struct CopyForm {
   SymSizes strides;
   bool dense = false;   // as results are that torch makes

@@ -65,7 +65,7 @@ class Chooser {
     }
     for (const auto& c : candidates) {
       if (cost(m, c) == 0) {
-        return c; // whatever its bytes
+        return c; // whatever it costs
       }
     }
     weighed_ = true;
@@ -85,7 +85,7 @@ class Chooser {
     return std::any_of(call_.tensors.begin(), call_.tensors.end(), [](const TensorArg& t) { return t.has_symbols(); });
   }
 
-  // Picked summands stay so where values are moved, unless other summands come beside them.
+  // Summands stay picked if the op only moves values, unless it also takes other summands.
   Placement as_sum(const Linear& group, int64_t m, Placement p) const {
     for (size_t i = 0; p.picked && i < call_.tensors.size(); ++i) {
       const auto& other = call_.tensors[i].layout->placement(m);
@@ -95,8 +95,8 @@ class Chooser {
     return p;
   }
 
-  // Of choices that move something. The ranks must choose alike, and a symbol of one may be a number on another. So each
-  // comparison of symbols guards the graph: it holds for sizes of which this choice is the best.
+  // Chooses among choices that communicate. The ranks must choose alike, and a symbol on one rank may be a number on another.
+  // So each comparison of symbols guards the graph: it holds only for sizes for which this choice is the best.
   bool is_cheaper(int64_t m, const Choice& a, const Choice& b) const {
     if (!has_symbols()) {
       const auto sums = [&](const Choice& c) {
@@ -109,7 +109,7 @@ class Chooser {
       return cost(m, a) + sums(a) < cost(m, b) + sums(b);
     }
     // Costs are linear in the bytes of each operand and result.
-    constexpr double kUnit = 1024; // of integers that stand for costs
+    constexpr double kUnit = 1024; // costs are integers in units of 1 / kUnit
     const auto scaled = [](double x) { return static_cast<int64_t>(std::llround(x * kUnit)); };
     double constant = 0;
     std::optional<c10::SymInt> difference;
@@ -130,7 +130,8 @@ class Chooser {
     return difference ? *difference < -scaled(constant) : constant < 0;
   }
 
-  // If an operand is in summands, a choice can end the sum. One that leaves the result in summands has that before it.
+  // If an operand holds summands, a choice may reduce them. If it leaves summands in the result, their reduction is still to
+  // come, and counts.
   double cost_of_sum(int64_t m, const Choice& c, const Result& r, double bytes) const {
     const bool leaves = so_far_.placement_of(r, c).is_partial();
     return leaves && has_summands(m) ? cost_of(StepKind::AllReduce, bytes, mesh_.size(m)) : 0;
@@ -141,7 +142,7 @@ class Chooser {
         call_.tensors.begin(), call_.tensors.end(), [&](const TensorArg& t) { return t.layout->placement(m).is_partial(); });
   }
 
-  // About: what the op itself finds the size of counts as one, and the dtype is the first operand's.
+  // Approximate: a dim whose size only the op knows counts as 1, and the dtype is the first operand's.
   c10::SymInt bytes_of(const Result& r) const {
     c10::SymInt out = static_cast<int64_t>(c10::elementSize(call_.tensors[0].dtype));
     for (size_t d = 0; d < r.dims.size(); ++d) {
@@ -158,7 +159,7 @@ class Chooser {
   bool is_better_donor(const Choice& c, const Choice& known) const {
     const bool windows = reach_of(c.donor, c.donor_dim), known_windows = reach_of(known.donor, known.donor_dim);
     if (windows != known_windows) {
-      return known_windows; // what is read through windows moves anyway
+      return known_windows; // operands that are read through windows communicate anyway
     }
     return !call_.tensors[known.donor].mutated &&
            (call_.tensors[c.donor].mutated || is_larger(static_cast<size_t>(c.donor), static_cast<size_t>(known.donor)));
@@ -185,7 +186,7 @@ class Chooser {
     return sum;
   }
 
-  // Those of operand i, if it has so many.
+  // The same for operand i alone, if it exists.
   double cost(int64_t m, const Choice& c, size_t i, double bytes) const {
     if (rule_.operands[i].free) {
       return 0;
@@ -195,7 +196,7 @@ class Chooser {
     const auto& have = t.layout->placement(m);
     const auto b = held(i, m, bytes);
     if (want == have && have.is_shard() && reach_of(static_cast<int64_t>(i), have.dim)) {
-      const bool weighed = !rule_.operands[i].kept_cut || !t.has_symbols(); // what a kernel brings to pieces that stay
+      const bool weighed = !rule_.operands[i].kept_cut || !t.has_symbols(); // the bytes that a kernel itself fetches
       return weighed ? halo_cost(i, have.dim, m, c, b) : 0;
     }
     if (want == have) {
@@ -206,8 +207,8 @@ class Chooser {
     return step_cost(m, have, want, b) + back;
   }
 
-  // Of the halo that the most lacking rank receives. Messages between neighbours start together, and the results stay cut, so a
-  // call costs less than a gather's.
+  // Bytes of the largest halo that a rank receives. Messages between neighbours start together, and the results stay cut, so a
+  // call costs less than a gather.
   double halo_cost(size_t i, int64_t d, int64_t m, const Choice& c, double held) const {
     constexpr double kStart = kLatency / 2;
     const auto& t = call_.tensors[i];
@@ -237,7 +238,7 @@ class Chooser {
     return most ? kStart + held * static_cast<double>(most) / static_cast<double>(size) : 0;
   }
 
-  // What a rank holds of operand i before mesh dim m cuts it.
+  // The part of operand i that a rank holds before mesh dim m cuts it.
   double held(size_t i, int64_t m, double b) const {
     for (int64_t k = 0; k < mesh_.ndim(); ++k) {
       if (k != m && call_.tensors[i].layout->placement(k).is_shard()) {

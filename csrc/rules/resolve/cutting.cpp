@@ -8,8 +8,8 @@ namespace shardtensor::rules {
 
 namespace {
 
-// A cut that depends on the size of the dim follows it if it can. Several rows of symbols make the size a number, and not only
-// its half or the like.
+// Writes a cut whose sizes are symbols as formulas of the dim's size, if possible. With several rows of symbols, the size
+// itself becomes a number.
 Cut cut_of(const SymSizes& pieces, const c10::SymInt& size, int64_t per_row) {
   if (std::any_of(pieces.begin(), pieces.end(), [](const auto& n) { return !n.maybe_as_int(); })) {
     if (static_cast<int64_t>(pieces.size()) == per_row) {
@@ -301,7 +301,7 @@ Cut Cutting::dim_cut(const Dim& dim, int64_t m) const {
   if (!dim.window && dim.at.empty() && layout->is_even() && size % mesh_.size() == 0) {
     return nullptr;
   }
-  c10::SmallVector<std::pair<LayoutPtr, c10::SymInt>, 1> places; // of the factors that it lies at one index of
+  c10::SmallVector<std::pair<LayoutPtr, c10::SymInt>, 1> places; // the layouts and indices of the factors of Dim::at
   for (const auto& at : dim.at) {
     places.emplace_back(factor_layout(at.factor), factor_size(at.factor));
   }
@@ -332,7 +332,7 @@ c10::SymInt Cutting::measure(
   const auto piece = piece_of(layout, 0, size, c, m + 1);
   const auto count = dim.window ? window_count(*dim.window, piece) : piece.length;
   if (!count.maybe_as_int()) {
-    (void)dim.inner.guard_int(__FILE__, __LINE__); // or the piece would follow two sizes
+    (void)dim.inner.guard_int(__FILE__, __LINE__); // otherwise the piece would depend on two sizes
   }
   return dim.inner == 1 ? count : count * dim.inner;
 }

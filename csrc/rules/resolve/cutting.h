@@ -5,7 +5,7 @@
 
 namespace shardtensor::rules {
 
-// A piece of a dim, in units of so many indices; what is left over counts to the next piece.
+// A piece of a dim, in units of `each` indices; indices that are left over count to the next piece.
 inline Interval in_units(const Interval& piece, int64_t each) {
   const auto start = piece.start / each;
   return {start, (piece.start + piece.length) / each - start};
@@ -39,7 +39,7 @@ class Cutting {
   bool nested_alike(int64_t m) const;
   // Whether some operand has only a part of the factor.
   bool has_windows(int64_t f) const;
-  // Numbers, unless it is one of equal pieces of a symbol.
+  // In numbers, unless it is one of equal pieces of a symbol.
   SymInterval piece_of(const Layout& layout, int64_t d, const c10::SymInt& size, const Coordinate& c, int64_t end) const;
   // A cut of the factor at mesh dim m that keeps the pieces of all operands on their ranks, and is otherwise as even as
   // possible. Null, which is even, if there is none (cat of two tensors with rows on the same ranks).

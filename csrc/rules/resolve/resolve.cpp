@@ -153,7 +153,7 @@ class Resolver {
     return Layout::make(call_.tensors[i].layout->mesh_ptr(), std::move(placements), std::move(cuts));
   }
 
-  // Operand i's own cut, where it is cut along a dim that is read through windows.
+  // Operand i's own cut, if it is cut along a dim that is read through windows.
   Cut kept_cut(size_t i, int64_t m) const {
     const auto& have = *call_.tensors[i].layout;
     for (int64_t k = 0; k <= m; ++k) {
@@ -178,7 +178,7 @@ class Resolver {
            std::any_of(dims.begin(), dims.end(), [&](const Dim& d) { return d.reach != kNone && is_sharded(d.factor); });
   }
 
-  // Where operand i is read with a halo along another dim than it is cut along: its layout, cut there.
+  // If operand i is read with a halo along another dim than the one that is cut: its layout, cut along that dim.
   LayoutPtr recut(size_t i) const {
     const auto& have = *call_.tensors[i].layout;
     auto placements = have.placements();
@@ -193,8 +193,8 @@ class Resolver {
     return moves ? Layout::make(have.mesh_ptr(), std::move(placements)) : nullptr;
   }
 
-  // Where operand i's pieces must be so that a fetch can bring every rank what it reads: as they are, but with summands only
-  // where the op takes them, and without strided shards.
+  // The layout that operand i must have before its halo is fetched: its own, but with summands only if the op takes them, and
+  // without strided shards.
   LayoutPtr before_halo(size_t i, const Layout& want) const {
     auto from = LayoutPtr::reclaim_copy(call_.tensors[i].layout);
     for (int64_t m = 0; m < mesh_.ndim(); ++m) {
@@ -238,7 +238,7 @@ class Resolver {
     });
   }
 
-  // The operand whose order of dims an elementwise op gives to its result.
+  // The operand whose order of dims the result of an elementwise op has.
   int64_t like(const Result& r) const {
     const auto same = [](const Dim& a, const Dim& b) {
       return a.factor == b.factor && a.inner == b.inner && !a.window && !b.window && a.at.empty() && b.at.empty() &&
@@ -284,7 +284,7 @@ class Resolver {
     return out;
   }
 
-  // The operand's dim that has as many indices as a sharded dim of a result; if that has a reach, also the same cut.
+  // The operand's dim that has the same size as a sharded dim of a result; if the result's dim has a reach, also the same cut.
   Solution::SizeSource source_of(const Dim& dim) const {
     for (size_t i = 0; i < rule_.operands.size(); ++i) {
       const auto d = dim_of(rule_.operands[i].dims, dim.factor);

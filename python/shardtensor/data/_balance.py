@@ -23,8 +23,8 @@ from shardtensor.tensor._tensor import ShardTensor
 
 
 def balanced_cut(costs: Sequence[float], before: Sequence[int], tolerance: float = 0.0, multiple_of: int = 1) -> list[int]:
-    """The lengths of the ranks' runs of rows, in order, so that no run costs more than it has to (times 1 + tolerance). Of all such
-    cuts the one that moves the fewest rows.
+    """The lengths of the ranks' runs of rows, in order, so that the dearest run costs as little as possible (times 1 +
+    tolerance). Of all such cuts, the one that moves the fewest rows.
 
     costs: of each row. before: the lengths now. multiple_of: runs begin at multiples of it.
     """
@@ -34,7 +34,8 @@ def balanced_cut(costs: Sequence[float], before: Sequence[int], tolerance: float
     total = [sums[p] for p in places]
     held = [_number_of(row, places) for row in accumulate(before, initial=0)]
     most = _least_bottleneck(total, n) * (1 + tolerance)
-    # Between these every rank must end, so that the ranks before it and those after it are enough.
+    # Every rank must end between these, so that the ranks before it can hold all earlier rows, and those after it all later
+    # rows.
     latest, earliest = [0], [len(places) - 1]
     for _ in range(n):
         latest.append(_end_after(total, latest[-1], most))
@@ -61,7 +62,7 @@ def _start_before(total: list[float], end: int, most: float) -> int:
 
 
 def _least_bottleneck(total: list[float], n: int) -> float:
-    """The least cost of the dearest of n runs: bisection for a bound, then what its runs cost."""
+    """The least possible cost of the dearest of n runs: finds a bound by bisection, then the cost of its runs."""
     low, high = total[-1] / n, total[-1]
     for _ in range(60):
         middle = (low + high) / 2
@@ -70,7 +71,7 @@ def _least_bottleneck(total: list[float], n: int) -> float:
 
 
 def _ends(total: list[float], most: float, n: int) -> list[int]:
-    """Where n runs end that are as long as `most` allows."""
+    """The ends of n runs that are as long as `most` allows."""
     ends = [0]
     for _ in range(n):
         ends.append(_end_after(total, ends[-1], most))
@@ -78,9 +79,9 @@ def _ends(total: list[float], most: float, n: int) -> list[int]:
 
 
 def _fewest_moved(total: list[float], held: list[float], earliest: list[int], latest: list[int], most: float) -> list[int]:
-    """The ends that move the fewest rows: the cheapest path from end to end. Where a rank may end at many rows, only some are looked at:
-    those where a rank begins or ends now, and what follows from such a place if the runs after or before it are as long as allowed.
-    (Rows of different costs could be exchanged for fewer others there.)"""
+    """The ends that move the fewest rows: the cheapest path from end to end. If a rank may end at many rows, only some are tried:
+    rows where a rank begins or ends now, and ends that follow from such a row if the runs after or before it are as long as
+    allowed. (Rows of different costs could be exchanged for fewer others there.)"""
     n = len(held) - 1
     candidates: list[set[int]] = []
     for r in range(n + 1):
@@ -111,8 +112,8 @@ def _fewest_moved(total: list[float], held: list[float], earliest: list[int], la
 
 
 _FEW = 32
-_NEAR = 8  # places of so many ranks before and after
-_MOST = 40  # so many ends that follow from the places
+_NEAR = 8  # also tries the ends of this many ranks before and after
+_MOST = 40  # tries at most this many ends that follow from them
 
 
 # ---- one tensor ----
@@ -206,7 +207,7 @@ def _row_costs_of_times(x: ShardTensor, times: Any, mesh_dim: int, before: list[
 
 
 def costs_of_rows(times: Sequence[float], before: Sequence[int]) -> list[float]:
-    """The cost of each row. A rank without rows tells nothing; if no rank took time, all rows count the same."""
+    """The cost of each row. A rank without rows does not count; if no rank took time, all rows count the same."""
     if not any(t for t, n in zip(times, before, strict=True) if n):
         return [1.0] * sum(before)
     return [t / n for t, n in zip(times, before, strict=True) for _ in range(n)]
@@ -258,9 +259,10 @@ class BalanceMonitor:
                 x = x.rebalance(times=verdict.times)
                 monitor.restart()
 
-    clock: what is measured. The default, the process's CPU time, leaves out the time in which a rank waits for others; on a GPU pass
-    the seconds of the kernels with `add(seconds)` instead. steps_ahead: over how many steps moving must pay for itself. least_gain:
-    the least share of a step's time that is worth it; less is taken for noise. bandwidth: bytes per second at which a tensor moves.
+    clock: what is measured. The default, the process's CPU time, leaves out the time in which a rank waits for others; on a GPU
+    pass the seconds of the kernels with `add(seconds)` instead. steps_ahead: over how many steps moving must pay for itself.
+    least_gain: the least share of a step's time that is worth a move; less counts as noise. bandwidth: bytes per second at which
+    a tensor moves.
     """
 
     def __init__(
@@ -289,7 +291,7 @@ class BalanceMonitor:
         self._steps = [*self._steps, seconds][-self._window :]
 
     def restart(self) -> None:
-        """Forgets the steps so far: after cuts have moved they say nothing."""
+        """Forgets the steps so far, which do not apply to the new cuts."""
         self._steps = []
 
     def verdict(self, x: ShardTensor, *, mesh_dim: int | None = None, extra_bytes: int = 0, tolerance: float = 0.02, multiple_of: int = 1) -> Verdict:

@@ -38,8 +38,8 @@ def shard_batches(loader: Iterable[Any], mesh: DeviceMesh, placements: Sequence[
     epoch. All ranks of the mesh must take the same number of batches.
 
     A batch is a tensor, or tuples, lists, dicts and dataclasses with tensors in them, of the same structure on all ranks; sizes
-    other than those of the rows must agree. Tensors move to the mesh's device. What is not a tensor, and tensors without dims,
-    stay as they are; a rank that has ended gets those of the first rank that has not, lists with an entry per row empty.
+    other than those of the rows must agree. Tensors move to the mesh's device. Other values, and tensors without dims, stay as
+    they are; a rank that has ended gets those of the first rank that has not, with lists of one entry per row empty.
 
     placements: one per mesh dim. Shard(0), the default on a mesh of one dim, joins the rows of the ranks along it. Ranks along
     Replicate() must see the same batches; the first ones of each epoch are compared. After the first, a Shard of another dim
@@ -49,7 +49,7 @@ def shard_batches(loader: Iterable[Any], mesh: DeviceMesh, placements: Sequence[
 
 
 class _Taken(NamedTuple):
-    """What a rank has taken from its loader."""
+    """The batch that a rank has taken from its loader."""
 
     message: Message
     frame: Any = None
@@ -212,7 +212,7 @@ class _Batches:
         return f"on rank {ranks[index]}, {of_first} on rank {ranks[next(iter(held))]} (reported by rank {self._view.rank})"
 
     def _empty(self, told: list[Message], live: list[int], i: int, index: int) -> list[int]:
-        """The shape of an empty piece on the rank at `index`: no rows, and what else is cut as on a rank in line with it."""
+        """The shape of an empty piece on the rank at `index`: no rows; other cut dims have the sizes of a rank in line with it."""
         shape = list(told[live[0]].tensors[i].shape)
         at = coordinate_at(self._view, index)
         for dim in {p.dim for p in self._placements if isinstance(p, Shard) and p.dim < len(shape)} - {self._rows}:

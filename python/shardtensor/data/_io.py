@@ -36,12 +36,12 @@ def read(
 ) -> ShardTensor:
     """A ShardTensor whose piece each rank reads from `source`: its box, and nothing else.
 
-    source: what has a shape and gives a part for a tuple of slices. A numpy array or memmap, an h5py Dataset, a zarr Array, a slice
-    of a safetensors file (`file.get_slice(name)`), a tensor (`torch.load(..., mmap=True)`), or the path of a .npy file. Each rank
-    opens its own. Ranks that hold the same piece all read it.
+    source: an object that has a shape and returns a part for a tuple of slices. A numpy array or memmap, an h5py Dataset, a zarr
+    Array, a slice of a safetensors file (`file.get_slice(name)`), a tensor (`torch.load(..., mmap=True)`), or the path of a .npy
+    file. Each rank opens its own. Ranks that hold the same piece all read it.
 
-    dtype: what the values become; by default that of `source`. The ranks compare sizes, dtypes and arguments, and if reading fails
-    on one of them, all raise.
+    dtype: of the result; by default that of `source`. The ranks compare sizes, dtypes and arguments, and if reading fails on one
+    of them, all raise.
     """
     who = "data.read"
     mesh = given_mesh(mesh, who)
@@ -64,7 +64,7 @@ def read(
 def write(x: torch.Tensor, target: Any, *, in_turn: bool = False) -> None:
     """Writes a ShardTensor to `target`: each rank its box; of ranks that hold the same piece, the first.
 
-    target: what takes a part for a tuple of slices, such as a numpy memmap opened with "r+", a zarr Array or an h5py Dataset of a
+    target: an object that takes a part for a tuple of slices, such as a numpy memmap opened with "r+", a zarr Array or an h5py Dataset of a
     file that all ranks may write to; or the path of a .npy file, which appears when it is complete (one that was there before stays as
     it was until then). It may also be a function that opens one and
     returns it, or returns a context manager that gives it.

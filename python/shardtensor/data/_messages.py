@@ -1,4 +1,4 @@
-"""What ranks tell each other about a batch, in integers, and how these travel while the previous batch is computed."""
+"""The ranks' messages about a batch, as integers, which travel while the previous batch is computed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Hole:
 
 
 def replaced(change: Callable[[str, Any], Any], thing: Any, path: str = "") -> Any:
-    """`thing` with change(path, tensor) in place of each tensor or Hole. A container that holds none stays the object it is."""
+    """`thing` with change(path, tensor) in place of each tensor or Hole. A container without any is not copied."""
     if isinstance(thing, (torch.Tensor, Hole)):
         return change(path, thing)
     parts = _parts(thing)

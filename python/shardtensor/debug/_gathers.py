@@ -1,7 +1,7 @@
 """Warns of operands that are gathered: the op has no rule, needs them whole, or its rule finds no cheaper way.
 
-C++ names an op that gathers once it has found the solution of a new call, and then moves the call's operands. "once" listens to
-these moves only, so a call whose solution is known costs nothing more. "every" listens to all moves.
+C++ names an op that gathers once it has found the solution of a new call, and then moves the call's operands. "once" listens only
+to these moves, so a call whose solution is known has no extra cost. "every" listens to all moves.
 """
 
 from __future__ import annotations

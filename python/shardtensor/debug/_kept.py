@@ -1,4 +1,4 @@
-"""What ShardTensors keep besides their pieces: the sums of summands that ops have read."""
+"""The sums that ShardTensors keep beside their pieces, for summands that ops have added up."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Halo:
-    """What an op is about to read of other ranks' pieces through its windows, as this rank sends and receives it."""
+    """A halo that an op is about to read: what this rank sends and receives for it."""
 
     op: str  # and the line of the script
     source: _C.Layout
@@ -69,7 +69,9 @@ class Halo:
 
 
 class Heard(Generic[T]):
-    """The listeners to one kind of news. If one returns a text, what is about to happen raises it. C++ reports while there are any."""
+    """The listeners to one kind of event. If a listener returns a text, the event raises it instead of happening. C++ reports
+    while there are any.
+    """
 
     def __init__(self, report: Callable[[Any], None], news: Callable[..., T]) -> None:
         self._report, self._news = report, news
@@ -77,7 +79,7 @@ class Heard(Generic[T]):
 
     def _hear(self, *facts: Any) -> str | None:
         news = self._news(*facts)
-        said = [answer for answer in [listener(news) for listener in tuple(self._listeners)] if answer]  # all hear of it
+        said = [answer for answer in [listener(news) for listener in tuple(self._listeners)] if answer]  # every listener is called
         return said[0] if said else None
 
     def listen(self, listener: Callable[[T], str | None]) -> None:

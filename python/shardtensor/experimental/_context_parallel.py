@@ -47,7 +47,7 @@ class _Inside:
 
     plan: Plan
     calls: int = 0
-    mask: torch.Tensor | None = None  # the last one that said no more than is_causal
+    mask: torch.Tensor | None = None  # the last one that means the same as is_causal
 
     @property
     def mine(self) -> int:
@@ -109,8 +109,8 @@ def _check_arguments(inside: _Inside, attn_mask: torch.Tensor | None, dropout_p:
 
 def _says_causal(mask: torch.Tensor, inside: _Inside) -> bool:
     """Whether a mask of this rank's part is causal attention within stretches of positions that follow each other. Models of
-    transformers make such a mask from position_ids: they take each jump for the start of a document. What jumps here are the
-    plan's runs, and the plan knows the documents."""
+    transformers make such a mask from position_ids: they take each jump for the start of a document. Here the jumps are between
+    the plan's runs, and the plan knows the documents."""
     if mask is inside.mask:  # one mask for all layers
         return True
     mine = inside.plan.mine()
@@ -131,7 +131,7 @@ def _agree(
     inside: _Inside, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, error: Exception | None
 ) -> bool:
     """Raises on all ranks if one refuses or if they differ. Whether attention is causal. Only a context's first call asks the
-    other ranks. But a model that sees one position or none may not say whether attention is causal; then every call asks."""
+    other ranks. But if a model sees one position or none, its call may not show whether attention is causal; then every call asks."""
     inside.calls += 1
     lengths = inside.plan.lengths()
     if inside.calls > 1 and min(lengths) > 1:

@@ -21,7 +21,7 @@ _BLOCK = 1024  # the most queries, and keys, of which by_blocks makes the scores
 _ALIGNED = 32  # the efficient kernel reads the logs of this many queries at once
 
 Tensors = tuple[torch.Tensor, ...]
-# What a kernel's backward wants of its forward besides the tensors here. None of it depends on the part, as nothing is dropped out.
+# Further results of a kernel's forward that its backward needs. Without dropout, they do not depend on the part.
 Extras = tuple[Any, ...]
 
 

@@ -84,7 +84,9 @@ class _Sharded:
                 )
 
     def _check_gradient(self, leaves: list[Any]) -> None:
-        """What a composite computes on the pieces would be lost to autograd, which differentiates what it is made of."""
+        """Refuses composites: autograd differentiates the ops that they consist of, and would not see what a handler computes on
+        the pieces.
+        """
         needed = torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         if needed and is_composite(name_of(self._op)):
             raise NotImplementedError(

@@ -1,4 +1,6 @@
-"""Attention over a sequence whose runs are spread over ranks: keys and values travel, each rank attends with its own queries."""
+"""Attention over a sequence whose runs are spread over ranks: keys and values travel, and each rank computes attention for its
+own queries.
+"""
 
 from __future__ import annotations
 

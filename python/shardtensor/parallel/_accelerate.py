@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from shardtensor._late import when_imported
 from shardtensor.tensor._tensor import ShardTensor
 
-# What accelerate puts around modules.
+# The wrappers that accelerate puts around modules.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def install(active: Callable[[], bool]) -> None:
-    """Called once. What accelerate does while `active()` changes."""
+    """Called once. Changes what accelerate does while `active()` is true."""
 
     def addresses(named: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         def ours(self: Any, *args: Any, drop_refs: bool = False) -> dict[str, Any]:

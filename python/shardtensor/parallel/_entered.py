@@ -67,7 +67,7 @@ def can_share(value: Any) -> bool:
 
 
 class Entrance:
-    """Where plain tensors enter a mesh as whole ones."""
+    """Lets plain tensors enter a mesh as replicated ShardTensors."""
 
     __slots__ = ("layout",)
 
@@ -94,7 +94,7 @@ class Entrance:
         recent.append(plain)
         del recent[:-_MOST]
         if plain.node is not None:
-            plain.tensor = tensor  # costs no memory: its piece is `value`'s
+            plain.tensor = tensor  # costs no memory: its piece shares `value`'s
             return tensor
         # A leaf. A strong reference would keep it alive: tensor -> its node -> AccumulateGrad -> leaf. The users' nodes keep `tensor`.
         plain.tensor = weakref.ref(tensor)

@@ -154,7 +154,7 @@ class _Features(ParallelStyle):
         return _describe(self, "input_layouts", "output_layouts", "use_local_output")
 
     def _preparation(self, mesh: DeviceMesh) -> Callable[[nn.Module, Any], torch.Tensor]:
-        """What makes the layer's input of the module's first argument."""
+        """The function that turns the module's first argument into the layer's input."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -258,7 +258,7 @@ class RowwiseParallel(_Features):
 
 
 class _LikeWeight:
-    """Where plain tensors enter whose last dim is cut as a weight's input features, which are its dim `dim`."""
+    """Lets plain tensors enter whose last dim is cut like a weight's input features, which are its dim `dim`."""
 
     __slots__ = ("known", "mesh")
 

@@ -48,7 +48,7 @@ _NEEDED = {
 
 
 def install(active: Callable[[], bool]) -> None:
-    """Called once. What transformers does while `active()` changes; in versions of it whose functions have other names, nothing."""
+    """Called once. Changes what transformers does while `active()` is true. Does nothing in versions whose functions have other names."""
     changed: set[str] = set()
 
     def change(module: Any, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -80,7 +80,7 @@ def install(active: Callable[[], bool]) -> None:
 
     def cached_heads(count: Callable[..., Any]) -> Callable[..., Any]:
         def ours(tp_plan: dict[str, str], num_heads: Any, tp_size: int) -> Any:
-            """transformers does not know what computes the keys in our plans; None: a cache takes its sizes from the first keys."""
+            """transformers does not know which layer computes the keys in our plans. None: a cache takes its sizes from the first keys."""
             names = {name.rpartition(".")[2] for name, style in (tp_plan or {}).items() if style == "colwise"}
             return None if active() and names & {"k", _FUSED} else count(tp_plan, num_heads, tp_size)
 
@@ -233,8 +233,9 @@ def _attention_styles(name: str, module: nn.Module, config: Any, ranks: int, pla
 
 
 def _cut_like(layer: Any, adapter: nn.Module, plan: str, mesh: DeviceMesh) -> bool:
-    """Cuts one half of peft's adapter, a Linear, like the layer that it is added to. (transformers takes the size of a piece for the
-    whole.)"""
+    """Cuts one half of peft's adapter, a Linear, like the layer that it is added to. (transformers would use the size of a piece
+    as the size of the whole.)
+    """
     weight, dim = layer.weight, 0 if plan == "colwise" else 1
     if not isinstance(weight, ShardTensor) or type(layer) is not nn.Linear:
         return False

@@ -1,6 +1,6 @@
-"""torch.autograd: a backward that fails on one rank alone, in a user's hook for example, leaves the other ranks in its collectives.
-torch.autograd.grad: what it returns for a leaf has the leaf's cuts, as .grad has. And compiled autograd, which cannot hold what our
-nodes save (layouts): the engine runs the backward of ShardTensors. All versions."""
+"""torch.autograd: a backward that fails on one rank alone, in a user's hook for example, leaves the other ranks in its
+collectives. torch.autograd.grad: its result for a leaf has the leaf's cuts, like .grad. Compiled autograd, which cannot hold the
+layouts that our nodes save: the engine runs the backward of ShardTensors. All versions."""
 
 from __future__ import annotations
 

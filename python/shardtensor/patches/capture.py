@@ -66,8 +66,8 @@ def _has_settled(meta: Any) -> bool:
 
 def _wait_late(graph: torch.fx.Graph) -> None:
     """Moves each wait for a collective to the first use of its result, so that other ops run meanwhile. Not past ops that write
-    memory: they might write the data that is being sent. Nor from the forward into the backward, if a graph has both: one of torch's
-    partitioners takes all up to the last node of the forward for the forward."""
+    memory: they might write the data that is being sent. Nor from the forward into the backward, if a graph has both: one of
+    torch's partitioners treats every node before the last forward node as forward."""
     late: set[torch.fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes

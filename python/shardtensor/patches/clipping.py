@@ -26,8 +26,9 @@ _log = logging.getLogger("shardtensor")
 
 
 def _home(t: torch.Tensor) -> Any:
-    """What tensors have in common whose norms can be combined without moving: their mesh and the mesh dims that cut them; None for
-    plain tensors."""
+    """The mesh and the mesh dims that cut a tensor; None for a plain one. Norms of tensors that agree in these are combined
+    without communication.
+    """
     if isinstance(t, ShardTensor):
         layout = t._layout
         return layout.mesh, tuple(n > 1 and kind == _SHARD for n, (kind, *_) in zip(layout.mesh.shape, layout.placements, strict=True))
@@ -54,8 +55,10 @@ def _joined(norms: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _summand(norms: dict[_C.Layout, list[torch.Tensor]], order: float) -> torch.Tensor:
-    """This rank's share of the joint norm of norms of one mesh. One that is not to be reduced along a mesh dim, while others are, is
-    that of a copy; all copies share in the mean. In a second number only the first copies share: it is another if copies differ."""
+    """This rank's share of the joint norm of norms of one mesh. If one norm is not reduced along a mesh dim while others are, its
+    tensor has copies there, and the mean over the copies counts. A second number counts only the first copies: it differs from
+    the first if copies differ.
+    """
     mesh = next(iter(norms)).mesh
     joint = [next((p for p in column if p != _UNCUT), _UNCUT) for column in zip(*(lay.placements for lay in norms), strict=True)]
     means, firsts = [], []
@@ -70,7 +73,7 @@ def _summand(norms: dict[_C.Layout, list[torch.Tensor]], order: float) -> torch.
 
 
 class _Apart:
-    """Warns once if copies differ. The host reads a number for it: on a GPU not at each step."""
+    """Warns once if copies differ. That needs a number on the host, so on a GPU it is not checked at each step."""
 
     def __init__(self) -> None:
         self.looks, self.told = 0, False
@@ -98,7 +101,7 @@ _apart = _Apart()
 
 
 def _require_member(tensors: list[torch.Tensor]) -> None:
-    """A norm reaches the ranks of its mesh. The other ranks would clip what they hold by another norm."""
+    """Only the ranks of its mesh get a norm. Other ranks would clip their tensors by another norm."""
     for i, t in enumerate(tensors):
         if isinstance(t, ShardTensor) and t.device_mesh.get_coordinate() is None:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The end of a script, the end of process groups, and barriers: what tells the other ranks why this one does not come. All versions.
+"""The end of a script, the end of process groups, and barriers: tells the other ranks why this one does not come. All versions.
 
 A rank that waits for this one reads it in the store (csrc/comm/faults.h).
 """
@@ -46,16 +46,18 @@ def _telling_at_the_end(finalizers: Any) -> Any:
 
 
 def _end() -> None:
-    """Peers may still need what this rank has sent and dropped; after an error they do not get it. They are told first: one that waits
-    for this rank in something else raises, and then this rank need not wait for it."""
+    """Peers may still need messages of results that this rank has dropped; after an error they do not get them. They are told
+    first: a rank that waits for this one in something else raises, and then this rank need not wait for it.
+    """
     _C.ended("ended its script")
     _let_arrive()
     _C.keep_what_is_left()
 
 
 def _let_arrive() -> None:
-    """Waits a little for what was dropped in flight. The groups of what is still in flight then stay for ever: to free one would wait
-    until its time-out."""
+    """Waits a little for dropped results in flight. The groups of those that are still in flight then are never freed: that would
+    wait for the time-out.
+    """
     if not _failed and sys.exc_info()[0] is None:
         _C.let_arrive()
     if _C.left_in_flight() and dist.is_initialized():

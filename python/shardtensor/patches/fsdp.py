@@ -113,9 +113,9 @@ def _in_one_group(param: Any, at: Any) -> Any:
 
 
 class _Padded:
-    """A parameter that FSDP should cut unevenly along a dim other than the first, which FSDP refuses, or of whose piece nothing is
-    left, which FSDP can neither describe nor reduce. FSDP sees a padded parameter, which is cut evenly and has elements. Users of
-    its shard, its gradient or the whole get views without the padding."""
+    """A parameter that FSDP should cut unevenly along a dim other than the first, which FSDP refuses, or whose piece is empty,
+    which FSDP can neither describe nor reduce. FSDP sees a padded parameter, which is cut evenly and has elements. Users of its
+    shard, its gradient or the whole get views without the padding."""
 
     def __init__(self, param: Any, data: torch.Tensor, dim: int) -> None:
         ranks = getattr(param.mesh_info, "shard_mesh_size", 1)
@@ -172,7 +172,7 @@ def _taking_ours(init: Callable[..., None]) -> Callable[..., None]:
 
 def _with_layout(to_sharded: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Of the shard, and in each step of its gradient. The first call decides about layout and class."""
+        """Called for the shard, and in each step for its gradient. The first call decides about layout and class."""
         known = self.__dict__.get("_shardtensor_made")
         if known is None or known[0] is not self._sharding_spec or tensor.shape != self.sharded_size:
             out = first_sharded(self, tensor)
@@ -244,7 +244,7 @@ def _padding_again(reset: Callable[..., None]) -> Callable[..., None]:
 
 
 def _disabled_once(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch._dynamo.disable makes of a hook. Made in the first call, because importing dynamo is slow."""
+    """A hook after torch._dynamo.disable, which is called at the first use, because importing dynamo is slow."""
     made: list[Callable[..., Any]] = []
 
     @functools.wraps(hook)

@@ -23,7 +23,7 @@ _ADD_ZERO_ATTN = 9  # its place among multi_head_attention_forward's arguments
 
 
 def _attention(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Its zeros count as replicated. A user's plain tensor does not: if there is one, ops refuse it as ever."""
+    """Its zeros count as replicated. A user's plain tensor does not: ops still refuse it."""
 
     @functools.wraps(function)
     def attention(*args: Any, **kwargs: Any) -> Any:

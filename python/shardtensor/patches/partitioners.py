@@ -37,7 +37,7 @@ def _keep_saved(choose: Callable[..., Any]) -> Callable[..., Any]:
 
 def _keep_in_place(keep_collectives: Callable[[Any], None]) -> Callable[[Any], None]:
     """Runs each collective once, in the forward or in the backward. torch would put it where it costs this rank least, or into
-    both if something that must not be dropped needs it. A checkpointed region saves the results of collectives instead of
+    both graphs if a node that must not be dropped needs it. A checkpointed region saves the results of collectives instead of
     calling them again.
 
     It also saves the keys of random numbers, and draws from them again. torch would instead save the generator's state, as a

@@ -86,7 +86,7 @@ def _seen_as(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_pairs(t: torch.Tensor) -> bool:
-    """Whether its last dim is one of pairs that lie side by side in memory."""
+    """Whether its last dim has pairs that are adjacent in memory."""
     return t.ndim > 0 and t.stride(-1) == 1 and not any(n % 2 for n in (t.size(-1), t.storage_offset(), *t.stride()[:-1]))
 
 

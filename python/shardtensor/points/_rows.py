@@ -23,7 +23,7 @@ _ROWS = (_SHARD, 0, 1, "sum", 2.0)
 
 
 def outside_graphs(function: Function) -> Function:
-    """A compiled function calls it between its graphs: how much is sent depends on values."""
+    """A compiled function calls it between its graphs, because the number of messages depends on values."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -61,7 +61,7 @@ def leading_layout(t: ShardTensor, dims: int, who: str) -> _C.Layout:
 
 
 def with_whole(t: ShardTensor, dims: int, who: str) -> ShardTensor:
-    """The tensor, cut along its first `dims` dims at most; what is cut elsewhere or in summands becomes whole."""
+    """The tensor, cut at most along its first `dims` dims: along mesh dims that cut other dims or hold summands it becomes whole."""
     layout = leading_layout(t, dims, who)
     return t if layout == t._layout else _C.redistribute(t, layout)
 
@@ -127,7 +127,7 @@ class Routes:
         self.shape = index.shape
         index = with_whole(index.detach(), index.ndim, who)  # type: ignore[arg-type]
         self._asked = index._layout
-        # Where the rows are cut, the index must be too: else each rank would ask for all rows, and add all of them.
+        # Mesh dims that cut the rows must cut the index too: otherwise each rank would ask for all rows, and add all of them.
         finer = [_ROWS if a[0] == _SHARD and b[0] == _REPLICATE else b for a, b in zip(self.layout.placements, self._asked.placements, strict=True)]
         if finer != self._asked.placements:
             index = index.redistribute(placements=placements_of(_C.Layout(self.layout.mesh, finer)))
@@ -201,7 +201,7 @@ class Routes:
         best = self._best(src.detach(), reduce).masked_fill(counts == 0, 0)  # type: ignore[arg-type]
         if not (src.requires_grad and torch.is_grad_enabled()):
             return best  # type: ignore[return-value]
-        # As in torch, those that share the best value of a row share its gradient.
+        # As in torch, entries that share the best value of a row share its gradient.
         with torch.no_grad():
             is_best = (src == self._taken(best)).to(src.dtype)  # type: ignore[arg-type]
             share = is_best / self._taken(self._sum(is_best)).clamp(min=1)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def _parts(queries: torch.Tensor, points: torch.Tensor) -> Iterator[tuple[slice,
     step = max(1, _BLOCK // max(1, len(points)))
     for a in range(0, len(queries), step):
         part = queries[a : a + step]
-        # By products of matrices two equal points would have a distance, which would depend on the block.
+        # With matrix products, two equal points would have a small distance that depends on the block.
         yield slice(a, a + len(part)), torch.cdist(part, points, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -88,11 +88,11 @@ def _as_queries(local: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 @outside_graphs
 def knn(points: torch.Tensor, queries: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k nearest of `points` [P, D] to each of `queries` [Q, D], nearest first: their global numbers and distances, both [Q, k] and
-    cut as the queries. Of points at the same distance those with smaller numbers come first.
+    """The k nearest of `points` [P, D] to each of `queries` [Q, D], nearest first: their global numbers and distances, both [Q,
+    k] and cut as the queries. Of points at the same distance those with smaller numbers come first.
 
-    Both sets may be cut in any way; besides its own pieces a rank holds at most two others of `points`, and a block of distances. The distances are
-    differentiable with respect to both sets. Plain tensors give plain ones, with the same values.
+    Both sets may be cut in any way; besides its own pieces a rank holds at most two others of `points`, and a block of distances.
+    The distances are differentiable with respect to both sets. Plain tensors give plain ones, with the same values.
     """
     points, queries = _prepared(points, queries, "points.knn")
     _check_count("points.knn", "k", k, len(points))
@@ -216,8 +216,9 @@ def ball_query(points: torch.Tensor, queries: torch.Tensor, radius: float, max_p
 
 
 def _found(points: torch.Tensor, mine: torch.Tensor, radius: float, most: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs of this rank's queries and all points, sorted: queries by local number, points by global number, distances. most: so many
-    of each block are enough."""
+    """Pairs of this rank's queries and all points, sorted: queries by local number, points by global number, distances. most:
+    this many of each block are enough.
+    """
     found = [(torch.empty(0, dtype=torch.int64, device=mine.device),) * 2 + (mine.new_empty(0),)]
     for start, block in _blocks(points):
         for rows, distances in _parts(mine, block) if len(block) else ():

@@ -186,7 +186,7 @@ def embedding(
     if max_norm is not None:
         raise NotImplementedError(f"{who}: argument 'max_norm' would write to rows that other ranks hold; scale the weight yourself")
     mine = [shard.tensor for shard in weight.local_shards() if shard.tensor.numel()]
-    if not mine:  # no rows, but it takes part in the backward
+    if not mine:  # no rows, but the rank takes part in the backward
         mine = [torch.empty(layout.local_sizes(sizes), dtype=weight.dtype, device=mesh.device_type, requires_grad=weight.requires_grad)]
     rows = _C.from_local(mine[0], layout, sizes, None, None)
     ids = ShardTensor.from_local(input, mesh, [ShardPlacement(0)], sharding_shapes="infer")

@@ -25,7 +25,7 @@ from shardtensor.tensor import _handlers
 from shardtensor.tensor._layout import make_layout, placements_of
 from shardtensor.tensor._mesh import as_device_mesh, innermost_mesh
 
-# The inner tensor of a view that has symbols which its sizes and strides do not tell: its storage offset, and pieces that follow
+# The inner tensor of a view with symbols that its sizes and strides do not show: its storage offset, and pieces that depend on
 # more than the length that they cut. They are the sizes of this tensor, which has no elements: (0, offset, *pieces).
 EXTENTS = "_extents"
 
@@ -468,7 +468,7 @@ def outside_graphs(reason: str, *functions: Callable[..., Any]) -> None:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
-    def skip(eval_frame: Any) -> None:  # for calls from a frame that dynamo does not trace either
+    def skip(eval_frame: Any) -> None:  # also for calls from a frame that dynamo does not trace
         for function in functions:
             eval_frame.skip_code(function.__code__)
 
